@@ -1,0 +1,132 @@
+"""Axes and column specs: what a named tensor of a step looks like.
+
+A **column** is a tensor with a `Spec`: a dtype and axes. An **axis** is an object, not a string, so
+two columns agree about "token" only if they name the same `Axis`. The first axis of a column counts
+its rows; a ragged axis may follow it, whose length differs from row to row; further axes are fixed.
+
+Inside a step (ops, losses, role methods) a ragged column is a padded dense tensor; on the wire it
+is packed (see `batch.py`). The padding is part of the spec: `-1` for integers, `0` for floats,
+`False` for booleans. An integer column therefore says by itself where each of its rows ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, get_args, get_origin
+
+import torch
+
+__all__ = ["Axis", "DType", "GroupId", "Spec", "boolean", "f32", "i64", "is_group_id", "spec_of"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a column.
+
+    Attributes:
+        name: What it counts, in the singular: "prompt", "sample", "token".
+        within: The axis whose elements this one is grouped by: samples within a prompt.
+        ragged: True if its length differs from row to row.
+
+    Example:
+        >>> PROMPT = Axis("prompt")
+        >>> str(f32(Axis("sample", within=PROMPT), Axis("token", ragged=True)))
+        'f32[sample, token~]'
+    """
+
+    name: str
+    within: Axis | None = None
+    ragged: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}~" if self.ragged else self.name
+
+
+class DType(Enum):
+    """The dtypes that travel between nodes. Models compute in whatever precision they like."""
+
+    F32 = "f32"
+    I64 = "i64"
+    BOOL = "bool"
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The torch dtype of a column's tensor."""
+        return {"f32": torch.float32, "i64": torch.int64, "bool": torch.bool}[self.value]
+
+    @property
+    def padding(self) -> float | int | bool:
+        """What fills a padded position of a ragged column."""
+        return {"f32": 0.0, "i64": -1, "bool": False}[self.value]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Dtype and axes of a column; prints as `f32[sample, token~]`.
+
+    Raises:
+        ValueError: If a ragged axis stands anywhere but second.
+    """
+
+    dtype: DType
+    axes: tuple[Axis, ...]
+
+    def __post_init__(self) -> None:
+        for position, axis in enumerate(self.axes):
+            if axis.ragged and position != 1:
+                raise ValueError(
+                    f"ragged axis '{axis.name}' is axis {position} of {self}; a ragged axis must be
+                    " "the second one: its lengths are per row of the first"
+                )
+
+    def __str__(self) -> str:
+        return f"{self.dtype.value}[{', '.join(map(str, self.axes))}]"
+
+    @property
+    def row_axis(self) -> Axis | None:
+        """The axis that counts rows, or None for a scalar."""
+        return self.axes[0] if self.axes else None
+
+    @property
+    def ragged_axis(self) -> Axis | None:
+        """The ragged axis, if the column has one."""
+        return self.axes[1] if len(self.axes) > 1 and self.axes[1].ragged else None
+
+
+def f32(*axes: Axis) -> Spec:
+    """Spec of a float32 column over `axes`; padding is 0."""
+    return Spec(DType.F32, axes)
+
+
+def i64(*axes: Axis) -> Spec:
+    """Spec of an int64 column over `axes`; padding is -1."""
+    return Spec(DType.I64, axes)
+
+
+def boolean(*axes: Axis) -> Spec:
+    """Spec of a boolean column over `axes`; padding is False."""
+    return Spec(DType.BOOL, axes)
+
+
+@dataclass(frozen=True)
+class GroupId:
+    """Marks the column that says which group a row belongs to.
+
+    Rows of one group stay on one worker wherever a node needs the whole group. Group ids survive
+    filtering and reordering of rows, which counting `G` rows at a time would not.
+    """
+
+
+def spec_of(annotation: Any) -> Spec | None:
+    """The `Spec` in `Annotated[Tensor, spec, ...]`, or None if the annotation is not a column."""
+    if get_origin(annotation) is Annotated:
+        return next((item for item in get_args(annotation)[1:] if isinstance(item, Spec)), None)
+    return None
+
+
+def is_group_id(annotation: Any) -> bool:
+    """True if the annotation carries the `GroupId` mark."""
+    return get_origin(annotation) is Annotated and any(
+        isinstance(item, GroupId) for item in get_args(annotation)[1:]
+    )

@@ -1,0 +1,69 @@
+"""Which step and which call a worker is serving, as far as randomness is concerned.
+
+Sampling is counter-based: what is drawn depends on `(seed, role, step, ordinal, row id)` alone,
+never on how many workers there are or which rows share a batch. The engine enters `call_scope`
+around every call it makes; someone who calls the step function by hand enters `step_scope`, in
+which the n-th call of a method gets ordinal n, exactly the number its node has in the recorded
+graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+__all__ = ["CallKey", "call_key", "call_scope", "step_scope"]
+
+
+@dataclass(frozen=True)
+class CallKey:
+    """Identifies one call of a run: its step, and how many calls of that method came before it."""
+
+    step: int
+    ordinal: int
+
+
+@dataclass
+class _Scope:
+    step: int
+    ordinal: int | None = None
+    counts: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+
+
+_SCOPE: ContextVar[_Scope | None] = ContextVar("penstock_step", default=None)
+_UNSCOPED = _Scope(step=0)
+
+
+@contextmanager
+def _entered(scope: _Scope) -> Generator[None]:
+    token = _SCOPE.set(scope)
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)
+
+
+def step_scope(step: int) -> AbstractContextManager[None]:
+    """Context manager: role calls made inside belong to `step` and are numbered in program
+    order.""" return _entered(_Scope(step=step))
+
+
+def call_scope(step: int, ordinal: int) -> AbstractContextManager[None]:
+    """Context manager: the one role call made inside is call number `ordinal` of `step`."""
+    return _entered(_Scope(step=step, ordinal=ordinal))
+
+
+def call_key(role: str, method: str) -> CallKey:
+    """The key of the call being served; every worker method that draws randomness asks for it once.
+
+    Outside any scope, calls count up over the life of the process, so that repeated calls at a
+    prompt do not repeat their random numbers.
+    """
+    scope = _SCOPE.get() or _UNSCOPED
+    if scope.ordinal is not None:
+        return CallKey(scope.step, scope.ordinal)
+    ordinal = scope.counts.get((role, method), 0)
+    scope.counts[role, method] = ordinal + 1
+    return CallKey(scope.step, ordinal)

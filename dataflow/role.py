@@ -1,0 +1,171 @@
+"""Role contracts: what a model or environment can be asked to do, and what a loss is.
+
+A contract is a plain typed class deriving from `Role`; the methods a step may call carry `@call`.
+The same class is what the recorder imitates when a step is built and what a worker implements, so
+an algorithm never sees an engine and an engine never sees an algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+from torch import Tensor
+
+__all__ = [
+    "CallKind",
+    "CallSpec",
+    "Loss",
+    "LossSum",
+    "Metric",
+    "Role",
+    "Scope",
+    "call",
+    "call_spec",
+]
+
+Scope = Literal["row", "group", "batch"]
+"""What a node must see at once: single rows, all rows of a group, or the whole batch."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+B = TypeVar("B", contravariant=True)
+O = TypeVar("O", contravariant=True)  # noqa: E741 - O for output, as in Loss[B, O]
+
+
+class CallKind(Enum):
+    """What a role method does, which is all the engine knows about it.
+
+    ROLLOUT makes new rows and may read weights up to `Schedule.max_lag` versions old; FORWARD reads
+    the version current at its line; TRAIN makes the next version.
+    """
+
+    ROLLOUT = "rollout"
+    FORWARD = "forward"
+    TRAIN = "train"
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """Kind and scope of a role method, as declared with `@call`."""
+
+    kind: CallKind
+    scope: Scope
+
+
+_CALL_ATTRIBUTE = "__penstock_call__"
+
+
+def call(kind: Literal["rollout", "forward", "train"], scope: Scope = "row") -> Callable[[F], F]:
+    """Declare a method of a role contract as callable from a step. The method itself is unchanged.
+
+    Args:
+        kind: See `CallKind`.
+        scope: What one call must see at once; a train call always sees the batch.
+    """
+
+    def mark(method: F) -> F:
+        spec = CallSpec(CallKind(kind), "batch" if kind == "train" else scope)
+        setattr(method, _CALL_ATTRIBUTE, spec)
+        return method
+
+    return mark
+
+
+def call_spec(method: object) -> CallSpec | None:
+    """The `CallSpec` of a contract's method, or None if a step may not call it."""
+    return getattr(method, _CALL_ATTRIBUTE, None)
+
+
+class Role:
+    """Base of every role contract. A contract's methods are declared with `@call`."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One logged number that adds up over micro-batches, chunks and ranks.
+
+    `mean` metrics keep a weighted sum; `max` and `min` keep the extreme. `value` is what is
+    printed.
+
+    Example:
+        >>> (Metric.mean(6.0, 2.0) + Metric.mean(1.0, 1.0)).value
+        2.333...
+    """
+
+    total: float
+    weight: float
+    kind: Literal["mean", "max", "min"] = "mean"
+
+    @staticmethod
+    def mean(total: float, weight: float) -> Metric:
+        """A mean given as `total / weight`; both add up."""
+        return Metric(total, weight)
+
+    def __add__(self, other: Metric) -> Metric:
+        if self.kind != other.kind:
+            raise ValueError(f"cannot merge a {self.kind} metric with a {other.kind} metric")
+        if self.kind == "mean":
+            return Metric(self.total + other.total, self.weight + other.weight)
+        pick = max if self.kind == "max" else min
+        return Metric(pick(self.total, other.total), 1.0, self.kind)
+
+    @property
+    def value(self) -> float:
+        """The number to show; nan for a mean over nothing."""
+        if self.kind != "mean":
+            return self.total
+        return self.total / self.weight if self.weight else float("nan")
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """What some rows contribute to a minibatch's loss.
+
+    Attributes:
+        total: Scalar, differentiable. Added over all micro-batches and ranks it *is* the
+        minibatch's
+            loss: it has been divided by the global `totals` already.
+        metrics: Name -> `(sum, weight)` as detached scalars; merged as weighted means.
+    """
+
+    total: Tensor
+    metrics: Mapping[str, tuple[Tensor, Tensor]] = field(
+        default_factory=dict[str, tuple[Tensor, Tensor]]
+    )
+
+
+class Loss(Generic[B, O]):
+    """A loss over a batch dataclass `B` and a model output `O`, independent of how rows are split.
+
+    A training engine first adds `totals(batch)` over every micro-batch and rank of the minibatch,
+    then calls the loss on each micro-batch with that sum, adds the results and sums the gradients.
+    So neither micro-batch size, padding nor data-parallel size can change the loss.
+
+    Attributes:
+        unit: "group" if rows of one group must meet in one micro-batch (pairs), else "row".
+        needs_entropy: True if `O` must carry the entropy of every token's distribution.
+        tolerates_lag: True if the loss is sound on rollouts of older weights without behaviour
+            log-probabilities (regression on fixed targets, for instance).
+    """
+
+    unit: ClassVar[Literal["row", "group"]] = "row"
+    tolerates_lag: ClassVar[bool] = False
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the forward pass must also compute entropies."""
+        return False
+
+    def totals(self, batch: B) -> Tensor:
+        """Additive totals of some rows, such as the number of trained tokens.
+
+        Returns:
+            f64[K]; element-wise sums over rows, so that `totals(a ++ b) == totals(a) + totals(b)`.
+        """
+        raise NotImplementedError
+
+    def __call__(self, output: O, batch: B, totals: Tensor) -> LossSum:
+        """The contribution of these rows to the minibatch's loss, given the global `totals`."""
+        raise NotImplementedError

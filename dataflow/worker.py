@@ -1,0 +1,86 @@
+"""What the engine needs of the things that run roles, and nothing about how they do it.
+
+A role of a run is given either as a live object that implements its contract (in-process only) or
+as a `WorkerSpec`: picklable data that builds such an object where it is to live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from .role import Metric, Role
+
+__all__ = ["Trainable", "WorkerContext", "WorkerSpec", "drain_metrics"]
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Where a worker is being built.
+
+    Attributes:
+        role: The role's name in the step function: "actor".
+        seed: The run's seed; all randomness derives from it and a `CallKey`.
+        rank: This process's rank in its worker group.
+        num_ranks: Data-parallel ranks of the group. If above 1, torch.distributed's default process
+            group is initialised and spans exactly the group before `build` is called.
+        device: "cpu" or "cuda:0", as torch spells it.
+    """
+
+    role: str
+    seed: int = 0
+    rank: int = 0
+    num_ranks: int = 1
+    device: str = "cpu"
+
+
+@runtime_checkable
+class WorkerSpec(Protocol):
+    """Picklable recipe for a worker."""
+
+    def build(self, context: WorkerContext) -> Role:
+        """Make the worker in the process and on the device where it is to run."""
+        ...
+
+
+@runtime_checkable
+class Trainable(Protocol):
+    """A worker whose weights change: what publication and checkpoints ask of it.
+
+    On a group of several ranks every method is called on every rank.
+    """
+
+    def export_weights(self) -> Mapping[str, Tensor]:
+        """Detached tensors by logical parameter name (Hugging Face's); a snapshot, not views."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace all weights in place; names and shapes must match exactly."""
+        ...
+
+    def save_state(self, folder: Path) -> None:
+        """Write weights and optimizer state to `folder` as safetensors and JSON (rank 0 writes)."""
+        ...
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what `save_state` wrote, bit for bit."""
+        ...
+
+
+def drain_metrics(worker: object) -> dict[str, Metric]:
+    """Metrics a worker gathered during its last call, if it keeps any (`metrics: dict[str,
+    Metric]`).
+
+    A worker reports numbers about a call (response length, reward, malformed answers) by adding to
+    its own `metrics` attribute; the engine takes and clears them after each call.
+    """
+    gathered: dict[str, Metric] | None = getattr(worker, "metrics", None)
+    if not gathered:
+        return {}
+    taken = dict(gathered)
+    gathered.clear()
+    return taken

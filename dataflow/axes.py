@@ -76,8 +76,8 @@ class Spec:
         for position, axis in enumerate(self.axes):
             if axis.ragged and position != 1:
                 raise ValueError(
-                    f"ragged axis '{axis.name}' is axis {position} of {self}; a ragged axis must be
-                    " "the second one: its lengths are per row of the first"
+                    f"ragged axis '{axis.name}' is axis {position} of {self}; a ragged "
+                    "axis must be the second one: its lengths are per row of the first"
                 )
 
     def __str__(self) -> str:

@@ -46,8 +46,8 @@ def _entered(scope: _Scope) -> Generator[None]:
 
 
 def step_scope(step: int) -> AbstractContextManager[None]:
-    """Context manager: role calls made inside belong to `step` and are numbered in program
-    order.""" return _entered(_Scope(step=step))
+    """Make role calls inside belong to `step`, numbered in program order."""
+    return _entered(_Scope(step=step))
 
 
 def call_scope(step: int, ordinal: int) -> AbstractContextManager[None]:

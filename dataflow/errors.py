@@ -1,0 +1,127 @@
+"""The errors a user can meet. Each says where, what was expected, what came, and how to mend it.
+
+`ConfigError` is about what was typed, `FlowError` about the definition of a step (before any device is
+touched), `PlanError` about a placement that cannot work, `WorkerError` about code that failed while
+running a node, `StateError` about the engine itself.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+__all__ = [
+    "ConfigError",
+    "FlowError",
+    "PenstockError",
+    "PlanError",
+    "StateError",
+    "Where",
+    "WorkerError",
+    "caller",
+]
+
+_OUR_FOLDER = str(Path(__file__).resolve().parent)
+
+
+class PenstockError(Exception):
+    """Base of every error we raise on purpose; its text is complete without a traceback."""
+
+
+class ConfigError(PenstockError):
+    """A configuration, a command line or an input file that cannot be used."""
+
+
+class PlanError(PenstockError):
+    """A placement that cannot run the graph; names the constraint that fails."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """A place in the user's source: file, line, and the line's text."""
+
+    file: str
+    line: int
+    source: str
+
+    @property
+    def short(self) -> str:
+        """`file.py:12`, without folders."""
+        return f"{Path(self.file).name}:{self.line}"
+
+    def __str__(self) -> str:
+        return f"{self.short}\n    {self.source}" if self.source else self.short
+
+
+def caller() -> Where:
+    """The innermost frame outside this package's recording code: the user's line."""
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] - no public way
+    while frame is not None and _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return Where("<unknown>", 0, "")
+    code = frame.f_code
+    line = frame.f_lineno
+    return Where(code.co_filename, line, linecache.getline(code.co_filename, line).strip())
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith("<") or str(Path(filename).resolve().parent) == _OUR_FOLDER
+
+
+class FlowError(PenstockError):
+    """A step that does not make a valid graph.
+
+    Args:
+        what: The node and input concerned, what was expected and what came.
+        where: The line of the step function; the caller's line by default.
+        origin: The line that produced the offending column, with its name.
+        fix: What to write instead.
+    """
+
+    def __init__(
+        self, what: str, *, where: Where | None = None, origin: str | None = None, fix: str
+    ) -> None:
+        self.what = what
+        self.where = where or caller()
+        self.origin = origin
+        self.fix = fix
+        parts = [str(self.where), what]
+        if origin:
+            parts.append(f"    {origin}")
+        parts.append(f"    {fix}")
+        super().__init__("\n".join(parts))
+
+    def __reduce__(self) -> tuple[type[PenstockError], tuple[str]]:
+        return PenstockError, (str(self),)
+
+
+class WorkerError(PenstockError):
+    """A node failed while running. The user's own traceback follows the message, untouched."""
+
+    def __init__(self, message: str, story: tuple[str, ...] = ()) -> None:
+        self.story = story
+        super().__init__(_with_story(message, story))
+
+    def __reduce__(self) -> tuple[type[PenstockError], tuple[str]]:
+        return PenstockError, (str(self),)
+
+
+class StateError(PenstockError):
+    """The engine met an event that cannot happen; carries the story of the node concerned."""
+
+    def __init__(self, message: str, story: tuple[str, ...] = ()) -> None:
+        self.story = story
+        super().__init__(_with_story(message, story))
+
+    def __reduce__(self) -> tuple[type[PenstockError], tuple[str]]:
+        return PenstockError, (str(self),)
+
+
+def _with_story(message: str, story: tuple[str, ...]) -> str:
+    if not story:
+        return message
+    return "\n".join([message, "what happened before:", *(f"    {line}" for line in story)])

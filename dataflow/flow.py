@@ -1,0 +1,175 @@
+"""The scheduler's view of a step: nodes placed on groups of ranks, and the weights they read.
+
+A `Flow` is what remains of a graph and a placement once tensors, devices and user code are taken
+away. It is plain data; the engine builds it, the scheduler runs it.
+
+A step's rows are split into `num_chunks` chunks, and every node's output is stored as that many
+parts. Weights are single assignment: the version of a trainable role counts its train calls, n per
+step, so "offset o at step s" names version `s * n + o`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Flow", "FlowNode", "NodeKind", "WeightRead"]
+
+NodeKind = Literal["source", "op", "rollout", "forward", "train"]
+
+_KINDS = ("source", "op", "rollout", "forward", "train")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRead:
+    """A node's read of a role's weights.
+
+    Attributes:
+        role: The role read. Roles that are never trained have no version.
+        offset: How many train calls of the role precede the node in the step function.
+        lagged: True if the read may be up to `Schedule.max_lag` steps old (rollouts).
+    """
+
+    role: str
+    offset: int = 0
+    lagged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FlowNode:
+    """One node of a step.
+
+    Attributes:
+        name: Unique in the flow: "actor.generate".
+        kind: "source" nodes are filled by the shell and run on no rank.
+        chunked: True if the node runs once per chunk (row or group scope), on rank
+            `chunk % num_ranks`; False if it is a barrier that needs every chunk of every input and
+            runs on rank 0. A train node is never chunked and runs on all ranks of its group.
+        group: The group it runs on; "" for a source.
+        inputs: Names of the nodes whose outputs it takes.
+        reads: Weights it reads. A train node's read of its own role is implied.
+        trains: The role whose next version it makes; only for kind "train".
+    """
+
+    name: str
+    kind: NodeKind
+    chunked: bool = True
+    group: str = ""
+    inputs: tuple[str, ...] = ()
+    reads: tuple[WeightRead, ...] = ()
+    trains: str | None = None
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One step of an algorithm, placed.
+
+    Attributes:
+        name: The step function's name, for reports.
+        nodes: In program order, which must be a topological order.
+        groups: Number of ranks of each group; groups are disjoint.
+        homes: For each trainable role the group where all its train nodes run.
+        trains_per_step: Train nodes of each trainable role.
+        num_chunks: Parts in which a step's rows are handled.
+
+    Raises:
+        ValueError: The parts do not fit; the message names the node and what was expected.
+    """
+
+    name: str
+    nodes: tuple[FlowNode, ...]
+    groups: Mapping[str, int]
+    homes: Mapping[str, str]
+    trains_per_step: Mapping[str, int]
+    num_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+        _check_roles(self)
+        seen: dict[str, FlowNode] = {}
+        trained = dict.fromkeys(self.homes, 0)
+        for node in self.nodes:
+            _check_node(self, node, seen)
+            _check_reads(self, node, trained)
+            seen[node.name] = node
+            if node.trains is not None:
+                trained[node.trains] += 1
+        if not any(node.kind == "source" for node in self.nodes):
+            raise ValueError(f"flow '{self.name}' has no source node: its rows come from nowhere")
+
+    @property
+    def max_tasks_per_step(self) -> int:
+        """Tasks of one step, publications and loads of weights aside."""
+        return sum(self.num_chunks if n.chunked else 1 for n in self.nodes if n.kind != "source")
+
+
+def _check_sizes(flow: Flow) -> None:
+    if flow.num_chunks < 1:
+        raise ValueError(f"Flow.num_chunks must be at least 1, got {flow.num_chunks}")
+    for group, num_ranks in flow.groups.items():
+        if num_ranks < 1:
+            raise ValueError(f"group '{group}' must have at least 1 rank, got {num_ranks}")
+
+
+def _check_roles(flow: Flow) -> None:
+    counted = dict.fromkeys(flow.homes, 0)
+    for node in flow.nodes:
+        if node.trains is None:
+            continue
+        if node.trains not in counted:
+            raise ValueError(f"node '{node.name}' trains '{node.trains}', which Flow.homes lacks")
+        counted[node.trains] += 1
+    if dict(flow.trains_per_step) != counted:
+        raise ValueError(
+            f"Flow.trains_per_step is {dict(flow.trains_per_step)}, but the nodes train {counted}"
+        )
+    for role, group in flow.homes.items():
+        if group not in flow.groups:
+            raise ValueError(f"role '{role}' lives on group '{group}', which Flow.groups lacks")
+        if counted[role] == 0:
+            raise ValueError(f"role '{role}' has a home but no node trains it; leave it out")
+
+
+def _check_node(flow: Flow, node: FlowNode, seen: Mapping[str, FlowNode]) -> None:
+    where = f"node '{node.name}'"
+    if node.kind not in _KINDS:
+        raise ValueError(f"{where}: kind must be one of {', '.join(_KINDS)}, got {node.kind!r}")
+    if node.name in seen:
+        raise ValueError(f"{where} appears twice; node names must be unique")
+    if (node.kind == "train") != (node.trains is not None):
+        raise ValueError(f"{where} of kind '{node.kind}' has trains={node.trains!r}")
+    if node.kind == "source":
+        if node.group or node.inputs or node.reads:
+            raise ValueError(f"{where} is a source: it has no group, inputs or reads")
+        return
+    if node.group not in flow.groups:
+        raise ValueError(f"{where} runs on group '{node.group}', which Flow.groups lacks")
+    if node.trains is not None and (node.chunked or node.group != flow.homes[node.trains]):
+        raise ValueError(
+            f"{where} trains '{node.trains}': it must not be chunked and must run on "
+            f"'{flow.homes[node.trains]}'; got chunked={node.chunked}, group '{node.group}'"
+        )
+    if len(set(node.inputs)) != len(node.inputs):
+        raise ValueError(f"{where} names an input twice: {', '.join(node.inputs)}")
+    for name in node.inputs:
+        if name not in seen:
+            raise ValueError(f"{where} takes '{name}', which is not a node before it")
+        if seen[name].kind == "train":
+            raise ValueError(f"{where} takes '{name}': a train call yields metrics, not columns")
+
+
+def _check_reads(flow: Flow, node: FlowNode, trained: Mapping[str, int]) -> None:
+    where = f"node '{node.name}'"
+    roles = [read.role for read in node.reads]
+    if len(set(roles)) != len(roles):
+        raise ValueError(f"{where} reads a role twice: {', '.join(roles)}")
+    for read in node.reads:
+        expected = trained.get(read.role, 0)
+        if read.offset != expected:
+            raise ValueError(
+                f"{where} reads '{read.role}' at offset {read.offset}, but {expected} train "
+                f"node(s) of it come before; nodes must be in program order"
+            )
+        if read.role == node.trains and read.lagged:
+            raise ValueError(f"{where} trains '{read.role}' and cannot read it lagged")

@@ -1,0 +1,36 @@
+"""The schedule declaration: how far generation may run ahead of training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Schedule"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How far generation may run ahead of training, and how long anything may take.
+
+    Raises:
+        ValueError: A field is out of range.
+    """
+
+    max_lag: int = 0
+    """Generation may read weights up to this many steps old; `max_lag + 1` steps are in flight."""
+    order: Literal["step", "arrival"] = "step"
+    """"step": which weights a call reads follows from its step alone, whatever the timing.
+    "arrival": it reads whatever its device holds within the bound; not reproducible, a control."""
+    deadline_s: float = 600.0
+    """Longest time a single task, or a wait with nothing running, may take."""
+
+    def __post_init__(self) -> None:
+        if self.max_lag < 0:
+            raise ValueError(f"Schedule.max_lag must be 0 or more, got {self.max_lag}")
+        if self.order not in ("step", "arrival"):
+            raise ValueError(f"Schedule.order must be 'step' or 'arrival', got {self.order!r}")
+        if not (self.deadline_s > 0 and math.isfinite(self.deadline_s)):
+            raise ValueError(
+                f"Schedule.deadline_s must be a positive number of seconds, got {self.deadline_s}"
+            )

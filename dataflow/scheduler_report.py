@@ -1,0 +1,109 @@
+"""What a person reads when a run stops: failure and hang reports. Data with a text form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["FailureReport", "HangReport", "HungTask"]
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """A task failed.
+
+    Attributes:
+        what: The task in words: "actor.train step 3".
+        where: The rank: "train[0]".
+        error: The error's text as the worker gave it, traceback included.
+        story: What the scheduler did with the node in that step.
+    """
+
+    what: str
+    where: str
+    error: str
+    story: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.what} failed on {self.where}", *_indent(self.error.splitlines())]
+        return "\n".join([*lines, "what happened before:", *_indent(self.story)])
+
+
+@dataclass(frozen=True)
+class HungTask:
+    """A task that has run for too long.
+
+    Attributes:
+        node: The node's name, or "publish actor@3" and the like.
+        step: Its step; None for publications and loads.
+        roles: Roles whose weights it reads, with versions: "actor@2".
+        ranks: Where it runs: "rollout[1]".
+        running_s: For how long.
+        num_rows: Rows of the chunk it works on, if known.
+        missing: What of the node's step is not there yet: "chunks 1, 3 of 4 (64 rows)".
+    """
+
+    node: str
+    step: int | None
+    roles: tuple[str, ...]
+    ranks: tuple[str, ...]
+    running_s: float
+    num_rows: int | None
+    missing: str
+
+    def lines(self) -> list[str]:
+        """The task in words, a head line and indented details."""
+        step = "" if self.step is None else f" of step {self.step}"
+        lines = [f"{self.node}{step} has run for {self.running_s:.1f} s"]
+        lines.append(f"    on {', '.join(self.ranks)}")
+        if self.roles:
+            lines.append(f"    with weights {', '.join(self.roles)}")
+        if self.num_rows is not None:
+            lines.append(f"    working on {self.num_rows} rows")
+        if self.missing:
+            lines.append(f"    not done: {self.missing}")
+        return lines
+
+
+@dataclass(frozen=True)
+class HangReport:
+    """Nothing came back within the deadline.
+
+    Attributes:
+        at_s: When it was noticed.
+        deadline_s: `Schedule.deadline_s`.
+        hung: Tasks over the deadline.
+        awaited: Other things waited for: a batch, a checkpoint.
+        blocked: Tasks that cannot start, and why (the first few).
+        ranks: Last event of every rank.
+        instances: Version and last event of every copy of trainable weights.
+    """
+
+    at_s: float
+    deadline_s: float
+    hung: tuple[HungTask, ...]
+    awaited: tuple[str, ...]
+    blocked: tuple[str, ...]
+    ranks: tuple[str, ...]
+    instances: tuple[str, ...]
+
+    def __str__(self) -> str:
+        head = (
+            f"no progress within {self.deadline_s:g} s (Schedule.deadline_s), at {self.at_s:.1f} s"
+        )
+        lines = [head]
+        for task in self.hung:
+            lines += _indent(task.lines())
+        lines += _indent(self.awaited)
+        sections = {
+            "waiting to start:": self.blocked,
+            "last event of each rank:": self.ranks,
+            "weights:": self.instances,
+        }
+        for title, texts in sections.items():
+            if texts:
+                lines += [title, *_indent(texts)]
+        return "\n".join(lines)
+
+
+def _indent(lines: tuple[str, ...] | list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]

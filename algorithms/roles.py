@@ -18,7 +18,7 @@ from typing import Annotated, TypeVar
 
 from torch import Tensor
 
-from ..dataflow.axes import Axis, GroupId, boolean, f32, i64
+from ..dataflow.axes import Axis, Behavior, GroupId, boolean, f32, i64
 from ..dataflow.role import Loss, Metric, Role, call
 
 PROMPT = Axis("prompt")
@@ -37,6 +37,8 @@ TokenMask = Annotated[Tensor, boolean(SAMPLE, TOKEN)]
 """True on tokens the policy sampled."""
 PerToken = Annotated[Tensor, f32(SAMPLE, TOKEN)]
 """One number per token; meaningful where the mask is True."""
+BehaviorLogprob = Annotated[Tensor, f32(SAMPLE, TOKEN), Behavior()]
+"""Log-probability of each sampled token under the weights and temperature that sampled it."""
 PerSample = Annotated[Tensor, f32(SAMPLE)]
 """One number per sample."""
 SampleFlag = Annotated[Tensor, boolean(SAMPLE)]
@@ -79,7 +81,7 @@ class Rollout:
     prompt_id: PromptId
     tokens: TokenIds
     mask: TokenMask
-    behavior_logprob: PerToken
+    behavior_logprob: BehaviorLogprob
     """Under the weights and the temperature that sampled each token."""
     finished: SampleFlag
     """True if the response ended with the end-of-sequence token, False if it was cut off."""

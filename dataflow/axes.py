@@ -17,7 +17,18 @@ from typing import Annotated, Any, get_args, get_origin
 
 import torch
 
-__all__ = ["Axis", "DType", "GroupId", "Spec", "boolean", "f32", "i64", "is_group_id", "spec_of"]
+__all__ = [
+    "Behavior",
+    "Axis",
+    "DType",
+    "GroupId",
+    "Spec",
+    "boolean",
+    "f32",
+    "i64",
+    "has_mark",
+    "spec_of",
+]
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,14 @@ class GroupId:
     """
 
 
+@dataclass(frozen=True)
+class Behavior:
+    """Marks the column that says how likely the weights that made the rows were to make them.
+
+    A loss on rows made by older weights must read it, or it cannot correct for their age.
+    """
+
+
 def spec_of(annotation: Any) -> Spec | None:
     """The `Spec` in `Annotated[Tensor, spec, ...]`, or None if the annotation is not a column."""
     if get_origin(annotation) is Annotated:
@@ -125,8 +144,8 @@ def spec_of(annotation: Any) -> Spec | None:
     return None
 
 
-def is_group_id(annotation: Any) -> bool:
-    """True if the annotation carries the `GroupId` mark."""
+def has_mark(annotation: Any, mark: type[GroupId | Behavior]) -> bool:
+    """True if the annotation is a column that carries `mark`."""
     return get_origin(annotation) is Annotated and any(
-        isinstance(item, GroupId) for item in get_args(annotation)[1:]
+        isinstance(item, mark) for item in get_args(annotation)[1:]
     )

@@ -1,8 +1,8 @@
 """The errors a user can meet. Each says where, what was expected, what came, and how to mend it.
 
-`ConfigError` is about what was typed, `FlowError` about the definition of a step (before any device is
-touched), `PlanError` about a placement that cannot work, `WorkerError` about code that failed while
-running a node, `StateError` about the engine itself.
+`ConfigError` is about what was typed, `FlowError` about the definition of a step (before any device
+is touched), `PlanError` about a placement that cannot work, `WorkerError` about code that failed
+while running a node, `StateError` about the engine itself.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def caller() -> Where:
 
 
 def _is_ours(filename: str) -> bool:
-    return filename.startswith("<") or str(Path(filename).resolve().parent) == _OUR_FOLDER
+    return filename == "<string>" or str(Path(filename).resolve().parent) == _OUR_FOLDER
 
 
 class FlowError(PenstockError):

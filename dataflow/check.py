@@ -1,0 +1,230 @@
+"""The rules a step must keep, one function each. All run while recording: no tensor exists yet."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+import warnings
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+import networkx as nx
+
+from .axes import Spec, spec_of
+from .errors import FlowError
+from .graph import Constant, Graph, Node, NodeKind, Ref
+from .role import Loss
+from .standin import Column, table_type
+
+__all__ = [
+    "FlowWarning",
+    "check_batch",
+    "check_column",
+    "check_lag",
+    "check_output",
+    "check_rows",
+    "check_table",
+    "check_unused",
+    "hints_of",
+]
+
+
+class FlowWarning(UserWarning):
+    """A step that is valid but probably not what was meant."""
+
+
+_HINTS: dict[Any, dict[str, Any]] = {}
+
+
+def hints_of(thing: Any) -> dict[str, Any]:
+    """Resolved annotations of a function or dataclass, marks included; cached."""
+    if thing not in _HINTS:
+        _HINTS[thing] = get_type_hints(thing, include_extras=True)
+    return _HINTS[thing]
+
+
+def check_column(node: str, path: str, expected: Spec, value: Any) -> None:
+    """An argument annotated as a column must be one of exactly that dtype and those axes."""
+    if not isinstance(value, Column):
+        raise FlowError(
+            f"node '{node}', input '{path}': expected {expected}, got {_kind_of(value)}",
+            fix="give a column: a field of a table, or what an op or a role's method returned",
+        )
+    if value.spec != expected:
+        raise FlowError(
+            f"node '{node}', input '{path}': expected {expected}, got {value.spec}",
+            origin=value.origin,
+            fix=_how_to_convert(expected, value.spec),
+        )
+
+
+def _kind_of(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        table = type(value).__name__
+        return f"the whole table '{table}'; name one of its columns"
+    return f"a {type(value).__name__} ({value!r})"
+
+
+def _how_to_convert(expected: Spec, got: Spec) -> str:
+    if expected.axes == got.axes:
+        return f"the dtype differs; convert to {expected.dtype.value} inside an op"
+    missing = [axis for axis in expected.axes if axis not in got.axes]
+    if expected.row_axis == got.row_axis and expected.row_axis and len(missing) == 1:
+        name = missing[0].name
+        return (
+            f"one value per {expected.row_axis.name} was given where one per {name} is needed; "
+            f"use an op such as broadcast_over_{name}s(..., mask=...)"
+        )
+    extra = [axis for axis in got.axes if axis not in expected.axes]
+    if expected.row_axis == got.row_axis and expected.row_axis and extra:
+        return (
+            f"one value per {extra[-1].name} was given where one per {expected.row_axis.name} is "
+            "needed; reduce it in an op"
+        )
+    return (
+        f"its rows are {got.row_axis or 'none'}s where {expected.row_axis or 'none'}s are needed; "
+        "take the column from a table with those rows, or convert it in an op"
+    )
+
+
+def check_rows(node: str, columns: list[tuple[str, Column]]) -> None:
+    """Ragged columns over the same axes must describe the same rows: lengths are per producer."""
+    first: dict[tuple[Any, Any], tuple[str, Column]] = {}
+    for path, column in columns:
+        if column.spec.ragged_axis is None:
+            continue
+        key = (column.spec.row_axis, column.spec.ragged_axis)
+        seen_path, seen = first.setdefault(key, (path, column))
+        if seen.rows != column.rows:
+            raise FlowError(
+                f"node '{node}': inputs '{seen_path}' and '{path}' are both {column.spec.axes[0]} "
+                f"by {column.spec.axes[1]}, but of different rows: '{seen.rows}' made the one and "
+                f"'{column.rows}' the other",
+                origin=f"{seen.origin}; {column.origin}",
+                fix="take both from one producer; their lengths differ row by row",
+            )
+
+
+def check_batch(node: str, loss: Any, batch: Any) -> None:
+    """A train call's loss must be a `Loss` for exactly the batch dataclass it is given."""
+    if not isinstance(loss, Loss):
+        raise FlowError(
+            f"node '{node}', input 'loss': expected a Loss, got {_kind_of(loss)}",
+            fix="pass an instance of a class deriving from Loss[Batch, Output]",
+        )
+    wanted = _loss_parameters(type(loss))[0]
+    if isinstance(wanted, type) and not isinstance(batch, wanted):
+        got = f"a {type(batch).__name__}" if dataclasses.is_dataclass(batch) else _kind_of(batch)
+        raise FlowError(
+            f"node '{node}', input 'batch': {type(loss).__name__} reads a {wanted.__name__}, got "
+            f"{got}",
+            fix=f"build a {wanted.__name__}({_fields(wanted)}), or use the loss made for this "
+            "batch",
+        )
+
+
+def check_output(node: str, loss: Any, method: Any) -> None:
+    """A loss must read the output that this role's forward pass makes."""
+    parameter = hints_of(method).get("loss")
+    wanted = typing.get_args(parameter)[1:] if parameter is not None else ()
+    given = _loss_parameters(type(loss))[1]
+    made = wanted[0] if wanted else None
+    if isinstance(made, type) and isinstance(given, type) and not issubclass(made, given):
+        raise FlowError(
+            f"node '{node}', input 'loss': {type(loss).__name__} reads a {given.__name__}, but "
+            f"this role's model makes a {made.__name__}",
+            fix="use a loss made for this kind of role",
+        )
+
+
+def _loss_parameters(loss: type) -> tuple[Any, Any]:
+    """The `B` and `O` of the `Loss[B, O]` that a class derives from."""
+    for base in loss.__mro__:
+        for generic in getattr(base, "__orig_bases__", ()):
+            if typing.get_origin(generic) is Loss:
+                arguments = typing.get_args(generic)
+                return arguments[0], arguments[1]
+    return None, None
+
+
+def _fields(table: type) -> str:
+    return ", ".join(f"{field.name}=..." for field in dataclasses.fields(table))
+
+
+def check_table(node: str, prefix: str, table: Any) -> dict[str, Column]:
+    """Every field of a batch that is annotated as a column must hold a fitting one."""
+    columns: dict[str, Column] = {}
+    hints = hints_of(table_type(table))
+    for field in dataclasses.fields(table):
+        value = getattr(table, field.name)
+        spec = spec_of(hints[field.name])
+        if spec is not None:
+            check_column(node, f"{prefix}.{field.name}", spec, value)
+            columns[field.name] = value
+    return columns
+
+
+def check_unused(graph: Graph) -> None:
+    """Warn about a node whose outputs nobody reads and the step does not return."""
+    for node in graph.nodes:
+        if node.kind is NodeKind.TRAIN or graph.consumers(node.name):
+            continue
+        if node.name not in graph.results:
+            names = ", ".join(f"'{node.name}.{output.name}'" for output in node.outputs)
+            warnings.warn(
+                f"{node.where}\n{names} of '{node.name}' is computed but nothing reads it; drop "
+                "the call or return the column from the step",
+                FlowWarning,
+                stacklevel=3,
+            )
+
+
+def check_lag(graph: Graph, max_lag: int) -> None:
+    """With `max_lag` above 0 a loss on a role's own rollouts must read how they were made.
+
+    Raises:
+        FlowError: If a train call is fed by a rollout of the same role, its loss does not tolerate
+            lag, and none of its inputs is the rollout's behaviour log-probability.
+    """
+    if max_lag == 0:
+        return
+    for node in graph.nodes:
+        if node.kind is not NodeKind.TRAIN or _tolerates_lag(node):
+            continue
+        rollouts = _own_rollouts(graph, node)
+        behavior = {
+            Ref(rollout.name, output.name)
+            for rollout in rollouts
+            for output in rollout.outputs
+            if output.behavior
+        }
+        read = {ref for _, ref in node.inputs}
+        for rollout in rollouts:
+            columns = [ref.column for ref in behavior if ref.node == rollout.name]
+            if any(Ref(rollout.name, column) in read for column in columns):
+                continue
+            name = columns[0] if columns else "behavior_logprob"
+            raise FlowError(
+                f"'{node.name}' may see samples up to {max_lag} optimizer step(s) old "
+                f"(Schedule.max_lag={max_lag}) but reads no '{name}', so the update "
+                "cannot correct for it.",
+                where=node.where,
+                fix=f"Pass {name} from '{rollout.name}', or set Schedule(max_lag=0).",
+            )
+
+
+def _own_rollouts(graph: Graph, node: Node) -> list[Node]:
+    ancestors = nx.ancestors(graph.dag, node.name)
+    return [
+        other
+        for other in graph.nodes
+        if other.name in ancestors
+        and other.kind is NodeKind.ROLLOUT
+        and any(read.role == node.role for read in other.reads)
+    ]
+
+
+def _tolerates_lag(node: Node) -> bool:
+    arguments: Mapping[str, Any] = dict(node.arguments)
+    loss = arguments.get("loss")
+    return isinstance(loss, Constant) and bool(getattr(loss.value, "tolerates_lag", False))

@@ -1,0 +1,148 @@
+"""Where nodes run, as the engine needs to know it: groups of ranks, and a group for every node.
+
+This is all of a plan that execution depends on. Plans with layouts, memory and predicted times are the
+planner's; they reduce to a `Placement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import PlanError
+from .flow import Flow, FlowNode
+from .graph import Graph, Node, NodeKind
+from .standin import nearest
+
+__all__ = ["DeviceGroup", "Placement", "flow_of", "one_group"]
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """Worker processes that run the same nodes side by side, data-parallel.
+
+    Attributes:
+        name: What plans and traces call it.
+        num_ranks: Processes in the group.
+        device: "cpu" or "cuda"; a rank of a CUDA group owns one device.
+    """
+
+    name: str
+    num_ranks: int = 1
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A group for every node that is not a source.
+
+    Attributes:
+        groups: The worker groups.
+        nodes: Node name -> group name.
+        num_chunks: Into how many pieces a step's rows are cut for the nodes that may stream; at
+            least the largest group's ranks, so that each has work.
+    """
+
+    groups: tuple[DeviceGroup, ...]
+    nodes: Mapping[str, str]
+    num_chunks: int = 1
+
+    def group(self, name: str) -> DeviceGroup:
+        """The group of that name."""
+        return next(group for group in self.groups if group.name == name)
+
+    def hosted_roles(self, graph: Graph, group: str) -> tuple[str, ...]:
+        """Roles that some node of the group reads: those the group must build."""
+        return tuple(
+            role
+            for role in graph.roles
+            if any(
+                self.nodes[node.name] == group and any(read.role == role for read in node.reads)
+                for node in graph.nodes
+                if node.kind is not NodeKind.SOURCE
+            )
+        )
+
+    def home(self, graph: Graph, role: str) -> str | None:
+        """The group where a role trains, or None if it is frozen."""
+        homes = [
+            self.nodes[node.name]
+            for node in graph.nodes
+            if node.kind is NodeKind.TRAIN and node.role == role
+        ]
+        return homes[0] if homes else None
+
+
+def one_group(graph: Graph, num_ranks: int = 1, device: str = "cpu") -> Placement:
+    """Everything on one group: the trivial placement."""
+    group = DeviceGroup("all", num_ranks, device)
+    nodes = {node.name: group.name for node in graph.nodes if node.kind is not NodeKind.SOURCE}
+    return Placement((group,), nodes, num_chunks=num_ranks)
+
+
+def flow_of(graph: Graph, placement: Placement) -> Flow:
+    """The graph and its placement as the scheduler sees them.
+
+    Raises:
+        PlanError: If a node has no group, a group is unknown, or one role trains in two groups.
+    """
+    check_placement(graph, placement)
+    homes = {role: placement.home(graph, role) or "" for role in graph.trains_per_step}
+    return Flow(
+        name=graph.name,
+        nodes=tuple(_flow_node(graph, node, placement) for node in graph.nodes),
+        groups={group.name: group.num_ranks for group in placement.groups},
+        homes=homes,
+        trains_per_step=graph.trains_per_step,
+        num_chunks=placement.num_chunks,
+    )
+
+
+def _flow_node(graph: Graph, node: Node, placement: Placement) -> FlowNode:
+    trained = graph.trains_per_step
+    return FlowNode(
+        name=node.name,
+        kind=node.kind.value,
+        chunked=node.scope != "batch",
+        group=placement.nodes.get(node.name, placement.groups[0].name),
+        inputs=tuple(dict.fromkeys(ref.node for _, ref in node.inputs)),
+        reads=tuple(read for read in node.reads if read.role in trained),
+        trains=node.role if node.kind is NodeKind.TRAIN else None,
+    )
+
+
+def check_placement(graph: Graph, placement: Placement) -> None:
+    """Refuse a placement that does not cover the graph or that trains one role in two groups."""
+    known = {group.name for group in placement.groups}
+    names = [node.name for node in graph.nodes if node.kind is not NodeKind.SOURCE]
+    for unknown in placement.nodes.keys() - set(names):
+        raise PlanError(
+            f"the placement names node '{unknown}', which graph '{graph.name}' does not have; "
+            f"{nearest(unknown, names)}"
+        )
+    for name in names:
+        group = placement.nodes.get(name)
+        if group is None:
+            raise PlanError(f"node '{name}' has no group; add it to the placement's nodes")
+        if group not in known:
+            raise PlanError(
+                f"node '{name}' is placed on group '{group}', which is not declared; "
+                f"{nearest(group, known)}"
+            )
+    for role in graph.trains_per_step:
+        homes = {
+            placement.nodes[node.name]
+            for node in graph.nodes
+            if node.kind is NodeKind.TRAIN and node.role == role
+        }
+        if len(homes) > 1:
+            raise PlanError(
+                f"role '{role}' trains on groups {sorted(homes)}; its weights have one home: put "
+                "all its train nodes on one group"
+            )
+    most = max(group.num_ranks for group in placement.groups)
+    if placement.num_chunks < most:
+        raise PlanError(
+            f"num_chunks is {placement.num_chunks} but the largest group has {most} ranks, so some "
+            f"would have no rows; use at least {most}"
+        )

@@ -1,0 +1,434 @@
+"""Recording: from a typed step function to a `Graph`.
+
+`build` calls the step function once with stand-ins. Every call of an `@op` function or of a role's
+method appends a node; everything is checked at that line, so an error points at the user's code.
+Prints, clocks, randomness and branches on the config happen at build time, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar
+
+from .axes import Behavior, GroupId, Spec, has_mark, spec_of
+from .check import (
+    check_batch,
+    check_column,
+    check_output,
+    check_rows,
+    check_table,
+    check_unused,
+    hints_of,
+)
+from .errors import FlowError, Where, caller
+from .graph import (
+    Argument,
+    Constant,
+    Graph,
+    Node,
+    NodeKind,
+    OutputColumn,
+    Ref,
+    RoleRef,
+    TableArgument,
+    WeightRead,
+)
+from .role import CallKind, Role, Scope, call_spec
+from .standin import Column, TrainHandle, nearest, table_standin, table_type
+
+__all__ = ["build", "op"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def op(*, scope: Scope, makes_rows: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a pure function over columns usable as a node; called with tensors it simply runs.
+
+    Args:
+        scope: "row" if each output row depends on its own input row only, "group" if on the rows of
+            its group, "batch" if on all rows. It decides what may run before the batch is complete.
+        makes_rows: True if the output's rows are not the input's (a filter, a resampling).
+
+    Example:
+        >>> @op(scope="row")
+        ... def double(score: PerSample) -> PerSample:
+        ...     return 2 * score
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            recorder = _RECORDER.get()
+            if recorder is None or not _holds_standin((*args, *kwargs.values())):
+                return function(*args, **kwargs)
+            return recorder.record_op(function, scope, makes_rows, args, kwargs)
+
+        return wrapper
+
+    return decorate
+
+
+def build(step: Callable[..., Any], *, name: str | None = None, **constants: Any) -> Graph:
+    """Record a step function into a graph. No model and no device is touched.
+
+    Args:
+        step: Parameters annotated with a table become sources, with a role contract become roles;
+            every other parameter needs a value here or a default.
+        name: The graph's name; the function's by default.
+        **constants: Values of the remaining parameters, such as `cfg`.
+
+    Returns:
+        The frozen graph.
+
+    Raises:
+        FlowError: For whatever in the step cannot be a graph, at the line concerned.
+    """
+    recorder = Recorder(name or step.__name__)
+    arguments: dict[str, Any] = {}
+    hints = hints_of(step)
+    parameters = inspect.signature(step).parameters
+    for unknown in constants.keys() - parameters.keys():
+        raise FlowError(
+            f"'{step.__name__}' has no parameter '{unknown}'", fix=nearest(unknown, parameters)
+        )
+    for parameter in parameters.values():
+        annotation = hints.get(parameter.name)
+        if parameter.name in constants:
+            arguments[parameter.name] = constants[parameter.name]
+        elif isinstance(annotation, type) and issubclass(annotation, Role):
+            arguments[parameter.name] = recorder.add_role(parameter.name, annotation)
+        elif _is_table(annotation):
+            arguments[parameter.name] = recorder.add_source(
+                parameter.name, annotation, _defined_at(step)
+            )
+        elif parameter.default is inspect.Parameter.empty:
+            raise FlowError(
+                f"parameter '{parameter.name}' of '{step.__name__}' is neither a table nor a role "
+                "and has no value",
+                where=_defined_at(step),
+                fix=f"pass it: build({step.__name__}, {parameter.name}=...)",
+            )
+    token = _RECORDER.set(recorder)
+    try:
+        result = step(**arguments)
+    finally:
+        _RECORDER.reset(token)
+    graph = recorder.finish(result)
+    check_unused(graph)
+    return graph
+
+
+def _defined_at(step: Callable[..., Any]) -> Where:
+    code = step.__code__
+    return Where(code.co_filename, code.co_firstlineno, f"def {step.__name__}(...)")
+
+
+def _is_table(annotation: Any) -> TypeGuard[type]:
+    return (
+        isinstance(annotation, type)
+        and dataclasses.is_dataclass(annotation)
+        and any(spec_of(hint) is not None for hint in hints_of(annotation).values())
+    )
+
+
+_RECORDER: ContextVar[Recorder | None] = ContextVar("penstock_recorder", default=None)
+
+
+class RoleStandIn:
+    """Stands for a role while a step is recorded: its contract's calls append nodes."""
+
+    __slots__ = ("_contract", "_name", "_recorder")
+
+    def __init__(self, name: str, contract: type[Role], recorder: Recorder) -> None:
+        self._name, self._contract, self._recorder = name, contract, recorder
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        function = getattr(self._contract, method, None)
+        spec = call_spec(function)
+        if spec is None:
+            contract = self._contract
+            known = [name for name in dir(contract) if call_spec(getattr(contract, name, None))]
+            raise FlowError(
+                f"role '{self._name}' is a {contract.__name__}, which has no '{method}'",
+                fix=nearest(method, known),
+            )
+        return functools.partial(self._recorder.record_call, self._name, function, spec)
+
+    @property
+    def standin_name(self) -> str:
+        """The role's name."""
+        return self._name
+
+
+class Recorder:
+    """The graph under construction."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.nodes: list[Node] = []
+        self.roles: dict[str, type[Role]] = {}
+        self.sources: dict[str, type] = {}
+        self._calls: dict[str, int] = {}
+        self._trains: dict[str, int] = {}
+
+    def add_role(self, name: str, contract: type[Role]) -> RoleStandIn:
+        """Declare a role of the step."""
+        self.roles[name] = contract
+        return RoleStandIn(name, contract, self)
+
+    def add_source(self, name: str, table: type, where: Where) -> Any:
+        """Declare a table that every step reads from the data."""
+        self.sources[name] = table
+        node_name, ordinal = self._unique(name)
+        outputs = tuple(_outputs_of(table, {}, node_name, makes_rows=True))
+        node = Node(node_name, NodeKind.SOURCE, "row", ordinal, where, outputs=outputs,
+                    output_table=table)  # fmt: skip
+        return self._append(node)
+
+    def record_op(
+        self,
+        function: Callable[..., Any],
+        scope: Scope,
+        makes_rows: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Append a node for an op."""
+        name, ordinal = self._unique(function.__name__)
+        arguments, columns, roles = self._arguments(name, function, args, kwargs, method=False)
+        table, outputs = self._returns(name, function, columns, makes_rows)
+        return self._append(
+            Node(
+                name,
+                NodeKind.OP,
+                scope,
+                ordinal,
+                caller(),
+                function=function,
+                arguments=arguments,
+                outputs=outputs,
+                output_table=table,
+                reads=tuple(
+                    WeightRead(role, self._version(role), False) for role in dict.fromkeys(roles)
+                ),
+            )
+        )
+
+    def record_call(self, role: str, function: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
+        """Append a node for a call of a role's method."""
+        name, ordinal = self._unique(f"{role}.{function.__name__}")
+        kind: CallKind = spec.kind
+        if kind is CallKind.TRAIN:
+            bound = _bind(name, function, (None, *args), kwargs).arguments
+            check_batch(name, bound.get("loss"), bound.get("batch"))
+            check_output(name, bound.get("loss"), function)
+        arguments, columns, roles = self._arguments(name, function, args, kwargs, method=True)
+        rollout = kind is CallKind.ROLLOUT
+        table, outputs = None, ()
+        if kind is not CallKind.TRAIN:
+            table, outputs = self._returns(name, function, columns, makes_rows=rollout)
+        reads = [
+            WeightRead(one, self._version(one), rollout) for one in dict.fromkeys((role, *roles))
+        ]
+        node = Node(
+            name,
+            NodeKind(kind.value),
+            spec.scope,
+            ordinal,
+            caller(),
+            role=role,
+            method=function.__name__,
+            arguments=arguments,
+            outputs=outputs,
+            output_table=table,
+            reads=tuple(reads),
+        )
+        if kind is CallKind.TRAIN:
+            self._trains[role] = self._version(role) + 1
+        return self._append(node)
+
+    def finish(self, result: Any) -> Graph:
+        """Freeze what was recorded; `result` is what the step function returned."""
+        results = tuple(dict.fromkeys(_result_nodes(result)))
+        return Graph(self.name, tuple(self.nodes), self.roles, self.sources, results)
+
+    def _version(self, role: str) -> int:
+        return self._trains.get(role, 0)
+
+    def _unique(self, base: str) -> tuple[str, int]:
+        ordinal = self._calls.get(base, 0)
+        self._calls[base] = ordinal + 1
+        return (base if ordinal == 0 else f"{base}#{ordinal + 1}"), ordinal
+
+    def _append(self, node: Node) -> Any:
+        self.nodes.append(node)
+        if node.kind is NodeKind.TRAIN:
+            return TrainHandle(node.name, node.where)
+        columns = {
+            output.name: Column(Ref(node.name, output.name), output.spec, output.rows, node.where)
+            for output in node.outputs
+        }
+        if node.output_table is None:
+            return columns["out"]
+        verb = "declared" if node.kind is NodeKind.SOURCE else "called"
+        origin = f"'{node.name}' was {verb} at {node.where.short}"
+        return table_standin(node.output_table, columns, origin)
+
+    def _arguments(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        method: bool,
+    ) -> tuple[tuple[tuple[str, Argument], ...], list[tuple[str, Column]], list[str]]:
+        """Bind, check and freeze a call's arguments; also list its columns and the roles in it."""
+        bound = _bind(name, function, (None, *args) if method else args, kwargs)
+        if method:
+            bound.arguments.pop("self")
+        hints = hints_of(function)
+        frozen: list[tuple[str, Argument]] = []
+        columns: list[tuple[str, Column]] = []
+        roles: list[str] = []
+        for parameter, value in bound.arguments.items():
+            spec = spec_of(hints.get(parameter))
+            if spec is not None and value is not None:
+                check_column(name, parameter, spec, value)
+            argument = self._freeze(name, parameter, value, columns, roles)
+            frozen.append((parameter, argument))
+        check_rows(name, columns)
+        return tuple(frozen), columns, roles
+
+    def _freeze(
+        self, node: str, path: str, value: Any, columns: list[tuple[str, Column]], roles: list[str]
+    ) -> Argument:
+        if isinstance(value, Column):
+            columns.append((path, value))
+            return value.ref
+        if isinstance(value, RoleStandIn):
+            roles.append(value.standin_name)
+            return RoleRef(value.standin_name)
+        if isinstance(value, TrainHandle):
+            raise FlowError(
+                f"node '{node}', input '{path}': expected data, got the result of '{value.node}'",
+                fix="metrics exist only after the step has run; return them from the step instead",
+            )
+        if dataclasses.is_dataclass(value) and _is_table(table_type(value)):
+            table = table_type(value)
+            check_table(node, path, value)
+            fields = [
+                (f.name, self._freeze(node, f"{path}.{f.name}", getattr(value, f.name), columns,
+                                      roles))
+                for f in dataclasses.fields(table)
+            ]  # fmt: skip
+            return TableArgument(table, tuple(fields))
+        return Constant(value)
+
+    def _returns(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        columns: list[tuple[str, Column]],
+        makes_rows: bool,
+    ) -> tuple[type | None, tuple[OutputColumn, ...]]:
+        annotation = hints_of(function).get("return")
+        rows = {} if makes_rows else _rows_by_axes([column for _, column in columns])
+        if _is_table(annotation):
+            table: Any = annotation
+            return table, tuple(_outputs_of(table, rows, name, makes_rows))
+        spec = spec_of(annotation)
+        if spec is None:
+            raise FlowError(
+                f"'{name}' is annotated to return {annotation!r}, which is neither a column nor a "
+                "table of columns",
+                fix="annotate the return type with Annotated[Tensor, f32(...)] or a dataclass of "
+                "such columns",
+            )
+        return None, (OutputColumn("out", spec, _rows_for(spec, rows, name)),)
+
+
+def _bind(
+    name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> inspect.BoundArguments:
+    try:
+        return inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        parameters = list(inspect.signature(function).parameters)
+        shown = ", ".join(parameter for parameter in parameters if parameter != "self")
+        raise FlowError(f"node '{name}': {error}", fix=f"its parameters are ({shown})") from None
+
+
+def _rows_by_axes(columns: list[Column]) -> dict[str, str]:
+    """Row axis (and row axis + ragged axis) -> the node that made those rows, first input wins."""
+    rows: dict[str, str] = {}
+    for column in columns:
+        spec = column.spec
+        if spec.row_axis is None:
+            continue
+        if spec.ragged_axis is not None:
+            rows.setdefault(f"{spec.row_axis},{spec.ragged_axis}", column.rows)
+        rows.setdefault(str(spec.row_axis), column.rows)
+    return rows
+
+
+def _rows_for(spec: Spec, rows: dict[str, str], name: str) -> str:
+    if spec.row_axis is None:
+        return name
+    if spec.ragged_axis is not None:
+        return rows.get(f"{spec.row_axis},{spec.ragged_axis}", name)
+    return rows.get(str(spec.row_axis), name)
+
+
+def _outputs_of(
+    table: type, rows: dict[str, str], name: str, makes_rows: bool
+) -> Iterator[OutputColumn]:
+    for field_name, hint in hints_of(table).items():
+        spec = spec_of(hint)
+        if spec is None:
+            raise FlowError(
+                f"table '{table.__name__}', field '{field_name}' is not a column",
+                fix="annotate it with Annotated[Tensor, f32(...)], i64(...) or boolean(...)",
+            )
+        yield OutputColumn(
+            field_name,
+            spec,
+            name if makes_rows else _rows_for(spec, rows, name),
+            group_id=has_mark(hint, GroupId),
+            behavior=has_mark(hint, Behavior),
+        )
+
+
+def _holds_standin(values: tuple[Any, ...]) -> bool:
+    for value in values:
+        if isinstance(value, (Column, RoleStandIn, TrainHandle)):
+            return True
+        if (
+            dataclasses.is_dataclass(value)
+            and not isinstance(value, type)
+            and _holds_standin(tuple(vars(value).values()))
+        ):
+            return True
+    return False
+
+
+def _result_nodes(result: Any) -> list[str]:
+    if isinstance(result, TrainHandle):
+        return [result.node]
+    if isinstance(result, Column):
+        return [result.ref.node]
+    if isinstance(result, (tuple, list)):
+        return [name for item in result for name in _result_nodes(item)]
+    if isinstance(result, dict):
+        return [name for item in result.values() for name in _result_nodes(item)]
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        fields = [getattr(result, field.name) for field in dataclasses.fields(result)]
+        return [name for item in fields for name in _result_nodes(item)]
+    return []

@@ -1,0 +1,142 @@
+"""What the engine asks of a worker process, and what comes back.
+
+Work is small, picklable data. Tensors never travel inside it: inputs and outputs are handles that only
+an executor can resolve (the parts themselves in-process, object references on Ray).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .batch import Packed
+from .role import Metric
+
+__all__ = [
+    "CallWork",
+    "ExportWork",
+    "ImportWork",
+    "LoadPartWork",
+    "LoadStateWork",
+    "Part",
+    "Report",
+    "Result",
+    "SavePartWork",
+    "SaveStateWork",
+    "Weights",
+    "Work",
+]
+
+Part = tuple[Packed, ...]
+"""One chunk of a node's output: its columns, in the order of `Node.outputs`."""
+
+Weights = Mapping[str, Tensor]
+"""A role's weights by logical parameter name."""
+
+Handle = object
+"""Stands for a stored `Part` or `Weights`; what it is depends on the executor."""
+
+
+@dataclass(frozen=True)
+class CallWork:
+    """Run a node of any kind but a source.
+
+    Attributes:
+        node: Its name.
+        step: The step it belongs to.
+        chunk: Which chunk, or None if the node sees the whole batch.
+        inputs: Producing node -> handles of its parts, in chunk order.
+    """
+
+    node: str
+    step: int
+    chunk: int | None
+    inputs: Mapping[str, tuple[Handle, ...]]
+
+
+@dataclass(frozen=True)
+class ExportWork:
+    """Snapshot a role's weights."""
+
+    role: str
+
+
+@dataclass(frozen=True)
+class ImportWork:
+    """Replace a role's weights by a snapshot."""
+
+    role: str
+    weights: Handle
+
+
+@dataclass(frozen=True)
+class SaveStateWork:
+    """Write a role's training state into a folder."""
+
+    role: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class LoadStateWork:
+    """Restore a role's training state from a folder."""
+
+    role: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class SavePartWork:
+    """Write a stored part to a safetensors file."""
+
+    part: Handle
+    file: str
+
+
+@dataclass(frozen=True)
+class LoadPartWork:
+    """Read a part from a safetensors file back into the store."""
+
+    node: str
+    file: str
+
+
+Work = (
+    CallWork | ExportWork | ImportWork | SaveStateWork | LoadStateWork | SavePartWork | LoadPartWork
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker says about work it has done; a few hundred bytes.
+
+    Attributes:
+        start_s: Wall-clock start, seconds since the epoch.
+        end_s: Wall-clock end.
+        metrics: Named numbers of this call, to be merged over chunks and ranks.
+        num_rows: Rows in each stored part.
+        num_bytes: Bytes of the stored parts.
+    """
+
+    start_s: float
+    end_s: float
+    metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
+    num_rows: tuple[int, ...] = ()
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """Work done: the report, and what the executor is to store.
+
+    Attributes:
+        report: See `Report`.
+        parts: Output chunks: one for a chunked call, all of them for a whole-batch call.
+        weights: The snapshot of an `ExportWork`.
+    """
+
+    report: Report
+    parts: tuple[Part, ...] = ()
+    weights: Weights | None = None

@@ -1,7 +1,7 @@
 """Where nodes run, as the engine needs to know it: groups of ranks, and a group for every node.
 
-This is all of a plan that execution depends on. Plans with layouts, memory and predicted times are the
-planner's; they reduce to a `Placement`.
+This is all of a plan that execution depends on. Plans with layouts, memory and predicted times are
+the planner's; they reduce to a `Placement`.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def op(*, scope: Scope, makes_rows: bool = False) -> Callable[[Callable[P, R]], 
             recorder = _RECORDER.get()
             if recorder is None or not _holds_standin((*args, *kwargs.values())):
                 return function(*args, **kwargs)
-            return recorder.record_op(function, scope, makes_rows, args, kwargs)
+            return recorder.record_op(wrapper, scope, makes_rows, args, kwargs)
 
         return wrapper
 

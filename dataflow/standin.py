@@ -89,13 +89,14 @@ class Column:
         return self._refuse("int() was asked of", "compute in an @op function")
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Refuse `column()`."""
         return self._refuse("a call was made of", "a column is data; drop the parentheses")
 
     def __array__(self, *args: object, **kwargs: object) -> Any:
         return self._refuse("numpy was given", "call numpy inside an @op function")
 
     @classmethod
-    def __torch_function__(  # noqa: D102
+    def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Refuse `torch.something(column)`."""

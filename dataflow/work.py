@@ -1,7 +1,7 @@
 """What the engine asks of a worker process, and what comes back.
 
-Work is small, picklable data. Tensors never travel inside it: inputs and outputs are handles that only
-an executor can resolve (the parts themselves in-process, object references on Ray).
+Work is small, picklable data. Tensors never travel inside it: inputs and outputs are handles that
+only an executor can resolve (the parts themselves in-process, object references on Ray).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .role import Metric
 __all__ = [
     "CallWork",
     "ExportWork",
+    "Handle",
     "ImportWork",
     "LoadPartWork",
     "LoadStateWork",

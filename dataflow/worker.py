@@ -75,7 +75,8 @@ def drain_metrics(worker: object) -> dict[str, Metric]:
     """Take the metrics a worker gathered during its last call, if it keeps any.
 
     A worker reports numbers about a call (response length, reward, malformed answers) by adding
-    to its own `metrics: dict[str, Metric]` attribute; the engine takes and clears them after each call.
+    to its own `metrics: dict[str, Metric]` attribute; the engine takes and clears them after each
+    call.
     """
     gathered: dict[str, Metric] | None = getattr(worker, "metrics", None)
     if not gathered:

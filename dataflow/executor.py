@@ -1,0 +1,240 @@
+"""Executors: where work is carried out. The in-process one is here; it is the embedded default.
+
+An executor owns worker processes (or none), stores what calls produce, and reports completions. It
+decides nothing: order, versions and placement are the scheduler's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Protocol
+
+from .errors import ConfigError, PlanError
+from .graph import Graph
+from .host import Host
+from .placement import Placement
+from .role import Role
+from .work import Handle, Part, Report, Work
+from .worker import WorkerContext, WorkerSpec
+
+__all__ = ["Completion", "Executor", "InProcess", "Program", "build_role", "check_workers"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A graph and where its nodes run."""
+
+    graph: Graph
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One rank finished one piece of work.
+
+    Attributes:
+        ticket: The number it was submitted under.
+        rank: The rank that did it.
+        report: What it says, or None if it failed.
+        parts: Handles of the stored output chunks.
+        weights: Handle of a stored snapshot.
+        error: What was raised, if it failed.
+        trace: The traceback as text, if the failure was in another process.
+    """
+
+    ticket: int
+    rank: int
+    report: Report | None
+    parts: tuple[Handle, ...] = ()
+    weights: Handle | None = None
+    error: BaseException | None = None
+    trace: str = ""
+
+
+class Executor(Protocol):
+    """What the engine needs of an executor. Nothing blocks but `start`, `put` and `wait`."""
+
+    def start(
+        self,
+        programs: Mapping[str, Program],
+        workers: Mapping[str, WorkerSpec | Role],
+        seed: int,
+        deadline_s: float,
+    ) -> None:
+        """Build every group's roles.
+
+        Raises:
+            PlanError: If the groups cannot be provided.
+        """
+        ...
+
+    def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
+        """Queue work on one rank; ranks do theirs in the order of submission."""
+        ...
+
+    def wait(self, timeout_s: float) -> Sequence[Completion]:
+        """Completions since the last call: at least one, or none if the time is up."""
+        ...
+
+    def put(self, part: Part) -> Handle:
+        """Store a part made by the controller."""
+        ...
+
+    def release(self, handles: Sequence[Handle]) -> None:
+        """Forget stored parts."""
+        ...
+
+    def stop(self) -> None:
+        """End all worker processes; idempotent."""
+        ...
+
+    @property
+    def controller_bytes(self) -> int:
+        """Bytes that have passed through the controller since the start."""
+        ...
+
+
+def build_role(name: str, worker: WorkerSpec | Role, context: WorkerContext) -> Role:
+    """The worker of a role, built if it was given as a spec."""
+    built = worker.build(context) if isinstance(worker, WorkerSpec) else worker
+    if not isinstance(built, Role):  # pyright: ignore[reportUnnecessaryIsInstance] - user code
+        raise ConfigError(
+            f"the worker of role '{name}' is a {type(built).__name__}, which is no Role; derive it "
+            "from the role's contract"
+        )
+    return built
+
+
+class InProcess:
+    """Runs everything in the calling thread: no processes, no copies, and pdb works.
+
+    Work is performed inside `wait`, oldest first. A deadline interrupts the call that exceeds it
+    when running in the main thread without a debugger.
+    """
+
+    def __init__(self) -> None:
+        self._hosts: dict[tuple[str, str], Host] = {}
+        self._queue: deque[tuple[int, str, str, Work]] = deque()
+        self._deadline_s = 0.0
+
+    def start(
+        self,
+        programs: Mapping[str, Program],
+        workers: Mapping[str, WorkerSpec | Role],
+        seed: int,
+        deadline_s: float,
+    ) -> None:
+        """Build the roles of every group here. See `Executor.start`."""
+        self._deadline_s = deadline_s
+        roles: dict[tuple[str, str], Role] = {}
+        for key, program in programs.items():
+            for group in program.placement.groups:
+                if group.num_ranks != 1:
+                    raise PlanError(
+                        f"group '{group.name}' has {group.num_ranks} ranks, but the in-process "
+                        "executor runs one; set executor=ray or num_ranks=1"
+                    )
+                hosted = program.placement.hosted_roles(program.graph, group.name)
+                for role in hosted:
+                    if (group.name, role) not in roles:
+                        context = WorkerContext(role, seed, device=group.device)
+                        roles[group.name, role] = build_role(role, workers[role], context)
+                self._hosts[key, group.name] = Host(
+                    program.graph,
+                    {role: roles[group.name, role] for role in hosted},
+                    program.placement.num_chunks,
+                    fetch=lambda handle: handle,
+                )
+
+    def role(self, group: str, role: str) -> Role:
+        """The live worker of a role, to look at under a debugger or after a run."""
+        for (_, name), host in self._hosts.items():
+            if name == group and role in host.roles:
+                return host.roles[role]
+        raise KeyError((group, role))
+
+    def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
+        """See `Executor.submit`."""
+        self._queue.append((ticket, program, group, work))
+
+    def wait(self, timeout_s: float) -> Sequence[Completion]:
+        """Perform the oldest queued work. See `Executor.wait`."""
+        if not self._queue:
+            return []
+        ticket, program, group, work = self._queue.popleft()
+        try:
+            with _deadline(self._deadline_s):
+                result = self._hosts[program, group].perform(work)
+        except _DeadlineExceeded:
+            return []
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
+            return [Completion(ticket, 0, None, error=error)]
+        return [Completion(ticket, 0, result.report, result.parts, result.weights)]
+
+    def put(self, part: Part) -> Handle:
+        """See `Executor.put`."""
+        return part
+
+    def release(self, handles: Sequence[Handle]) -> None:
+        """Nothing to do: the engine held the only reference."""
+
+    def stop(self) -> None:
+        """See `Executor.stop`."""
+        self._queue.clear()
+        self._hosts.clear()
+
+    @property
+    def controller_bytes(self) -> int:
+        """Always 0: there is nothing to pass through."""
+        return 0
+
+
+class _DeadlineExceeded(BaseException):
+    """Raised inside a call that outlives its deadline; not an Exception, so nobody swallows it."""
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Generator[None]:
+    """Interrupt the body after `seconds`, where the platform can; a debugger is left alone."""
+    able = (
+        threading.current_thread() is threading.main_thread()
+        and hasattr(signal, "setitimer")
+        and sys.gettrace() is None
+        and signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, signal.SIG_IGN)
+    )
+    if not able:
+        yield
+        return
+
+    def expire(signum: int, frame: FrameType | None) -> None:
+        raise _DeadlineExceeded
+
+    signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def check_workers(graph: Graph, workers: Mapping[str, WorkerSpec | Role]) -> None:
+    """Every role of the graph must be provided, and nothing else.
+
+    Raises:
+        ConfigError: Naming the roles that are missing or unknown.
+    """
+    missing = [role for role in graph.roles if role not in workers]
+    if missing:
+        role = missing[0]
+        raise ConfigError(
+            f"graph '{graph.name}' has a role '{role}' ({graph.roles[role].__name__}) that nobody "
+            f"provides; give workers={{'{role}': ...}} (provided: {', '.join(workers) or 'none'})"
+        )

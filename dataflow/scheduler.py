@@ -8,26 +8,16 @@ Rules:
 - Step s is admitted when `s <= completed + max_lag`; steps complete in index order.
 - A task starts when its inputs are stored, every copy of weights it reads holds the right version,
   and its ranks are free. Ready tasks of one rank run by (step, node order, chunk).
-- A copy of weights leaves a version only when nobody in any step to come must still read it.
+- A copy of weights leaves a version only when nobody in any step to come must still read it;
+  `scheduler_weights.py` says how, and why nothing here can deadlock.
 - Before training goes past a checkpoint's step the checkpoint is saved; then nothing runs, and
   what later steps had to do with older weights is done and part of the checkpoint.
-
-Why it cannot deadlock. Give a task of node p in step s the place (s, p); if it runs ahead (its
-reads are lagged by k, as are those of everything it hangs on) give it (s - k, p). Then every rule
-above makes a task wait only for tasks of smaller place: inputs have smaller p and run ahead if the
-consumer does; version v is made by a training before the place of each of its readers and
-overwritten by one after it, because offsets count the trainings before a node in program order;
-publishing and loading v happen between the training that makes v and its first reader; admission
-waits for steps up to s - k - 1; and a checkpoint at step c holds back only places from step c on.
-So the unfinished task of smallest place can always run, whatever order tasks end in. In arrival
-order use (s, p) for all: a read may take anything from its lower bound to its own step's version.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from .errors import StateError
 from .flow import Flow
@@ -36,6 +26,7 @@ from .scheduler_drain import Checkpoints
 from .scheduler_events import (
     Abort,
     AdmitStep,
+    Awaited,
     CheckpointSaved,
     Event,
     Finished,
@@ -46,35 +37,28 @@ from .scheduler_events import (
     Publish,
     Release,
     ResumeState,
-    RunCall,
-    RunTrain,
     SaveCheckpoint,
     SourceReady,
     StepCompleted,
     Task,
     TaskDone,
     TaskFailed,
+    Tick,
     Versions,
+    run_instruction,
 )
 from .scheduler_inspect import describe, hang_report, state_of
 from .scheduler_log import EventLog, LogEntry, chain_sha256
-from .scheduler_ranks import Priority, RankPool
+from .scheduler_ranks import Priority, RankPool, Running
 from .scheduler_report import FailureReport, HangReport
-from .scheduler_steps import FlowIndex, StepState
+from .scheduler_steps import FlowIndex, StepState, restored_steps
 from .scheduler_validate import violations
 from .scheduler_weights import Weights
 
-__all__ = ["Running", "Scheduler"]
+__all__ = ["Scheduler"]
 
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A task on its ranks, since when and with which weights."""
-
-    group: str
-    ranks: tuple[int, ...]
-    since_s: float
-    versions: Versions
+_TOLD = 50
+"""Transitions told with an error that concerns no task in particular."""
 
 
 class Scheduler:
@@ -99,7 +83,7 @@ class Scheduler:
         admitted: Steps admitted.
         steps: Progress of the steps in flight.
         running: Tasks running, oldest first.
-        awaited: Other things asked of the shell, with the time: "batch of step 3".
+        awaited: Other things asked of the shell, and when.
         lag_counts: Over the whole run, how many rollout reads were how many versions behind.
         done: True after `Finished`.
         aborted: True after `Abort`.
@@ -127,15 +111,18 @@ class Scheduler:
             self.index, self.weights, schedule, num_steps, checkpoint_every, resume.step
         )
         self.completed = self.admitted = resume.step
-        self.steps: dict[int, StepState] = {}
         self.running: dict[Task, Running] = {}
-        self.awaited: dict[str, float] = {}
+        self.awaited: dict[Awaited, float] = {}
         self.lag_counts: Counter[int] = Counter()
         self.done = self.aborted = self._started = False
         self._history = resume.history_sha256
-        self._now = self._idle_since = 0.0
+        self._now = self._progress_s = 0.0
         self._out: list[Instruction] = []
-        self._restore(resume)
+        self.steps = restored_steps(self.index, self.weights.rules_of, resume, num_steps)
+        self.admitted += len(self.steps)
+        for i in range(len(flow.nodes)):
+            self._move_frontier(i)
+        self.checkpoints.check_resumable(self.steps)
 
     # --- the interface
 
@@ -143,7 +130,8 @@ class Scheduler:
         """Begin; returns the first instructions. Call it once."""
         if self._started:
             raise StateError("start() was called twice")
-        self._started, self._now = True, at_s
+        self._started = True
+        self._now = self._progress_s = at_s
         for state in self.steps.values():
             self._consider(state.startable())
         self._settle()
@@ -160,6 +148,8 @@ class Scheduler:
         if not self._started:
             raise StateError(f"{type(event).__name__} came before start()")
         self._now = event.at_s
+        if not isinstance(event, Tick):
+            self._progress_s = event.at_s
         match event:
             case TaskDone():
                 self._task_done(event)
@@ -169,7 +159,7 @@ class Scheduler:
                 self._task_failed(event)
             case CheckpointSaved():
                 self._checkpoint_saved(event)
-            case _:
+            case Tick():
                 self._tick()
         if not self.aborted:
             self._settle()
@@ -198,16 +188,13 @@ class Scheduler:
         """
         found = violations(self)
         if found:
-            raise StateError("broken invariants:\n    " + "\n    ".join(found), self.story())
+            raise StateError(
+                "broken invariants:\n    " + "\n    ".join(found), self.story()[-_TOLD:]
+            )
 
     def describe(self) -> str:
         """The present state in words, for reports and debuggers."""
         return describe(self)
-
-    @property
-    def history_sha256(self) -> str:
-        """`schedule_sha256` of the completed steps alone."""
-        return self._history
 
     # --- events
 
@@ -217,8 +204,6 @@ class Scheduler:
         if run is None:
             raise self._impossible(f"TaskDone for '{task}', which is {state_of(self, task)}", task)
         self.ranks.free(run.group, run.ranks)
-        if not self.running:
-            self._idle_since = self._now
         self._note("done", task, run)
         match task:
             case NodeTask():
@@ -235,8 +220,7 @@ class Scheduler:
     def _node_done(self, task: NodeTask, run: Running, num_rows: tuple[int, ...] | None) -> None:
         i, state = self.index.index[task.node], self.steps[task.step]
         if num_rows is not None:
-            chunks = self.index.chunks if task.chunk is None else (task.chunk,)
-            state.rows.update(zip(((i, chunk) for chunk in chunks), num_rows, strict=True))
+            state.note_rows(i, task.chunk, num_rows)
         ready, freed = state.finish(i, task)
         self._release(freed)
         self._consider(ready)
@@ -247,7 +231,7 @@ class Scheduler:
             self._consider(self.weights.trained(role, dict(run.versions)[role] + 1, self._now))
 
     def _source_ready(self, event: SourceReady) -> None:
-        if self.awaited.pop(f"batch of step {event.step}", None) is None:
+        if self.awaited.pop(Awaited("batch", event.step), None) is None:
             raise self._impossible(f"SourceReady for step {event.step}, whose batch nobody awaits")
         state = self.steps[event.step]
         self._note("stored", "batch", step=event.step)
@@ -255,8 +239,7 @@ class Scheduler:
         for i, node in enumerate(self.flow.nodes):
             if node.kind == "source":
                 if event.num_rows is not None:
-                    keys = ((i, chunk) for chunk in self.index.chunks)
-                    state.rows.update(zip(keys, event.num_rows, strict=True))
+                    state.note_rows(i, None, event.num_rows)
                 self._move_frontier(i)
         self._release(freed)
         self._consider(ready)
@@ -264,7 +247,7 @@ class Scheduler:
     def _task_failed(self, event: TaskFailed) -> None:
         task, run = event.task, self.running.get(event.task)
         step = task.step if isinstance(task, NodeTask) else None
-        is_source = isinstance(task, NodeTask) and f"batch of step {step}" in self.awaited
+        is_source = isinstance(task, NodeTask) and Awaited("batch", task.step) in self.awaited
         if run is None and not is_source:
             raise self._impossible(
                 f"TaskFailed for '{task}', which is {state_of(self, task)}", task
@@ -277,14 +260,14 @@ class Scheduler:
         self._abort(FailureReport(str(task), where, event.error, self.story(node, step)))
 
     def _checkpoint_saved(self, event: CheckpointSaved) -> None:
-        if self.awaited.pop(f"checkpoint of step {event.step}", None) is None:
+        if self.awaited.pop(Awaited("checkpoint", event.step), None) is None:
             raise self._impossible(f"CheckpointSaved({event.step}), which nobody asked for")
         self._note("saved", "checkpoint", step=event.step)
         self.checkpoints.saved()
         self.ranks.reconsider()
 
     def _tick(self) -> None:
-        report = hang_report(self, self._now, self._idle_since)
+        report = hang_report(self, self._now, self._progress_s)
         if report is not None and not self.done:
             self._abort(report)
 
@@ -360,7 +343,7 @@ class Scheduler:
             step = self.admitted
             self.steps[step] = StepState(self.index, step)
             self.admitted += 1
-            self.awaited[f"batch of step {step}"] = self._now
+            self.awaited[Awaited("batch", step)] = self._now
             self._note("admit", "step", step=step)
             self._out.append(AdmitStep(step))
 
@@ -370,19 +353,12 @@ class Scheduler:
             case NodeTask():
                 i = self.index.index[task.node]
                 versions = self.weights.versions(i)
-                self._count_lag(i, task, versions)
-                self._out.append(_run(self.flow.nodes[i].trains, task, ranks, versions))
+                self.steps[task.step].note_reads(task, self.weights.rules_of[i], versions)
+                self._out.append(run_instruction(task, ranks, versions, self.flow.nodes[i].trains))
             case _:
                 self._out.append(task)
         run = self.running[task] = Running(group, ranks, self._now, versions)
         self._note("start", task, run)
-
-    def _count_lag(self, i: int, task: NodeTask, versions: Versions) -> None:
-        state = self.steps[task.step]
-        state.reads[task] = versions
-        for rule, (_, version) in zip(self.weights.rules_of[i], versions, strict=True):
-            if rule.lagged:
-                state.lag[rule.current(task.step) - version] += 1
 
     def _release(self, outputs: Iterable[Output]) -> None:
         released = tuple(outputs)
@@ -396,36 +372,9 @@ class Scheduler:
         states = [self.steps[s] for s in sorted(self.steps)]
         live = tuple(output for state in states for output in state.stored)
         done = frozenset(task for state in states for task in state.done)
-        self.awaited[f"checkpoint of step {step}"] = self._now
+        self.awaited[Awaited("checkpoint", step)] = self._now
         self._note("save", "checkpoint", step=step)
         self._out.append(SaveCheckpoint(step, live, ResumeState(step, done, self._history)))
-
-    def _restore(self, resume: ResumeState) -> None:
-        by_step: dict[int, list[NodeTask]] = {}
-        for task in resume.done:
-            by_step.setdefault(task.step, []).append(task)
-        admitted = range(self.completed, self.completed + len(by_step))
-        if sorted(by_step) != list(admitted) or admitted.stop > self.num_steps:
-            raise ValueError(
-                f"a run resumed at step {resume.step} of {self.num_steps} cannot have tasks of "
-                f"steps {sorted(by_step)} done"
-            )
-        for step in admitted:
-            state = self.steps[step] = StepState(self.index, step)
-            state.restore(by_step[step])
-            for task in state.done:
-                self._count_lag_of_restored(task)
-        self.admitted = admitted.stop
-        for i in range(len(self.flow.nodes)):
-            self._move_frontier(i)
-        self.checkpoints.check_resumable(self.steps)
-
-    def _count_lag_of_restored(self, task: NodeTask) -> None:
-        i = self.index.index[task.node]
-        if self.flow.nodes[i].kind != "source":
-            rules = self.weights.rules_of[i]
-            reads = tuple((rule.role, rule.lowest(task.step)) for rule in rules)
-            self._count_lag(i, task, reads)
 
     # --- small things
 
@@ -441,7 +390,7 @@ class Scheduler:
     def _impossible(self, message: str, task: Task | None = None) -> StateError:
         if isinstance(task, NodeTask):
             return StateError(message, self.story(task.node, task.step))
-        return StateError(message, self.story())
+        return StateError(message, self.story()[-_TOLD:])
 
     def _note(
         self, what: str, subject: Task | str, run: Running | None = None, *, step: int | None = None
@@ -454,11 +403,3 @@ class Scheduler:
             self.log.add(
                 LogEntry(self._now, what, subject, step, run.group, run.ranks, run.versions)
             )
-
-
-def _run(
-    trains: str | None, task: NodeTask, ranks: tuple[int, ...], versions: Versions
-) -> RunCall | RunTrain:
-    if trains is None:
-        return RunCall(task.node, task.step, task.chunk, ranks[0], versions)
-    return RunTrain(task.node, task.step, ranks, versions, dict(versions)[trains] + 1)

@@ -7,13 +7,14 @@ shell's clock in seconds; the scheduler has none of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from .scheduler_report import FailureReport, HangReport
 
 __all__ = [
     "Abort",
     "AdmitStep",
+    "Awaited",
     "CheckpointSaved",
     "DropSnapshot",
     "Event",
@@ -35,6 +36,7 @@ __all__ = [
     "TaskFailed",
     "Tick",
     "Versions",
+    "run_instruction",
 ]
 
 Versions: TypeAlias = tuple[tuple[str, int], ...]
@@ -90,6 +92,17 @@ class Output:
     node: str
     step: int
     chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """What the scheduler waits for that is not a task: a step's batch, or a checkpoint."""
+
+    what: Literal["batch", "checkpoint"]
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.what} of step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -264,3 +277,12 @@ Instruction: TypeAlias = (
     | Finished
     | Abort
 )
+
+
+def run_instruction(
+    task: NodeTask, ranks: tuple[int, ...], versions: Versions, trains: str | None
+) -> RunCall | RunTrain:
+    """The instruction to run a node's task; `trains` is the role the node trains, if any."""
+    if trains is None:
+        return RunCall(task.node, task.step, task.chunk, ranks[0], versions)
+    return RunTrain(task.node, task.step, ranks, versions, dict(versions)[trains] + 1)

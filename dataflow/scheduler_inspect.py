@@ -106,7 +106,7 @@ def describe(scheduler: Scheduler) -> str:
     return "\n".join(lines)
 
 
-def hang_report(scheduler: Scheduler, at_s: float, idle_since_s: float) -> HangReport | None:
+def hang_report(scheduler: Scheduler, at_s: float, progress_s: float) -> HangReport | None:
     """A report if something has taken longer than the deadline, else None."""
     deadline_s = scheduler.schedule.deadline_s
     hung: list[HungTask] = []
@@ -119,11 +119,11 @@ def hang_report(scheduler: Scheduler, at_s: float, idle_since_s: float) -> HangR
         for what, since_s in scheduler.awaited.items()
         if at_s - since_s > deadline_s
     ]
-    stalled = not scheduler.running and at_s - idle_since_s > deadline_s
+    stalled = not scheduler.running and at_s - progress_s > deadline_s
     if not hung and not awaited and not stalled:
         return None
     if not hung and not awaited:
-        awaited = [f"nothing has run for {at_s - idle_since_s:.1f} s"]
+        awaited = [f"nothing has run for {at_s - progress_s:.1f} s"]
     blocked = _blocked(scheduler)
     if len(blocked) > _MAX_BLOCKED:
         blocked[_MAX_BLOCKED:] = [f"and {len(blocked) - _MAX_BLOCKED} more"]

@@ -12,14 +12,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from .scheduler_events import Task
+from .scheduler_events import Task, Versions
 
-__all__ = ["Priority", "RankPool"]
+__all__ = ["Priority", "RankPool", "Running"]
 
 Priority: TypeAlias = tuple[int, int, int]
 """`(step, node index, chunk)`; lower runs first."""
 
 _Entry: TypeAlias = tuple[Priority, int, Task]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A task on its ranks, since when and with which weights."""
+
+    group: str
+    ranks: tuple[int, ...]
+    since_s: float
+    versions: Versions
 
 
 @dataclass(slots=True)

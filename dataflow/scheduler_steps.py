@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from .errors import StateError
 from .flow import Flow
-from .scheduler_events import NodeTask, Output, Versions
+from .scheduler_events import NodeTask, Output, ResumeState, Versions
+from .scheduler_reads import ReadRule
 
-__all__ = ["FlowIndex", "StepState"]
+__all__ = ["FlowIndex", "StepState", "restored_steps"]
 
 
 class FlowIndex:
@@ -21,6 +23,7 @@ class FlowIndex:
         consumers: Per node, the indices of the nodes that take its output.
         num_tasks: Per node, its tasks per step (a source counts as one).
         chunks: All chunk numbers.
+        runnable: Names of the nodes that run on ranks: all but the sources.
     """
 
     def __init__(self, flow: Flow) -> None:
@@ -34,6 +37,7 @@ class FlowIndex:
         self.chunked = tuple(node.chunked and node.kind != "source" for node in flow.nodes)
         self.num_tasks = tuple(flow.num_chunks if chunked else 1 for chunked in self.chunked)
         self.chunks = tuple(range(flow.num_chunks))
+        self.runnable = frozenset(node.name for node in flow.nodes if node.kind != "source")
 
     def tasks(self, index: int, step: int) -> list[NodeTask]:
         """All tasks of a node in a step."""
@@ -170,9 +174,60 @@ class StepState:
             if self.missing[i][slot] == 0 and task not in self.done
         ]
 
+    def note_reads(self, task: NodeTask, rules: Sequence[ReadRule], versions: Versions) -> None:
+        """`task` starts and reads `versions`, one for each of its rules."""
+        self.reads[task] = versions
+        for rule, (_, version) in zip(rules, versions, strict=True):
+            if rule.lagged:
+                self.lag[rule.current(self.step) - version] += 1
+
+    def note_rows(self, i: int, chunk: int | None, num_rows: Sequence[int]) -> None:
+        """Node `i` made so many rows: one number for `chunk`, or one per chunk if it is None."""
+        chunks = self._index.chunks if chunk is None else (chunk,)
+        if len(num_rows) != len(chunks):
+            name = self._index.flow.nodes[i].name
+            raise StateError(
+                f"'{name}' of step {self.step} made {len(chunks)} chunk(s), but the event "
+                f"counts the rows of {len(num_rows)}"
+            )
+        for made, count in zip(chunks, num_rows, strict=True):
+            self.rows[i, made] = count
+
     def lines(self) -> list[str]:
         """What each started task reads, one sorted line per task: the step's part of the hash."""
         return sorted(
             f"{task} {' '.join(f'{role}@{version}' for role, version in versions)}"
             for task, versions in self.reads.items()
         )
+
+
+def restored_steps(
+    index: FlowIndex,
+    rules_of: Sequence[Sequence[ReadRule]],
+    resume: ResumeState,
+    num_steps: int,
+) -> dict[int, StepState]:
+    """The steps in flight at a checkpoint.
+
+    Raises:
+        ValueError: The tasks said to be done cannot be those of a checkpoint of this flow.
+    """
+    by_step: dict[int, list[NodeTask]] = {}
+    for task in resume.done:
+        by_step.setdefault(task.step, []).append(task)
+    expected = range(resume.step, resume.step + len(by_step))
+    if sorted(by_step) != list(expected) or expected.stop > num_steps:
+        raise ValueError(
+            f"a run resumed at step {resume.step} of {num_steps} cannot have tasks of "
+            f"step(s) {', '.join(map(str, sorted(by_step)))} done"
+        )
+    states: dict[int, StepState] = {}
+    for step in expected:
+        state = states[step] = StepState(index, step)
+        state.restore(by_step[step])
+        for task in state.done:
+            if task.node in index.runnable:
+                rules = rules_of[index.index[task.node]]
+                reads = tuple((rule.role, rule.lowest(step)) for rule in rules)
+                state.note_reads(task, rules, reads)
+    return states

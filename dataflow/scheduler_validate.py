@@ -236,7 +236,7 @@ def _checkpoint_boundary(scheduler: Scheduler) -> Iterator[str]:
         limit = boundary * scheduler.flow.trains_per_step[instance.role]
         if instance.holds > limit:
             yield f"{instance.role}@{instance.holds} is past the checkpoint due at {limit}"
-    if any(what.startswith("checkpoint") for what in scheduler.awaited) and scheduler.running:
+    if any(awaited.what == "checkpoint" for awaited in scheduler.awaited) and scheduler.running:
         yield f"{len(scheduler.running)} task(s) run while a checkpoint is written"
 
 

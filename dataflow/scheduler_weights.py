@@ -8,6 +8,21 @@ hold, the smallest "at most" among the reads that are still outstanding.
 
 Everything about steps not yet admitted follows from arithmetic on version numbers, so nothing here
 grows with the number of steps.
+
+Why it cannot deadlock. Give the task of node p in step s the place (s, p), or (s - k, p) if it runs
+ahead (its reads are lagged by k, and so are those of everything it hangs on). Every rule makes a
+task wait only for tasks of smaller place:
+
+- inputs have smaller p, and run ahead if their consumer does;
+- version v is made by a training before the place of each of its readers and overwritten by one
+  after it, because offsets count the trainings before a node in program order; publishing and
+  loading v happen between the training that makes v and its first reader;
+- admission of step s waits for steps up to s - k - 1;
+- a checkpoint at step c waits for steps below c and for reads of versions below c * n, and holds
+  back nothing that those need.
+
+So the unfinished task of smallest place can always run, whatever order tasks end in. In arrival
+order use (s, p) for all: a read may take anything from its lower bound to its own step's version.
 """
 
 from __future__ import annotations
@@ -17,54 +32,12 @@ from dataclasses import dataclass, field
 from .flow import Flow
 from .schedule import Schedule
 from .scheduler_events import DropSnapshot, Load, NodeTask, Publish, Task, Versions
+from .scheduler_reads import ReadRule, read_rules
 
-__all__ = ["NO_CEILING", "Instance", "ReadRule", "Weights", "runs_ahead"]
+__all__ = ["NO_CEILING", "Instance", "Weights"]
 
 NO_CEILING = 1 << 62
 """Ceiling of an instance that nobody will read again."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadRule:
-    """Which versions a node may read, as a function of the step.
-
-    Attributes:
-        node: Index of the node in the flow.
-        role: A trainable role.
-        group: Where the node runs, hence which instance it reads.
-        per_step: Versions made per step.
-        offset: Versions made in the step before the node.
-        lag: Steps by which the read is behind; 0 for an exact read.
-        loose: True if any version up to the step's own will do (arrival order).
-        lagged: True if the read was declared lagged; such reads are counted in the lag histogram.
-    """
-
-    node: int
-    role: str
-    group: str
-    per_step: int
-    offset: int
-    lag: int
-    loose: bool
-    lagged: bool
-
-    def current(self, step: int) -> int:
-        """The version current at the node's line in `step`."""
-        return step * self.per_step + self.offset
-
-    def lowest(self, step: int) -> int:
-        """The oldest version the node may read in `step`."""
-        return max(0, (step - self.lag) * self.per_step + self.offset)
-
-    def highest(self, step: int) -> int:
-        """The newest version the node may read in `step`."""
-        return self.current(step) if self.loose else self.lowest(step)
-
-    def wants(self, version: int, first_step: int, num_steps: int) -> bool:
-        """Whether some step in `[first_step, num_steps)` may read `version` (at least 1)."""
-        shift = 0 if self.loose else self.lag
-        step = max(first_step, shift - (self.offset - version) // self.per_step)
-        return step < num_steps and self.lowest(step) <= version
 
 
 @dataclass(slots=True)
@@ -105,20 +78,6 @@ class Instance:
         return ready
 
 
-def runs_ahead(flow: Flow) -> tuple[bool, ...]:
-    """Per node, whether it may run before the trainings of earlier steps.
-
-    A node whose inputs hang on an exact read of a trainable role cannot: its inputs exist only
-    after those trainings. A lagged read of such a node is therefore treated as exact.
-    """
-    ahead: dict[str, bool] = {}
-    for node in flow.nodes:
-        exact = any(read.role in flow.homes and not read.lagged for read in node.reads)
-        inputs = all(ahead[name] for name in node.inputs)
-        ahead[node.name] = node.trains is None and inputs and not exact
-    return tuple(ahead.values())
-
-
 class Weights:
     """All instances, the snapshots between them, and the gates tasks pass.
 
@@ -137,35 +96,12 @@ class Weights:
         self.instances: dict[tuple[str, str], Instance] = {}
         self.publishing: dict[str, int] = {}
         self.snapshots: dict[str, dict[int, set[str]]] = {role: {} for role in flow.homes}
-        self.rules_of = tuple(self._rules(index, schedule) for index in range(len(flow.nodes)))
+        self.rules_of = read_rules(flow, schedule)
         for rules in self.rules_of:
             for rule in rules:
                 self._register(rule, first_step)
         for instance in self.instances.values():
             self._raise_ceiling(instance)
-
-    def _rules(self, index: int, schedule: Schedule) -> tuple[ReadRule, ...]:
-        flow, node = self._flow, self._flow.nodes[index]
-        ahead = runs_ahead(flow)[index]
-        loose = schedule.order == "arrival"
-        rules: list[ReadRule] = []
-        for read in node.reads:
-            per_step = flow.trains_per_step.get(read.role)
-            if per_step is not None and read.role != node.trains:
-                lag = schedule.max_lag if read.lagged and ahead else 0
-                rules.append(
-                    ReadRule(
-                        index, read.role, node.group, per_step, read.offset,
-                        lag, loose and lag > 0, read.lagged,
-                    )
-                )  # fmt: skip
-        if node.trains is not None:
-            per_step = flow.trains_per_step[node.trains]
-            offset = sum(other.trains == node.trains for other in flow.nodes[:index])
-            rules.append(
-                ReadRule(index, node.trains, node.group, per_step, offset, 0, False, False)
-            )
-        return tuple(sorted(rules, key=lambda rule: rule.role))
 
     def _register(self, rule: ReadRule, first_step: int) -> None:
         key = (rule.role, rule.group)

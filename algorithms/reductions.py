@@ -177,7 +177,7 @@ def aggregation_denominator(
     length: int | None = None,
     count_empty_rows: bool = False,
 ) -> Tensor:
-    """What `mode` divides by, given totals over all rows that count; at least 1.
+    """What `mode` divides by, given totals over all rows that count; 0 if there are none.
 
     Args:
         totals: f64[3] of `aggregation_totals`, or more numbers after those three.
@@ -192,8 +192,8 @@ def aggregation_denominator(
         ValueError: If mode is "constant" and `length` is missing or not positive.
     """
     if mode == "token-mean":
-        return totals[0].clamp(min=1)
-    rows = totals[2 if count_empty_rows else 1].clamp(min=1)
+        return totals[0]
+    rows = totals[2 if count_empty_rows else 1]
     if mode != "constant":
         return rows
     if length is None or length < 1:
@@ -240,4 +240,4 @@ def aggregate(
         length=length,
         count_empty_rows=count_empty_rows,
     )
-    return numerator / denominator.to(numerator)
+    return numerator / denominator.clamp(min=1).to(numerator)

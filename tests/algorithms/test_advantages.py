@@ -417,3 +417,14 @@ def test_broadcast_over_tokens() -> None:
     assert_close(broadcast_over_tokens(f64([2, -3]), mask), [[0, 2, 2, 0], [0, 0, -3, -3]])
     with pytest.raises(ValueError, match=r"one entry per row of the mask, \[2\], got \[3\]"):
         broadcast_over_tokens(f64([1, 2, 3]), mask)
+
+
+def test_step_rewards_normalised_over_the_group() -> None:
+    """Process supervision: all step rewards of a group share one mean and standard deviation."""
+    step_reward = f64([0.2, 0.8, 0.5, 0.1, 0.9])
+    normal = group_advantage(step_reward, torch.zeros(5).long(), eps=0)
+    reward = torch.zeros(2, 5, dtype=torch.float64)
+    reward[[0, 0, 0, 1, 1], [1, 3, 4, 2, 3]] = normal
+    mask = mask_of([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
+    expected: Rows = [[0, 0, 0.848528, 0.848528, 0], [0, 0, 0, 1.131371, 0]]
+    assert_close(return_to_go(reward, mask), expected)

@@ -14,7 +14,7 @@ from .flow import Flow, FlowNode
 from .graph import Graph, Node, NodeKind
 from .standin import nearest
 
-__all__ = ["DeviceGroup", "Placement", "flow_of", "one_group"]
+__all__ = ["DeviceGroup", "Placement", "check_placement", "flow_of", "follow", "one_group"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,24 @@ def one_group(graph: Graph, num_ranks: int = 1, device: str = "cpu") -> Placemen
     return Placement((group,), nodes, num_chunks=num_ranks)
 
 
+def follow(graph: Graph, main: Graph, placement: Placement) -> Placement:
+    """Place a second graph where the first graph's roles live.
+
+    A trained role's nodes go to its home, whose weights are always the newest; a frozen one's to any
+    group that hosts it; ops and roles the first graph lacks to the first group.
+    """
+
+    def group_of(node: Node) -> str:
+        home = placement.home(main, node.role) if node.role else None
+        hosts = [
+            g.name for g in placement.groups if node.role in placement.hosted_roles(main, g.name)
+        ]
+        return home or (hosts[0] if hosts else placement.groups[0].name)
+
+    nodes = {node.name: group_of(node) for node in graph.nodes if node.kind is not NodeKind.SOURCE}
+    return Placement(placement.groups, nodes, placement.num_chunks)
+
+
 def flow_of(graph: Graph, placement: Placement) -> Flow:
     """The graph and its placement as the scheduler sees them.
 
@@ -104,7 +122,7 @@ def _flow_node(graph: Graph, node: Node, placement: Placement) -> FlowNode:
         name=node.name,
         kind=node.kind.value,
         chunked=node.scope != "batch",
-        group=placement.nodes.get(node.name, placement.groups[0].name),
+        group="" if node.kind is NodeKind.SOURCE else placement.nodes[node.name],
         inputs=tuple(dict.fromkeys(ref.node for _, ref in node.inputs)),
         reads=tuple(read for read in node.reads if read.role in trained),
         trains=node.role if node.kind is NodeKind.TRAIN else None,

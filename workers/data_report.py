@@ -30,11 +30,7 @@ class BadRow:
     detail: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.reason}: {self.detail}" if self.detail else self._short
-
-    @property
-    def _short(self) -> str:
-        return f"{self.where}: {self.reason}"
+        return ": ".join(filter(None, (self.where, self.reason, self.detail)))
 
 
 class DataReport:
@@ -76,6 +72,19 @@ class DataReport:
         self.reasons[reason] += 1
         if len(self.examples) < self._num_examples:
             self.examples.append(BadRow(where, reason, detail))
+
+    def drop(self, where: str, reason: str, detail: str = "") -> None:
+        """Count a row that was kept as left out after all."""
+        self.num_kept -= 1
+        self.reject(where, reason, detail)
+
+    def joined(self, other: DataReport) -> DataReport:
+        """One report on both sources."""
+        both = DataReport(f"{self.source} and {other.source}", self._num_examples)
+        both.num_kept = self.num_kept + other.num_kept
+        both.reasons = self.reasons + other.reasons
+        both.examples = (self.examples + other.examples)[: self._num_examples]
+        return both
 
     def check(self, max_bad_fraction: float) -> None:
         """Refuse data of which too much is bad.

@@ -12,6 +12,7 @@ have a descriptor of their own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -22,11 +23,15 @@ import threading
 import traceback
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TextIO
 
 
 def main() -> None:
     """Serve calls until the input closes."""
+    with contextlib.suppress(OSError):  # only Linux has it
+        # If memory runs out, this process is the one to go, not the trainer.
+        Path("/proc/self/oom_score_adj").write_text("1000")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -1,0 +1,148 @@
+"""AdamW over one flat buffer, with a learning rate that moves once per train call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .weights import FlatParameters
+
+__all__ = ["AdamW", "OptimizerSpec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """AdamW (Loshchilov and Hutter 2019, "Decoupled weight decay regularization") and schedule."""
+
+    lr: float = 1e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and second moments per optimizer step."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Weights shrink by `lr * weight_decay` per optimizer step, biases and norms included."""
+    max_grad_norm: float = 1.0
+    """Gradients of a longer global norm are scaled down to it; 0 never clips."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after warm-up: not at all, or to `min_lr_ratio` of the peak."""
+    warmup_calls: int = 0
+    """Train calls over which the learning rate rises: call n (from 0) uses (n + 1) / warmup."""
+    total_calls: int = 0
+    """Train calls of the run, warm-up included; needed unless the schedule is constant."""
+    min_lr_ratio: float = 0.0
+    """Where a falling schedule ends, as a fraction of the peak."""
+
+    def __post_init__(self) -> None:
+        if self.schedule != "constant" and self.total_calls <= self.warmup_calls:
+            raise ValueError(
+                f"OptimizerSpec: schedule '{self.schedule}' needs total_calls above "
+                f"warmup_calls={self.warmup_calls}, got {self.total_calls}"
+            )
+
+    def lr_at(self, call: int) -> float:
+        """The learning rate of train call `call`, counted from 0.
+
+        Example:
+            >>> spec = OptimizerSpec(lr=1.0, schedule="linear", warmup_calls=2, total_calls=4)
+            >>> [spec.lr_at(call) for call in range(5)]
+            [0.5, 1.0, 1.0, 0.5, 0.0]
+        """
+        if call < self.warmup_calls:
+            return self.lr * (call + 1) / self.warmup_calls
+        if self.schedule == "constant":
+            return self.lr
+        past = (call - self.warmup_calls) / (self.total_calls - self.warmup_calls)
+        past = min(past, 1.0)
+        fall = 1 - past if self.schedule == "linear" else (1 + math.cos(math.pi * past)) / 2
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
+
+
+class AdamW:
+    """Optimizer of a `FlatParameters`.
+
+    Weights in bfloat16 are stepped through a float32 master copy: a bfloat16 weight cannot hold an
+    update smaller than 1/256 of itself.
+
+    Attributes:
+        steps: Optimizer steps taken.
+    """
+
+    def __init__(self, flat: FlatParameters, spec: OptimizerSpec) -> None:
+        self._flat = flat
+        self._spec = spec
+        self.steps = 0
+        self._first = torch.zeros_like(flat.data, dtype=torch.float32)
+        self._second = torch.zeros_like(self._first)
+        exact = flat.data.dtype == torch.float32
+        self._master = flat.data if exact else flat.data.float()
+
+    def step(self, grad: Tensor, lr: float) -> float:
+        """Clip `grad` in place, take one step, return its norm before clipping.
+
+        Args:
+            grad: f32[size], in the layout of the weights.
+            lr: Learning rate of this step.
+
+        Raises:
+            FloatingPointError: If the norm is not finite; no weight has changed then.
+        """
+        spec = self._spec
+        norm = float(torch.linalg.vector_norm(grad, dtype=torch.float32))
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"gradient norm is {norm} at optimizer step {self.steps + 1}; the weights are "
+                "unchanged. Look for infinities in the batch, or lower the learning rate"
+            )
+        if 0 < spec.max_grad_norm < norm:
+            grad.mul_(spec.max_grad_norm / norm)
+        self.steps += 1
+        beta1, beta2 = spec.betas
+        with torch.no_grad():
+            self._first.lerp_(grad, 1 - beta1)
+            self._second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            scale = math.sqrt(1 - beta2**self.steps)
+            denominator = self._second.sqrt().div_(scale).add_(spec.eps)
+            if spec.weight_decay:
+                self._master.mul_(1 - lr * spec.weight_decay)
+            self._master.addcdiv_(self._first, denominator, value=-lr / (1 - beta1**self.steps))
+            if self._master is not self._flat.data:
+                self._flat.data.copy_(self._master)
+        return norm
+
+    def refresh(self) -> None:
+        """Take over weights that were loaded from outside."""
+        if self._master is not self._flat.data:
+            self._master.copy_(self._flat.data)
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments (and master weights, if any) by parameter name."""
+        buffers = {"first": self._first, "second": self._second}
+        if self._master is not self._flat.data:
+            buffers["master"] = self._master
+        return {
+            f"{kind}/{name}": tensor
+            for kind, buffer in buffers.items()
+            for name, tensor in self._flat.named(buffer).items()
+        }
+
+    def load_state(self, state: Mapping[str, Tensor], steps: int) -> None:
+        """Restore `state()`; call `refresh` or load the weights first.
+
+        Raises:
+            ValueError: If the tensors do not fit this model.
+        """
+        buffers = {"first": self._first, "second": self._second}
+        if self._master is not self._flat.data:
+            buffers["master"] = self._master
+        for kind, buffer in buffers.items():
+            part = {
+                n.removeprefix(f"{kind}/"): t for n, t in state.items() if n.startswith(f"{kind}/")
+            }
+            self._flat.load(part, buffer)
+        self.steps = steps

@@ -1,0 +1,275 @@
+"""Packing: sequences end to end without padding, and where attention finds its neighbours.
+
+Everything but attention works on one flat run of tokens, so no padded position is ever
+multiplied. Attention gathers queries and keys into small rectangles (`Block`) of similar length.
+Rows that begin with the same prompt may share it: it is packed once, and the keys of each row
+are its prompt's followed by its own.
+
+At least one spare token follows the real ones. Spare tokens form a sequence of their own that
+nothing reads; padded slots of the rectangles point at the last of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+__all__ = ["Block", "Pack", "pack_rows"]
+
+_ALIGN = 16  # tokens; see decode.py for what a multiple of 16 rows buys
+_FEW = 8  # sequences; fewer than this of one size join the next larger size
+
+
+@dataclass(frozen=True)
+class Block:
+    """Attention of some sequences over some keys, as rectangles of token indices.
+
+    Attributes:
+        query: i64[B, Q]; packed index of every query.
+        key: i64[B, K]; packed index of every key. The same object as `query` if causal.
+        mask: bool[B, 1, Q, K], True where a query may look; None for causal self-attention.
+    """
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+
+    @property
+    def causal(self) -> bool:
+        """True for plain self-attention, where the mask is the lower triangle."""
+        return self.mask is None
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Packed sequences.
+
+    Attributes:
+        tokens: i64[N].
+        position: i64[N]; each token's place in its row.
+        blocks: Their queries cover every packed token exactly once.
+        slot: i64[N]; where in the concatenated queries of all blocks each token stands.
+        read: i64[U]; packed indices whose hidden states are wanted, each once, ascending, then
+            spare ones up to a multiple of 16.
+        entry: i64[n]; for each True of the `reads` given (row by row), an index into `read`.
+    """
+
+    tokens: Tensor
+    position: Tensor
+    blocks: tuple[Block, ...]
+    slot: Tensor
+    read: Tensor
+    entry: Tensor
+
+    @cached_property
+    def query(self) -> Tensor:
+        """Packed index of every query slot of all blocks, i64[slots]."""
+        return torch.cat([block.query.reshape(-1) for block in self.blocks])
+
+
+def pack_rows(
+    tokens: Tensor, reads: Tensor, shared: Tensor | None = None, *, width_unit: int = 0
+) -> Pack:
+    """Pack the tokens that are needed to compute hidden states at `reads`.
+
+    Args:
+        tokens: i64[rows, T], right padded with -1.
+        reads: bool[rows, T]; True where a hidden state is wanted.
+        shared: i64[rows]; length of each row's prompt. Equal prompts of consecutive rows are
+            then packed once where that saves at least a fifth of the tokens.
+        width_unit: If given, a row's rectangle is as wide as the row's length rounded up to a
+            multiple of it, whatever other rows there are.
+
+    Returns:
+        The pack, on the device of `tokens`.
+    """
+    device = tokens.device
+    tokens, reads = tokens.cpu(), reads.cpu()
+    place = torch.arange(1, tokens.shape[1] + 1)
+    length = (reads * place).amax(1) if tokens.numel() else torch.zeros(len(tokens)).long()
+    zero = torch.zeros_like(length)
+    prompt, owner = zero, torch.zeros_like(length)
+    if shared is not None and len(tokens):
+        prompt, owner = _shared_prompts(tokens, torch.minimum(shared.cpu(), length), length)
+    first = torch.zeros(len(tokens), dtype=torch.bool)
+    if bool(prompt.any()):
+        first[0] = True
+        first[1:] = owner[1:] != owner[:-1]
+    builder = _Builder(tokens, prompt, length, owner, first, width_unit)
+    pack = builder.build(reads)
+    return pack if device.type == "cpu" else _moved(pack, device)
+
+
+def _shared_prompts(tokens: Tensor, prompt: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """Prompt length per row (0 throughout if sharing does not pay) and index of the prompt."""
+    width = int(prompt.max())
+    inside = torch.arange(width) < prompt[:, None]
+    text = tokens[:, :width].where(inside, -1)
+    new = (text[1:] != text[:-1]).any(1) | (prompt[1:] != prompt[:-1])
+    owner = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
+    first = torch.cat([torch.ones(1, dtype=torch.bool), new])
+    saved = int(prompt.sum() - prompt[first].sum())
+    if saved * 5 < int(length.sum()):
+        return torch.zeros_like(prompt), torch.zeros_like(owner)
+    return prompt, owner
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Lays out [prompts | own parts | spare tokens]; all tensors on the CPU.
+
+    Row r's tokens `[prompt[r], length[r])` are its own; its prompt is number `owner[r]`, laid out
+    once for the row where `first` is True. Without sharing `prompt` is 0 everywhere.
+    """
+
+    tokens: Tensor
+    prompt: Tensor
+    length: Tensor
+    owner: Tensor
+    first: Tensor
+    width_unit: int
+
+    def build(self, reads: Tensor) -> Pack:
+        own_length = self.length - self.prompt
+        prompt_length = self.prompt[self.first]
+        lengths = torch.cat([prompt_length, own_length])
+        used = int(lengths.sum())
+        total = (used // _ALIGN + 1) * _ALIGN
+        lengths = torch.cat([lengths, torch.tensor([total - used])])
+        start = lengths.cumsum(0) - lengths
+        num_prompts = len(prompt_length)
+
+        column = torch.arange(self.tokens.shape[1])
+        in_prompt = (column < self.prompt[:, None]) & self.first[:, None]
+        in_own = (column >= self.prompt[:, None]) & (column < self.length[:, None])
+        spare = torch.zeros(total - used, dtype=torch.int64)
+        flat = torch.cat([self.tokens[in_prompt], self.tokens[in_own], spare])
+        places = column.expand(self.tokens.shape)
+        position = torch.cat([places[in_prompt], places[in_own], spare])
+
+        own_start = start[num_prompts : num_prompts + len(own_length)]
+        prompt_start = start[self.owner] if num_prompts else own_start
+        blocks = self._blocks(start, lengths, num_prompts, own_start, prompt_start, total - 1)
+        query = torch.cat([block.query.reshape(-1) for block in blocks])
+        slot = torch.empty(total, dtype=torch.int64)
+        # Only the last spare token has several slots (the padded ones); any of them will do, for
+        # nothing reads it and its gradient is zero.
+        slot[query] = torch.arange(len(query))
+        index = torch.where(
+            column < self.prompt[:, None],
+            prompt_start[:, None] + column,
+            own_start[:, None] + column - self.prompt[:, None],
+        )
+        read, entry = torch.unique(index[reads], return_inverse=True)
+        fill = torch.full((-len(read) % _ALIGN,), total - 1, dtype=torch.int64)
+        read = torch.cat([read, fill])
+        return Pack(flat, position, tuple(blocks), slot, read, entry)
+
+    def _blocks(
+        self,
+        start: Tensor,
+        lengths: Tensor,
+        num_prompts: int,
+        own_start: Tensor,
+        prompt_start: Tensor,
+        dummy: int,
+    ) -> list[Block]:
+        if not num_prompts:
+            return [
+                _causal(start[rows], lengths[rows], dummy, self.width_unit)
+                for rows in _by_length(lengths, self.width_unit)
+            ]
+        # The spare tokens are a sequence of their own, attended to like one more prompt.
+        alone = torch.cat([torch.arange(num_prompts), torch.tensor([len(lengths) - 1])])
+        blocks = [
+            _causal(start[alone[rows]], lengths[alone[rows]], dummy, 0)
+            for rows in _by_length(lengths[alone], 0)
+        ]
+        own_length = self.length - self.prompt
+        blocks += [
+            _after_prompt(
+                own_start[rows],
+                own_length[rows],
+                prompt_start[rows],
+                self.prompt[rows],
+                dummy,
+            )
+            for rows in _by_length(own_length, 0)
+        ]
+        return blocks
+
+
+def _by_length(lengths: Tensor, unit: int) -> list[Tensor]:
+    """Row indices of the non-empty sequences, in groups of similar length.
+
+    Sizes grow by about a third from one to the next, so that at most a quarter of a rectangle
+    is padding unless the group is small.
+    """
+    order = torch.argsort(lengths, stable=True)
+    ordered = lengths[order]
+    size = -(-ordered // unit) if unit else _rounded(ordered)
+    few = 1 if unit else _FEW
+    groups: list[Tensor] = []
+    begin = int((ordered == 0).sum())
+    ends = (torch.nonzero(size[1:] != size[:-1])[:, 0] + 1).tolist() + [len(order)]
+    for end in ends:
+        if end > begin and (end - begin >= few or end == len(order)):
+            groups.append(order[begin:end])
+            begin = end
+    return groups
+
+
+def _rounded(lengths: Tensor) -> Tensor:
+    """Lengths rounded up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: powers of two and midpoints."""
+    power = torch.exp2(torch.ceil(torch.log2(lengths.clamp(min=1).double()))).long()
+    middle = power * 3 // 4
+    return torch.where((lengths <= middle) & (power > 2), middle, power)
+
+
+def _span(start: Tensor, length: Tensor, dummy: int, unit: int = 0) -> Tensor:
+    """i64[rows, width]: start, start + 1, ... and `dummy` beyond each length."""
+    width = int(length.max())
+    column = torch.arange(-(-width // unit) * unit if unit else width)
+    return (start[:, None] + column).where(column < length[:, None], torch.tensor(dummy))
+
+
+def _causal(start: Tensor, length: Tensor, dummy: int, unit: int) -> Block:
+    index = _span(start, length, dummy, unit)
+    return Block(index, index, None)
+
+
+def _after_prompt(
+    start: Tensor, length: Tensor, prompt_start: Tensor, prompt: Tensor, dummy: int
+) -> Block:
+    query = _span(start, length, dummy)
+    before = _span(prompt_start, prompt, dummy)
+    in_prompt = torch.arange(before.shape[1]) < prompt[:, None]
+    width = query.shape[1]
+    lower = torch.ones(width, width, dtype=torch.bool).tril()
+    mask = torch.cat(
+        [
+            in_prompt[:, None, :].expand(-1, width, -1),
+            lower.expand(len(query), -1, -1),
+        ],
+        dim=2,
+    )
+    return Block(query, torch.cat([before, query], dim=1), mask[:, None])
+
+
+def _moved(pack: Pack, device: torch.device) -> Pack:
+    blocks: list[Block] = []
+    for block in pack.blocks:
+        query = block.query.to(device)
+        key = query if block.key is block.query else block.key.to(device)
+        blocks.append(Block(query, key, None if block.mask is None else block.mask.to(device)))
+    return Pack(
+        pack.tokens.to(device),
+        pack.position.to(device),
+        tuple(blocks),
+        pack.slot.to(device),
+        pack.read.to(device),
+        pack.entry.to(device),
+    )

@@ -1,0 +1,223 @@
+"""A causal language model as a `Policy`: sampled from, evaluated and trained in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..algorithms.roles import Policy, PolicyOutput, Rollout, Sampling, TrainMetrics
+from ..dataflow.context import call_key
+from ..dataflow.role import Loss, Metric
+from ..dataflow.worker import WorkerContext
+from .decode import Responses, decode
+from .decode_plain import decode_plain
+from .model import ModelSpec, quiet_transformers
+from .network import LeanNetwork, make_network
+from .optimizer import OptimizerSpec
+from .sampling import row_uniforms, stream_key
+from .torch_worker import TorchWorker, check_columns, first_masked, no_outputs
+
+__all__ = ["TorchPolicy", "TorchPolicySpec"]
+
+B = TypeVar("B")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchPolicySpec:
+    """Recipe for a `TorchPolicy`."""
+
+    model: ModelSpec
+    """Architecture and weights."""
+    eos_token_id: int
+    """The token that ends a response."""
+    optimizer: OptimizerSpec | None = None
+    """None for a frozen policy, such as a reference."""
+    micro_batch_tokens: int = 8192
+    """Tokens computed at once in evaluation and training."""
+    max_decode_rows: int = 512
+    """Responses drawn at once; a bound on the memory of the key-value cache."""
+
+    def build(self, context: WorkerContext) -> TorchPolicy:
+        """Make the policy on the context's device."""
+        return TorchPolicy(self, context)
+
+
+class TorchPolicy(TorchWorker, Policy):
+    """See `TorchPolicySpec`."""
+
+    def __init__(self, spec: TorchPolicySpec, context: WorkerContext) -> None:
+        module = spec.model.causal_lm(context.device)
+        self.spec = spec
+        self.module: Any = module
+        network = make_network(module, module.base_model, None)
+        super().__init__(context, network, spec.optimizer, spec.micro_batch_tokens)
+
+    def generate(self, prompt: Tensor, prompt_id: Tensor, sampling: Sampling) -> Rollout:
+        """See `Policy.generate`. Rows of one prompt are adjacent, in the order of the prompts.
+
+        Raises:
+            ValueError: If a prompt is empty, or too long for the model with its response.
+        """
+        self._check_prompts(prompt, sampling)
+        key = call_key(self.context.role, "generate")
+        stream = stream_key(self.context.seed, self.context.role, "generate", key)
+        repeated = prompt_id.repeat_interleave(sampling.num_samples)
+        sample = torch.arange(sampling.num_samples).repeat(len(prompt_id))
+        uniform = row_uniforms(
+            stream, repeated.cpu().numpy(), sample.numpy(), sampling.max_new_tokens
+        )
+        waves: list[Responses] = []
+        per_wave = max(1, self.spec.max_decode_rows // sampling.num_samples)
+        with torch.no_grad():
+            for begin in range(0, len(prompt), per_wave):
+                end = min(begin + per_wave, len(prompt))
+                rows = slice(begin * sampling.num_samples, end * sampling.num_samples)
+                waves.append(self._decode(prompt[begin:end], uniform[rows], sampling))
+        responses = _joined(waves, sampling.max_new_tokens)
+        self._report(responses)
+        return _rollout(prompt.cpu(), repeated, responses)
+
+    def _decode(self, prompt: Tensor, uniform: Tensor, sampling: Sampling) -> Responses:
+        width = int((prompt >= 0).sum(1).max())
+        prompt, uniform = prompt[:, :width].to(self.device), uniform.to(self.device)
+        options: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "eos_token_id": self.spec.eos_token_id,
+        }
+        if isinstance(self.network, LeanNetwork):
+            return decode(self.network, prompt, sampling.num_samples, uniform, **options)
+        return decode_plain(self.module, prompt, sampling.num_samples, uniform, **options)
+
+    def _check_prompts(self, prompt: Tensor, sampling: Sampling) -> None:
+        if sampling.max_new_tokens < 1 or sampling.num_samples < 1 or sampling.temperature < 0:
+            raise ValueError(
+                f"{sampling}: num_samples and max_new_tokens must be at least 1 and temperature "
+                "at least 0"
+            )
+        if not len(prompt):
+            return
+        lengths = (prompt >= 0).sum(1)
+        if int(lengths.min()) == 0:
+            raise ValueError(
+                f"prompt row {int(lengths.argmin())} is empty; drop it before generating"
+            )
+        reach = getattr(self.module.config, "max_position_embeddings", None)
+        if reach is not None and int(lengths.max()) + sampling.max_new_tokens > reach:
+            raise ValueError(
+                f"prompt row {int(lengths.argmax())} has {int(lengths.max())} tokens; with "
+                f"max_new_tokens={sampling.max_new_tokens} that exceeds the model's {reach} "
+                "positions. Drop long prompts or lower max_new_tokens"
+            )
+
+    def _report(self, responses: Responses) -> None:
+        rows = float(len(responses.length))
+        if not rows:
+            return
+        total = float(responses.length.sum())
+        values = {
+            "response_length": Metric.mean(total, rows),
+            "response_length_min": Metric(float(responses.length.min()), 1.0, "min"),
+            "response_length_max": Metric(float(responses.length.max()), 1.0, "max"),
+            "truncated": Metric.mean(rows - float(responses.finished.sum()), rows),
+            "new_tokens": Metric.mean(total, 1.0),
+        }
+        for name, metric in values.items():
+            self.metrics[name] = self.metrics[name] + metric if name in self.metrics else metric
+
+    def logprob(self, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """See `Policy.logprob`."""
+        _check_temperature(temperature)
+        return self._evaluate(
+            tokens, mask, lambda t, m: self._output(t, m, temperature).logprob, per_token=True
+        )
+
+    def train(
+        self,
+        loss: Loss[B, PolicyOutput],
+        batch: B,
+        *,
+        epochs: int = 1,
+        num_minibatches: int = 1,
+        temperature: float = 1.0,
+    ) -> TrainMetrics:
+        """See `Policy.train`."""
+        _check_temperature(temperature)
+
+        def forward(rows: Any, needs_entropy: bool) -> PolicyOutput:
+            check_columns(rows.tokens, rows.mask)
+            return self._output(rows.tokens, rows.mask, temperature, needs_entropy=needs_entropy)
+
+        return self._train(forward, loss, batch, epochs, num_minibatches)
+
+    def _output(
+        self, tokens: Tensor, mask: Tensor, temperature: float, *, needs_entropy: bool = False
+    ) -> PolicyOutput:
+        """Log-probabilities (and entropies) of masked tokens, f32[rows, T]."""
+        reads = torch.zeros_like(mask)
+        reads[:, :-1] = mask[:, 1:]
+        zero = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        if not bool(mask.any()):
+            zero = zero + no_outputs(self.network)
+            return PolicyOutput(zero, zero if needs_entropy else None)
+        logits, entry = self.network.outputs(tokens, reads, first_masked(mask))
+        every = torch.log_softmax(logits.float() / temperature, dim=-1)
+        logprob = zero.masked_scatter(mask, every[entry, tokens[mask]])
+        if not needs_entropy:
+            return PolicyOutput(logprob)
+        entropy = -(every.exp() * every).sum(-1)
+        return PolicyOutput(logprob, zero.masked_scatter(mask, entropy[entry]))
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a folder that `AutoModelForCausalLM.from_pretrained` loads (only rank 0 does)."""
+        if self.context.rank == 0:
+            with quiet_transformers():
+                self.module.save_pretrained(folder)
+
+
+def _check_temperature(temperature: float) -> None:
+    if temperature <= 0:
+        raise ValueError(
+            f"temperature is {temperature}; log-probabilities need a positive one (greedy "
+            "decoding has no distribution to evaluate)"
+        )
+
+
+def _joined(waves: list[Responses], max_new: int) -> Responses:
+    if not waves:
+        none = torch.zeros(0, dtype=torch.int64)
+        return Responses(none.view(0, max_new), torch.zeros(0, max_new), none, none.bool())
+    return Responses(
+        torch.cat([wave.token for wave in waves]).cpu(),
+        torch.cat([wave.logprob for wave in waves]).cpu(),
+        torch.cat([wave.length for wave in waves]).cpu(),
+        torch.cat([wave.finished for wave in waves]).cpu(),
+    )
+
+
+def _rollout(prompt: Tensor, prompt_id: Tensor, responses: Responses) -> Rollout:
+    """Prompts and responses as whole sequences, padded on the right."""
+    num_samples = len(prompt_id) // max(len(prompt), 1)
+    before = (prompt >= 0).sum(1).repeat_interleave(num_samples)[:, None]
+    after = before + responses.length[:, None]
+    width = int(after.max()) if len(after) else 0
+    place = torch.arange(width).expand(len(prompt_id), -1)
+    mask = (place >= before) & (place < after)
+    drawn = responses.token >= 0
+    tokens = torch.full(place.shape, -1, dtype=torch.int64)
+    tokens[place < before] = prompt.repeat_interleave(num_samples, 0)[
+        (prompt >= 0).repeat_interleave(num_samples, 0)
+    ]
+    tokens[mask] = responses.token[drawn]
+    logprob = torch.zeros(place.shape, dtype=torch.float32)
+    logprob[mask] = responses.logprob[drawn]
+    return Rollout(
+        prompt_id=prompt_id.cpu(),
+        tokens=tokens,
+        mask=mask,
+        behavior_logprob=logprob,
+        finished=responses.finished,
+    )

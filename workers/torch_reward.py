@@ -1,0 +1,85 @@
+"""A trunk with a score head as a `RewardModel`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..algorithms.roles import RewardModel, ScoreOutput, TrainMetrics
+from ..dataflow.role import Loss
+from ..dataflow.worker import WorkerContext
+from .model import ModelSpec, ScoreNetwork, load_head, save_headed, seeded_heads
+from .network import make_network
+from .optimizer import OptimizerSpec
+from .torch_worker import TorchWorker, check_columns, first_masked, no_outputs
+
+__all__ = ["TorchRewardModel", "TorchRewardModelSpec"]
+
+B = TypeVar("B")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchRewardModelSpec:
+    """Recipe for a `TorchRewardModel`."""
+
+    model: ModelSpec
+    """The trunk: the policy's folder or architecture, or a folder this worker saved."""
+    optimizer: OptimizerSpec | None = None
+    """None for a frozen reward model."""
+    micro_batch_tokens: int = 8192
+    """Tokens computed at once."""
+
+    def build(self, context: WorkerContext) -> TorchRewardModel:
+        """Make the reward model on the context's device."""
+        return TorchRewardModel(self, context)
+
+
+class TorchRewardModel(TorchWorker, RewardModel):
+    """See `TorchRewardModelSpec`. A row without any masked token scores 0."""
+
+    def __init__(self, spec: TorchRewardModelSpec, context: WorkerContext) -> None:
+        trunk = spec.model.trunk(context.device)
+        with seeded_heads(context.seed, context.role):
+            module = ScoreNetwork(trunk, trunk.config.hidden_size)
+        load_head(module.score, spec.model.folder, "score")
+        self.module = module
+        network = make_network(module, trunk, module.score)
+        super().__init__(context, network, spec.optimizer, spec.micro_batch_tokens)
+
+    def score(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Tensor:
+        """See `Reward.score`; a learned score does not look at `prompt_id`."""
+        del prompt_id
+        return self._evaluate(tokens, mask, self._scores, per_token=False)
+
+    def train(
+        self, loss: Loss[B, ScoreOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
+    ) -> TrainMetrics:
+        """See `RewardModel.train`."""
+
+        def forward(rows: Any, needs_entropy: bool) -> ScoreOutput:
+            del needs_entropy
+            check_columns(rows.tokens, rows.mask)
+            return ScoreOutput(self._scores(rows.tokens, rows.mask))
+
+        return self._train(forward, loss, batch, epochs, num_minibatches)
+
+    def _scores(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """f32[rows]: the head's output at each row's last masked token."""
+        width = mask.shape[1]
+        place = torch.arange(1, width + 1, device=mask.device)
+        last = (mask * place).amax(1) if width else mask.new_zeros(len(mask), dtype=torch.int64)
+        reads = (place == last[:, None]) & mask
+        zero = torch.zeros(len(tokens), dtype=torch.float32, device=tokens.device)
+        if not bool(reads.any()):
+            return zero + no_outputs(self.network)
+        outputs, entry = self.network.outputs(tokens, reads, first_masked(mask))
+        return zero.masked_scatter(last > 0, outputs[:, 0].float()[entry])
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write trunk and head; `ModelSpec(folder=...)` in such a spec reads both back."""
+        if self.context.rank == 0:
+            save_headed(folder, self.module.model, self.module.score, "score")

@@ -1,0 +1,84 @@
+"""A trunk with a value head as a `ValueModel`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..algorithms.roles import TrainMetrics, ValueModel, ValueOutput
+from ..dataflow.role import Loss
+from ..dataflow.worker import WorkerContext
+from .model import ModelSpec, ValueNetwork, load_head, save_headed, seeded_heads
+from .network import make_network
+from .optimizer import OptimizerSpec
+from .torch_worker import TorchWorker, check_columns, first_masked, no_outputs
+
+__all__ = ["TorchValue", "TorchValueSpec"]
+
+B = TypeVar("B")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchValueSpec:
+    """Recipe for a `TorchValue`."""
+
+    model: ModelSpec
+    """The trunk: the policy's folder or architecture, or a folder this worker saved."""
+    optimizer: OptimizerSpec | None = None
+    """None for a frozen value model."""
+    zero_init_head: bool = True
+    """Start with value 0 everywhere, unless the folder has a head of its own."""
+    micro_batch_tokens: int = 8192
+    """Tokens computed at once."""
+
+    def build(self, context: WorkerContext) -> TorchValue:
+        """Make the value model on the context's device."""
+        return TorchValue(self, context)
+
+
+class TorchValue(TorchWorker, ValueModel):
+    """See `TorchValueSpec`."""
+
+    def __init__(self, spec: TorchValueSpec, context: WorkerContext) -> None:
+        trunk = spec.model.trunk(context.device)
+        with seeded_heads(context.seed, context.role):
+            module = ValueNetwork(trunk, trunk.config.hidden_size, zero_init=spec.zero_init_head)
+        load_head(module.value_head, spec.model.folder, "value_head")
+        self.module = module
+        network = make_network(module, trunk, module.value_head)
+        super().__init__(context, network, spec.optimizer, spec.micro_batch_tokens)
+
+    def value(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """See `ValueModel.value`."""
+        return self._evaluate(tokens, mask, self._values, per_token=True)
+
+    def train(
+        self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
+    ) -> TrainMetrics:
+        """See `ValueModel.train`."""
+
+        def forward(rows: Any, needs_entropy: bool) -> ValueOutput:
+            del needs_entropy
+            check_columns(rows.tokens, rows.mask)
+            return ValueOutput(self._values(rows.tokens, rows.mask))
+
+        return self._train(forward, loss, batch, epochs, num_minibatches)
+
+    def _values(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """f32[rows, T]: what the trunk says before each masked token."""
+        zero = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        if not bool(mask.any()):
+            return zero + no_outputs(self.network)
+        reads = torch.zeros_like(mask)
+        reads[:, :-1] = mask[:, 1:]
+        outputs, entry = self.network.outputs(tokens, reads, first_masked(mask))
+        return zero.masked_scatter(mask, outputs[:, 0].float()[entry])
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write trunk and head; `ModelSpec(folder=...)` in a value spec reads both back."""
+        if self.context.rank == 0:
+            save_headed(folder, self.module.model, self.module.value_head, "value_head")

@@ -1,0 +1,221 @@
+"""What the torch workers share: building, weights in and out, checkpoints, the train call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..algorithms.roles import TrainMetrics
+from ..dataflow.context import call_key
+from ..dataflow.role import Loss, Metric
+from ..dataflow.worker import WorkerContext
+from .data_parallel import RankGroup
+from .network import Network, PlainNetwork
+from .optimizer import OptimizerSpec
+from .trainer import Forward, Trainer
+from .weights import read_tensors, tensors_sha256, write_tensors
+
+__all__ = ["TorchWorker", "check_columns", "first_masked", "no_outputs"]
+
+B = TypeVar("B")
+O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
+
+_FORMAT = 1
+
+
+class TorchWorker:
+    """A network, and a trainer unless it is frozen. Implements `Trainable`.
+
+    Args:
+        context: Where the worker lives; on several ranks rank 0's weights are broadcast.
+        network: The model.
+        optimizer: None for a frozen model, which refuses `train` and keeps no optimizer state.
+        micro_batch_tokens: Tokens computed at once, in evaluation and training.
+
+    Attributes:
+        metrics: Numbers about the last calls; see `drain_metrics`.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        network: Network,
+        optimizer: OptimizerSpec | None,
+        micro_batch_tokens: int,
+    ) -> None:
+        self.context = context
+        self.network = network
+        self.device = network.flat.data.device
+        self.metrics: dict[str, Metric] = {}
+        self._micro_batch_tokens = micro_batch_tokens
+        self._sort_by_length = isinstance(network, PlainNetwork)
+        RankGroup(context.rank, context.num_ranks, self.device).broadcast_(network.flat.data)
+        self._trainer: Trainer[Any] | None = None
+        if optimizer is not None:
+            self._trainer = Trainer[Any](
+                context,
+                network.flat,
+                optimizer,
+                micro_batch_tokens=micro_batch_tokens,
+                sort_by_length=self._sort_by_length,
+            )
+
+    def export_weights(self) -> dict[str, Tensor]:
+        """Copies of all weights by Hugging Face name, on the CPU; tied weights appear once."""
+        return self.network.flat.named()
+
+    def load_weights(self, weights: Any) -> None:
+        """Replace all weights in place.
+
+        Raises:
+            ValueError: If names or shapes differ; nothing has been changed then.
+        """
+        self.network.flat.load(weights)
+        if self._trainer is not None:
+            self._trainer.optimizer.refresh()
+
+    def weights_sha256(self) -> str:
+        """Hash of names, dtypes, shapes and bytes of all weights."""
+        return tensors_sha256(self.export_weights())
+
+    def save_state(self, folder: Path) -> None:
+        """Write weights.safetensors, optimizer.safetensors and state.json; rank 0 alone writes."""
+        if self.context.rank != 0:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder / "weights.safetensors", self.export_weights())
+        state: dict[str, int] = {"format": _FORMAT}
+        if self._trainer is not None:
+            write_tensors(folder / "optimizer.safetensors", self._trainer.optimizer.state())
+            state["optimizer_steps"] = self._trainer.optimizer.steps
+            state["train_calls"] = self._trainer.calls
+        (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what `save_state` wrote, bit for bit.
+
+        Raises:
+            FileNotFoundError: If a file is missing.
+            ValueError: If the state is of another model or format.
+        """
+        state = json.loads((folder / "state.json").read_text())
+        if state.get("format") != _FORMAT:
+            raise ValueError(
+                f"'{folder / 'state.json'}' has format {state.get('format')}; "
+                f"this version reads format {_FORMAT}"
+            )
+        self.load_weights(read_tensors(folder / "weights.safetensors"))
+        if self._trainer is not None:
+            if "optimizer_steps" not in state:
+                raise ValueError(
+                    f"'{folder}' was saved by a frozen worker and has no optimizer state; "
+                    f"'{self.context.role}' is trained and needs it"
+                )
+            moments = read_tensors(folder / "optimizer.safetensors")
+            self._trainer.optimizer.load_state(moments, state["optimizer_steps"])
+            self._trainer.calls = state["train_calls"]
+
+    def _train(
+        self,
+        forward: Forward[O],
+        loss: Loss[B, O],
+        batch: B,
+        epochs: int,
+        num_minibatches: int,
+    ) -> TrainMetrics:
+        if self._trainer is None:
+            raise RuntimeError(
+                f"'{self.context.role}' is frozen and cannot train; give its spec an optimizer= "
+                "(OptimizerSpec)"
+            )
+        return self._trainer.train(
+            forward,
+            loss,
+            batch,
+            epochs=epochs,
+            num_minibatches=num_minibatches,
+            key=call_key(self.context.role, "train"),
+        )
+
+    def _evaluate(
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        compute: Callable[[Tensor, Tensor], Tensor],
+        *,
+        per_token: bool,
+    ) -> Tensor:
+        """Apply `compute` to rows without gradients, in micro-batches; f32, where tokens were.
+
+        `compute` maps tokens and mask of some rows, cut to width W, to [rows, W] if `per_token`,
+        else to [rows].
+        """
+        check_columns(tokens, mask)
+        shape = tokens.shape if per_token else tokens.shape[:1]
+        result = torch.zeros(shape, dtype=torch.float32, device=tokens.device)
+        with torch.no_grad():
+            for rows, width in self._chunks(tokens):
+                part = compute(
+                    tokens[rows, :width].to(self.device), mask[rows, :width].to(self.device)
+                ).to(tokens.device)
+                if per_token:
+                    result[rows, :width] = part
+                else:
+                    result[rows] = part
+        return result
+
+    def _chunks(self, tokens: Tensor) -> Iterator[tuple[Tensor, int]]:
+        lengths = (tokens >= 0).sum(1).cpu()
+        order = torch.arange(len(tokens))
+        if self._sort_by_length:
+            order = torch.argsort(lengths, stable=True)
+        ends = lengths[order].cumsum(0)
+        begin = 0
+        while begin < len(order):
+            limit = self._micro_batch_tokens + (int(ends[begin - 1]) if begin else 0)
+            end = max(int(torch.searchsorted(ends, limit, right=True)), begin + 1)
+            rows = order[begin:end]
+            yield rows, int(lengths[rows].max())
+            begin = end
+
+
+def check_columns(tokens: Tensor, mask: Tensor) -> None:
+    """Require i64[rows, T] tokens and a bool mask of that shape that leaves column 0 alone.
+
+    Raises:
+        ValueError: Saying what came instead.
+    """
+    if (
+        tokens.ndim != 2
+        or tokens.dtype != torch.int64
+        or mask.dtype != torch.bool
+        or mask.shape != tokens.shape
+    ):
+        raise ValueError(
+            f"expected tokens i64[rows, T] and mask bool of the same shape, got "
+            f"{tokens.dtype}{list(tokens.shape)} and {mask.dtype}{list(mask.shape)}"
+        )
+    if mask.shape[1] and bool(mask[:, 0].any()):
+        raise ValueError(
+            "mask is True at a row's first token, which nothing precedes and so no model can "
+            "predict; every row must begin with at least one prompt token"
+        )
+
+
+def first_masked(mask: Tensor) -> Tensor:
+    """Index of each row's first masked token (the prompt's length), i64[rows]; 0 if none."""
+    return mask.long().argmax(1) if mask.shape[1] else torch.zeros(len(mask), dtype=torch.int64)
+
+
+def no_outputs(network: Network) -> Tensor:
+    """A zero that depends on the weights, for rows of which nothing is read.
+
+    A loss over such rows then has a gradient, which is zero.
+    """
+    flat = network.flat
+    return flat.parameter(flat.names[0]).reshape(-1)[0].float() * 0

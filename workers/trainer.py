@@ -1,0 +1,168 @@
+"""The training loop every trainable torch worker shares.
+
+It knows losses and batches, no model and no algorithm. What it guarantees: the minibatches of a
+call depend on (seed, role, step, ordinal, epoch) alone; the loss and its gradient do not depend on
+the size of micro-batches or the number of ranks beyond rounding; on several ranks every rank takes
+part in every collective, whether or not it holds rows of the minibatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..algorithms.roles import TrainMetrics
+from ..dataflow.context import CallKey
+from ..dataflow.role import Loss, LossSum, Metric
+from ..dataflow.worker import WorkerContext
+from .data_parallel import RankGroup
+from .microbatch import Minibatches, columns, micro_batches, take_rows
+from .optimizer import AdamW, OptimizerSpec
+from .sampling import stream_generator
+from .weights import FlatParameters
+
+__all__ = ["Forward", "Trainer"]
+
+B = TypeVar("B")
+O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
+
+Forward = Callable[[Any, bool], O]
+"""A batch's rows on the model's device, and whether entropies are wanted, to the model output."""
+
+
+@dataclass
+class _Sums:
+    """Additive results of a train call: name -> (sum, weight), still on the device."""
+
+    entries: dict[str, tuple[Tensor, Tensor]] = field(
+        default_factory=dict[str, tuple[Tensor, Tensor]]
+    )
+
+    def add(self, name: str, total: Tensor, weight: Tensor) -> None:
+        total, weight = total.detach().double(), weight.detach().double()
+        if name in self.entries:
+            before = self.entries[name]
+            total, weight = before[0] + total, before[1] + weight
+        self.entries[name] = (total, weight)
+
+    def merged(self, group: RankGroup) -> dict[str, Metric]:
+        """Added up over ranks; every rank gets the same."""
+        names = group.union(list(self.entries))
+        table = torch.zeros(len(names), 2, dtype=torch.float64, device=group.device)
+        for row, name in enumerate(names):
+            if name in self.entries:
+                table[row] = torch.stack([part.to(table.device) for part in self.entries[name]])
+        values: list[list[float]] = group.sum_(table).tolist()
+        return {name: Metric.mean(*pair) for name, pair in zip(names, values, strict=True)}
+
+
+class Trainer(Generic[O]):
+    """Optimizer steps on one model.
+
+    Args:
+        context: Where the worker lives.
+        flat: The model's weights.
+        spec: Optimizer and schedule.
+        micro_batch_tokens: Tokens computed at once, as a bound on memory.
+        sort_by_length: Whether micro-batches should bring rows of similar length together.
+
+    Attributes:
+        calls: Train calls served, which drives the learning-rate schedule.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        flat: FlatParameters,
+        spec: OptimizerSpec,
+        *,
+        micro_batch_tokens: int,
+        sort_by_length: bool,
+    ) -> None:
+        self._context = context
+        self._flat = flat
+        self._spec = spec
+        self._micro_batch_tokens = micro_batch_tokens
+        self._sort_by_length = sort_by_length
+        self._device = flat.data.device
+        self._group = RankGroup(context.rank, context.num_ranks, self._device)
+        self.optimizer = AdamW(flat, spec)
+        self.calls = 0
+
+    def train(
+        self,
+        forward: Forward[O],
+        loss: Loss[B, O],
+        batch: B,
+        *,
+        epochs: int,
+        num_minibatches: int,
+        key: CallKey,
+    ) -> TrainMetrics:
+        """Take `epochs * num_minibatches` steps on this rank's part of a batch.
+
+        Raises:
+            ValueError: If the batch cannot be cut as asked.
+            FloatingPointError: If a gradient is not finite.
+        """
+        if epochs < 1:
+            raise ValueError(f"epochs is {epochs}; expected at least 1")
+        cut = Minibatches(batch, loss.unit, num_minibatches, self._group)
+        lr = self._spec.lr_at(self.calls)
+        sums = _Sums()
+        norms: list[float] = []
+        for epoch in range(epochs):
+            random = stream_generator(
+                self._context.seed, self._context.role, "minibatches", key, epoch
+            )
+            for rows in cut.epoch(random):
+                grad = self._gradient(forward, loss, batch, rows, sums)
+                norms.append(self.optimizer.step(grad, lr))
+        self.calls += 1
+        metrics = sums.merged(self._group)
+        steps = float(len(norms))
+        metrics["loss"] = (
+            Metric.mean(metrics["loss"].total, steps)
+            if "loss" in metrics
+            else Metric.mean(0.0, 0.0)
+        )
+        metrics["grad_norm"] = Metric.mean(sum(norms), steps)
+        metrics["lr"] = Metric.mean(lr, 1.0)
+        metrics["tokens"] = Metric.mean(metrics["tokens"].total, float(epochs))
+        return TrainMetrics(metrics)
+
+    def _gradient(
+        self, forward: Forward[O], loss: Loss[B, O], batch: B, rows: Tensor, sums: _Sums
+    ) -> Tensor:
+        """The minibatch's gradient summed over micro-batches and ranks, f32[size]."""
+        local = take_rows(batch, rows)
+        totals = self._group.sum_(loss.totals(local).double().to(self._device))
+        grad = self._flat.enable_gradients()
+        exact = grad if grad.dtype == torch.float32 else torch.zeros_like(grad, dtype=torch.float32)
+        parts = micro_batches(
+            batch,
+            rows,
+            loss.unit,
+            self._micro_batch_tokens,
+            sort_by_length=self._sort_by_length,
+        )
+        one = torch.ones((), device=self._device)
+        for part in parts:
+            micro = take_rows(batch, part, self._device)
+            result: LossSum = loss(forward(micro, loss.needs_entropy), micro, totals)
+            result.total.backward()
+            if exact is not grad:
+                # bfloat16 gradients of micro-batches are added up in float32.
+                exact += grad
+                grad.zero_()
+            sums.add("loss", result.total, one)
+            for name, (total, weight) in result.metrics.items():
+                sums.add(name, total, weight)
+        mask = columns(local).get("mask")
+        counted = torch.zeros(()) if mask is None else mask.sum()
+        sums.add("tokens", counted.to(self._device), one)
+        return self._group.sum_(exact)

@@ -1,0 +1,170 @@
+"""All weights of a model in one flat buffer, and how they are named, hashed and written.
+
+The module's parameters become views of the buffer, with chosen neighbours (query, key and value
+projections) adjacent, so that a fused weight is a view too and costs no copy at any weight
+version. Gradients live in a second buffer of the same layout: clipping, reduction over ranks and
+the optimizer each touch one tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+__all__ = ["FlatParameters", "read_tensors", "tensors_sha256", "write_tensors"]
+
+_ALIGN = 16  # elements; keeps every parameter on a 64-byte boundary in float32
+
+
+class FlatParameters:
+    """Owner of a module's weights and gradients.
+
+    Args:
+        module: All its parameters must share dtype and device. They are re-pointed into the
+            buffer; tied parameters stay tied.
+        fused: Tuples of parameter names to lay side by side; `fused_weight` returns such a tuple
+            stacked along dimension 0.
+
+    Attributes:
+        data: The buffer, [size]. Gaps between parameters are zero and stay zero.
+        grad: The gradient buffer, or None until `enable_gradients`.
+    """
+
+    def __init__(self, module: nn.Module, fused: Sequence[tuple[str, ...]] = ()) -> None:
+        parameters = dict(module.named_parameters())
+        dtypes = {(p.dtype, p.device) for p in parameters.values()}
+        if len(dtypes) != 1:
+            raise ValueError(
+                f"parameters must share one dtype and device, got {sorted(map(str, dtypes))}"
+            )
+        runs = _runs(parameters, fused)
+        size = sum(_aligned(sum(parameters[name].numel() for name in run)) for run in runs)
+        first = next(iter(parameters.values()))
+        self.data = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.grad: Tensor | None = None
+        self._spans: dict[str, tuple[int, torch.Size]] = {}
+        self._parameters = parameters
+        self._fused: dict[tuple[str, ...], tuple[nn.Parameter, int]] = {}
+        start = 0
+        for run in runs:
+            begin = start
+            for name in run:
+                parameter = parameters[name]
+                self._spans[name] = (start, parameter.shape)
+                view = self.view(self.data, name)
+                view.copy_(parameter.detach())
+                parameter.data = view
+                start += parameter.numel()
+            if len(run) > 1:
+                shape = torch.Size((-1, *parameters[run[0]].shape[1:]))
+                stacked = self.data[begin:start].view(shape)
+                self._fused[tuple(run)] = (nn.Parameter(stacked), begin)
+            start = begin + _aligned(start - begin)
+
+    @property
+    def names(self) -> list[str]:
+        """Parameter names in the order of the module."""
+        return list(self._parameters)
+
+    def view(self, buffer: Tensor, name: str) -> Tensor:
+        """The part of a buffer of this layout that belongs to parameter `name`."""
+        start, shape = self._spans[name]
+        return buffer[start : start + shape.numel()].view(shape)
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The module's own parameter."""
+        return self._parameters[name]
+
+    def fused_weight(self, names: tuple[str, ...]) -> nn.Parameter:
+        """The stacked parameters `names` as one leaf tensor sharing their memory and gradient."""
+        return self._fused[names][0]
+
+    def enable_gradients(self) -> Tensor:
+        """Allocate the gradient buffer once, give every leaf its view of it, and zero it."""
+        if self.grad is None:
+            self.grad = torch.zeros_like(self.data)
+            for name, parameter in self._parameters.items():
+                parameter.grad = self.view(self.grad, name)
+            for leaf, begin in self._fused.values():
+                leaf.grad = self.grad[begin : begin + leaf.numel()].view(leaf.shape)
+        return self.grad.zero_()
+
+    def named(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
+        """Copies of a buffer's parts by parameter name, on the CPU (the weights by default)."""
+        source = self.data if buffer is None else buffer
+        return {name: self.view(source, name).detach().to("cpu", copy=True) for name in self._spans}
+
+    def load(self, tensors: Mapping[str, Tensor], buffer: Tensor | None = None) -> None:
+        """Copy tensors by name into a buffer of this layout (the weights by default).
+
+        Raises:
+            ValueError: If names or shapes differ in any way; nothing has been changed then.
+        """
+        self._check(tensors)
+        target = self.data if buffer is None else buffer
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                self.view(target, name).copy_(tensor)
+
+    def _check(self, tensors: Mapping[str, Tensor]) -> None:
+        missing = sorted(self._spans.keys() - tensors.keys())
+        unknown = sorted(tensors.keys() - self._spans.keys())
+        if missing or unknown:
+            raise ValueError(
+                f"weights do not fit: missing {missing or 'none'}, unknown {unknown or 'none'}; "
+                "they must come from a model of the same architecture"
+            )
+        for name, tensor in tensors.items():
+            if tensor.shape != self._spans[name][1]:
+                raise ValueError(
+                    f"weight '{name}': expected shape {list(self._spans[name][1])}, "
+                    f"got {list(tensor.shape)}"
+                )
+
+
+def _runs(parameters: Mapping[str, Tensor], fused: Iterable[tuple[str, ...]]) -> list[list[str]]:
+    """Parameter names in buffer order, neighbours together."""
+    together = {name: names for names in fused for name in names}
+    runs: list[list[str]] = []
+    placed: set[str] = set()
+    for name in parameters:
+        if name not in placed:
+            runs.append(list(together.get(name, (name,))))
+            placed.update(runs[-1])
+    return runs
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // _ALIGN) * _ALIGN
+
+
+def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """Hash over names, dtypes, shapes and bytes in sorted name order."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().to("cpu").contiguous()
+        digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors as one safetensors file."""
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(contiguous, path, metadata={"format": "pt"})
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file.
+
+    Raises:
+        FileNotFoundError: If it is not there.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"'{path}' does not exist; expected a safetensors file there")
+    return safetensors.torch.load_file(path)

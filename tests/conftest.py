@@ -1,0 +1,128 @@
+"""What holds for every test: a known environment, and nothing left running or open afterwards."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+# Before anything imports torch. One thread per process, because the order of a sum depends on how
+# many threads share it (and so do the bits of a result), and because several test processes and
+# their Ray workers, which inherit this, share two cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# No test may reach for a model hub or a data set hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+import psutil
+import pytest
+from hypothesis import settings
+
+# The same examples in every run, so that a green run stays green; HYPOTHESIS_PROFILE=explore looks
+# for new ones. No per-example deadline: machines are shared, and pytest's timeout bounds a test.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+GRACE_S = 5.0
+"""How long what a test started may take to end after it."""
+
+_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""Processes that Python starts once, on first use, and keeps."""
+
+_KEPT_THREADS = ("tqdm_monitor", "fsspecIO")
+"""Threads that libraries start once, on first use, and keep."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip `gpu` tests where there is no CUDA device; torch is imported only to find that out."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _processes() -> dict[int, str]:
+    """Living or unreaped direct children, by process id."""
+    found: dict[int, str] = {}
+    for child in psutil.Process().children():
+        try:
+            command = " ".join(child.cmdline()) or f"{child.name()} ({child.status()})"
+        except psutil.Error:
+            continue  # It ended between being listed and being asked.
+        if not any(helper in command for helper in _HELPERS):
+            found[child.pid] = command
+    return found
+
+
+def _threads() -> dict[int, str]:
+    """Python threads, by identifier."""
+    return {
+        thread.ident: thread.name
+        for thread in threading.enumerate()
+        if thread.ident is not None
+        and type(thread).__name__ != "TMonitor"
+        and not thread.name.startswith(_KEPT_THREADS)
+    }
+
+
+def _ray_is_up() -> bool:
+    ray = sys.modules.get("ray")
+    return bool(ray and ray.is_initialized())
+
+
+def _files() -> dict[tuple[int, str], str]:
+    """Open file descriptors with what they point at; nothing where the system does not list them.
+
+    Ray's and gRPC's own sockets come and go while a Ray instance that outlives the test is up.
+    """
+    folder = Path("/proc/self/fd")
+    found: dict[tuple[int, str], str] = {}
+    for entry in folder.iterdir() if folder.exists() else ():
+        try:
+            target = os.readlink(entry)
+        except FileNotFoundError:
+            continue  # The descriptor of this very listing.
+        transient = target.startswith(("socket:", "anon_inode:", "pipe:")) and _ray_is_up()
+        if not transient and not target.startswith("/dev/"):
+            found[int(entry.name), target] = target
+    return found
+
+
+def _left_over(before: tuple[dict[int, str], dict[int, str], dict[tuple[int, str], str]]) -> str:
+    """What is there now and was not before, as text."""
+    lines: list[str] = []
+    for kind, old, new in zip(
+        ("process", "thread", "file"), before, (_processes(), _threads(), _files()), strict=True
+    ):
+        lines += [f"{kind} {key}: {text}" for key, text in new.items() if key not in old]
+    return "\n".join(lines)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Generator[None]:
+    """Fail a test that leaves a child process, a thread or an open file behind.
+
+    Fixtures of a wider scope are set up before this one, so what they hold is not counted.
+    """
+    before = (_processes(), _threads(), _files())
+    yield
+    left = _left_over(before)
+    if left:
+        gc.collect()  # A file or a pool in a reference cycle is not a leak.
+    deadline = time.monotonic() + GRACE_S
+    while (left := _left_over(before)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if left:
+        pytest.fail(f"the test left behind, {GRACE_S:g} s after its end:\n{left}", pytrace=False)

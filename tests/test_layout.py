@@ -1,0 +1,166 @@
+"""Rules about the tree itself: sizes, names, documentation, what an import may pull in."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("dataflow", "algorithms", "planner", "workers", "configs", "launch")
+FOLDERS = (*PACKAGES, "examples", "benchmarks", "tests")
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 60
+MAX_INHERITANCE_DEPTH = 2
+
+# In two halves, so that this file is not one that it finds.
+REGISTRY_HOSTS = tuple(
+    name + suffix
+    for name, suffix in (
+        ("pypi", ".org"),
+        ("pythonhosted", ".org"),
+        ("npmjs", ".org"),
+        ("yarnpkg", ".com"),
+        ("download.pytorch", ".org"),
+        ("deb.debian", ".org"),
+        ("crates", ".io"),
+        ("conda.anaconda", ".org"),
+    )
+)
+
+
+def _sources(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def _code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from `def` to the end, less the docstring: documenting a formula costs nothing."""
+    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+    if ast.get_docstring(function, clean=False) is None:
+        return lines
+    docstring = function.body[0]
+    return lines - ((docstring.end_lineno or docstring.lineno) - docstring.lineno + 1)
+
+
+def _tracked_files() -> list[Path]:
+    """Files git tracks or would track."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    if listed.returncode:
+        pytest.skip("not a git working tree")
+    paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    return [path for path in paths if path.is_file()]
+
+
+def test_files_are_within_their_budget() -> None:
+    sizes = {_name(path): len(path.read_text().splitlines()) for path in _sources(*FOLDERS)}
+    assert sizes, "no source file found: the rules of this file would hold for nothing"
+    assert {name: lines for name, lines in sizes.items() if lines > MAX_FILE_LINES} == {}
+
+
+def test_functions_are_within_their_budget() -> None:
+    too_long = {
+        f"{_name(path)}:{function.lineno} {function.name}": _code_lines(function)
+        for path in _sources(*FOLDERS)
+        for function in _functions(path)
+        if _code_lines(function) > MAX_FUNCTION_LINES
+    }
+    assert too_long == {}
+
+
+def test_no_module_is_called_utils() -> None:
+    vague = {"utils", "util", "helpers", "misc", "common"}
+    assert [_name(path) for path in _sources(*FOLDERS) if path.stem in vague] == []
+
+
+def test_every_module_of_the_package_says_what_it_owns() -> None:
+    silent = [
+        _name(path)
+        for path in [ROOT / "__init__.py", *_sources(*PACKAGES, "examples", "benchmarks")]
+        if not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert silent == []
+
+
+def _base_names(node: ast.ClassDef) -> Iterator[str]:
+    for base in node.bases:
+        expression = base.value if isinstance(base, ast.Subscript) else base
+        if isinstance(expression, ast.Name):
+            yield expression.id
+        elif isinstance(expression, ast.Attribute):
+            yield expression.attr
+
+
+def _depth(name: str, bases: dict[str, set[str]]) -> int:
+    """Steps from a class to its furthest ancestor of ours; `Role` is a mark without members."""
+    ours = [base for base in bases[name] if base in bases and base != "Role"]
+    return max((1 + _depth(base, bases) for base in ours), default=0)
+
+
+def test_inheritance_is_shallow() -> None:
+    bases: dict[str, set[str]] = {}
+    for path in _sources(*PACKAGES):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases.setdefault(node.name, set()).update(set(_base_names(node)) - {node.name})
+    assert "Role" in bases
+    deep = {name: depth for name in bases if (depth := _depth(name, bases)) > MAX_INHERITANCE_DEPTH}
+    assert deep == {}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_are_listed_for_installation(package: str) -> None:
+    """A folder missing from pyproject.toml works in a checkout and is absent from a wheel."""
+    declared = (ROOT / "pyproject.toml").read_text()
+    folders = {path.parent.relative_to(ROOT) for path in _sources(package)}
+    for folder in folders:
+        assert f'"penstock.{".".join(folder.parts)}"' in declared
+
+
+def test_importing_dataflow_does_not_import_what_only_runs_need() -> None:
+    code = (
+        "import importlib, pkgutil, sys\n"
+        "import penstock.dataflow as package\n"
+        "for module in pkgutil.iter_modules(package.__path__):\n"
+        "    importlib.import_module(f'penstock.dataflow.{module.name}')\n"
+        "heavy = ('ray', 'transformers', 'hydra', 'datasets', 'vllm', 'megatron', 'tensorboard')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False
+    )
+    assert (ran.stdout.strip(), ran.stderr) == ("[]", "")
+
+
+def test_no_file_names_a_package_registry() -> None:
+    named = {
+        (_name(path), host)
+        for path in _tracked_files()
+        for host in REGISTRY_HOSTS
+        if host.encode() in path.read_bytes()
+    }
+    assert named == set()
+
+
+def test_no_file_is_a_stray_binary_or_a_large_one() -> None:
+    """What is committed is text or a picture of a few hundred kilobytes."""
+    sizes = {_name(path): path.stat().st_size for path in _tracked_files()}
+    assert {name: size for name, size in sizes.items() if size > 1_000_000} == {}

@@ -265,7 +265,7 @@ def group_advantage(
     advantage = centred
     if divide_by_std:
         degrees = groups.sizes - (1 if variance == "unbiased" else 0)
-        std = (centred.square().sum(dim=1) / degrees.clamp(min=1)).sqrt()
+        std = (_sum_rows(centred.square()) / degrees.clamp(min=1)).sqrt()
         # A group of equal scores has centred == 0: keep 0 / (0 + eps) from being 0 / 0.
         advantage = centred / torch.where(std > 0, std + eps, torch.ones_like(std))[:, None]
     return groups.per_row(advantage, singleton_group)
@@ -296,12 +296,17 @@ def leave_one_out(
     return groups.per_row(groups.centred() * weight[:, None], singleton_group)
 
 
-class _Groups:
-    """Scores laid out as `[groups, widest group]`, whatever order the rows are in.
+def _sum_rows(table: Tensor) -> Tensor:
+    """Sums along rows, left to right.
 
-    Sums run along a table's row and not by atomic adds, so they do not depend on the device's
-    timing.
+    `sum` picks its order by the table's shape, so a group's bits would depend on which other groups
+    are computed with it, and atomic adds on the device's timing.
     """
+    return table.cumsum(dim=1)[:, -1]
+
+
+class _Groups:
+    """Scores laid out as `[groups, widest group]`, whatever order the rows are in."""
 
     def __init__(self, score: Tensor, prompt_id: Tensor) -> None:
         if score.shape != prompt_id.shape or score.ndim != 1:
@@ -324,7 +329,7 @@ class _Groups:
 
     def centred(self) -> Tensor:
         """f64[groups, widest]: scores minus their group's mean; 0 where there is no row."""
-        mean = self._scores.sum(dim=1, keepdim=True) / self.sizes[:, None]
+        mean = (_sum_rows(self._scores) / self.sizes)[:, None]
         # A rounded mean of equal scores may miss them by one bit, which a division by the standard
         # deviation would blow up to 1.
         highest = self._scores.masked_fill(~self._present, -torch.inf).amax(dim=1, keepdim=True)

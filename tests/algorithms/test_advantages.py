@@ -351,6 +351,14 @@ def test_singleton_groups() -> None:
         leave_one_out(score, prompt_id, singleton_group="drop")  # pyright: ignore[reportArgumentType]
 
 
+def test_a_group_s_bits_do_not_depend_on_the_groups_beside_it() -> None:
+    score = torch.randn(40, generator=torch.Generator().manual_seed(0))
+    prompt_id = torch.arange(40) % 7
+    whole = group_advantage(score, prompt_id)
+    for chunk in (prompt_id < 1, prompt_id < 3, prompt_id >= 3):
+        assert torch.equal(group_advantage(score[chunk], prompt_id[chunk]), whole[chunk])
+
+
 def test_no_rows() -> None:
     empty = torch.zeros(0)
     assert group_advantage(empty, empty.long()).shape == (0,)

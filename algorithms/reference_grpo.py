@@ -1,0 +1,67 @@
+"""Group relative policy optimisation with a KL term to a reference policy in the loss.
+
+Shao et al., "DeepSeekMath", 2024, section 4. A step of its own and not an option of `grpo`, because
+only here is there a reference model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .advantages import broadcast_over_tokens, group_advantage
+from .grpo import GRPO
+from .kl import KLEstimator
+from .losses import KLGradient, ReferenceKLPolicyLoss
+from .roles import Policy, Prompts, ReferencePolicyBatch, Reward, TrainMetrics
+
+__all__ = ["ReferenceGRPO", "reference_grpo_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceGRPO(GRPO):
+    """Options of GRPO, and of its KL term."""
+
+    kl_coef: float = 0.04
+    """Weight of the KL term; to go without one, use `grpo_step`."""
+    kl_estimator: KLEstimator = "k3"
+    """Which estimate of the KL."""
+    kl_gradient: KLGradient = "as_is"
+    """How that estimate is differentiated."""
+
+    def kl_loss(self) -> ReferenceKLPolicyLoss:
+        """The policy loss with the KL term added."""
+        return ReferenceKLPolicyLoss(
+            policy=self.loss,
+            kl_coef=self.kl_coef,
+            kl_estimator=self.kl_estimator,
+            kl_gradient=self.kl_gradient,
+        )
+
+
+def reference_grpo_step(
+    prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, cfg: ReferenceGRPO
+) -> TrainMetrics:
+    """As `grpo_step`, with the KL to `ref` added to the loss."""
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    advantage = group_advantage(
+        score,
+        roll.prompt_id,
+        divide_by_std=cfg.divide_by_std,
+        variance=cfg.std_variance,
+        eps=cfg.std_eps,
+    )
+    batch = ReferencePolicyBatch(
+        tokens=roll.tokens,
+        mask=roll.mask,
+        behavior_logprob=roll.behavior_logprob,
+        advantage=broadcast_over_tokens(advantage, roll.mask),
+        ref_logprob=ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature),
+    )
+    return actor.train(
+        cfg.kl_loss(),
+        batch,
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+        temperature=cfg.sampling.temperature,
+    )

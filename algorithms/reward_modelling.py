@@ -1,0 +1,38 @@
+"""Reward modelling: learn to score responses as people (or rules) compared them.
+
+Ouyang et al., "Training Language Models to Follow Instructions with Human Feedback", 2022. Reward
+models overfit fast: one pass over the pairs is usual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .losses import BradleyTerryLoss
+from .roles import PairBatch, PreferencePairs, RewardModel, TrainMetrics
+
+__all__ = ["RewardModelling", "reward_modelling_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelling:
+    """Options of reward modelling."""
+
+    loss: BradleyTerryLoss = BradleyTerryLoss()
+    """Margin and centering of the pairwise loss."""
+    epochs: int = 1
+    """Passes over each step's pairs."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
+
+
+def reward_modelling_step(
+    pairs: PreferencePairs, reward: RewardModel, cfg: RewardModelling
+) -> TrainMetrics:
+    """Train on one step's pairs of responses."""
+    return reward.train(
+        cfg.loss,
+        PairBatch(pair_id=pairs.pair_id, tokens=pairs.tokens, mask=pairs.mask, chosen=pairs.chosen),
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+    )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from .graph import Argument, Constant, Graph, Node, NodeKind, Ref, RoleRef, TableArgument
+from .render_edges import ArrowKind, arrows_of, streams, weights_note
+from .render_svg import KIND_FILLS, role_colors, to_svg
 
-__all__ = ["to_text"]
+__all__ = ["to_mermaid", "to_svg", "to_text"]
 
 
 def to_text(graph: Graph) -> str:
@@ -23,17 +25,9 @@ def to_text(graph: Graph) -> str:
 
 
 def _node_lines(graph: Graph, node: Node) -> list[str]:
+    note = weights_note(graph, node)
     head = f"{node.name}  [{node.kind.value}, {node.scope}]"
-    reads = [
-        f"{read.role}@{read.offset}{' or older' if read.lagged else ''}"
-        for read in node.reads
-        if graph.trains_per_step.get(read.role)
-    ]
-    if node.kind is NodeKind.TRAIN:
-        head += f"  {reads[0]} -> {node.role}@{node.reads[0].offset + 1}"
-    elif reads:
-        head += f"  reads {', '.join(reads)}"
-    lines = [head]
+    lines = [f"{head}  {note}" if note else head]
     for name, argument in node.arguments:
         lines.extend(_argument_lines(graph, node, name, argument))
     for output in node.outputs:
@@ -48,13 +42,51 @@ def _argument_lines(graph: Graph, node: Node, name: str, argument: Argument) -> 
             lines.extend("  " + line for line in _argument_lines(graph, node, field, value))
         return lines
     if isinstance(argument, Ref):
-        arrow = "~>" if _streams(graph, node, argument) else "<-"
+        arrow = "~>" if streams(graph, node, argument) else "<-"
         return [f"  {name} {arrow} {argument}"]
     if isinstance(argument, RoleRef):
         return [f"  {name} = role {argument.role}"]
     return [f"  {name} = {Constant(argument.value)}"]
 
 
-def _streams(graph: Graph, node: Node, ref: Ref) -> bool:
-    """True if the edge may carry part of a batch before the rest is there."""
-    return node.scope != "batch" and graph[ref.node].scope != "batch"
+_MERMAID_ARROWS: dict[ArrowKind, str] = {"stream": "-->", "barrier": "==>", "weights": "-.->"}
+
+
+def to_mermaid(graph: Graph) -> str:
+    """The graph as a Mermaid flowchart: thin arrows stream, thick ones are barriers.
+
+    Nodes are filled by kind and outlined in their role's colour; a dotted arrow leads from a train
+    call to the calls after it that read the weights it made.
+    """
+    ids = {node.name: f"n{index}" for index, node in enumerate(graph.nodes)}
+    lines = [f"%% {graph.name}: --> streams, ==> is a barrier, -.-> is new weights"]
+    lines.append("flowchart TB")
+    for node in graph.nodes:
+        lines.append(f'  {ids[node.name]}["{_mermaid_label(graph, node)}"]:::{node.kind.value}')
+    for arrow in arrows_of(graph):
+        text = "<br/>".join(_mermaid_escape(label) for label in arrow.labels)
+        drawn = _MERMAID_ARROWS[arrow.kind]
+        lines.append(f'  {ids[arrow.source]} {drawn}|"{text}"| {ids[arrow.target]}')
+    for kind, fill in KIND_FILLS.items():
+        lines.append(f"  classDef {kind.value} fill:{fill},stroke:#57606a,color:#1f2328")
+    colors = role_colors(graph)
+    for node in graph.nodes:
+        if node.role is not None:
+            lines.append(f"  style {ids[node.name]} stroke:{colors[node.role]},stroke-width:3px")
+    return "\n".join(lines)
+
+
+def _mermaid_label(graph: Graph, node: Node) -> str:
+    lines = [f"<b>{_mermaid_escape(node.name)}</b>", f"{node.kind.value}, {node.scope}"]
+    note = weights_note(graph, node)
+    if note:
+        lines.append(_mermaid_escape(note))
+    lines.extend(_mermaid_escape(f"{output.name} {output.spec}") for output in node.outputs)
+    return "<br/>".join(lines)
+
+
+def _mermaid_escape(text: str) -> str:
+    """Mermaid spells special characters as entity codes; `#` opens one, so it goes first."""
+    for character, code in (("#", "#35;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;")):
+        text = text.replace(character, code)
+    return text

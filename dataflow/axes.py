@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import torch
 
@@ -27,6 +28,7 @@ __all__ = [
     "f32",
     "i64",
     "has_mark",
+    "is_optional",
     "spec_of",
 ]
 
@@ -138,10 +140,21 @@ class Behavior:
 
 
 def spec_of(annotation: Any) -> Spec | None:
-    """The `Spec` in `Annotated[Tensor, spec, ...]`, or None if the annotation is not a column."""
+    """The `Spec` in `Annotated[Tensor, spec, ...]`, or None if the annotation is not a column.
+
+    It looks through `... | None`; see `is_optional`.
+    """
+    if is_optional(annotation):
+        specs = [spec_of(member) for member in get_args(annotation)]
+        return next((spec for spec in specs if spec is not None), None)
     if get_origin(annotation) is Annotated:
         return next((item for item in get_args(annotation)[1:] if isinstance(item, Spec)), None)
     return None
+
+
+def is_optional(annotation: Any) -> bool:
+    """True for `X | None`, however it is spelt."""
+    return get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
 
 
 def has_mark(annotation: Any, mark: type[GroupId | Behavior]) -> bool:

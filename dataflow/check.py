@@ -6,18 +6,19 @@ import dataclasses
 import typing
 import warnings
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Any, TypeGuard, get_type_hints
 
 import networkx as nx
 
-from .axes import Spec, spec_of
+from .axes import Spec, is_optional, spec_of
 from .errors import FlowError
 from .graph import Constant, Graph, Node, NodeKind, Ref
 from .role import Loss
-from .standin import Column, table_type
+from .standin import Column, RoleStandIn, TrainHandle, table_type
 
 __all__ = [
     "FlowWarning",
+    "check_argument",
     "check_batch",
     "check_column",
     "check_lag",
@@ -26,6 +27,7 @@ __all__ = [
     "check_table",
     "check_unused",
     "hints_of",
+    "is_table",
 ]
 
 
@@ -37,10 +39,53 @@ _HINTS: dict[Any, dict[str, Any]] = {}
 
 
 def hints_of(thing: Any) -> dict[str, Any]:
-    """Resolved annotations of a function or dataclass, marks included; cached."""
+    """Resolved annotations of a function or dataclass, marks included; cached.
+
+    Raises:
+        FlowError: If an annotation names something that cannot be found from its module.
+    """
     if thing not in _HINTS:
-        _HINTS[thing] = get_type_hints(thing, include_extras=True)
+        try:
+            _HINTS[thing] = get_type_hints(thing, include_extras=True)
+        except NameError as error:
+            raise FlowError(
+                f"an annotation of '{thing.__qualname__}' cannot be resolved: {error}",
+                fix="define or import that name at the top level of the module, outside "
+                "'if TYPE_CHECKING'",
+            ) from None
     return _HINTS[thing]
+
+
+def check_argument(node: str, path: str, annotation: Any, value: Any) -> None:
+    """A parameter takes a column, or a table, if it is annotated as such, and only then."""
+    spec = spec_of(annotation)
+    if spec is not None:
+        if value is not None or not is_optional(annotation):
+            check_column(node, path, spec, value)
+    elif is_table(annotation):
+        if not isinstance(value, annotation):
+            raise FlowError(
+                f"node '{node}', input '{path}': expected a {annotation.__name__}, got "
+                f"{_kind_of(value)}",
+                origin=_origin_of(value),
+                fix=f"build a {annotation.__name__}({_fields(annotation)})",
+            )
+    elif isinstance(value, Column):
+        raise FlowError(
+            f"node '{node}', input '{path}': got a column ({value.spec}), but this parameter is "
+            "not annotated as one",
+            origin=value.origin,
+            fix="annotate it with Annotated[Tensor, f32(...)], i64(...) or boolean(...)",
+        )
+
+
+def is_table(annotation: Any) -> TypeGuard[type]:
+    """True for a dataclass with at least one column."""
+    return (
+        isinstance(annotation, type)
+        and dataclasses.is_dataclass(annotation)
+        and any(spec_of(hint) is not None for hint in hints_of(annotation).values())
+    )
 
 
 def check_column(node: str, path: str, expected: Spec, value: Any) -> None:
@@ -48,7 +93,8 @@ def check_column(node: str, path: str, expected: Spec, value: Any) -> None:
     if not isinstance(value, Column):
         raise FlowError(
             f"node '{node}', input '{path}': expected {expected}, got {_kind_of(value)}",
-            fix="give a column: a field of a table, or what an op or a role's method returned",
+            origin=_origin_of(value),
+            fix=_columns_like(expected, value),
         )
     if value.spec != expected:
         raise FlowError(
@@ -59,10 +105,38 @@ def check_column(node: str, path: str, expected: Spec, value: Any) -> None:
 
 
 def _kind_of(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class '{value.__name__}' itself; make an instance of it"
+    if isinstance(value, TrainHandle):
+        return f"the result of '{value.node}', which exists only after the step has run"
+    if isinstance(value, RoleStandIn):
+        return f"the role '{value.standin_name}'; call one of its methods"
     if dataclasses.is_dataclass(value):
-        table = type(value).__name__
-        return f"the whole table '{table}'; name one of its columns"
+        table = table_type(value).__name__
+        return f"the whole table '{table}'"
     return f"a {type(value).__name__} ({value!r})"
+
+
+def _origin_of(value: Any) -> str | None:
+    """Where a stand-in was made, if the value is one."""
+    if isinstance(value, TrainHandle):
+        return f"'{value.node}' was called at {value.where.short}"
+    return getattr(value, "_origin", None) if dataclasses.is_dataclass(value) else None
+
+
+def _columns_like(expected: Spec, value: Any) -> str:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return "give a column: a field of a table, or what an op or a role's method returned"
+    columns = {
+        field.name: column
+        for field in dataclasses.fields(value)
+        if isinstance(column := getattr(value, field.name), Column)
+    }
+    fitting = [name for name, column in columns.items() if column.spec == expected]
+    if fitting:
+        return f"give one of its {expected} columns: {', '.join(fitting)}"
+    known = ", ".join(f"{name} {column.spec}" for name, column in columns.items())
+    return f"none of its columns is {expected}; it has {known}"
 
 
 def _how_to_convert(expected: Spec, got: Spec) -> str:
@@ -157,9 +231,8 @@ def check_table(node: str, prefix: str, table: Any) -> dict[str, Column]:
     hints = hints_of(table_type(table))
     for field in dataclasses.fields(table):
         value = getattr(table, field.name)
-        spec = spec_of(hints[field.name])
-        if spec is not None:
-            check_column(node, f"{prefix}.{field.name}", spec, value)
+        check_argument(node, f"{prefix}.{field.name}", hints[field.name], value)
+        if isinstance(value, Column):
             columns[field.name] = value
     return columns
 

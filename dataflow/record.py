@@ -12,17 +12,18 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from .axes import Behavior, GroupId, Spec, has_mark, spec_of
 from .check import (
+    check_argument,
     check_batch,
-    check_column,
     check_output,
     check_rows,
     check_table,
     check_unused,
     hints_of,
+    is_table,
 )
 from .errors import FlowError, Where, caller
 from .graph import (
@@ -37,8 +38,16 @@ from .graph import (
     TableArgument,
     WeightRead,
 )
-from .role import CallKind, Role, Scope, call_spec
-from .standin import Column, TrainHandle, nearest, table_standin, table_type
+from .role import CallKind, CallSpec, Role, Scope
+from .standin import (
+    Column,
+    RoleStandIn,
+    TrainHandle,
+    nearest,
+    standins_in,
+    table_standin,
+    table_type,
+)
 
 __all__ = ["build", "op"]
 
@@ -64,7 +73,7 @@ def op(*, scope: Scope, makes_rows: bool = False) -> Callable[[Callable[P, R]], 
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
             recorder = _RECORDER.get()
-            if recorder is None or not _holds_standin((*args, *kwargs.values())):
+            if recorder is None or next(standins_in((args, kwargs)), None) is None:
                 return function(*args, **kwargs)
             return recorder.record_op(wrapper, scope, makes_rows, args, kwargs)
 
@@ -102,7 +111,7 @@ def build(step: Callable[..., Any], *, name: str | None = None, **constants: Any
             arguments[parameter.name] = constants[parameter.name]
         elif isinstance(annotation, type) and issubclass(annotation, Role):
             arguments[parameter.name] = recorder.add_role(parameter.name, annotation)
-        elif _is_table(annotation):
+        elif is_table(annotation):
             arguments[parameter.name] = recorder.add_source(
                 parameter.name, annotation, _defined_at(step)
             )
@@ -128,43 +137,7 @@ def _defined_at(step: Callable[..., Any]) -> Where:
     return Where(code.co_filename, code.co_firstlineno, f"def {step.__name__}(...)")
 
 
-def _is_table(annotation: Any) -> TypeGuard[type]:
-    return (
-        isinstance(annotation, type)
-        and dataclasses.is_dataclass(annotation)
-        and any(spec_of(hint) is not None for hint in hints_of(annotation).values())
-    )
-
-
 _RECORDER: ContextVar[Recorder | None] = ContextVar("penstock_recorder", default=None)
-
-
-class RoleStandIn:
-    """Stands for a role while a step is recorded: its contract's calls append nodes."""
-
-    __slots__ = ("_contract", "_name", "_recorder")
-
-    def __init__(self, name: str, contract: type[Role], recorder: Recorder) -> None:
-        self._name, self._contract, self._recorder = name, contract, recorder
-
-    def __getattr__(self, method: str) -> Any:
-        if method.startswith("_"):
-            raise AttributeError(method)
-        function = getattr(self._contract, method, None)
-        spec = call_spec(function)
-        if spec is None:
-            contract = self._contract
-            known = [name for name in dir(contract) if call_spec(getattr(contract, name, None))]
-            raise FlowError(
-                f"role '{self._name}' is a {contract.__name__}, which has no '{method}'",
-                fix=nearest(method, known),
-            )
-        return functools.partial(self._recorder.record_call, self._name, function, spec)
-
-    @property
-    def standin_name(self) -> str:
-        """The role's name."""
-        return self._name
 
 
 class Recorder:
@@ -181,7 +154,7 @@ class Recorder:
     def add_role(self, name: str, contract: type[Role]) -> RoleStandIn:
         """Declare a role of the step."""
         self.roles[name] = contract
-        return RoleStandIn(name, contract, self)
+        return RoleStandIn(name, contract, self.record_call)
 
     def add_source(self, name: str, table: type, where: Where) -> Any:
         """Declare a table that every step reads from the data."""
@@ -221,7 +194,14 @@ class Recorder:
             )
         )
 
-    def record_call(self, role: str, function: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
+    def record_call(
+        self,
+        role: str,
+        function: Callable[..., Any],
+        spec: CallSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Append a node for a call of a role's method."""
         name, ordinal = self._unique(f"{role}.{function.__name__}")
         kind: CallKind = spec.kind
@@ -299,9 +279,7 @@ class Recorder:
         columns: list[tuple[str, Column]] = []
         roles: list[str] = []
         for parameter, value in bound.arguments.items():
-            spec = spec_of(hints.get(parameter))
-            if spec is not None and value is not None:
-                check_column(name, parameter, spec, value)
+            check_argument(name, parameter, hints.get(parameter), value)
             argument = self._freeze(name, parameter, value, columns, roles)
             frozen.append((parameter, argument))
         check_rows(name, columns)
@@ -321,7 +299,7 @@ class Recorder:
                 f"node '{node}', input '{path}': expected data, got the result of '{value.node}'",
                 fix="metrics exist only after the step has run; return them from the step instead",
             )
-        if dataclasses.is_dataclass(value) and _is_table(table_type(value)):
+        if dataclasses.is_dataclass(value) and is_table(table_type(value)):
             table = table_type(value)
             check_table(node, path, value)
             fields = [
@@ -330,6 +308,13 @@ class Recorder:
                 for f in dataclasses.fields(table)
             ]  # fmt: skip
             return TableArgument(table, tuple(fields))
+        hidden = next(standins_in(value), None)
+        if hidden is not None:
+            inside = "" if hidden is value else f" inside a {type(value).__name__}"
+            raise FlowError(
+                f"node '{node}', input '{path}': got {hidden!r}{inside}",
+                fix="give every column its own parameter or table field, and call a role's methods",
+            )
         return Constant(value)
 
     def _returns(
@@ -339,16 +324,23 @@ class Recorder:
         columns: list[tuple[str, Column]],
         makes_rows: bool,
     ) -> tuple[type | None, tuple[OutputColumn, ...]]:
-        annotation = hints_of(function).get("return")
+        annotation = hints_of(function).get("return", inspect.Parameter.empty)
         rows = {} if makes_rows else _rows_by_axes([column for _, column in columns])
-        if _is_table(annotation):
+        if is_table(annotation):
             table: Any = annotation
             return table, tuple(_outputs_of(table, rows, name, makes_rows))
         spec = spec_of(annotation)
         if spec is None:
+            shown = getattr(annotation, "__name__", repr(annotation))
+            what = (
+                f"'{name}' has no return annotation"
+                if annotation is inspect.Parameter.empty
+                else f"'{name}' is annotated to return {shown}, which is neither a column nor a "
+                "table of columns"
+            )
             raise FlowError(
-                f"'{name}' is annotated to return {annotation!r}, which is neither a column nor a "
-                "table of columns",
+                what,
+                origin=f"it is defined at {_defined_at(inspect.unwrap(function)).short}",
                 fix="annotate the return type with Annotated[Tensor, f32(...)] or a dataclass of "
                 "such columns",
             )
@@ -404,19 +396,6 @@ def _outputs_of(
             group_id=has_mark(hint, GroupId),
             behavior=has_mark(hint, Behavior),
         )
-
-
-def _holds_standin(values: tuple[Any, ...]) -> bool:
-    for value in values:
-        if isinstance(value, (Column, RoleStandIn, TrainHandle)):
-            return True
-        if (
-            dataclasses.is_dataclass(value)
-            and not isinstance(value, type)
-            and _holds_standin(tuple(vars(value).values()))
-        ):
-            return True
-    return False
 
 
 def _result_nodes(result: Any) -> list[str]:

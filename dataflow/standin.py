@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from .axes import Spec
 from .errors import FlowError, Where
 from .graph import Ref
+from .role import CallSpec, Role, call_spec
 
-__all__ = ["Column", "TrainHandle", "nearest", "table_standin", "table_type"]
+__all__ = [
+    "Column",
+    "MethodStandIn",
+    "RoleStandIn",
+    "TrainHandle",
+    "nearest",
+    "standins_in",
+    "table_standin",
+    "table_type",
+]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -82,6 +92,24 @@ class Column:
     def __getitem__(self, item: object) -> Any:
         return self._refuse("an index was taken of", "index inside an @op function")
 
+    def __setitem__(self, item: object, value: object) -> None:
+        self._refuse(
+            "an item was set in", "columns do not change; make a new one in an @op function"
+        )
+
+    def __format__(self, format_spec: str) -> str:
+        if not format_spec:
+            return repr(self)
+        return self._refuse(
+            f"the format '{format_spec}' was asked of", "print inside an @op function"
+        )
+
+    def __contains__(self, item: object) -> bool:
+        return self._refuse("'in' looked into", "look inside an @op function")
+
+    def __index__(self) -> int:
+        return self._refuse("something was indexed with", "index inside an @op function")
+
     def __float__(self) -> float:
         return self._refuse("float() was asked of", "compute in an @op function")
 
@@ -94,6 +122,16 @@ class Column:
 
     def __array__(self, *args: object, **kwargs: object) -> Any:
         return self._refuse("numpy was given", "call numpy inside an @op function")
+
+    def __array_ufunc__(self, ufunc: Any, *args: object, **kwargs: object) -> Any:
+        """Refuse `numpy.exp(column)` and `numpy_array + column`."""
+        return self._refuse(
+            f"numpy.{ufunc.__name__} was given", "call numpy inside an @op function"
+        )
+
+    def __array_function__(self, func: Any, *args: object, **kwargs: object) -> Any:
+        """Refuse `numpy.mean(column)`."""
+        return self._refuse(f"numpy.{func.__name__} was given", "call numpy inside an @op function")
 
     @classmethod
     def __torch_function__(
@@ -110,9 +148,11 @@ class Column:
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _arithmetic
-    __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __pow__ = __rpow__ = _arithmetic
-    __matmul__ = __and__ = __or__ = __xor__ = __rand__ = __ror__ = _arithmetic
-    __neg__ = __abs__ = __invert__ = _arithmetic
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _arithmetic
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __divmod__ = __rdivmod__ = _arithmetic
+    __matmul__ = __rmatmul__ = __and__ = __rand__ = __or__ = __ror__ = _arithmetic
+    __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _arithmetic
+    __neg__ = __pos__ = __abs__ = __invert__ = __round__ = _arithmetic
     __lt__ = __le__ = __gt__ = __ge__ = _arithmetic
     __eq__ = __ne__ = _arithmetic  # pyright: ignore[reportAssignmentType] - it never returns
 
@@ -133,15 +173,104 @@ class TrainHandle:
     def __init__(self, node: str, where: Where) -> None:
         self.node, self.where = node, where
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+    def __repr__(self) -> str:
+        return f"<result of '{self.node}'>"
+
+    def _refuse(self, what: str) -> NoReturn:
         raise FlowError(
-            f"'.{name}' was asked of the result of '{self.node}'",
+            f"{what} the result of '{self.node}'",
             origin=f"'{self.node}' was called at {self.where.short}",
             fix="a train call returns metrics after the step has run; return it from the step "
             "function and read them from the engine's results",
         )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse(f"'.{name}' was asked of")
+
+    def __bool__(self) -> bool:
+        return self._refuse("an 'if', 'while', 'and', 'or' or 'not' looked at")
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._refuse("a loop or unpacking went over")
+
+    def __getitem__(self, item: object) -> Any:
+        return self._refuse("an index was taken of")
+
+
+RecordCall = Callable[[str, Callable[..., Any], CallSpec, tuple[Any, ...], dict[str, Any]], Any]
+"""Appends the node of a role's call: role, method, its declaration, arguments."""
+
+
+class RoleStandIn:
+    """Stands for a role while a step is recorded: its contract's calls append nodes."""
+
+    __slots__ = ("_contract", "_record", "standin_name")
+
+    def __init__(self, name: str, contract: type[Role], record: RecordCall) -> None:
+        self.standin_name, self._contract, self._record = name, contract, record
+
+    def __repr__(self) -> str:
+        return f"<role '{self.standin_name}'>"
+
+    def __getattr__(self, method: str) -> MethodStandIn:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        function = getattr(self._contract, method, None)
+        spec = call_spec(function)
+        if function is None or spec is None:
+            raise FlowError(
+                f"role '{self.standin_name}' is a {self._contract.__name__}, which has no "
+                f"'{method}'",
+                fix=nearest(method, _call_names(self._contract)),
+            )
+        return MethodStandIn(self.standin_name, function, spec, self._record)
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Refuse `actor(...)`."""
+        raise FlowError(
+            f"the role '{self.standin_name}' was called as if it were a function",
+            fix=f"call one of its methods: {', '.join(_call_names(self._contract))}",
+        )
+
+
+def _call_names(contract: type[Role]) -> list[str]:
+    return [name for name in dir(contract) if call_spec(getattr(contract, name, None))]
+
+
+class MethodStandIn:
+    """Stands for a role's method until it is called."""
+
+    __slots__ = ("_function", "_record", "_role", "_spec")
+
+    def __init__(
+        self, role: str, function: Callable[..., Any], spec: CallSpec, record: RecordCall
+    ) -> None:
+        self._role, self._function, self._spec, self._record = role, function, spec, record
+
+    def __repr__(self) -> str:
+        return f"<uncalled method '{self._role}.{self._function.__name__}'>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Append the node of this call."""
+        return self._record(self._role, self._function, self._spec, args, kwargs)
+
+
+def standins_in(value: Any) -> Iterator[Column | TrainHandle | RoleStandIn | MethodStandIn]:
+    """Every stand-in in a value, however deep in lists, dicts and dataclasses."""
+    if isinstance(value, (Column, TrainHandle, RoleStandIn, MethodStandIn)):
+        yield value
+        return
+    inside: Iterable[Any] = ()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        inside = value
+    elif isinstance(value, dict):
+        inside = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    for item in inside:
+        yield from standins_in(item)
 
 
 _STANDIN_TYPES: dict[type, type] = {}

@@ -181,7 +181,9 @@ def _wrapped(backend: object) -> PreTrainedTokenizerBase:
 
 
 def _folder_tokenizer(folder: str | None) -> Tokenizer:
-    from transformers import AutoTokenizer
+    # Not AutoTokenizer: importing it imports every kind of model first, and tokenizer.json already
+    # holds the whole pipeline.
+    from transformers import PreTrainedTokenizerFast
 
     if folder is None:
         raise ConfigError(
@@ -189,17 +191,15 @@ def _folder_tokenizer(folder: str | None) -> Tokenizer:
             "    give the folder of a local model, the one that holds tokenizer.json"
         )
     path = Path(folder)
-    if not (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file():
+    if not (path / "tokenizer.json").is_file():
         what = "holds no tokenizer.json" if path.is_dir() else "is not a folder"
         raise ConfigError(
             f"tokenizer.folder '{folder}' {what}\n"
             "    give the folder of a local model; nothing is downloaded"
         )
     try:
-        loaded = AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        loaded = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # the tokenizers library raises Exception itself
         raise ConfigError(
             f"tokenizer.folder '{folder}' cannot be read: {error}\n"
             "    give a folder that a tokenizer was saved to"

@@ -307,8 +307,7 @@ class Scheduler:
 
     def _settle(self) -> None:
         """Do everything that now can be done: complete, admit, start, save, finish."""
-        self._complete()
-        self._admit()
+        self._advance_steps()
         for task, group, ranks in self.ranks.dispatch(self.checkpoints.may_start):
             self._start(task, group, ranks)
         if self.running or self.awaited or self.done:
@@ -321,25 +320,32 @@ class Scheduler:
             self.done = True
             self._note("finished", "run")
 
-    def _complete(self) -> None:
-        while not self.checkpoints.draining and self.completed < self.admitted:
-            state = self.steps[self.completed]
-            if state.remaining:
+    def _advance_steps(self) -> None:
+        """Admit and complete what can be, one step at a time.
+
+        A checkpoint must hold what steps after it read of older weights, so every step that may be
+        admitted is admitted before the next one completes.
+        """
+        while not self.checkpoints.draining:
+            self._admit()
+            if self.completed == self.admitted or self.steps[self.completed].remaining:
                 return
-            del self.steps[self.completed]
-            self.completed += 1
-            self._history = chain_sha256(self._history, state.lines())
-            self.lag_counts.update(state.lag)
-            self._note("complete", "step", step=state.step)
-            self._out.append(StepCompleted(state.step, tuple(sorted(state.lag.items()))))
-            self._release(state.stored)
-            if self.checkpoints.step_completed(self.completed):
-                self._note("drain", "step", step=state.step)
-                self.ranks.reconsider()
+            self._complete(self.steps.pop(self.completed))
+
+    def _complete(self, state: StepState) -> None:
+        self.completed += 1
+        self._history = chain_sha256(self._history, state.lines())
+        self.lag_counts.update(state.lag)
+        self._note("complete", "step", step=state.step)
+        self._out.append(StepCompleted(state.step, tuple(sorted(state.lag.items()))))
+        self._release(state.stored)
+        if self.checkpoints.step_completed(self.completed):
+            self._note("drain", "step", step=state.step)
+            self.ranks.reconsider()
 
     def _admit(self) -> None:
         limit = min(self.num_steps, self.completed + self.schedule.max_lag + 1)
-        while not self.checkpoints.draining and self.admitted < limit:
+        while self.admitted < limit:
             step = self.admitted
             self.steps[step] = StepState(self.index, step)
             self.admitted += 1

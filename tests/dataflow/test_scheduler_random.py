@@ -73,6 +73,8 @@ def _node(
     trained: dict[str, int],
 ) -> FlowNode:
     choices = [node.name for node in before if node.kind != "train"]
+    if draw(st.booleans()):
+        choices = choices[:1]  # hangs on a source alone: more nodes may run ahead
     inputs = tuple(draw(st.lists(st.sampled_from(choices), max_size=3, unique=True)))
     read = draw(st.lists(st.sampled_from([*sorted(homes), "frozen"]), max_size=2, unique=True))
     if role in homes:
@@ -332,7 +334,7 @@ def test_arrival_order_stays_within_the_bound(
             assert low <= version <= high, (task, role)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(flows(), LAGS, st.integers(1, 6), SEEDS, st.integers(1, 3), st.booleans(), st.data())
 def test_a_resumed_run_does_exactly_what_is_left(
     flow: Flow,

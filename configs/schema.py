@@ -1,0 +1,188 @@
+"""What a run is configured with: frozen models that validate what Hydra composed.
+
+A key is declared once, at its owner. Sections that belong to the launcher are declared here; the
+algorithm's own config (`algorithm.cfg`), the schedule, the optimizer and the task's options are the
+stdlib dataclasses their owners take, and are validated as they stand.
+
+Sizes are in one unit, which the name says: `per_step.prompts`, `max_prompt_tokens`, `num_steps`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from ..dataflow.schedule import Schedule
+from ..workers.model import ModelSpec
+from ..workers.optimizer import OptimizerSpec
+from ..workers.tokenizer import TokenizerSpec
+
+__all__ = [
+    "AlgorithmConfig",
+    "EvaluationConfig",
+    "ExecutorConfig",
+    "ModelConfig",
+    "RoleConfig",
+    "RunConfig",
+    "TaskConfig",
+    "TrackerConfig",
+]
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, strict about types, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class RoleConfig(Section):
+    """What plays a role of the step, where its contract alone does not say it well enough."""
+
+    worker: str | None = None
+    """`policy`, `value`, `reward_model`, `rule`, or `module:factory` of a worker; by default what
+    the role's contract asks for."""
+    start: str | None = None
+    """Where its weights come from: `model`, the name of an earlier stage, or a model folder."""
+    optimizer: OptimizerSpec | None = None
+    """Of a trained role; the algorithm's by default."""
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Further fields of the worker's spec, such as `micro_batch_tokens` or `time_limit_s`."""
+
+
+class AlgorithmConfig(Section):
+    """An algorithm: a step function, its settings, and what is trained before it."""
+
+    step: str
+    """The step function as `module:function`; its parameters name the roles and the data."""
+    cfg: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Fields of the step's own config, the annotation of its parameter `cfg`."""
+    num_steps: AtLeastOne
+    """Steps to take."""
+    per_step: dict[str, AtLeastOne]
+    """For each table the step reads, how many of its items one step takes: `prompts: 32`."""
+    optimizer: OptimizerSpec = OptimizerSpec()
+    """Of every trained role that has none of its own."""
+    roles: dict[str, RoleConfig] = Field(default_factory=dict[str, RoleConfig])
+    """Role name -> what plays it; roles that are left out follow their contract."""
+    before: dict[str, AlgorithmConfig] = Field(default_factory=dict[str, Any])
+    """Stages trained before, by name and in order; one that nothing starts from is left out."""
+
+
+class ModelConfig(Section):
+    """The language model that policies, critics and reward models start from."""
+
+    folder: str | None = None
+    """A local folder in Hugging Face's layout; nothing is downloaded."""
+    architecture: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Without a folder: fields of a Hugging Face config with `model_type`. The vocabulary is the
+    tokenizer's."""
+    init_seed: int = 0
+    """Seeds the random weights of an `architecture`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of weights and activations."""
+    tokenizer: TokenizerSpec | Literal["task", "folder"] = "folder"
+    """`task`: one token per character that the task's prompts and answers use. `folder`: the
+    tokenizer in the model's folder. Or a tokenizer's own settings."""
+
+    @field_validator("architecture")
+    @classmethod
+    def _has_type(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if value and "model_type" not in value:
+            raise ValueError("needs a 'model_type', such as qwen2")
+        return value
+
+
+class TaskConfig(BaseModel):
+    """The problems: prompts, answers to imitate, and a verifier.
+
+    Keys beyond these are options of the task's kind; see `ReasoningTaskSpec` and `FileTaskSpec`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+
+    kind: str
+    """`reasoning_gym` for generated problems, `file` for a JSONL or Parquet file."""
+    max_prompt_tokens: AtLeastOne | None = None
+    """Longer prompts are reported and left out."""
+    max_response_tokens: AtLeastOne = 16
+    """Longest response, end-of-sequence included: sampled, imitated or compared."""
+    max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Largest share of rows that may be left out before the run refuses to start."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys that belong to the task's kind."""
+        return dict(self.model_extra or {})
+
+
+class ExecutorConfig(Section):
+    """Where nodes run."""
+
+    kind: Literal["in_process", "ray"] = "in_process"
+    """`in_process`: in this process, one rank. `ray`: one actor per rank."""
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+    groups: dict[str, AtLeastOne] = Field(default_factory=lambda: {"all": 1})
+    """Worker group -> data-parallel ranks; the first one runs whatever `nodes` does not name."""
+    nodes: dict[str, str] = Field(default_factory=dict[str, str])
+    """Role name or node name -> worker group."""
+    num_threads: AtLeastOne | None = None
+    """Torch threads per process; torch's own choice by default."""
+
+
+class EvaluationConfig(Section):
+    """Greedy accuracy on held-out problems, before and after training."""
+
+    num_prompts: Count = 512
+    """Held-out problems; 0 turns evaluation off."""
+    num_examples: Count = 4
+    """Problems whose responses are shown and kept."""
+
+
+class TrackerConfig(Section):
+    """Where metrics go besides metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files into the run's folder."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    algorithm: AlgorithmConfig
+    """What is computed; see `algorithm=`."""
+    model: ModelConfig
+    """What is trained; see `model=`."""
+    task: TaskConfig
+    """What on; see `task=`."""
+    executor: ExecutorConfig = ExecutorConfig()
+    """Where; see `executor=`."""
+    schedule: Schedule = Schedule()
+    """How far generation may run ahead of training; see `schedule=`."""
+    tracker: TrackerConfig = TrackerConfig()
+    """Where metrics go; see `tracker=`."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """How accuracy is measured."""
+    seed: Count = 0
+    """All randomness of the run derives from it."""
+    checkpoint_every: AtLeastOne = 50
+    """Steps between checkpoints; one is always written at the end of a stage."""
+    keep_checkpoints: AtLeastOne = 2
+    """Checkpoints kept per stage, the newest ones."""
+    runs: str = "runs"
+    """The folder in which run folders are made."""
+
+
+def model_spec(config: ModelConfig, **architecture: Any) -> ModelSpec:
+    """The `ModelSpec` of a model section; `architecture` adds fields that are not set there."""
+    if config.folder is not None:
+        return ModelSpec(folder=config.folder, dtype=config.dtype)
+    return ModelSpec(
+        architecture={**architecture, **config.architecture},
+        init_seed=config.init_seed,
+        dtype=config.dtype,
+    )

@@ -1,0 +1,238 @@
+"""From plain data to typed config, with messages a person can act on.
+
+`validated(kind, data, at)` turns what Hydra composed into an instance of a dataclass or a pydantic
+model. Types are strict: nothing is converted silently but an integer to a float. What is wrong is
+said with its full key, what was expected, what came, and what the key means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from ..dataflow.errors import ConfigError
+from .key_docs import key_docs
+
+__all__ = ["check_keys", "fields_of", "nearest_key", "validated"]
+
+T = TypeVar("T")
+
+
+def validated(kind: type[T], data: Mapping[str, Any], at: str = "") -> T:
+    """An instance of `kind` from plain data.
+
+    Args:
+        kind: A dataclass or a pydantic model.
+        data: Keys and values as composed; lists, mappings, strings, numbers, booleans and None.
+        at: The key under which `data` stands: "algorithm.cfg".
+
+    Raises:
+        ConfigError: For an unknown key, a missing key, or a value of the wrong type or out of
+            range; every fault is listed.
+    """
+    check_keys(kind, data, at)
+    data = _over_defaults(kind, data)
+    try:
+        # JSON is the one input for which strict validation still takes a mapping for a dataclass.
+        return _adapter(kind).validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        faults = [_fault(kind, data, at, one) for one in error.errors(include_url=False)]
+        raise ConfigError("\n".join(dict.fromkeys(faults))) from None
+
+
+@cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(kind)
+
+
+def _over_defaults(kind: Any, data: Any) -> Any:
+    """`data` laid over its owner's defaults, however deep.
+
+    A config may default a part to something other than the part's own defaults; setting one key
+    of that part must leave its other keys as the owner wants them.
+    """
+    known = fields_of(kind)
+    if known is None or not isinstance(data, Mapping):
+        return data
+    merged: dict[str, Any] = dict(typing.cast("Mapping[str, Any]", data))
+    defaults = _defaults_of(kind)
+    for key in merged.keys() & known.keys():
+        part = _plain_type(known[key], merged[key])
+        default = defaults.get(key)
+        if isinstance(merged[key], Mapping) and part is type(default):
+            merged[key] = _laid_over(default, merged[key])
+        elif isinstance(merged[key], Mapping) and fields_of(part) is not None:
+            merged[key] = _over_defaults(part, merged[key])
+    return merged
+
+
+def _defaults_of(kind: Any) -> dict[str, Any]:
+    if issubclass(kind, BaseModel):
+        return {name: field.default for name, field in kind.model_fields.items()}
+    return {field.name: field.default for field in dataclasses.fields(kind)}
+
+
+def _laid_over(default: Any, above: Mapping[str, Any]) -> dict[str, Any]:
+    """`default` as plain data with `above` in place of its fields; free mappings are replaced."""
+    kind: Any = type(default)
+    known = fields_of(kind) or {}
+    merged: dict[str, Any] = {**_adapter(kind).dump_python(default, mode="json"), **above}
+    for key, value in above.items():
+        part = getattr(default, key, None)
+        if isinstance(value, Mapping) and fields_of(type(part)) is not None:
+            if _plain_type(known[key], value) is type(part):
+                merged[key] = _laid_over(part, typing.cast("Mapping[str, Any]", value))
+    return merged
+
+
+def check_keys(kind: Any, data: Any, at: str) -> None:
+    """Refuse a key that nothing declares, however deep it stands.
+
+    Raises:
+        ConfigError: Naming the key and the nearest valid one.
+    """
+    kind = _plain_type(kind, data)
+    known = fields_of(kind)
+    if known is not None and isinstance(data, Mapping):
+        for key, value in data.items():
+            if key in known:
+                check_keys(known[key], value, _join(at, key))
+            elif not _is_open(kind):
+                raise ConfigError(
+                    f"there is no key '{_join(at, key)}'{nearest_key(key, known, at)}\n"
+                    f"    {at or 'the configuration'} has: {', '.join(known)}"
+                )
+    elif isinstance(data, Mapping):
+        arguments = typing.get_args(kind)
+        for key, value in data.items():
+            check_keys(arguments[1] if len(arguments) == 2 else None, value, _join(at, key))
+
+
+def fields_of(kind: Any) -> dict[str, Any] | None:
+    """Field name -> annotation of a dataclass or a pydantic model; None of anything else."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return {name: field.annotation for name, field in kind.model_fields.items()}
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+    return None
+
+
+def nearest_key(key: str, known: Iterable[str], at: str = "") -> str:
+    """`; did you mean 'x'?` for a misspelt key, or nothing if no known one is near."""
+    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{_join(at, close[0])}'?" if close else ""
+
+
+def _is_open(kind: Any) -> bool:
+    return issubclass(kind, BaseModel) and kind.model_config.get("extra") == "allow"
+
+
+def _plain_type(kind: Any, data: Any) -> Any:
+    """The type without marks; of a union, the member that `data` is meant for."""
+    if typing.get_origin(kind) is typing.Annotated:
+        return _plain_type(typing.get_args(kind)[0], data)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        members = [_plain_type(member, data) for member in typing.get_args(kind)]
+        with_fields = [member for member in members if fields_of(member) is not None]
+        if isinstance(data, Mapping) and with_fields:
+            given = set(typing.cast("Mapping[str, Any]", data))
+            return max(with_fields, key=lambda m: len(given & set(fields_of(m) or {})))
+        return next((member for member in members if typing.get_args(member)), None)
+    return kind
+
+
+def _join(at: str, key: str) -> str:
+    return f"{at}.{key}" if at else key
+
+
+def _fault(kind: type, data: Mapping[str, Any], at: str, error: Any) -> str:
+    """One fault of pydantic's, in our words."""
+    path = _keys_of(data, error["loc"], error["type"])
+    key = ".".join([at, *path]) if at else ".".join(path)
+    owner, doc = _owner(kind, data, path)
+    if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        return f"'{key}' is missing\n    {doc or f'{owner} needs it'}"
+    if error["type"] == "value_error":
+        return f"'{key or at}': {error['ctx']['error']}"
+    expected = _expected(error)
+    lines = [f"'{key}': expected {expected}, got {_shown(error['input'])}"]
+    if doc:
+        lines.append(f"    {path[-1]}: {doc}")
+    return "\n".join(lines)
+
+
+def _keys_of(data: Any, loc: tuple[int | str, ...], kind: str) -> list[str]:
+    """The part of pydantic's location that consists of keys of `data`; it adds names of types."""
+    path: list[str] = []
+    for item in loc:
+        if isinstance(data, Mapping) and item in data:
+            data = typing.cast("Mapping[str | int, Any]", data)[item]
+        elif isinstance(data, list) and isinstance(item, int):
+            data = typing.cast("list[Any]", data)[item]
+        elif not (kind.startswith("missing") and item == loc[-1]):
+            continue
+        path.append(str(item))
+    return path
+
+
+def _owner(kind: Any, data: Any, path: list[str]) -> tuple[str, str]:
+    """Name of the class that declares the key, and the key's one-line doc."""
+    owner, doc = getattr(kind, "__name__", "the configuration"), ""
+    for key in path:
+        kind = _plain_type(kind, data)
+        known = fields_of(kind)
+        if known is not None and key in known:
+            owner, doc = kind.__name__, key_docs(kind).get(key, "")
+            kind = known[key]
+        else:
+            arguments = typing.get_args(kind)
+            kind = arguments[1] if len(arguments) == 2 else None
+        data = typing.cast("Mapping[str, Any]", data).get(key) if isinstance(data, Mapping) else None
+    return owner, doc
+
+
+_WORDS = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "dict_type": "a mapping of keys",
+    "mapping_type": "a mapping of keys",
+    "dataclass_type": "a mapping of keys",
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "none_required": "null",
+    "finite_number": "a finite number",
+}
+
+
+def _expected(error: Any) -> str:
+    context = error.get("ctx", {})
+    if error["type"] == "literal_error":
+        return f"one of {context['expected']}"
+    for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
+        if name in context:
+            return f"{words} {context[name]}"
+    return _WORDS.get(error["type"], str(error["msg"]).removeprefix("Input should be "))
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, str):
+        return f"the text {value!r}"
+    if isinstance(value, Mapping):
+        return "a mapping of keys"
+    return repr(value)

@@ -1,0 +1,126 @@
+"""The command line: `penstock run`, `penstock graph`.
+
+This module finds the command, runs it, and turns whatever happens into an exit code and at most one
+message:
+
+- 0: done.
+- 1: something failed while running; the message says which node, and what happened before.
+- 2: what was typed, configured or defined cannot run; nothing was trained.
+- 130, 143: interrupted, terminated; workers are ended and checkpoints are intact.
+
+Nothing heavy is imported before a command needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from ..dataflow.errors import ConfigError, FlowError, PenstockError, PlanError
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "run": "train as an algorithm, a model and a task say; or continue a run",
+    "graph": "show the graph that an algorithm's step function makes",
+}
+
+_HELP = """\
+usage: penstock COMMAND [key=value ...] [options]
+
+{commands}
+
+`penstock COMMAND --help` lists a command's groups and keys.
+`eval "$(penstock -sc install=bash)"` completes commands, groups and keys in bash.
+`penstock --version` prints the version.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Words after `penstock`; those of this process by default.
+
+    Returns:
+        The exit code.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    return _guarded(lambda: _dispatch(words))
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        shown = "\n".join(f"  {name:<8}{what}" for name, what in COMMANDS.items())
+        print(_HELP.format(commands=shown), end="")
+        return 0
+    if words[0] == "--version":
+        from .. import __version__
+
+        print(f"penstock {__version__}")
+        return 0
+    if "-sc" in words or "--shell-completion" in words:
+        from .completion import complete
+
+        return complete(words)
+    command, arguments = words[0], words[1:]
+    if command not in COMMANDS:
+        from difflib import get_close_matches
+
+        close = get_close_matches(command, COMMANDS, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise ConfigError(
+            f"penstock has no command '{command}'{hint}\n    commands are: {', '.join(COMMANDS)}"
+        )
+    return _command(command)(arguments)
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    if name == "graph":
+        from .graph import graph_command
+
+        return graph_command
+    from .run import run_command
+
+    return run_command
+
+
+class _Terminated(BaseException):
+    """SIGTERM came; raised so that everything on the stack is closed on the way out."""
+
+
+def _guarded(body: Callable[[], int]) -> int:
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return body()
+    except (ConfigError, FlowError, PlanError) as error:
+        return _say(str(error), 2)
+    except PenstockError as error:
+        return _say(str(error), 1)
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    except _Terminated:
+        return _say("terminated", 143)
+    except BrokenPipeError:
+        # The reader left, as `penstock graph | head` does; nothing more can be shown.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def _say(message: str, code: int) -> int:
+    print(f"penstock: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""What a run consists of, worked out before any model is built: its stages, graphs and roles.
+
+A stage is one algorithm with its graph, its placement and, for each role, who plays it and where
+its weights come from. Stages named under `before` run first; one from which nothing starts is left
+out, so giving a model folder, or a rule for a reward, skips the warm-up that would have made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..algorithms.roles import Policy, Reward, RewardModel, ValueModel
+from ..configs.schema import AlgorithmConfig, RoleConfig, RunConfig
+from ..configs.validate import nearest_key
+from ..dataflow.check import check_lag
+from ..dataflow.errors import ConfigError
+from ..dataflow.graph import Graph
+from ..dataflow.placement import Placement, flow_of
+from ..dataflow.record import build
+from ..dataflow.role import Role
+from .compose import load_step, step_cfg
+from .place import placement_of
+from .sizes import check_sizes
+
+__all__ = ["MODEL", "RolePlan", "Stage", "record", "stages_of"]
+
+MODEL = "model"
+"""As a role's start: the run's model."""
+
+CONTRACTS: Mapping[str, type[Role]] = {
+    "policy": Policy,
+    "value": ValueModel,
+    "reward_model": RewardModel,
+    "rule": Reward,
+}
+"""The workers that can be named, and the contract each fulfils."""
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """Who plays a role.
+
+    Attributes:
+        worker: A name of `CONTRACTS`, or `module:factory`.
+        start: `MODEL`, the name of an earlier stage, a folder, or "" for a worker without weights.
+        config: What was configured for the role.
+        trained: Whether the step trains it.
+    """
+
+    worker: str
+    start: str
+    config: RoleConfig
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One algorithm of a run, ready to be carried out.
+
+    Attributes:
+        name: "sft", or the main algorithm's own graph name.
+        at: The key under which it is configured.
+        config: Its configuration.
+        graph: Its recorded step.
+        placement: Where its nodes run.
+        roles: Role name -> who plays it.
+    """
+
+    name: str
+    at: str
+    config: AlgorithmConfig
+    graph: Graph
+    placement: Placement
+    roles: Mapping[str, RolePlan]
+
+    def trained(self, contract: type[Role]) -> str | None:
+        """The trained role of that contract, if there is one; the first if there are several."""
+        for role, kind in self.graph.roles.items():
+            if role in self.graph.trains_per_step and issubclass(kind, contract):
+                return role
+        return None
+
+    @property
+    def policy(self) -> str | None:
+        """The policy that the stage trains."""
+        return self.trained(Policy)
+
+
+def stages_of(config: RunConfig) -> tuple[Stage, ...]:
+    """The stages of a run in order, the main one last.
+
+    Raises:
+        ConfigError: If a key, a role, a file or a size is wrong.
+        FlowError: If a step is no valid graph, or its loss cannot correct for the schedule's lag.
+        PlanError: If the placement does not fit.
+    """
+    _check_model(config)
+    earlier: list[Stage] = []
+    algorithm = config.algorithm
+    for name, before in algorithm.before.items():
+        at = f"algorithm.before.{name}"
+        if before.before:
+            raise ConfigError(
+                f"'{at}.before' is set, but stages cannot be nested\n"
+                "    list all stages under algorithm.before, in order"
+            )
+        earlier.append(_stage(config, name, at, before, earlier))
+    main = _stage(config, "", "algorithm", algorithm, earlier)
+    wanted = _wanted(main, earlier)
+    return (*(stage for stage in earlier if stage.name in wanted), main)
+
+
+def record(algorithm: AlgorithmConfig, at: str) -> Graph:
+    """Record the step of an algorithm into its graph.
+
+    Raises:
+        ConfigError: If the step or its cfg cannot be used.
+        FlowError: If the step is no valid graph.
+    """
+    step = load_step(algorithm.step, f"{at}.step")
+    constants = step_cfg(step, algorithm.cfg, f"{at}.cfg")
+    return build(step, name=_graph_name(step.__name__), **constants)
+
+
+def _graph_name(step: str) -> str:
+    return step.removesuffix("_step") or step
+
+
+def _stage(
+    config: RunConfig, name: str, at: str, algorithm: AlgorithmConfig, earlier: list[Stage]
+) -> Stage:
+    graph = record(algorithm, at)
+    for given in algorithm.roles:
+        if given not in graph.roles:
+            raise ConfigError(
+                f"'{at}.roles' names a role '{given}', which {graph.name} does not have"
+                f"{nearest_key(given, graph.roles)}\n    its roles are: {', '.join(graph.roles)}"
+            )
+    roles = {
+        role: _role(config, f"{at}.roles.{role}", graph, role, algorithm, earlier)
+        for role in graph.roles
+    }
+    placement = placement_of(graph, config, main=not name)
+    flow_of(graph, placement)
+    check_lag(graph, config.schedule.max_lag)
+    check_sizes(graph, placement, algorithm.per_step, at)
+    return Stage(name or graph.name, at, algorithm, graph, placement, roles)
+
+
+def _role(
+    config: RunConfig,
+    at: str,
+    graph: Graph,
+    role: str,
+    algorithm: AlgorithmConfig,
+    earlier: list[Stage],
+) -> RolePlan:
+    given = algorithm.roles.get(role, RoleConfig())
+    contract = graph.roles[role]
+    trained = role in graph.trains_per_step
+    worker = given.worker or _default_worker(contract, earlier, given)
+    if worker is None:
+        raise ConfigError(
+            f"{graph.name} has a role '{role}' ({contract.__name__}) that nobody provides\n"
+            f"    say who plays it: {at}.worker=module:factory, a function that returns a worker "
+            "or its spec"
+        )
+    if given.optimizer is not None and not trained:
+        raise ConfigError(
+            f"'{at}.optimizer' is set, but {graph.name} does not train '{role}'\n"
+            f"    leave it out; trained roles are: {', '.join(graph.trains_per_step) or 'none'}"
+        )
+    if ":" in worker:
+        return RolePlan(worker, "", given, trained)
+    _check_worker(at, role, contract, worker)
+    if worker == "rule":
+        if given.start is not None:
+            raise ConfigError(
+                f"'{at}.start' is set, but a rule has no weights\n"
+                f"    leave it out, or set {at}.worker=reward_model"
+            )
+        return RolePlan(worker, "", given, trained)
+    return RolePlan(worker, _start(config, at, worker, given, earlier), given, trained)
+
+
+def _default_worker(contract: type[Role], earlier: list[Stage], given: RoleConfig) -> str | None:
+    if contract is Reward:
+        learned = given.start is not None or any(stage.trained(RewardModel) for stage in earlier)
+        return "reward_model" if learned else "rule"
+    return next((name for name, known in CONTRACTS.items() if contract is known), None)
+
+
+def _check_worker(at: str, role: str, contract: type[Role], worker: str) -> None:
+    if worker not in CONTRACTS:
+        raise ConfigError(
+            f"'{at}.worker': there is no worker '{worker}'{nearest_key(worker, CONTRACTS)}\n"
+            f"    workers are: {', '.join(CONTRACTS)}, or module:factory for your own"
+        )
+    if not issubclass(CONTRACTS[worker], contract):
+        fitting = [name for name, known in CONTRACTS.items() if issubclass(known, contract)]
+        raise ConfigError(
+            f"'{at}.worker': role '{role}' is a {contract.__name__}, which '{worker}' is not\n"
+            f"    use {' or '.join([*fitting, 'module:factory'])}"
+        )
+
+
+def _start(
+    config: RunConfig, at: str, worker: str, given: RoleConfig, earlier: list[Stage]
+) -> str:
+    names = [stage.name for stage in earlier]
+    if given.start in (MODEL, *names):
+        return str(given.start)
+    if given.start is not None:
+        if not (Path(given.start) / "config.json").is_file():
+            raise ConfigError(
+                f"'{at}.start': '{given.start}' is neither a stage nor a model folder"
+                f"{nearest_key(given.start, [MODEL, *names])}\n    stages are: "
+                f"{', '.join(names) or 'none'}; a model folder holds config.json and safetensors"
+            )
+        return given.start
+    if worker == "reward_model":
+        learned = [stage.name for stage in earlier if stage.trained(RewardModel)]
+        if learned:
+            return learned[-1]
+    if config.model.folder is not None:
+        return MODEL
+    policies = [stage.name for stage in earlier if stage.policy]
+    return policies[-1] if policies else MODEL
+
+
+def _wanted(main: Stage, earlier: list[Stage]) -> set[str]:
+    """Names of the stages from which the main one starts, directly or through others."""
+    by_name = {stage.name: stage for stage in earlier}
+    wanted: set[str] = set()
+    todo = [main]
+    while todo:
+        for role in todo.pop().roles.values():
+            if role.start in by_name and role.start not in wanted:
+                wanted.add(role.start)
+                todo.append(by_name[role.start])
+    return wanted
+
+
+def _check_model(config: RunConfig) -> None:
+    folder = config.model.folder
+    if folder is not None and not (Path(folder) / "config.json").is_file():
+        missing = "does not exist" if not Path(folder).exists() else "has no config.json"
+        raise ConfigError(
+            f"'model.folder': '{folder}' {missing}\n    give a local folder that save_pretrained "
+            "wrote; models are never downloaded"
+        )
+    if folder is None and not config.model.architecture:
+        raise ConfigError(
+            "'model' has neither a folder nor an architecture\n"
+            "    choose one: model=tiny, or model=folder model.folder=PATH"
+        )
+    if folder is not None and config.model.architecture:
+        raise ConfigError(
+            "'model' has both a folder and an architecture\n"
+            "    to start from a folder, choose model=folder model.folder=PATH"
+        )
+    if folder is None and config.model.tokenizer == "folder":
+        raise ConfigError(
+            "'model.tokenizer' is 'folder', but 'model.folder' is not set\n"
+            "    set model.tokenizer=task, or give a model folder"
+        )
+
+

@@ -1,0 +1,59 @@
+"""Files that are complete or absent, even if the process or the machine stops at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+__all__ = ["sync_file", "sync_folder", "write_json", "write_text"]
+
+
+def sync_file(path: Path) -> None:
+    """Make the file's content survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder, new, renamed or removed, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text` in one step: a reader sees all of the old or all of the new.
+
+    Raises:
+        OSError: If the folder is missing or full; `path` is then as it was.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            draft.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` as JSON in one step.
+
+    Raises:
+        ValueError: If `value` holds NaN or an infinity, which JSON has no word for.
+        TypeError: If it holds something else that JSON cannot say.
+    """
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")

@@ -1,0 +1,249 @@
+"""Checkpoints on disk: complete or absent, verified before use, never the only good one removed.
+
+    step-00000042.writing/   being filled by the caller
+        manifest.json        written last: size and SHA-256 of every file
+    step-00000042/           the same folder after one rename
+
+A checkpoint is one whose name has no suffix and whose files match its manifest. Whatever else a
+stopped process leaves behind carries a suffix and is removed by the next one. One process at a time
+writes to a store. What the files mean is the business of those who write them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+from .atomic import sync_file, sync_folder, write_json
+
+__all__ = ["CheckpointStore", "CheckpointWarning", "fault_of"]
+
+_MANIFEST = "manifest.json"
+_FORMAT = 1
+_NAME = re.compile(r"step-\d{8,}")
+_LEFTOVER = re.compile(r"step-\d{8,}\.(writing|retired)")
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint on disk cannot be used; an older one is taken instead."""
+
+
+class _Entry(TypedDict):
+    """What the manifest says of one file."""
+
+    size_bytes: int
+    sha256: str
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Args:
+        folder: Where they are; made when the first one is written.
+        keep: How many of the newest usable ones to keep, at least 1.
+
+    Raises:
+        ValueError: If `keep` is below 1.
+
+    Example:
+        >>> store = CheckpointStore(run_folder / "checkpoints")
+        >>> with store.write(42) as folder:
+        ...     actor.save_state(folder / "actor")
+        >>> store.latest()
+        PosixPath('.../checkpoints/step-00000042')
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep}: a store keeps at least 1 checkpoint")
+        self.folder = folder
+        self.keep = keep
+        self._good: set[Path] = set()
+
+    @contextmanager
+    def write(self, step: int) -> Generator[Path]:
+        """Make the checkpoint of `step`: yields a folder to fill; it counts once the block ends.
+
+        If the block raises, or the process stops, the checkpoints that were there are untouched. A
+        usable checkpoint of the same step is replaced only once the new one is complete. Older ones
+        beyond `keep` are removed afterwards.
+
+        Raises:
+            ValueError: If `step` is negative, or the block made something that is not a plain file
+                or folder, or a file with the manifest's name.
+        """
+        if step < 0:
+            raise ValueError(f"step={step}: a checkpoint belongs to a step, counted from 0")
+        final = self.folder / _name(step)
+        draft = final.with_name(f"{final.name}.writing")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._clean()
+        draft.mkdir()
+        try:
+            yield draft
+            _seal(draft, step)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        if final.exists():
+            _retire(final)
+        draft.rename(final)
+        sync_folder(self.folder)
+        self._good.add(final)
+        self._prune()
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint whose every byte is as it was written, or None.
+
+        Leftovers of interrupted writes are removed. A checkpoint that does not verify is passed
+        over with a `CheckpointWarning` saying what is wrong with it, and is left for inspection.
+        """
+        self._clean()
+        for folder in reversed(self._named()):
+            fault = fault_of(folder)
+            if fault is None:
+                self._good.add(folder)
+                return folder
+            self._good.discard(folder)
+            warnings.warn(
+                f"checkpoint {folder} cannot be used: {fault}; looking for an older one. "
+                "Delete the folder to silence this.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        return None
+
+    def _named(self) -> list[Path]:
+        """Folders with a checkpoint's name, oldest first, verified or not."""
+        if not self.folder.is_dir():
+            return []
+        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(
+            (path for path in found if path.is_dir()), key=lambda path: int(path.name[5:])
+        )
+
+    def _clean(self) -> None:
+        """Finish what an interrupted process left half done."""
+        if not self.folder.is_dir():
+            return
+        for path in list(self.folder.iterdir()):
+            if not _LEFTOVER.fullmatch(path.name):
+                continue
+            final = path.with_suffix("")
+            if path.suffix == ".retired" and not final.exists() and fault_of(path) is None:
+                # Stopped between setting it aside and naming its replacement, or removing it.
+                path.rename(final)
+            else:
+                shutil.rmtree(path)
+        sync_folder(self.folder)
+
+    def _prune(self) -> None:
+        """Remove what is older than the newest `keep` usable checkpoints."""
+        num_good = 0
+        for folder in reversed(self._named()):
+            if num_good >= self.keep:
+                self._good.discard(folder)
+                shutil.rmtree(_retire(folder))
+            elif folder in self._good or fault_of(folder) is None:
+                self._good.add(folder)
+                num_good += 1
+        for path in self.folder.glob("step-*.retired"):
+            shutil.rmtree(path)
+        sync_folder(self.folder)
+
+
+def fault_of(folder: Path) -> str | None:
+    """What keeps a checkpoint from being used, in words; None if every byte is as written."""
+    try:
+        entries = _read_manifest(folder)
+        found = set(_files(folder)) - {_MANIFEST}
+        for name, entry in sorted(entries.items()):
+            if name not in found:
+                return f"file '{name}' is missing"
+            size = (folder / name).stat().st_size
+            if size != entry["size_bytes"]:
+                return f"file '{name}' has {size} bytes, expected {entry['size_bytes']}"
+            if _sha256(folder / name) != entry["sha256"]:
+                return f"file '{name}' has another SHA-256 than when it was written"
+        extra = sorted(found - set(entries))
+        return f"file '{extra[0]}' is not in {_MANIFEST}" if extra else None
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
+def _read_manifest(folder: Path) -> dict[str, _Entry]:
+    """File name -> entry.
+
+    Raises:
+        ValueError: If it is missing, damaged, of another format, or of another step.
+    """
+    try:
+        content: Any = json.loads((folder / _MANIFEST).read_bytes())
+        version, step, entries = content["format"], content["step"], content["files"]
+        well_formed = all(
+            isinstance(entry["size_bytes"], int) and isinstance(entry["sha256"], str)
+            for entry in entries.values()
+        )
+    except FileNotFoundError:
+        raise ValueError(f"{_MANIFEST} is missing, so the write never finished") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{_MANIFEST} is damaged ({type(error).__name__}: {error})") from error
+    if not well_formed:
+        raise ValueError(f"{_MANIFEST} is damaged (an entry has no size or no SHA-256)")
+    if version != _FORMAT:
+        raise ValueError(f"{_MANIFEST} has format {version!r}, this version reads {_FORMAT}")
+    if folder.name.partition(".")[0] != _name(step):
+        raise ValueError(f"{_MANIFEST} is that of step {step!r}")
+    return cast(dict[str, _Entry], entries)
+
+
+def _name(step: object) -> str:
+    return f"step-{step:08d}" if isinstance(step, int) else ""
+
+
+def _seal(folder: Path, step: int) -> None:
+    """Make the files durable, then add the manifest that declares the checkpoint complete."""
+    files: dict[str, _Entry] = {}
+    for name in sorted(_files(folder)):
+        path = folder / name
+        sync_file(path)
+        files[name] = {"size_bytes": path.stat().st_size, "sha256": _sha256(path)}
+    if _MANIFEST in files:
+        raise ValueError(f"a checkpoint's own file may not be called {_MANIFEST}")
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+    write_json(folder / _MANIFEST, {"format": _FORMAT, "step": step, "files": files})
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Every file below `folder`, by its path within.
+
+    Raises:
+        ValueError: If something is neither a plain file nor a folder, a link for instance: its
+            target could change, or be missing elsewhere.
+    """
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise ValueError(f"'{path.relative_to(folder)}' is neither a plain file nor a folder")
+        if path.is_file():
+            yield path.relative_to(folder).as_posix()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _retire(folder: Path) -> Path:
+    """Give a checkpoint a leftover's name, in one step."""
+    retired = folder.with_name(f"{folder.name}.retired")
+    folder.rename(retired)
+    return retired

@@ -160,7 +160,7 @@ class Recorder:
         """Declare a table that every step reads from the data."""
         self.sources[name] = table
         node_name, ordinal = self._unique(name)
-        outputs = tuple(_outputs_of(table, {}, node_name, makes_rows=True))
+        outputs = tuple(_outputs_of(table, {}, node_name, makes_rows=True, where=where))
         node = Node(node_name, NodeKind.SOURCE, "row", ordinal, where, outputs=outputs,
                     output_table=table)  # fmt: skip
         return self._append(node)
@@ -380,13 +380,14 @@ def _rows_for(spec: Spec, rows: dict[str, str], name: str) -> str:
 
 
 def _outputs_of(
-    table: type, rows: dict[str, str], name: str, makes_rows: bool
+    table: type, rows: dict[str, str], name: str, makes_rows: bool, where: Where | None = None
 ) -> Iterator[OutputColumn]:
     for field_name, hint in hints_of(table).items():
         spec = spec_of(hint)
         if spec is None:
             raise FlowError(
                 f"table '{table.__name__}', field '{field_name}' is not a column",
+                where=where,
                 fix="annotate it with Annotated[Tensor, f32(...)], i64(...) or boolean(...)",
             )
         yield OutputColumn(

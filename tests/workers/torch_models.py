@@ -1,0 +1,96 @@
+"""Tiny models and batches shared by the tests of the torch engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from penstock.algorithms.roles import PolicyBatch, Rollout, Sampling
+from penstock.dataflow.worker import WorkerContext
+from penstock.workers.model import ModelSpec
+from penstock.workers.optimizer import OptimizerSpec
+from penstock.workers.torch_policy import TorchPolicy, TorchPolicySpec
+from torch import Tensor
+
+VOCAB = 61
+EOS = 2
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**BASE, "model_type": "llama", "tie_word_embeddings": False},
+    "llama-biased": {**BASE, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-all-heads": {**BASE, "model_type": "llama", "num_key_value_heads": 4},
+    "qwen2": {**BASE, "model_type": "qwen2", "tie_word_embeddings": False},
+    "qwen2-tied": {**BASE, "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {**BASE, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 256,
+}
+
+
+def architecture(name: str) -> dict[str, Any]:
+    return GPT2 if name == "gpt2" else FAMILIES[name]
+
+
+def make_policy(
+    name: str = "qwen2-tied",
+    *,
+    optimizer: OptimizerSpec | None = None,
+    context: WorkerContext | None = None,
+    spread: float = 0.15,
+    **options: Any,
+) -> TorchPolicy:
+    """A policy whose weights and biases are all random and large enough to make choices."""
+    dtype = options.pop("dtype", "float32")
+    spec = TorchPolicySpec(
+        model=ModelSpec(architecture=architecture(name), dtype=dtype),
+        eos_token_id=EOS,
+        optimizer=optimizer,
+        **options,
+    )
+    policy = spec.build(context or WorkerContext("actor", seed=7))
+    generator = torch.Generator().manual_seed(3)
+    weights = policy.export_weights()
+    policy.load_weights(
+        {n: torch.randn(w.shape, generator=generator) * spread for n, w in weights.items()}
+    )
+    return policy
+
+
+def make_prompts(num: int, longest: int = 19, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Prompts of 1 to `longest` tokens with scattered ids."""
+    generator = torch.Generator().manual_seed(seed)
+    length = torch.randint(1, longest + 1, (num,), generator=generator)
+    prompt = torch.randint(3, VOCAB, (num, longest), generator=generator)
+    prompt[torch.arange(longest) >= length[:, None]] = -1
+    return prompt, torch.arange(num) * 17 + 5
+
+
+def make_batch(policy: TorchPolicy, num_prompts: int = 6, *, new: int = 20) -> PolicyBatch:
+    prompt, prompt_id = make_prompts(num_prompts)
+    sampling = Sampling(num_samples=4, max_new_tokens=new)
+    return to_batch(policy.generate(prompt, prompt_id, sampling))
+
+
+def to_batch(roll: Rollout) -> PolicyBatch:
+    generator = torch.Generator().manual_seed(11)
+    advantage = torch.randn(len(roll.tokens), 1, generator=generator) * roll.mask
+    return PolicyBatch(
+        tokens=roll.tokens,
+        mask=roll.mask,
+        behavior_logprob=roll.behavior_logprob,
+        advantage=advantage,
+    )

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..dataflow.errors import ConfigError, WorkerError
 from .task import VerifierSpec
@@ -81,7 +81,7 @@ class VerifierPool:
     @property
     def process_ids(self) -> list[int]:
         """Ids of the living processes."""
-        return [child.process.pid for child in self._children if child.process.poll() is None]
+        return [child.process.pid for child in self._children if child.alive]
 
     def run(self, calls: Sequence[Sequence[Any]]) -> list[Outcome]:
         """Run every call and return its outcome, in order.
@@ -107,12 +107,10 @@ class VerifierPool:
             self._closed = True
             self._finalizer()
 
-    def replace(self, child: _Child) -> _Child:
+    def replace(self, child: _Child) -> None:
         """Kill a process and start another in its place."""
         child.stop()
-        fresh = _Child(self._spec, self._start_limit_s)
-        self._children[self._children.index(child)] = fresh
-        return fresh
+        self._children[self._children.index(child)] = _Child(self._spec, self._start_limit_s)
 
     @property
     def children(self) -> tuple[_Child, ...]:
@@ -143,8 +141,12 @@ class _Run:
     def outcomes(self) -> list[Outcome]:
         while len(self._outcomes) < len(self._calls):
             for child in self._pool.children:
-                if child.ready and child.row is None and self._waiting:
+                if not (child.ready and child.row is None and self._waiting):
+                    continue
+                if child.alive:
                     self._send(child)
+                else:  # it died idle; no call is to blame
+                    self._pool.replace(child)
             self._wait()
         return [self._outcomes[row] for row in range(len(self._calls))]
 
@@ -176,7 +178,9 @@ class _Run:
             return
         for message in messages:
             if "fatal" in message:
-                raise WorkerError(f"the verifier cannot be made:\n{message['fatal'].rstrip()}")
+                self._cannot_start(
+                    child, f"the verifier cannot be made:\n{message['fatal'].rstrip()}"
+                )
             if "ready" in message:
                 child.ready = True
             elif child.row is not None:
@@ -188,18 +192,23 @@ class _Run:
         code = child.exit_code()
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         if child.row is None:
-            raise WorkerError(f"the verifier's process ended {how} before it was ready")
+            self._cannot_start(child, f"the verifier's process ended {how} before it was ready")
         self._outcomes[child.row] = Outcome(error=f"the verifier's process ended {how}\n")
         self._pool.replace(child)
 
     def _expired(self, child: _Child) -> None:
         if child.row is None:
-            raise WorkerError(
+            self._cannot_start(
+                child,
                 f"the verifier's process was not ready after {child.start_limit_s:g} s\n"
-                "    see what the reward's module does when it is imported"
+                "    see what the reward's module does when it is imported",
             )
         self._outcomes[child.row] = Outcome(timed_out=True)
         self._pool.replace(child)
+
+    def _cannot_start(self, child: _Child, message: str) -> NoReturn:
+        self._pool.replace(child)  # for the next run to try again
+        raise WorkerError(message)
 
 
 class _Child:
@@ -223,6 +232,11 @@ class _Child:
         self.deadline = time.monotonic() + start_limit_s
         self._partial = b""
         self.send({"path": sys.path, "factory": spec.factory, "arguments": dict(spec.arguments)})
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process.poll() is None
 
     def send(self, message: Any) -> None:
         """Write a message. The child always reads, so this cannot block for long."""
@@ -250,7 +264,7 @@ class _Child:
 
     def stop(self) -> None:
         """Kill the process with all it has started, wait for it and close the pipes."""
-        if self.process.poll() is None:
+        if self.alive:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(timeout=_STOP_S)
         assert self.process.stdin is not None

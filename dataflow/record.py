@@ -72,14 +72,26 @@ def op(*, scope: Scope, makes_rows: bool = False) -> Callable[[Callable[P, R]], 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-            recorder = _RECORDER.get()
-            if recorder is None or next(standins_in((args, kwargs)), None) is None:
+            recorder = _recorder_for(args, kwargs)
+            if recorder is None:
                 return function(*args, **kwargs)
             return recorder.record_op(wrapper, scope, makes_rows, args, kwargs)
 
         return wrapper
 
     return decorate
+
+
+def _recorder_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder | None:
+    """The recorder, if a step is being recorded and the arguments hold one of its stand-ins.
+
+    A function of its own so that an op refers to it by name: what a script's op refers to by value
+    travels with it to other processes, and a `ContextVar` cannot.
+    """
+    recorder = _RECORDER.get()
+    if recorder is None or next(standins_in((args, kwargs)), None) is None:
+        return None
+    return recorder
 
 
 def build(step: Callable[..., Any], *, name: str | None = None, **constants: Any) -> Graph:

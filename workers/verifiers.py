@@ -73,8 +73,15 @@ BUILT_IN: dict[str, Verifier] = {"exact_match": exact_match, "math_verify": math
 
 
 def make_verifier(reward: str) -> Verifier:
-    """`load_verifier`, by the keyword a `VerifierSpec` uses."""
-    return load_verifier(reward)
+    """`load_verifier` for a process of its own, ready for the first call.
+
+    math-verify imports sympy and builds its grammars when first used, which takes seconds; that
+    must not count against a call's time limit.
+    """
+    verifier = load_verifier(reward)
+    if verifier is math_verify:
+        verifier("", "$\\frac{1}{2}$ and 2", "1/2")
+    return verifier
 
 
 def load_verifier(reference: str) -> Verifier:

@@ -114,7 +114,7 @@ def test_a_verifier_that_fails_is_counted_and_shown_once(caplog: pytest.LogCaptu
 
 def test_a_users_function_that_loops_or_fails_costs_its_own_rows(tmp_path: Path) -> None:
     task = _file_task(tmp_path, "{folder}/mine.py:f")
-    spec = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), time_limit_s=0.5, num_processes=2)
+    spec = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), time_limit_s=1.0, num_processes=2)
     reward = spec.build(CONTEXT)
     tokens, mask = _rows(["1/2", "loop", "raise", "no", "loop", "1/2"])
     score = reward.score(tokens, mask, torch.zeros(6, dtype=torch.int64))

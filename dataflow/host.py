@@ -1,8 +1,8 @@
 """One rank: the roles it hosts, and how it performs the work it is given.
 
 The same `Host` serves every executor. It unpacks a call's inputs to dense tensors, makes the call
-with the randomness scope of its step, checks and packs the outputs, and cuts a whole batch's output into the
-chunks that the other nodes work on.
+with the randomness scope of its step, checks and packs the outputs, and cuts a whole batch's output
+into the chunks that the other nodes work on.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .errors import WorkerError
 from .graph import Argument, Constant, Graph, Node, NodeKind, OutputColumn, Ref, RoleRef
 from .role import Metric, Role
 from .work import (
+    AskWork,
     CallWork,
     ExportWork,
     ImportWork,
@@ -74,6 +75,7 @@ class Host:
         metrics: Mapping[str, Metric] = {}
         parts: tuple[Part, ...] = ()
         weights: Weights | None = None
+        answer: Any = None
         match work:
             case CallWork():
                 parts, metrics = self._call(work)
@@ -89,12 +91,15 @@ class Host:
                 _save_part(self._fetch(work.part), Path(work.file))
             case LoadPartWork():
                 parts = (_load_part(Path(work.file)),)
+            case AskWork():
+                answer = getattr(self.roles[work.role], work.method)(*work.arguments)
         report = Report(
             start_s,
             time.time(),
             metrics,
             tuple(part[0].num_rows if part else 0 for part in parts),
             sum(column.num_bytes for part in parts for column in part),
+            answer,
         )
         return Result(report, parts, weights)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from .batch import Packed
 from .role import Metric
 
 __all__ = [
+    "AskWork",
     "CallWork",
     "ExportWork",
     "Handle",
@@ -104,8 +106,30 @@ class LoadPartWork:
     file: str
 
 
+@dataclass(frozen=True)
+class AskWork:
+    """Call a worker's own method outside any step: to hash its weights, to export a folder.
+
+    Attributes:
+        role: Whose worker.
+        method: Name of a public method.
+        arguments: Small picklable arguments, by position.
+    """
+
+    role: str
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
 Work = (
-    CallWork | ExportWork | ImportWork | SaveStateWork | LoadStateWork | SavePartWork | LoadPartWork
+    CallWork
+    | AskWork
+    | ExportWork
+    | ImportWork
+    | SaveStateWork
+    | LoadStateWork
+    | SavePartWork
+    | LoadPartWork
 )
 
 
@@ -119,6 +143,7 @@ class Report:
         metrics: Named numbers of this call, to be merged over chunks and ranks.
         num_rows: Rows in each stored part.
         num_bytes: Bytes of the stored parts.
+        answer: What an `AskWork` returned.
     """
 
     start_s: float
@@ -126,6 +151,7 @@ class Report:
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
     num_rows: tuple[int, ...] = ()
     num_bytes: int = 0
+    answer: Any = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,364 @@
+"""One run of a program: the shell between the scheduler's instructions and the executor's answers.
+
+Instructions become work for ranks, answers become events, and stored outputs are looked up by name.
+Through here pass messages, not tensors: an output is a handle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .batch import lengths_of, pack
+from .checkpoint import CheckpointFolder, ResumePoint, SavedRun, read_resume_point, write_run_state
+from .desk import POLL_S, Desk, Submission, describe
+from .errors import ConfigError, StateError, WorkerError
+from .executor import Executor, Program
+from .graph import Node, NodeKind
+from .host import cut_table
+from .placement import flow_of
+from .role import Metric
+from .schedule import Schedule
+from .scheduler import Scheduler
+from .scheduler_events import (
+    Abort,
+    AdmitStep,
+    CheckpointSaved,
+    DropSnapshot,
+    Finished,
+    Instruction,
+    Load,
+    NodeTask,
+    Output,
+    Publish,
+    Release,
+    RunCall,
+    RunTrain,
+    SaveCheckpoint,
+    SourceReady,
+    StepCompleted,
+    Task,
+    TaskDone,
+    TaskFailed,
+    Tick,
+    Versions,
+)
+from .spans import TaskSpan
+from .work import (
+    CallWork,
+    ExportWork,
+    Handle,
+    ImportWork,
+    LoadPartWork,
+    LoadStateWork,
+    Part,
+    Report,
+    SavePartWork,
+    SaveStateWork,
+    Work,
+)
+
+__all__ = ["Run", "Source", "StepResult"]
+
+
+class Source(Protocol):
+    """Where a step's rows come from: a pure function of the step's index."""
+
+    def batch(self, step: int) -> Any:
+        """The table of that step, as dense padded tensors."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one completed step reports.
+
+    Attributes:
+        step: Its index.
+        metrics: `node/name` -> value, merged over chunks and ranks.
+        spans: When and where each of its tasks ran.
+        lag: (versions behind, number of rollout tasks) pairs.
+        num_rows: Node -> rows it made.
+        controller_bytes: Bytes that passed through the controller since the step before.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    spans: tuple[TaskSpan, ...]
+    lag: tuple[tuple[int, int], ...] = ()
+    num_rows: Mapping[str, int] = field(default_factory=dict[str, int])
+    controller_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Done:
+    """One rank's share of a finished task."""
+
+    task: NodeTask
+    rank: int
+    report: Report
+    versions: Versions
+
+
+class Run:
+    """The state between instructions and answers; see `Engine.run` for the arguments."""
+
+    def __init__(
+        self,
+        program: Program,
+        name: str,
+        sources: Mapping[str, Source],
+        schedule: Schedule,
+        executor: Executor,
+        desk: Desk,
+        *,
+        seed: int,
+        num_steps: int,
+        checkpoint_every: int | None,
+        checkpoints: CheckpointFolder | None,
+    ) -> None:
+        self._graph, self._placement = program.graph, program.placement
+        self._flow = flow_of(program.graph, program.placement)
+        self._name = name
+        self._sources = sources
+        self._deadline_s = schedule.deadline_s
+        self._executor, self._desk = executor, desk
+        self._seed = seed
+        self._checkpoints = checkpoints
+        self._store: dict[Output, Handle] = {}
+        self._snapshots: dict[tuple[str, int], Handle] = {}
+        self._done_by_step: dict[int, list[_Done]] = {}
+        self._versions: dict[NodeTask, Versions] = {}
+        self._failed: Submission | None = None
+        self._bytes_before = executor.controller_bytes
+        point = read_resume_point(checkpoints, self._graph, seed) if checkpoints else None
+        self.scheduler = Scheduler(
+            self._flow,
+            schedule,
+            num_steps,
+            checkpoint_every=checkpoint_every,
+            resume=point.state if point else None,
+        )
+        if point:
+            self._restore(point)
+
+    def steps(self) -> Iterator[StepResult]:
+        """Drive the scheduler to its end, yielding completed steps."""
+        todo: deque[Instruction] = deque(self.scheduler.start(time.monotonic()))
+        while True:
+            while todo:
+                instruction = todo.popleft()
+                if isinstance(instruction, StepCompleted):
+                    yield self._result(instruction)
+                elif isinstance(instruction, Finished):
+                    return
+                else:
+                    todo.extend(self._carry_out(instruction))
+            for submission in self._desk.wait(min(POLL_S, self._deadline_s)):
+                todo.extend(self._answered(submission))
+            todo.extend(self.scheduler.handle(Tick(time.monotonic())))
+
+    # --- instructions
+
+    def _carry_out(self, instruction: Instruction) -> Sequence[Instruction]:
+        match instruction:
+            case AdmitStep():
+                return self._admit(instruction.step)
+            case RunCall() | RunTrain():
+                self._run_node(instruction)
+            case Publish():
+                work = ExportWork(instruction.role)
+                self._submit(instruction, self._flow.homes[instruction.role], {0: work})
+            case Load():
+                weights = self._snapshots[instruction.role, instruction.version]
+                works = self._on_all(instruction.group, ImportWork(instruction.role, weights))
+                self._submit(instruction, instruction.group, works)
+            case Release():
+                self._executor.release([self._store.pop(o) for o in instruction.outputs])
+            case DropSnapshot():
+                handle = self._snapshots.pop((instruction.role, instruction.version))
+                self._executor.release([handle])
+            case SaveCheckpoint():
+                self._save(instruction)
+                return self.scheduler.handle(CheckpointSaved(instruction.step, time.monotonic()))
+            case Abort():
+                raise self._failure(instruction)
+            case _:
+                raise StateError(f"unexpected instruction {instruction}")
+        return ()
+
+    def _admit(self, step: int) -> Sequence[Instruction]:
+        num_rows: tuple[int, ...] = ()
+        for name in self._graph.sources:
+            table = self._sources[name].batch(step)
+            parts = _pack_source(self._graph[name], table, self._flow.num_chunks)
+            for chunk, part in enumerate(parts):
+                self._store[Output(name, step, chunk)] = self._executor.put(part)
+            num_rows = tuple(part[0].num_rows for part in parts)
+        return self.scheduler.handle(SourceReady(step, time.monotonic(), num_rows))
+
+    def _run_node(self, instruction: RunCall | RunTrain) -> None:
+        node, task = self._graph[instruction.node], instruction.task
+        self._versions[task] = instruction.versions
+        if isinstance(instruction, RunCall):
+            chunks = range(self._flow.num_chunks) if task.chunk is None else [task.chunk]
+            works = {instruction.rank: self._call(node, task, chunks)}
+        else:
+            shares = _shares(self._flow.num_chunks, len(instruction.ranks))
+            works = {rank: self._call(node, task, shares[rank]) for rank in instruction.ranks}
+        self._submit(task, self._placement.nodes[node.name], works)
+
+    def _call(self, node: Node, task: NodeTask, chunks: Sequence[int]) -> CallWork:
+        inputs = {
+            producer: tuple(self._store[Output(producer, task.step, chunk)] for chunk in chunks)
+            for producer in dict.fromkeys(ref.node for _, ref in node.inputs)
+        }
+        return CallWork(node.name, task.step, task.chunk, inputs)
+
+    def _submit(self, task: Task, group: str, works: Mapping[int, Work]) -> None:
+        self._desk.submit(task, self._name, group, works)
+
+    def _on_all(self, group: str, work: Work) -> dict[int, Work]:
+        return dict.fromkeys(range(self._flow.groups[group]), work)
+
+    # --- answers
+
+    def _answered(self, submission: Submission) -> Sequence[Instruction]:
+        task, now = submission.task, time.monotonic()
+        if task is None:
+            return ()
+        if submission.failed is not None:
+            self._failed = submission
+            text = describe(submission.failed)
+            return self.scheduler.handle(TaskFailed(task, submission.failed.rank, text, now))
+        if isinstance(task, Publish):
+            self._snapshots[task.role, task.version] = submission.first.weights
+        elif isinstance(task, NodeTask):
+            self._keep(task, submission)
+        rows = submission.first.report.num_rows if submission.first.report else ()
+        return self.scheduler.handle(TaskDone(task, now, rows or None))
+
+    def _keep(self, task: NodeTask, submission: Submission) -> None:
+        done = self._done_by_step.setdefault(task.step, [])
+        versions = self._versions.pop(task)
+        for completion in submission.completions:
+            if completion.report:
+                done.append(_Done(task, completion.rank, completion.report, versions))
+            for index, part in enumerate(completion.parts):
+                self._store[Output(task.node, task.step, (task.chunk or 0) + index)] = part
+
+    def _result(self, completed: StepCompleted) -> StepResult:
+        done = self._done_by_step.pop(completed.step, [])
+        passed = self._executor.controller_bytes - self._bytes_before
+        self._bytes_before += passed
+        rows: dict[str, int] = {}
+        for one in done:
+            rows[one.task.node] = rows.get(one.task.node, 0) + sum(one.report.num_rows)
+        return StepResult(
+            completed.step,
+            {name: metric.value for name, metric in sorted(self._merged(done).items())},
+            tuple(self._span(one) for one in done),
+            completed.lag,
+            rows,
+            passed,
+        )
+
+    def _merged(self, done: Sequence[_Done]) -> dict[str, Metric]:
+        """Metrics added over chunks; a train call's are merged over ranks already."""
+        merged: dict[str, Metric] = {}
+        for one in done:
+            if one.rank and self._graph[one.task.node].kind is NodeKind.TRAIN:
+                continue
+            for name, metric in one.report.metrics.items():
+                key = f"{one.task.node}/{name}"
+                merged[key] = merged[key] + metric if key in merged else metric
+        return merged
+
+    def _span(self, done: _Done) -> TaskSpan:
+        task, report = done.task, done.report
+        group = self._placement.nodes[task.node]
+        return TaskSpan(
+            task.node,
+            task.step,
+            task.chunk,
+            group,
+            done.rank,
+            report.start_s,
+            report.end_s,
+            done.versions,
+        )
+
+    def _failure(self, abort: Abort) -> WorkerError:
+        """The report, headed by the line of the step function that made the node."""
+        task = self._failed.task if self._failed else None
+        where = f"{self._graph[task.node].where}\n" if isinstance(task, NodeTask) else ""
+        failure = WorkerError(f"{where}{abort.report}")
+        if self._failed and self._failed.failed:
+            failure.__cause__ = self._failed.failed.error
+        return failure
+
+    # --- checkpoints
+
+    def _now(self, group: str, works: Mapping[int, Work]) -> Submission:
+        return self._desk.perform_now(self._name, group, works, self._deadline_s)
+
+    def _group_of(self, node: str) -> str:
+        """Where a node's parts are saved and restored; a source's at the first group."""
+        return self._placement.nodes.get(node, self._placement.groups[0].name)
+
+    def _save(self, instruction: SaveCheckpoint) -> None:
+        if self._checkpoints is None:
+            return
+        with self._checkpoints.write(instruction.step) as folder:
+            saved = SavedRun(self._graph, self._seed, instruction)
+            for role, group in self._flow.homes.items():
+                (folder / role).mkdir()
+                self._now(group, self._on_all(group, SaveStateWork(role, str(folder / role))))
+            for output, file in saved.part_files(folder):
+                work = SavePartWork(self._store[output], str(file))
+                self._now(self._group_of(output.node), {0: work})
+            write_run_state(folder, saved)
+
+    def _restore(self, point: ResumePoint) -> None:
+        for group in self._placement.groups:
+            for role in self._placement.hosted_roles(self._graph, group.name):
+                if role in self._flow.homes:
+                    work = LoadStateWork(role, str(point.folder / role))
+                    self._now(group.name, self._on_all(group.name, work))
+        for output, file in point.parts:
+            work = LoadPartWork(output.node, str(file))
+            done = self._now(self._group_of(output.node), {0: work})
+            self._store[output] = done.first.parts[0]
+
+
+def _shares(num_chunks: int, num_ranks: int) -> list[list[int]]:
+    """Which chunks each rank trains on: contiguous, so that rank order is row order."""
+    bounds = [num_chunks * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [list(range(bounds[rank], bounds[rank + 1])) for rank in range(num_ranks)]
+
+
+def _pack_source(node: Node, table: Any, num_chunks: int) -> tuple[Part, ...]:
+    expected = node.output_table
+    if expected is None or not isinstance(table, expected):
+        raise ConfigError(
+            f"source '{node.name}' should give a {expected.__name__ if expected else 'table'}, but "
+            f"gave a {type(table).__name__}"
+        )
+    lengths = {
+        output.spec.ragged_axis: lengths_of(getattr(table, output.name))
+        for output in node.outputs
+        if output.spec.ragged_axis is not None and output.spec.dtype.value == "i64"
+    }
+    packed = tuple(
+        pack(
+            f"{node.name}.{output.name}",
+            getattr(table, output.name),
+            output.spec,
+            lengths.get(output.spec.ragged_axis) if output.spec.ragged_axis else None,
+        )
+        for output in node.outputs
+    )
+    return cut_table(node, packed, num_chunks)

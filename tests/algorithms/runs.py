@@ -1,0 +1,117 @@
+"""Each shipped algorithm as something small that can be run: sources, workers, config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.algorithms.grpo import GRPO, grpo_step
+from penstock.algorithms.ppo import PPO, ppo_step
+from penstock.algorithms.reward_modelling import RewardModelling, reward_modelling_step
+from penstock.algorithms.roles import Reward, Sampling
+from penstock.algorithms.sft import SFT, sft_step
+from penstock.dataflow.engine import Source
+from penstock.dataflow.graph import Graph
+from penstock.dataflow.record import build
+from penstock.dataflow.worker import WorkerContext, WorkerSpec
+from penstock.workers.data_source import DemonstrationSource, PairSource, PromptSource
+from penstock.workers.model import ModelSpec
+from penstock.workers.optimizer import OptimizerSpec
+from penstock.workers.reasoning_task import ReasoningTaskSpec
+from penstock.workers.rule_reward import RuleRewardSpec
+from penstock.workers.tokenizer import TokenizerSpec
+from penstock.workers.torch_policy import TorchPolicySpec
+from penstock.workers.torch_reward import TorchRewardModelSpec
+from penstock.workers.torch_value import TorchValueSpec
+from torch import Tensor
+
+TASK = ReasoningTaskSpec(
+    name="chain_sum",
+    config={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    prompt_template="{expression}=",
+    strip_spaces=True,
+    num_train=300,
+    num_held_out=16,
+)
+TOKENIZER = TokenizerSpec(alphabet="0123456789+-= ")
+PROMPTS_PER_STEP = 8
+
+
+class LengthReward(Reward):
+    """A rule that tells the samples of an untrained policy apart: shorter is better."""
+
+    def score(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Tensor:
+        return -mask.sum(dim=1).float()
+
+
+@dataclass(frozen=True)
+class LengthRewardSpec:
+    """Recipe for a `LengthReward`."""
+
+    def build(self, context: WorkerContext) -> LengthReward:
+        return LengthReward()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A step function with everything it needs."""
+
+    step: Callable[..., Any]
+    cfg: Any
+    sources: Mapping[str, Source]
+    workers: Mapping[str, WorkerSpec]
+    trained: tuple[str, ...] = ("actor",)
+    graph: Graph = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "graph", build(self.step, cfg=self.cfg))
+
+
+def model() -> ModelSpec:
+    """A model small enough for a test."""
+    return ModelSpec(
+        architecture={
+            "model_type": "qwen2",
+            "vocab_size": TOKENIZER.build().vocab_size,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.2,
+        }
+    )
+
+
+def make(name: str, *, seed: int = 0) -> Run:
+    """The run of "sft", "reward_modelling", "grpo" or "ppo"."""
+    task, tokenizer = TASK.build(), TOKENIZER.build()
+    eos, optimizer = tokenizer.eos_id, OptimizerSpec(lr=1e-3)
+    actor = TorchPolicySpec(model=model(), eos_token_id=eos, optimizer=optimizer)
+    rule = RuleRewardSpec(task=TASK, tokenizer=TOKENIZER)
+    size = {"batch_size": PROMPTS_PER_STEP, "seed": seed}
+    if name == "sft":
+        demos = DemonstrationSource(task, tokenizer, **size)
+        return Run(sft_step, SFT(), {"demos": demos}, {"actor": actor})
+    if name == "reward_modelling":
+        pairs = PairSource(task, tokenizer, **size)
+        reward = TorchRewardModelSpec(model=model(), optimizer=optimizer)
+        cfg = RewardModelling()
+        return Run(reward_modelling_step, cfg, {"pairs": pairs}, {"reward": reward}, ("reward",))
+    prompts = {"prompts": PromptSource(task, tokenizer, **size)}
+    if name == "grpo":
+        cfg = GRPO(sampling=Sampling(num_samples=4, max_new_tokens=6))
+        return Run(grpo_step, cfg, prompts, {"actor": actor, "reward": LengthRewardSpec()})
+    workers: dict[str, WorkerSpec] = {
+        "actor": actor,
+        "critic": TorchValueSpec(model=model(), optimizer=optimizer),
+        "ref": TorchPolicySpec(model=model(), eos_token_id=eos),
+        "reward": rule,
+    }
+    cfg = PPO(sampling=Sampling(max_new_tokens=6), epochs=2, num_minibatches=2)
+    return Run(ppo_step, cfg, prompts, workers, ("actor", "critic"))
+
+
+NAMES = ("sft", "reward_modelling", "grpo", "ppo")

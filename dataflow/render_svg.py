@@ -116,7 +116,7 @@ class _Drawing:
     def svg(self) -> str:
         """The whole picture."""
         head, head_height, head_width = _header(self.graph, self.colors)
-        legend, legend_width = _legend()
+        legend, legend_width = _legend(self.graph, self.arrows)
         inner = max(self.layout.width, head_width, legend_width)
         width = inner + 2 * _MARGIN
         height = head_height + self.bottoms[-1] + 74.0 + 2 * _MARGIN
@@ -266,17 +266,23 @@ def _header(graph: Graph, colors: Mapping[str, str]) -> tuple[str, float, float]
     return "".join(shapes), y + 26, max(width, _text_width(text, _SMALL))
 
 
-def _legend() -> tuple[str, float]:
-    """What fills and arrows mean; also its width."""
+def _legend(graph: Graph, arrows: tuple[DrawnArrow, ...]) -> tuple[str, float]:
+    """What the fills and arrows of this picture mean; also its width."""
+    fills = {node.kind for node in graph.nodes}
+    kinds = {arrow.kind for arrow in arrows}
     shapes: list[str] = []
     x = 0.0
     for kind, fill in KIND_FILLS.items():
+        if kind not in fills:
+            continue
         shapes.append(f'<rect x="{x:.1f}" y="0" width="16" height="12" rx="3" fill="{fill}" '
                       'stroke="#57606a"/>')  # fmt: skip
         shapes.append(_text(x + 22, 10, kind.value, _SMALL))
         x += 40 + _text_width(kind.value, _SMALL)
     widest, x = x, 0.0
     for kind, text in _LINE_TEXTS.items():
+        if kind not in kinds:
+            continue
         path = f'<path d="M{x:.1f} 30H{x + 30:.1f}" {_LINE_STYLES[kind]} fill="none" '
         shapes.append(f'{path}marker-end="url(#{kind})"/>')
         shapes.append(_text(x + 38, 34, text, _SMALL))

@@ -175,6 +175,17 @@ def test_equal_graphs_are_drawn_equally(name: str) -> None:
     assert to_svg(GRAPHS[name]) == to_svg(GRAPHS[name])
 
 
+def test_the_picture_in_the_documentation_is_of_today_s_graph() -> None:
+    """PENSTOCK_ACCEPT=1 draws it anew."""
+    file = Path(__file__).parents[2] / "docs" / "ppo_graph.svg"
+    if os.environ.get("PENSTOCK_ACCEPT") == "1":
+        file.write_text(to_svg(GRAPHS["ppo"]))
+    shown = [
+        [t[3] for t in texts(ET.fromstring(s))] for s in (file.read_text(), to_svg(GRAPHS["ppo"]))
+    ]
+    assert shown[0] == shown[1]
+
+
 def test_names_are_escaped() -> None:
     odd = build(two_trains, name='a < "b" & c')
     picture = ET.fromstring(to_svg(odd))

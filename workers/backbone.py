@@ -139,12 +139,15 @@ class LeanBackbone:
         heads, keys = self.num_heads, self.num_key_heads
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(x), -1, self.head_dim)
         if layer.query_norm is None or layer.key_norm is None:
-            rotated = _rotate(qkv[:, : heads + keys], cos, sin)
-            return rotated[:, :heads], rotated[:, heads:], qkv[:, heads + keys :]
+            both, value = qkv.split([heads + keys, keys], dim=1)
+            query, key = _rotate(both, cos, sin).split([heads, keys], dim=1)
+            return query, key, value
+        # split, not slices: its gradient is one concatenation instead of a sum of padded copies.
+        query, key, value = qkv.split([heads, keys, keys], dim=1)
         size = (self.head_dim,)
-        query = F.rms_norm(qkv[:, :heads], size, layer.query_norm, self.eps)
-        key = F.rms_norm(qkv[:, heads : heads + keys], size, layer.key_norm, self.eps)
-        return _rotate(query, cos, sin), _rotate(key, cos, sin), qkv[:, heads + keys :]
+        query = F.rms_norm(query, size, layer.query_norm, self.eps)
+        key = F.rms_norm(key, size, layer.key_norm, self.eps)
+        return _rotate(query, cos, sin), _rotate(key, cos, sin), value
 
     def finish(self, x: Tensor, mixed: Tensor, layer: LayerWeights) -> Tensor:
         """Output projection, residual and feed-forward; `mixed` is [N, H * E]."""

@@ -1,0 +1,82 @@
+"""One rank of `test_data_parallel`: `python data_parallel_rank.py RANK NUM_RANKS FOLDER SPLIT`.
+
+SPLIT is how many of the batch's prompts rank 0 holds. Writes its tokens and weights to FOLDER.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss
+from penstock.algorithms.roles import PairBatch, Sampling
+from penstock.dataflow.context import call_scope
+from penstock.dataflow.worker import WorkerContext
+from penstock.workers.model import ModelSpec
+from penstock.workers.optimizer import OptimizerSpec
+from penstock.workers.torch_reward import TorchRewardModelSpec
+from torch_models import architecture, make_policy, make_prompts, to_batch
+
+NUM_PROMPTS = 6
+SAMPLING = Sampling(num_samples=4, max_new_tokens=12)
+
+
+def main(rank: int, num_ranks: int, folder: Path, split: int) -> None:
+    if num_ranks > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder / 'store'}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=60),
+        )
+    optimizer = OptimizerSpec(lr=1e-3)
+    context = WorkerContext("actor", seed=7, rank=rank, num_ranks=num_ranks)
+    policy = make_policy(optimizer=optimizer, context=context)
+    reward = TorchRewardModelSpec(
+        model=ModelSpec(architecture=architecture("qwen3")), optimizer=optimizer
+    ).build(WorkerContext("reward", seed=7, rank=rank, num_ranks=num_ranks))
+
+    prompt, prompt_id = make_prompts(NUM_PROMPTS)
+    part = slice(0, NUM_PROMPTS)
+    if num_ranks > 1:
+        part = slice(0, split) if rank == 0 else slice(split, NUM_PROMPTS)
+    metrics: dict[str, float] = {}
+    tokens = torch.zeros(0, 0, dtype=torch.int64)
+    for step in range(3):
+        with call_scope(step, 0):
+            roll = policy.generate(prompt[part], prompt_id[part], SAMPLING)
+        if step == 0:
+            tokens = roll.tokens
+        number = torch.arange(NUM_PROMPTS).repeat_interleave(SAMPLING.num_samples)[
+            part.start * SAMPLING.num_samples : part.stop * SAMPLING.num_samples
+        ]
+        batch = to_batch(roll)
+        with call_scope(step, 0):
+            found = policy.train(ClippedPolicyLoss(), batch, num_minibatches=2)
+        pairs = PairBatch(
+            pair_id=number * 2 + torch.arange(len(number)) // 2 % 2,
+            tokens=batch.tokens,
+            mask=batch.mask,
+            chosen=torch.arange(len(number)) % 2 == 0,
+        )
+        with call_scope(step, 0):
+            reward.train(BradleyTerryLoss(), pairs, num_minibatches=3)
+        metrics = {name: metric.value for name, metric in found.metrics.items()}
+
+    saved = {f"actor/{n}": w for n, w in policy.export_weights().items()}
+    saved |= {f"reward/{n}": w for n, w in reward.export_weights().items()}
+    saved |= {f"metric/{n}": torch.tensor(v, dtype=torch.float64) for n, v in metrics.items()}
+    saved["tokens"] = torch.nn.functional.pad(tokens, (0, 40 - tokens.shape[1]), value=-1)
+    safetensors.torch.save_file(saved, folder / f"{num_ranks}-{rank}.safetensors")
+    if num_ranks > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))

@@ -196,7 +196,9 @@ def _owner(kind: Any, data: Any, path: list[str]) -> tuple[str, str]:
         else:
             arguments = typing.get_args(kind)
             kind = arguments[1] if len(arguments) == 2 else None
-        data = typing.cast("Mapping[str, Any]", data).get(key) if isinstance(data, Mapping) else None
+        data = (
+            typing.cast("Mapping[str, Any]", data).get(key) if isinstance(data, Mapping) else None
+        )
     return owner, doc
 
 

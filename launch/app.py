@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from collections.abc import Generator
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path

@@ -17,10 +17,13 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ..configs.schema import RunConfig
 from ..configs.validate import nearest_key, validated
 from ..dataflow.check import hints_of
 from ..dataflow.errors import ConfigError, PenstockError
+from .data import task_spec_of
 
 __all__ = ["dumped", "load_object", "load_step", "run_config", "step_cfg"]
 
@@ -93,7 +96,9 @@ def _import_failure(name: str, at: str, error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = frames[-1] if frames else None
     line = f"{where.filename}:{where.lineno}\n    {where.line}" if where else name
-    return f"'{at}': module '{name}' cannot be imported\n{line}\n    {type(error).__name__}: {error}"
+    return (
+        f"'{at}': module '{name}' cannot be imported\n{line}\n    {type(error).__name__}: {error}"
+    )
 
 
 def step_cfg(step: Callable[..., Any], data: Mapping[str, Any], at: str) -> dict[str, Any]:
@@ -127,12 +132,13 @@ def dumped(config: RunConfig) -> dict[str, Any]:
     """The configuration as plain data, every default spelt out; `run_config` reads it back."""
     data = config.model_dump(mode="json")
     _spell_out(data["algorithm"], "algorithm")
+    task = task_spec_of(config)
+    options = TypeAdapter(type(task)).dump_python(task, mode="json")
+    data["task"] = {**options, **data["task"]}
     return data
 
 
 def _spell_out(algorithm: dict[str, Any], at: str) -> None:
-    from pydantic import TypeAdapter
-
     step = load_step(algorithm["step"], f"{at}.step")
     for cfg in step_cfg(step, algorithm["cfg"], f"{at}.cfg").values():
         algorithm["cfg"] = TypeAdapter(type(cfg)).dump_python(cfg, mode="json")

@@ -21,10 +21,11 @@ from ..dataflow.placement import Placement, flow_of
 from ..dataflow.record import build
 from ..dataflow.role import Role
 from .compose import load_step, step_cfg
+from .data import check_tables
 from .place import placement_of
 from .sizes import check_sizes
 
-__all__ = ["MODEL", "RolePlan", "Stage", "record", "stages_of"]
+__all__ = ["CONTRACTS", "MODEL", "RolePlan", "Stage", "record", "stages_of"]
 
 MODEL = "model"
 """As a role's start: the run's model."""
@@ -145,6 +146,7 @@ def _stage(
     placement = placement_of(graph, config, main=not name)
     flow_of(graph, placement)
     check_lag(graph, config.schedule.max_lag)
+    check_tables(graph, at)
     check_sizes(graph, placement, algorithm.per_step, at)
     return Stage(name or graph.name, at, algorithm, graph, placement, roles)
 
@@ -206,11 +208,19 @@ def _check_worker(at: str, role: str, contract: type[Role], worker: str) -> None
         )
 
 
-def _start(
-    config: RunConfig, at: str, worker: str, given: RoleConfig, earlier: list[Stage]
-) -> str:
+def _start(config: RunConfig, at: str, worker: str, given: RoleConfig, earlier: list[Stage]) -> str:
     names = [stage.name for stage in earlier]
     if given.start in (MODEL, *names):
+        if (
+            worker == "policy"
+            and given.start in names
+            and not earlier[names.index(given.start)].policy
+        ):
+            raise ConfigError(
+                f"'{at}.start': stage '{given.start}' trains no policy, so a policy cannot start "
+                f"from it\n    stages that do: "
+                f"{', '.join(stage.name for stage in earlier if stage.policy) or 'none'}"
+            )
         return str(given.start)
     if given.start is not None:
         if not (Path(given.start) / "config.json").is_file():
@@ -266,5 +276,3 @@ def _check_model(config: RunConfig) -> None:
             "'model.tokenizer' is 'folder', but 'model.folder' is not set\n"
             "    set model.tokenizer=task, or give a model folder"
         )
-
-

@@ -1,0 +1,41 @@
+"""Evaluation: answer held-out problems and score the answers. Trains nothing.
+
+A graph of its own on the workers of another: its policy has the same name and is the same worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..dataflow.role import Role, call
+from .roles import PerSample, Policy, PromptId, Prompts, Reward, Sampling, TokenIds, TokenMask
+
+__all__ = ["Evaluation", "Observer", "evaluate_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Options of evaluation."""
+
+    sampling: Sampling = Sampling(temperature=0.0)
+    """How responses are drawn; greedily by default."""
+
+
+class Observer(Role):
+    """Somebody who looks at scored responses, to show or keep some."""
+
+    @call("forward", scope="batch")
+    def observe(
+        self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId, *, score: PerSample
+    ) -> PerSample:
+        """Look at all responses; returns `score` as it came."""
+        raise NotImplementedError
+
+
+def evaluate_step(
+    prompts: Prompts, actor: Policy, verifier: Reward, observer: Observer, cfg: Evaluation
+) -> PerSample:
+    """One response per prompt (or `num_samples`), scored."""
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = verifier.score(roll.tokens, roll.mask, roll.prompt_id)
+    return observer.observe(roll.tokens, roll.mask, roll.prompt_id, score=score)

@@ -1,0 +1,145 @@
+"""The data of a run: its task, its tokenizer, and a source for every table a step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..algorithms.roles import Demonstrations, PreferencePairs, Prompts
+from ..configs.schema import RunConfig
+from ..configs.validate import fields_of, validated
+from ..dataflow.engine import Source
+from ..dataflow.errors import ConfigError
+from ..dataflow.graph import Graph
+from ..workers.data_report import DataReport
+from ..workers.data_source import DemonstrationSource, PairSource, PromptSource
+from ..workers.task import Task, TaskSpec, fingerprint, task_alphabet, task_spec
+from ..workers.tokenizer import Tokenizer, TokenizerSpec
+
+__all__ = ["Data", "HeldOut", "check_tables", "load_data", "sources_of", "task_spec_of"]
+
+_TABLES: Mapping[type, Any] = {
+    Prompts: PromptSource,
+    Demonstrations: DemonstrationSource,
+    PreferencePairs: PairSource,
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """A task and how its text becomes tokens."""
+
+    spec: TaskSpec
+    task: Task
+    tokenizer_spec: TokenizerSpec
+    tokenizer: Tokenizer
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the problems, so that a reward elsewhere can check it has the same."""
+        return fingerprint(self.task)
+
+
+def task_spec_of(config: RunConfig) -> TaskSpec:
+    """The task's spec, its options validated.
+
+    Raises:
+        ConfigError: If the kind or an option is unknown, missing or of the wrong type.
+    """
+    section = config.task
+    options = section.options
+    kind = type(task_spec(section.kind, **options))
+    if "max_bad_fraction" in (fields_of(kind) or {}):
+        options["max_bad_fraction"] = section.max_bad_fraction
+    spec: Any = validated(kind, options, "task")
+    return spec
+
+
+def load_data(config: RunConfig) -> Data:
+    """Read or generate the task's problems, and make the tokenizer.
+
+    Raises:
+        ConfigError: If a file is missing or bad, or the task or tokenizer cannot be made.
+    """
+    spec = task_spec_of(config)
+    task = spec.build()
+    chosen = config.model.tokenizer
+    if chosen == "task":
+        tokenizer_spec = TokenizerSpec(kind="char", alphabet=task_alphabet(task))
+    elif chosen == "folder":
+        tokenizer_spec = TokenizerSpec(kind="folder", folder=config.model.folder)
+    else:
+        tokenizer_spec = chosen
+    return Data(spec, task, tokenizer_spec, tokenizer_spec.build())
+
+
+def check_tables(graph: Graph, at: str) -> None:
+    """Refuse a step that reads a table no task can give.
+
+    Raises:
+        ConfigError: Naming the table.
+    """
+    for name, table in graph.sources.items():
+        if table not in _TABLES:
+            raise ConfigError(
+                f"'{at}.step': {graph.name} reads a table '{name}' ({table.__name__}) that no task "
+                f"gives\n    tasks give: {', '.join(kind.__name__ for kind in _TABLES)}; for "
+                "another table, use Engine from Python with a source of your own"
+            )
+
+
+def sources_of(
+    graph: Graph, per_step: Mapping[str, int], config: RunConfig, data: Data
+) -> tuple[dict[str, Source], list[DataReport]]:
+    """A source for every table, and what was left out while reading.
+
+    Raises:
+        ConfigError: If too many rows are bad, or fewer are left than one step takes.
+    """
+    sources: dict[str, Source] = {}
+    reports: list[DataReport] = []
+    for name, table in graph.sources.items():
+        options: dict[str, Any] = {
+            "batch_size": per_step[name],
+            "seed": config.seed,
+            "max_prompt_tokens": config.task.max_prompt_tokens,
+            "max_bad_fraction": config.task.max_bad_fraction,
+        }
+        if table is not Prompts:
+            options["max_response_tokens"] = config.task.max_response_tokens
+        source = _TABLES[table](data.task, data.tokenizer, **options)
+        sources[name] = source
+        reports.append(source.report)
+    return sources, reports
+
+
+class HeldOut:
+    """The held-out prompts as a source: the same in every step.
+
+    Raises:
+        ConfigError: If too many prompts cannot be used.
+    """
+
+    def __init__(self, config: RunConfig, data: Data) -> None:
+        source = PromptSource(
+            data.task,
+            data.tokenizer,
+            batch_size=1,
+            seed=0,
+            max_prompt_tokens=config.task.max_prompt_tokens,
+            max_bad_fraction=config.task.max_bad_fraction,
+        )
+        available = len(data.task.held_out) - source.report.num_bad
+        self._prompts = source.held_out(min(config.evaluation.num_prompts, available))
+
+    @property
+    def num_prompts(self) -> int:
+        """How many problems are asked."""
+        return len(self._prompts.prompt_id)
+
+    def batch(self, step: int) -> Prompts:
+        """All of them."""
+        del step
+        return self._prompts

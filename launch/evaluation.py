@@ -1,0 +1,118 @@
+"""Measuring the policy on held-out problems, between the steps of a stage."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..algorithms.evaluate import Evaluation, evaluate_step
+from ..algorithms.roles import Sampling
+from ..configs.schema import RunConfig
+from ..dataflow.engine import Engine
+from ..dataflow.executor import Program
+from ..dataflow.graph import Argument, Graph, Node, RoleRef
+from ..dataflow.placement import follow
+from ..dataflow.record import build
+from ..dataflow.role import Role
+from ..dataflow.worker import WorkerSpec
+from ..workers.example_file import ExampleFileSpec
+from ..workers.rule_reward import RuleRewardSpec
+from .data import Data, HeldOut
+from .stages import Stage
+
+__all__ = ["Evaluator", "Measured"]
+
+_PROGRAM = "evaluate"
+_VERIFIER, _OBSERVER = "verifier", "observer"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one evaluation found.
+
+    Attributes:
+        accuracy: Share of held-out problems answered right, 0 to 1.
+        metrics: Everything it reported.
+        examples: The first responses: prompt_id, prompt, response, score.
+    """
+
+    accuracy: float
+    metrics: dict[str, float]
+    examples: list[dict[str, Any]]
+
+
+class Evaluator:
+    """Evaluates the policy of one stage, on the workers that train it.
+
+    Args:
+        stage: The stage; it must train a policy.
+        config: The run's configuration.
+        data: Its task and tokenizer.
+        held_out: The problems.
+        folder: Where examples are passed through a file.
+    """
+
+    def __init__(
+        self, stage: Stage, config: RunConfig, data: Data, held_out: HeldOut, folder: Path
+    ) -> None:
+        sampling = Sampling(temperature=0.0, max_new_tokens=config.task.max_response_tokens)
+        graph = build(evaluate_step, name=_PROGRAM, cfg=Evaluation(sampling=sampling))
+        names = {"actor": stage.policy or "actor"}
+        for role in (_VERIFIER, _OBSERVER):
+            names[role] = f"evaluation_{role}" if role in stage.graph.roles else role
+        for old, new in names.items():
+            graph = _with_role(graph, old, new)
+        self._graph = graph
+        self._program = Program(self._graph, follow(self._graph, stage.graph, stage.placement))
+        self._held_out = held_out
+        self._examples = folder / "examples.jsonl"
+        self.workers: dict[str, WorkerSpec | Role] = {
+            names[_VERIFIER]: RuleRewardSpec(
+                task=data.spec,
+                tokenizer=data.tokenizer_spec,
+                task_fingerprint=data.fingerprint,
+            ),
+            names[_OBSERVER]: ExampleFileSpec(
+                path=str(self._examples.resolve()),
+                tokenizer=data.tokenizer_spec,
+                num_examples=config.evaluation.num_examples,
+            ),
+        }
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """What the engine must carry besides the stage's own graph."""
+        return {_PROGRAM: self._program}
+
+    def measure(self, engine: Engine) -> Measured:
+        """Answer all held-out problems with the current weights; nothing else may be running."""
+        (result,) = engine.run({"prompts": self._held_out}, 1, program=_PROGRAM)
+        metrics = dict(result.metrics)
+        examples: list[dict[str, Any]] = []
+        if self._examples.is_file():
+            examples = [json.loads(line) for line in self._examples.read_text().splitlines()]
+            self._examples.unlink()
+        return Measured(metrics[f"{_VERIFIER}.score/reward/correct"], metrics, examples)
+
+
+def _with_role(graph: Graph, old: str, new: str) -> Graph:
+    """The same graph with a role renamed: the role's workers are found by name."""
+
+    def named(role: str) -> str:
+        return new if role == old else role
+
+    def argument(value: Argument) -> Argument:
+        return RoleRef(named(value.role)) if isinstance(value, RoleRef) else value
+
+    def node(one: Node) -> Node:
+        return replace(
+            one,
+            role=named(one.role) if one.role else one.role,
+            arguments=tuple((name, argument(value)) for name, value in one.arguments),
+            reads=tuple(replace(read, role=named(read.role)) for read in one.reads),
+        )
+
+    roles = {named(role): contract for role, contract in graph.roles.items()}
+    return replace(graph, nodes=tuple(map(node, graph.nodes)), roles=roles)

@@ -1,0 +1,87 @@
+"""A run made ready: everything that can be refused is refused here, before any model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..configs.schema import RunConfig
+from ..dataflow.engine import Source
+from ..dataflow.errors import ConfigError
+from ..workers.data_report import DataReport
+from ..workers.rule_reward import RuleRewardSpec
+from .build_workers import check_options
+from .data import Data, HeldOut, load_data, sources_of, task_spec_of
+from .place import make_executor
+from .stages import Stage, stages_of
+
+__all__ = ["Job", "prepare"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, ready to be carried out.
+
+    Attributes:
+        config: Its configuration.
+        stages: What is trained, in order; the main one last.
+        data: Its task and tokenizer.
+        sources: For each stage, a source for every table it reads.
+        held_out: The problems to measure accuracy on; None if there is nothing to measure.
+        reports: What was left out of the data, one for each way it is read.
+    """
+
+    config: RunConfig
+    stages: tuple[Stage, ...]
+    data: Data
+    sources: Mapping[str, Mapping[str, Source]]
+    held_out: HeldOut | None
+    reports: tuple[DataReport, ...]
+
+    @property
+    def main(self) -> Stage:
+        """The stage the run is for."""
+        return self.stages[-1]
+
+
+def prepare(config: RunConfig) -> Job:
+    """Check a run through and read its data.
+
+    Raises:
+        ConfigError: If a key, a role, a file or a size is wrong.
+        FlowError: If a step is no valid graph.
+        PlanError: If the placement does not fit.
+    """
+    stages = stages_of(config)
+    for stage in stages:
+        check_options(stage)
+    task_spec_of(config)
+    make_executor(config)
+    data = load_data(config)
+    reports: list[DataReport] = [data.task.report]
+    sources: dict[str, Mapping[str, Source]] = {}
+    for stage in stages:
+        made, left_out = sources_of(stage.graph, stage.config.per_step, config, data)
+        sources[stage.name] = made
+        reports += left_out
+    if any(plan.worker == "rule" for stage in stages for plan in stage.roles.values()):
+        _check_rule(data)
+    return Job(config, stages, data, sources, _held_out(config, stages[-1], data), tuple(reports))
+
+
+def _check_rule(data: Data) -> None:
+    """A rule needs the task's verifier; asking for it says what is missing."""
+    RuleRewardSpec(task=data.spec, tokenizer=data.tokenizer_spec)
+    _ = data.task.verifier
+
+
+def _held_out(config: RunConfig, main: Stage, data: Data) -> HeldOut | None:
+    if main.policy is None or not config.evaluation.num_prompts or not len(data.task.held_out):
+        return None
+    if config.evaluation.num_prompts > len(data.task.held_out):
+        raise ConfigError(
+            f"'evaluation.num_prompts' is {config.evaluation.num_prompts}, but task "
+            f"'{data.task.task_id}' holds out {len(data.task.held_out)} problems\n"
+            "    ask for fewer, or raise task.num_held_out"
+        )
+    return HeldOut(config, data)

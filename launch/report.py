@@ -1,0 +1,111 @@
+"""What a run says at its end: summary.json, a curve, and a few lines for a person."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .curve import draw_curve
+from .job import Job
+from .metrics import read_metrics
+from .progress import format_duration
+from .run_folder import RunFolder, code_version
+from .train import Outcome
+
+__all__ = ["summary_of", "write_report"]
+
+_CURVES = (
+    ("reward/mean", "mean reward"),
+    ("score_mean", "mean score"),
+    ("accuracy", "accuracy"),
+    ("cross_entropy", "cross-entropy, nats"),
+    ("loss", "loss"),
+)
+"""Metrics a run can be judged by, best first, and what to write beside the axis."""
+
+
+def summary_of(
+    job: Job, folder: RunFolder, outcome: Outcome, peak_memory_bytes: int, wall_time_s: float
+) -> dict[str, Any]:
+    """The contents of summary.json. Times are of this process only, if the run was resumed."""
+    main = job.main
+    return {
+        "graph": main.graph.name,
+        "task": job.data.task.task_id,
+        "seed": job.config.seed,
+        "stages": [stage.name for stage in job.stages],
+        "num_steps": main.config.num_steps,
+        "weights_sha256": outcome.weights_sha256,
+        "roles_sha256": outcome.roles_sha256,
+        "accuracy_before_rl": outcome.before.accuracy if outcome.before else None,
+        "accuracy_after_rl": outcome.after.accuracy if outcome.after else None,
+        "num_held_out": job.held_out.num_prompts if job.held_out else 0,
+        "samples_per_s": outcome.samples_per_s,
+        "step_time_s": outcome.step_time_s,
+        "peak_memory_bytes": peak_memory_bytes,
+        "wall_time_s": wall_time_s,
+        "main_stage_wall_time_s": outcome.wall_time_s,
+        "resumed": len(outcome.step_times_s) < main.config.num_steps,
+        "code": str(code_version()),
+        "examples_before": outcome.before.examples if outcome.before else [],
+        "examples_after": outcome.after.examples if outcome.after else [],
+    }
+
+
+def write_report(
+    job: Job, folder: RunFolder, outcome: Outcome, summary: dict[str, Any], console: Console
+) -> None:
+    """Draw the curve and print what came out; the last line sums it up."""
+    curve = _draw(job, folder, summary)
+    for line in _examples(outcome):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    shown = {
+        "models": folder.path / "models",
+        "curve": curve,
+        "timeline": folder.trace,
+        "tensorboard": folder.path if job.config.tracker.tensorboard else None,
+    }
+    for name, path in shown.items():
+        if path is not None:
+            console.print(f"{name}: {path}", highlight=False, markup=False, soft_wrap=True)
+    console.print(_summary_line(job, folder, summary), highlight=False, soft_wrap=True)
+
+
+def _draw(job: Job, folder: RunFolder, summary: dict[str, Any]) -> Path | None:
+    rows = read_metrics(folder.metrics)
+    for suffix, label in _CURVES:
+        names = [name for name in (rows[-1] if rows else {}) if name.endswith(f"/{suffix}")]
+        if names:
+            points = [(row["step"], row[names[0]]) for row in rows if row.get(names[0]) is not None]
+            title = f"{summary['graph']} on {summary['task']}, seed {summary['seed']}"
+            path = folder.path / "curve.svg"
+            path.write_text(draw_curve(points, title=title, label=label))
+            return path
+    return None
+
+
+def _examples(outcome: Outcome) -> list[str]:
+    if outcome.before is None or outcome.after is None:
+        return []
+    lines: list[str] = []
+    for before, after in zip(outcome.before.examples, outcome.after.examples, strict=False):
+        lines.append(
+            f"{before['prompt']!r}: {before['response']!r} ({before['score']:g}) before, "
+            f"{after['response']!r} ({after['score']:g}) after"
+        )
+    return lines
+
+
+def _summary_line(job: Job, folder: RunFolder, summary: dict[str, Any]) -> str:
+    parts = [f"{folder.id}: {summary['num_steps']} steps"]
+    if summary["accuracy_before_rl"] is not None:
+        before, after = summary["accuracy_before_rl"], summary["accuracy_after_rl"]
+        parts.append(
+            f"accuracy {before:.1%} -> {after:.1%} on {summary['num_held_out']} held-out problems"
+        )
+    parts.append(f"{summary['samples_per_s']:.4g} samples/s")
+    parts.append(f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB")
+    parts.append(format_duration(summary["wall_time_s"]))
+    return ", ".join(parts)

@@ -1,0 +1,140 @@
+"""`penstock run`: from nothing to a trained policy, or on from where a run was stopped."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from ..dataflow.errors import ConfigError
+from .app import given_overrides, hydra_app
+
+__all__ = ["run_command"]
+
+
+def run_command(arguments: list[str]) -> int:
+    """Run the command; `arguments` are the words after `penstock run`."""
+    hydra_app("run", arguments, _run)
+    return 0
+
+
+def _run(composed: dict[str, Any]) -> None:
+    resumed = composed.pop("resume")
+    if resumed is not None:
+        composed = _config_of(Path(resumed))
+    with _plain_warnings():
+        _carry_out(composed, None if resumed is None else Path(resumed))
+
+
+def _config_of(path: Path) -> dict[str, Any]:
+    """The configuration of the run to resume, as it was written.
+
+    Raises:
+        ConfigError: If there is no run, it has finished, or other keys are given.
+    """
+    from .run_folder import open_run
+
+    folder = open_run(path)
+    others = [word for word in given_overrides() if not word.startswith("resume=")]
+    if others:
+        raise ConfigError(
+            f"resume={path} comes with {', '.join(others)}\n    a resumed run keeps its "
+            "configuration; leave them out, or start a new run"
+        )
+    if folder.summary.is_file():
+        raise ConfigError(
+            f"run '{folder.id}' has finished; its result is in {folder.summary}\n"
+            "    start a new run"
+        )
+    try:
+        composed: Any = yaml.safe_load(folder.config.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"'{folder.config}' cannot be read: {error}") from error
+    if not isinstance(composed, dict):
+        raise ConfigError(f"'{folder.config}' holds no configuration")
+    return composed
+
+
+def _carry_out(composed: dict[str, Any], resumed: Path | None) -> None:
+    # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
+    from .compose import dumped, run_config
+    from .job import prepare
+    from .memory import PeakMemory
+    from .run_folder import create_run, open_run
+
+    config = run_config(composed)
+    job = prepare(config)
+    console = Console(stderr=True)
+    for report in job.reports:
+        if report.num_bad:
+            console.print(str(report), highlight=False, markup=False)
+    if resumed is None:
+        text = yaml.safe_dump(dumped(config), sort_keys=False)
+        folder = create_run(Path(config.runs), name=job.main.name, seed=config.seed, config=text)
+    else:
+        folder = open_run(resumed)
+    with folder.locked(), _hint_to_resume(folder.path), PeakMemory() as memory:
+        _stages(job, folder, memory, console)
+
+
+def _stages(job: Any, folder: Any, memory: Any, console: Console) -> None:
+    """Run what is left of a job's stages and write its summary."""
+    from .report import summary_of, write_report
+    from .run_folder import RunFolder
+    from .train import MODELS, Outcome, run_stage
+
+    started_s = time.monotonic()
+    results: dict[str, Any] = {}
+    outcome = Outcome()
+    for stage in job.stages:
+        if stage is job.main:
+            home = folder
+        else:
+            home = RunFolder(folder.path / "stages" / stage.name)
+            home.path.mkdir(parents=True, exist_ok=True)
+            results[stage.name] = (stage, home.path / MODELS)
+            if home.summary.is_file():
+                continue
+        outcome = run_stage(job, stage, home, results)
+    wall_time_s = time.monotonic() - started_s
+    memory.sample()
+    summary = summary_of(job, folder, outcome, memory.peak_bytes, wall_time_s)
+    write_report(job, folder, outcome, summary, console)
+    folder.write_summary(summary)
+
+
+@contextmanager
+def _hint_to_resume(path: Path) -> Generator[None]:
+    try:
+        yield
+    except BaseException:
+        print(f"penstock: to continue: penstock run resume={path}", file=sys.stderr)
+        raise
+
+
+@contextmanager
+def _plain_warnings() -> Generator[None]:
+    """Show warnings as one message each, without the line of our code that raised them."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        yield
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: str | None = None,
+) -> None:
+    del filename, lineno, line
+    if category.__module__.startswith("penstock.") or issubclass(category, UserWarning):
+        print(f"penstock: warning: {message}", file=file or sys.stderr)

@@ -1,0 +1,254 @@
+"""Carrying out one stage: its engine, its logs, its checkpoints, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from ..dataflow.checkpoint import read_resume_point
+from ..dataflow.engine import Engine, StepResult
+from ..dataflow.errors import StateError
+from ..dataflow.graph import NodeKind
+from ..dataflow.role import Role
+from ..dataflow.worker import WorkerSpec
+from .atomic import write_json
+from .build_workers import Results, worker_specs
+from .checkpoint import CheckpointStore
+from .evaluation import Evaluator, Measured
+from .export import combined_sha256, export_roles
+from .job import Job
+from .metrics import MetricsLog, TensorBoardLog
+from .place import make_executor
+from .progress import ProgressDisplay
+from .run_folder import RunFolder
+from .stages import Stage
+from .trace import TraceLog
+
+__all__ = ["MODELS", "Outcome", "run_stage"]
+
+MODELS = "models"
+"""Below a stage's folder: a model folder for each trained role."""
+
+_BEFORE = "before.json"
+"""Below a stage's folder: what was measured before its first step."""
+
+_SHOWN = ("reward/mean", "score", "cross_entropy", "accuracy", "entropy", "loss", "grad_norm")
+"""Metrics worth a place on the progress line, best first."""
+
+
+@dataclass
+class Outcome:
+    """What a stage came to.
+
+    Attributes:
+        weights_sha256: Hash of all trained roles' weights.
+        roles_sha256: Role name -> hash of its weights.
+        step_times_s: Wall time of every step taken by this process.
+        num_samples: Rows made by those steps.
+        before: Accuracy and examples before the first step, if measured.
+        after: And after the last.
+        wall_time_s: From the first model built to the last file written.
+    """
+
+    weights_sha256: str = ""
+    roles_sha256: dict[str, str] = field(default_factory=dict[str, str])
+    step_times_s: list[float] = field(default_factory=list[float])
+    num_samples: int = 0
+    before: Measured | None = None
+    after: Measured | None = None
+    wall_time_s: float = 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Rows made per second of stepping; nan if this process took no step."""
+        total_s = sum(self.step_times_s)
+        return self.num_samples / total_s if total_s else float("nan")
+
+    @property
+    def step_time_s(self) -> float:
+        """Median wall time of a step; nan if this process took none."""
+        return statistics.median(self.step_times_s) if self.step_times_s else float("nan")
+
+
+def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outcome:
+    """Train one stage to its end, from its newest checkpoint if there is one.
+
+    Args:
+        job: The run.
+        stage: The stage.
+        home: Its folder: the run's own for the main stage.
+        results: Stages that have finished.
+
+    Raises:
+        WorkerError: If user code fails, or nothing comes back within the deadline.
+    """
+    started_s = time.monotonic()
+    config = job.config
+    specs = worker_specs(stage, config, job.data, results)
+    evaluator = None
+    if stage is job.main and job.held_out is not None:
+        evaluator = Evaluator(stage, config, job.data, job.held_out, home.path)
+    store = CheckpointStore(home.checkpoints, keep=config.keep_checkpoints)
+    point = read_resume_point(store, stage.graph, config.seed)
+    first_step = point.state.step if point else 0
+    engine = _engine(job, stage, specs, evaluator)
+    outcome = Outcome()
+    with engine, _logs(job, stage, home, first_step) as logs:
+        if evaluator is not None:
+            outcome.before = _before(home, evaluator, engine)
+        steps = engine.run(
+            job.sources[stage.name],
+            stage.config.num_steps,
+            checkpoint_every=config.checkpoint_every,
+            checkpoints=store,
+        )
+        for result in _timed(steps, stage, outcome):
+            logs.write(result, outcome)
+        if evaluator is not None:
+            outcome.after = evaluator.measure(engine)
+    _export(job, stage, home, specs, store, outcome)
+    outcome.wall_time_s = time.monotonic() - started_s
+    return outcome
+
+
+def _engine(
+    job: Job, stage: Stage, specs: dict[str, WorkerSpec | Role], evaluator: Evaluator | None
+) -> Engine:
+    config = job.config
+    if config.executor.num_threads is not None:
+        torch.set_num_threads(config.executor.num_threads)
+    return Engine(
+        stage.graph,
+        stage.placement,
+        workers={**specs, **(evaluator.workers if evaluator else {})},
+        schedule=config.schedule,
+        seed=config.seed,
+        executor=make_executor(config),
+        also=evaluator.programs if evaluator else None,
+    )
+
+
+def _before(home: RunFolder, evaluator: Evaluator, engine: Engine) -> Measured:
+    """Measured once: a resumed run no longer has the weights it began with."""
+    file = home.path / _BEFORE
+    if file.is_file():
+        return Measured(**json.loads(file.read_text()))
+    measured = evaluator.measure(engine)
+    write_json(file, asdict(measured))
+    return measured
+
+
+def _timed(steps: Iterator[StepResult], stage: Stage, outcome: Outcome) -> Iterator[StepResult]:
+    """Yield the steps, noting how long each took and how many rows it made."""
+    mark_s = time.monotonic()
+    for result in steps:
+        now_s = time.monotonic()
+        outcome.step_times_s.append(now_s - mark_s)
+        outcome.num_samples += num_samples(stage, result)
+        yield result
+        mark_s = now_s
+
+
+def num_samples(stage: Stage, result: StepResult) -> int:
+    """Rows that a step's rollouts made; without rollouts, items its tables brought."""
+    rollouts = [node.name for node in stage.graph.nodes if node.kind is NodeKind.ROLLOUT]
+    if rollouts:
+        return sum(result.num_rows.get(name, 0) for name in rollouts)
+    return sum(stage.config.per_step.values())
+
+
+class _Logs:
+    """Where a step is written, and who shows it."""
+
+    def __init__(
+        self, stage: Stage, display: ProgressDisplay, trace: TraceLog, *numbers: Any
+    ) -> None:
+        self._stage = stage
+        self._display = display
+        self._trace = trace
+        self._numbers = numbers
+
+    def write(self, result: StepResult, outcome: Outcome) -> None:
+        """Write one step everywhere."""
+        samples = num_samples(self._stage, result)
+        took_s = outcome.step_times_s[-1]
+        values = {
+            **result.metrics,
+            "run/step_time_s": took_s,
+            "run/samples_per_s": samples / took_s if took_s else 0.0,
+            "run/controller_bytes": float(result.controller_bytes),
+            "run/lag_max": float(max((lag for lag, _ in result.lag), default=0)),
+        }
+        for log in self._numbers:
+            log.write(result.step, values)
+        self._trace.write(result.spans)
+        self._trace.write_counters(result.step, time.time(), _shown(values))
+        self._display.update(result.step, num_samples=samples, values=_shown(values))
+
+
+def _shown(values: dict[str, float]) -> dict[str, float]:
+    """The few metrics worth showing, under short names."""
+    shown: dict[str, float] = {}
+    for wanted in _SHOWN:
+        for name, value in values.items():
+            if name.endswith(f"/{wanted}") and len(shown) < 3:
+                shown.setdefault(wanted.partition("/")[0], value)
+    return shown
+
+
+@contextmanager
+def _logs(job: Job, stage: Stage, home: RunFolder, first_step: int) -> Generator[_Logs]:
+    with ExitStack() as stack:
+        numbers: list[Any] = [stack.enter_context(MetricsLog(home.metrics, first_step=first_step))]
+        if job.config.tracker.tensorboard:
+            numbers.append(
+                stack.enter_context(TensorBoardLog(home.tensorboard, first_step=first_step))
+            )
+        trace = stack.enter_context(TraceLog(home.trace, first_step=first_step))
+        display = stack.enter_context(
+            ProgressDisplay(stage.name, num_steps=stage.config.num_steps, first_step=first_step)
+        )
+        yield _Logs(stage, display, trace, *numbers)
+
+
+def _export(
+    job: Job,
+    stage: Stage,
+    home: RunFolder,
+    specs: dict[str, WorkerSpec | Role],
+    store: CheckpointStore,
+    outcome: Outcome,
+) -> None:
+    """Write the trained models, and let go of a warm-up's checkpoints: its models are its result."""
+    last = store.latest()
+    if last is None:
+        raise StateError(f"stage '{stage.name}' ended without a checkpoint in {store.folder}")
+    trained = {role: specs[role] for role in stage.graph.trains_per_step}
+    exported = export_roles(trained, last, job.data.tokenizer, home.path / MODELS, job.config.seed)
+    outcome.roles_sha256 = dict(exported.weights_sha256)
+    outcome.weights_sha256 = combined_sha256(outcome.roles_sha256)
+    if stage is not job.main:
+        _write_stage_summary(stage, home, outcome)
+        shutil.rmtree(home.checkpoints)
+
+
+def _write_stage_summary(stage: Stage, home: RunFolder, outcome: Outcome) -> None:
+    home.write_summary(
+        {
+            "stage": stage.name,
+            "graph": stage.graph.name,
+            "num_steps": stage.config.num_steps,
+            "weights_sha256": outcome.weights_sha256,
+            "roles_sha256": outcome.roles_sha256,
+            "samples_per_s": outcome.samples_per_s,
+            "step_time_s": outcome.step_time_s,
+        }
+    )

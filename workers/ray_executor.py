@@ -7,6 +7,7 @@ training inside a group is SPMD; groups are independent of each other and run at
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import socket
@@ -17,10 +18,17 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 import torch.distributed as dist
-from ray.actor import ActorProxy
+
+if "RAY_ADDRESS" not in os.environ:
+    # Read when ray is imported: a Ray of our own then listens on the loopback address only, as it
+    # does by itself on other systems than Linux.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    # Ray lowers its workers' priority by 15 to keep a desktop responsive; here they are the job.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+
+import ray
 from ray.exceptions import RayActorError, RayError
 
 from ..dataflow.batch import Packed
@@ -32,7 +40,7 @@ from ..dataflow.role import Role
 from ..dataflow.work import Handle, Part, Report, Work
 from ..dataflow.worker import WorkerContext, WorkerSpec
 
-__all__ = ["RayExecutor", "shutdown_ray"]
+__all__ = ["RayExecutor", "connect_ray", "shutdown_ray"]
 
 _START_TIMEOUT_S = 300.0
 
@@ -61,7 +69,7 @@ class RayExecutor:
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads
-        self._actors: dict[tuple[str, int], ActorProxy[_Rank]] = {}
+        self._actors: dict[tuple[str, int], Any] = {}
         self._pending: dict[ray.ObjectRef[Any], tuple[int, str, int]] = {}
         self._controller_bytes = 0
 
@@ -79,7 +87,7 @@ class RayExecutor:
                     f"role '{name}' is given as a live {type(worker).__name__}; on Ray it must be "
                     "built where it runs: give a WorkerSpec"
                 )
-        _connect()
+        connect_ray()
         groups = _groups(programs)
         threads = self._num_threads or max(
             1, torch.get_num_threads() // max(group.num_ranks for group in groups)
@@ -230,14 +238,10 @@ class _Rank:
         return _Answer(result.report, parts, weights)
 
 
-def _connect() -> None:
-    if ray.is_initialized():
-        return
-    common: dict[str, Any] = {"include_dashboard": False, "log_to_driver": True}
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(**common)
-    else:
-        ray.init(_node_ip_address="127.0.0.1", **common)
+def connect_ray() -> None:
+    """Join the cluster of `RAY_ADDRESS`, or start Ray here; nothing if that has been done."""
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=True, logging_level=logging.ERROR)
 
 
 def shutdown_ray() -> None:

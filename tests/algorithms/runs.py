@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.algorithms.reward_modelling import RewardModelling, reward_modelling_step
@@ -14,6 +15,7 @@ from penstock.algorithms.sft import SFT, sft_step
 from penstock.dataflow.engine import Source
 from penstock.dataflow.graph import Graph
 from penstock.dataflow.record import build
+from penstock.dataflow.role import Metric
 from penstock.dataflow.worker import WorkerContext, WorkerSpec
 from penstock.workers.data_source import DemonstrationSource, PairSource, PromptSource
 from penstock.workers.model import ModelSpec
@@ -39,9 +41,18 @@ PROMPTS_PER_STEP = 8
 
 
 class LengthReward(Reward):
-    """A rule that tells the samples of an untrained policy apart: shorter is better."""
+    """A rule that tells the samples of an untrained policy apart: shorter is better.
+
+    Its metric `fingerprint` is a mean over rows that changes with any token.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Metric] = {}
 
     def score(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Tensor:
+        place = torch.arange(tokens.shape[1]) * 7919 + prompt_id[:, None] * 104_729
+        marks = torch.where(tokens >= 0, (tokens + 1) * (place % 1_000_003 + 1), 0)
+        self.metrics["fingerprint"] = Metric.mean(float(marks.sum()), float(len(tokens)))
         return -mask.sum(dim=1).float()
 
 

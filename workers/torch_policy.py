@@ -36,7 +36,7 @@ class TorchPolicySpec:
     """The token that ends a response."""
     optimizer: OptimizerSpec | None = None
     """None for a frozen policy, such as a reference."""
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = 4096
     """Tokens computed at once in evaluation and training."""
     max_decode_rows: int = 512
     """Responses drawn at once; a bound on the memory of the key-value cache."""

@@ -30,7 +30,7 @@ class TorchRewardModelSpec:
     """The trunk: the policy's folder or architecture, or a folder this worker saved."""
     optimizer: OptimizerSpec | None = None
     """None for a frozen reward model."""
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = 4096
     """Tokens computed at once."""
 
     def build(self, context: WorkerContext) -> TorchRewardModel:

@@ -32,7 +32,7 @@ class TorchValueSpec:
     """None for a frozen value model."""
     zero_init_head: bool = True
     """Start with value 0 everywhere, unless the folder has a head of its own."""
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = 4096
     """Tokens computed at once."""
 
     def build(self, context: WorkerContext) -> TorchValue:

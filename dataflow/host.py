@@ -301,11 +301,13 @@ def even_cuts(num_rows: int, num_chunks: int, groups: Tensor | None) -> list[int
 
 
 def _save_part(part: Part, file: Path) -> None:
+    # Cloned, because columns of one table share their lengths and safetensors refuses to write
+    # memory that is shared.
     tensors: dict[str, Tensor] = {}
     for index, column in enumerate(part):
-        tensors[f"{index}.values"] = column.values.contiguous()
+        tensors[f"{index}.values"] = column.values.clone()
         if column.lengths is not None:
-            tensors[f"{index}.lengths"] = column.lengths.contiguous()
+            tensors[f"{index}.lengths"] = column.lengths.clone()
     save_file(tensors, file, metadata={"columns": json.dumps(len(part))})
 
 

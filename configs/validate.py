@@ -87,9 +87,9 @@ def _laid_over(default: Any, above: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {**_adapter(kind).dump_python(default, mode="json"), **above}
     for key, value in above.items():
         part = getattr(default, key, None)
-        if isinstance(value, Mapping) and fields_of(type(part)) is not None:
-            if _plain_type(known[key], value) is type(part):
-                merged[key] = _laid_over(part, typing.cast("Mapping[str, Any]", value))
+        declared = fields_of(type(part)) is not None and _plain_type(known[key], value)
+        if isinstance(value, Mapping) and declared is type(part):
+            merged[key] = _laid_over(part, typing.cast("Mapping[str, Any]", value))
     return merged
 
 

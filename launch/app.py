@@ -51,7 +51,8 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
         ConfigError: If the configuration cannot be composed.
         Exception: Whatever `task` raises, untouched.
     """
-    words = [_forced(word) for word in arguments]
+    query = "-sc" in arguments
+    words = arguments if query else [_forced(word) for word in arguments]
     shows = {"-c", "--cfg"} & {word.partition("=")[0] for word in arguments}
     if shows and not {"-cd", "--config-dir"} & {word.partition("=")[0] for word in arguments}:
         task_free = [word for word in words if "=" in word and not word.startswith("-")]
@@ -61,7 +62,7 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
 
     @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIGS}", config_name=command)
     def app(composed: DictConfig) -> None:
-        # Kept and raised below: Hydra would print lines of its own about it. The first ends a sweep.
+        # Kept and raised below: Hydra would add lines of its own. The first one ends a sweep.
         if not failures:
             try:
                 with _our_messages():

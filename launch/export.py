@@ -87,7 +87,7 @@ def _restored(role: str, spec: WorkerSpec | Role, state: Path, seed: int) -> Tra
 
 
 def combined_sha256(hashes: Mapping[str, str]) -> str:
-    """One hash for all trained roles: the role's own if there is one, else over `role:hash` lines."""
+    """One hash for all trained roles: the only one's own, or that of `role:hash` lines."""
     if len(hashes) == 1:
         return next(iter(hashes.values()))
     lines = "".join(f"{role}:{hashes[role]}\n" for role in sorted(hashes))

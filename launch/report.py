@@ -27,7 +27,7 @@ _CURVES = (
 
 
 def summary_of(
-    job: Job, folder: RunFolder, outcome: Outcome, peak_memory_bytes: int, wall_time_s: float
+    job: Job, outcome: Outcome, *, peak_memory_bytes: int, wall_time_s: float, resumed: bool
 ) -> dict[str, Any]:
     """The contents of summary.json. Times are of this process only, if the run was resumed."""
     main = job.main
@@ -47,7 +47,7 @@ def summary_of(
         "peak_memory_bytes": peak_memory_bytes,
         "wall_time_s": wall_time_s,
         "main_stage_wall_time_s": outcome.wall_time_s,
-        "resumed": len(outcome.step_times_s) < main.config.num_steps,
+        "resumed": resumed,
         "code": str(code_version()),
         "examples_before": outcome.before.examples if outcome.before else [],
         "examples_after": outcome.after.examples if outcome.after else [],

@@ -81,10 +81,10 @@ def _carry_out(composed: dict[str, Any], resumed: Path | None) -> None:
     else:
         folder = open_run(resumed)
     with folder.locked(), _hint_to_resume(folder.path), PeakMemory() as memory:
-        _stages(job, folder, memory, console)
+        _stages(job, folder, memory, console, resumed is not None)
 
 
-def _stages(job: Any, folder: Any, memory: Any, console: Console) -> None:
+def _stages(job: Any, folder: Any, memory: Any, console: Console, resumed: bool) -> None:
     """Run what is left of a job's stages and write its summary."""
     from .report import summary_of, write_report
     from .run_folder import RunFolder
@@ -105,7 +105,13 @@ def _stages(job: Any, folder: Any, memory: Any, console: Console) -> None:
         outcome = run_stage(job, stage, home, results)
     wall_time_s = time.monotonic() - started_s
     memory.sample()
-    summary = summary_of(job, folder, outcome, memory.peak_bytes, wall_time_s)
+    summary = summary_of(
+        job,
+        outcome,
+        peak_memory_bytes=memory.peak_bytes,
+        wall_time_s=wall_time_s,
+        resumed=resumed,
+    )
     write_report(job, folder, outcome, summary, console)
     folder.write_summary(summary)
 

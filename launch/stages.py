@@ -210,16 +210,13 @@ def _check_worker(at: str, role: str, contract: type[Role], worker: str) -> None
 
 def _start(config: RunConfig, at: str, worker: str, given: RoleConfig, earlier: list[Stage]) -> str:
     names = [stage.name for stage in earlier]
+    policies = [stage.name for stage in earlier if stage.policy]
     if given.start in (MODEL, *names):
-        if (
-            worker == "policy"
-            and given.start in names
-            and not earlier[names.index(given.start)].policy
-        ):
+        if worker == "policy" and given.start not in (MODEL, *policies):
             raise ConfigError(
                 f"'{at}.start': stage '{given.start}' trains no policy, so a policy cannot start "
                 f"from it\n    stages that do: "
-                f"{', '.join(stage.name for stage in earlier if stage.policy) or 'none'}"
+                f"{', '.join(policies) or 'none'}"
             )
         return str(given.start)
     if given.start is not None:
@@ -236,7 +233,6 @@ def _start(config: RunConfig, at: str, worker: str, given: RoleConfig, earlier: 
             return learned[-1]
     if config.model.folder is not None:
         return MODEL
-    policies = [stage.name for stage in earlier if stage.policy]
     return policies[-1] if policies else MODEL
 
 

@@ -227,7 +227,7 @@ def _export(
     store: CheckpointStore,
     outcome: Outcome,
 ) -> None:
-    """Write the trained models, and let go of a warm-up's checkpoints: its models are its result."""
+    """Write the trained models; a warm-up's checkpoints go, for its models are its result."""
     last = store.latest()
     if last is None:
         raise StateError(f"stage '{stage.name}' ended without a checkpoint in {store.folder}")

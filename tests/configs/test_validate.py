@@ -1,0 +1,162 @@
+"""Golden messages of the configuration's boundary, and what it merges."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+from penstock.configs.key_docs import key_docs
+from penstock.configs.schema import RunConfig
+from penstock.configs.validate import fields_of, validated
+from penstock.dataflow.errors import ConfigError
+
+BASE: dict[str, Any] = {
+    "algorithm": {"step": "a:b", "num_steps": 3, "per_step": {"prompts": 3}},
+    "model": {"architecture": {"model_type": "qwen2"}, "tokenizer": "task"},
+    "task": {"kind": "file", "path": "x"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part with defaults of its own."""
+
+    size: int = 1
+    """How big."""
+    shape: Literal["round", "square"] = "round"
+    """What it looks like."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A whole that wants its part otherwise."""
+
+    part: Part = Part(size=5)
+    """Its part."""
+    other: Part | None = None
+    """Another one, perhaps."""
+    weights: dict[str, float] = None  # type: ignore[assignment]
+    """A number by name."""
+
+    def __post_init__(self) -> None:
+        if self.part.size > 9:
+            raise ValueError(f"part.size is {self.part.size}; make it 9 or less")
+
+
+def refusal(data: dict[str, Any], kind: type = RunConfig, at: str = "") -> str:
+    with pytest.raises(ConfigError) as caught:
+        validated(kind, data, at)
+    return str(caught.value)
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    data = copy.deepcopy(BASE)
+    *parents, last = path.split(".")
+    inner = data
+    for parent in parents:
+        inner = inner.setdefault(parent, {})
+    inner[last] = value
+    return data
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_one() -> None:
+    assert refusal(changed("schedule.max_lagg", 1)) == (
+        "there is no key 'schedule.max_lagg'; did you mean 'schedule.max_lag'?\n"
+        "    schedule has: max_lag, order, deadline_s"
+    )
+
+
+def test_an_unknown_key_is_found_however_deep_it_stands() -> None:
+    data = changed("algorithm.before", {"sft": {"optimizer": {"lrr": 1.0}}})
+    assert refusal(data).startswith(
+        "there is no key 'algorithm.before.sft.optimizer.lrr'; did you mean "
+        "'algorithm.before.sft.optimizer.lr'?"
+    )
+
+
+def test_a_wrong_type_is_explained() -> None:
+    assert refusal(changed("seed", "three")) == (
+        "'seed': expected an integer, got the text 'three'\n"
+        "    seed: All randomness of the run derives from it."
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "first_line"),
+    [
+        ("seed", True, "'seed': expected an integer, got true"),
+        ("seed", 1.5, "'seed': expected an integer, got 1.5"),
+        ("seed", -1, "'seed': expected at least 0, got -1"),
+        ("seed", None, "'seed': expected an integer, got null"),
+        ("runs", 3, "'runs': expected a text, got 3"),
+        ("schedule", 3, "'schedule': expected a mapping of keys, got 3"),
+        (
+            "executor.kind",
+            "rai",
+            "'executor.kind': expected one of 'in_process' or 'ray', got the text 'rai'",
+        ),
+        (
+            "algorithm.optimizer.betas",
+            [0.9, "x"],
+            "'algorithm.optimizer.betas.1': expected a number, got the text 'x'",
+        ),
+        (
+            "schedule.max_lag",
+            -1,
+            "'schedule': Schedule.max_lag must be 0 or more, got -1",
+        ),
+        ("model.architecture", {"a": 1}, "'model.architecture': needs a 'model_type', such as"),
+    ],
+)
+def test_values_that_do_not_fit(path: str, value: Any, first_line: str) -> None:
+    assert refusal(changed(path, value)).splitlines()[0].startswith(first_line)
+
+
+def test_a_missing_key_is_named_with_its_meaning() -> None:
+    data = copy.deepcopy(BASE)
+    del data["algorithm"]["num_steps"]
+    assert refusal(data) == "'algorithm.num_steps' is missing\n    Steps to take."
+
+
+def test_every_fault_is_listed() -> None:
+    data = changed("seed", "x")
+    data["runs"] = 3
+    assert refusal(data).count("expected") == 2
+
+
+def test_an_integer_serves_where_a_number_is_wanted_and_nothing_else_is_converted() -> None:
+    made = validated(RunConfig, changed("task.max_bad_fraction", 1))
+    assert made.task.max_bad_fraction == 1.0
+    assert "expected a number, got the text '0.5'" in refusal(
+        changed("task.max_bad_fraction", "0.5")
+    )
+
+
+def test_a_partial_part_keeps_the_defaults_its_owner_gave_it() -> None:
+    assert validated(Whole, {"part": {"shape": "square"}}).part == Part(size=5, shape="square")
+    assert validated(Whole, {"other": {"shape": "square"}}).other == Part(size=1, shape="square")
+
+
+def test_a_free_mapping_is_replaced_and_not_merged() -> None:
+    assert validated(RunConfig, changed("executor.groups", {"a": 2})).executor.groups == {"a": 2}
+
+
+def test_a_refusal_of_the_owner_itself_is_passed_on() -> None:
+    said = refusal({"part": {"size": 12}}, Whole, "algorithm.cfg")
+    assert said == "'algorithm.cfg': part.size is 12; make it 9 or less"
+
+
+def test_every_key_has_a_doc() -> None:
+    def undocumented(kind: Any) -> list[str]:
+        known = fields_of(kind) or {}
+        return [f"{kind.__name__}.{key}" for key in known if not key_docs(kind).get(key)] + [
+            name for inner in known.values() for name in undocumented(inner)
+        ]
+
+    assert undocumented(RunConfig) == []
+
+
+def test_docs_are_read_from_the_source_of_any_class() -> None:
+    assert key_docs(Part) == {"size": "How big.", "shape": "What it looks like."}

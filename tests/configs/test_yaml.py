@@ -1,0 +1,79 @@
+"""Every YAML of the package composes, validates and makes its graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import penstock.configs
+import pytest
+from penstock.configs.schema import RunConfig
+from penstock.configs.validate import validated
+from penstock.launch.app import compose
+from penstock.launch.compose import dumped, run_config
+from penstock.launch.data import task_spec_of
+from penstock.launch.stages import stages_of
+
+CONFIGS = Path(str(penstock.configs.__file__)).parent
+OPTIONS = sorted(path.relative_to(CONFIGS).with_suffix("") for path in CONFIGS.glob("*/*.yaml"))
+ALGORITHMS = sorted(path.stem for path in (CONFIGS / "algorithm").glob("*.yaml"))
+ALGORITHMS.remove("own")  # it is complete only with a step
+
+
+def model_folder(path: Path) -> Path:
+    folder = path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def extra(option: Path, tmp_path: Path) -> list[str]:
+    """What an option leaves to be given."""
+    return {
+        "algorithm/own": ["algorithm.step=penstock.algorithms.grpo:grpo_step"],
+        "model/folder": [f"model.folder={model_folder(tmp_path)}"],
+        "task/file": ["task.path=problems.jsonl"],
+        "executor/ray_split": ["schedule=one_step_off"],
+    }.get(option.as_posix(), [])
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    made = compose("run", list(overrides))
+    made.pop("resume")
+    return made
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+def test_every_option_of_every_group_makes_a_run(option: Path, tmp_path: Path) -> None:
+    config = run_config(composed(f"{option.parent}={option.stem}", *extra(option, tmp_path)))
+    assert task_spec_of(config)
+    stages = stages_of(config)
+    assert all(str(stage.graph) for stage in stages)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_run_has_fewer_than_60_keys(algorithm: str) -> None:
+    def leaves(value: Any) -> int:
+        return sum(map(leaves, value.values())) if isinstance(value, dict) and value else 1
+
+    assert leaves(composed(f"algorithm={algorithm}")) < 60
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_what_is_written_down_is_read_back_as_the_same_run(algorithm: str) -> None:
+    config = run_config(composed(f"algorithm={algorithm}", "algorithm.optimizer.warmup_calls=3"))
+    written = dumped(config)
+    again = run_config(written)
+    assert dumped(again) == written
+    assert [str(s.graph) for s in stages_of(again)] == [str(s.graph) for s in stages_of(config)]
+
+
+def test_a_key_of_a_nested_default_leaves_its_other_keys_alone() -> None:
+    config = run_config(composed("algorithm=ppo", "algorithm.cfg.policy_loss.eps_high=0.3"))
+    graph = stages_of(config)[-1].graph
+    assert "ClippedPolicyLoss(eps_high=0.3, report_entropy=True)" in str(graph)
+    assert "temperature=0.7" in str(graph)
+
+
+def test_the_composition_itself_is_valid_without_launching() -> None:
+    assert validated(RunConfig, composed()).schedule.max_lag == 0

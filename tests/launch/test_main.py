@@ -1,0 +1,280 @@
+"""Commands, exit codes, and one clear message for everything that cannot run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import Penstock
+
+STEPS = '''\
+"""Steps with a mistake in each."""
+
+from dataclasses import dataclass
+
+from penstock.algorithms.advantages import group_advantage
+from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
+from penstock.algorithms.roles import (
+    DemonstrationBatch, Policy, PolicyBatch, Prompts, Reward, Sampling, TrainMetrics
+)
+from penstock.dataflow.role import Role, call
+
+
+class Judge(Role):
+    @call("forward")
+    def nothing(self, x: int) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cfg:
+    sampling: Sampling = Sampling()
+    """How responses are drawn."""
+
+
+def wrong_axes(prompts: Prompts, actor: Policy, reward: Reward, cfg: Cfg) -> TrainMetrics:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    return actor.train(ClippedPolicyLoss(), PolicyBatch(
+        tokens=roll.tokens, mask=roll.mask, behavior_logprob=roll.behavior_logprob,
+        advantage=score))
+
+
+def wrong_batch(prompts: Prompts, actor: Policy, cfg: Cfg) -> TrainMetrics:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    return actor.train(
+        ClippedPolicyLoss(), DemonstrationBatch(tokens=roll.tokens, mask=roll.mask)
+    )
+
+
+def lagging(prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, cfg: Cfg):
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    logprob = ref.logprob(roll.tokens, roll.mask)
+    return actor.train(ClippedPolicyLoss(), PolicyBatch(
+        tokens=roll.tokens, mask=roll.mask, behavior_logprob=logprob, advantage=logprob))
+
+
+def judged(prompts: Prompts, actor: Policy, judge: Judge, cfg: Cfg):
+    return actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+'''
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> str:
+    (tmp_path / "steps_with_mistakes.py").write_text(STEPS)
+    return "steps_with_mistakes"
+
+
+def refused(penstock: Penstock, *words: str) -> str:
+    said = penstock("run", *words)
+    assert said.code == 2, said
+    assert said.out == ""
+    assert "Traceback" not in said.err
+    assert said.err.startswith("penstock: ")
+    assert not Path("runs").exists()
+    return said.err.removeprefix("penstock: ").rstrip("\n")
+
+
+def test_help_lists_the_commands(penstock: Penstock) -> None:
+    said = penstock("--help")
+    assert said.code == 0
+    assert "run     train as" in said.out
+    assert "graph   show" in said.out
+
+
+def test_version(penstock: Penstock) -> None:
+    assert penstock("--version").out == "penstock 0.1.0\n"
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from penstock.launch.main import main; main(['--help']); "
+        "print(sorted({'torch', 'transformers', 'hydra', 'pydantic', 'ray'} & set(sys.modules)))"
+    )
+    started_s = time.process_time()
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout.splitlines()[-1] == "[]"
+    assert time.process_time() - started_s < 5
+
+
+def test_an_unknown_command_is_refused_with_the_nearest_one(penstock: Penstock) -> None:
+    said = penstock("rum")
+    assert said.code == 2
+    assert said.err == (
+        "penstock: penstock has no command 'rum'; did you mean 'run'?\n"
+        "    commands are: run, graph\n"
+    )
+
+
+def test_the_commands_help_names_groups_and_keys(penstock: Penstock) -> None:
+    said = penstock("run", "--help")
+    assert said.code == 0
+    assert "algorithm: grpo, own, ppo, reference_grpo, reward_modelling, sft" in said.out
+    assert "max_lag: 0" in said.out
+
+
+def test_cfg_job_prints_the_composition(penstock: Penstock) -> None:
+    said = penstock("run", "--cfg", "job", "algorithm=ppo", "seed=3")
+    assert said.code == 0
+    assert "seed: 3" in said.out
+    assert "ppo_step" in said.out
+    assert list(Path().iterdir()) == []
+
+
+def test_a_misspelt_key(penstock: Penstock) -> None:
+    assert refused(penstock, "algorithm.cfg.samplng.num_samples=4") == (
+        "there is no key 'algorithm.cfg.samplng'; did you mean 'algorithm.cfg.sampling'?\n"
+        "    algorithm.cfg has: sampling, divide_by_std, std_variance, std_eps, loss, epochs, "
+        "num_minibatches"
+    )
+
+
+def test_a_misspelt_key_at_the_top(penstock: Penstock) -> None:
+    assert refused(penstock, "sede=4").startswith("there is no key 'sede'; did you mean 'seed'?\n")
+
+
+def test_a_misspelt_key_with_cfg_job(penstock: Penstock) -> None:
+    assert refused(penstock, "--cfg", "job", "sede=4").startswith("there is no key 'sede'")
+
+
+def test_a_misspelt_option_of_the_task(penstock: Penstock) -> None:
+    assert refused(penstock, "task.num_trian=4").startswith(
+        "a 'reasoning_gym' task has no option 'num_trian'; did you mean 'num_train'?"
+    )
+
+
+def test_an_unknown_algorithm(penstock: Penstock) -> None:
+    assert refused(penstock, "algorithm=gropo") == (
+        "there is no algorithm 'gropo'; did you mean 'grpo'?\n"
+        "    algorithm is one of: grpo, own, ppo, reference_grpo, reward_modelling, sft"
+    )
+
+
+def test_an_override_that_cannot_be_read(penstock: Penstock) -> None:
+    assert refused(penstock, "seed=[1").startswith("'seed=[1' cannot be read: ")
+
+
+def test_a_column_with_the_wrong_axes(penstock: Penstock, steps: str) -> None:
+    said = refused(penstock, "algorithm=own", f"algorithm.step={steps}:wrong_axes")
+    assert said == (
+        "steps_with_mistakes.py:27\n"
+        "    return actor.train(ClippedPolicyLoss(), PolicyBatch(\n"
+        "node 'actor.train', input 'batch.advantage': expected f32[sample, token~], got "
+        "f32[sample]\n"
+        "    'reward.score.out' was produced at steps_with_mistakes.py:26\n"
+        "    one value per sample was given where one per token is needed; use an op such as "
+        "broadcast_over_tokens(..., mask=...)"
+    )
+
+
+def test_a_loss_with_the_wrong_batch(penstock: Penstock, steps: str) -> None:
+    said = refused(penstock, "algorithm=own", f"algorithm.step={steps}:wrong_batch")
+    assert "node 'actor.train', input 'batch': ClippedPolicyLoss reads a PolicyBatch, got" in said
+
+
+def test_lag_without_behaviour_logprobs(penstock: Penstock, steps: str) -> None:
+    words = ("algorithm=own", f"algorithm.step={steps}:lagging")
+    said = refused(penstock, *words, "schedule.max_lag=1")
+    assert (
+        "'actor.train' may see samples up to 1 optimizer step(s) old (Schedule.max_lag=1) but "
+        "reads no 'behavior_logprob'" in said
+    )
+
+
+def test_a_role_nobody_provides(penstock: Penstock, tmp_path: Path) -> None:
+    (tmp_path / "own_role.py").write_text(
+        "from penstock.algorithms.roles import *\n"
+        "from penstock.algorithms.roles import Sampling, call\n"
+        "class Judge(Reward):\n    pass\n"
+        "def judged(prompts: Prompts, actor: Policy, judge: Judge):\n"
+        "    roll = actor.generate(prompts.prompt, prompts.prompt_id, Sampling())\n"
+        "    return judge.score(roll.tokens, roll.mask, roll.prompt_id)\n"
+    )
+    words = ("algorithm=own", "algorithm.step=own_role:judged")
+    assert refused(penstock, *words) == (
+        "judged has a role 'judge' (Judge) that nobody provides\n"
+        "    say who plays it: algorithm.roles.judge.worker=module:factory, a function that "
+        "returns a worker or its spec"
+    )
+
+
+def test_a_task_file_that_does_not_exist(penstock: Penstock) -> None:
+    said = refused(penstock, "task=file", "task.path=no/such.jsonl", "evaluation.num_prompts=0")
+    assert said.startswith("there is no file 'no/such.jsonl'\n")
+
+
+def test_a_model_folder_that_does_not_exist(penstock: Penstock) -> None:
+    assert refused(penstock, "model=folder", "model.folder=no/such") == (
+        "'model.folder': 'no/such' does not exist\n"
+        "    give a local folder that save_pretrained wrote; models are never downloaded"
+    )
+
+
+def test_a_model_folder_that_is_not_given(penstock: Penstock) -> None:
+    assert refused(penstock, "model=folder") == (
+        "'model.folder' has no value yet\n    give it: model.folder=..."
+    )
+
+
+def test_a_run_folder_that_does_not_exist(penstock: Penstock) -> None:
+    assert refused(penstock, "resume=no/such").startswith("'no/such' is not the folder of a run")
+
+
+def test_a_step_module_that_does_not_exist(penstock: Penstock) -> None:
+    said = refused(penstock, "algorithm.step=no_such_module:step")
+    assert said.startswith("'algorithm.step': there is no module 'no_such_module'\n")
+
+
+def test_a_step_module_that_cannot_be_imported(penstock: Penstock, tmp_path: Path) -> None:
+    (tmp_path / "broken_step.py").write_text("import math\nx = 1 / 0\n")
+    said = refused(penstock, "algorithm.step=broken_step:step")
+    assert "'algorithm.step': module 'broken_step' cannot be imported" in said
+    assert "broken_step.py:2\n    x = 1 / 0\n    ZeroDivisionError: division by zero" in said
+
+
+def test_a_batch_that_does_not_divide_into_minibatches(penstock: Penstock) -> None:
+    said = refused(
+        penstock,
+        "algorithm.per_step.prompts=30",
+        "algorithm.cfg.sampling.num_samples=4",
+        "algorithm.cfg.num_minibatches=7",
+    )
+    assert said == (
+        "'actor.train' trains on 30 prompts x 4 samples = 120 rows per step, which 7 minibatches "
+        "do not divide\n    choose algorithm.per_step.prompts or num_minibatches so that the rows "
+        "divide evenly"
+    )
+
+
+def test_a_batch_that_does_not_divide_over_ranks(penstock: Penstock) -> None:
+    said = refused(
+        penstock, "algorithm=sft", "executor=ray", "executor.groups.all=3", "evaluation=null"
+    )
+    assert "'evaluation': expected a mapping of keys, got null" in said
+    said = refused(penstock, "algorithm=sft", "executor=ray", "executor.groups.all=3")
+    assert said.startswith("'actor.train' trains on ")
+    assert "the 3 ranks of group 'all'" in said
+
+
+def test_more_prompts_than_the_task_has(penstock: Penstock) -> None:
+    said = refused(penstock, "algorithm=sft", "task.num_train=20", "task.num_held_out=512")
+    assert "but task 'chain_sum' has only 20" in said
+
+
+def test_several_ranks_in_one_process(penstock: Penstock) -> None:
+    assert refused(penstock, "executor.groups.all=2") == (
+        "'executor.groups.all' is 2, but executor=in_process has one rank\n"
+        "    set executor=ray, or 1"
+    )
+
+
+def test_a_value_of_the_wrong_type(penstock: Penstock) -> None:
+    assert refused(penstock, "algorithm.cfg.sampling.num_samples=many") == (
+        "'algorithm.cfg.sampling.num_samples': expected an integer, got the text 'many'\n"
+        "    num_samples: Responses per prompt."
+    )

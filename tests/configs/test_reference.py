@@ -1,0 +1,32 @@
+"""The documents about keys agree with the types that declare them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.configs.reference import key_reference
+from penstock.launch.app import groups
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_committed_reference_is_up_to_date() -> None:
+    committed = (DOCS / "configuration_keys.md").read_text()
+    assert committed == key_reference(), (
+        "run: python -m penstock.configs.reference > docs/configuration_keys.md"
+    )
+
+
+def test_every_key_of_the_reference_has_a_meaning() -> None:
+    rows = [line for line in key_reference().splitlines() if line.startswith("| `")]
+    assert len(rows) > 80
+    assert [row for row in rows if not row.removesuffix("|").rpartition("|")[2].strip()] == []
+
+
+def test_every_group_and_option_is_in_the_guide() -> None:
+    guide = (DOCS / "configuration.md").read_text()
+    configs = Path(__file__).parents[2] / "configs"
+    for group in groups():
+        (row,) = [line for line in guide.splitlines() if line.startswith(f"| `{group}=` |")]
+        missing = [o.stem for o in (configs / group).glob("*.yaml") if f"`{o.stem}`" not in row]
+        assert missing == [], group

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dataflow.role import Role, call
-from .roles import PerSample, Policy, PromptId, Prompts, Reward, Sampling, TokenIds, TokenMask
+from .roles import Observer, PerSample, Policy, Prompts, Reward, Sampling
 
 __all__ = ["Evaluation", "Observer", "evaluate_step"]
 
@@ -19,17 +18,6 @@ class Evaluation:
 
     sampling: Sampling = Sampling(temperature=0.0)
     """How responses are drawn; greedily by default."""
-
-
-class Observer(Role):
-    """Somebody who looks at scored responses, to show or keep some."""
-
-    @call("forward", scope="batch")
-    def observe(
-        self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId, *, score: PerSample
-    ) -> PerSample:
-        """Look at all responses; returns `score` as it came."""
-        raise NotImplementedError
 
 
 def evaluate_step(

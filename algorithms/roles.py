@@ -1,5 +1,4 @@
-"""Role contracts and tables of language-model RL: the vocabulary every algorithm file is written
-in.
+"""Role contracts and tables of language-model RL: the words that algorithms are written in.
 
 Conventions (they hold for every table here):
 
@@ -7,8 +6,7 @@ Conventions (they hold for every table here):
 - `mask` is True exactly on tokens that the policy sampled and that may be trained, the first
   end-of-sequence token included; False on prompt, on tool output and on padding.
 - Per-token columns are indexed by action: entry t belongs to emitting `tokens[t]` given all before
-it.
-  A value at t is the critic's at the state *before* token t.
+  it. A value at t is the critic's at the state *before* token t.
 """
 
 from __future__ import annotations
@@ -89,8 +87,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations:
-    """Prompts with a response to imitate; `mask` is True on the response and its
-    end-of-sequence."""
+    """Prompts with a response to imitate; `mask` is True on the response and its end."""
 
     tokens: TokenIds
     mask: TokenMask
@@ -248,4 +245,15 @@ class RewardModel(Reward):
         self, loss: Loss[B, ScoreOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
     ) -> TrainMetrics:
         """Take `epochs * num_minibatches` optimizer steps and make the next weight version."""
+        raise NotImplementedError
+
+
+class Observer(Role):
+    """Somebody who looks at scored responses, to show or keep some."""
+
+    @call("forward", scope="batch")
+    def observe(
+        self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId, *, score: PerSample
+    ) -> PerSample:
+        """Look at all responses; returns `score` as it came."""
         raise NotImplementedError

@@ -2,9 +2,9 @@
 
 The bare loop has no graph, scheduler, executor or packed columns: it calls the decoder, the
 verifier, the advantage formula and the training kernels one after another in one process, so the
-difference is the engine alone. The two take turns, step by step, on the same prompts from the same initial
-weights, and must end with the same weights hash: the maths is the same to the bit. On Ray one rank
-is one actor, so that figure includes packing every column and the trips to another process.
+difference is the engine alone. The two take turns, step by step, on the same prompts from the same
+initial weights, and must end with the same weights hash: the maths is the same to the bit. On Ray
+one rank is one actor, so that figure includes packing every column and trips to another process.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ def one_group(graph: Graph, num_ranks: int = 1, device: str = "cpu") -> Placemen
 def follow(graph: Graph, main: Graph, placement: Placement) -> Placement:
     """Place a second graph where the first graph's roles live.
 
-    A trained role's nodes go to its home, whose weights are always the newest; a frozen one's to any
-    group that hosts it; ops and roles the first graph lacks to the first group.
+    A trained role's nodes go to its home, whose weights are always the newest; a frozen one's to
+    any group that hosts it; ops and roles the first graph lacks to the first group.
     """
 
     def group_of(node: Node) -> str:

@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..algorithms.evaluate import Observer
-from ..algorithms.roles import PerSample, PromptId, TokenIds, TokenMask
+from ..algorithms.roles import Observer, PerSample, PromptId, TokenIds, TokenMask
 from ..dataflow.worker import WorkerContext
 from .tokenizer import TokenizerSpec
 

@@ -412,28 +412,22 @@ class OddTable:
 # --- cost ---------------------------------------------------------------------------------------
 
 FRESH = """
-import sys, time
+import sys
 from penstock.dataflow.record import build
 from penstock.algorithms.ppo import PPO, ppo_step
 import torch
-seconds = []
-for _ in range(5):
-    start = time.perf_counter()
-    build(ppo_step, cfg=PPO())
-    seconds.append(time.perf_counter() - start)
+build(ppo_step, cfg=PPO())
 assert not torch.cuda.is_initialized(), "recording started CUDA"
 heavy = sorted({name.partition(".")[0] for name in sys.modules} & {"ray", "transformers", "vllm"})
 assert not heavy, f"recording imported {heavy}"
-print(min(seconds))
 """
 
 
-def test_recording_touches_no_device_and_takes_milliseconds() -> None:
+def test_recording_touches_no_device_and_imports_nothing_heavy() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=120, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    assert float(ran.stdout) < 0.05
 
 
 MISTAKES = """

@@ -9,9 +9,9 @@ differs: TRL divides by the deviation of a group plus 1e-4 (we, plus 1e-6), and 
 of the sampling. Entropies are computed and reported on either side. Ours runs through the engine
 with its in-process executor.
 
-The model is a Qwen2 of 0.7 million parameters with weights set so that an untrained model ends
+The model is a Qwen2 of 0.6 million parameters with weights set so that an untrained model ends
 its responses as wanted, by itself, without a hook on either side (`phase_chain`). Varied: at
-least 8 tokens, then an end with probability 1/60 per token, at most 128. Uniform: all responses
+least 8 tokens, then an end with probability about 1/70 per token, at most 128. Uniform: all responses
 are cut at 6 tokens.
 
 TRL's settings: gradient checkpointing, logging, saving and bfloat16 are off, and no pass for old
@@ -75,7 +75,7 @@ def phase_chain(folder: Path) -> None:
     """Save a model whose responses end by themselves, and its tokenizer.
 
     The characters form 8 groups of 12. After a token of group g < 7 comes one of group g + 1,
-    after one of group 7 another of group 7 or, with probability 1/60, the end: the embedding marks
+    after one of group 7 another of group 7 or, with probability about 1/70, the end: the embedding marks
     the group in one of the first 8 dimensions, and the head reads it. A prompt ends in group 0, so
     the end is the 8th token at the earliest. All other weights are random and computed in full.
     """
@@ -93,18 +93,24 @@ def phase_chain(folder: Path) -> None:
         "eos_token_id": tokenizer.eos_id,
         "pad_token_id": tokenizer.pad_id,
     }
+    torch.manual_seed(0)
     model: Any = ModelSpec(architecture=architecture).causal_lm("cpu")
     last = len(ALPHABET) // GROUP - 1
     with torch.no_grad():
         embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
         embedding[:, : last + 1] = 0
         head[:, : last + 1] = 0
-        # The final normalisation brings a marked dimension to about its share of sqrt(128).
-        share = 128**0.5 / (1 + 120 * 0.02**2) ** 0.5
-        head[:SPECIAL_TOKENS, : last + 1] = -20 / share
+        for layer in model.model.layers:  # nothing else may write into the marked dimensions
+            layer.self_attn.o_proj.weight[: last + 1] = 0
+            layer.mlp.down_proj.weight[: last + 1] = 0
         for group in range(last + 1):
             begin = SPECIAL_TOKENS + group * GROUP
             embedding[begin : begin + GROUP, group] = 1
+        ids = torch.randint(SPECIAL_TOKENS + last * GROUP, tokenizer.vocab_size, (64, 64))
+        share = float(model.model(ids).last_hidden_state[:, 32:, last].mean())
+        head[:SPECIAL_TOKENS, : last + 1] = -20 / share
+        for group in range(last + 1):
+            begin = SPECIAL_TOKENS + group * GROUP
             head[begin : begin + GROUP, max(group - 1, 0)] = 20 / share * (group > 0)
         head[-GROUP:, last] = 20 / share
         ends = torch.log(torch.tensor(GROUP / 59.0))

@@ -48,9 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    # Threads that wait should sleep, not spin: on a machine shared with anything else, spinning
-    # made steps 15 times slower. OpenMP reads this once, when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     words = list(sys.argv[1:] if argv is None else argv)
     return _guarded(lambda: _dispatch(words))
 
@@ -82,6 +79,9 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
+    # Read when torch is first imported. Threads that wait for each other by spinning make a run ten
+    # or a hundred times slower as soon as anything else uses the same cores; sleeping costs little.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if name == "graph":
         from .graph import graph_command
 

@@ -223,3 +223,20 @@ def test_an_interrupted_run_says_how_to_continue(
     assert f"penstock run resume={os.path.join('runs', run.name)}" in said
     assert "Traceback" not in said
     assert list((run / "checkpoints").glob("step-*[0-9]"))
+
+
+# --- on Ray ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ray_ends_with_the_weights_of_one_process(penstock: Penstock, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    words = (*GRPO, "algorithm.num_steps=2", "executor.num_threads=1")
+    assert penstock("run", *words, "runs=here").code == 0
+    process = start(tmp_path, *words, "executor=ray", "runs=there")
+    _, said = process.communicate(timeout=280)
+    assert process.returncode == 0, said
+    here, there = (summary_of(only_run(Path(folder))) for folder in ("here", "there"))
+    assert there["weights_sha256"] == here["weights_sha256"]
+    assert there["accuracy_after_rl"] == here["accuracy_after_rl"]
+    assert there["examples_after"] == here["examples_after"]

@@ -11,13 +11,13 @@ with its in-process executor.
 
 The model is a Qwen2 of 0.6 million parameters with weights set so that an untrained model ends
 its responses as wanted, by itself, without a hook on either side (`phase_chain`). Varied: at
-least 8 tokens, then an end with probability about 1/70 per token, at most 128. Uniform: all responses
-are cut at 6 tokens.
+least 8 tokens, then an end with probability about 1/70 per token, at most 128. Uniform: all
+responses are cut at 6 tokens.
 
 TRL's settings: gradient checkpointing, logging, saving and bfloat16 are off, and no pass for old
 log-probabilities is needed. `--tune` measures alternatives: 1 and 2 threads; 256, 64 and 16 rows
 at once in training; continuous batching (a paged cache); a static cache; eager attention. The
-main run takes the fastest.
+main run takes what `SETTINGS` says.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SETTINGS = {
     ("trl", "varied"): ["--threads", "2", "--rows-at-once", "64"],
     ("trl", "uniform"): ["--threads", "2", "--rows-at-once", "256"],
 }
-"""The fastest found by `--tune`."""
+"""Options of the main run; to be set to the fastest that `--tune` finds on a quiet machine."""
 ALTERNATIVES: dict[str, list[list[str]]] = {
     "ours": [
         ["--threads", threads, "--micro-batch-tokens", tokens]
@@ -75,9 +75,10 @@ def phase_chain(folder: Path) -> None:
     """Save a model whose responses end by themselves, and its tokenizer.
 
     The characters form 8 groups of 12. After a token of group g < 7 comes one of group g + 1,
-    after one of group 7 another of group 7 or, with probability about 1/70, the end: the embedding marks
-    the group in one of the first 8 dimensions, and the head reads it. A prompt ends in group 0, so
-    the end is the 8th token at the earliest. All other weights are random and computed in full.
+    after one of group 7 another of group 7 or, with probability about 1/70, the end: the embedding
+    marks the group in one of the first 8 dimensions, and the head reads it. A prompt ends in
+    group 0, so the end is the 8th token at the earliest. All other weights are random and
+    computed in full.
     """
     tokenizer = TokenizerSpec(alphabet=ALPHABET).build()
     architecture = {

@@ -38,6 +38,8 @@ GRPO = (
     "algorithm.before.sft.per_step.demos=8",
 )
 
+REWARDS = ("algorithm.per_step.pairs=4", "algorithm.optimizer.warmup_calls=0")
+
 
 def only_run(folder: Path = Path("runs")) -> Path:
     (run,) = folder.iterdir()
@@ -89,6 +91,7 @@ def test_ppo_trains_its_reward_model_first_and_not_if_a_rule_is_the_reward(
         *GRPO,
         "algorithm.num_steps=2",
         "algorithm.before.reward_modelling.num_steps=2",
+        "algorithm.before.reward_modelling.optimizer.warmup_calls=0",
         "algorithm.before.reward_modelling.per_step.pairs=4",
     )
     said = penstock("run", *words)
@@ -102,7 +105,7 @@ def test_ppo_trains_its_reward_model_first_and_not_if_a_rule_is_the_reward(
 
 
 def test_reward_modelling_alone(penstock: Penstock) -> None:
-    said = penstock("run", "algorithm=reward_modelling", *TINY, "algorithm.per_step.pairs=4")
+    said = penstock("run", "algorithm=reward_modelling", *TINY, *REWARDS)
     assert said.code == 0, said.err
     summary = summary_of(only_run())
     assert summary["accuracy_before_rl"] is None

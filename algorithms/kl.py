@@ -33,6 +33,7 @@ __all__ = [
     "adaptive_kl_coef",
     "kl_estimate",
     "kl_shaped_reward",
+    "response_kl",
 ]
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
@@ -80,6 +81,15 @@ def kl_estimate(
     if value_clamp is not None:
         estimate = estimate.clamp(-value_clamp, value_clamp)
     return estimate
+
+
+@op(scope="row")
+def response_kl(mask: TokenMask, *, logprob: PerToken, ref_logprob: PerToken) -> PerSample:
+    """The k1 estimate summed over each response: f32[rows], in nats; for a log or a controller.
+
+    Arguments and errors are those of `kl_estimate`.
+    """
+    return kl_estimate(mask, logprob=logprob, ref_logprob=ref_logprob).sum(1)
 
 
 def _estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:

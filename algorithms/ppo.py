@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .advantages import gae, whiten
-from .kl import NoEos, kl_shaped_reward
+from .kl import NoEos, kl_shaped_reward, response_kl
 from .losses import ClippedPolicyLoss, ClippedValueLoss
 from .reductions import Variance
 from .roles import (
+    PerSample,
     Policy,
     PolicyBatch,
     Prompts,
@@ -63,17 +64,18 @@ class PPO:
 
 def ppo_step(
     prompts: Prompts, actor: Policy, critic: ValueModel, ref: Policy, reward: Reward, cfg: PPO
-) -> tuple[TrainMetrics, TrainMetrics]:
-    """Sample, score, estimate advantages, and train actor and critic."""
+) -> tuple[TrainMetrics, TrainMetrics, PerSample]:
+    """Sample, score, estimate advantages, and train actor and critic; reports the KL as well."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     tokens, mask, temperature = roll.tokens, roll.mask, cfg.sampling.temperature
     score = reward.score(tokens, mask, roll.prompt_id)
     value = critic.value(tokens, mask)
+    ref_logprob = ref.logprob(tokens, mask, temperature=temperature)
     shaped = kl_shaped_reward(
         score,
         mask,
         logprob=roll.behavior_logprob,
-        ref_logprob=ref.logprob(tokens, mask, temperature=temperature),
+        ref_logprob=ref_logprob,
         kl_coef=cfg.kl_coef,
         finished=roll.finished,
         score_clip=cfg.score_clip,
@@ -103,4 +105,5 @@ def ppo_step(
             temperature=temperature,
         ),
         critic.train(cfg.value_loss, value_batch, epochs=epochs, num_minibatches=num_minibatches),
+        response_kl(mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob),
     )

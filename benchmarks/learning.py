@@ -30,9 +30,7 @@ def smoothed(values: list[float], share: float = 0.1) -> list[float]:
 def rewards(run: Path) -> list[float]:
     """Mean reward of every step."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["reward.score/reward/mean"] if "reward.score/reward/mean" in line
-            else line["reward.score/score"] for line in lines
-            if "reward.score/reward/mean" in line or "reward.score/score" in line]  # fmt: skip
+    return [line["reward.score/reward/mean"] for line in lines]
 
 
 def draw(runs: list[tuple[Path, dict[str, Any]]], title: str, file: Path) -> None:

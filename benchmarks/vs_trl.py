@@ -23,6 +23,7 @@ main run takes what `SETTINGS` says.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -141,7 +142,14 @@ def measure(side: str, folder: Path, case: str, options: list[str]) -> dict[str,
     out.unlink(missing_ok=True)
     command = [python, HERE / f"{side}_side.py", folder, case, out, *options]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=900, cwd=folder
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+        cwd=folder,
+        # As `penstock` itself does: a waiting thread that spins takes a core from one that works.
+        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
     )
     if done.returncode or not out.exists():
         raise RuntimeError(f"{side} {case} {options} failed:\n{done.stderr[-2000:]}")

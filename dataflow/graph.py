@@ -166,6 +166,7 @@ class Graph:
         roles: Role name -> contract, in the step function's parameter order.
         sources: Source name -> table class.
         results: Names of the nodes whose outputs or metrics the step function returned.
+        reported: The columns it returned; those with one number per row are logged as their mean.
 
     Raises:
         FlowError: If two nodes share a name or an edge points to nothing.
@@ -176,6 +177,7 @@ class Graph:
     roles: Mapping[str, type[Role]]
     sources: Mapping[str, type]
     results: tuple[str, ...] = ()
+    reported: tuple[Ref, ...] = ()
 
     def __post_init__(self) -> None:
         seen: dict[str, Node] = {}

@@ -120,13 +120,15 @@ class Host:
             if node.function is not None:
                 with torch.no_grad():
                     returned = node.function(**arguments)
-                return self._store(node, columns, returned, work.chunk), {}
+                stored = self._store(node, columns, returned, work.chunk)
+                return stored, _reported(self.graph, node, stored)
             worker = self.roles[node.role or ""]
             returned = getattr(worker, node.method or "")(**arguments)
         metrics = drain_metrics(worker)
         if node.kind is NodeKind.TRAIN:
             return (), {**metrics, **returned.metrics}
-        return self._store(node, columns, returned, work.chunk), metrics
+        stored = self._store(node, columns, returned, work.chunk)
+        return stored, {**metrics, **_reported(self.graph, node, stored)}
 
     def _parts(self, handles: Sequence[Any]) -> list[Part]:
         return [self._fetch(handle) for handle in handles]
@@ -236,6 +238,23 @@ def _returned_columns(node: Node, returned: Any) -> list[Tensor]:
                 f"{type(column).__name__}"
             )
     return columns
+
+
+def _reported(graph: Graph, node: Node, parts: Sequence[Part]) -> dict[str, Metric]:
+    """Means of the output columns that the step returned and that hold one number per row.
+
+    A ragged column has entries that mean nothing (prompt tokens), so it is not averaged.
+    """
+    metrics: dict[str, Metric] = {}
+    for index, output in enumerate(node.outputs):
+        spec = output.spec
+        ids = spec.dtype.value == "i64"
+        if ids or spec.ragged_axis or Ref(node.name, output.name) not in graph.reported:
+            continue
+        values = torch.cat([part[index].values for part in parts]).double()
+        name = "mean" if node.output_table is None else output.name
+        metrics[name] = Metric.mean(float(values.sum()), float(values.numel()))
+    return metrics
 
 
 def _output_lengths(

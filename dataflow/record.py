@@ -248,8 +248,10 @@ class Recorder:
 
     def finish(self, result: Any) -> Graph:
         """Freeze what was recorded; `result` is what the step function returned."""
-        results = tuple(dict.fromkeys(_result_nodes(result)))
-        return Graph(self.name, tuple(self.nodes), self.roles, self.sources, results)
+        returned = list(_returned(result))
+        names = tuple(dict.fromkeys(one if isinstance(one, str) else one.node for one in returned))
+        columns = tuple(dict.fromkeys(one for one in returned if isinstance(one, Ref)))
+        return Graph(self.name, tuple(self.nodes), self.roles, self.sources, names, columns)
 
     def _version(self, role: str) -> int:
         return self._trains.get(role, 0)
@@ -411,16 +413,15 @@ def _outputs_of(
         )
 
 
-def _result_nodes(result: Any) -> list[str]:
+def _returned(result: Any) -> Iterator[str | Ref]:
+    """The train calls (by node name) and columns that a step function returned."""
     if isinstance(result, TrainHandle):
-        return [result.node]
-    if isinstance(result, Column):
-        return [result.ref.node]
-    if isinstance(result, (tuple, list)):
-        return [name for item in result for name in _result_nodes(item)]
-    if isinstance(result, dict):
-        return [name for item in result.values() for name in _result_nodes(item)]
-    if dataclasses.is_dataclass(result) and not isinstance(result, type):
-        fields = [getattr(result, field.name) for field in dataclasses.fields(result)]
-        return [name for item in fields for name in _result_nodes(item)]
-    return []
+        yield result.node
+    elif isinstance(result, Column):
+        yield result.ref
+    elif isinstance(result, (tuple, list, dict)):
+        for item in result.values() if isinstance(result, dict) else result:
+            yield from _returned(item)
+    elif dataclasses.is_dataclass(result) and not isinstance(result, type):
+        for field in dataclasses.fields(result):
+            yield from _returned(getattr(result, field.name))

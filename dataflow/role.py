@@ -22,6 +22,7 @@ __all__ = [
     "Metric",
     "Role",
     "Scope",
+    "add_metrics",
     "call",
     "call_spec",
 ]
@@ -117,6 +118,12 @@ class Metric:
         if self.kind != "mean":
             return self.total
         return self.total / self.weight if self.weight else float("nan")
+
+
+def add_metrics(gathered: dict[str, Metric], new: Mapping[str, Metric]) -> None:
+    """Add `new` to what was gathered before, name by name."""
+    for name, metric in new.items():
+        gathered[name] = gathered[name] + metric if name in gathered else metric
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from .executor import Executor, Program
 from .graph import Node, NodeKind
 from .host import cut_table
 from .placement import flow_of
-from .role import Metric
+from .role import Metric, add_metrics
 from .schedule import Schedule
 from .scheduler import Scheduler
 from .scheduler_events import (
@@ -272,9 +272,8 @@ class Run:
         for one in done:
             if one.rank and self._graph[one.task.node].kind is NodeKind.TRAIN:
                 continue
-            for name, metric in one.report.metrics.items():
-                key = f"{one.task.node}/{name}"
-                merged[key] = merged[key] + metric if key in merged else metric
+            found = one.report.metrics.items()
+            add_metrics(merged, {f"{one.task.node}/{name}": metric for name, metric in found})
         return merged
 
     def _span(self, done: _Done) -> TaskSpan:

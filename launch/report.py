@@ -18,7 +18,6 @@ __all__ = ["summary_of", "write_report"]
 
 _CURVES = (
     ("reward/mean", "mean reward"),
-    ("score_mean", "mean score"),
     ("accuracy", "accuracy"),
     ("cross_entropy", "cross-entropy, nats"),
     ("loss", "loss"),

@@ -40,7 +40,7 @@ MODELS = "models"
 _BEFORE = "before.json"
 """Below a stage's folder: what was measured before its first step."""
 
-_SHOWN = ("reward/mean", "score", "cross_entropy", "accuracy", "entropy", "loss", "grad_norm")
+_SHOWN = ("reward/mean", "cross_entropy", "accuracy", "entropy", "loss", "grad_norm")
 """Metrics worth a place on the progress line, best first."""
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..algorithms.roles import PerSample, PromptId, Reward, TokenIds, TokenMask
 from ..dataflow.errors import WorkerError
-from ..dataflow.role import Metric
+from ..dataflow.role import Metric, add_metrics
 from ..dataflow.worker import WorkerContext
 from .task import Task, TaskSpec, fingerprint
 from .tokenizer import Tokenizer, TokenizerSpec
@@ -181,6 +181,5 @@ class RuleReward(Reward):
             "reward/errors": float(sum(o.error is not None for o in outcomes)),
             "reward/timeouts": float(sum(o.timed_out for o in outcomes)),
         }
-        for name, total in sums.items():
-            metric = Metric.mean(total, float(len(outcomes)))
-            self.metrics[name] = self.metrics[name] + metric if name in self.metrics else metric
+        rows = float(len(outcomes))
+        add_metrics(self.metrics, {name: Metric.mean(sums[name], rows) for name in sums})

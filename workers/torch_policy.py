@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..algorithms.roles import Policy, PolicyOutput, Rollout, Sampling, TrainMetrics
 from ..dataflow.context import call_key
-from ..dataflow.role import Loss, Metric
+from ..dataflow.role import Loss, Metric, add_metrics
 from ..dataflow.worker import WorkerContext
 from .decode import Responses, decode
 from .decode_plain import decode_plain
@@ -125,8 +125,7 @@ class TorchPolicy(TorchWorker, Policy):
             "truncated": Metric.mean(rows - float(responses.finished.sum()), rows),
             "new_tokens": Metric.mean(total, 1.0),
         }
-        for name, metric in values.items():
-            self.metrics[name] = self.metrics[name] + metric if name in self.metrics else metric
+        add_metrics(self.metrics, values)
 
     def logprob(self, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
         """See `Policy.logprob`."""

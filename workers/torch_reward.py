@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms.roles import RewardModel, ScoreOutput, TrainMetrics
-from ..dataflow.role import Loss
+from ..dataflow.role import Loss, Metric, add_metrics
 from ..dataflow.worker import WorkerContext
 from .model import ModelSpec, ScoreNetwork, load_head, save_headed, seeded_heads
 from .network import make_network
@@ -53,7 +53,14 @@ class TorchRewardModel(TorchWorker, RewardModel):
     def score(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Tensor:
         """See `Reward.score`; a learned score does not look at `prompt_id`."""
         del prompt_id
-        return self._evaluate(tokens, mask, self._scores, per_token=False)
+        score = self._evaluate(tokens, mask, self._scores, per_token=False)
+        sums = {
+            "reward/mean": float(score.double().sum()),
+            "reward/mean_square": float(score.double().square().sum()),
+        }
+        rows = float(len(score))
+        add_metrics(self.metrics, {name: Metric.mean(sums[name], rows) for name in sums})
+        return score
 
     def train(
         self, loss: Loss[B, ScoreOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1

@@ -264,10 +264,12 @@ def test_ppo_learns_the_rewarded_token_and_its_value() -> None:
     cfg = PPO(sampling=Sampling(num_samples=16, max_new_tokens=3), no_eos="none", kl_coef=0.001)
     for _ in range(20):
         ppo_step(PROMPTS, actor, critic, TablePolicy(), CountsToken3(), cfg)
-    actor_report, critic_report = ppo_step(
+    actor_report, critic_report, kl = ppo_step(
         PROMPTS, actor, critic, TablePolicy(), CountsToken3(), cfg
     )
     assert frequency_of_3(actor) > 0.8
     assert "value_loss" in critic_report.metrics
     assert actor_report.metrics["ratio_mean"].value == pytest.approx(1, abs=0.3)
     assert critic.parameter[3].item() > 0.3
+    assert kl.shape == (len(PROMPTS.prompt) * 16,)
+    assert kl.mean().item() > 0.1

@@ -32,7 +32,7 @@ from penstock.algorithms.roles import (
 from penstock.algorithms.sft import SFT, sft_step
 from penstock.dataflow.check import check_lag
 from penstock.dataflow.errors import FlowError
-from penstock.dataflow.graph import Graph
+from penstock.dataflow.graph import Graph, Ref
 from penstock.dataflow.record import build
 from penstock.dataflow.role import Loss
 from torch import Tensor
@@ -237,10 +237,12 @@ def test_ppo_graph() -> None:
         "whiten(gae.advantage, actor.generate.mask)",
         f"actor.train({ROLL}, actor.generate.behavior_logprob, whiten.out)",
         f"critic.train({ROLL}, critic.value.out, gae.value_target)",
+        "response_kl(actor.generate.mask, actor.generate.behavior_logprob, ref.logprob.out)",
     ]
     scopes = {node.name: node.scope for node in graph.nodes}
     assert (scopes["kl_shaped_reward"], scopes["gae"], scopes["whiten"]) == ("row", "row", "batch")
-    assert graph.results == ("actor.train", "critic.train")
+    assert graph.results == ("actor.train", "critic.train", "response_kl")
+    assert graph.reported == (Ref("response_kl", "out"),)
 
 
 def test_sft_and_reward_modelling_graphs() -> None:

@@ -72,6 +72,7 @@ def test_a_key_of_a_nested_default_leaves_its_other_keys_alone() -> None:
     config = run_config(composed("algorithm=ppo", "algorithm.cfg.policy_loss.eps_high=0.3"))
     graph = stages_of(config)[-1].graph
     assert "ClippedPolicyLoss(eps_high=0.3, report_entropy=True)" in str(graph)
+    assert "Sampling(num_samples=8, max_new_tokens=5)" in str(graph)
 
 
 def test_the_composition_itself_is_valid_without_launching() -> None:

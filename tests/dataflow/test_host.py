@@ -248,6 +248,26 @@ def test_a_scalar_reaches_every_chunk() -> None:
     assert dense([host().perform(every)], GRAPH, "shift")[0].tolist() == [136, 134, 150, 124, 200]
 
 
+def test_a_returned_column_with_one_number_per_row_is_reported_as_its_mean() -> None:
+    pairs = host().perform(call_work("pair", None, data=CHUNKS, model__value=values())).parts
+    totals = host().perform(call_work("total", None, pair=list(pairs))).parts
+    chunked = [
+        host().perform(call_work("shift", i, pair=pairs[i], total=totals[i])) for i in range(2)
+    ]
+    assert [result.report.metrics for result in chunked] == [
+        {"mean": Metric.mean(270, 2)},
+        {"mean": Metric.mean(474, 3)},
+    ]
+    whole = host().perform(call_work("shift", None, pair=list(pairs), total=list(totals)))
+    assert whole.report.metrics == {"mean": Metric.mean(744, 5)}
+
+
+def test_neither_ids_nor_columns_that_the_step_keeps_are_reported() -> None:
+    assert host().perform(call_work("drop_first", None, data=CHUNKS)).report.metrics == {}
+    pairs = host().perform(call_work("pair", None, data=CHUNKS, model__value=values()))
+    assert pairs.report.metrics == {}
+
+
 def test_new_rows_are_cut_evenly_between_groups() -> None:
     result = host().perform(call_work("drop_first", None, data=CHUNKS))
     assert [part[0].values.tolist() for part in result.parts] == [[4], [7, 7, 7]]

@@ -267,6 +267,7 @@ def test_kinds_and_scopes_are_as_declared() -> None:
         ("whiten", NodeKind.OP, "batch"),
         ("actor.train", NodeKind.TRAIN, "batch"),
         ("critic.train", NodeKind.TRAIN, "batch"),
+        ("response_kl", NodeKind.OP, "row"),
     ]
 
 

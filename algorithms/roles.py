@@ -188,6 +188,8 @@ B = TypeVar("B")
 class Policy(Role):
     """A language model that can be sampled from, evaluated and trained."""
 
+    model_head = "vocabulary"
+
     @call("rollout")
     def generate(self, prompt: PromptTokenIds, prompt_id: PromptKey, sampling: Sampling) -> Rollout:
         """Draw `sampling.num_samples` responses per prompt, grouped by `prompt_id`."""
@@ -215,6 +217,8 @@ class Policy(Role):
 class ValueModel(Role):
     """A critic: one value per token."""
 
+    model_head = "scalar"
+
     @call("forward")
     def value(self, tokens: TokenIds, mask: TokenMask) -> PerToken:
         """Value of the state before each masked token; 0 elsewhere."""
@@ -230,6 +234,8 @@ class ValueModel(Role):
 
 class Reward(Role):
     """Anything that scores whole responses: a rule, a reward model, a judge."""
+
+    model_head = "scalar"
 
     @call("forward")
     def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:

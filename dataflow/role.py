@@ -80,7 +80,14 @@ def call_spec(method: object) -> CallSpec | None:
 
 
 class Role:
-    """Base of every role contract. A contract's methods are declared with `@call`."""
+    """Base of every role contract. A contract's methods are declared with `@call`.
+
+    Attributes:
+        model_head: What the model behind the role ends in, which a planner sizes it by; None if
+            the contract does not say that there is a model.
+    """
+
+    model_head: ClassVar[Literal["vocabulary", "scalar"] | None] = None
 
 
 @dataclass(frozen=True)

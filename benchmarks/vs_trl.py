@@ -15,9 +15,10 @@ least 8 tokens, then an end with probability about 1/70 per token, at most 128. 
 responses are cut at 6 tokens.
 
 TRL's settings: gradient checkpointing, logging, saving and bfloat16 are off, and no pass for old
-log-probabilities is needed. `--tune` measures alternatives: 1 and 2 threads; 256, 64 and 16 rows
-at once in training; continuous batching (a paged cache); a static cache; eager attention. The
-main run takes what `SETTINGS` says.
+log-probabilities is needed. `--tune` measures alternatives: 1 and 2 threads; for how long a waiting
+thread spins; 256, 64 and 16 rows at once in training; continuous batching (a paged cache); a static
+cache; eager attention. The main run takes `SETTINGS`, the fastest of them for each side and case.
+Each side uses the transformers release that its environment resolves to; the result names it.
 """
 
 from __future__ import annotations
@@ -41,18 +42,23 @@ from vs_trl_case import ALPHABET, GROUP, MAX_NEW_TOKENS, NUM_PROMPTS, NUM_SAMPLE
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = HERE.parent / ".venv-trl"
 REQUIRED = ("torch==2.13.0", "trl==1.16.0", "datasets")
+SPIN = "GOMP_SPINCOUNT=1000"
+"""How long a waiting thread looks for work before it sleeps; what `penstock` sets as well."""
 SETTINGS = {
-    ("ours", "varied"): ["--threads", "2", "--micro-batch-tokens", "2048"],
-    ("ours", "uniform"): ["--threads", "2", "--micro-batch-tokens", "4096"],
+    ("ours", "varied"): [SPIN, "--threads", "2", "--micro-batch-tokens", "4096"],
+    ("ours", "uniform"): [SPIN, "--threads", "2", "--micro-batch-tokens", "4096"],
     ("trl", "varied"): ["--threads", "2", "--rows-at-once", "64"],
     ("trl", "uniform"): ["--threads", "2", "--rows-at-once", "256"],
 }
 """Options of the main run; to be set to the fastest that `--tune` finds on a quiet machine."""
 ALTERNATIVES: dict[str, list[list[str]]] = {
     "ours": [
-        ["--threads", threads, "--micro-batch-tokens", tokens]
-        for threads in ("1", "2")
-        for tokens in ("2048", "4096")
+        *(
+            [SPIN, "--threads", threads, "--micro-batch-tokens", tokens]
+            for threads in ("1", "2")
+            for tokens in ("2048", "4096")
+        ),
+        ["--threads", "2", "--micro-batch-tokens", "4096"],
     ],
     "trl": [
         *(
@@ -60,6 +66,7 @@ ALTERNATIVES: dict[str, list[list[str]]] = {
             for threads in ("1", "2")
             for rows in ("256", "64", "16")
         ),
+        *([SPIN, "--threads", "2", "--rows-at-once", rows] for rows in ("256", "64", "16")),
         *(
             ["--threads", "2", "--rows-at-once", "64", "--more", more]
             for more in (
@@ -140,7 +147,9 @@ def measure(side: str, folder: Path, case: str, options: list[str]) -> dict[str,
     python = trl_python() if side == "trl" else Path(sys.executable)
     out = folder / "measured.json"
     out.unlink(missing_ok=True)
-    command = [python, HERE / f"{side}_side.py", folder, case, out, *options]
+    variables = dict(option.split("=", 1) for option in options if option.startswith("GOMP_"))
+    flags = [option for option in options if not option.startswith("GOMP_")]
+    command = [python, HERE / f"{side}_side.py", folder, case, out, *flags]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -148,8 +157,7 @@ def measure(side: str, folder: Path, case: str, options: list[str]) -> dict[str,
         check=False,
         timeout=900,
         cwd=folder,
-        # As `penstock` itself does: a waiting thread that spins takes a core from one that works.
-        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
+        env=os.environ | variables,
     )
     if done.returncode or not out.exists():
         raise RuntimeError(f"{side} {case} {options} failed:\n{done.stderr[-2000:]}")

@@ -79,9 +79,11 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
-    # Read when torch is first imported. Threads that wait for each other by spinning make a run ten
-    # or a hundred times slower as soon as anything else uses the same cores; sleeping costs little.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Read when torch is first imported. By default OpenMP's threads spin while they wait, which
+    # makes a run up to a hundred times slower once anything else uses the same cores; if they sleep
+    # at once, waking them doubles the time of short decoding steps. A short spin avoids both.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if name == "graph":
         from .graph import graph_command
 

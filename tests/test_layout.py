@@ -150,6 +150,24 @@ def test_importing_dataflow_does_not_import_what_only_runs_need() -> None:
     assert (ran.stdout.strip(), ran.stderr) == ("[]", "")
 
 
+def test_importing_dataflow_alone_does_not_import_torch() -> None:
+    code = (
+        "import sys, penstock.dataflow as package\n"
+        "before = 'torch' in sys.modules\n"
+        "names = [name for name in package.__all__ if getattr(package, name).__name__ != name]\n"
+        "print(before, 'ray' in sys.modules, names, set(package.__all__) <= set(dir(package)))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False
+    )
+    assert (ran.stdout.strip(), ran.stderr) == ("False False [] True", "")
+
+
+def test_a_name_that_dataflow_does_not_have_is_an_attribute_error() -> None:
+    with pytest.raises(ImportError, match="cannot import name 'Engin'"):
+        exec("from penstock.dataflow import Engin")
+
+
 def test_no_file_names_a_package_registry() -> None:
     named = {
         (_name(path), host)

@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 __all__ = [
     "ConfigError",
@@ -29,6 +30,10 @@ _OUR_FOLDER = str(Path(__file__).resolve().parent)
 
 class PenstockError(Exception):
     """Base of every error we raise on purpose; its text is complete without a traceback."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Other processes raise them too; by default the class would be called with the text alone.
+        return _rebuilt, (type(self), str(self), self.__dict__)
 
 
 class ConfigError(PenstockError):
@@ -95,9 +100,6 @@ class FlowError(PenstockError):
         parts.append(f"    {fix}")
         super().__init__("\n".join(parts))
 
-    def __reduce__(self) -> tuple[type[PenstockError], tuple[str]]:
-        return PenstockError, (str(self),)
-
 
 class WorkerError(PenstockError):
     """A node failed while running. The user's own traceback follows the message, untouched."""
@@ -105,9 +107,6 @@ class WorkerError(PenstockError):
     def __init__(self, message: str, story: tuple[str, ...] = ()) -> None:
         self.story = story
         super().__init__(_with_story(message, story))
-
-    def __reduce__(self) -> tuple[type[PenstockError], tuple[str]]:
-        return PenstockError, (str(self),)
 
 
 class StateError(PenstockError):
@@ -117,8 +116,12 @@ class StateError(PenstockError):
         self.story = story
         super().__init__(_with_story(message, story))
 
-    def __reduce__(self) -> tuple[type[PenstockError], tuple[str]]:
-        return PenstockError, (str(self),)
+
+def _rebuilt(kind: type[PenstockError], text: str, fields: dict[str, Any]) -> PenstockError:
+    error = kind.__new__(kind)
+    error.args = (text,)
+    error.__dict__.update(fields)
+    return error
 
 
 def _with_story(message: str, story: tuple[str, ...]) -> str:

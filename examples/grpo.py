@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.roles import Sampling
-from penstock.dataflow.eager import run_eagerly
-from penstock.dataflow.engine import Engine
-from penstock.dataflow.placement import one_group
-from penstock.dataflow.record import build
+from penstock.dataflow import Engine, build, one_group, run_eagerly
 from penstock.workers.data_source import PromptSource
 from penstock.workers.model import ModelSpec
 from penstock.workers.optimizer import OptimizerSpec

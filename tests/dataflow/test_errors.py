@@ -83,5 +83,6 @@ def test_a_story_follows_the_message(kind: type[WorkerError] | type[StateError])
 )
 def test_errors_cross_processes_with_their_whole_text(error: PenstockError) -> None:
     copy = pickle.loads(pickle.dumps(error))
-    assert isinstance(copy, PenstockError)
+    assert type(copy) is type(error)
+    assert copy.__dict__ == error.__dict__
     assert str(copy) == str(error)

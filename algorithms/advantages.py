@@ -255,7 +255,8 @@ def group_advantage(
         singleton_group: What a sample alone in its group gets.
 
     Returns:
-        f32[rows]; exactly 0 for every row of a group whose scores are all equal.
+        f32[rows]; exactly 0 for every row of a group whose scores are all equal, and not finite for
+        every row of a group with a score that is not finite.
 
     Raises:
         ValueError: If shapes differ, or a group has one row and `singleton_group` is "error".
@@ -286,7 +287,7 @@ def leave_one_out(
         singleton_group: What a sample alone in its group gets.
 
     Returns:
-        f32[rows].
+        f32[rows]; not finite for every row of a group with a score that is not finite.
 
     Raises:
         ValueError: If shapes differ, or a group has one row and `singleton_group` is "error".
@@ -328,13 +329,17 @@ class _Groups:
         self._present = torch.arange(widest, device=score.device) < self.sizes[:, None]
 
     def centred(self) -> Tensor:
-        """f64[groups, widest]: scores minus their group's mean; 0 where there is no row."""
+        """f64[groups, widest]: scores minus their group's mean; 0 where there is no row.
+
+        A score that is not finite leaves no finite number in its group.
+        """
         mean = (_sum_rows(self._scores) / self.sizes)[:, None]
         # A rounded mean of equal scores may miss them by one bit, which a division by the standard
-        # deviation would blow up to 1.
+        # deviation would blow up to 1. The difference of scores that are not finite is nan, not 0,
+        # so those go on to the optimizer, which refuses them.
         highest = self._scores.masked_fill(~self._present, -torch.inf).amax(dim=1, keepdim=True)
         lowest = self._scores.masked_fill(~self._present, torch.inf).amin(dim=1, keepdim=True)
-        counts = self._present & (highest > lowest)
+        counts = self._present & (highest - lowest != 0)
         return torch.where(counts, self._scores - mean, torch.zeros_like(mean))
 
     def per_row(self, table: Tensor, singleton_group: SingletonGroup) -> Tensor:
@@ -344,7 +349,7 @@ class _Groups:
         if singleton_group == "score":
             return torch.where(alone, self._score, result)
         if singleton_group == "zero":
-            return torch.where(alone, torch.zeros_like(result), result)
+            return result  # a score minus itself is 0 already
         if singleton_group != "error":
             raise ValueError(
                 f"singleton_group {singleton_group!r} is unknown; choose 'error', 'score' or 'zero'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -329,6 +330,19 @@ def test_equal_scores_give_exactly_zero_whatever_eps() -> None:
     for eps in (0.0, 1e-6):
         assert not group_advantage(score, same, eps=eps).any()
     assert not leave_one_out(score, same).any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("estimate", [group_advantage, leave_one_out])
+def test_a_score_that_is_not_finite_spoils_its_whole_group_and_no_other(
+    estimate: Callable[..., Tensor], bad: float
+) -> None:
+    prompt_id = torch.tensor([7, 5, 7, 5, 7, 3, 3])
+    score = f64([1, bad, 0, 2, 0, bad, bad])
+    advantage = estimate(score, prompt_id)
+    assert advantage.isfinite().tolist() == [True, False, True, False, True, False, False]
+    alone = estimate(f64([bad]), torch.tensor([7]), singleton_group="zero")
+    assert not alone.isfinite().any()
 
 
 def test_groups_of_different_sizes() -> None:

@@ -162,11 +162,14 @@ def test_too_many_minibatches_are_refused():
         policy.train(LOSS, make_batch(policy), num_minibatches=25)
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_one_advantage_that_is_not_finite_leaves_the_weights_alone(bad: float):
     policy = make_policy(optimizer=OPTIMIZER)
     batch = make_batch(policy)
     before = policy.weights_sha256()
-    broken = dataclasses.replace(batch, advantage=batch.advantage * float("inf"))
+    advantage = batch.advantage.clone()
+    advantage[batch.mask.any(dim=1).nonzero()[0]] = bad
+    broken = dataclasses.replace(batch, advantage=advantage)
     with pytest.raises(FloatingPointError, match="gradient norm is nan at optimizer step 1"):
         policy.train(LOSS, broken)
     assert policy.weights_sha256() == before

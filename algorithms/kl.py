@@ -43,7 +43,10 @@ ScoreSlot = Literal["last_token", "after_last"]
 """Where a row's score is paid: on its last sampled token, or one slot later if there is one."""
 
 NoEos = Literal["none", "replace", "subtract", "zero"]
-"""What happens to the score of a response that was cut off before its end of sequence."""
+"""What happens to the score of a response that was cut off before its end of sequence.
+
+"zero" takes the score away, for a step that bootstraps such rows: `gae(..., bootstrap_value=...)`.
+"""
 
 
 @op(scope="row")

@@ -3,6 +3,10 @@
 Schulman et al., 2017, as applied by Huang et al., "The N+ Implementation Details of RLHF with PPO",
 2024, whose numbers are the defaults. One difference: the score is paid on a response's last token,
 not one slot later. Start the critic from the reward model, and the policy and reference from SFT.
+
+A response that was cut off is treated as ended: nothing is expected after its last token, and only
+its score may change (`PPO.no_eos`). There is no bootstrap value, because a critic's column holds
+the value *before* each token and none after the last one.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ class PPO:
     score_clip: float | None = None
     """Bound on the size of a score."""
     no_eos: NoEos = "replace"
-    """What happens to the score of a response that was cut off."""
+    """What happens to the score of a response that was cut off: "replace" it, "subtract" from it,
+    or "none". "zero" would need a bootstrap value and is refused."""
     no_eos_score: float = -1.0
     """The score that "replace" gives such a response."""
     no_eos_penalty: float = 1.0
@@ -60,6 +65,14 @@ class PPO:
     """Passes over each step's rollouts."""
     num_minibatches: int = 1
     """Optimizer steps per pass."""
+
+    def __post_init__(self) -> None:
+        if self.no_eos == "zero":
+            raise ValueError(
+                "no_eos 'zero' leaves a response that was cut off without any score, which is "
+                "right only if the critic's value after its last token is paid instead, and PPO "
+                "has no such value; choose 'replace', 'subtract' or 'none'"
+            )
 
 
 def ppo_step(

@@ -145,6 +145,11 @@ def test_ppo_replaces_the_score_of_a_response_that_was_cut_off() -> None:
     assert not change[1].any()
 
 
+def test_ppo_refuses_to_take_a_score_away_without_a_bootstrap_value() -> None:
+    with pytest.raises(ValueError, match="no_eos 'zero' .* choose 'replace', 'subtract' or 'none'"):
+        PPO(no_eos="zero")
+
+
 def test_ppo_can_whiten_rewards_keeping_their_mean() -> None:
     reward = with_prompt([[-0.005, 0.005, 1.99, 0, 0], [-0.005, 0, 0, 0.005, -1.01]])
     kept = reward[MASK]

@@ -1,38 +1,62 @@
 """A plan: where every node runs, as data that a person can write and a program can read.
 
-This first form holds groups and assignments only: what execution depends on. It says nothing about
-layouts, memory or time.
+Execution depends on groups and assignments alone, and those are all that a plan must have. A plan
+that was searched for also says which devices of which cluster each group is, in which layout every
+call runs, how far generation may run ahead, and what all that is expected to cost.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..dataflow.errors import PlanError
-from ..dataflow.graph import Graph, NodeKind
+from ..dataflow.graph import Graph, Node, NodeKind
 from ..dataflow.placement import DeviceGroup, Placement, check_placement
+from .cluster import ClusterSpec
+from .layout import Layout
+from .prediction import Prediction
 
-__all__ = ["GroupPlan", "Plan"]
+__all__ = ["GroupPlan", "Plan", "one_group_plan"]
 
 
 class GroupPlan(BaseModel):
-    """One group of data-parallel ranks."""
+    """One group of ranks: worker processes, each on a device of its own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str
     """What nodes and traces call it."""
     num_ranks: int = Field(default=1, ge=1)
-    """Worker processes in the group."""
+    """Worker processes in the group; as many as `devices` where those are given."""
     device: str = "cpu"
     """"cpu" or "cuda"; each rank of a CUDA group owns one device."""
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Which devices of the cluster, in rank order; nothing is said about them if empty."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ranks_of_devices(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("devices") and "num_ranks" not in data:
+            return {**data, "num_ranks": len(data["devices"])}
+        return data
+
+    @model_validator(mode="after")
+    def _fits(self) -> GroupPlan:
+        if self.devices and self.num_ranks != len(self.devices):
+            raise PlanError(
+                f"group '{self.name}' has {self.num_ranks} ranks on {len(self.devices)} devices; "
+                "a rank has one device: leave num_ranks out"
+            )
+        return self
 
 
 class Plan(BaseModel):
-    """Groups, and the group of every node.
+    """Groups, and the group of every node; with a layout and a prediction where they are known.
 
     Example:
         >>> Plan(groups=(GroupPlan(name="train"), GroupPlan(name="rollout")),
@@ -49,18 +73,56 @@ class Plan(BaseModel):
     """Where every other node runs; the first group if empty."""
     chunks_per_rank: int = Field(default=1, ge=1)
     """Pieces each rank of the largest group gets; more than 1 lets consumers start earlier."""
+    layouts: Mapping[str, Layout] = Field(default_factory=dict[str, Layout])
+    """Node name -> how its model is spread over the devices of its group."""
+    max_lag: int | None = Field(default=None, ge=0)
+    """The schedule that it was made for; none in particular if None."""
+    cluster: ClusterSpec | str = ""
+    """The cluster that it was made for, or its name."""
+    prediction: Prediction | None = None
+    """What it is expected to do."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Plan:
+        _check_groups(self)
+        return self
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all groups together."""
+        return sum(len(group.devices) for group in self.groups)
+
+    @property
+    def memory_bytes_per_device(self) -> dict[int, int]:
+        """Device id -> most bytes that its group ever holds on one device."""
+        memory = self.prediction.memory if self.prediction else {}
+        return {
+            device: memory[group.name].peak_bytes
+            for group in self.groups
+            if group.name in memory
+            for device in group.devices
+        }
+
+    def group(self, name: str) -> GroupPlan:
+        """The group of that name."""
+        return next(group for group in self.groups if group.name == name)
+
+    def group_of(self, node: Node) -> str:
+        """Name of the group that a node runs on."""
+        default = self.default_group or self.groups[0].name
+        return self.nodes.get(node.name) or self.nodes.get(node.role or "") or default
 
     def placement(self, graph: Graph) -> Placement:
         """What the engine needs of this plan for one graph.
 
         Raises:
-            PlanError: If the plan names what the graph does not have, or trains a role twice over.
+            PlanError: If the plan names what the graph does not have, trains a role twice over, or
+                has a layout that leaves devices of its group unused.
         """
-        default = self.default_group or self.groups[0].name
         roles = {node.role for node in graph.nodes if node.role}
         named = {node.name: node.role or "" for node in graph.nodes}
         nodes = {
-            node.name: self.nodes.get(node.name) or self.nodes.get(node.role or "") or default
+            node.name: self.group_of(node)
             for node in graph.nodes
             if node.kind is not NodeKind.SOURCE
         }
@@ -71,7 +133,24 @@ class Plan(BaseModel):
         num_chunks = self.chunks_per_rank * max(group.num_ranks for group in self.groups)
         placement = Placement(groups, {**nodes, **unknown}, num_chunks)
         check_placement(graph, placement)
+        self._check_layouts(graph)
         return placement
+
+    def _check_layouts(self, graph: Graph) -> None:
+        named = {node.name: node for node in graph.nodes if node.role}
+        for name, layout in self.layouts.items():
+            if name not in named:
+                raise PlanError(
+                    f"the plan has a layout for '{name}', which is no call of graph "
+                    f"'{graph.name}'; its calls are {', '.join(named)}"
+                )
+            group = self.group(self.group_of(named[name]))
+            if group.devices and layout.num_devices != len(group.devices):
+                raise PlanError(
+                    f"node '{name}' has layout {layout}, which uses {layout.num_devices} of the "
+                    f"{len(group.devices)} devices of group '{group.name}'; tp x pp x dp x cp must "
+                    f"be {len(group.devices)}"
+                )
 
     @staticmethod
     def read(file: Path) -> Plan:
@@ -90,6 +169,25 @@ class Plan(BaseModel):
             raise PlanError(
                 f"plan file {file}: {key}: {first['msg']} (got {first['input']!r})"
             ) from None
+
+
+def _check_groups(plan: Plan) -> None:
+    names = Counter(group.name for group in plan.groups)
+    repeated = [name for name, count in names.items() if count > 1]
+    if repeated:
+        raise PlanError(f"two groups of the plan are named '{repeated[0]}'; names must be unique")
+    owners: dict[int, str] = {}
+    for group in plan.groups:
+        for device in group.devices:
+            if device in owners:
+                both = f"group '{owners[device]}' and group '{group.name}'"
+                if owners[device] == group.name:
+                    both = f"group '{group.name}' twice over"
+                raise PlanError(f"device {device} is in {both}; groups share no device")
+            owners[device] = group.name
+    if isinstance(plan.cluster, ClusterSpec) and owners:
+        most = max(owners)
+        plan.cluster.node_of(most)
 
 
 def one_group_plan(num_ranks: int = 1, device: str = "cpu") -> Plan:

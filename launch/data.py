@@ -38,7 +38,7 @@ class Data:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the problems, so that a reward elsewhere can check it has the same."""
+        """Identifies the problems: for a reward elsewhere, and for a run that is resumed."""
         return fingerprint(self.task)
 
 

@@ -76,12 +76,46 @@ def _carry_out(composed: dict[str, Any], resumed: Path | None) -> None:
         if report.num_bad:
             console.print(str(report), highlight=False, markup=False)
     if resumed is None:
-        text = yaml.safe_dump(dumped(config), sort_keys=False)
-        folder = create_run(Path(config.runs), name=job.main.name, seed=config.seed, config=text)
+        folder = create_run(
+            Path(config.runs),
+            name=job.main.name,
+            seed=config.seed,
+            config=yaml.safe_dump(dumped(config), sort_keys=False),
+            data=job.data.fingerprint,
+        )
     else:
         folder = open_run(resumed)
+        _check_unchanged(folder, job.data.fingerprint, console)
     with folder.locked(), _hint_to_resume(folder.path), PeakMemory() as memory:
         _stages(job, folder, memory, console, resumed is not None)
+
+
+def _check_unchanged(folder: Any, data: str, console: Console) -> None:
+    """Refuse to go on with other problems than the run began with; mention other code.
+
+    Raises:
+        ConfigError: If the data differs, or the run's own record is damaged.
+    """
+    from .run_folder import code_version, record_of
+
+    record = record_of(folder)
+    if record.fault is not None:
+        raise ConfigError(f"run '{folder.id}': {record.fault}\n    start a new run")
+    if record.data not in (None, data):
+        raise ConfigError(
+            f"run '{folder.id}' was started on other problems: the data's fingerprint was "
+            f"{record.data} and is {data} now\n"
+            "    bring the data back as it was, or start a new run"
+        )
+    now = code_version()
+    if record.code != now:
+        console.print(
+            f"penstock: warning: run '{folder.id}' was started by penstock {record.code} and goes "
+            f"on with {now}; what comes out may differ from a run of either",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _stages(job: Any, folder: Any, memory: Any, console: Console, resumed: bool) -> None:

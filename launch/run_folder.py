@@ -1,6 +1,7 @@
 """`runs/<id>/`: everything one run leaves behind, in plain files.
 
-    run.json         name, seed, start, code version; its presence makes the folder a run
+    run.json         name, seed, start, code version, fingerprint of the data; its presence makes
+                     the folder a run
     config.yaml      the composed configuration, as it was run
     metrics.jsonl    one line per step               (metrics.py)
     tensorboard/     the same, as event files        (metrics.py)
@@ -20,7 +21,7 @@ import re
 import subprocess
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -38,6 +39,7 @@ __all__ = [
     "create_run",
     "list_runs",
     "open_run",
+    "record_of",
 ]
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -77,7 +79,7 @@ class RunFolder:
 
     @property
     def about(self) -> Path:
-        """Name, seed, start and code version, as JSON."""
+        """Name, seed, start, code version and fingerprint of the data, as JSON."""
         return self.path / "run.json"
 
     @property
@@ -154,6 +156,7 @@ class RunRecord:
         seed: Its seed.
         created: When it was started, in UTC.
         code: Which code ran.
+        data: Fingerprint of the problems it was started on; None in a run older than these.
         summary: What came out, or None if it has not finished.
         fault: Why its files cannot be read in full; None if they can.
     """
@@ -163,12 +166,13 @@ class RunRecord:
     seed: int
     created: datetime
     code: CodeVersion
+    data: str | None = None
     summary: Mapping[str, Any] | None = field(default=None, hash=False)
     fault: str | None = None
 
 
 def create_run(
-    runs: Path, *, name: str, seed: int, config: str, now: datetime | None = None
+    runs: Path, *, name: str, seed: int, config: str, data: str, now: datetime | None = None
 ) -> RunFolder:
     """Make the folder of a new run; no two processes ever get the same one.
 
@@ -177,6 +181,7 @@ def create_run(
         name: Short name; anything but letters, digits, `.`, `_` and `-` becomes `-`.
         seed: The run's seed.
         config: The composed configuration as YAML.
+        data: Fingerprint of the problems; a resumed run must have the same.
         now: When the run starts; for tests.
 
     Returns:
@@ -191,6 +196,7 @@ def create_run(
         "seed": seed,
         "created": created.isoformat(timespec="seconds"),
         "code": asdict(code_version()),
+        "data": data,
     }
     write_json(folder.about, about)
     return folder
@@ -229,11 +235,12 @@ def list_runs(runs: Path) -> list[RunRecord]:
     if not runs.is_dir():
         return []
     folders = [RunFolder(path) for path in runs.iterdir() if (path / "run.json").is_file()]
-    records = [_record(folder) for folder in folders]
+    records = [record_of(folder) for folder in folders]
     return sorted(records, key=lambda record: (record.created, record.folder.id))
 
 
-def _record(folder: RunFolder) -> RunRecord:
+def record_of(folder: RunFolder) -> RunRecord:
+    """What a run's own files say of it; what cannot be read is its fault."""
     try:
         about: dict[str, Any] = json.loads(folder.about.read_bytes())
         record = RunRecord(
@@ -242,6 +249,7 @@ def _record(folder: RunFolder) -> RunRecord:
             int(about["seed"]),
             datetime.fromisoformat(about["created"]),
             CodeVersion(**about["code"]),
+            about.get("data"),
         )
     except (OSError, ValueError, TypeError, KeyError) as error:
         fault = f"run.json cannot be read ({type(error).__name__}: {error})"
@@ -252,8 +260,8 @@ def _record(folder: RunFolder) -> RunRecord:
         summary: Any = json.loads(text)
     except (OSError, ValueError) as error:
         fault = f"summary.json cannot be read ({type(error).__name__}: {error})"
-        return RunRecord(folder, record.name, record.seed, record.created, record.code, fault=fault)
-    return RunRecord(folder, record.name, record.seed, record.created, record.code, summary)
+        return replace(record, fault=fault)
+    return replace(record, summary=summary)
 
 
 def code_version(root: Path = _ROOT) -> CodeVersion:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -182,14 +183,19 @@ def task_alphabet(task: Task) -> str:
 
 
 def fingerprint(task: Task) -> str:
-    """SHA-256 over every problem's prompt and answer, in order, as 16 hex digits.
+    """SHA-256 over all that a task says of every problem, in order, as 16 hex digits.
 
-    Equal fingerprints mean that an index names the same problem in another process or another run.
+    Equal fingerprints mean that an index names the same problem in another process or another run:
+    the same prompt, the same answer and pair to learn from, and the same call of the verifier.
     """
     digest = hashlib.sha256()
     for index in (*task.train, *task.held_out):
-        for text in (task.prompt_text(index), task.answer_text(index)):
-            data = b"\xff" if text is None else text.encode()
-            digest.update(len(data).to_bytes(8, "little") + data)
+        problem = (
+            task.prompt_text(index),
+            task.answer_text(index),
+            task.pair_texts(index),
+            task.verifier_call(index, ""),
+        )
+        digest.update(json.dumps(problem).encode() + b"\n")
     digest.update(f"{task.train} {task.held_out}".encode())
     return digest.hexdigest()[:16]

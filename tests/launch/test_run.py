@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -160,6 +161,55 @@ def test_a_resumed_run_keeps_its_configuration(penstock: Penstock) -> None:
     said = penstock("run", f"resume={only_run()}", "seed=4")
     assert said.code == 2
     assert "comes with seed=4" in said.err
+
+
+def unfinished(penstock: Penstock, *words: str) -> Path:
+    """A run that has still to write its summary."""
+    tiny = [word for word in TINY if not (words and word.startswith("task."))]
+    said = penstock("run", "algorithm=sft", *tiny, "algorithm.per_step.demos=8", *words)
+    assert said.code == 0, said.err
+    (only_run() / "summary.json").unlink()
+    return only_run()
+
+
+def problem_file(answers: list[str]) -> str:
+    rows = [{"prompt": f"{n}+{n}=", "answer": answer} for n, answer in enumerate(answers)]
+    Path("problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "problems.jsonl"
+
+
+def test_a_run_is_not_resumed_on_other_data(penstock: Penstock) -> None:
+    path = problem_file([str(2 * n) for n in range(24)])
+    run = unfinished(penstock, "task=file", f"task.path={path}", "task.num_held_out=8")
+    problem_file([*(str(2 * n) for n in range(23)), "64"])
+    said = penstock("run", f"resume={run}")
+    assert said.code == 2
+    before = json.loads((run / "run.json").read_text())["data"]
+    assert re.fullmatch(
+        f"penstock: run '{run.name}' was started on other problems: the data's fingerprint was "
+        f"{before} and is [0-9a-f]{{16}} now\n"
+        "    bring the data back as it was, or start a new run\n",
+        said.err,
+    )
+
+
+def test_a_run_resumed_by_other_code_says_so_and_goes_on(penstock: Penstock) -> None:
+    run = unfinished(penstock)
+    about = json.loads((run / "run.json").read_text())
+    about["code"] = {"package": "0.0.9", "commit": None, "dirty": False}
+    (run / "run.json").write_text(json.dumps(about))
+    said = penstock("run", f"resume={run}")
+    assert said.code == 0
+    assert f"penstock: warning: run '{run.name}' was started by penstock 0.0.9 and goes" in said.err
+    assert summary_of(run)["resumed"]
+
+
+def test_a_run_whose_record_is_damaged_is_not_resumed(penstock: Penstock) -> None:
+    run = unfinished(penstock)
+    (run / "run.json").write_text("{")
+    said = penstock("run", f"resume={run}")
+    assert said.code == 2
+    assert said.err.startswith(f"penstock: run '{run.name}': run.json cannot be read (JSONDecode")
 
 
 # --- stopping -------------------------------------------------------------------------------------

@@ -28,7 +28,9 @@ NOW = datetime(2026, 11, 21, 3, 14, 54, tzinfo=UTC)
 
 
 def _create(runs: Path, seed: int = 0, now: datetime = NOW) -> RunFolder:
-    return create_run(runs, name="grpo", seed=seed, config="seed: 0\n", now=now)
+    return create_run(
+        runs, name="grpo", seed=seed, config="seed: 0\n", data="0123456789abcdef", now=now
+    )
 
 
 def test_a_run_starts_with_its_config_and_code_version(tmp_path: Path) -> None:
@@ -37,6 +39,7 @@ def test_a_run_starts_with_its_config_and_code_version(tmp_path: Path) -> None:
     assert folder.config.read_text() == "seed: 0\n"
     about = json.loads(folder.about.read_text())
     assert about["code"]["package"] == __version__
+    assert about["data"] == "0123456789abcdef"
     assert (about["name"], about["seed"], about["created"]) == (
         "grpo",
         7,
@@ -50,7 +53,7 @@ def test_names_sort_by_time_whatever_the_time_zone(tmp_path: Path) -> None:
 
 
 def test_a_name_stays_one_folder(tmp_path: Path) -> None:
-    folder = create_run(tmp_path, name="../my run/a b", seed=0, config="", now=NOW)
+    folder = create_run(tmp_path, name="../my run/a b", seed=0, config="", data="", now=NOW)
     assert folder.path.parent == tmp_path
     assert folder.id == "20261121-031454-my-run-a-b-seed0"
 

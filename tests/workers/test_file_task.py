@@ -14,7 +14,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.workers.data_file import Columns, read_rows
 from penstock.workers.data_report import DataReport
 from penstock.workers.file_task import FileTaskSpec
-from penstock.workers.task import Task, VerifierSpec
+from penstock.workers.task import Task, VerifierSpec, fingerprint
 
 GOOD = b'{"id": "%d", "prompt": "%d+1=", "answer": %d}\n'
 
@@ -256,3 +256,30 @@ def test_errors_about_options(tmp_path: Path) -> None:
         f"'{path}': both held_out_path and num_held_out=2 are given\n    give one of them"
     )
     assert "max_bad_fraction from 0 to 1" in _message(path=path, max_bad_fraction=2)
+
+
+@pytest.mark.parametrize("field", ["prompt", "answer", "response", "chosen", "rejected"])
+def test_the_fingerprint_changes_with_every_field_that_is_read(tmp_path: Path, field: str) -> None:
+    rows = [
+        {
+            part: f"{part} {i}"
+            for part in ("prompt", "answer", "response", "chosen", "rejected", "note")
+        }
+        for i in range(3)
+    ]
+
+    def now() -> str:
+        lines = (json.dumps(row).encode() + b"\n" for row in rows)
+        spec = FileTaskSpec(
+            path=_lines(tmp_path, *lines),
+            response_field="response",
+            chosen_field="chosen",
+            rejected_field="rejected",
+        )
+        return fingerprint(spec.build())
+
+    before = now()
+    rows[1]["note"] = "a field that nobody reads"
+    assert now() == before
+    rows[1][field] = "changed"
+    assert now() != before

@@ -16,7 +16,7 @@ from .executor import Executor, InProcess, Program, check_workers
 from .graph import Graph
 from .placement import Placement, flow_of
 from .role import Role
-from .run import Run, Source, StepResult
+from .run import Run, Source, StepResult, Trained
 from .schedule import Schedule
 from .work import AskWork
 from .worker import WorkerSpec
@@ -68,6 +68,7 @@ class Engine:
         self.seed = seed
         self._workers = workers
         self._desk = Desk(self.executor)
+        self._trained: Trained = {}
         self._started = False
 
     def start(self) -> None:
@@ -79,6 +80,7 @@ class Engine:
     def close(self) -> None:
         """End all worker processes; idempotent."""
         self.executor.stop()
+        self._trained.clear()
         self._started = False
 
     def __enter__(self) -> Engine:
@@ -98,6 +100,8 @@ class Engine:
         checkpoints: CheckpointFolder | None = None,
     ) -> Iterator[StepResult]:
         """Run steps and yield each as it completes, in order.
+
+        A run begins with the weights that the runs before it left; its versions count from 0.
 
         Args:
             sources: Source name -> where its rows come from.
@@ -125,6 +129,7 @@ class Engine:
             self.schedule,
             self.executor,
             self._desk,
+            self._trained,
             seed=self.seed,
             num_steps=num_steps,
             checkpoint_every=checkpoint_every if checkpoints else None,

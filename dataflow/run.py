@@ -61,7 +61,10 @@ from .work import (
     Work,
 )
 
-__all__ = ["Run", "Source", "StepResult"]
+__all__ = ["Run", "Source", "StepResult", "Trained"]
+
+Trained = dict[str, tuple[str, str]]
+"""Role -> (program, group) where it was trained last: its newest weights."""
 
 
 class Source(Protocol):
@@ -104,7 +107,11 @@ class _Done:
 
 
 class Run:
-    """The state between instructions and answers; see `Engine.run` for the arguments."""
+    """The state between instructions and answers; see `Engine.run` for the other arguments.
+
+    Args:
+        trained: What earlier runs on the same workers trained; this run notes what it trains.
+    """
 
     def __init__(
         self,
@@ -114,6 +121,7 @@ class Run:
         schedule: Schedule,
         executor: Executor,
         desk: Desk,
+        trained: Trained,
         *,
         seed: int,
         num_steps: int,
@@ -125,7 +133,7 @@ class Run:
         self._name = name
         self._sources = sources
         self._deadline_s = schedule.deadline_s
-        self._executor, self._desk = executor, desk
+        self._executor, self._desk, self._trained = executor, desk, trained
         self._seed = seed
         self._checkpoints = checkpoints
         self._store: dict[Output, Handle] = {}
@@ -144,6 +152,8 @@ class Run:
         )
         if point:
             self._restore(point)
+        else:
+            self._share_weights(list(trained))
 
     def steps(self) -> Iterator[StepResult]:
         """Drive the scheduler to its end, yielding completed steps."""
@@ -207,6 +217,7 @@ class Run:
             chunks = range(self._flow.num_chunks) if task.chunk is None else [task.chunk]
             works = {instruction.rank: self._call(node, task, chunks)}
         else:
+            self._note_trained(node.role or "")
             shares = _shares(self._flow.num_chunks, len(instruction.ranks))
             works = {rank: self._call(node, task, shares[rank]) for rank in instruction.ranks}
         self._submit(task, self._placement.nodes[node.name], works)
@@ -299,6 +310,32 @@ class Run:
             failure.__cause__ = self._failed.failed.error
         return failure
 
+    # --- weights between runs
+
+    def _note_trained(self, role: str) -> None:
+        self._trained[role] = (self._name, self._flow.homes[role])
+
+    def _share_weights(self, roles: Sequence[str]) -> None:
+        """Bring every copy of these roles to the weights that earlier runs trained last."""
+        for role in roles:
+            program, home = self._trained[role]
+            replicas = [group for group in self._hosts(role) if group != home]
+            if not replicas:
+                continue
+            exported = self._desk.perform_now(
+                program, home, {0: ExportWork(role)}, self._deadline_s
+            )
+            for group in replicas:
+                self._now(group, self._on_all(group, ImportWork(role, exported.first.weights)))
+
+    def _hosts(self, role: str) -> list[str]:
+        """The groups where this program has a copy of the role."""
+        return [
+            group.name
+            for group in self._placement.groups
+            if role in self._placement.hosted_roles(self._graph, group.name)
+        ]
+
     # --- checkpoints
 
     def _now(self, group: str, works: Mapping[int, Work]) -> Submission:
@@ -322,11 +359,12 @@ class Run:
             write_run_state(folder, saved)
 
     def _restore(self, point: ResumePoint) -> None:
-        for group in self._placement.groups:
-            for role in self._placement.hosted_roles(self._graph, group.name):
-                if role in self._flow.homes:
-                    work = LoadStateWork(role, str(point.folder / role))
-                    self._now(group.name, self._on_all(group.name, work))
+        for role in self._flow.homes:
+            work = LoadStateWork(role, str(point.folder / role))
+            for group in self._hosts(role):
+                self._now(group, self._on_all(group, work))
+            self._note_trained(role)
+        self._share_weights([role for role in self._trained if role not in self._flow.homes])
         for output, file in point.parts:
             work = LoadPartWork(output.node, str(file))
             done = self._now(self._group_of(output.node), {0: work})

@@ -1,0 +1,85 @@
+"""The engine with a small real role, in this process: runs after runs."""
+
+from __future__ import annotations
+
+import pytest
+from penstock.dataflow.engine import Engine, StepResult
+from penstock.dataflow.executor import Program
+from penstock.dataflow.placement import Placement, one_group
+from penstock.dataflow.schedule import Schedule
+
+from .counter import COUNT, LOOK, SOURCES, Counter, CounterSpec, apart, seen
+
+APART = apart(COUNT, model__sample="rollout")
+
+
+def engine(
+    placement: Placement | None = None, *, max_lag: int = 0, also: dict[str, Program] | None = None
+) -> Engine:
+    return Engine(
+        COUNT,
+        placement or one_group(COUNT),
+        workers={"model": CounterSpec()},
+        schedule=Schedule(max_lag=max_lag),
+        also=also,
+    )
+
+
+def sampled_with(steps: list[StepResult]) -> list[int]:
+    """The version that each step's rollout is said to have read."""
+    return [
+        version
+        for step in steps
+        for span in step.spans
+        if span.node == "model.sample"
+        for _, version in span.versions
+    ]
+
+
+# --- several runs of one engine
+
+
+@pytest.mark.parametrize("placement", [one_group(COUNT), APART], ids=["together", "apart"])
+@pytest.mark.parametrize(
+    ("max_lag", "first", "second"),
+    [(0, [0, 1, 2], [3, 4, 5]), (1, [0, 0, 1], [3, 3, 4]), (2, [0, 0, 0], [3, 3, 3])],
+)
+def test_a_second_run_samples_with_the_weights_that_the_first_one_made(
+    placement: Placement, max_lag: int, first: list[int], second: list[int]
+) -> None:
+    with engine(placement, max_lag=max_lag) as one:
+        for expected in (first, second):
+            steps = list(one.run(SOURCES, 3))
+            assert seen(steps) == expected
+            assert sampled_with(steps) == first  # versions count from the run's own start
+        assert one.ask("model", "count") == 6
+
+
+def test_another_program_sees_the_newest_weights_wherever_it_runs() -> None:
+    look = Program(LOOK, apart(LOOK, model__sample="rollout"))
+    with engine(APART, also={"look": look}) as one:
+        list(one.run(SOURCES, 3))
+        (looked,) = one.run(SOURCES, 1, program="look")
+        assert looked.metrics["model.sample/mean"] == 3
+
+
+def test_programs_that_train_one_role_in_two_places_follow_one_another() -> None:
+    there = Program(COUNT, apart(COUNT, model__sample="rollout", model__train="rollout"))
+    with engine(one_group(COUNT), also={"there": there}) as one:
+        programs = ("main", "there", "there", "main")
+        runs = [seen(list(one.run(SOURCES, 2, program=name))) for name in programs]
+    assert runs == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_an_engine_started_again_begins_with_new_workers() -> None:
+    one = engine(APART)
+    for _ in range(2):
+        with one:
+            assert seen(list(one.run(SOURCES, 2))) == [0, 1]
+
+
+def test_a_live_worker_is_used_as_it_is() -> None:
+    model = Counter()
+    with Engine(COUNT, one_group(COUNT), workers={"model": model}) as one:
+        list(one.run(SOURCES, 2))
+    assert model.count() == 2

@@ -26,6 +26,7 @@ __all__ = ["Evaluator", "Measured"]
 
 _PROGRAM = "evaluate"
 _VERIFIER, _OBSERVER = "verifier", "observer"
+_SHARES = f"{_VERIFIER}.score/reward"
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,21 @@ class Measured:
     metrics: dict[str, float]
     examples: list[dict[str, Any]]
 
+    @property
+    def errors(self) -> float:
+        """Share of the answers on which the verifier failed, 0 to 1; they count as wrong."""
+        return self.metrics[f"{_SHARES}/errors"]
+
+    @property
+    def timeouts(self) -> float:
+        """Share of the answers on which the verifier ran out of time; they count as wrong."""
+        return self.metrics[f"{_SHARES}/timeouts"]
+
 
 class Evaluator:
     """Evaluates the policy of one stage, on the workers that train it.
+
+    Answers are scored as the stage's own rule scores them, with its time limit and other options.
 
     Args:
         stage: The stage; it must train a policy.
@@ -73,6 +86,7 @@ class Evaluator:
                 task=data.spec,
                 tokenizer=data.tokenizer_spec,
                 task_fingerprint=data.fingerprint,
+                **_rule_options(stage),
             ),
             names[_OBSERVER]: ExampleFileSpec(
                 path=str(self._examples.resolve()),
@@ -94,7 +108,13 @@ class Evaluator:
         if self._examples.is_file():
             examples = [json.loads(line) for line in self._examples.read_text().splitlines()]
             self._examples.unlink()
-        return Measured(metrics[f"{_VERIFIER}.score/reward/correct"], metrics, examples)
+        return Measured(metrics[f"{_SHARES}/correct"], metrics, examples)
+
+
+def _rule_options(stage: Stage) -> dict[str, Any]:
+    """The options of the stage's first role that is a rule; none if there is no such role."""
+    rules = (plan for plan in stage.roles.values() if plan.worker == "rule")
+    return dict(next((plan.config.options for plan in rules), {}))
 
 
 def _with_role(graph: Graph, old: str, new: str) -> Graph:

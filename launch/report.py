@@ -41,6 +41,8 @@ def summary_of(
         "accuracy_before_rl": outcome.before.accuracy if outcome.before else None,
         "accuracy_after_rl": outcome.after.accuracy if outcome.after else None,
         "num_held_out": job.held_out.num_prompts if job.held_out else 0,
+        "verifier_errors": outcome.after.errors if outcome.after else None,
+        "verifier_timeouts": outcome.after.timeouts if outcome.after else None,
         "samples_per_s": outcome.samples_per_s,
         "step_time_s": outcome.step_time_s,
         "peak_memory_bytes": peak_memory_bytes,
@@ -58,7 +60,7 @@ def write_report(
 ) -> None:
     """Draw the curve and print what came out; the last line sums it up."""
     curve = _draw(job, folder, summary)
-    for line in _examples(outcome):
+    for line in (*_examples(outcome), *_unverified(outcome)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     shown = {
         "models": folder.path / "models",
@@ -95,6 +97,16 @@ def _examples(outcome: Outcome) -> list[str]:
             f"{after['response']!r} ({after['score']:g}) after"
         )
     return lines
+
+
+def _unverified(outcome: Outcome) -> list[str]:
+    """Answers whose score says nothing about them, because the verifier gave none."""
+    return [
+        f"accuracy {when} training: the verifier failed on {measured.errors:.1%} of the answers "
+        f"and ran out of time on {measured.timeouts:.1%}; they count as wrong"
+        for when, measured in (("before", outcome.before), ("after", outcome.after))
+        if measured is not None and (measured.errors or measured.timeouts)
+    ]
 
 
 def _summary_line(job: Job, folder: RunFolder, summary: dict[str, Any]) -> str:

@@ -212,6 +212,31 @@ def test_a_run_whose_record_is_damaged_is_not_resumed(penstock: Penstock) -> Non
     assert said.err.startswith(f"penstock: run '{run.name}': run.json cannot be read (JSONDecode")
 
 
+def test_a_verifier_that_fails_on_held_out_problems_is_mentioned(penstock: Penstock) -> None:
+    Path("marking.py").write_text(
+        "def mark(prompt, response, answer):\n"
+        "    if prompt in ('0+0=', '1+1='):\n"
+        "        raise ValueError('no such problem')\n"
+        "    return 0.0\n"
+    )
+    task = ["task=file", f"task.path={problem_file([str(2 * n) for n in range(24)])}"]
+    task += ["task.reward=marking.py:mark", "task.reward_in_process=true"]
+    Path("asked.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}+{n}=", "answer": "0"}) + "\n" for n in range(8))
+    )
+    tiny = [word for word in TINY if not word.startswith("task.")]
+    words = ("algorithm=sft", *tiny, "algorithm.per_step.demos=8", *task)
+    said = penstock("run", *words, "task.held_out_path=asked.jsonl")
+    assert said.code == 0, said.err
+    for when in ("before", "after"):
+        assert (
+            f"accuracy {when} training: the verifier failed on 25.0% of the answers and ran out of "
+            "time on 0.0%; they count as wrong\n"
+        ) in said.err
+    summary = summary_of(only_run())
+    assert (summary["verifier_errors"], summary["verifier_timeouts"]) == (0.25, 0.0)
+
+
 # --- stopping -------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,64 @@
+"""Hyper-rectangles of indices: the arithmetic under shardings and transfer plans."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+__all__ = ["Box", "Grid", "intersection", "volume", "whole"]
+
+Box = tuple[tuple[int, int], ...]
+"""One (start, stop) per dimension of a parameter."""
+
+
+def whole(shape: Iterable[int]) -> Box:
+    """All indices of a parameter."""
+    return tuple((0, size) for size in shape)
+
+
+def volume(box: Box) -> int:
+    """Elements in a box; 0 if any range is empty."""
+    return prod(max(stop - start, 0) for start, stop in box)
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """What two boxes share, or None."""
+    shared = tuple(
+        (max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True)
+    )  # fmt: skip
+    return shared if all(start < stop for start, stop in shared) else None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The coarsest grid in which every given box is a block of whole cells.
+
+    Attributes:
+        cuts: Per dimension, where cells begin and end, ascending.
+    """
+
+    cuts: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(boxes: Iterable[Box]) -> Grid:
+        """The grid of some boxes, all of one number of dimensions."""
+        columns = zip(*boxes, strict=True)
+        return Grid(
+            tuple(tuple(sorted({i for span in column for i in span})) for column in columns)
+        )
+
+    def cells(self, box: Box) -> Iterator[tuple[int, ...]]:
+        """Indices of the cells that a box of the grid is made of."""
+        return itertools.product(
+            *(
+                range(bisect_left(cuts, start), bisect_left(cuts, stop))
+                for cuts, (start, stop) in zip(self.cuts, box, strict=True)
+            )
+        )
+
+    def box(self, cell: tuple[int, ...]) -> Box:
+        """The indices that a cell covers."""
+        return tuple((cuts[i], cuts[i + 1]) for cuts, i in zip(self.cuts, cell, strict=True))

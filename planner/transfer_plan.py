@@ -1,0 +1,237 @@
+"""A transfer plan as data: moves, the bytes of every device, a predicted time.
+
+Nothing here decides anything; `transfer.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from pydantic import TypeAdapter
+
+from .box import Box, volume
+from .sharding import NOT_A_DIM
+
+__all__ = ["DeviceTraffic", "Move", "MovedParam", "TransferPlan", "TransferTime", "window"]
+
+
+@dataclass(frozen=True, slots=True)
+class MovedParam:
+    """A logical parameter, and the tensors it lies in on either side.
+
+    Attributes:
+        name: In the checkpoint.
+        shape: In the checkpoint.
+        source_tensor: The source engine's tensor.
+        source_dims: Its dimensions, as in `StoredParam.dims`.
+        destination_tensor: The destination engine's tensor.
+        destination_dims: Its dimensions.
+        bucket: Parameters of one bucket travel together; buckets in ascending order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source_tensor: str
+    source_dims: tuple[int, ...]
+    destination_tensor: str
+    destination_dims: tuple[int, ...]
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One box of some parameters, from one device to another; a copy if they are the same.
+
+    Attributes:
+        params: Indices into `TransferPlan.params`; the same box of each.
+        box: Which indices of the logical parameter.
+        source: The device that sends.
+        destination: The device that receives.
+        round: 0: read from the source engine's tensor. n: read from the destination engine's
+            tensor on `source`, where round n - 1 wrote it.
+        source_start: Where the box begins in the tensor that is read.
+        destination_start: Where it begins in the tensor that is written.
+    """
+
+    params: tuple[int, ...]
+    box: Box
+    source: int
+    destination: int
+    round: int
+    source_start: tuple[int, ...]
+    destination_start: tuple[int, ...]
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether nothing is sent."""
+        return self.source == self.destination
+
+    @property
+    def num_elements(self) -> int:
+        """Of all its parameters."""
+        return volume(self.box) * len(self.params)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTraffic:
+    """One device's share of a transfer, in bytes of the destination's dtype.
+
+    Attributes:
+        device: Which.
+        needed_bytes: Its destination shard.
+        kept_bytes: The part of it that the device already holds.
+        received_bytes: What arrives; equal to `lower_bound_bytes`.
+        received_between_bytes: The part that comes from other nodes.
+        sent_bytes: What it sends.
+        sent_between_bytes: The part that goes to other nodes.
+        unused_bytes: What it holds of the source and does not need: redundancy, if both stay.
+        staging_bytes: The most it sends and receives in one bucket.
+    """
+
+    device: int
+    needed_bytes: int = 0
+    kept_bytes: int = 0
+    received_bytes: int = 0
+    received_between_bytes: int = 0
+    sent_bytes: int = 0
+    sent_between_bytes: int = 0
+    unused_bytes: int = 0
+    staging_bytes: int = 0
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """What no plan can do without: what it needs and lacks."""
+        return self.needed_bytes - self.kept_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Destination shard and staging; the source shard comes on top where it is kept apart."""
+        return self.needed_bytes + self.staging_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTime:
+    """Predicted seconds. Links add up: what is relayed travels over one kind, then the other.
+
+    Attributes:
+        between_s: The busiest device's bytes between nodes, sent or received, over its link.
+        within_s: The same inside nodes.
+        copy_s: The largest copy, read and written in device memory.
+        latency_s: One message per bucket and round.
+    """
+
+    between_s: float
+    within_s: float
+    copy_s: float
+    latency_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.between_s + self.within_s + self.copy_s + self.latency_s
+
+    def explain(self) -> str:
+        """One line."""
+        return (
+            f"predicted {self.total_s:.3g} s: {self.between_s:.3g} s between nodes, "
+            f"{self.within_s:.3g} s inside them, {self.copy_s:.3g} s of copies, "
+            f"{self.latency_s:.3g} s of latency"
+        )
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """From one sharding to another.
+
+    Attributes:
+        params: What is moved.
+        moves: How, by round; copies among the first.
+        devices: Bytes of every device of either side.
+        dtype: In which elements travel: the destination's.
+        time: Predicted; None without a cluster.
+    """
+
+    params: tuple[MovedParam, ...]
+    moves: tuple[Move, ...]
+    devices: tuple[DeviceTraffic, ...]
+    dtype: str
+    time: TransferTime | None = None
+
+    @cached_property
+    def traffic(self) -> Mapping[int, DeviceTraffic]:
+        """Device -> its share."""
+        return {share.device: share for share in self.devices}
+
+    @property
+    def num_buckets(self) -> int:
+        """How many buckets the parameters are cut into."""
+        return 1 + max((param.bucket for param in self.params), default=-1)
+
+    @property
+    def sent_bytes(self) -> int:
+        """All that is sent."""
+        return sum(share.sent_bytes for share in self.devices)
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """All that must be sent."""
+        return sum(share.lower_bound_bytes for share in self.devices)
+
+    def explain(self) -> str:
+        """A few lines for people: bytes, bound and time."""
+        busiest = max(self.devices, key=lambda share: share.received_bytes)
+        between = sum(share.sent_between_bytes for share in self.devices)
+        lines = [
+            f"{len(self.params)} parameters in {self.num_buckets} bucket(s), "
+            f"{len(self.moves)} moves in {1 + max((m.round for m in self.moves), default=0)} "
+            "round(s)",
+            f"sent {_size(self.sent_bytes)} in all (lower bound {_size(self.lower_bound_bytes)}), "
+            f"{_size(between)} of it between nodes",
+            f"device {busiest.device} receives most: {_size(busiest.received_bytes)} of "
+            f"{_size(busiest.needed_bytes)}; it sends {_size(busiest.sent_bytes)}",
+            f"most memory for shard and staging: "
+            f"{_size(max(share.peak_bytes for share in self.devices))}",
+        ]
+        if self.time is not None:
+            lines.append(self.time.explain())
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The whole plan as JSON."""
+        return _adapter().dump_json(self).decode()
+
+    @staticmethod
+    def from_json(text: str) -> TransferPlan:
+        """What `to_json` wrote."""
+        return _adapter().validate_json(text)
+
+
+@lru_cache(maxsize=1)
+def _adapter() -> TypeAdapter[TransferPlan]:
+    return TypeAdapter(TransferPlan)
+
+
+def window(box: Box, dims: Sequence[int], start: Sequence[int]) -> tuple[slice | int, ...]:
+    """Index of a box in an engine's tensor.
+
+    `tensor[window(...)]` has the box's elements with dimensions in the order of `dims`; an entry
+    that is `NOT_A_DIM` selects one index.
+
+    Args:
+        box: Indices of the logical parameter.
+        dims: Of the tensor, as in `StoredParam.dims`.
+        start: Where the box begins in it.
+    """
+    return tuple(
+        begin if dim == NOT_A_DIM else slice(begin, begin + box[dim][1] - box[dim][0])
+        for dim, begin in zip(dims, start, strict=True)
+    )
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,233 @@
+"""What the tests of transfers share: model shapes, random shardings, and carrying plans out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from penstock.planner.box import Box
+from penstock.planner.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from penstock.planner.layout import Layout, legal_layouts
+from penstock.planner.shapes import ModelShape
+from penstock.planner.sharding import NOT_A_DIM, Sharding, Slice, StoredParam, shard
+from penstock.planner.storage import concatenate, interleave_qkv, stack_experts, transpose
+from penstock.planner.transfer_plan import Move, TransferPlan, window
+
+Array = NDArray[np.int64]
+UNWRITTEN = -1
+
+
+def llama(
+    name: str, *, hidden: int, layers: int, heads: int, key_heads: int, inner: int
+) -> ModelShape:
+    """A Llama 2."""
+    return ModelShape(
+        name=name,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_key_heads=key_heads,
+        head_dim=hidden // heads,
+        intermediate_size=inner,
+        vocab_size=32000,
+    )
+
+
+LLAMA_70B = llama("llama2-70b", hidden=8192, layers=80, heads=64, key_heads=8, inner=28672)
+LLAMA_7B = llama("llama2-7b", hidden=4096, layers=32, heads=32, key_heads=32, inner=11008)
+TINY = ModelShape(
+    name="tiny", hidden_size=6, num_layers=2, num_heads=4, num_key_heads=2, head_dim=2,
+    intermediate_size=8, vocab_size=12,
+)  # fmt: skip
+
+
+def cluster_of(*node_sizes: int) -> ClusterSpec:
+    """One node of each size; 300 GB/s inside nodes, 25 GB/s between them."""
+    device = DeviceSpec(
+        name="made-up", memory_bytes=80 * 10**9, flops_per_s={"bfloat16": 3e14},
+        memory_bytes_per_s=2e12, host_bytes_per_s=2.5e10,
+    )  # fmt: skip
+    within = LinkSpec(bytes_per_s=3e11, latency_s=1e-5)
+    groups = tuple(
+        NodeGroup(num_nodes=1, devices_per_node=size, device=device, within=within)
+        for size in node_sizes
+    )
+    between = LinkSpec(bytes_per_s=2.5e10, latency_s=3e-5)
+    return ClusterSpec(name="made-up", node_groups=groups, between=between)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelShape:
+    """Small models of every kind: grouped queries, biases, tied heads, mixtures."""
+    key_heads = draw(st.sampled_from([1, 2, 4]))
+    experts = draw(st.sampled_from([0, 0, 2, 4]))
+    return ModelShape(
+        name="random",
+        hidden_size=draw(st.integers(1, 7)),
+        num_layers=draw(st.sampled_from([1, 2, 3, 4])),
+        num_heads=key_heads * draw(st.sampled_from([1, 2, 3])),
+        num_key_heads=key_heads,
+        head_dim=draw(st.integers(1, 3)),
+        intermediate_size=12,
+        vocab_size=24,
+        tied_embeddings=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
+        num_experts=experts,
+        experts_per_token=min(experts, 1),
+    )
+
+
+@st.composite
+def shardings(
+    draw: st.DrawFn, model: ModelShape, head: str, num_devices: int, cluster_size: int
+) -> Sharding:
+    """A legal layout of a model on random devices, stored in some engine's way."""
+    legal = list(legal_layouts(model, num_devices, node_size=num_devices, max_cp=2))
+    layout = draw(st.sampled_from(legal))
+    layout = layout.model_copy(update={"zero": draw(st.sampled_from([0, 3]))})
+    ids = st.lists(
+        st.integers(0, cluster_size - 1), min_size=num_devices, max_size=num_devices, unique=True
+    )
+    made = shard(model, layout, draw(ids), head="scalar" if head == "scalar" else "vocabulary")
+    return store(made, draw(st.sampled_from(STORAGES)), layout, model)
+
+
+STORAGES = ("separate", "fused", "interleaved", "transposed")
+
+
+def store(made: Sharding, how: str, layout: Layout, model: ModelShape) -> Sharding:
+    """The same slices elsewhere in the engine's tensors."""
+    if how == "fused":
+        made = concatenate(made, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        return stack_experts(made) if model.num_experts else _fuse_gate(made)
+    if how == "interleaved" and layout.zero != 3:
+        return interleave_qkv(made, model.head_dim)
+    return transpose(made, "down_proj") if how == "transposed" else made
+
+
+def _fuse_gate(made: Sharding) -> Sharding:
+    return concatenate(made, ("gate_proj", "up_proj"), "gate_up_proj")
+
+
+def logical_values(sharding: Sharding) -> Mapping[str, Array]:
+    """A different number for every element of every parameter."""
+    values: dict[str, Array] = {}
+    first = 0
+    for param in sharding.params:
+        size = int(np.prod(param.shape))
+        values[param.name] = np.arange(first, first + size).reshape(param.shape)
+        first += size
+    return values
+
+
+class Tensors:
+    """The tensors of an engine on every device, as a sharding describes them."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        self.sharding = sharding
+        shapes: dict[tuple[int, str], list[int]] = {}
+        for param, piece in _slices(sharding):
+            shape = shapes.setdefault((piece.device, param.tensor), [0] * len(param.dims))
+            for i, (dim, start) in enumerate(zip(param.dims, piece.start, strict=True)):
+                length = 1 if dim == NOT_A_DIM else piece.box[dim][1] - piece.box[dim][0]
+                shape[i] = max(shape[i], start + length)
+        self.values = {key: np.full(shape, UNWRITTEN) for key, shape in shapes.items()}
+
+    def read(self, device: int, tensor: str, box: Box, dims: tuple[int, ...],
+             start: tuple[int, ...]) -> Array:  # fmt: skip
+        """A box in the order of the logical parameter's dimensions."""
+        found = self.values[device, tensor][window(box, dims, start)]
+        return found.transpose(np.argsort([dim for dim in dims if dim != NOT_A_DIM]))
+
+    def write(self, device: int, tensor: str, box: Box, dims: tuple[int, ...],
+              start: tuple[int, ...], values: Array) -> None:  # fmt: skip
+        """Elements that nobody wrote before."""
+        place = window(box, dims, start)
+        assert (self.values[device, tensor][place] == UNWRITTEN).all(), "written twice"
+        order = [dim for dim in dims if dim != NOT_A_DIM]
+        self.values[device, tensor][place] = values.transpose(order)
+
+    def fill(self, values: Mapping[str, Array]) -> None:
+        """Load every slice from logical parameters."""
+        for param, piece in _slices(self.sharding):
+            part = values[param.name][tuple(slice(*span) for span in piece.box)]
+            self.write(piece.device, param.tensor, piece.box, param.dims, piece.start, part)
+
+
+def _slices(sharding: Sharding) -> list[tuple[StoredParam, Slice]]:
+    return [(p, piece) for p in sharding.params for piece in sharding.patterns[p.pattern]]
+
+
+@dataclass
+class Delivery:
+    """What carrying out a plan came to, in elements."""
+
+    tensors: Tensors
+    sent: Mapping[int, int]
+    received: Mapping[int, int]
+    most_staged: Mapping[int, int]
+
+
+def carry_out(plan: TransferPlan, source: Sharding, destination: Sharding) -> Delivery:
+    """Do all moves on small tensors: bucket by bucket, round by round, reads before writes."""
+    before, after = Tensors(source), Tensors(destination)
+    before.fill(logical_values(source))
+    sent, received = defaultdict[int, int](int), defaultdict[int, int](int)
+    most = defaultdict[int, int](int)
+    last = max((move.round for move in plan.moves), default=0)
+    for bucket in range(plan.num_buckets):
+        staged = defaultdict[int, int](int)
+        for round_ in range(last + 1):
+            arriving: list[tuple[int, Move, Array]] = []
+            for move in plan.moves:
+                for index in move.params if move.round == round_ else ():
+                    if plan.params[index].bucket == bucket:
+                        arriving.append((index, move, _read(plan, index, move, before, after)))
+            for index, move, values in arriving:
+                param = plan.params[index]
+                after.write(move.destination, param.destination_tensor, move.box,
+                            param.destination_dims, move.destination_start, values)  # fmt: skip
+                if not move.is_copy:
+                    sent[move.source] += values.size
+                    received[move.destination] += values.size
+                    staged[move.source] += values.size
+                    staged[move.destination] += values.size
+        for device, elements in staged.items():
+            most[device] = max(most[device], elements)
+    return Delivery(after, sent, received, most)
+
+
+def _read(plan: TransferPlan, index: int, move: Move, before: Tensors, after: Tensors) -> Array:
+    param = plan.params[index]
+    if move.round:
+        return after.read(move.source, param.destination_tensor, move.box,
+                          param.destination_dims, move.source_start)  # fmt: skip
+    return before.read(move.source, param.source_tensor, move.box, param.source_dims,
+                       move.source_start)  # fmt: skip
+
+
+def lacking(
+    source: Sharding, destination: Sharding, place: Callable[[int], int]
+) -> Mapping[int, int]:
+    """Elements that each place needs and does not hold, counted one by one.
+
+    Args:
+        source: What is held.
+        destination: What is needed.
+        place: Device -> place: itself, or its node.
+    """
+    have, need = _elements(source, place), _elements(destination, place)
+    return {where: len(elements - have.get(where, set())) for where, elements in need.items()}
+
+
+def _elements(sharding: Sharding, place: Callable[[int], int]) -> Mapping[int, set[int]]:
+    values = logical_values(sharding)
+    held = defaultdict[int, set[int]](set)
+    for param, piece in _slices(sharding):
+        part = values[param.name][tuple(slice(*span) for span in piece.box)]
+        held[place(piece.device)].update(part.ravel().tolist())
+    return held

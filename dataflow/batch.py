@@ -3,7 +3,7 @@
 Inside a call a ragged column is a padded dense tensor, because that is what maths is written on.
 Between calls it is `Packed`: the values of all rows one after another, and the rows' lengths.
 Packing drops whatever stood at padded positions, so nothing can depend on it; unpacking pads as the
-spec says.
+spec says. Both copy, so nobody who works on a dense tensor in place can change what is stored.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def pack(name: str, dense: Tensor, spec: Spec, lengths: Tensor | None) -> Packed
             f"{spec.dtype.torch} with {len(spec.axes)} axes"
         )
     if spec.ragged_axis is None:
-        return Packed(dense.detach())
+        return Packed(dense.detach().clone())
     if lengths is None:
         raise WorkerError(
             f"'{name}' is {spec}, but nothing says how long its rows are; return an i64 column "
@@ -93,9 +93,9 @@ def _shown(tensor: Tensor) -> str:
 
 
 def unpack(packed: Packed, dtype: DType) -> Tensor:
-    """The dense tensor: `[rows, longest row, ...]`, padded as the dtype says."""
+    """The dense tensor, new: `[rows, longest row, ...]`, padded as the dtype says."""
     if packed.lengths is None:
-        return packed.values
+        return packed.values.clone()
     lengths = packed.lengths
     width = int(lengths.max()) if len(lengths) else 0
     shape = (len(lengths), width, *packed.values.shape[1:])

@@ -108,6 +108,25 @@ def test_packing_detaches_and_counts_bytes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("column", "spec", "lengths"),
+    [
+        (torch.tensor([1.0, 2.0]), f32(SAMPLE), None),
+        (torch.tensor(1.0), f32(), None),
+        (torch.tensor([[1.0, 0.0], [2.0, 3.0]]), f32(SAMPLE, TOKEN), [1, 2]),
+    ],
+    ids=["rows", "scalar", "ragged"],
+)
+def test_no_tensor_shares_memory_with_what_is_stored(
+    column: Tensor, spec: Spec, lengths: list[int] | None
+) -> None:
+    before = column.clone()
+    packed = pack("c", column, spec, None if lengths is None else torch.tensor(lengths))
+    column += 10
+    unpack(packed, spec.dtype).add_(10)
+    assert torch.equal(unpack(packed, spec.dtype), before)
+
+
+@pytest.mark.parametrize(
     ("column", "spec", "lengths", "message"),
     [
         (

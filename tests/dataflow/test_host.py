@@ -234,6 +234,23 @@ def test_a_whole_batch_s_output_is_cut_like_its_inputs() -> None:
     assert torch.equal(expected[0], torch.where(inside, unpacked - unpacked.mean(), 0.0))
 
 
+@op(scope="row")
+def spoil(score: Score) -> Score:
+    return score.mul_(0)
+
+
+def test_an_op_that_works_in_place_leaves_its_inputs_as_they_are() -> None:
+    def step(data: Data, model: Model) -> object:
+        score = pair(model.value(data.ids), data.ids).score
+        return spoil(score), shift(score, total(score))
+
+    rank = host(build(step))
+    pairs = rank.perform(call_work("pair", None, data=CHUNKS, model__value=values())).parts
+    for chunk, part in enumerate(pairs):
+        rank.perform(call_work("spoil", chunk, pair=part))
+    assert torch.cat([part[1].values for part in pairs]).tolist() == [12, 10, 26, 0, 76]
+
+
 def test_a_scalar_reaches_every_chunk() -> None:
     pairs = host().perform(call_work("pair", None, data=CHUNKS, model__value=values())).parts
     totals = host().perform(call_work("total", None, pair=list(pairs))).parts

@@ -283,11 +283,36 @@ def _cut(node: Node, columns: _Columns, packed: Part, num_chunks: int) -> tuple[
 
 
 def cut_table(node: Node, packed: Part, num_chunks: int) -> tuple[Part, ...]:
-    """Cut a table of new rows into `num_chunks` nearly equal parts that keep groups together."""
-    groups = [column.values for o, column in zip(node.outputs, packed, strict=True) if o.group_id]
-    rows = [c.num_rows for o, c in zip(node.outputs, packed, strict=True) if o.spec.row_axis]
-    sizes = even_cuts(rows[0] if rows else 0, num_chunks, groups[0] if groups else None)
+    """Cut a table of new rows into `num_chunks` nearly equal parts that keep groups together.
+
+    Raises:
+        WorkerError: If the rows of a group are not next to each other, so that a cut could part it.
+    """
+    columns = list(zip(node.outputs, packed, strict=True))
+    groups = [(f"{node.name}.{o.name}", column.values) for o, column in columns if o.group_id]
+    if groups and num_chunks > 1:
+        _check_together(*groups[0], num_chunks)
+    rows = [column.num_rows for o, column in columns if o.spec.row_axis]
+    sizes = even_cuts(rows[0] if rows else 0, num_chunks, groups[0][1] if groups else None)
     return _cut_to(node, packed, sizes)
+
+
+def _check_together(column: str, groups: Tensor, num_chunks: int) -> None:
+    starts = [0, *_changes(groups)] if len(groups) else []
+    seen: set[int] = set()
+    for start, group in zip(starts, groups[starts].tolist(), strict=True):
+        if group in seen:
+            raise WorkerError(
+                f"'{column}' has rows of group {group} in places apart, again from row {start} on, "
+                f"and cutting the rows into {num_chunks} chunks would part them; put the rows of a "
+                "group next to each other, or set num_chunks to 1"
+            )
+        seen.add(group)
+
+
+def _changes(groups: Tensor) -> list[int]:
+    """The rows whose group is another than the row's before."""
+    return ((groups[1:] != groups[:-1]).nonzero().flatten() + 1).tolist()
 
 
 def _cut_to(node: Node, packed: Part, sizes: Sequence[int]) -> tuple[Part, ...]:
@@ -310,8 +335,7 @@ def even_cuts(num_rows: int, num_chunks: int, groups: Tensor | None) -> list[int
     """
     allowed = list(range(num_rows + 1))
     if groups is not None and num_rows:
-        changes = (groups[1:] != groups[:-1]).nonzero().flatten() + 1
-        allowed = [0, *changes.tolist(), num_rows]
+        allowed = [0, *_changes(groups), num_rows]
     ends = [min(allowed, key=lambda a: abs(a - num_rows * (i + 1) / num_chunks))
             for i in range(num_chunks - 1)]  # fmt: skip
     ends.append(num_rows)

@@ -471,3 +471,22 @@ def test_a_source_s_table_is_cut_between_its_groups() -> None:
         [3, 1],
         [2, 0, 4],
     ]
+
+
+def test_groups_that_are_not_together_cannot_be_cut() -> None:
+    keys = [4, 4, 7, 4, 7]
+    with pytest.raises(WorkerError) as caught:
+        cut_table(GRAPH["data"], data_part(keys, ROWS), 2)
+    assert str(caught.value) == (
+        "'data.key' has rows of group 4 in places apart, again from row 3 on, and cutting the rows "
+        "into 2 chunks would part them; put the rows of a group next to each other, or set "
+        "num_chunks to 1"
+    )
+    (part,) = cut_table(GRAPH["data"], data_part(keys, ROWS), 1)
+    assert part[0].values.tolist() == keys
+
+
+def test_a_table_without_rows_is_cut_into_empty_parts() -> None:
+    none = torch.zeros(0).long()
+    parts = cut_table(GRAPH["data"], (Packed(none), Packed(none, none)), 2)
+    assert [part[0].num_rows for part in parts] == [0, 0]

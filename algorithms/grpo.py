@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..dataflow.ranges import check_range
 from .advantages import broadcast_over_tokens, group_advantage
 from .losses import ClippedPolicyLoss
 from .reductions import Variance
@@ -38,6 +39,9 @@ class GRPO:
     """Optimizer steps per pass."""
 
     def __post_init__(self) -> None:
+        self.sampling.check_explores()
+        check_range(self, "std_eps", at_least=0)
+        check_range(self, "epochs", "num_minibatches", at_least=1)
         if self.sampling.num_samples < 2:
             raise ValueError(
                 f"sampling.num_samples is {self.sampling.num_samples}, but GRPO compares samples "

@@ -30,6 +30,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss, LossSum
 from .kl import KLEstimator, kl_estimate
 from .loss_terms import (
@@ -94,7 +95,8 @@ class TokenAggregation:
     """Count rows without a sampled token when dividing by rows."""
 
     def __post_init__(self) -> None:
-        if self.aggregation == "constant" and not self.aggregation_length:
+        check_range(self, "aggregation_length", at_least=1)
+        if self.aggregation == "constant" and self.aggregation_length is None:
             raise ValueError(
                 f"{type(self).__name__}: aggregation 'constant' divides by a fixed length; set "
                 "aggregation_length to the longest response in tokens"
@@ -149,6 +151,8 @@ class ClippedPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_range(self, "eps_low", "eps_high", "dual_clip", "entropy_coef")
+        check_range(self, "log_ratio_clamp", above=0)
         if not 0 <= self.eps_low <= 1 or self.eps_high < 0:
             raise ValueError(
                 "eps_low must lie in [0, 1] and eps_high must not be negative, "
@@ -252,6 +256,8 @@ class ReferenceKLPolicyLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
     """Bound on the estimate of each token."""
 
     def __post_init__(self) -> None:
+        check_range(self, "kl_coef")
+        check_range(self, "kl_log_ratio_clamp", "kl_value_clamp", above=0)
         if self.kl_coef <= 0:
             raise ValueError(
                 f"kl_coef must be positive, got {self.kl_coef}; without a KL term use "
@@ -333,6 +339,10 @@ class ClippedValueLoss(TokenAggregation, Loss[ValueBatch, ValueOutput]):
     coef: float = 1.0
     """Factor on the whole loss."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "eps", "coef", at_least=0)
+
     def totals(self, batch: ValueBatch) -> Tensor:
         """f64[7]: `aggregation_totals`, then first and second moments of target and old error."""
         target = zero_where_masked_out(batch.value_target, batch.mask).double()
@@ -404,6 +414,10 @@ class BradleyTerryLoss(Loss[PairBatch, ScoreOutput]):
     """By how much the chosen response should win."""
     centering_coef: float = 0.0
     """Weight of the term that keeps scores around 0; 0.01 is usual."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "margin")
+        check_range(self, "centering_coef", at_least=0)
 
     def totals(self, batch: PairBatch) -> Tensor:
         """f64[1]: pairs."""

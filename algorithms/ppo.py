@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..dataflow.ranges import check_range
 from .advantages import gae, whiten
 from .kl import NoEos, kl_shaped_reward, response_kl
 from .losses import ClippedPolicyLoss, ClippedValueLoss
@@ -67,6 +68,12 @@ class PPO:
     """Optimizer steps per pass."""
 
     def __post_init__(self) -> None:
+        self.sampling.check_explores()
+        check_range(self, "kl_coef", "no_eos_penalty", at_least=0)
+        check_range(self, "no_eos_score")
+        check_range(self, "score_clip", above=0)
+        check_range(self, "discount", "gae_lambda", at_least=0, at_most=1)
+        check_range(self, "epochs", "num_minibatches", at_least=1)
         if self.no_eos == "zero":
             raise ValueError(
                 "no_eos 'zero' leaves a response that was cut off without any score, which is "

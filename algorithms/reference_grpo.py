@@ -28,6 +28,10 @@ class ReferenceGRPO(GRPO):
     kl_gradient: KLGradient = "as_is"
     """How that estimate is differentiated."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.kl_loss()  # refuses what does not make one
+
     def kl_loss(self) -> ReferenceKLPolicyLoss:
         """The policy loss with the KL term added."""
         return ReferenceKLPolicyLoss(

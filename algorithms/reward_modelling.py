@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..dataflow.ranges import check_range
 from .losses import BradleyTerryLoss
 from .roles import PairBatch, PreferencePairs, RewardModel, TrainMetrics
 
@@ -24,6 +25,9 @@ class RewardModelling:
     """Passes over each step's pairs."""
     num_minibatches: int = 1
     """Optimizer steps per pass."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "epochs", "num_minibatches", at_least=1)
 
 
 def reward_modelling_step(

@@ -17,6 +17,7 @@ from typing import Annotated, TypeVar
 from torch import Tensor
 
 from ..dataflow.axes import Axis, Behavior, GroupId, boolean, f32, i64
+from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss, Metric, Role, call
 
 PROMPT = Axis("prompt")
@@ -53,6 +54,22 @@ class Sampling:
     """Logits are divided by it before the softmax; 0 takes the most likely token."""
     max_new_tokens: int = 16
     """Longest response in tokens, end-of-sequence included."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "num_samples", "max_new_tokens", at_least=1)
+        check_range(self, "temperature", at_least=0)
+
+    def check_explores(self) -> None:
+        """Require responses to be drawn at random, as learning from their scores does.
+
+        Raises:
+            ValueError: If the temperature is 0.
+        """
+        if self.temperature == 0:
+            raise ValueError(
+                "sampling.temperature is 0, which always gives the likeliest response, so there "
+                "is nothing to learn from and no distribution to train; set it above 0, 1 is usual"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..dataflow.ranges import check_range
 from .losses import CrossEntropyLoss
 from .roles import DemonstrationBatch, Demonstrations, Policy, TrainMetrics
 
@@ -20,6 +21,9 @@ class SFT:
     """Passes over each step's demonstrations."""
     num_minibatches: int = 1
     """Optimizer steps per pass."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "epochs", "num_minibatches", at_least=1)
 
 
 def sft_step(demos: Demonstrations, actor: Policy, cfg: SFT) -> TrainMetrics:

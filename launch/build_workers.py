@@ -65,14 +65,15 @@ def check_options(stage: Stage) -> None:
     """Validate the options of a stage's workers without making one.
 
     Raises:
-        ConfigError: If an option is unknown or of the wrong type.
+        ConfigError: If an option is unknown, of the wrong type or out of range.
     """
     for role, plan in stage.roles.items():
         at = f"{stage.at}.roles.{role}.options"
         if ":" in plan.worker:
             load_object(plan.worker, f"{stage.at}.roles.{role}.worker")
             continue
-        hints = get_type_hints(_SPECS[plan.worker])
+        kind = _SPECS[plan.worker]
+        hints = get_type_hints(kind)
         free = [name for name in hints if name not in _OURS]
         for key, value in plan.config.options.items():
             if key not in free:
@@ -86,6 +87,12 @@ def check_options(stage: Stage) -> None:
                 raise ConfigError(
                     f"'{at}.{key}': {error.errors()[0]['msg']}, got {value!r}"
                 ) from None
+        # What the run fills in is not known yet; the spec itself says which values it takes.
+        unknown = {name: None for name in hints if name in _OURS}
+        try:
+            kind(**unknown, **plan.config.options)
+        except ValueError as error:
+            raise ConfigError(f"'{at}': {error}") from None
 
 
 def _spec(

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..dataflow.ranges import check_range
 from .weights import FlatParameters
 
 __all__ = ["AdamW", "OptimizerSpec"]
@@ -39,6 +40,11 @@ class OptimizerSpec:
     """Where a falling schedule ends, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
+        check_range(self, "lr", "weight_decay", "max_grad_norm", at_least=0)
+        check_range(self, "warmup_calls", "total_calls", at_least=0)
+        check_range(self, "betas", at_least=0, below=1)
+        check_range(self, "eps", above=0)
+        check_range(self, "min_lr_ratio", at_least=0, at_most=1)
         if self.schedule != "constant" and self.total_calls <= self.warmup_calls:
             raise ValueError(
                 f"OptimizerSpec: schedule '{self.schedule}' needs total_calls above "

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..algorithms.roles import PerSample, PromptId, Reward, TokenIds, TokenMask
 from ..dataflow.errors import WorkerError
+from ..dataflow.ranges import check_range
 from ..dataflow.role import Metric, add_metrics
 from ..dataflow.worker import WorkerContext
 from .task import Task, TaskSpec, fingerprint
@@ -45,6 +46,10 @@ class RuleRewardSpec:
     """Processes for such verifiers."""
     task_fingerprint: str | None = None
     """`fingerprint` of the task the prompts come from, to be sure that both are the same."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "time_limit_s", above=0)
+        check_range(self, "num_processes", at_least=1)
 
     def build(self, context: WorkerContext) -> RuleReward:
         """Build the task again here and wrap it.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..algorithms.roles import Policy, PolicyOutput, Rollout, Sampling, TrainMetrics
 from ..dataflow.context import call_key
+from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss, Metric, add_metrics
 from ..dataflow.worker import WorkerContext
 from .decode import Responses, decode
@@ -40,6 +41,9 @@ class TorchPolicySpec:
     """Tokens computed at once in evaluation and training."""
     max_decode_rows: int = 512
     """Responses drawn at once; a bound on the memory of the key-value cache."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "micro_batch_tokens", "max_decode_rows", at_least=1)
 
     def build(self, context: WorkerContext) -> TorchPolicy:
         """Make the policy on the context's device."""
@@ -93,11 +97,6 @@ class TorchPolicy(TorchWorker, Policy):
         return decode_plain(self.module, prompt, sampling.num_samples, uniform, **options)
 
     def _check_prompts(self, prompt: Tensor, sampling: Sampling) -> None:
-        if sampling.max_new_tokens < 1 or sampling.num_samples < 1 or sampling.temperature < 0:
-            raise ValueError(
-                f"{sampling}: num_samples and max_new_tokens must be at least 1 and temperature "
-                "at least 0"
-            )
         if not len(prompt):
             return
         lengths = (prompt >= 0).sum(1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms.roles import RewardModel, ScoreOutput, TrainMetrics
+from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss, Metric, add_metrics
 from ..dataflow.worker import WorkerContext
 from .model import ModelSpec, ScoreNetwork, load_head, save_headed, seeded_heads
@@ -32,6 +33,9 @@ class TorchRewardModelSpec:
     """None for a frozen reward model."""
     micro_batch_tokens: int = 4096
     """Tokens computed at once."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "micro_batch_tokens", at_least=1)
 
     def build(self, context: WorkerContext) -> TorchRewardModel:
         """Make the reward model on the context's device."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms.roles import TrainMetrics, ValueModel, ValueOutput
+from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss
 from ..dataflow.worker import WorkerContext
 from .model import ModelSpec, ValueNetwork, load_head, save_headed, seeded_heads
@@ -34,6 +35,9 @@ class TorchValueSpec:
     """Start with value 0 everywhere, unless the folder has a head of its own."""
     micro_batch_tokens: int = 4096
     """Tokens computed at once."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "micro_batch_tokens", at_least=1)
 
     def build(self, context: WorkerContext) -> TorchValue:
         """Make the value model on the context's device."""

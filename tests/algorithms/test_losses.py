@@ -455,6 +455,29 @@ def test_units_and_lag() -> None:
     assert BradleyTerryLoss.tolerates_lag
 
 
+@pytest.mark.parametrize(
+    ("loss", "name", "value"),
+    [
+        (CrossEntropyLoss, "aggregation_length", 0),
+        (ClippedPolicyLoss, "aggregation_length", -1),
+        (ClippedPolicyLoss, "eps_high", float("nan")),
+        (ClippedPolicyLoss, "entropy_coef", float("inf")),
+        (ClippedPolicyLoss, "log_ratio_clamp", 0.0),
+        (ReferenceKLPolicyLoss, "kl_coef", float("nan")),
+        (ReferenceKLPolicyLoss, "kl_log_ratio_clamp", -1.0),
+        (ReferenceKLPolicyLoss, "kl_value_clamp", 0.0),
+        (ClippedValueLoss, "aggregation_length", 0),
+        (ClippedValueLoss, "eps", -0.1),
+        (ClippedValueLoss, "coef", -1.0),
+        (BradleyTerryLoss, "margin", float("nan")),
+        (BradleyTerryLoss, "centering_coef", -0.01),
+    ],
+)
+def test_options_out_of_range(loss: type, name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is {value}; expected "):
+        loss(**{name: value})
+
+
 def test_messages() -> None:
     with pytest.raises(ValueError, match="ClippedPolicyLoss: aggregation 'constant' divides by a"):
         ClippedPolicyLoss(aggregation="constant")

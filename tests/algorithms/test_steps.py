@@ -187,6 +187,40 @@ def test_reference_grpo_adds_the_kl_term() -> None:
     assert loss == ReferenceKLPolicyLoss(policy=cfg.loss, kl_coef=0.3, kl_gradient="is_corrected")
 
 
+@pytest.mark.parametrize("options", [PPO, GRPO, ReferenceGRPO])
+def test_learning_needs_responses_that_differ(options: type) -> None:
+    greedy = Sampling(num_samples=2, temperature=0)
+    with pytest.raises(ValueError, match=r"^sampling.temperature is 0, which always gives"):
+        options(sampling=greedy)
+
+
+@pytest.mark.parametrize("options", [PPO, GRPO, ReferenceGRPO, SFT, RewardModelling])
+@pytest.mark.parametrize("name", ["epochs", "num_minibatches"])
+def test_every_algorithm_takes_at_least_one_optimizer_step(options: type, name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is 0; expected at least 1$"):
+        options(**{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        (Sampling, "num_samples", 0),
+        (Sampling, "max_new_tokens", 0),
+        (Sampling, "temperature", -0.1),
+        (PPO, "discount", 1.01),
+        (PPO, "gae_lambda", -0.1),
+        (PPO, "kl_coef", -0.1),
+        (PPO, "score_clip", 0),
+        (GRPO, "std_eps", -1e-6),
+        (ReferenceGRPO, "std_eps", -1e-6),
+        (ReferenceGRPO, "kl_coef", 0),
+    ],
+)
+def test_options_out_of_range(options: type, name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} (is|must be positive, got) {value};"):
+        options(**{name: value})
+
+
 def test_grpo_refuses_groups_of_one_before_anything_is_built() -> None:
     with pytest.raises(ValueError, match="sampling.num_samples is 1, but GRPO compares samples"):
         GRPO(sampling=Sampling(num_samples=1))

@@ -278,3 +278,33 @@ def test_a_value_of_the_wrong_type(penstock: Penstock) -> None:
         "'algorithm.cfg.sampling.num_samples': expected an integer, got the text 'many'\n"
         "    num_samples: Responses per prompt."
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "algorithm.cfg.sampling.temperature=-1",
+            "'algorithm.cfg.sampling': temperature is -1.0; expected at least 0",
+        ),
+        (
+            "algorithm.cfg.loss.log_ratio_clamp=0",
+            "'algorithm.cfg.loss': log_ratio_clamp is 0.0; expected above 0",
+        ),
+        ("algorithm.optimizer.lr=-1", "'algorithm.optimizer': lr is -1.0; expected at least 0"),
+        (
+            "algorithm.before.sft.cfg.epochs=0",
+            "'algorithm.before.sft.cfg': epochs is 0; expected at least 1",
+        ),
+        (
+            "algorithm.roles.reward.options.time_limit_s=0.0",
+            "'algorithm.roles.reward.options': time_limit_s is 0.0; expected above 0",
+        ),
+        (
+            "algorithm.roles.actor.options.max_decode_rows=0",
+            "'algorithm.roles.actor.options': max_decode_rows is 0; expected at least 1",
+        ),
+    ],
+)
+def test_a_value_out_of_range(penstock: Penstock, words: str, message: str) -> None:
+    assert refused(penstock, words) == message

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 from penstock.workers.optimizer import AdamW, OptimizerSpec
@@ -64,3 +67,22 @@ def test_learning_rate(spec: OptimizerSpec, expected: list[float]):
 def test_a_falling_schedule_needs_its_length():
     with pytest.raises(ValueError, match=r"schedule 'cosine' needs total_calls above"):
         OptimizerSpec(schedule="cosine", warmup_calls=3, total_calls=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", -1e-4),
+        ("betas", (0.9, 1.0)),
+        ("betas", (-0.1, 0.9)),
+        ("eps", 0.0),
+        ("weight_decay", -0.1),
+        ("max_grad_norm", -1.0),
+        ("warmup_calls", -1),
+        ("total_calls", -1),
+        ("min_lr_ratio", 1.5),
+    ],
+)
+def test_options_out_of_range(name: str, value: Any):
+    with pytest.raises(ValueError, match=f"^{name} is {re.escape(str(value))}; expected "):
+        OptimizerSpec(**{name: value})

@@ -1,0 +1,177 @@
+"""Lower bounds on the time per step, monotone in every duration.
+
+`period.py` plays the schedule; here is what no schedule can beat, whatever runs first:
+
+- a group works off all of its calls in every step;
+- a chain of waits from a call to the same call d steps later fits into d steps (a critical cycle);
+- one step takes its makespan, and `max_lag + 1` steps are in flight at most.
+
+The makespan is bounded as in job shops: every call has a head (what must have happened before it)
+and a tail; a group with the calls S needs at least the smallest head of S, all of S one after
+another, and the smallest tail of S (Carlier, "The one-machine sequencing problem", 1982). Heads
+count the same for the groups that a call's ancestors run on.
+
+Everything is computed for many vectors of durations at once: arrays are calls x vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeAlias
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+from .options import CallNode
+from .precedence import Wait, waits
+
+__all__ = ["StepBound"]
+
+Floats: TypeAlias = NDArray[np.float64]
+
+MAX_CYCLES = 300
+"""Critical cycles looked at; any subset of them bounds."""
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Calls in an order in which each comes after what it waits for, and what that is.
+
+    Attributes:
+        order: The calls.
+        direct: Per call of `order`, what it waits for itself.
+        shared: Per call of `order`, the sets of two or more calls that it waits for, directly or
+            not, and that share a group.
+    """
+
+    order: tuple[int, ...]
+    direct: tuple[tuple[int, ...], ...]
+    shared: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+class StepBound:
+    """Bounds of a step whose calls are placed; made once per placement.
+
+    Args:
+        calls: In program order.
+        groups: The group of every call.
+        max_lag: Steps that rollouts may be behind.
+    """
+
+    def __init__(self, calls: Sequence[CallNode], groups: Sequence[int], max_lag: int) -> None:
+        self._in_flight = max_lag + 1
+        self._num_calls = len(calls)
+        self._members = [
+            [i for i, other in enumerate(groups) if other == group]
+            for group in dict.fromkeys(groups)
+        ]
+        found = [wait for wait in waits(calls, groups, max_lag) if wait.call != wait.on]
+        # A call runs its steps in order: who waits for a later step of it waits for this one too.
+        within: nx.DiGraph[int] = nx.DiGraph()
+        within.add_nodes_from(range(len(calls)))
+        within.add_edges_from((w.on, w.call) for w in found if w.distance <= 0)
+        self._forward = _chain(within, range(len(calls)), groups)
+        self._backward = _chain(within.reverse(), range(len(calls)), groups)
+        self._spans = _spans(within, found, groups) if max_lag else ()
+        self._cycles = _cycles(within, found, max_lag) if max_lag else np.zeros((0, len(calls)))
+
+    def __call__(self, durations_s: Floats) -> Floats:
+        """Seconds per step at least, per column of `durations_s` (calls x vectors)."""
+        bound = np.zeros(durations_s.shape[1])
+        for members in self._members:
+            np.maximum(bound, durations_s[members].sum(0), out=bound)
+        np.maximum(bound, self._makespan_s(durations_s) / self._in_flight, out=bound)
+        for first, last, distance, chain in self._spans:
+            heads = _heads(chain, durations_s, start=first)
+            np.maximum(bound, (heads[last] + durations_s[last]) / distance, out=bound)
+        if len(self._cycles):
+            np.maximum(bound, (self._cycles @ durations_s).max(0), out=bound)
+        return bound
+
+    def _makespan_s(self, durations_s: Floats) -> Floats:
+        heads = _heads(self._forward, durations_s)
+        tails = _heads(self._backward, durations_s)
+        longest = (heads + durations_s + tails).max(0)
+        for members in self._members:
+            if len(members) > 1:
+                one = _one_machine(heads[members], durations_s[members], tails[members])
+                np.maximum(longest, one, out=longest)
+        return longest
+
+
+def _chain(within: nx.DiGraph[int], calls: Iterable[int], groups: Sequence[int]) -> _Chain:
+    part = within.subgraph(calls)
+    order = tuple(nx.lexicographical_topological_sort(part))
+    shared: list[tuple[tuple[int, ...], ...]] = []
+    for call in order:
+        before = sorted(nx.ancestors(part, call))
+        sets = ([i for i in before if groups[i] == group] for group in dict.fromkeys(groups))
+        shared.append(tuple(tuple(members) for members in sets if len(members) > 1))
+    return _Chain(order, tuple(tuple(sorted(part.predecessors(c))) for c in order), tuple(shared))
+
+
+def _spans(
+    within: nx.DiGraph[int], found: Sequence[Wait], groups: Sequence[int]
+) -> tuple[tuple[int, int, int, _Chain], ...]:
+    """`(first, last, distance, calls between)` where `first` waits for `last` of an older step."""
+    nearest: dict[tuple[int, int], int] = {}
+    for wait in found:
+        key = (wait.call, wait.on)
+        if wait.distance > 0 and nx.has_path(within, *key):
+            nearest[key] = min(nearest.get(key, wait.distance), wait.distance)
+    spans: list[tuple[int, int, int, _Chain]] = []
+    for (first, last), distance in nearest.items():
+        between = nx.descendants(within, first) & nx.ancestors(within, last) | {first, last}
+        spans.append((first, last, distance, _chain(within, sorted(between), groups)))
+    return tuple(spans)
+
+
+def _cycles(within: nx.DiGraph[int], found: Sequence[Wait], max_lag: int) -> Floats:
+    """Rows of 1 / steps at the calls of a cycle: times durations, seconds per step."""
+    size = len(within)
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    for wait in found:
+        if wait.distance == max_lag + 1 and within.out_degree(wait.on):
+            continue  # The step is complete when its last calls are.
+        known = graph.get_edge_data(wait.on, wait.call, {"distance": wait.distance})
+        distance = min(known["distance"], wait.distance)
+        graph.add_edge(wait.on, wait.call, distance=distance)
+    rows: list[Floats] = []
+    for cycle in islice(nx.simple_cycles(graph), MAX_CYCLES):
+        pairs = zip(cycle, [*cycle[1:], cycle[0]], strict=True)
+        steps = sum(graph.edges[pair]["distance"] for pair in pairs)
+        assert steps > 0, "calls wait for each other in a circle"
+        row = np.zeros(size)
+        row[list(cycle)] = 1.0 / steps
+        if not any((row <= other).all() for other in rows):
+            rows = [other for other in rows if not (other <= row).all()] + [row]
+    return np.array(rows).reshape(-1, size)
+
+
+def _heads(chain: _Chain, durations_s: Floats, start: int | None = None) -> Floats:
+    """Seconds before each call can start, counted from the start of call `start` if given."""
+    heads = np.zeros_like(durations_s)
+    for call, direct, shared in zip(chain.order, chain.direct, chain.shared, strict=True):
+        if call == start:
+            continue
+        head: Any = heads[call]
+        for before in direct:
+            np.maximum(head, heads[before] + durations_s[before], out=head)
+        for members in shared:
+            first, work = heads[list(members)], durations_s[list(members)]
+            later = first[None, :, :] >= first[:, None, :]
+            np.maximum(head, (first + (later * work[None]).sum(1)).max(0), out=head)
+    return heads
+
+
+def _one_machine(heads: Floats, work: Floats, tails: Floats) -> Floats:
+    """Seconds that calls sharing a group need at least, with what is before and after them."""
+    later = heads[None, :, :] >= heads[:, None, :]
+    longer = tails[None, :, :] >= tails[:, None, :]
+    both = later[:, None] & longer[None, :]
+    needed = heads[:, None] + (both * work[None, None]).sum(2) + tails[None, :]
+    needed[~both.any(2)] = 0.0
+    return needed.max((0, 1))

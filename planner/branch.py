@@ -1,0 +1,159 @@
+"""One partition of the units, and the boxes of allocations that are still to be looked at.
+
+The bound of a box is that of `bounds.py` with every call at its least duration within the box. A
+box that holds one allocation only is evaluated: the options of its groups are played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from math import inf
+
+import numpy as np
+
+from .allocation import Index
+from .allocation_boxes import Boxes, Corners, Grid
+from .bounds import StepBound
+from .choices import Choice, Choices
+from .options import Option
+from .partition import Partition
+from .period import StepTimer
+
+__all__ = ["Branch", "Found"]
+
+_AT_ONCE = 1024
+"""Choices of options whose bounds are computed at once."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete assignment.
+
+    Attributes:
+        step_time_s: Seconds per step.
+        partition: Units of every group.
+        allocation: Index of every group.
+        options: Unit -> how it runs.
+    """
+
+    step_time_s: float
+    partition: Partition
+    allocation: tuple[Index, ...]
+    options: dict[str, Option]
+
+
+class Branch:
+    """A partition of the units under one schedule.
+
+    Args:
+        choices: Of all units.
+        partition: Units of every group.
+        max_lag: Steps that rollouts may be behind.
+
+    Attributes:
+        space: The cluster.
+        fixed: Per group its devices, empty where they are free.
+        open: Boxes still to be looked at.
+        dropped_s: Least bound of the boxes dropped.
+        num_played: Schedules played so far.
+        num_boxes: Boxes bounded so far.
+    """
+
+    def __init__(self, choices: Choices, partition: Partition, max_lag: int) -> None:
+        self.partition, self.space = partition, choices.space
+        self.fixed = choices.pins.fixed(partition)
+        self._grid = Grid(choices.space, self.fixed)
+        self._groups = [choices.group(units) for units in partition]
+        number = {unit: k for k, units in enumerate(partition) for unit in units}
+        placed = [number[call.unit] for call in choices.calls]
+        self._bound = StepBound(choices.calls, placed, max_lag)
+        self._timer = StepTimer(choices.calls, placed, max_lag)
+        self._num_calls = len(choices.calls)
+        self.open = self._grid.nothing()
+        self.dropped_s = inf
+        self.num_played = self.num_boxes = 0
+
+    @property
+    def least_s(self) -> float:
+        """No plan in an open box takes less; inf if none is open."""
+        return float(self.open.bound.min(initial=inf))
+
+    def root(self) -> Boxes:
+        """The box of all allocations; none if there is none."""
+        return self.bounded(self._grid.root())
+
+    def split(self, boxes: Boxes) -> Boxes:
+        """The halves of boxes, those left out that hold no plan."""
+        return self.bounded(self._grid.split(boxes))
+
+    def take(self, limit: int, below_s: float) -> Boxes:
+        """Remove and return the open boxes of least bound; drop those not below `below_s`."""
+        self.drop(below_s)
+        boxes = self.open.best_first()
+        taken = np.arange(len(boxes)) < limit
+        self.open = boxes.where(~taken)
+        return boxes.where(taken)
+
+    def drop(self, below_s: float) -> None:
+        """Forget the boxes whose bound is not below `below_s`."""
+        keep = self.open.bound < below_s
+        self.dropped_s = min(self.dropped_s, float(self.open.bound[~keep].min(initial=inf)))
+        self.open = self.open.where(keep)
+
+    def bounded(self, corners: Corners) -> Boxes:
+        """Boxes with their bounds, those left out that hold no plan."""
+        low, high = corners
+        durations_s = np.empty((self._num_calls, len(low)))
+        for k, group in enumerate(self._groups):
+            durations_s[list(group.calls)] = group.range_min(low[:, k], high[:, k]).T
+        can = np.isfinite(durations_s).all(0)
+        self.num_boxes += int(can.sum())
+        return Boxes(low[can], high[can], self._bound(durations_s[:, can]))
+
+    def evaluate(self, allocation: tuple[Index, ...], below_s: float) -> Found | None:
+        """The best options on an allocation, if they take less than `below_s`."""
+        if not self.space.fits(allocation, self.fixed):
+            return None
+        best: tuple[Choice, ...] | None = None
+        for choice, bound_s in self._combinations(allocation, below_s):
+            if bound_s >= below_s:
+                continue
+            self.num_played += 1
+            step_time_s = self._timer.seconds(self._durations_s(choice))
+            if step_time_s < below_s:
+                best, below_s = choice, step_time_s
+        if best is None:
+            return None
+        options = {
+            unit: option
+            for units, choice in zip(self.partition, best, strict=True)
+            for unit, option in zip(units, choice.options, strict=True)
+        }
+        return Found(below_s, self.partition, allocation, options)
+
+    def _combinations(
+        self, allocation: tuple[Index, ...], below_s: float
+    ) -> Iterator[tuple[tuple[Choice, ...], float]]:
+        """One choice per group, and a bound; the most promising of a thousand at once first."""
+        if len(self._groups) == 1:
+            least = self._groups[0].least_work(allocation[0], below_s)
+            fronts = [(least,) if least else ()]
+        else:
+            fronts = [
+                group.front(index, below_s)
+                for group, index in zip(self._groups, allocation, strict=True)
+            ]
+        combinations = product(*fronts)
+        while some := list(islice(combinations, _AT_ONCE)):
+            bounds_s = self._bound(np.array([self._durations_s(choice) for choice in some]).T)
+            for k in np.argsort(bounds_s, kind="stable"):
+                yield some[k], float(bounds_s[k])
+
+    def _durations_s(self, choice: Sequence[Choice]) -> list[float]:
+        durations_s = [0.0] * self._num_calls
+        for group, chosen in zip(self._groups, choice, strict=True):
+            for call, seconds in zip(group.calls, chosen.durations_s, strict=True):
+                durations_s[call] = seconds
+        return durations_s

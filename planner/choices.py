@@ -1,0 +1,338 @@
+"""The options of every unit on every mesh, and what a group of units makes of them.
+
+Memory binds the units of a group together: the resident bytes of all and the largest transient of
+any call must fit. A group's *front* on a mesh is every choice of one option per unit that fits and
+that no other choice that fits equals or beats in every duration. The search looks at those: a call
+is never slowed down on purpose, though in a list schedule that can happen to help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .allocation import Index, Space
+from .options import CallNode, Option, OptionTable
+from .pins import Pins
+from .range_min import RangeMin
+
+__all__ = ["Choice", "Choices", "GroupChoices", "UnitOption", "sources_of"]
+
+Floats: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitOption:
+    """An option, reduced to what the search compares.
+
+    Attributes:
+        durations_s: Of the unit's calls, in program order.
+        resident_bytes: Per device, always.
+        transient_bytes: Per device, in the hungriest call.
+        option: The option.
+    """
+
+    durations_s: tuple[float, ...]
+    resident_bytes: int
+    transient_bytes: int
+    option: Option
+
+    def covers(self, other: UnitOption) -> bool:
+        """Whether it is nowhere worse."""
+        return (
+            self.resident_bytes <= other.resident_bytes
+            and self.transient_bytes <= other.transient_bytes
+            and all(a <= b for a, b in zip(self.durations_s, other.durations_s, strict=True))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One option per unit of a group.
+
+    Attributes:
+        durations_s: Of the group's calls, in program order.
+        options: Of the group's units, in the group's order.
+    """
+
+    durations_s: tuple[float, ...]
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """A unit's options on all legal meshes: meshes x options (x calls), filled up with inf."""
+
+    durations_s: Floats
+    resident_bytes: Floats
+    transient_bytes: Floats
+
+
+def sources_of(calls: Sequence[CallNode]) -> dict[str, str]:
+    """Unit -> the unit that trains its weights, for units whose role trains elsewhere."""
+    trainers = {call.role: call.unit for call in calls if call.trains}
+    return {
+        call.unit: trainers[call.role]
+        for call in calls
+        if call.role in trainers and trainers[call.role] != call.unit
+    }
+
+
+class Choices:
+    """Asks the table, once per unit and mesh.
+
+    Args:
+        calls: In program order.
+        table: Where options come from.
+        space: The meshes.
+        pins: Which options are allowed, and how many devices a unit must have.
+
+    Attributes:
+        num_asked: Times that the table was asked.
+    """
+
+    def __init__(
+        self, calls: Sequence[CallNode], table: OptionTable, space: Space, pins: Pins
+    ) -> None:
+        self.calls, self.space, self.pins = tuple(calls), space, pins
+        self.sources = sources_of(calls)
+        self.num_asked = 0
+        self._table = table
+        self.calls_of = {
+            unit: tuple(i for i, call in enumerate(calls) if call.unit == unit)
+            for unit in dict.fromkeys(call.unit for call in calls)
+        }
+        self.indices: tuple[Index, ...] = tuple(
+            tuple(int(k) for k in index) for index in np.argwhere(space.legal)
+        )
+        self.memory_bytes = {i: space.mesh(i).memory_bytes for i in self.indices}
+        self._options: dict[tuple[str, bool, Index], tuple[UnitOption, ...]] = {}
+        self._arrays: dict[tuple[str, bool], _Arrays] = {}
+        self._groups: dict[tuple[str, ...], GroupChoices] = {}
+
+    def has_source(self, unit: str, group: Sequence[str]) -> bool:
+        """Whether the unit's weights are trained in the same group."""
+        return self.sources.get(unit) in group
+
+    def options(self, unit: str, index: Index, with_source: bool) -> tuple[UnitOption, ...]:
+        """What a unit can do on a mesh, none worse than another, fastest first."""
+        key = (unit, with_source, index)
+        if key not in self._options:
+            self.num_asked += 1
+            mesh = self.space.mesh(index)
+            found = self._table.options(unit, mesh, with_source=with_source)
+            self._options[key] = self._reduced(unit, found)
+        return self._options[key]
+
+    def _reduced(self, unit: str, options: Sequence[Option]) -> tuple[UnitOption, ...]:
+        names = [self.calls[i].name for i in self.calls_of[unit]]
+        reduced = [
+            UnitOption(
+                tuple(option.durations_s[name] for name in names),
+                option.resident_bytes,
+                max(option.transient_bytes[name] for name in names),
+                option,
+            )
+            for option in options
+            if self.pins.accepts(unit, option)
+        ]
+        kept: list[UnitOption] = []
+        for option in sorted(reduced, key=lambda o: (sum(o.durations_s), o.resident_bytes)):
+            if not any(better.covers(option) for better in kept):
+                kept = [other for other in kept if not option.covers(other)] + [option]
+        return tuple(kept)
+
+    def load(self, check: Callable[[], None]) -> None:
+        """Ask for everything; `check` is called in between and may raise."""
+        for unit in self.calls_of:
+            for with_source in (False, True) if unit in self.sources else (False,):
+                for index in self.indices:
+                    check()
+                    self.options(unit, index, with_source)
+
+    def arrays(self, unit: str, with_source: bool) -> _Arrays:
+        """The unit's options as arrays over all meshes."""
+        key = (unit, with_source)
+        if key not in self._arrays:
+            rows = [self.options(unit, index, with_source) for index in self.indices]
+            shape = (len(rows), max(1, *(len(row) for row in rows)))
+            durations_s = np.full((*shape, len(self.calls_of[unit])), np.inf)
+            resident, transient = np.full(shape, np.inf), np.full(shape, np.inf)
+            for n, row in enumerate(rows):
+                for k, option in enumerate(row):
+                    durations_s[n, k] = option.durations_s
+                    resident[n, k] = option.resident_bytes
+                    transient[n, k] = option.transient_bytes
+            self._arrays[key] = _Arrays(durations_s, resident, transient)
+        return self._arrays[key]
+
+    def group(self, units: tuple[str, ...]) -> GroupChoices:
+        """What these units can do together."""
+        if units not in self._groups:
+            self._groups[units] = GroupChoices(self, units)
+        return self._groups[units]
+
+    def memory(self) -> Floats:
+        """Bytes that roles can use, per mesh of `indices`."""
+        return np.array([self.memory_bytes[index] for index in self.indices], np.float64)
+
+    def may_have(self, units: Sequence[str]) -> NDArray[np.bool_]:
+        """Which of `indices` have as many devices as the units' pins say."""
+        wanted = {self.pins.num_devices[u] for u in units if u in self.pins.num_devices}
+        counts = (self.space.num_devices(index) for index in self.indices)
+        return np.array([all(count == n for n in wanted) for count in counts], np.bool_)
+
+
+class GroupChoices:
+    """What some units can do when they share a mesh.
+
+    Attributes:
+        units: The units.
+        calls: Indices of their calls, ascending.
+    """
+
+    def __init__(self, choices: Choices, units: tuple[str, ...]) -> None:
+        self.units = units
+        self.calls = tuple(sorted(i for unit in units for i in choices.calls_of[unit]))
+        self._choices = choices
+        self._with_source = [choices.has_source(unit, units) for unit in units]
+        self._range_min: RangeMin | None = None
+        self._fronts: dict[Index, tuple[float, tuple[Choice, ...]]] = {}
+        # Where a unit's calls stand among the group's.
+        flat = [i for unit in units for i in choices.calls_of[unit]]
+        self._order = [flat.index(i) for i in self.calls]
+
+    @property
+    def range_min(self) -> RangeMin:
+        """Least seconds of each of `calls` over boxes of indices; inf where nothing fits."""
+        if self._range_min is None:
+            self._range_min = RangeMin(self._least())
+        return self._range_min
+
+    def _least(self) -> Floats:
+        """Per call and index; a unit may use what fits beside the least that the others need."""
+        choices = self._choices
+        memory, may = choices.memory(), choices.may_have(self.units)
+        arrays = [
+            choices.arrays(unit, source)
+            for unit, source in zip(self.units, self._with_source, strict=True)
+        ]
+        resident = np.array([a.resident_bytes.min(1) for a in arrays])
+        transient = np.array([a.transient_bytes.min(1) for a in arrays])
+        found = np.full((len(self.calls), *choices.space.shape), np.inf)
+        at = tuple(np.array(choices.indices).T)
+        can = may & np.isfinite(resident).all(0)
+        for k, (unit, a) in enumerate(zip(self.units, arrays, strict=True)):
+            others = np.delete(resident, k, 0).sum(0)
+            largest = np.delete(transient, k, 0).max(0, initial=0.0)
+            needed = a.resident_bytes + others[:, None]
+            needed += np.maximum(a.transient_bytes, largest[:, None])
+            fits = can[:, None] & (needed <= memory[:, None])
+            least = np.where(fits[:, :, None], a.durations_s, np.inf).min(1)
+            for j, call in enumerate(choices.calls_of[unit]):
+                found[(self.calls.index(call), *at)] = least[:, j]
+        return found
+
+    def front(self, index: Index, below_s: float) -> tuple[Choice, ...]:
+        """Choices that fit and are beaten nowhere, if they take less than `below_s` together."""
+        known_s, front = self._fronts.get(index, (-inf, ()))
+        if below_s > known_s:
+            front = self._front(index, below_s)
+            self._fronts[index] = (below_s, front)
+        return front
+
+    def least_work(self, index: Index, below_s: float) -> Choice | None:
+        """The choice with the least sum of durations, if that is less than `below_s`."""
+        found = self._combine(index, below_s, only_least=True)
+        return self._choice(found[-1]) if found else None
+
+    def _front(self, index: Index, below_s: float) -> tuple[Choice, ...]:
+        combined = [self._choice(options) for options in self._combine(index, below_s)]
+        if len(combined) < 2:
+            return tuple(combined)
+        combined.sort(key=lambda choice: (sum(choice.durations_s), choice.durations_s))
+        left = np.array([choice.durations_s for choice in combined])
+        numbers, kept = np.arange(len(combined)), list[Choice]()
+        while len(numbers):
+            kept.append(combined[numbers[0]])
+            beaten = (left >= left[0]).all(1)
+            left, numbers = left[~beaten], numbers[~beaten]
+        return tuple(kept)
+
+    def _choice(self, options: tuple[UnitOption, ...]) -> Choice:
+        flat = [seconds for option in options for seconds in option.durations_s]
+        return Choice(
+            tuple(flat[k] for k in self._order), tuple(option.option for option in options)
+        )
+
+    def _combine(
+        self, index: Index, below_s: float, *, only_least: bool = False
+    ) -> list[tuple[UnitOption, ...]]:
+        """One option per unit, such that all fit; if only the least work is wanted, it is last."""
+        choices = self._choices
+        memory = choices.memory_bytes[index]
+        pools = [
+            choices.options(unit, index, source)
+            for unit, source in zip(self.units, self._with_source, strict=True)
+        ]
+        counts = {choices.pins.num_devices.get(unit) for unit in self.units} - {None}
+        if not all(pools) or counts - {choices.space.num_devices(index)}:
+            return []
+        fastest = _fastest(pools, memory)
+        if fastest is not None:
+            return [fastest] if _work_s(fastest) < below_s else []
+        return _fitting(pools, memory, below_s, only_least)
+
+
+def _work_s(options: Sequence[UnitOption]) -> float:
+    return sum(sum(option.durations_s) for option in options)
+
+
+def _fastest(pools: Sequence[Sequence[UnitOption]], memory: int) -> tuple[UnitOption, ...] | None:
+    """Every unit's first option, if it is the fastest in every call and they all fit."""
+    first = tuple(pool[0] for pool in pools)
+    needed = sum(o.resident_bytes for o in first) + max(o.transient_bytes for o in first)
+    if needed > memory:
+        return None
+    for option, pool in zip(first, pools, strict=True):
+        for other in pool[1:]:
+            if any(b < a for a, b in zip(option.durations_s, other.durations_s, strict=True)):
+                return None
+    return first
+
+
+def _fitting(
+    pools: Sequence[Sequence[UnitOption]], memory: int, below_s: float, only_least: bool
+) -> list[tuple[UnitOption, ...]]:
+    """Depth first, with what the units still to come need at least."""
+    later_resident, later_transient, later_s = [0], [0], [0.0]
+    for pool in reversed(pools):
+        later_resident.append(later_resident[-1] + min(o.resident_bytes for o in pool))
+        later_transient.append(max(later_transient[-1], min(o.transient_bytes for o in pool)))
+        later_s.append(later_s[-1] + min(sum(o.durations_s) for o in pool))
+    found: list[tuple[UnitOption, ...]] = []
+
+    def extend(
+        chosen: tuple[UnitOption, ...], resident: int, transient: int, work_s: float
+    ) -> None:
+        nonlocal below_s
+        if len(chosen) == len(pools):
+            found.append(chosen)
+            below_s = min(below_s, work_s) if only_least else below_s
+            return
+        left = len(pools) - len(chosen) - 1
+        for option in pools[len(chosen)]:
+            held = resident + option.resident_bytes
+            most = max(transient, option.transient_bytes)
+            total_s = work_s + sum(option.durations_s)
+            fits = held + later_resident[left] + max(most, later_transient[left]) <= memory
+            if fits and total_s + later_s[left] < below_s:
+                extend((*chosen, option), held, most, total_s)
+
+    extend((), 0, 0, 0.0)
+    return found

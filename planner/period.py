@@ -1,0 +1,191 @@
+"""The planner's objective: seconds per step, as the scheduler will run it.
+
+Each group runs one call at a time, without interruption, and never idles while a call is ready;
+among ready calls the oldest step goes first, then program order. What a call waits for is said in
+`precedence.py`. The long-run time of a step follows by playing this until it repeats.
+
+It is not monotone: as with any list schedule a call that gets faster can delay another one. Lower
+bounds must come from `bounds.py`, not from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from .options import CallNode
+from .precedence import waits
+
+__all__ = ["Cycle", "StepTimer", "period"]
+
+MAX_STEPS = 400
+"""Steps after which a schedule that has not repeated is averaged over its second half."""
+
+_SAME = 1e-9
+"""Two states are equal if no remaining time differs by more than this share of a step."""
+
+
+def period(
+    calls: Sequence[CallNode],
+    group_of: Mapping[str, int],
+    durations_s: Mapping[str, float],
+    max_lag: int,
+) -> float:
+    """Seconds per step in the long run.
+
+    Args:
+        calls: A step's calls in program order.
+        group_of: Unit -> number of its group.
+        durations_s: Call name -> seconds.
+        max_lag: Steps that rollouts may be behind.
+    """
+    timer = StepTimer(calls, [group_of[call.unit] for call in calls], max_lag)
+    return timer.seconds([durations_s[call.name] for call in calls])
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """How the schedule repeats: `steps` steps in `seconds`, for the first time after `after`."""
+
+    steps: int
+    seconds: float
+    after: int
+
+
+class StepTimer:
+    """Plays a step's calls on their groups; made once per placement, used for many durations.
+
+    Args:
+        calls: In program order.
+        groups: The group of every call.
+        max_lag: Steps that rollouts may be behind.
+    """
+
+    def __init__(self, calls: Sequence[CallNode], groups: Sequence[int], max_lag: int) -> None:
+        self._num_calls, self._max_lag = len(calls), max_lag
+        numbers = {group: k for k, group in enumerate(dict.fromkeys(groups))}
+        self._group = [numbers[group] for group in groups]
+        self._members = [
+            [i for i in range(len(calls)) if self._group[i] == k] for k in range(len(numbers))
+        ]
+        found = waits(calls, groups, max_lag)
+        # A training whose weights move is counted twice: when it ends, and when they have moved.
+        moved = list(dict.fromkeys(wait.on for wait in found if wait.published))
+        self._moved: list[int] = [
+            len(calls) + moved.index(i) if i in moved else -1 for i in range(len(calls))
+        ]
+        self._num_counts = len(calls) + len(moved)
+        needs: list[dict[int, int]] = [{} for _ in calls]
+        for wait in found:
+            on = self._moved[wait.on] if wait.published else wait.on
+            needs[wait.call][on] = min(needs[wait.call].get(on, wait.distance), wait.distance)
+        self._needs = [tuple(need.items()) for need in needs]
+        first = [i for i, call in enumerate(calls) if not call.after]
+        # With max_lag=0 steps do not overlap, and all steps are alike unless weights that arrive
+        # at the start of a step find other first calls of their group begun.
+        moves = {wait.call for wait in found if wait.published}
+        self._alike = max_lag == 0 and not any(
+            i in moves and any(self._group[i] == self._group[j] for j in first if j != i)
+            for i in first
+        )
+
+    def seconds(self, durations_s: Sequence[float]) -> float:
+        """Seconds per step in the long run; one duration per call."""
+        cycle = self.cycle(durations_s)
+        return cycle.seconds / cycle.steps
+
+    def cycle(self, durations_s: Sequence[float]) -> Cycle:
+        """How the schedule repeats.
+
+        Raises:
+            AssertionError: The calls wait for each other in a circle, which no program order can.
+        """
+        play = _Play(self._num_calls, self._num_counts, len(self._members))
+        same_s = _SAME * sum(durations_s)
+        seen: list[tuple[float, tuple[int, ...], list[float]]] = []
+        self._start(play, durations_s)
+        while True:
+            ended = play.finish_next()
+            if min(play.ended[: self._num_calls]) > play.complete:
+                play.complete += 1
+                if self._alike:
+                    return Cycle(1, play.now_s, 0)
+                state = (play.now_s, play.state(ended), play.remaining_s())
+                cycle = _repeats(seen, state, same_s)
+                if cycle is not None:
+                    return cycle
+                seen.append(state)
+            self._start(play, durations_s)
+            if self._moved[ended] >= 0:
+                play.ended[self._moved[ended]] += 1
+                self._start(play, durations_s)
+
+    def _start(self, play: _Play, durations_s: Sequence[float]) -> None:
+        """Start what each idle group can: the oldest step first, then program order."""
+        started, ended = play.started, play.ended
+        for group, members in enumerate(self._members):
+            if play.running[group] >= 0:
+                continue
+            best, best_step = -1, MAX_STEPS * 2
+            for i in members:
+                step = started[i]
+                if step < best_step:
+                    for on, distance in self._needs[i]:
+                        if ended[on] <= step - distance:
+                            break
+                    else:
+                        best, best_step = i, step
+            if best >= 0:
+                started[best] += 1
+                play.running[group] = best
+                play.ends_s[group] = play.now_s + durations_s[best]
+
+
+class _Play:
+    """What runs and how often each call has started and ended."""
+
+    __slots__ = ("complete", "ended", "ends_s", "now_s", "running", "started")
+
+    def __init__(self, num_calls: int, num_counts: int, num_groups: int) -> None:
+        self.now_s, self.complete = 0.0, 0
+        self.started, self.ended = [0] * num_calls, [0] * num_counts
+        self.running, self.ends_s = [-1] * num_groups, [inf] * num_groups
+
+    def finish_next(self) -> int:
+        """Go to the next end of a call; returns the call."""
+        end_s = min(self.ends_s)
+        assert end_s < inf, "no call can start: they wait for each other in a circle"
+        group = self.ends_s.index(end_s)
+        self.now_s = end_s
+        call = self.running[group]
+        self.running[group], self.ends_s[group] = -1, inf
+        self.ended[call] += 1
+        return call
+
+    def state(self, ended: int) -> tuple[int, ...]:
+        """What the future depends on, apart from remaining times and the number of the step."""
+        counts = [count - self.complete for count in (*self.started, *self.ended)]
+        return (ended, *counts, *self.running)
+
+    def remaining_s(self) -> list[float]:
+        """Of each group's running call."""
+        return [end_s - self.now_s for end_s in self.ends_s if end_s < inf]
+
+
+def _repeats(
+    seen: list[tuple[float, tuple[int, ...], list[float]]],
+    state: tuple[float, tuple[int, ...], list[float]],
+    same_s: float,
+) -> Cycle | None:
+    now_s, counts, remaining_s = state
+    for k in range(len(seen) - 1, -1, -1):
+        then_s, other_counts, other_s = seen[k]
+        if other_counts == counts and all(
+            abs(a - b) <= same_s for a, b in zip(remaining_s, other_s, strict=True)
+        ):
+            return Cycle(len(seen) - k, now_s - then_s, k)
+    if len(seen) < MAX_STEPS:
+        return None
+    half = MAX_STEPS // 2
+    return Cycle(MAX_STEPS - half, now_s - seen[half][0], half)

@@ -127,8 +127,8 @@ class GroupId:
     """Marks the column that says which group a row belongs to.
 
     Rows of one group stay on one worker wherever a node needs the whole group. Group ids survive
-    filtering and reordering of rows, which counting `G` rows at a time would not. Where rows are cut
-    into chunks, those of a group must be next to each other; a table in which they are not is
+    filtering and reordering of rows, which counting `G` rows at a time would not. Where rows are
+    cut into chunks, those of a group must be next to each other; a table in which they are not is
     refused.
     """
 

@@ -5,7 +5,7 @@ It owns no policy: what runs when is the scheduler's, how it runs the executor's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from .check import check_lag
@@ -79,7 +79,9 @@ class Engine:
 
     def close(self) -> None:
         """End all worker processes; idempotent."""
+        self._desk.close()
         self.executor.stop()
+        self._desk = Desk(self.executor)
         self._trained.clear()
         self._started = False
 
@@ -98,10 +100,12 @@ class Engine:
         program: str = "main",
         checkpoint_every: int | None = None,
         checkpoints: CheckpointFolder | None = None,
-    ) -> Iterator[StepResult]:
+    ) -> Generator[StepResult]:
         """Run steps and yield each as it completes, in order.
 
-        A run begins with the weights that the runs before it left; its versions count from 0.
+        A run begins when its first step is asked for, with the weights that the runs before it
+        left; its versions count from 0. An engine does one run at a time. Whoever breaks out of a
+        run ends it: what is out at the workers is carried out, but its results are dropped.
 
         Args:
             sources: Source name -> where its rows come from.
@@ -111,8 +115,11 @@ class Engine:
             checkpoints: Where to save, and where to resume from if it holds a checkpoint.
 
         Raises:
-            WorkerError: If user code fails or nothing comes back within the deadline.
-            ConfigError: If a source is missing or a checkpoint belongs to another run.
+            ConfigError: If a source is missing; with the first step, if a checkpoint belongs to
+                another run.
+            StateError: With the first step, if another run is not over.
+            WorkerError: With any step, if user code fails or nothing comes back within the
+                deadline.
         """
         graph = self.programs[program].graph
         for name in graph.sources:
@@ -121,6 +128,18 @@ class Engine:
                     f"graph '{graph.name}' reads a source '{name}' that nobody provides; give "
                     f"sources={{'{name}': ...}}"
                 )
+        return self._steps(
+            program, sources, num_steps, checkpoint_every if checkpoints else None, checkpoints
+        )
+
+    def _steps(
+        self,
+        program: str,
+        sources: Mapping[str, Source],
+        num_steps: int,
+        checkpoint_every: int | None,
+        checkpoints: CheckpointFolder | None,
+    ) -> Generator[StepResult]:
         self.start()
         run = Run(
             self.programs[program],
@@ -132,13 +151,15 @@ class Engine:
             self._trained,
             seed=self.seed,
             num_steps=num_steps,
-            checkpoint_every=checkpoint_every if checkpoints else None,
+            checkpoint_every=checkpoint_every,
             checkpoints=checkpoints,
         )
-        return run.steps()
+        yield from run.steps()
 
     def ask(self, role: str, method: str, *arguments: Any, program: str = "main") -> Any:
-        """Call a worker's own method between runs, on every rank of the role's home.
+        """Call a worker's own method outside the graph, on every rank of the role's home.
+
+        During a run the ranks first finish what they have in hand.
 
         Args:
             role: Whose worker; a frozen role is asked in the first group that hosts it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -142,21 +142,26 @@ class Run:
         self._versions: dict[NodeTask, Versions] = {}
         self._failed: Submission | None = None
         self._bytes_before = executor.controller_bytes
-        point = read_resume_point(checkpoints, self._graph, seed) if checkpoints else None
+        self._point = read_resume_point(checkpoints, self._graph, seed) if checkpoints else None
         self.scheduler = Scheduler(
             self._flow,
             schedule,
             num_steps,
             checkpoint_every=checkpoint_every,
-            resume=point.state if point else None,
+            resume=self._point.state if self._point else None,
         )
-        if point:
-            self._restore(point)
-        else:
-            self._share_weights(list(trained))
 
-    def steps(self) -> Iterator[StepResult]:
-        """Drive the scheduler to its end, yielding completed steps."""
+    def steps(self) -> Generator[StepResult]:
+        """Bring the workers to where the run begins, then yield steps as they complete."""
+        with self._desk.run(self._name):
+            if self._point:
+                self._restore(self._point)
+            else:
+                self._share_weights(list(self._trained))
+            yield from self._drive()
+
+    def _drive(self) -> Generator[StepResult]:
+        """Drive the scheduler to its end."""
         todo: deque[Instruction] = deque(self.scheduler.start(time.monotonic()))
         while True:
             while todo:
@@ -239,8 +244,7 @@ class Run:
 
     def _answered(self, submission: Submission) -> Sequence[Instruction]:
         task, now = submission.task, time.monotonic()
-        if task is None:
-            return ()
+        assert task is not None, "a desk keeps other answers from its run"
         if submission.failed is not None:
             self._failed = submission
             text = describe(submission.failed)

@@ -26,7 +26,7 @@ from .compose import load_object
 from .data import Data
 from .stages import CONTRACTS, MODEL, RolePlan, Stage
 
-__all__ = ["Results", "check_options", "worker_specs"]
+__all__ = ["Results", "check_options", "model_positions", "worker_specs"]
 
 Results = Mapping[str, tuple[Stage, Path]]
 """Name of a finished stage -> the stage, and the folder with a model folder per trained role."""
@@ -136,9 +136,46 @@ def _model(
     if plan.start not in results:
         return ModelSpec(folder=plan.start, dtype=config.model.dtype)
     earlier, folder = results[plan.start]
-    role = earlier.trained(CONTRACTS[plan.worker]) or earlier.policy
-    role = role or next(iter(earlier.graph.trains_per_step))
+    role = _started_from(earlier, plan.worker)
     return ModelSpec(folder=str(folder / role), dtype=config.model.dtype)
+
+
+def _started_from(earlier: Stage, worker: str) -> str:
+    """The role of an earlier stage that a worker of this kind starts from."""
+    role = earlier.trained(CONTRACTS[worker]) or earlier.policy
+    return role or next(iter(earlier.graph.trains_per_step))
+
+
+def model_positions(stage: Stage, stages: Mapping[str, Stage], config: RunConfig) -> dict[str, int]:
+    """Role -> longest sequence its model is made for, in tokens; roles without a limit left out.
+
+    Args:
+        stage: The stage.
+        stages: All stages by name; one that starts from another has the other's model.
+        config: The run's configuration.
+
+    Raises:
+        ConfigError: If a model's configuration is none.
+    """
+    found: dict[str, int] = {}
+    for role, plan in stage.roles.items():
+        while plan.start in stages:
+            earlier = stages[plan.start]
+            plan = earlier.roles[_started_from(earlier, plan.worker)]
+        if not plan.start:
+            continue
+        own = plan.start == MODEL
+        spec = model_spec(config.model) if own else ModelSpec(folder=plan.start)
+        try:
+            positions = spec.num_positions
+        except Exception as error:  # transformers' own, of many kinds
+            raise ConfigError(
+                f"'{'model' if own else f'{stage.at}.roles.{role}.start'}': transformers cannot "
+                f"make a model of it: {error!s:.200}"
+            ) from error
+        if positions is not None:
+            found[role] = positions
+    return found
 
 
 def _own(stage: Stage, role: str, plan: RolePlan, options: dict[str, Any]) -> WorkerSpec | Role:

@@ -18,7 +18,15 @@ from ..workers.data_source import DemonstrationSource, PairSource, PromptSource
 from ..workers.task import Task, TaskSpec, fingerprint, task_alphabet, task_spec
 from ..workers.tokenizer import Tokenizer, TokenizerSpec
 
-__all__ = ["Data", "HeldOut", "check_tables", "load_data", "sources_of", "task_spec_of"]
+__all__ = [
+    "Data",
+    "HeldOut",
+    "check_tables",
+    "load_data",
+    "longest_rows",
+    "sources_of",
+    "task_spec_of",
+]
 
 _TABLES: Mapping[type, Any] = {
     Prompts: PromptSource,
@@ -115,8 +123,17 @@ def sources_of(
     return sources, reports
 
 
+def longest_rows(sources: Mapping[str, Source]) -> dict[str, int]:
+    """Tokens of the longest row of each table."""
+    ours = (PromptSource, DemonstrationSource, PairSource)
+    return {name: source.longest for name, source in sources.items() if isinstance(source, ours)}
+
+
 class HeldOut:
     """The held-out prompts as a source: the same in every step.
+
+    Attributes:
+        longest: Tokens of the task's longest prompt.
 
     Raises:
         ConfigError: If too many prompts cannot be used.
@@ -133,6 +150,7 @@ class HeldOut:
         )
         available = len(data.task.held_out) - source.report.num_bad
         self._prompts = source.held_out(min(config.evaluation.num_prompts, available))
+        self.longest = source.longest
 
     @property
     def num_prompts(self) -> int:

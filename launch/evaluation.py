@@ -22,7 +22,7 @@ from ..workers.rule_reward import RuleRewardSpec
 from .data import Data, HeldOut
 from .stages import Stage
 
-__all__ = ["Evaluator", "Measured"]
+__all__ = ["Evaluator", "Measured", "evaluation_graph"]
 
 _PROGRAM = "evaluate"
 _VERIFIER, _OBSERVER = "verifier", "observer"
@@ -54,6 +54,12 @@ class Measured:
         return self.metrics[f"{_SHARES}/timeouts"]
 
 
+def evaluation_graph(config: RunConfig) -> Graph:
+    """What an evaluation computes, its policy called 'actor'."""
+    sampling = Sampling(temperature=0.0, max_new_tokens=config.task.max_response_tokens)
+    return build(evaluate_step, name=_PROGRAM, cfg=Evaluation(sampling=sampling))
+
+
 class Evaluator:
     """Evaluates the policy of one stage, on the workers that train it.
 
@@ -70,8 +76,7 @@ class Evaluator:
     def __init__(
         self, stage: Stage, config: RunConfig, data: Data, held_out: HeldOut, folder: Path
     ) -> None:
-        sampling = Sampling(temperature=0.0, max_new_tokens=config.task.max_response_tokens)
-        graph = build(evaluate_step, name=_PROGRAM, cfg=Evaluation(sampling=sampling))
+        graph = evaluation_graph(config)
         names = {"actor": stage.policy or "actor"}
         for role in (_VERIFIER, _OBSERVER):
             names[role] = f"evaluation_{role}" if role in stage.graph.roles else role

@@ -10,9 +10,11 @@ from ..dataflow.engine import Source
 from ..dataflow.errors import ConfigError
 from ..workers.data_report import DataReport
 from ..workers.rule_reward import RuleRewardSpec
-from .build_workers import check_options
-from .data import Data, HeldOut, load_data, sources_of, task_spec_of
+from .build_workers import check_options, model_positions
+from .data import Data, HeldOut, load_data, longest_rows, sources_of, task_spec_of
+from .evaluation import evaluation_graph
 from .place import make_executor
+from .sizes import check_lengths
 from .stages import Stage, stages_of
 
 __all__ = ["Job", "prepare"]
@@ -66,7 +68,36 @@ def prepare(config: RunConfig) -> Job:
         reports += left_out
     if any(plan.worker == "rule" for stage in stages for plan in stage.roles.values()):
         _check_rule(data)
-    return Job(config, stages, data, sources, _held_out(config, stages[-1], data), tuple(reports))
+    held_out = _held_out(config, stages[-1], data)
+    _check_lengths(config, stages, sources, held_out)
+    return Job(config, stages, data, sources, held_out, tuple(reports))
+
+
+def _check_lengths(
+    config: RunConfig,
+    stages: tuple[Stage, ...],
+    sources: Mapping[str, Mapping[str, Source]],
+    held_out: HeldOut | None,
+) -> None:
+    """No row may be longer than the model that reads it can take."""
+    by_name = {stage.name: stage for stage in stages}
+    for stage in stages:
+        positions = model_positions(stage, by_name, config)
+        check_lengths(
+            stage.graph,
+            stage.config.per_step,
+            longest_rows(sources[stage.name]),
+            positions,
+            f"lower max_new_tokens ({stage.at}.cfg)",
+        )
+        if stage is stages[-1] and held_out is not None and stage.policy in positions:
+            check_lengths(
+                evaluation_graph(config),
+                {"prompts": held_out.num_prompts},
+                {"prompts": held_out.longest},
+                {"actor": positions[stage.policy]},
+                "lower task.max_response_tokens",
+            )
 
 
 def _check_rule(data: Data) -> None:

@@ -1,4 +1,4 @@
-"""Whether a step's sizes divide as they must, worked out from the graph alone.
+"""Whether a step's sizes divide and fit as they must, worked out from the graph alone.
 
 Rows are followed through the graph: a table brings `per_step` items, a rollout makes
 `sampling.num_samples` rows of each prompt, other nodes keep their rows. Where an op makes rows of
@@ -8,7 +8,7 @@ its own, their number is unknown before the run and nothing is said.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..algorithms.roles import PreferencePairs, Sampling
@@ -18,17 +18,18 @@ from ..dataflow.graph import Constant, Graph, Node, NodeKind
 from ..dataflow.placement import Placement
 from ..dataflow.role import Loss
 
-__all__ = ["check_sizes"]
+__all__ = ["check_lengths", "check_sizes"]
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a node's output: `items` of the data, each of `each` rows."""
+    """Rows of a node's output: `items` of the data, each of `each` rows, longer by `new_tokens`."""
 
     source: str
     items: int
     each: int
     why: str
+    new_tokens: int = 0
 
 
 def check_sizes(graph: Graph, placement: Placement, per_step: Mapping[str, int], at: str) -> None:
@@ -62,6 +63,46 @@ def check_sizes(graph: Graph, placement: Placement, per_step: Mapping[str, int],
             _check_train(node, rows, placement, at)
 
 
+def check_lengths(
+    graph: Graph,
+    per_step: Mapping[str, int],
+    longest: Mapping[str, int],
+    positions: Mapping[str, int],
+    shorten: str,
+) -> None:
+    """Check that the longest rows fit the models that read them.
+
+    Args:
+        graph: The recorded step.
+        per_step: Items per step of each table.
+        longest: Tokens of the longest row of each table.
+        positions: Role -> longest sequence its model is made for, in tokens.
+        shorten: How responses are made shorter, for the message.
+
+    Raises:
+        ConfigError: Naming the node, the lengths and the model's limit.
+    """
+    rows = _rows(graph, per_step)
+    for node in graph.nodes:
+        names = [node.name, *(ref.node for _, ref in node.inputs)]
+        read = next((rows[name] for name in names if name in rows), None)
+        limit = positions.get(node.role or "")
+        if limit is None or read is None or read.source not in longest:
+            continue
+        length, new = longest[read.source], read.new_tokens
+        if length + new <= limit:
+            continue
+        what = f"{read.source} of up to {length} tokens"
+        leave_out = "leave long rows out: task.max_prompt_tokens, task.max_response_tokens"
+        if new:
+            what += f" with responses of up to {new}"
+            leave_out = f"{shorten}, or leave long prompts out: task.max_prompt_tokens"
+        raise ConfigError(
+            f"'{node.name}' has {what}, but the model of '{node.role}' has {limit} positions\n"
+            f"    {leave_out}"
+        )
+
+
 def _rows(graph: Graph, per_step: Mapping[str, int]) -> dict[str, _Rows]:
     rows: dict[str, _Rows] = {}
     for node in graph.nodes:
@@ -72,8 +113,12 @@ def _rows(graph: Graph, per_step: Mapping[str, int]) -> dict[str, _Rows]:
             inputs = [rows[ref.node] for _, ref in node.inputs if ref.node in rows]
             sampling = _constant(node, Sampling)
             if inputs and isinstance(sampling, Sampling):
-                each = inputs[0].each * sampling.num_samples
-                rows[node.name] = _Rows(inputs[0].source, inputs[0].items, each, "samples")
+                rows[node.name] = replace(
+                    inputs[0],
+                    each=inputs[0].each * sampling.num_samples,
+                    why="samples",
+                    new_tokens=inputs[0].new_tokens + sampling.max_new_tokens,
+                )
         else:
             kept = {output.rows for output in node.outputs} - {node.name}
             if len(kept) == 1 and (made := kept.pop()) in rows:

@@ -8,7 +8,7 @@ not fill a batch is left out of that epoch, so no problem stands twice in one st
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -115,6 +115,11 @@ class PromptSource:
         """Steps until every problem has been used, but for a remainder below one batch."""
         return self._rows.steps_per_epoch
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt, held-out ones included."""
+        return max(map(len, self._prompts.values()))
+
     def batch(self, step: int) -> Prompts:
         """The prompts of a step; `prompt_id` is the problem's index in the task."""
         return self._table(self._rows.at(step))
@@ -177,6 +182,11 @@ class DemonstrationSource:
         """Steps until every problem has been used, but for a remainder below one batch."""
         return self._rows.steps_per_epoch
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and answer."""
+        return _longest(self._rows_of)
+
     def batch(self, step: int) -> Demonstrations:
         """The demonstrations of a step; the mask is True on the answer and its end of sequence."""
         rows = [
@@ -227,6 +237,11 @@ class PairSource:
     def steps_per_epoch(self) -> int:
         """Steps until every problem has been used, but for a remainder below one batch."""
         return self._rows.steps_per_epoch
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and response; made-up responses do not count."""
+        return _longest(self._rows_of)
 
     def batch(self, step: int) -> PreferencePairs:
         """The pairs of a step: two rows each, the better one first; `pair_id` is the problem."""
@@ -348,6 +363,10 @@ def _need_answers(task: Task, what: str) -> None:
             f"task '{task.task_id}' has no answers to make {what} of\n"
             "    choose another task, or give a file with answers or responses"
         )
+
+
+def _longest(rows: Mapping[int, tuple[list[int], list[list[int]]]]) -> int:
+    return max(len(prompt) + max(map(len, responses)) for prompt, responses in rows.values())
 
 
 def _sequences(rows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:

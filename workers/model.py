@@ -67,6 +67,14 @@ class ModelSpec:
         if self.dtype not in _DTYPES:
             raise ValueError(f"ModelSpec.dtype is {self.dtype!r}; expected one of {list(_DTYPES)}")
 
+    @property
+    def num_positions(self) -> int | None:
+        """Longest sequence the model is made for, in tokens; None if its config does not say.
+
+        Reads the config alone.
+        """
+        return getattr(self._config(), "max_position_embeddings", None)
+
     def causal_lm(self, device: str) -> transformers.PreTrainedModel:
         """Build the whole language model on `device`, in evaluation mode (dropout off).
 
@@ -91,11 +99,18 @@ class ModelSpec:
     def _placed(self, model: Any, device: str) -> transformers.PreTrainedModel:
         return model.to(device=device, dtype=_DTYPES[self.dtype]).eval()
 
-    def _initialised(self) -> Any:
+    def _config(self) -> Any:
+        if self.folder is not None:
+            return transformers.AutoConfig.from_pretrained(
+                self.folder, local_files_only=True, trust_remote_code=False
+            )
         kinds = dict(self.architecture)
         for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
             kinds.setdefault(token, None)  # the defaults name tokens of the original vocabulary
-        config = transformers.AutoConfig.for_model(kinds.pop("model_type"), **kinds)
+        return transformers.AutoConfig.for_model(kinds.pop("model_type"), **kinds)
+
+    def _initialised(self) -> Any:
+        config = self._config()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.init_seed)
             return transformers.AutoModelForCausalLM.from_config(

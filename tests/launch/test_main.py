@@ -308,3 +308,36 @@ def test_a_value_of_the_wrong_type(penstock: Penstock) -> None:
 )
 def test_a_value_out_of_range(penstock: Penstock, words: str, message: str) -> None:
     assert refused(penstock, words) == message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["algorithm.cfg.sampling.max_new_tokens=125"],
+            "'actor.generate' has prompts of up to 6 tokens with responses of up to 125, but the "
+            "model of 'actor' has 128 positions\n    lower max_new_tokens (algorithm.cfg), or "
+            "leave long prompts out: task.max_prompt_tokens",
+        ),
+        (
+            ["model.architecture.max_position_embeddings=8"],
+            "'actor.train' has demos of up to 10 tokens, but the model of 'actor' has 8 positions\n"
+            "    leave long rows out: task.max_prompt_tokens, task.max_response_tokens",
+        ),
+        (
+            ["algorithm=sft", "task.max_response_tokens=123"],
+            "'actor.generate' has prompts of up to 6 tokens with responses of up to 123, but the "
+            "model of 'actor' has 128 positions\n    lower task.max_response_tokens, or leave "
+            "long prompts out: task.max_prompt_tokens",
+        ),
+        (
+            ["model.architecture.model_type=qwen7"],
+            "'model': transformers cannot make a model of it: ",
+        ),
+    ],
+)
+def test_rows_longer_than_the_model_reaches(
+    penstock: Penstock, words: list[str], message: str
+) -> None:
+    said = refused(penstock, *words)
+    assert said[: len(message)] == message

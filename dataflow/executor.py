@@ -59,7 +59,14 @@ class Completion:
 
 
 class Executor(Protocol):
-    """What the engine needs of an executor. Nothing blocks but `start`, `put` and `wait`."""
+    """What the engine needs of an executor. Nothing blocks but `start`, `put` and `wait`.
+
+    Attributes:
+        one_at_a_time: Whether all ranks share one thread, so that work begins only when what was
+            submitted before it has ended.
+    """
+
+    one_at_a_time: bool
 
     def start(
         self,
@@ -118,6 +125,8 @@ class InProcess:
     Work is performed inside `wait`, oldest first. A deadline interrupts the call that exceeds it
     when running in the main thread without a debugger.
     """
+
+    one_at_a_time = True
 
     def __init__(self) -> None:
         self._hosts: dict[tuple[str, str], Host] = {}

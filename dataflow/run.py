@@ -141,6 +141,7 @@ class Run:
         self._done_by_step: dict[int, list[_Done]] = {}
         self._versions: dict[NodeTask, Versions] = {}
         self._failed: Submission | None = None
+        self._waited_s = 0.0
         self._bytes_before = executor.controller_bytes
         self._point = read_resume_point(checkpoints, self._graph, seed) if checkpoints else None
         self.scheduler = Scheduler(
@@ -149,6 +150,7 @@ class Run:
             num_steps,
             checkpoint_every=checkpoint_every,
             resume=self._point.state if self._point else None,
+            one_at_a_time=executor.one_at_a_time,
         )
 
     def steps(self) -> Generator[StepResult]:
@@ -161,8 +163,12 @@ class Run:
             yield from self._drive()
 
     def _drive(self) -> Generator[StepResult]:
-        """Drive the scheduler to its end."""
-        todo: deque[Instruction] = deque(self.scheduler.start(time.monotonic()))
+        """Drive the scheduler to its end.
+
+        Its clock is the time spent waiting for workers: what sources, checkpoints and whoever takes
+        the steps need is no sign of a worker that hangs.
+        """
+        todo: deque[Instruction] = deque(self.scheduler.start(self._waited_s))
         while True:
             while todo:
                 instruction = todo.popleft()
@@ -172,9 +178,12 @@ class Run:
                     return
                 else:
                     todo.extend(self._carry_out(instruction))
-            for submission in self._desk.wait(min(POLL_S, self._deadline_s)):
+            since_s = time.monotonic()
+            submissions = self._desk.wait(min(POLL_S, self._deadline_s))
+            self._waited_s += time.monotonic() - since_s
+            for submission in submissions:
                 todo.extend(self._answered(submission))
-            todo.extend(self.scheduler.handle(Tick(time.monotonic())))
+            todo.extend(self.scheduler.handle(Tick(self._waited_s)))
 
     # --- instructions
 
@@ -198,7 +207,7 @@ class Run:
                 self._executor.release([handle])
             case SaveCheckpoint():
                 self._save(instruction)
-                return self.scheduler.handle(CheckpointSaved(instruction.step, time.monotonic()))
+                return self.scheduler.handle(CheckpointSaved(instruction.step, self._waited_s))
             case Abort():
                 raise self._failure(instruction)
             case _:
@@ -213,7 +222,7 @@ class Run:
             for chunk, part in enumerate(parts):
                 self._store[Output(name, step, chunk)] = self._executor.put(part)
             num_rows = tuple(part[0].num_rows for part in parts)
-        return self.scheduler.handle(SourceReady(step, time.monotonic(), num_rows))
+        return self.scheduler.handle(SourceReady(step, self._waited_s, num_rows))
 
     def _run_node(self, instruction: RunCall | RunTrain) -> None:
         node, task = self._graph[instruction.node], instruction.task
@@ -243,7 +252,7 @@ class Run:
     # --- answers
 
     def _answered(self, submission: Submission) -> Sequence[Instruction]:
-        task, now = submission.task, time.monotonic()
+        task, now = submission.task, self._waited_s
         assert task is not None, "a desk keeps other answers from its run"
         if submission.failed is not None:
             self._failed = submission

@@ -73,6 +73,8 @@ class Scheduler:
         num_steps: Steps of the whole run, those before a resume included.
         checkpoint_every: Save a checkpoint after every so many steps and at the end.
         resume: Go on from a checkpoint.
+        one_at_a_time: The shell performs running tasks one after another, oldest first, so a task
+            begins only when the one before it ends; deadlines count from there.
         max_log: Transitions kept for stories.
 
     Raises:
@@ -97,12 +99,14 @@ class Scheduler:
         *,
         checkpoint_every: int | None = None,
         resume: ResumeState | None = None,
+        one_at_a_time: bool = False,
         max_log: int = 10_000,
     ) -> None:
         resume = resume or ResumeState(0)
         if not 0 <= resume.step <= num_steps:
             raise ValueError(f"cannot resume at step {resume.step} of a run of {num_steps} steps")
         self.flow, self.schedule, self.num_steps = flow, schedule, num_steps
+        self.one_at_a_time = one_at_a_time
         self.index = FlowIndex(flow)
         self.weights = Weights(flow, schedule, num_steps, resume.step)
         self.ranks = RankPool(flow.groups)

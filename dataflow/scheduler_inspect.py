@@ -111,9 +111,12 @@ def hang_report(scheduler: Scheduler, at_s: float, progress_s: float) -> HangRep
     deadline_s = scheduler.schedule.deadline_s
     hung: list[HungTask] = []
     for task, run in scheduler.running.items():
-        if at_s - run.since_s <= deadline_s:
+        since_s = max(run.since_s, progress_s) if scheduler.one_at_a_time else run.since_s
+        if at_s - since_s <= deadline_s:
             break  # tasks are listed oldest first
-        hung.append(_hung_task(scheduler, task, run, at_s - run.since_s))
+        hung.append(_hung_task(scheduler, task, run, at_s - since_s))
+        if scheduler.one_at_a_time:
+            break  # the others have not begun
     awaited = [
         f"{what} has been awaited for {at_s - since_s:.1f} s"
         for what, since_s in scheduler.awaited.items()

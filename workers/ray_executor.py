@@ -67,6 +67,8 @@ class RayExecutor:
             the largest group by default, so that one rank computes exactly what one process does.
     """
 
+    one_at_a_time = False
+
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads
         self._actors: dict[tuple[str, int], Any] = {}

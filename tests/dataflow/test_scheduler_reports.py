@@ -196,3 +196,21 @@ def test_a_source_can_fail_too() -> None:
         "    0.0 s  admit step\n"
         "    1.0 s  failed prompts step 0"
     )
+
+
+def test_where_tasks_are_done_one_at_a_time_the_oldest_is_timed_from_the_last_event() -> None:
+    ticks: dict[bool, list[list[Instruction]]] = {}
+    for one_at_a_time in (False, True):
+        schedule = Schedule(deadline_s=60.0)
+        scheduler = Scheduler(FLOW, schedule, 5, one_at_a_time=one_at_a_time)
+        scheduler.start(0.0)
+        scheduler.handle(SourceReady(0, 1.0))  # chunks 0 and 1 of the rollout are handed out
+        scheduler.handle(TaskDone(NodeTask("actor.generate", 0, 0), 50.0))
+        ticks[one_at_a_time] = [scheduler.handle(Tick(at_s)) for at_s in (109.0, 110.5)]
+    parallel, serial = ticks[False][0], ticks[True]
+    assert "actor.generate of step 0 has run for 108.0 s" in abort_text(parallel)
+    assert serial[0] == []
+    report = abort_text(serial[1])
+    assert "actor.generate of step 0 has run for 60.5 s" in report
+    assert "on rollout[1]" in report
+    assert report.count("has run for") == 1

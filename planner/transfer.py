@@ -21,7 +21,8 @@ from .transfer_sources import Send, choose_sources
 
 __all__ = ["plan_transfer"]
 
-BUCKET_BYTES = 256 * 2**20
+BUCKET_BYTES = 512 * 2**20
+MIN_PART_BYTES = 2**18
 
 
 def plan_transfer(
@@ -31,6 +32,7 @@ def plan_transfer(
     *,
     bucket_bytes: int = BUCKET_BYTES,
     relay: bool = True,
+    min_part_bytes: int = MIN_PART_BYTES,
 ) -> TransferPlan:
     """The moves after which every destination device has its shard, and what they cost.
 
@@ -39,31 +41,36 @@ def plan_transfer(
         destination: Who is to hold what; on the same devices, others, or some of each.
         cluster: Nodes and links. Without one all devices count as one node and no time is
             predicted.
-        bucket_bytes: What a device may send and receive at once; a parameter that exceeds it is
-            a bucket of its own.
+        bucket_bytes: What a device may pack and unpack at once; a parameter that exceeds it is a
+            bucket of its own.
         relay: Whether receivers pass on what they received, see `transfer_sources.py`.
+        min_part_bytes: A slice may be cut to share it among senders, but not smaller than this.
 
     Raises:
         PlanError: If the two are not of one model, the source lacks something, or the cluster
             does not have one of the devices.
     """
-    if bucket_bytes < 1:
-        raise PlanError(f"bucket_bytes is {bucket_bytes}; expected at least 1")
+    for name, size in (("bucket_bytes", bucket_bytes), ("min_part_bytes", min_part_bytes)):
+        if size < 1:
+            raise PlanError(f"{name} is {size}; expected at least 1")
     devices = sorted({*source.devices, *destination.devices})
     node_of = {device: cluster.node_of(device) if cluster else 0 for device in devices}
     kinds = kinds_of(source, destination)
     kept = [keep for kind in kinds for keep in kept_slices(kind)]
     pieces = [piece for kind in kinds for piece in pieces_of(kind)]
-    sends = choose_sources(pieces, node_of, relay=relay)
-    moves = [_copy(keep) for keep in kept]
-    moves += sorted(
-        (_move(pieces[send.piece], send) for send in sends),
-        key=lambda move: (move.round, move.source, move.destination, move.params, move.box),
+    element = DTYPE_BYTES[destination.dtype]
+    sends = choose_sources(
+        pieces, node_of, relay=relay, min_part_elements=-(-min_part_bytes // element)
     )
-    traffic = traffic_of(moves, len(destination.params), node_of, DTYPE_BYTES[destination.dtype])
-    buckets = buckets_of(traffic, bucket_bytes)
+    groups: dict[tuple[int, ...], int] = {}
+    moves = [_copy(keep, groups) for keep in kept]
+    moves += [_move(pieces[send.piece], send, groups) for send in sends]
+    moves.sort(key=lambda move: (not move.is_copy, move.round))
+    traffic = traffic_of(moves, tuple(groups), len(destination.params), node_of, element)
+    buckets = buckets_of(traffic, [kind.params for kind in kinds], bucket_bytes)
     return TransferPlan(
         params=_params(source, destination, buckets),
+        groups=tuple(groups),
         moves=tuple(moves),
         devices=_devices(source, destination, kept, traffic, buckets),
         dtype=destination.dtype,
@@ -84,23 +91,23 @@ def _params(
     )  # fmt: skip
 
 
-def _copy(keep: Kept) -> Move:
+def _copy(keep: Kept, groups: dict[tuple[int, ...], int]) -> Move:
     kind, device = keep.kind, keep.source.device
-    return Move(
-        kind.params, keep.box, device, device, 0,
-        _start(keep.box, keep.source, kind.source_dims),
-        _start(keep.box, keep.destination, kind.destination_dims),
-    )  # fmt: skip
+    read = _start(keep.box, keep.source, kind.source_dims)
+    written = _start(keep.box, keep.destination, kind.destination_dims)
+    group = groups.setdefault(kind.params, len(groups))
+    return Move(group, keep.box, device, device, 0, read, written)
 
 
-def _move(piece: Piece, send: Send) -> Move:
+def _move(piece: Piece, send: Send, groups: dict[tuple[int, ...], int]) -> Move:
     kind, wanted = piece.kind, piece.needers[send.destination]
     if send.round:
-        read = _start(piece.box, piece.needers[send.source], kind.destination_dims)
+        read = _start(send.box, piece.needers[send.source], kind.destination_dims)
     else:
-        read = _start(piece.box, piece.holders[send.source], kind.source_dims)
-    written = _start(piece.box, wanted, kind.destination_dims)
-    return Move(send.params, piece.box, send.source, send.destination, send.round, read, written)
+        read = _start(send.box, piece.holders[send.source], kind.source_dims)
+    written = _start(send.box, wanted, kind.destination_dims)
+    group = groups.setdefault(send.params, len(groups))
+    return Move(group, send.box, send.source, send.destination, send.round, read, written)
 
 
 def _start(box: Box, around: Slice, dims: Sequence[int]) -> tuple[int, ...]:
@@ -126,10 +133,10 @@ def _devices(
             device=device,
             needed_bytes=needed.get(device, 0),
             kept_bytes=same[device],
-            received_bytes=int(traffic.received[:, i].sum()),
-            received_between_bytes=int(traffic.received[1, i]),
-            sent_bytes=int(traffic.sent[:, i].sum()),
-            sent_between_bytes=int(traffic.sent[1, i]),
+            received_bytes=int(traffic.totals[:, 1, i].sum()),
+            received_between_bytes=int(traffic.totals[1, 1, i]),
+            sent_bytes=int(traffic.totals[:, 0, i].sum()),
+            sent_between_bytes=int(traffic.totals[1, 0, i]),
             unused_bytes=held.get(device, 0) - same[device],
             staging_bytes=staging[i],
         )

@@ -86,6 +86,8 @@ def fewest_bytes(
         return destination.on([devices[c] for c in assign(-kept)[0]])
     blocks = _blocks([cluster.node_of(device) for device in devices])
     inner: dict[tuple[int, int], tuple[int, ...]] = {}
+    # 1 where sizes differ, at most 0 where they agree: sizes that differ are then never paired,
+    # because rows and columns of each size are equally many.
     outer = np.ones((len(blocks), len(blocks)), np.int64)
     known: dict[tuple[int, bytes], tuple[tuple[int, ...], int]] = {}
     for i, ranks in enumerate(blocks):
@@ -97,9 +99,6 @@ def fewest_bytes(
                     known[key] = assign(cost)
                 columns, outer[i, j] = known[key]
                 inner[i, j] = tuple(slots[c] for c in columns)
-    # Blocks of different sizes cannot change places: that costs more than all else can bring.
-    forbidden = 1 - len(blocks) * int(outer.min(initial=0))
-    outer[outer > 0] = forbidden
     order = [0] * len(devices)
     for i, j in enumerate(assign(outer)[0]):
         for rank, slot in zip(blocks[i], inner[i, j], strict=True):

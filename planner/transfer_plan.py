@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 
 from pydantic import TypeAdapter
 
-from .box import Box, volume
+from .box import Box
 from .sharding import NOT_A_DIM
 
 __all__ = ["DeviceTraffic", "Move", "MovedParam", "TransferPlan", "TransferTime", "window"]
@@ -28,7 +28,7 @@ class MovedParam:
         source_dims: Its dimensions, as in `StoredParam.dims`.
         destination_tensor: The destination engine's tensor.
         destination_dims: Its dimensions.
-        bucket: Parameters of one bucket travel together; buckets in ascending order.
+        bucket: Parameters of one bucket travel together; buckets go one after another.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Move:
     """One box of some parameters, from one device to another; a copy if they are the same.
 
     Attributes:
-        params: Indices into `TransferPlan.params`; the same box of each.
+        group: Index into `TransferPlan.groups`: of which parameters, the same box of each.
         box: Which indices of the logical parameter.
         source: The device that sends.
         destination: The device that receives.
@@ -55,7 +55,7 @@ class Move:
         destination_start: Where it begins in the tensor that is written.
     """
 
-    params: tuple[int, ...]
+    group: int
     box: Box
     source: int
     destination: int
@@ -67,11 +67,6 @@ class Move:
     def is_copy(self) -> bool:
         """Whether nothing is sent."""
         return self.source == self.destination
-
-    @property
-    def num_elements(self) -> int:
-        """Of all its parameters."""
-        return volume(self.box) * len(self.params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +82,8 @@ class DeviceTraffic:
         sent_bytes: What it sends.
         sent_between_bytes: The part that goes to other nodes.
         unused_bytes: What it holds of the source and does not need: redundancy, if both stay.
-        staging_bytes: The most it sends and receives in one bucket.
+        staging_bytes: The most it packs and unpacks in one bucket; a box that a group sends to
+            several devices is packed once.
     """
 
     device: int
@@ -113,31 +109,33 @@ class DeviceTraffic:
 
 @dataclass(frozen=True, slots=True)
 class TransferTime:
-    """Predicted seconds. Links add up: what is relayed travels over one kind, then the other.
+    """Predicted seconds, bucket after bucket and round after round.
 
     Attributes:
-        between_s: The busiest device's bytes between nodes, sent or received, over its link.
-        within_s: The same inside nodes.
-        copy_s: The largest copy, read and written in device memory.
+        send_s: Sum over buckets and rounds of the busiest link's time: a device's bytes inside its
+            node, or to or from other nodes, in one direction, over the bandwidth.
+        copy_s: The largest device's copies, read and written in its memory.
         latency_s: One message per bucket and round.
+        floor_s: The busiest link's bytes of the whole plan over its bandwidth: what `send_s` would
+            be if all buckets were under way at once.
     """
 
-    between_s: float
-    within_s: float
+    send_s: float
     copy_s: float
     latency_s: float
+    floor_s: float
 
     @property
     def total_s(self) -> float:
         """All of it."""
-        return self.between_s + self.within_s + self.copy_s + self.latency_s
+        return self.send_s + self.copy_s + self.latency_s
 
     def explain(self) -> str:
         """One line."""
         return (
-            f"predicted {self.total_s:.3g} s: {self.between_s:.3g} s between nodes, "
-            f"{self.within_s:.3g} s inside them, {self.copy_s:.3g} s of copies, "
-            f"{self.latency_s:.3g} s of latency"
+            f"predicted {self.total_s:.3g} s: {self.send_s:.3g} s of sending (at least "
+            f"{self.floor_s:.3g} s), {self.copy_s:.3g} s of copies, {self.latency_s:.3g} s of "
+            "latency"
         )
 
 
@@ -147,13 +145,15 @@ class TransferPlan:
 
     Attributes:
         params: What is moved.
-        moves: How, by round; copies among the first.
+        groups: Parameters that move alike, as indices into `params`: the layers of a stage.
+        moves: How; copies first, then by round.
         devices: Bytes of every device of either side.
         dtype: In which elements travel: the destination's.
         time: Predicted; None without a cluster.
     """
 
     params: tuple[MovedParam, ...]
+    groups: tuple[tuple[int, ...], ...]
     moves: tuple[Move, ...]
     devices: tuple[DeviceTraffic, ...]
     dtype: str

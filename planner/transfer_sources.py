@@ -1,35 +1,40 @@
 """Who sends each piece to whom.
 
-A device of the receiver's node is preferred, and among equals the one that has sent least.
+All parameters of a kind move alike, so every layer, and with it every bucket, loads the devices as
+the whole transfer does. Holders in the receiver's node are asked before others. Holders of the same
+piece share it: each serves as many receivers, or where that does not come out even, a part of it.
 
-With `relay`, receivers help where holders would be overloaded: if 8 devices of a far node need the
-same weights, each of them fetches an eighth over the network and gives it to the other 7. Nothing
-arrives twice either way. The pieces then travel in up to three rounds: holders to the first
-receivers; these to other nodes; inside each node from its first receiver to the rest.
+With `relay`, receivers help where holders would be overloaded: of a piece that n devices of a far
+node need, each fetches one n-th over the network and gives it to the others. Nothing arrives twice
+either way. The parts then travel in up to three rounds: from holders to a first receiver; from
+there to other nodes; inside each node from the one that has it to the rest.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd
 from typing import NamedTuple
 
-from .box import volume
+from .box import Box, volume
 from .transfer_overlay import Piece
 
 __all__ = ["Send", "choose_sources"]
 
-MAX_UNITS = 250_000
-"""Decisions made one by one, at most: beyond it parameters of a piece are decided on together."""
+MAX_PARTS = 64
+"""A piece is cut into no more than this: beyond it, plans grow and messages shrink for nothing."""
 
 
 class Send(NamedTuple):
-    """Some parameters' share of a piece, from one device to another.
+    """A part of a piece, from one device to another.
 
     Attributes:
         piece: Index among the pieces.
         params: Which of the piece's parameters.
+        box: Which indices of each; the piece's box or a part of it.
         source: Who sends.
         destination: Who receives.
         round: 0 from a holder; n from a device that received it in round n - 1.
@@ -37,176 +42,212 @@ class Send(NamedTuple):
 
     piece: int
     params: tuple[int, ...]
+    box: Box
     source: int
     destination: int
     round: int
 
 
-class _Unit(NamedTuple):
-    """What is decided on at once: one parameter's share of a piece, or a few parameters'."""
-
+class _Part(NamedTuple):
     piece: int
     params: tuple[int, ...]
-    elements: int
+    box: Box
+
+    @property
+    def elements(self) -> int:
+        return len(self.params) * volume(self.box)
 
 
-@dataclass
-class _Node:
-    """One node as a unit sees it."""
+@dataclass(frozen=True)
+class _Scope:
+    """The receivers of a piece that are served together.
 
-    holders: list[int]
-    needers: list[int]
+    Attributes:
+        piece: Index among the pieces.
+        holders: Who may be asked: those of the node, or if it has none, all.
+        nodes: The receivers, by node; one node if it has holders, else all nodes without.
+        is_far: Whether holders are in other nodes.
+    """
+
+    piece: int
+    holders: tuple[int, ...]
+    nodes: tuple[tuple[int, ...], ...]
+    is_far: bool
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        return tuple(device for node in self.nodes for device in node)
 
 
 def choose_sources(
-    pieces: Sequence[Piece], node_of: Mapping[int, int], *, relay: bool
+    pieces: Sequence[Piece], node_of: Mapping[int, int], *, relay: bool, min_part_elements: int
 ) -> tuple[Send, ...]:
     """Decide who sends what.
 
-    Among devices that hold the same, the bytes sent inside the node differ by one slice at most,
-    and so do the bytes sent to other nodes, as long as neither passes on what it received.
+    Without relay, of devices that hold the same none sends more to its own node than another one
+    there by more than the largest part times the parameters that move alike; nor to other nodes.
 
     Args:
         pieces: What is needed, and who holds it.
         node_of: Device -> node.
         relay: Whether a device may pass on what it received.
+        min_part_elements: No parameter is cut into parts smaller than this.
     """
-    chooser = _Chooser(pieces, node_of)
-    if relay:
-        chooser.first_sends()
-        chooser.other_sends()
-    else:
-        chooser.direct()
-    sends = (Send(p, tuple(params), *rest) for (p, *rest), params in chooser.made.items())
-    return tuple(sends)
+    chooser = _Chooser(pieces, node_of, min_part_elements)
+    scopes = [scope for i in chooser.largest_first() for scope in chooser.scopes(i)]
+    chooser.measure(scopes)
+    waiting: list[tuple[_Part, _Scope, int]] = []
+    for scope in scopes:
+        if relay and chooser.needs_help(scope):
+            waiting += chooser.first_sends(scope)
+        else:
+            chooser.direct(scope)
+    for part, scope, hub in waiting:
+        chooser.spread(part, scope, hub)
+    return tuple(chooser.made)
 
 
 class _Chooser:
-    """Running totals, in elements, and the sends decided so far."""
+    """Running totals in elements, and the sends decided so far."""
 
-    def __init__(self, pieces: Sequence[Piece], node_of: Mapping[int, int]) -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], node_of: Mapping[int, int], min_part_elements: int
+    ) -> None:
         self._pieces = pieces
         self._node_of = node_of
-        self._nodes = [_nodes(piece, node_of) for piece in pieces]
-        self._near = dict.fromkeys(node_of, 0)
-        self._far = dict.fromkeys(node_of, 0)
+        self._min_part = min_part_elements
+        # What a device sent: inside its node, and to others.
+        self._sent = {far: dict.fromkeys(node_of, 0) for far in (False, True)}
         self._hub = dict.fromkeys(node_of, 0)
-        self._first_received = dict.fromkeys(node_of, 0)
-        # The receiver in each (unit, node) that the others of its node may ask, and its round.
-        self._landed: dict[tuple[_Unit, int], tuple[int, int]] = {}
-        self.made: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
+        self._landed = dict.fromkeys(node_of, 0)
+        self._share = {far: dict.fromkeys(node_of, 0.0) for far in (False, True)}
+        self._limit = {False: 0, True: 0}
+        self.made: list[Send] = []
 
-    def _units(self) -> Iterator[_Unit]:
-        """Largest first: what is left to the end then evens out best."""
-        decisions = sum(len(piece.kind.params) * len(piece.needers) for piece in self._pieces)
-        step = -(-decisions // MAX_UNITS)
-        sizes = [volume(piece.box) for piece in self._pieces]
-        for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-            params = self._pieces[i].kind.params
-            for begin in range(0, len(params), step or 1):
-                part = params[begin : begin + step]
-                yield _Unit(i, part, sizes[i] * len(part))
+    def largest_first(self) -> list[int]:
+        """Pieces in the order of deciding: what is left to the end evens out best."""
+        size = [volume(piece.box) * len(piece.kind.params) for piece in self._pieces]
+        return sorted(range(len(size)), key=lambda i: -size[i])
 
-    def _send(self, unit: _Unit, source: int, destination: int, round_: int) -> None:
-        near = self._node_of[source] == self._node_of[destination]
-        (self._near if near else self._far)[source] += unit.elements
-        self.made[unit.piece, source, destination, round_].extend(unit.params)
+    def scopes(self, index: int) -> Iterator[_Scope]:
+        """Receivers by where they may ask."""
+        piece = self._pieces[index]
+        needers, holders = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+        for device in sorted(piece.needers):
+            needers[self._node_of[device]].append(device)
+        for device in sorted(piece.holders):
+            holders[self._node_of[device]].append(device)
+        for node, devices in needers.items():
+            if node in holders:
+                yield _Scope(index, tuple(holders[node]), (tuple(devices),), is_far=False)
+        away = tuple(tuple(devices) for node, devices in needers.items() if node not in holders)
+        if away:
+            yield _Scope(index, tuple(sorted(piece.holders)), away, is_far=True)
 
-    def direct(self) -> None:
-        """Every receiver asks a holder."""
-        for unit in self._units():
-            holders = list(self._pieces[unit.piece].holders)
-            for node in self._nodes[unit.piece].values():
-                near, far = node.holders, holders
-                for needer in node.needers:
-                    source = _least(near, self._near) if near else _least(far, self._far)
-                    self._send(unit, source, needer, 0)
+    def measure(self, scopes: Sequence[_Scope]) -> None:
+        """Work out what holders would send if nobody helped, and what they may send.
 
-    def first_sends(self) -> None:
-        """What holders cannot avoid: one copy into each node of theirs, one to all other nodes."""
-        for unit in self._units():
-            nodes = self._nodes[unit.piece]
-            for key, node in nodes.items():
-                if node.holders:
-                    self._land(unit, key, node, _least(node.holders, self._near), 0)
-            away = [node for node in nodes.values() if not node.holders]
-            if away:
-                # Whoever is first may have to serve all other nodes: take turns at it.
-                hub = _least([needer for node in away for needer in node.needers], self._hub)
-                self._hub[hub] += unit.elements * len(away)
-                source = _least(list(self._pieces[unit.piece].holders), self._far)
-                self._land(unit, self._node_of[hub], _Node([], [hub]), source, 0)
-
-    def _land(self, unit: _Unit, key: int, node: _Node, source: int, round_: int) -> None:
-        first = _least(node.needers, self._first_received)
-        self._first_received[first] += unit.elements
-        self._landed[unit, key] = (first, round_)
-        self._send(unit, source, first, round_)
-
-    def other_sends(self) -> None:
-        """The rest: a holder while that keeps it below the busiest receiver, else a receiver.
-
-        No plan ends before the busiest receiver has everything, so up to that load it costs
-        nothing to ask the holder.
+        No plan ends before the busiest receiver has everything: up to that load it costs nothing
+        to ask a holder. Over the network, what counts is one copy per node, shared out in it.
         """
-        near_limit, far_limit = self._limits()
-        for unit in self._units():
-            piece, nodes = self._pieces[unit.piece], self._nodes[unit.piece]
-            holders = list(piece.holders)
-            hub = next(
-                (self._landed[unit, k] for k, n in nodes.items()
-                 if not n.holders and (unit, k) in self._landed), None,
-            )  # fmt: skip
-            for key, node in nodes.items():
-                if (unit, key) not in self._landed:
-                    assert hub is not None
-                    source, round_ = self._source(unit, holders, hub, self._far, far_limit)
-                    self._land(unit, key, node, source, round_)
-                landed = self._landed[unit, key]
-                for needer in node.needers:
-                    if needer != landed[0]:
-                        source, round_ = self._source(
-                            unit, node.holders, landed, self._near, near_limit
-                        )
-                        self._send(unit, source, needer, round_)
+        lacking, far = defaultdict[int, int](int), defaultdict[int, int](int)
+        members = defaultdict[int, set[int]](set)
+        for scope in scopes:
+            elements = self._elements(scope.piece)
+            for device in scope.receivers:
+                lacking[device] += elements
+            copies = len(scope.nodes) if scope.is_far else len(scope.receivers)
+            for holder in scope.holders:
+                self._share[scope.is_far][holder] += elements * copies / len(scope.holders)
+            for devices in scope.nodes if scope.is_far else ():
+                node = self._node_of[devices[0]]
+                far[node] += elements
+                members[node].update(devices)
+        per_device = [elements // len(members[node]) for node, elements in far.items()]
+        self._limit = {False: max(lacking.values(), default=0), True: max(per_device, default=0)}
+
+    def _elements(self, piece: int) -> int:
+        return volume(self._pieces[piece].box) * len(self._pieces[piece].kind.params)
+
+    def _is_overloaded(self, scope: _Scope) -> bool:
+        share = max(self._share[scope.is_far][holder] for holder in scope.holders)
+        # A thousandth of slack: norms, which all ranks hold, always tilt the balance a little.
+        return share > 1.001 * self._limit[scope.is_far]
+
+    def needs_help(self, scope: _Scope) -> bool:
+        """Whether receivers must pass on: holders are overloaded, or a far node asks twice."""
+        if len(scope.receivers) == 1:
+            return False
+        asks_twice = scope.is_far and len(scope.receivers) > len(scope.nodes)
+        return asks_twice or self._is_overloaded(scope)
+
+    def direct(self, scope: _Scope) -> None:
+        """Every receiver asks holders, in as many parts as make their shares even."""
+        receivers, holders = scope.receivers, scope.holders
+        for part in self._parts(scope.piece, len(holders) // gcd(len(holders), len(receivers))):
+            for receiver in receivers:
+                source = _least(holders, self._sent[scope.is_far])
+                self._send(part, source, receiver, 0)
+
+    def first_sends(self, scope: _Scope) -> Iterator[tuple[_Part, _Scope, int]]:
+        """What holders cannot avoid: each part once, to a receiver that may have to pass it on."""
+        receivers = scope.receivers
+        count = max(map(len, scope.nodes))
+        if self._is_overloaded(scope):
+            count = len(receivers)
+        for part in self._parts(scope.piece, count):
+            hub = _least(receivers, self._hub)
+            self._hub[hub] += part.elements
+            self._landed[hub] += part.elements
+            self._send(part, _least(scope.holders, self._sent[scope.is_far]), hub, 0)
+            yield part, scope, hub
+
+    def spread(self, part: _Part, scope: _Scope, hub: int) -> None:
+        """The other receivers of a part: one in each node, then the rest of each node."""
+        near_holders = () if scope.is_far else scope.holders
+        for devices in scope.nodes:
+            first, round_ = hub, 0
+            if hub not in devices:
+                first = _least(devices, self._landed)
+                self._landed[first] += part.elements
+                source, round_ = self._source(part, scope.holders, (hub, 0), far=True)
+                self._send(part, source, first, round_)
+            for receiver in devices:
+                if receiver != first:
+                    giver = self._source(part, near_holders, (first, round_), far=False)
+                    self._send(part, giver[0], receiver, giver[1])
 
     def _source(
-        self, unit: _Unit, holders: list[int], landed: tuple[int, int], sent: Mapping[int, int],
-        limit: int,
-    ) -> tuple[int, int]:  # fmt: skip
+        self, part: _Part, holders: Sequence[int], landed: tuple[int, int], *, far: bool
+    ) -> tuple[int, int]:
+        """A holder while it may, else the device that received the part, and the round."""
         receiver, round_ = landed
         if holders:
-            best = _least(holders, sent)
-            if sent[best] + unit.elements <= limit or sent[best] <= sent[receiver]:
+            best, sent = _least(holders, self._sent[far]), self._sent[far]
+            if sent[best] + part.elements <= self._limit[far] or sent[best] <= sent[receiver]:
                 return best, 0
         return receiver, round_ + 1
 
-    def _limits(self) -> tuple[int, int]:
-        """What the busiest device receives, and what it receives over the network if shared out."""
-        lacking, far = Counter[int](), Counter[int]()
-        members = defaultdict[int, set[int]](set)
-        for piece, nodes in zip(self._pieces, self._nodes, strict=True):
-            elements = volume(piece.box) * len(piece.kind.params)
-            for needer in piece.needers:
-                lacking[needer] += elements
-            for key, node in nodes.items():
-                if not node.holders:
-                    far[key] += elements
-                    members[key].update(node.needers)
-        per_device = [far[key] // len(members[key]) for key in far]
-        return max(lacking.values(), default=0), max(per_device, default=0)
+    def _send(self, part: _Part, source: int, destination: int, round_: int) -> None:
+        far = self._node_of[source] != self._node_of[destination]
+        self._sent[far][source] += part.elements
+        self.made.append(Send(*part, source, destination, round_))
+
+    def _parts(self, index: int, count: int) -> Iterator[_Part]:
+        """Cut a piece into at most `count` parts: its longest dimension, or else the parameters."""
+        piece = self._pieces[index]
+        params, box = piece.kind.params, piece.box
+        dim = max(range(len(box)), key=lambda d: box[d][1] - box[d][0])
+        begin, stop = box[dim]
+        room = min(stop - begin, volume(box) // self._min_part, MAX_PARTS)
+        if count <= room:
+            for a, b in pairwise(begin + (stop - begin) * i // count for i in range(count + 1)):
+                yield _Part(index, params, (*box[:dim], (a, b), *box[dim + 1 :]))
+            return
+        # Every count-th parameter, so that a few layers in a row load everybody.
+        for i in range(min(count, len(params))):
+            yield _Part(index, params[i::count], box)
 
 
-def _least(devices: Sequence[int], sent: Mapping[int, int]) -> int:
-    return devices[0] if len(devices) == 1 else min(devices, key=sent.__getitem__)
-
-
-def _nodes(piece: Piece, node_of: Mapping[int, int]) -> Mapping[int, _Node]:
-    """The nodes with receivers."""
-    nodes: dict[int, _Node] = {}
-    for needer in sorted(piece.needers):
-        nodes.setdefault(node_of[needer], _Node([], [])).needers.append(needer)
-    for holder in sorted(piece.holders):
-        if node_of[holder] in nodes:
-            nodes[node_of[holder]].holders.append(holder)
-    return nodes
+def _least(devices: Sequence[int], load: Mapping[int, int]) -> int:
+    return devices[0] if len(devices) == 1 else min(devices, key=load.__getitem__)

@@ -48,15 +48,26 @@ def transfers(draw: st.DrawFn) -> tuple[Sharding, Sharding]:
     return source, destination
 
 
-@given(transfers(), st.sampled_from(CLUSTERS), st.booleans(), st.sampled_from([1, 200, 10**6]))
+@given(
+    transfers(),
+    st.sampled_from(CLUSTERS),
+    st.booleans(),
+    st.sampled_from([1, 200, 10**6]),
+    st.sampled_from([1, 30, 10**6]),
+)
 @settings(max_examples=200, deadline=None)
 def test_every_shard_arrives_whole_and_nothing_arrives_for_nothing(
-    pair: tuple[Sharding, Sharding], nodes: tuple[int, ...], relay: bool, bucket_bytes: int
+    pair: tuple[Sharding, Sharding],
+    nodes: tuple[int, ...],
+    relay: bool,
+    bucket_bytes: int,
+    min_part_bytes: int,
 ) -> None:
     source, destination = pair
     plan = plan_transfer(
-        source, destination, cluster_of(*nodes), bucket_bytes=bucket_bytes, relay=relay
-    )
+        source, destination, cluster_of(*nodes), bucket_bytes=bucket_bytes, relay=relay,
+        min_part_bytes=min_part_bytes,
+    )  # fmt: skip
     done = carry_out(plan, source, destination)  # fails if anything is written twice
     expected = Tensors(destination)
     expected.fill(logical_values(destination))
@@ -83,11 +94,13 @@ def test_plans_are_deterministic_and_survive_json(
     assert Sharding.from_json(source.to_json()) == source
 
 
-@given(transfers())
-@settings(max_examples=100, deadline=None)
-def test_replicas_share_the_sending_to_within_a_slice(pair: tuple[Sharding, Sharding]) -> None:
+@given(transfers(), st.sampled_from([1, 30, 10**6]))
+@settings(max_examples=200, deadline=None)
+def test_replicas_share_the_sending_to_within_a_slice(
+    pair: tuple[Sharding, Sharding], min_part_bytes: int
+) -> None:
     source, destination = pair
-    plan = plan_transfer(source, destination, relay=False)
+    plan = plan_transfer(source, destination, relay=False, min_part_bytes=min_part_bytes)
     replicas = defaultdict[frozenset[tuple[str, Box]], list[int]](list)
     for device in source.devices:
         held = frozenset(
@@ -97,7 +110,8 @@ def test_replicas_share_the_sending_to_within_a_slice(pair: tuple[Sharding, Shar
             if piece.device == device
         )
         replicas[held].append(plan.traffic[device].sent_bytes)
-    slice_bytes = max((volume(move.box) * BYTES for move in plan.moves), default=0)
+    slices = [piece.box for pattern in source.patterns for piece in pattern]
+    slice_bytes = max(map(volume, slices)) * BYTES
     for sent in replicas.values():
         assert max(sent) <= sum(sent) / len(sent) + slice_bytes
         assert max(sent) - min(sent) <= slice_bytes
@@ -172,7 +186,9 @@ def test_a_far_node_fetches_each_weight_once_and_shares_it() -> None:
     assert [s.received_between_bytes for s in direct.devices][8:] == [total] * 8
     assert by_relay.time is not None
     assert direct.time is not None
-    assert by_relay.time.between_s < direct.time.between_s / 7.9
+    assert by_relay.time.floor_s < direct.time.floor_s / 7.9
+    in_turn = total / 8 / 2.5e10 + 7 / 8 * total / 3e11  # the network, then the node's own links
+    assert by_relay.time.send_s == pytest.approx(in_turn, rel=0.01)
 
 
 def test_one_node_feeds_many_at_the_speed_of_one() -> None:
@@ -199,11 +215,11 @@ def test_predicted_time_adds_links_copies_and_latency() -> None:
     source = by_hand((0, 0, half), (1, half, size), size=size)
     plan = plan_transfer(source, by_hand((1, 0, size), (2, 0, size), size=size), cluster_of(2, 1))
     assert plan.time is not None
-    assert plan.time.between_s == pytest.approx(8e9 / 2.5e10)  # what device 2 receives
-    assert plan.time.within_s == pytest.approx(4e9 / 3e11)  # what device 1 receives
+    assert plan.time.send_s == pytest.approx(8e9 / 2.5e10)  # device 2 receives: 0.32 s
+    assert plan.time.floor_s == plan.time.send_s  # one bucket, one round
     assert plan.time.copy_s == pytest.approx(2 * 4e9 / 2e12)  # device 1 reads and writes its half
-    assert plan.time.latency_s == pytest.approx(3e-5)  # one bucket, one round
-    parts = (plan.time.between_s, plan.time.within_s, plan.time.copy_s, plan.time.latency_s)
+    assert plan.time.latency_s == pytest.approx(3e-5)
+    parts = (plan.time.send_s, plan.time.copy_s, plan.time.latency_s)
     assert plan.time.total_s == pytest.approx(sum(parts))
     assert plan.explain() == cleandoc(
         """
@@ -211,9 +227,32 @@ def test_predicted_time_adds_links_copies_and_latency() -> None:
         sent 12 GB in all (lower bound 12 GB), 8 GB of it between nodes
         device 2 receives most: 8 GB of 8 GB; it sends 0 B
         most memory for shard and staging: 16 GB
-        predicted 0.337 s: 0.32 s between nodes, 0.0133 s inside them, 0.004 s of copies, 3e-05 s of latency
+        predicted 0.324 s: 0.32 s of sending (at least 0.32 s), 0.004 s of copies, 3e-05 s of latency
         """  # noqa: E501
     )
+
+
+def test_links_carry_both_directions_at_once_and_rounds_follow_each_other() -> None:
+    """Two vectors that change places, then one that reaches two devices of a far node by relay."""
+    size = 10**9
+    params = tuple(StoredParam(name, (size,), i, name, (0,)) for i, name in enumerate("ab"))
+
+    def one_each(first: int, second: int) -> Sharding:
+        patterns = tuple((Slice(device, ((0, size),), (0,)),) for device in (first, second))
+        return Sharding((first, second), params, patterns)
+
+    swap = plan_transfer(one_each(0, 1), one_each(1, 0), cluster_of(2), bucket_bytes=2**40)
+    assert swap.time is not None
+    assert swap.time.send_s == pytest.approx(2e9 / 3e11)
+    far = plan_transfer(
+        by_hand((0, 0, size), size=size), by_hand((1, 0, size), (2, 0, size), size=size),
+        cluster_of(1, 2),
+    )  # fmt: skip
+    assert far.time is not None
+    # Device 0 sends two halves; then devices 1 and 2 exchange them inside their node.
+    assert far.time.send_s == pytest.approx(2e9 / 2.5e10 + 1e9 / 3e11)
+    assert far.time.floor_s == pytest.approx(2e9 / 2.5e10)
+    assert far.time.latency_s == pytest.approx(3e-5 + 1e-5)
 
 
 def test_buckets_bound_what_a_device_stages() -> None:
@@ -225,17 +264,27 @@ def test_buckets_bound_what_a_device_stages() -> None:
     assert max(share.staging_bytes for share in plan.devices) <= 2 * largest
     alone = plan_transfer(source, destination, bucket_bytes=1)
     assert alone.num_buckets == sum(len(p.shape) == 2 for p in plan.params)
-    assert [param.bucket for param in plan.params] == sorted(p.bucket for p in plan.params)
 
 
 def test_planning_70b_on_128_devices_is_a_matter_of_seconds() -> None:
-    """The limit leaves room for a busy machine; alone it takes about half a second."""
+    """The limit leaves room for a busy machine; alone it takes about a tenth of a second."""
     source = shard(LLAMA_70B, Layout(tp=8, pp=2, dp=8), range(128))
     destination = shard(LLAMA_70B, Layout(tp=4, dp=32), range(128))
     begin = time.process_time()
     plan = plan_transfer(source, destination, cluster_of(*[8] * 16))
-    assert time.process_time() - begin < 8
+    assert time.process_time() - begin < 5
     assert plan.sent_bytes == plan.lower_bound_bytes
+
+
+def test_every_bucket_loads_all_pipeline_stages() -> None:
+    """Buckets one after another take little longer than all of them at once would."""
+    train, generate = Layout(tp=8, pp=2, dp=8), Layout(tp=4, dp=32)
+    source = shard(LLAMA_70B, train, range(128))
+    order = strided_generation(train, generate, range(128))
+    plan = plan_transfer(source, shard(LLAMA_70B, generate, order), cluster_of(*[8] * 16))
+    assert plan.time is not None
+    assert plan.num_buckets > 50
+    assert plan.time.send_s < 1.3 * plan.time.floor_s
 
 
 def refusal(source: Sharding, destination: Sharding, bucket_bytes: int = 1) -> str:

@@ -181,10 +181,11 @@ def carry_out(plan: TransferPlan, source: Sharding, destination: Sharding) -> De
     last = max((move.round for move in plan.moves), default=0)
     for bucket in range(plan.num_buckets):
         staged = defaultdict[int, int](int)
+        packed: set[tuple[int, int, int, Box]] = set()
         for round_ in range(last + 1):
             arriving: list[tuple[int, Move, Array]] = []
             for move in plan.moves:
-                for index in move.params if move.round == round_ else ():
+                for index in plan.groups[move.group] if move.round == round_ else ():
                     if plan.params[index].bucket == bucket:
                         arriving.append((index, move, _read(plan, index, move, before, after)))
             for index, move, values in arriving:
@@ -194,8 +195,11 @@ def carry_out(plan: TransferPlan, source: Sharding, destination: Sharding) -> De
                 if not move.is_copy:
                     sent[move.source] += values.size
                     received[move.destination] += values.size
-                    staged[move.source] += values.size
                     staged[move.destination] += values.size
+                    key = (move.group, index, move.source, move.box)
+                    if key not in packed:
+                        packed.add(key)
+                        staged[move.source] += values.size
         for device, elements in staged.items():
             most[device] = max(most[device], elements)
     return Delivery(after, sent, received, most)

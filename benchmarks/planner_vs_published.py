@@ -1,0 +1,75 @@
+"""The model of time against published seconds per PPO iteration, with the calibration fixed.
+
+Each row of the file is an iteration whose heuristic plan is known in full (`planner_case` says
+how), so the prediction is compared as it is, not as a ranking. Nothing is fitted here: the
+constants are `penstock.planner.constants.PUBLISHED_H100`, which `planner_fit.py` made from the rows
+that are the default. Any file of that format will do: other sizes, clusters and lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import parser, report, table
+from penstock.planner.constants import PUBLISHED_H100, Constants
+from planner_case import ROWS, Case, case, heuristic_s, read_rows
+
+Column = Callable[[Case, Constants], Mapping[str, float]]
+
+COLUMNS: dict[str, Column] = {"heuristic": heuristic_s}
+"""Plan -> how its calls' seconds are predicted; its published times are the rows' `<plan>_s`."""
+
+
+def compare(row: dict[str, Any], column: str, constants: Constants) -> dict[str, Any]:
+    """One row's prediction under one plan, and how far off it is."""
+    calls = COLUMNS[column](case(row), constants)
+    predicted, published = sum(calls.values()), row[f"{column}_s"]
+    return {
+        f"{column}_s": published,
+        f"predicted_{column}_s": round(predicted, 2),
+        f"relative_error_{column}": round(predicted / published - 1, 4),
+        f"calls_{column}_s": {name: round(seconds, 2) for name, seconds in calls.items()},
+    }
+
+
+def summary(rows: Sequence[Mapping[str, Any]], column: str) -> dict[str, float]:
+    """Mean and largest error, without sign."""
+    errors = [abs(row[f"relative_error_{column}"]) for row in rows]
+    return {
+        f"mean_abs_relative_error_{column}": round(sum(errors) / len(errors), 4),
+        f"max_abs_relative_error_{column}": round(max(errors), 4),
+    }
+
+
+def _cells(row: Mapping[str, Any], column: str) -> list[str]:
+    seconds = (row[f"{column}_s"], row[f"predicted_{column}_s"])
+    return [*(f"{value:.1f}" for value in seconds), f"{row[f'relative_error_{column}']:+.1%}"]
+
+
+def main() -> None:
+    """Predict every row, print a table, and write it."""
+    options = parser((__doc__ or "").splitlines()[0])
+    options.add_argument(
+        "--rows", type=Path, default=ROWS, metavar="FILE", help="published times; see the default"
+    )
+    args = options.parse_args()
+    names = ("actor_b", "critic_b", "gpus", "prompt_len", "gen_len", "batch_seqs")
+    rows: list[dict[str, Any]] = []
+    for row in read_rows(args.rows):
+        rows.append({name: row[name] for name in names})
+        for column in COLUMNS:
+            rows[-1] |= compare(row, column, PUBLISHED_H100)
+    result: dict[str, Any] = {"calibration": PUBLISHED_H100.model_dump(), "num_rows": len(rows)}
+    for column in COLUMNS:
+        lines = [[row[name] for name in names] + _cells(row, column) for row in rows]
+        print(table([*names, f"{column} s", "predicted s", "error"], lines))
+        found = summary(rows, column)
+        print(", ".join(f"{name} {value:.1%}" for name, value in found.items()))
+        result |= found
+    report(result | {"rows": rows}, args.json)
+
+
+if __name__ == "__main__":
+    main()

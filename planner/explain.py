@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 
 from ..dataflow.graph import Graph
@@ -64,6 +65,8 @@ def _summary(plan: Plan, prediction: Prediction, simulation: Simulation) -> list
     if prediction.workload is not None:
         rows.insert(0, ["workload", workload_text(prediction.workload)])
     rows.append(["bound", _bound(prediction)])
+    stopped = ", stopped at its deadline" if prediction.stopped_at_deadline else ""
+    rows.append(["search", seconds_text(prediction.search_time_s) + stopped])
     if prediction.runner_up is not None:
         lost = prediction.runner_up
         rows.append(["runner-up", f"{lost.description}: {_against(lost.step_time_s, step_s)}"])
@@ -73,18 +76,26 @@ def _summary(plan: Plan, prediction: Prediction, simulation: Simulation) -> list
         rows.append(["schedule", f"max_lag {plan.max_lag or 0} wins; max_lag {other.max_lag}: "
                                  f"{_against(other.step_time_s, step_s)}"])  # fmt: skip
     rows.append(["calibration", prediction.calibration])
-    return [f"  {line}" for line in aligned(rows)]
+    wide = max(len(name) for name, _ in rows)
+    return [
+        f"  {name if first else '':<{wide}}  {line}"
+        for name, text in rows
+        for first, line in _wrapped(text)
+    ]
+
+
+def _wrapped(text: str) -> list[tuple[bool, str]]:
+    """The text in lines that a terminal can hold, and whether each is the first."""
+    lines = textwrap.wrap(text, 86, break_on_hyphens=False)
+    return [(i == 0, line if i == 0 else f"  {line}") for i, line in enumerate(lines)]
 
 
 def _bound(prediction: Prediction) -> str:
-    searched = f"searched for {seconds_text(prediction.search_time_s)}"
-    if prediction.stopped_at_deadline:
-        searched += ", until the deadline"
     if prediction.gap < 5e-5:
-        return f"no plan is faster; {searched}"
+        return "no plan is faster"
     return (
-        f"no plan takes less than {seconds_text(prediction.lower_bound_s)}, so at most "
-        f"{percent_text(prediction.gap)} could be gained; {searched}"
+        f"at most {percent_text(prediction.gap)} could be gained: no plan takes less than "
+        f"{seconds_text(prediction.lower_bound_s)}"
     )
 
 
@@ -125,7 +136,7 @@ def _nodes(graph: Graph, plan: Plan, prediction: Prediction) -> list[str]:
 def _parts(parts_s: Mapping[str, float]) -> str:
     """The largest parts, as many as fit a line."""
     total = sum(parts_s.values())
-    most = sorted(parts_s.items(), key=lambda item: -item[1])[:4]
+    most = sorted(parts_s.items(), key=lambda item: -item[1])[:3]
     return ", ".join(
         f"{part_text(name)} {seconds_text(seconds)}"
         for name, seconds in most
@@ -148,7 +159,7 @@ def _timeline(graph: Graph, plan: Plan, simulation: Simulation) -> list[str]:
         lines.append(f"  {group.name:<{max(len(g.name) for g in plan.groups)}} |{bar}| idle {idle}")
     lines += [f"  {line}" for line in _legend(letters)]
     if len({span.step for span in spans}) > 1:
-        lines.append("  small letters: calls of every other step")
+        lines.append("  small letters: calls of the next step")
     return lines + [f"  {line}" for line in _critical(simulation)]
 
 

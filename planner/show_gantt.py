@@ -25,6 +25,8 @@ __all__ = ["WIDTH", "attribute", "gantt", "role_colors", "round_text", "ticks"]
 WIDTH = 1160
 _LEFT, _RIGHT, _TOP, _GAP = 190, 80, 30, 12
 _PLOT = WIDTH - _LEFT - _RIGHT
+_LABEL = 25
+"""Characters left of a lane."""
 _CHARACTER = 7.4
 """Pixels of a character of a bar's label, more or less."""
 
@@ -122,14 +124,18 @@ def _lane(
 ) -> list[str]:
     devices = ranges_text(group.devices) or f"{group.num_ranks} {group.device}"
     idle = percent_text(simulation.idle_share.get(group.name, 1.0))
-    roles = ", ".join(units)
-    roles = roles if len(roles) <= 24 else f"{roles[:23]}…"
     middle = y + height / 2
+    labels = [group.name, devices, ", ".join(units)]
+    if height < 60:
+        labels = [f"{group.name}: {devices}", ", ".join(units)]
+    top = middle - 8 * (len(labels) - 1) + 4
     parts = [
         f'<rect class="lane" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{height}" rx="4"/>',
-        f'<text x="0" y="{middle - 6}" font-weight="600">{escape(group.name)}: '
-        f"{escape(_short(devices, 20))}</text>",
-        f'<text class="soft" x="0" y="{middle + 12}">{escape(roles)}</text>',
+        *(
+            f'<text class="{"soft" if i else "name"}" x="0" y="{top + 16 * i:.0f}">'
+            f"{escape(_short(label))}</text>"
+            for i, label in enumerate(labels)
+        ),
         f'<text class="soft" x="{WIDTH}" y="{middle - 4}" text-anchor="end">{idle}</text>',
         f'<text class="soft" x="{WIDTH}" y="{middle + 12}" text-anchor="end">idle</text>',
     ]
@@ -150,8 +156,9 @@ def _node_edges(plan: Plan, group: GroupPlan, y: int, height: int) -> list[float
     return [y + height * i / len(nodes) for i in edges]
 
 
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def _short(text: str) -> str:
+    """As much of a label as fits left of the lanes."""
+    return text if len(text) <= _LABEL else f"{text[: _LABEL - 1]}…"
 
 
 def _bar(

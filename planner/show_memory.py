@@ -118,7 +118,9 @@ def _row(
             f'style="fill:{part_color(part)}"/>'
         )
         x += size * scale
-    parts.append(f'<text class="soft" x="{x + 6:.1f}" y="{y + 13}">{bytes_text(total)}</text>')
+    parts.append(
+        f'<text class="soft" x="{WIDTH}" y="{y + 13}" text-anchor="end">{bytes_text(total)}</text>'
+    )
     return parts
 
 

@@ -60,6 +60,7 @@ p { margin: 0; }
 svg { display: block; min-width: 900px; width: 100%; height: auto; }
 svg text { fill: var(--text); font-size: 13px; }
 svg text.soft { fill: var(--soft); font-size: 12px; }
+svg text.name { font-weight: 600; }
 svg text.on { fill: var(--on); font-weight: 600; pointer-events: none; }
 svg text.thin { font-weight: 400; font-size: 12px; }
 .lane { fill: var(--lane); }
@@ -73,6 +74,7 @@ svg text.thin { font-weight: 400; font-size: 12px; }
 table { border-collapse: collapse; width: 100%; margin-top: 10px; font-size: 14px; }
 th { text-align: left; font-weight: 600; color: var(--soft); font-size: 13px; }
 th, td { padding: 6px 18px 6px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+#nodes td:not(:last-child), #why td:first-child, #why td:nth-child(3) { white-space: nowrap; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 td code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 13px; }
 .key { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 6px; }

@@ -52,6 +52,8 @@ def bytes_text(size: float, *, like: float | None = None, unit: bool = True) -> 
     """
     name, factor = bytes_unit(size if like is None else like)
     number = f"{size:.0f}" if factor == 1 else _digits(size / factor)
+    if 0 < size < 0.005 * factor:
+        number = "<0.01"
     return f"{number} {name}" if unit else number
 
 

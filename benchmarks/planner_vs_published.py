@@ -4,6 +4,10 @@ Each row of the file is an iteration whose heuristic plan is known in full (`pla
 how), so the prediction is compared as it is, not as a ranking. Nothing is fitted here: the
 constants are `penstock.planner.constants.PUBLISHED_H100`, which `planner_fit.py` made from the rows
 that are the default. Any file of that format will do: other sizes, clusters and lengths.
+
+`--searched` also searches each row's best plan with the same constants and compares its predicted
+time with the published time of the other system's own search, whose plans are not published. Ours
+should not be slower; it may be faster, because it is the best of a larger space, found to the end.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from typing import Any
 
 from bench import parser, report, table
 from penstock.planner.constants import PUBLISHED_H100, Constants
+from penstock.planner.search import search
+from penstock.planner.tables import ModelTable, call_nodes
 from planner_case import ROWS, Case, case, heuristic_s, read_rows
 
 Column = Callable[[Case, Constants], Mapping[str, float]]
@@ -43,6 +49,22 @@ def summary(rows: Sequence[Mapping[str, Any]], column: str) -> dict[str, float]:
     }
 
 
+def searched(row: dict[str, Any], constants: Constants, deadline_s: float) -> dict[str, Any]:
+    """Our best plan of a row beside the published searched time."""
+    asked = case(row)
+    table_ = ModelTable(asked.calls, constants)
+    nodes = call_nodes(asked.calls)
+    found = search(nodes, table_, asked.cluster, max_lag=0, deadline_s=deadline_s)
+    return {
+        "searched_s": row["searched_s"],
+        "predicted_searched_s": round(found.step_time_s, 2),
+        "relative_error_searched": round(found.step_time_s / row["searched_s"] - 1, 4),
+        "search_gap": round(found.gap, 4),
+        "search_time_s": round(found.search_time_s, 2),
+        "plan": str(found.best),
+    }
+
+
 def _cells(row: Mapping[str, Any], column: str) -> list[str]:
     seconds = (row[f"{column}_s"], row[f"predicted_{column}_s"])
     return [*(f"{value:.1f}" for value in seconds), f"{row[f'relative_error_{column}']:+.1%}"]
@@ -54,6 +76,8 @@ def main() -> None:
     options.add_argument(
         "--rows", type=Path, default=ROWS, metavar="FILE", help="published times; see the default"
     )
+    options.add_argument("--searched", action="store_true", help="search every row's best plan")
+    options.add_argument("--deadline-s", type=float, default=30.0, help="per search")
     args = options.parse_args()
     names = ("actor_b", "critic_b", "gpus", "prompt_len", "gen_len", "batch_seqs")
     rows: list[dict[str, Any]] = []
@@ -61,6 +85,8 @@ def main() -> None:
         rows.append({name: row[name] for name in names})
         for column in COLUMNS:
             rows[-1] |= compare(row, column, PUBLISHED_H100)
+        if args.searched and "searched_s" in row:
+            rows[-1] |= searched(row, PUBLISHED_H100, args.deadline_s)
     result: dict[str, Any] = {"calibration": PUBLISHED_H100.model_dump(), "num_rows": len(rows)}
     for column in COLUMNS:
         lines = [[row[name] for name in names] + _cells(row, column) for row in rows]
@@ -68,6 +94,13 @@ def main() -> None:
         found = summary(rows, column)
         print(", ".join(f"{name} {value:.1%}" for name, value in found.items()))
         result |= found
+    lines = [[row[name] for name in names] + _cells(row, "searched") for row in rows
+             if "searched_s" in row]  # fmt: skip
+    if lines:
+        print(table([*names, "searched s", "ours s", "difference"], lines))
+        worst = max(row["relative_error_searched"] for row in rows if "searched_s" in row)
+        print(f"worst_searched_excess {worst:+.1%}")
+        result["worst_searched_excess"] = worst
     report(result | {"rows": rows}, args.json)
 
 

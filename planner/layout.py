@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from math import gcd, isqrt
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -76,29 +76,37 @@ def check_layout(
     Raises:
         PlanError: Saying which size must divide what.
     """
-    problems = [
-        (shape.num_heads % layout.tp, f"tp={layout.tp} does not divide {shape.num_heads} heads"),
-        (
-            shape.num_key_heads % layout.tp and layout.tp % shape.num_key_heads,
-            f"tp={layout.tp} neither divides nor is a multiple of {shape.num_key_heads} key heads",
-        ),
-        (shape.intermediate_size % layout.tp,
-         f"tp={layout.tp} does not divide the feed-forward's {shape.intermediate_size}"),
-        (shape.vocab_size % layout.tp,
-         f"tp={layout.tp} does not divide the vocabulary of {shape.vocab_size}"),
-        (shape.num_layers % layout.pp,
-         f"pp={layout.pp} does not divide {shape.num_layers} layers"),
-        (max(shape.num_experts, 1) % layout.ep,
-         f"ep={layout.ep} does not divide {shape.num_experts} experts"),
-        (layout.dp % layout.ep, f"ep={layout.ep} does not divide dp={layout.dp}"),
-        (layout.tp > node_size and not tp_across_nodes,
-         f"tp={layout.tp} is more than the {node_size} devices of a node; "
-         "set tp_across_nodes to allow it"),
-        (layout.sequence_parallel and layout.tp == 1, "sequence_parallel needs tp above 1"),
-    ]  # fmt: skip
-    for wrong, text in problems:
-        if wrong:
-            raise PlanError(f"{where}: {text} (model '{shape.name}')")
+    problem = _problem(layout, shape, node_size, tp_across_nodes)
+    if problem is not None:
+        raise PlanError(f"{where}: {problem} (model '{shape.name}')")
+
+
+def _problem(
+    layout: Layout, shape: ModelShape, node_size: int, tp_across_nodes: bool
+) -> str | None:
+    tp, pp, ep = layout.tp, layout.pp, layout.ep
+    if shape.num_heads % tp:
+        return f"tp={tp} does not divide {shape.num_heads} heads"
+    if shape.num_key_heads % tp and tp % shape.num_key_heads:
+        return f"tp={tp} neither divides nor is a multiple of {shape.num_key_heads} key heads"
+    if shape.intermediate_size % tp:
+        return f"tp={tp} does not divide the feed-forward's {shape.intermediate_size}"
+    if shape.vocab_size % tp:
+        return f"tp={tp} does not divide the vocabulary of {shape.vocab_size}"
+    if shape.num_layers % pp:
+        return f"pp={pp} does not divide {shape.num_layers} layers"
+    if max(shape.num_experts, 1) % ep:
+        return f"ep={ep} does not divide {shape.num_experts} experts"
+    if layout.dp % ep:
+        return f"ep={ep} does not divide dp={layout.dp}"
+    if tp > node_size and not tp_across_nodes:
+        return (
+            f"tp={tp} is more than the {node_size} devices of a node; "
+            "set tp_across_nodes to allow it"
+        )
+    if layout.sequence_parallel and tp == 1:
+        return "sequence_parallel needs tp above 1"
+    return None
 
 
 def legal_layouts(
@@ -109,28 +117,30 @@ def legal_layouts(
     engine: Engine = "any",
     max_cp: int = 1,
     tp_across_nodes: bool = False,
-) -> Iterator[Layout]:
-    """All sizes (tp, pp, dp, cp, ep) that use exactly `num_devices`, largest dp first.
+) -> tuple[Layout, ...]:
+    """All sizes (tp, pp, dp, cp, ep) that use exactly `num_devices`, least tp first.
 
     Neither ZeRO, checkpointing, offload nor micro-batch is chosen here.
     """
-    only_dp = engine == "torch"
-    for tp in [1] if only_dp else _divisors(num_devices):
-        for pp in [1] if only_dp else _divisors(num_devices // tp):
+    if engine == "torch":
+        return (Layout(dp=num_devices),)
+    most_tp = num_devices if tp_across_nodes else min(num_devices, node_size)
+    found: list[Layout] = []
+    for tp in _divisors(gcd(num_devices, shape.num_heads)):
+        if tp > most_tp:
+            break
+        for pp in _divisors(gcd(num_devices // tp, shape.num_layers)):
             for cp in _divisors(num_devices // tp // pp):
-                if cp > max_cp or (only_dp and cp > 1):
-                    continue
+                if cp > max_cp:
+                    break
                 dp = num_devices // tp // pp // cp
-                for ep in _divisors(dp) if shape.num_experts else [1]:
+                for ep in _divisors(gcd(dp, shape.num_experts)) if shape.num_experts else [1]:
                     layout = Layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep)
-                    try:
-                        check_layout(
-                            layout, shape, node_size=node_size, tp_across_nodes=tp_across_nodes
-                        )
-                    except PlanError:
-                        continue
-                    yield layout
+                    if _problem(layout, shape, node_size, tp_across_nodes) is None:
+                        found.append(layout)
+    return tuple(found)
 
 
 def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]

@@ -54,6 +54,11 @@ class Option:
     transient_bytes: Mapping[str, int]
     layouts: Mapping[str, Layout]
 
+    @property
+    def least_bytes(self) -> int:
+        """Per device at its peak, if nothing shared it."""
+        return self.resident_bytes + max(self.transient_bytes.values())
+
 
 class OptionTable(Protocol):
     """Where the search asks for options; deterministic."""
@@ -70,18 +75,28 @@ class OptionTable(Protocol):
         ...
 
 
-def dominant(options: Sequence[Option]) -> tuple[Option, ...]:
-    """Drop options that another one equals or beats in every duration and every size."""
+def dominant(options: Sequence[Option], *, slack_bytes: int = 0) -> tuple[Option, ...]:
+    """Drop options that another one equals or beats in every duration and every size.
+
+    Args:
+        options: What there is.
+        slack_bytes: Sizes that differ by no more count as equal, except for the option that needs
+            least: near misses multiply what a group must be searched for and change nothing.
+    """
     kept: list[Option] = []
-    for option in sorted(options, key=lambda o: (sum(o.durations_s.values()), o.resident_bytes)):
-        if not any(_covers(better, option) for better in kept):
+    least = min((option.least_bytes for option in options), default=0)
+    for option in sorted(options, key=lambda o: (sum(o.durations_s.values()), o.least_bytes)):
+        slack = 0 if option.least_bytes == least else slack_bytes
+        if not any(_covers(better, option, slack) for better in kept):
             kept.append(option)
     return tuple(kept)
 
 
-def _covers(better: Option, option: Option) -> bool:
+def _covers(better: Option, option: Option, slack_bytes: int) -> bool:
     return (
-        better.resident_bytes <= option.resident_bytes
+        better.resident_bytes <= option.resident_bytes + slack_bytes
         and all(better.durations_s[c] <= s for c, s in option.durations_s.items())
-        and all(better.transient_bytes[c] <= b for c, b in option.transient_bytes.items())
+        and all(
+            better.transient_bytes[c] <= b + slack_bytes for c, b in option.transient_bytes.items()
+        )
     )

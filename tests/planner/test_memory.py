@@ -208,9 +208,9 @@ def test_values_have_no_logits_to_speak_of() -> None:
 
 def test_chosen_experts_save_their_own_inputs() -> None:
     dense = MIXTURE.model_copy(update={"num_experts": 0, "experts_per_token": 0})
-    call = {"num_sequences": 8, "updates": 1}
-    mixed = transient_parts(make_call(model=MIXTURE, **call), Layout()).activations
-    single = transient_parts(make_call(model=dense, **call), Layout()).activations
+    mixed, single = (
+        transient_parts(make_call(model=model), Layout()).activations for model in (MIXTURE, dense)
+    )
     inner, hidden = 4 * 512 * 2, 1024 * 2
     more = 2 * (inner + 2 * hidden) + 8 * 4 - inner
     assert mixed - single == 4 * 2048 * more

@@ -16,8 +16,9 @@ from .executor import Executor, InProcess, Program, check_workers
 from .graph import Graph
 from .placement import Placement, flow_of
 from .role import Role
-from .run import Run, Source, StepResult, Trained
+from .run import Run, StepResult, Trained
 from .schedule import Schedule
+from .source import Source
 from .work import AskWork
 from .worker import WorkerSpec
 
@@ -26,6 +27,10 @@ __all__ = ["Engine", "Source", "StepResult"]
 
 class Engine:
     """Runs a graph as its placement and schedule say.
+
+    No wait is longer than `Schedule.deadline_s`, except that a source, and in this process a call,
+    can be interrupted only in the main thread, without a debugger, and if nothing else uses
+    SIGALRM. With Ray every call has its deadline.
 
     Args:
         graph: From `build`.

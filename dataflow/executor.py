@@ -6,16 +6,12 @@ decides nothing: order, versions and placement are the scheduler's.
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import sys
-import threading
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Protocol
 
+from .deadline import DeadlineExceeded, deadline
 from .errors import ConfigError, PlanError
 from .graph import Graph
 from .host import Host
@@ -122,8 +118,9 @@ def build_role(name: str, worker: WorkerSpec | Role, context: WorkerContext) -> 
 class InProcess:
     """Runs everything in the calling thread: no processes, no copies, and pdb works.
 
-    Work is performed inside `wait`, oldest first. A deadline interrupts the call that exceeds it
-    when running in the main thread without a debugger.
+    Work is performed inside `wait`, oldest first. A call that exceeds its deadline is interrupted,
+    but not outside the main thread, under a debugger, or where something else uses SIGALRM: there
+    nothing bounds it.
     """
 
     one_at_a_time = True
@@ -179,9 +176,9 @@ class InProcess:
             return []
         ticket, program, group, work = self._queue.popleft()
         try:
-            with _deadline(self._deadline_s):
+            with deadline(self._deadline_s):
                 result = self._hosts[program, group].perform(work)
-        except _DeadlineExceeded:
+        except DeadlineExceeded:
             return []
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
             return [Completion(ticket, 0, None, error=error)]
@@ -203,35 +200,6 @@ class InProcess:
     def controller_bytes(self) -> int:
         """Always 0: there is nothing to pass through."""
         return 0
-
-
-class _DeadlineExceeded(BaseException):
-    """Raised inside a call that outlives its deadline; not an Exception, so nobody swallows it."""
-
-
-@contextlib.contextmanager
-def _deadline(seconds: float) -> Generator[None]:
-    """Interrupt the body after `seconds`, where the platform can; a debugger is left alone."""
-    able = (
-        threading.current_thread() is threading.main_thread()
-        and hasattr(signal, "setitimer")
-        and sys.gettrace() is None
-        and signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, signal.SIG_IGN)
-    )
-    if not able:
-        yield
-        return
-
-    def expire(signum: int, frame: FrameType | None) -> None:
-        raise _DeadlineExceeded
-
-    signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def check_workers(graph: Graph, workers: Mapping[str, WorkerSpec | Role]) -> None:

@@ -10,15 +10,12 @@ import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from .batch import lengths_of, pack
 from .checkpoint import CheckpointFolder, ResumePoint, SavedRun, read_resume_point, write_run_state
 from .desk import POLL_S, Desk, Submission, describe
 from .errors import ConfigError, StateError, WorkerError
 from .executor import Executor, Program
 from .graph import Node, NodeKind
-from .host import cut_table
 from .placement import flow_of
 from .role import Metric, add_metrics
 from .schedule import Schedule
@@ -46,6 +43,7 @@ from .scheduler_events import (
     Tick,
     Versions,
 )
+from .source import Source, read_source
 from .spans import TaskSpan
 from .work import (
     CallWork,
@@ -54,25 +52,16 @@ from .work import (
     ImportWork,
     LoadPartWork,
     LoadStateWork,
-    Part,
     Report,
     SavePartWork,
     SaveStateWork,
     Work,
 )
 
-__all__ = ["Run", "Source", "StepResult", "Trained"]
+__all__ = ["Run", "StepResult", "Trained"]
 
 Trained = dict[str, tuple[str, str]]
 """Role -> (program, group) where it was trained last: its newest weights."""
-
-
-class Source(Protocol):
-    """Where a step's rows come from: a pure function of the step's index."""
-
-    def batch(self, step: int) -> Any:
-        """The table of that step, as dense padded tensors."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -140,7 +129,7 @@ class Run:
         self._snapshots: dict[tuple[str, int], Handle] = {}
         self._done_by_step: dict[int, list[_Done]] = {}
         self._versions: dict[NodeTask, Versions] = {}
-        self._failed: Submission | None = None
+        self._failed: tuple[Task, BaseException | None] | None = None
         self._waited_s = 0.0
         self._bytes_before = executor.controller_bytes
         self._point = read_resume_point(checkpoints, self._graph, seed) if checkpoints else None
@@ -217,12 +206,22 @@ class Run:
     def _admit(self, step: int) -> Sequence[Instruction]:
         num_rows: tuple[int, ...] = ()
         for name in self._graph.sources:
-            table = self._sources[name].batch(step)
-            parts = _pack_source(self._graph[name], table, self._flow.num_chunks)
+            source, num_chunks = self._sources[name], self._flow.num_chunks
+            try:
+                parts = read_source(self._graph[name], source, step, num_chunks, self._deadline_s)
+            except ConfigError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a source may raise anything; it is passed on
+                return self._source_failed(NodeTask(name, step), error)
             for chunk, part in enumerate(parts):
                 self._store[Output(name, step, chunk)] = self._executor.put(part)
             num_rows = tuple(part[0].num_rows for part in parts)
         return self.scheduler.handle(SourceReady(step, self._waited_s, num_rows))
+
+    def _source_failed(self, task: NodeTask, error: Exception) -> Sequence[Instruction]:
+        self._failed = (task, error)
+        text = f"{type(error).__name__}: {error}"
+        return self.scheduler.handle(TaskFailed(task, None, text, self._waited_s))
 
     def _run_node(self, instruction: RunCall | RunTrain) -> None:
         node, task = self._graph[instruction.node], instruction.task
@@ -255,7 +254,7 @@ class Run:
         task, now = submission.task, self._waited_s
         assert task is not None, "a desk keeps other answers from its run"
         if submission.failed is not None:
-            self._failed = submission
+            self._failed = (task, submission.failed.error)
             text = describe(submission.failed)
             return self.scheduler.handle(TaskFailed(task, submission.failed.rank, text, now))
         if isinstance(task, Publish):
@@ -316,11 +315,10 @@ class Run:
 
     def _failure(self, abort: Abort) -> WorkerError:
         """The report, headed by the line of the step function that made the node."""
-        task = self._failed.task if self._failed else None
+        task, cause = self._failed or (None, None)
         where = f"{self._graph[task.node].where}\n" if isinstance(task, NodeTask) else ""
         failure = WorkerError(f"{where}{abort.report}")
-        if self._failed and self._failed.failed:
-            failure.__cause__ = self._failed.failed.error
+        failure.__cause__ = cause
         return failure
 
     # --- weights between runs
@@ -388,27 +386,3 @@ def _shares(num_chunks: int, num_ranks: int) -> list[list[int]]:
     """Which chunks each rank trains on: contiguous, so that rank order is row order."""
     bounds = [num_chunks * rank // num_ranks for rank in range(num_ranks + 1)]
     return [list(range(bounds[rank], bounds[rank + 1])) for rank in range(num_ranks)]
-
-
-def _pack_source(node: Node, table: Any, num_chunks: int) -> tuple[Part, ...]:
-    expected = node.output_table
-    if expected is None or not isinstance(table, expected):
-        raise ConfigError(
-            f"source '{node.name}' should give a {expected.__name__ if expected else 'table'}, but "
-            f"gave a {type(table).__name__}"
-        )
-    lengths = {
-        output.spec.ragged_axis: lengths_of(getattr(table, output.name))
-        for output in node.outputs
-        if output.spec.ragged_axis is not None and output.spec.dtype.value == "i64"
-    }
-    packed = tuple(
-        pack(
-            f"{node.name}.{output.name}",
-            getattr(table, output.name),
-            output.spec,
-            lengths.get(output.spec.ragged_axis) if output.spec.ragged_axis else None,
-        )
-        for output in node.outputs
-    )
-    return cut_table(node, packed, num_chunks)

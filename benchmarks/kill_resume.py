@@ -1,9 +1,11 @@
 """Kill -9 at random moments, resume, and compare the final weights with a run never stopped.
 
-Each trial starts `penstock run` as a process of its own, kills it after a random time, lets
-`resume=` finish it, and compares `weights_sha256` with that of an uninterrupted run. Moments are
-uniform over the uninterrupted run's whole wall time, so they fall into start-up, warm-up, rollouts,
-training and checkpoint writing alike. Trials alternate between schedules of max_lag 0 and 1.
+Each trial starts `penstock run` as a process of its own, kills it, lets `resume=` finish it, and
+compares `weights_sha256` with that of an uninterrupted run. The moment is a random part of a step
+after a random step of the main stage, from its first checkpoint on: so there is a checkpoint to
+resume from, however fast the machine is at that moment, and kills fall into rollouts, training and
+checkpoint writing alike. At least 90 % of the trials must have gone on from a checkpoint. Trials
+alternate between schedules of max_lag 0 and 1.
 """
 
 from __future__ import annotations
@@ -20,17 +22,20 @@ from typing import Any
 from bench import parser, report, table
 
 LIMIT_S = 300.0
+POLL_S = 0.005
+LEAST_RESUMED = 0.9
+NUM_STEPS, CHECKPOINT_EVERY = 40, 2
 SETTINGS = (
     "tracker=none",
     "evaluation.num_prompts=16",
-    "checkpoint_every=3",
+    f"checkpoint_every={CHECKPOINT_EVERY}",
     "task.num_train=200",
     "task.num_held_out=16",
     "model.architecture.hidden_size=32",
     "model.architecture.intermediate_size=64",
-    "algorithm.num_steps=16",
-    "algorithm.per_step.prompts=16",
-    "algorithm.before.sft.num_steps=12",
+    f"algorithm.num_steps={NUM_STEPS}",
+    "algorithm.per_step.prompts=8",
+    "algorithm.before.sft.num_steps=2",
 )
 
 
@@ -40,13 +45,11 @@ def command(folder: Path, max_lag: int) -> list[str]:
     return [*entry, f"runs={folder}", f"schedule.max_lag={max_lag}", *SETTINGS]
 
 
-def finish(words: list[str]) -> float:
-    """Run to the end and return the wall time in seconds."""
-    start = time.monotonic()
+def finish(words: list[str]) -> None:
+    """Run to the end."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr}")
-    return time.monotonic() - start
 
 
 def run_folder(folder: Path) -> Path | None:
@@ -55,39 +58,53 @@ def run_folder(folder: Path) -> Path | None:
     return found[0].parent if found else None
 
 
-def weights(folder: Path) -> str:
-    """The hash in the summary of the only run in `folder`."""
+def summary(folder: Path) -> dict[str, Any]:
+    """The summary of the only run in `folder`."""
     made = run_folder(folder)
     if made is None:
         raise SystemExit(f"{folder} has no run")
-    return json.loads((made / "summary.json").read_text())["weights_sha256"]
+    return json.loads((made / "summary.json").read_text())
 
 
-def trial(folder: Path, max_lag: int, kill_after_s: float) -> dict[str, Any]:
-    """Kill one run, finish it, and say how far it had come and what it ended with."""
+def num_steps_taken(folder: Path) -> int:
+    """Steps of the main stage that the run in `folder` has written down."""
+    made = run_folder(folder)
+    metrics = None if made is None else made / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics and metrics.is_file() else 0
+
+
+def wait_for_step(folder: Path, process: subprocess.Popen[bytes], num_steps: int) -> None:
+    """Wait until the main stage has taken so many steps and has a checkpoint."""
+    until = time.monotonic() + LIMIT_S
+    while num_steps_taken(folder) < num_steps or not list(folder.glob("*/checkpoints/step-*[0-9]")):
+        if process.poll() is not None or time.monotonic() > until:
+            raise SystemExit(f"the run in {folder} ended or stood still before step {num_steps}")
+        time.sleep(POLL_S)
+
+
+def trial(folder: Path, max_lag: int, after_steps: float) -> dict[str, Any]:
+    """Kill one run after so many steps, finish it, and say how it went on."""
     process = subprocess.Popen(
         command(folder, max_lag), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        process.wait(timeout=kill_after_s)
-        killed = False
-    except subprocess.TimeoutExpired:
+        wait_for_step(folder, process, CHECKPOINT_EVERY)
+        since_s = time.monotonic()
+        wait_for_step(folder, process, int(after_steps))
+        step_s = (time.monotonic() - since_s) / max(1, int(after_steps) - CHECKPOINT_EVERY)
+        time.sleep(step_s * (after_steps % 1))
+    finally:
         process.kill()
         process.wait(timeout=LIMIT_S)
-        killed = True
     made = run_folder(folder)
-    checkpoints = sorted(p.name for p in made.rglob("step-*") if p.is_dir()) if made else []
-    if made is None:
-        finish(command(folder, max_lag))
-    elif killed:
-        words = [sys.executable, "-m", "penstock.launch.main", "run", f"resume={made}"]
-        finish(words)
+    if made is not None and not (made / "summary.json").is_file():
+        finish([sys.executable, "-m", "penstock.launch.main", "run", f"resume={made}"])
+    came_to = summary(folder)
     return {
         "max_lag": max_lag,
-        "killed_after_s": round(kill_after_s, 2),
-        "killed": killed,
-        "checkpoints_then": checkpoints[-1:],
-        "weights_sha256": weights(folder),
+        "killed_after_steps": round(after_steps, 2),
+        "resumed_from_step": came_to["first_step"] if came_to["resumed"] else None,
+        "weights_sha256": came_to["weights_sha256"],
     }
 
 
@@ -102,26 +119,27 @@ def main() -> None:
     trials: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="penstock-kill-") as name:
         base = Path(name)
-        whole_s: dict[int, float] = {}
         expected: dict[int, str] = {}
         for max_lag in (0, 1):
-            whole_s[max_lag] = finish(command(base / f"whole-{max_lag}", max_lag))
-            expected[max_lag] = weights(base / f"whole-{max_lag}")
+            finish(command(base / f"whole-{max_lag}", max_lag))
+            expected[max_lag] = summary(base / f"whole-{max_lag}")["weights_sha256"]
         for index in range(args.kills):
             max_lag = index % 2
-            after_s = moments.uniform(0, whole_s[max_lag])
-            outcome = trial(base / f"trial-{index}", max_lag, after_s)
+            after_steps = moments.uniform(CHECKPOINT_EVERY, NUM_STEPS)
+            outcome = trial(base / f"trial-{index}", max_lag, after_steps)
             outcome["same"] = outcome["weights_sha256"] == expected[max_lag]
             trials.append(outcome)
-            rows.append([index, max_lag, f"{after_s:.1f} of {whole_s[max_lag]:.1f} s",
-                         *(outcome["checkpoints_then"] or ["none"]),
+            rows.append([index, max_lag, outcome["killed_after_steps"],
+                         outcome["resumed_from_step"],
                          "same" if outcome["same"] else "DIFFERENT"])  # fmt: skip
             print(*rows[-1], flush=True)
     same = sum(outcome["same"] for outcome in trials)
-    print(table(["trial", "max_lag", "killed after", "newest checkpoint", "weights"], rows))
+    resumed = sum(bool(outcome["resumed_from_step"]) for outcome in trials)
+    print(table(["trial", "max_lag", "killed after steps", "resumed from step", "weights"], rows))
+    print(f"{resumed} of {len(trials)} were resumed from a checkpoint of the main stage")
     print(f"{same} of {len(trials)} ended with the weights of the run that was never stopped")
-    report({"kills": len(trials), "same": same, "trials": trials}, args.json)
-    if same != len(trials):
+    report({"kills": len(trials), "resumed": resumed, "same": same, "trials": trials}, args.json)
+    if same != len(trials) or resumed < LEAST_RESUMED * len(trials):
         raise SystemExit(1)
 
 

@@ -49,6 +49,7 @@ def summary_of(
         "wall_time_s": wall_time_s,
         "main_stage_wall_time_s": outcome.wall_time_s,
         "resumed": resumed,
+        "first_step": outcome.first_step,
         "code": str(code_version()),
         "examples_before": outcome.before.examples if outcome.before else [],
         "examples_after": outcome.after.examples if outcome.after else [],

@@ -52,6 +52,7 @@ class Outcome:
         weights_sha256: Hash of all trained roles' weights.
         roles_sha256: Role name -> hash of its weights.
         step_times_s: Wall time of every step taken by this process.
+        first_step: The step it began at: above 0 if it went on from a checkpoint.
         num_samples: Rows made by those steps.
         before: Accuracy and examples before the first step, if measured.
         after: And after the last.
@@ -61,6 +62,7 @@ class Outcome:
     weights_sha256: str = ""
     roles_sha256: dict[str, str] = field(default_factory=dict[str, str])
     step_times_s: list[float] = field(default_factory=list[float])
+    first_step: int = 0
     num_samples: int = 0
     before: Measured | None = None
     after: Measured | None = None
@@ -100,7 +102,7 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
     point = read_resume_point(store, stage.graph, config.seed)
     first_step = point.state.step if point else 0
     engine = _engine(job, stage, specs, evaluator)
-    outcome = Outcome()
+    outcome = Outcome(first_step=first_step)
     with engine, _logs(job, stage, home, first_step) as logs:
         if evaluator is not None:
             outcome.before = _before(home, evaluator, engine)

@@ -200,6 +200,7 @@ def test_a_run_resumed_by_other_code_says_so_and_goes_on(penstock: Penstock) -> 
     (run / "run.json").write_text(json.dumps(about))
     said = penstock("run", f"resume={run}")
     assert said.code == 0
+    assert summary_of(run)["first_step"] == 4
     assert f"penstock: warning: run '{run.name}' was started by penstock 0.0.9 and goes" in said.err
     assert summary_of(run)["resumed"]
 
@@ -284,6 +285,7 @@ def test_a_killed_run_resumes_to_the_same_weights(
     assert resumed["accuracy_before_rl"] == whole["accuracy_before_rl"]
     assert resumed["accuracy_after_rl"] == whole["accuracy_after_rl"]
     assert [resumed["resumed"], whole["resumed"]] == [True, False]
+    assert [resumed["first_step"] > 0, whole["first_step"]] == [kill_at > 2, 0]
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(12))
 
 

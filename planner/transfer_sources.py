@@ -27,6 +27,10 @@ __all__ = ["Send", "choose_sources"]
 MAX_PARTS = 64
 """A piece is cut into no more than this: beyond it, plans grow and messages shrink for nothing."""
 
+SLACK = 1.05
+"""How much more than the busiest receiver a holder may send before receivers help: relaying for the
+sake of a norm or an uneven stage costs more moves and rounds than it brings."""
+
 
 class Send(NamedTuple):
     """A part of a piece, from one device to another.
@@ -121,7 +125,7 @@ class _Chooser:
         self._hub = dict.fromkeys(node_of, 0)
         self._landed = dict.fromkeys(node_of, 0)
         self._share = {far: dict.fromkeys(node_of, 0.0) for far in (False, True)}
-        self._limit = {False: 0, True: 0}
+        self._limit = {False: 0.0, True: 0.0}
         self.made: list[Send] = []
 
     def largest_first(self) -> list[int]:
@@ -163,20 +167,23 @@ class _Chooser:
                 node = self._node_of[devices[0]]
                 far[node] += elements
                 members[node].update(devices)
-        per_device = [elements // len(members[node]) for node, elements in far.items()]
-        self._limit = {False: max(lacking.values(), default=0), True: max(per_device, default=0)}
+        busiest = max(lacking.values(), default=0)
+        shared = max((elements / len(members[node]) for node, elements in far.items()), default=0)
+        self._limit = {False: SLACK * busiest, True: SLACK * shared}
 
     def _elements(self, piece: int) -> int:
         return volume(self._pieces[piece].box) * len(self._pieces[piece].kind.params)
 
     def _is_overloaded(self, scope: _Scope) -> bool:
         share = max(self._share[scope.is_far][holder] for holder in scope.holders)
-        # A thousandth of slack: norms, which all ranks hold, always tilt the balance a little.
-        return share > 1.001 * self._limit[scope.is_far]
+        return share > self._limit[scope.is_far]
 
     def needs_help(self, scope: _Scope) -> bool:
-        """Whether receivers must pass on: holders are overloaded, or a far node asks twice."""
-        if len(scope.receivers) == 1:
+        """Whether receivers pass on: holders are overloaded, or a far node asks twice.
+
+        Not for pieces, such as shards of norms, that all layers together are too small to cut.
+        """
+        if len(scope.receivers) == 1 or self._elements(scope.piece) < self._min_part:
             return False
         asks_twice = scope.is_far and len(scope.receivers) > len(scope.nodes)
         return asks_twice or self._is_overloaded(scope)
@@ -240,13 +247,16 @@ class _Chooser:
         dim = max(range(len(box)), key=lambda d: box[d][1] - box[d][0])
         begin, stop = box[dim]
         room = min(stop - begin, volume(box) // self._min_part, MAX_PARTS)
-        if count <= room:
+        if room > 1:
+            count = min(count, room)
             for a, b in pairwise(begin + (stop - begin) * i // count for i in range(count + 1)):
                 yield _Part(index, params, (*box[:dim], (a, b), *box[dim + 1 :]))
             return
-        # Every count-th parameter, so that a few layers in a row load everybody.
-        for i in range(min(count, len(params))):
-            yield _Part(index, params[i::count], box)
+        # Every count-th parameter, and another first one for each piece, so that neither the
+        # layers of a bucket nor the pieces of a layer all load the same device.
+        count = min(count, len(params))
+        for i in range(count):
+            yield _Part(index, params[(i + index) % count :: count], box)
 
 
 def _least(devices: Sequence[int], load: Mapping[int, int]) -> int:

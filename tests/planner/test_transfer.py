@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from inspect import cleandoc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -88,8 +89,10 @@ def test_plans_are_deterministic_and_survive_json(
     pair: tuple[Sharding, Sharding], relay: bool
 ) -> None:
     source, destination = pair
-    plan = plan_transfer(source, destination, cluster_of(4, 4, 4), relay=relay)
-    assert plan_transfer(source, destination, cluster_of(4, 4, 4), relay=relay) == plan
+    cluster = cluster_of(4, 4, 4)
+    plan = plan_transfer(source, destination, cluster, relay=relay, min_part_bytes=1)
+    again = plan_transfer(source, destination, cluster, relay=relay, min_part_bytes=1)
+    assert again == plan
     assert TransferPlan.from_json(plan.to_json()) == plan
     assert Sharding.from_json(source.to_json()) == source
 
@@ -124,7 +127,7 @@ def test_a_node_fetches_what_none_of_its_devices_holds_and_only_once(
 ) -> None:
     source, destination = pair
     cluster = cluster_of(*nodes)
-    plan = plan_transfer(source, destination, cluster)
+    plan = plan_transfer(source, destination, cluster, min_part_bytes=1)
     arrived = defaultdict[int, int](int)
     for share in plan.devices:
         arrived[cluster.node_of(share.device)] += share.received_between_bytes
@@ -310,6 +313,13 @@ def test_impossible_transfers_are_refused() -> None:
         "cluster 'made-up' has no device 9; its 4 devices are numbered from 0"
     )
     assert refusal(good, good, bucket_bytes=0) == "bucket_bytes is 0; expected at least 1"
+
+
+def test_the_example_of_the_documentation_is_true(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "transfer_plans.md").read_text()
+    code, output = page.split("```python\n")[1].split("```\n\n```text\n")
+    exec(code, {})
+    assert capsys.readouterr().out == output.split("```")[0]
 
 
 def test_a_destination_that_holds_nothing_is_sent_nothing() -> None:

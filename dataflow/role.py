@@ -7,6 +7,7 @@ an algorithm never sees an engine and an engine never sees an algorithm.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -94,30 +95,37 @@ class Role:
 class Metric:
     """One logged number that adds up over micro-batches, chunks and ranks.
 
-    `mean` metrics keep a weighted sum; `max` and `min` keep the extreme. `value` is what is
-    printed.
+    `mean` metrics keep a weighted sum, `sum` metrics add up, `max` and `min` keep the extreme.
+    `value` is what is printed.
 
     Example:
         >>> (Metric.mean(6.0, 2.0) + Metric.mean(1.0, 1.0)).value
         2.333...
+        >>> (Metric.sum(6.0) + Metric.sum(1.0)).value
+        7.0
     """
 
     total: float
     weight: float
-    kind: Literal["mean", "max", "min"] = "mean"
+    kind: Literal["mean", "sum", "max", "min"] = "mean"
 
     @staticmethod
     def mean(total: float, weight: float) -> Metric:
         """A mean given as `total / weight`; both add up."""
         return Metric(total, weight)
 
+    @staticmethod
+    def sum(total: float) -> Metric:
+        """A count: what all parts of a call add up to."""
+        return Metric(total, 1.0, "sum")
+
     def __add__(self, other: Metric) -> Metric:
         if self.kind != other.kind:
             raise ValueError(f"cannot merge a {self.kind} metric with a {other.kind} metric")
         if self.kind == "mean":
             return Metric(self.total + other.total, self.weight + other.weight)
-        pick = max if self.kind == "max" else min
-        return Metric(pick(self.total, other.total), 1.0, self.kind)
+        merge = {"sum": operator.add, "max": max, "min": min}[self.kind]
+        return Metric(merge(self.total, other.total), 1.0, self.kind)
 
     @property
     def value(self) -> float:

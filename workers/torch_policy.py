@@ -122,7 +122,7 @@ class TorchPolicy(TorchWorker, Policy):
             "response_length_min": Metric(float(responses.length.min()), 1.0, "min"),
             "response_length_max": Metric(float(responses.length.max()), 1.0, "max"),
             "truncated": Metric.mean(rows - float(responses.finished.sum()), rows),
-            "new_tokens": Metric.mean(total, 1.0),
+            "new_tokens": Metric.sum(total),
         }
         add_metrics(self.metrics, values)
 

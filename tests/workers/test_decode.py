@@ -154,6 +154,15 @@ def test_lengths_are_reported():
     }
 
 
+def test_what_is_reported_does_not_depend_on_the_chunks():
+    whole, chunked = make_policy(), make_policy()
+    prompt, prompt_id = make_prompts(6)
+    generate(whole, prompt, prompt_id)
+    for chunk in (slice(0, 1), slice(1, 6)):
+        generate(chunked, prompt[chunk], prompt_id[chunk])
+    assert chunked.metrics == whole.metrics
+
+
 def test_no_prompts_make_no_rows():
     policy = make_policy()
     empty = torch.zeros(0, 5, dtype=torch.int64)

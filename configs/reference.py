@@ -28,6 +28,7 @@ def key_reference() -> str:
     from ..algorithms.sft import SFT
     from ..workers.file_task import FileTaskSpec
     from ..workers.reasoning_task import ReasoningTaskSpec
+    from .plan_schema import ClusterConfig, PlanOptions, WorkloadConfig
     from .schema import RunConfig
 
     owners: dict[type, str] = {}
@@ -40,6 +41,9 @@ def key_reference() -> str:
         (GRPO, "algorithm.cfg (algorithm=grpo)"),
         (ReferenceGRPO, "algorithm.cfg (algorithm=reference_grpo)"),
         (PPO, "algorithm.cfg (algorithm=ppo)"),
+        (ClusterConfig, "cluster"),
+        (WorkloadConfig, "workload"),
+        (PlanOptions, "plan"),
     ):
         for found, where in _below(kind, at):
             owners.setdefault(found, where)

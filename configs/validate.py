@@ -44,7 +44,7 @@ def validated(kind: type[T], data: Mapping[str, Any], at: str = "") -> T:
         # JSON is the one input for which strict validation still takes a mapping for a dataclass.
         return _adapter(kind).validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        faults = [_fault(kind, data, at, one) for one in error.errors(include_url=False)]
+        faults = [_fault(kind, data, at, *same) for same in _by_key(data, error)]
         raise ConfigError("\n".join(dict.fromkeys(faults))) from None
 
 
@@ -154,19 +154,36 @@ def _join(at: str, key: str) -> str:
     return f"{at}.{key}" if at else key
 
 
-def _fault(kind: type, data: Mapping[str, Any], at: str, error: Any) -> str:
-    """One fault of pydantic's, in our words."""
-    path = _keys_of(data, error["loc"], error["type"])
+def _by_key(data: Mapping[str, Any], error: ValidationError) -> list[tuple[list[str], list[Any]]]:
+    """Keys and what pydantic says of each.
+
+    Of a value that may be several things it says, for each of them, why it is not that. Where it
+    found fault with something inside the value, the value was meant for that one.
+    """
+    found: dict[tuple[str, ...], list[Any]] = {}
+    for one in error.errors(include_url=False):
+        path = tuple(_keys_of(data, one["loc"], one["type"]))
+        found.setdefault(path, []).append(one)
+    return [
+        (list(path), errors)
+        for path, errors in found.items()
+        if not any(other[: len(path)] == path for other in found if len(other) > len(path) > 0)
+    ]
+
+
+def _fault(kind: type, data: Mapping[str, Any], at: str, path: list[str], errors: list[Any]) -> str:
+    """What is wrong with one key, in our words."""
+    error = errors[0]
     key = ".".join([at, *path]) if at else ".".join(path)
-    owner, doc = _owner(kind, data, path)
+    owner, declared, doc = _owner(kind, data, path)
     if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return f"'{key}' is missing\n    {doc or f'{owner} needs it'}"
     if error["type"] == "value_error":
         return f"'{key or at}': {error['ctx']['error']}"
-    expected = _expected(error)
+    expected = " or ".join(dict.fromkeys(map(_expected, errors)))
     lines = [f"'{key}': expected {expected}, got {_shown(error['input'])}"]
     if doc:
-        lines.append(f"    {path[-1]}: {doc}")
+        lines.append(f"    {declared}: {doc}")
     return "\n".join(lines)
 
 
@@ -184,14 +201,14 @@ def _keys_of(data: Any, loc: tuple[int | str, ...], kind: str) -> list[str]:
     return path
 
 
-def _owner(kind: Any, data: Any, path: list[str]) -> tuple[str, str]:
-    """Name of the class that declares the key, and the key's one-line doc."""
-    owner, doc = getattr(kind, "__name__", "the configuration"), ""
+def _owner(kind: Any, data: Any, path: list[str]) -> tuple[str, str, str]:
+    """Name of the class that declares the key, the key as declared there, and its one-line doc."""
+    owner, declared, doc = getattr(kind, "__name__", "the configuration"), "", ""
     for key in path:
         kind = _plain_type(kind, data)
         known = fields_of(kind)
         if known is not None and key in known:
-            owner, doc = kind.__name__, key_docs(kind).get(key, "")
+            owner, declared, doc = kind.__name__, key, key_docs(kind).get(key, "")
             kind = known[key]
         else:
             arguments = typing.get_args(kind)
@@ -199,7 +216,7 @@ def _owner(kind: Any, data: Any, path: list[str]) -> tuple[str, str]:
         data = (
             typing.cast("Mapping[str, Any]", data).get(key) if isinstance(data, Mapping) else None
         )
-    return owner, doc
+    return owner, declared, doc
 
 
 _WORDS = {
@@ -224,9 +241,12 @@ def _expected(error: Any) -> str:
     context = error.get("ctx", {})
     if error["type"] == "literal_error":
         return f"one of {context['expected']}"
+    if error["type"] == "too_short":
+        return f"at least {context['min_length']} items"
     for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
         if name in context:
-            return f"{words} {context[name]}"
+            bound = context[name]
+            return f"{words} {int(bound) if bound == int(bound) else bound}"
     return _WORDS.get(error["type"], str(error["msg"]).removeprefix("Input should be "))
 
 

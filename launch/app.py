@@ -30,7 +30,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..dataflow.errors import ConfigError
 
-__all__ = ["compose", "given_overrides", "hydra_app"]
+__all__ = ["chosen", "compose", "given_overrides", "hydra_app"]
 
 CONFIGS = "penstock.configs"
 
@@ -43,7 +43,7 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
     """Run `task` on the composed configuration, once or, with `--multirun`, once per combination.
 
     Args:
-        command: Name of the primary config: "run" or "graph".
+        command: Name of the primary config: "run", "graph" or "plan".
         arguments: The words after the command.
         task: Takes the composition as plain data.
 
@@ -92,6 +92,11 @@ def given_overrides() -> list[str]:
     return [word.lstrip("+") for word in HydraConfig.get().overrides.task]
 
 
+def chosen(group: str) -> str:
+    """The option of a group that the running job was composed with; "" if there is none."""
+    return str(HydraConfig.get().runtime.choices.get(group) or "")
+
+
 def groups() -> list[str]:
     """Names of the configuration groups."""
     return sorted(
@@ -102,12 +107,22 @@ def groups() -> list[str]:
 
 
 def _check_only(command: str, composed: Mapping[str, Any]) -> None:
+    config = {key: value for key, value in composed.items() if key not in _OWN.get(command, ())}
+    if command == "plan":
+        from .plan_request import plan_request
+
+        plan_request(config)
+        return
     from .compose import run_config
 
-    run_config({key: value for key, value in composed.items() if key not in _OWN.get(command, ())})
+    run_config(config)
 
 
-_OWN = {"run": ("resume",), "graph": ("resume", "format", "output")}
+_OWN = {
+    "run": ("resume",),
+    "graph": ("resume", "format", "output"),
+    "plan": ("resume", "json", "html", "trace", "output"),
+}
 """Keys of a command that are no part of a run's configuration."""
 
 
@@ -157,6 +172,10 @@ def _our_messages() -> Generator[None]:
         raise ConfigError("\n    ".join(said).replace("++", "")) from error
     except HydraException as error:
         raise ConfigError(str(error)) from error
+    except ValueError as error:
+        if not str(error).startswith("Config group override"):
+            raise
+        raise ConfigError("a group was given null; leave it out, or choose an option") from error
 
 
 def _unknown_option(error: MissingConfigException) -> str:

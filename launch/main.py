@@ -1,4 +1,4 @@
-"""The command line: `penstock run`, `penstock graph`.
+"""The command line: `penstock run`, `penstock graph`, `penstock plan`.
 
 This module finds the command, runs it, and turns whatever happens into an exit code and at most one
 message:
@@ -26,6 +26,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "run": "train as an algorithm, a model and a task say; or continue a run",
     "graph": "show the graph that an algorithm's step function makes",
+    "plan": "say where each node should run, in which layout, and how long a step takes",
 }
 
 _HELP = """\
@@ -88,6 +89,10 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from .graph import graph_command
 
         return graph_command
+    if name == "plan":
+        from .plan import plan_command
+
+        return plan_command
     from .run import run_command
 
     return run_command

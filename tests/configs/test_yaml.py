@@ -10,12 +10,24 @@ import pytest
 from penstock.configs.schema import RunConfig
 from penstock.configs.validate import validated
 from penstock.launch.app import compose
+from penstock.launch.cluster_inputs import MEASURED
 from penstock.launch.compose import dumped, run_config
 from penstock.launch.data import task_spec_of
+from penstock.launch.plan import OUTPUTS
+from penstock.launch.plan_request import plan_request
 from penstock.launch.stages import stages_of
 
 CONFIGS = Path(str(penstock.configs.__file__)).parent
 OPTIONS = sorted(path.relative_to(CONFIGS).with_suffix("") for path in CONFIGS.glob("*/*.yaml"))
+FOR_PLANS = [
+    option
+    for option in OPTIONS
+    if (option.parent.name == "cluster" and option.name != MEASURED)
+    or option.as_posix() == "schedule/auto"
+    or (option.parent.name == "model" and option.name not in ("tiny", "folder"))
+]
+"""What only `penstock plan` takes: clusters, a lag to be chosen, and shapes without weights."""
+FOR_RUNS = [o for o in OPTIONS if o not in FOR_PLANS and o.as_posix() != f"cluster/{MEASURED}"]
 ALGORITHMS = sorted(path.stem for path in (CONFIGS / "algorithm").glob("*.yaml"))
 ALGORITHMS.remove("own")  # it is complete only with a step
 
@@ -43,9 +55,17 @@ def composed(*overrides: str) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=str)
-def test_every_option_of_every_group_makes_a_run(option: Path, tmp_path: Path) -> None:
-    config = run_config(composed(f"{option.parent}={option.stem}", *extra(option, tmp_path)))
+@pytest.mark.parametrize("option", FOR_PLANS, ids=str)
+def test_every_option_that_is_only_planned_for_makes_a_request(option: Path) -> None:
+    made = compose("plan", ["algorithm=ppo", f"{option.parent}={option.name}"])
+    request = plan_request({key: made[key] for key in made.keys() - {"resume", *OUTPUTS}})
+    assert all(shape is not None for shape in request.models.values())
+    assert request.cluster.num_devices > 0
+
+
+@pytest.mark.parametrize("option", FOR_RUNS, ids=str)
+def test_every_other_option_makes_a_run(option: Path, tmp_path: Path) -> None:
+    config = run_config(composed(f"{option.parent}={option.name}", *extra(option, tmp_path)))
     assert task_spec_of(config)
     stages = stages_of(config)
     assert all(str(stage.graph) for stage in stages)

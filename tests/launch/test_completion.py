@@ -53,7 +53,7 @@ def completions(line: str, commands: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("penstock ", ["run", "graph", "--help", "--version"]),
+        ("penstock ", ["run", "graph", "plan", "--help", "--version"]),
         ("penstock g", ["graph"]),
         ("penstock run alg", ["algorithm.", "algorithm="]),
         ("penstock run algorithm=p", ["algorithm=ppo"]),
@@ -61,6 +61,8 @@ def completions(line: str, commands: Path) -> list[str]:
         ("penstock run schedule.m", ["schedule.max_lag="]),
         ("penstock run algorithm=sft algorithm.per_step.", ["algorithm.per_step.demos="]),
         ("penstock graph form", ["format="]),
+        ("penstock plan cluster=h", ["cluster=h100", "cluster=h200"]),
+        ("penstock plan workload.r", ["workload.response="]),
     ],
 )
 def test_what_bash_offers(line: str, expected: list[str], commands: Path) -> None:

@@ -1,0 +1,117 @@
+"""What `penstock plan` is configured with beyond a run: a cluster, a workload, and the search.
+
+The cluster's own parts are the planner's types, validated as they stand. What is given in words
+("h100" for a device, "0-7" for devices) is turned into those types by `launch/plan_inputs.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from ..planner.cluster import DeviceSpec, LinkSpec, NodeGroup
+from ..planner.layout import Engine
+from ..planner.workload import Lengths
+from .schema import Section
+
+__all__ = ["ClusterConfig", "PinsConfig", "PlanConfig", "PlanOptions", "WorkloadConfig"]
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class ClusterConfig(Section):
+    """What the plan is for: equal nodes, or groups of them."""
+
+    name: str
+    """What the plan calls it."""
+    num_nodes: AtLeastOne = 1
+    """Nodes; all equal."""
+    devices_per_node: AtLeastOne = 8
+    """Devices in each."""
+    device: DeviceSpec | None = None
+    """What they are; or the name of a cluster whose device it is: `device: h100`."""
+    within: LinkSpec | None = None
+    """Between devices of one node; that cluster's, if `device` is a name."""
+    between: LinkSpec | None = None
+    """Between devices of different nodes."""
+    node_groups: list[NodeGroup] = Field(default_factory=list[NodeGroup])
+    """For a mixed cluster, instead of the keys of its nodes: a list of groups with those keys."""
+
+
+class WorkloadConfig(Section):
+    """How much one step computes. What is null follows from the algorithm and the task."""
+
+    num_prompts: AtLeastOne | None = None
+    """Prompts per step; by default `algorithm.per_step`."""
+    samples_per_prompt: AtLeastOne | None = None
+    """Responses per prompt; by default what the step samples."""
+    prompt: Lengths | int | None = None
+    """Tokens of a prompt, or `{tokens: [..], weights: [..]}`; by default as the task's prompts."""
+    response: Lengths | int | None = None
+    """Tokens of a response, or a histogram; by default the most that the step samples."""
+    updates_per_train: AtLeastOne | None = None
+    """Optimizer steps of a train call; by default the step's `epochs * num_minibatches`."""
+    passes_per_train: AtLeastOne | None = None
+    """Times a train call goes over its rows; by default the step's `epochs`."""
+
+    @field_validator("prompt", "response")
+    @classmethod
+    def _at_least_one(cls, value: Lengths | int | None) -> Lengths | int | None:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"expected at least 1 token, got {value}")
+        return value
+
+
+class PinsConfig(Section):
+    """Parts of the plan that are fixed. A unit is a role, or "ROLE.generate" of a trained role."""
+
+    together: list[list[str]] = Field(default_factory=list[list[str]])
+    """Lists of units that share a group."""
+    apart: list[list[str]] = Field(default_factory=list[list[str]])
+    """Lists of units of which no two share a group."""
+    num_devices: dict[str, AtLeastOne] = Field(default_factory=dict[str, int])
+    """Unit -> devices of its group."""
+    devices: dict[str, list[int] | str] = Field(default_factory=dict[str, "list[int] | str"])
+    """Unit -> ids of its group's devices, as a list or as text: "0-7, 12"."""
+    layouts: dict[str, dict[str, Any]] = Field(default_factory=dict[str, "dict[str, Any]"])
+    """Node name -> sizes of its layout that are fixed: `actor.train: {tp: 8, pp: 1}`."""
+
+
+class PlanOptions(Section):
+    """The search."""
+
+    models: dict[str, str | None] = Field(default_factory=dict[str, "str | None"])
+    """Role -> its model, where it is not the run's: an option of `model=`, a folder with a
+    config.json, or null for a role without a model."""
+    engine: Engine = "any"
+    """Which engine the layouts must suit: `any`, `torch` (data-parallel), `megatron` or `vllm`."""
+    deadline_s: Annotated[float, Field(gt=0)] | None = 60.0
+    """Seconds after which the best plan so far is taken, with the gap that is left; null to wait
+    for the proof."""
+    lags: Annotated[list[Count], Field(min_length=1)] = [0, 1]
+    """What `schedule=auto` compares."""
+    calibration: str | None = None
+    """A file that `penstock profile` wrote, for its constants and `cluster=measured`; analytic
+    defaults without one."""
+    pins: PinsConfig = PinsConfig()
+    """Parts that are fixed."""
+
+
+class PlanSchedule(Section):
+    """How far generation may run ahead of training."""
+
+    max_lag: Count | Literal["auto"] = 0
+    """Steps, or `auto` to find out whether lag pays."""
+
+
+class PlanConfig(Section):
+    """What a plan needs beside the run it is for."""
+
+    cluster: ClusterConfig
+    """Where; see `cluster=`."""
+    workload: WorkloadConfig = WorkloadConfig()
+    """How much one step computes."""
+    plan: PlanOptions = PlanOptions()
+    """The search."""

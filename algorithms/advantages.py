@@ -22,6 +22,7 @@ from .reductions import (
     check_token_columns,
     masked_mean,
     masked_variance,
+    variance_correction,
     zero_where_masked_out,
 )
 from .roles import PerSample, PerToken, PromptId, TokenMask
@@ -74,7 +75,8 @@ def whiten(
         f32[rows, T].
 
     Raises:
-        ValueError: If shapes differ, or there are too few tokens for a variance.
+        ValueError: If shapes differ, there are too few tokens for a variance, or `variance` is
+            unknown.
     """
     mean = masked_mean(value, mask)
     scale = torch.rsqrt(masked_variance(value, mask, variance=variance) + eps)
@@ -150,6 +152,11 @@ def gae(
         ValueError: If shapes differ or `masking` is unknown.
     """
     check_token_columns(mask, reward=reward, value=value)
+    if bootstrap_value is not None and bootstrap_value.shape != mask.shape[:1]:
+        raise ValueError(
+            f"bootstrap_value must have one entry per row of the mask, [{len(mask)}], "
+            f"got {list(bootstrap_value.shape)}"
+        )
     reward_rt = zero_where_masked_out(reward, mask).double()
     value_rt = zero_where_masked_out(value, mask).double()
     last_value = (
@@ -259,13 +266,14 @@ def group_advantage(
         every row of a group with a score that is not finite.
 
     Raises:
-        ValueError: If shapes differ, or a group has one row and `singleton_group` is "error".
+        ValueError: If shapes differ, a choice is unknown, or a group has one row and
+            `singleton_group` is "error".
     """
     groups = _Groups(score, prompt_id)
     centred = groups.centred()
+    degrees = groups.sizes - variance_correction(variance)
     advantage = centred
     if divide_by_std:
-        degrees = groups.sizes - (1 if variance == "unbiased" else 0)
         std = (_sum_rows(centred.square()) / degrees.clamp(min=1)).sqrt()
         # A group of equal scores has centred == 0: keep 0 / (0 + eps) from being 0 / 0.
         advantage = centred / torch.where(std > 0, std + eps, torch.ones_like(std))[:, None]
@@ -290,7 +298,8 @@ def leave_one_out(
         f32[rows]; not finite for every row of a group with a score that is not finite.
 
     Raises:
-        ValueError: If shapes differ, or a group has one row and `singleton_group` is "error".
+        ValueError: If shapes differ, a choice is unknown, or a group has one row and
+            `singleton_group` is "error".
     """
     groups = _Groups(score, prompt_id)
     weight = groups.sizes / (groups.sizes - 1).clamp(min=1)

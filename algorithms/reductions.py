@@ -35,6 +35,7 @@ __all__ = [
     "check_token_columns",
     "masked_mean",
     "masked_variance",
+    "variance_correction",
     "zero_where_masked_out",
 ]
 
@@ -107,16 +108,29 @@ def masked_variance(x: Tensor, mask: Tensor, *, variance: Variance = "unbiased")
         f64 scalar.
 
     Raises:
-        ValueError: If there are too few tokens: none, or one for the unbiased variance.
+        ValueError: If there are too few tokens: none, or one for the unbiased variance; or if
+            `variance` is unknown.
     """
     check_token_columns(mask, x=x)
+    correction = variance_correction(variance)
     tokens = _tokens_of(x, mask)
-    if variance == "unbiased" and tokens.numel() == 1:
+    if tokens.numel() <= correction:
         raise ValueError(
             "the unbiased variance of a single masked token does not exist; "
             "pass variance='biased' or give at least 2 tokens"
         )
-    return tokens.var(correction=1 if variance == "unbiased" else 0)
+    return tokens.var(correction=correction)
+
+
+def variance_correction(variance: Variance) -> int:
+    """What is subtracted from n before squared deviations are divided by it.
+
+    Raises:
+        ValueError: If `variance` is unknown.
+    """
+    if variance not in ("biased", "unbiased"):
+        raise ValueError(f"variance {variance!r} is unknown; choose 'biased' or 'unbiased'")
+    return 1 if variance == "unbiased" else 0
 
 
 def _tokens_of(x: Tensor, mask: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -259,6 +261,16 @@ def test_gae_does_not_see_padding_bitwise(seed: int, padding: int, prompt: int) 
         assert torch.equal(wide.value_target[:, prompt : prompt + 7], narrow.value_target)
 
 
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 1), ()])
+def test_gae_refuses_a_bootstrap_value_that_is_not_one_per_row(shape: tuple[int, ...]) -> None:
+    column = torch.zeros(2, 3)
+    with pytest.raises(
+        ValueError,
+        match=rf"bootstrap_value must have one entry .* \[2\], got {re.escape(str(list(shape)))}",
+    ):
+        gae(column.bool(), reward=column, value=column, bootstrap_value=torch.zeros(shape))
+
+
 def test_gae_of_rows_without_sampled_tokens_is_zero() -> None:
     mask, reward, value = random_columns(0)
     targets = gae(torch.zeros_like(mask), reward=reward, value=value)
@@ -363,6 +375,17 @@ def test_singleton_groups() -> None:
     assert_close(leave_one_out(score, prompt_id, singleton_group="score"), [2, -2, 2])
     with pytest.raises(ValueError, match="singleton_group 'drop' is unknown; choose 'error'"):
         leave_one_out(score, prompt_id, singleton_group="drop")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("divide_by_std", [True, False])
+def test_an_unknown_variance_is_refused(divide_by_std: bool) -> None:
+    wrong: Any = "sample"
+    message = "variance 'sample' is unknown; choose 'biased' or 'unbiased'"
+    with pytest.raises(ValueError, match=message):
+        whiten(X, X_MASK, variance=wrong)
+    score, prompt_id = f64([1, 2]), torch.tensor([0, 0])
+    with pytest.raises(ValueError, match=message):
+        group_advantage(score, prompt_id, divide_by_std=divide_by_std, variance=wrong)
 
 
 def test_a_group_s_bits_do_not_depend_on_the_groups_beside_it() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ..configs.plan_schema import PlanConfig
 from ..configs.validate import validated
 from ..dataflow.check import check_lag
 from ..dataflow.errors import FlowError
 from ..dataflow.graph import Graph
+from ..planner.calibration import Calibration
 from ..planner.calls import calls_of
 from ..planner.cluster import ClusterSpec
 from ..planner.constants import Constants, default_constants
@@ -25,9 +26,6 @@ from .cluster_inputs import cluster_spec, named_devices
 from .compose import run_config
 from .pin_inputs import flat_layouts, pins_of
 from .plan_inputs import PlanInputs
-
-if TYPE_CHECKING:
-    from ..planner.calibration import Calibration
 
 __all__ = ["SECTIONS", "PlanRequest", "plan_request"]
 
@@ -101,7 +99,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     inputs = PlanInputs(config, model_name)
     models = inputs.models(options.models)
     file = options.calibration
-    calibration = None if file is None else _calibration(file)
+    calibration = None if file is None else Calibration.read(Path(file))
     cluster = cluster_spec(asked.cluster, calibration and calibration.cluster)
     workload = inputs.workload(asked.workload)
     lags, refused = (config.schedule.max_lag,), dict[int, str]()
@@ -123,12 +121,6 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         pins=pins_of(options.pins, calls_of(inputs.graph, workload, models), cluster),
         deadline_s=options.deadline_s,
     )
-
-
-def _calibration(file: str) -> Calibration:
-    from ..planner.calibration import Calibration
-
-    return Calibration.read(Path(file))
 
 
 def _split(composed: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -40,7 +40,8 @@ def test_a_measured_cluster_is_planned_for_with_its_own_constants(penstock: Pens
         date="2026-11-21",
     ).write(Path("calibration.json"))
     words = ("cluster=measured", "plan.calibration=calibration.json", "plan.engine=torch")
-    said = penstock("plan", *words, "model=tiny", "model.architecture.vocab_size=20")
+    sizes = ("model=tiny", "model.architecture.vocab_size=20", "workload.prompt=8")
+    said = penstock("plan", *words, *sizes, "workload.response=8")
     assert said.code == 0, said.err
     assert said.out.startswith("plan of grpo on here: 1 node x 2 cpu = 2 devices, max_lag 0\n")
     assert "  calibration  penstock profile, here\n" in said.out

@@ -93,6 +93,8 @@ def _wrapped(text: str) -> list[tuple[bool, str]]:
 def _bound(prediction: Prediction) -> str:
     if prediction.gap < 5e-5:
         return "no plan is faster"
+    if not prediction.lower_bound_s:
+        return "nothing is proved: the search had too little time (plan.deadline_s)"
     return (
         f"at most {percent_text(prediction.gap)} could be gained: no plan takes less than "
         f"{seconds_text(prediction.lower_bound_s)}"

@@ -78,6 +78,8 @@ def _tiles(plan: Plan, found: Prediction, simulation: Simulation) -> str:
         tiles.append((f"{tokens / found.step_time_s:,.0f}", "tokens per second"))
     if found.gap < 5e-5:
         tiles.append(("best", "proved: no plan is faster"))
+    elif not found.lower_bound_s:
+        tiles.append(("?", "could be gained; the search had too little time to prove anything"))
     else:
         bound = seconds_text(found.lower_bound_s)
         tiles.append((percent_text(found.gap), f"could be gained at most; no plan beats {bound}"))

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.planner.explain import explain
 from penstock.planner.plan import GroupPlan, Plan
+from penstock.planner.show_html import to_html
 from penstock.planner.simulate import simulate_plan
 
 from .hand_made import memory_a, ppo, prediction, split_plan
@@ -111,6 +112,13 @@ def test_a_search_that_was_stopped_says_so() -> None:
     stopped = prediction().model_copy(update={"stopped_at_deadline": True})
     text = explain(ppo(), split_plan().model_copy(update={"prediction": stopped}))
     assert "  search       1.25 s, stopped at its deadline\n" in text
+
+
+def test_a_search_that_proved_nothing_says_so() -> None:
+    found = prediction().model_copy(update={"lower_bound_s": 0.0})
+    plan = split_plan().model_copy(update={"prediction": found})
+    assert "  bound        nothing is proved: the search had too little" in explain(ppo(), plan)
+    assert "too little time to prove anything" in to_html(ppo(), plan)
 
 
 def test_models_that_are_not_named_have_no_column() -> None:

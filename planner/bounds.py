@@ -16,8 +16,9 @@ Everything is computed for many vectors of durations at once: arrays are calls x
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -63,20 +64,29 @@ class StepBound:
 
     def __init__(self, calls: Sequence[CallNode], groups: Sequence[int], max_lag: int) -> None:
         self._in_flight = max_lag + 1
-        self._num_calls = len(calls)
         self._members = [
             [i for i, other in enumerate(groups) if other == group]
             for group in dict.fromkeys(groups)
         ]
         found = [wait for wait in waits(calls, groups, max_lag) if wait.call != wait.on]
         # A call runs its steps in order: who waits for a later step of it waits for this one too.
-        within: nx.DiGraph[int] = nx.DiGraph()
-        within.add_nodes_from(range(len(calls)))
-        within.add_edges_from((w.on, w.call) for w in found if w.distance <= 0)
-        self._forward = _chain(within, range(len(calls)), groups)
-        self._backward = _chain(within.reverse(), range(len(calls)), groups)
-        self._spans = _spans(within, found, groups) if max_lag else ()
-        self._cycles = _cycles(within, found, max_lag) if max_lag else np.zeros((0, len(calls)))
+        before = {
+            i: {w.on for w in found if w.call == i and w.distance <= 0} for i in range(len(calls))
+        }
+        after = {i: {j for j in before if i in before[j]} for i in before}
+        order = tuple(TopologicalSorter(before).static_order())
+        earlier, later = _closed(before, order), _closed(after, order[::-1])
+        everything = set(before)
+        self._forward = _chain(order, before, earlier, everything, groups)
+        self._backward = _chain(order[::-1], after, later, everything, groups)
+        self._spans: list[tuple[int, int, int, _Chain]] = []
+        self._cycles = np.zeros((0, len(calls)))
+        if max_lag:
+            for first, last, distance in _repeats(found, earlier):
+                between = (later[first] & earlier[last]) | {first, last}
+                chain = _chain(order, before, earlier, between, groups)
+                self._spans.append((first, last, distance, chain))
+            self._cycles = _cycles(found, after, max_lag)
 
     def __call__(self, durations_s: Floats) -> Floats:
         """Seconds per step at least, per column of `durations_s` (calls x vectors)."""
@@ -102,53 +112,67 @@ class StepBound:
         return longest
 
 
-def _chain(within: nx.DiGraph[int], calls: Iterable[int], groups: Sequence[int]) -> _Chain:
-    part = within.subgraph(calls)
-    order = tuple(nx.lexicographical_topological_sort(part))
-    shared: list[tuple[tuple[int, ...], ...]] = []
+def _closed(before: Mapping[int, set[int]], order: Sequence[int]) -> dict[int, set[int]]:
+    """What each call waits for, directly or not."""
+    closed: dict[int, set[int]] = {}
     for call in order:
-        before = sorted(nx.ancestors(part, call))
-        sets = ([i for i in before if groups[i] == group] for group in dict.fromkeys(groups))
-        shared.append(tuple(tuple(members) for members in sets if len(members) > 1))
-    return _Chain(order, tuple(tuple(sorted(part.predecessors(c))) for c in order), tuple(shared))
+        closed[call] = before[call].union(*(closed[other] for other in before[call]))
+    return closed
 
 
-def _spans(
-    within: nx.DiGraph[int], found: Sequence[Wait], groups: Sequence[int]
-) -> tuple[tuple[int, int, int, _Chain], ...]:
-    """`(first, last, distance, calls between)` where `first` waits for `last` of an older step."""
+def _chain(
+    order: Sequence[int],
+    before: Mapping[int, set[int]],
+    earlier: Mapping[int, set[int]],
+    part: set[int],
+    groups: Sequence[int],
+) -> _Chain:
+    """The calls of `part`, which holds whatever lies between two of them."""
+    calls = tuple(call for call in order if call in part)
+    shared: list[tuple[tuple[int, ...], ...]] = []
+    for call in calls:
+        sets: dict[int, list[int]] = {}
+        for other in sorted(earlier[call] & part):
+            sets.setdefault(groups[other], []).append(other)
+        shared.append(tuple(tuple(members) for members in sets.values() if len(members) > 1))
+    return _Chain(calls, tuple(tuple(sorted(before[c] & part)) for c in calls), tuple(shared))
+
+
+def _repeats(
+    found: Sequence[Wait], earlier: Mapping[int, set[int]]
+) -> Iterator[tuple[int, int, int]]:
+    """`(first, last, distance)`: `first` waits for `last` of an older step, which waits for it."""
     nearest: dict[tuple[int, int], int] = {}
     for wait in found:
         key = (wait.call, wait.on)
-        if wait.distance > 0 and nx.has_path(within, *key):
+        if wait.distance > 0 and wait.call in earlier[wait.on]:
             nearest[key] = min(nearest.get(key, wait.distance), wait.distance)
-    spans: list[tuple[int, int, int, _Chain]] = []
     for (first, last), distance in nearest.items():
-        between = nx.descendants(within, first) & nx.ancestors(within, last) | {first, last}
-        spans.append((first, last, distance, _chain(within, sorted(between), groups)))
-    return tuple(spans)
+        yield first, last, distance
 
 
-def _cycles(within: nx.DiGraph[int], found: Sequence[Wait], max_lag: int) -> Floats:
+def _cycles(found: Sequence[Wait], after: Mapping[int, set[int]], max_lag: int) -> Floats:
     """Rows of 1 / steps at the calls of a cycle: times durations, seconds per step."""
-    size = len(within)
-    graph: nx.DiGraph[int] = nx.DiGraph()
+    distances: dict[tuple[int, int], int] = {}
     for wait in found:
-        if wait.distance == max_lag + 1 and within.out_degree(wait.on):
-            continue  # The step is complete when its last calls are.
-        known = graph.get_edge_data(wait.on, wait.call, {"distance": wait.distance})
-        distance = min(known["distance"], wait.distance)
-        graph.add_edge(wait.on, wait.call, distance=distance)
-    rows: list[Floats] = []
+        if wait.distance == max_lag + 1 and after[wait.on]:
+            continue  # A step is complete when its last calls are.
+        key = (wait.on, wait.call)
+        distances[key] = min(distances.get(key, wait.distance), wait.distance)
+    kept: list[tuple[set[int], int]] = []
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_edges_from(distances)
     for cycle in islice(nx.simple_cycles(graph), MAX_CYCLES):
         pairs = zip(cycle, [*cycle[1:], cycle[0]], strict=True)
-        steps = sum(graph.edges[pair]["distance"] for pair in pairs)
+        calls, steps = set(cycle), sum(distances[pair] for pair in pairs)
         assert steps > 0, "calls wait for each other in a circle"
-        row = np.zeros(size)
-        row[list(cycle)] = 1.0 / steps
-        if not any((row <= other).all() for other in rows):
-            rows = [other for other in rows if not (other <= row).all()] + [row]
-    return np.array(rows).reshape(-1, size)
+        if not any(calls <= other and steps >= fewer for other, fewer in kept):
+            kept = [(o, n) for o, n in kept if not (o <= calls and n >= steps)]
+            kept.append((calls, steps))
+    rows = np.zeros((len(kept), len(after)))
+    for row, (calls, steps) in zip(rows, kept, strict=True):
+        row[list(calls)] = 1.0 / steps
+    return rows
 
 
 def _heads(chain: _Chain, durations_s: Floats, start: int | None = None) -> Floats:

@@ -56,6 +56,7 @@ class Branch:
         space: The cluster.
         fixed: Per group its devices, empty where they are free.
         open: Boxes still to be looked at.
+        least_s: No plan in an open box takes less; inf if none is open.
         dropped_s: Least bound of the boxes dropped.
         num_played: Schedules played so far.
         num_boxes: Boxes bounded so far.
@@ -64,6 +65,10 @@ class Branch:
     def __init__(self, choices: Choices, partition: Partition, max_lag: int) -> None:
         self.partition, self.space = partition, choices.space
         self.fixed = choices.pins.fixed(partition)
+        self._fixed_index = [
+            choices.space.index_of(devices, "pin devices") if devices else None
+            for devices in self.fixed
+        ]
         self._grid = Grid(choices.space, self.fixed)
         self._groups = [choices.group(units) for units in partition]
         number = {unit: k for k, units in enumerate(partition) for unit in units}
@@ -72,13 +77,8 @@ class Branch:
         self._timer = StepTimer(choices.calls, placed, max_lag)
         self._num_calls = len(choices.calls)
         self.open = self._grid.nothing()
-        self.dropped_s = inf
+        self.least_s = self.dropped_s = inf
         self.num_played = self.num_boxes = 0
-
-    @property
-    def least_s(self) -> float:
-        """No plan in an open box takes less; inf if none is open."""
-        return float(self.open.bound.min(initial=inf))
 
     def root(self) -> Boxes:
         """The box of all allocations; none if there is none."""
@@ -88,19 +88,19 @@ class Branch:
         """The halves of boxes, those left out that hold no plan."""
         return self.bounded(self._grid.split(boxes))
 
+    def add(self, boxes: Boxes) -> None:
+        """Look at these boxes some time."""
+        self.open = self.open.plus(boxes)
+        self.least_s = float(self.open.bound.min(initial=inf))
+
     def take(self, limit: int, below_s: float) -> Boxes:
         """Remove and return the open boxes of least bound; drop those not below `below_s`."""
-        self.drop(below_s)
-        boxes = self.open.best_first()
+        keep = self.open.bound < below_s
+        self.dropped_s = min(self.dropped_s, float(self.open.bound[~keep].min(initial=inf)))
+        boxes = self.open.where(keep).best_first()
         taken = np.arange(len(boxes)) < limit
         self.open = boxes.where(~taken)
         return boxes.where(taken)
-
-    def drop(self, below_s: float) -> None:
-        """Forget the boxes whose bound is not below `below_s`."""
-        keep = self.open.bound < below_s
-        self.dropped_s = min(self.dropped_s, float(self.open.bound[~keep].min(initial=inf)))
-        self.open = self.open.where(keep)
 
     def bounded(self, corners: Corners) -> Boxes:
         """Boxes with their bounds, those left out that hold no plan."""
@@ -114,6 +114,9 @@ class Branch:
 
     def evaluate(self, allocation: tuple[Index, ...], below_s: float) -> Found | None:
         """The best options on an allocation, if they take less than `below_s`."""
+        given = zip(allocation, self._fixed_index, strict=True)
+        if any(fixed is not None and index != fixed for index, fixed in given):
+            return None
         if not self.space.fits(allocation, self.fixed):
             return None
         best: tuple[Choice, ...] | None = None

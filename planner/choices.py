@@ -2,8 +2,9 @@
 
 Memory binds the units of a group together: the resident bytes of all and the largest transient of
 any call must fit. A group's *front* on a mesh is every choice of one option per unit that fits and
-that no other choice that fits equals or beats in every duration. The search looks at those: a call
-is never slowed down on purpose, though in a list schedule that can happen to help.
+that no other choice that fits equals or beats in every duration. The search looks at those unless
+it is told to look at every choice: a list schedule can be faster with a call slowed down (3 of
+3,785 random steps were, all with max_lag=1), but such a plan hangs on a coincidence of times.
 """
 
 from __future__ import annotations
@@ -91,15 +92,23 @@ class Choices:
         table: Where options come from.
         space: The meshes.
         pins: Which options are allowed, and how many devices a unit must have.
+        every_choice: Whether fronts hold every choice that fits.
 
     Attributes:
         num_asked: Times that the table was asked.
     """
 
     def __init__(
-        self, calls: Sequence[CallNode], table: OptionTable, space: Space, pins: Pins
+        self,
+        calls: Sequence[CallNode],
+        table: OptionTable,
+        space: Space,
+        pins: Pins,
+        *,
+        every_choice: bool = False,
     ) -> None:
         self.calls, self.space, self.pins = tuple(calls), space, pins
+        self.every_choice = every_choice
         self.sources = sources_of(calls)
         self.num_asked = 0
         self._table = table
@@ -141,11 +150,12 @@ class Choices:
             for option in options
             if self.pins.accepts(unit, option)
         ]
+        reduced.sort(key=lambda o: (sum(o.durations_s), o.resident_bytes))
         kept: list[UnitOption] = []
-        for option in sorted(reduced, key=lambda o: (sum(o.durations_s), o.resident_bytes)):
+        for option in reduced if not self.every_choice else ():
             if not any(better.covers(option) for better in kept):
                 kept = [other for other in kept if not option.covers(other)] + [option]
-        return tuple(kept)
+        return tuple(reduced if self.every_choice else kept)
 
     def load(self, check: Callable[[], None]) -> None:
         """Ask for everything; `check` is called in between and may raise."""
@@ -253,7 +263,7 @@ class GroupChoices:
 
     def _front(self, index: Index, below_s: float) -> tuple[Choice, ...]:
         combined = [self._choice(options) for options in self._combine(index, below_s)]
-        if len(combined) < 2:
+        if len(combined) < 2 or self._choices.every_choice:
             return tuple(combined)
         combined.sort(key=lambda choice: (sum(choice.durations_s), choice.durations_s))
         left = np.array([choice.durations_s for choice in combined])
@@ -284,7 +294,7 @@ class GroupChoices:
         if not all(pools) or counts - {choices.space.num_devices(index)}:
             return []
         fastest = _fastest(pools, memory)
-        if fastest is not None:
+        if fastest is not None and (only_least or not choices.every_choice):
             return [fastest] if _work_s(fastest) < below_s else []
         return _fitting(pools, memory, below_s, only_least)
 

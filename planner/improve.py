@@ -1,4 +1,4 @@
-"""Good plans to begin a search with: straight down the bounds, then uphill by moving devices."""
+"""Good plans to begin a search with: fair shares, straight down the bounds, by moving devices."""
 
 from __future__ import annotations
 
@@ -7,10 +7,36 @@ from itertools import permutations
 
 import numpy as np
 
-from .allocation import Index, Pool
+from .allocation import Index, Pool, Space
 from .branch import Branch, Found
 
-__all__ = ["improved", "plunge"]
+__all__ = ["fair_shares", "improved", "plunge"]
+
+
+def fair_shares(space: Space, work: Sequence[float]) -> tuple[Index, ...] | None:
+    """Whole nodes for every group, one at least, as near as can be to its share of the work.
+
+    Args:
+        space: The cluster.
+        work: Of every group, in any unit.
+    """
+    num_nodes = sum(len(pool.nodes) for pool in space.pools)
+    if num_nodes < len(work):
+        return None
+    nodes = [1] * len(work)
+    for _ in range(num_nodes - len(work)):
+        nodes[max(range(len(work)), key=lambda k: work[k] / nodes[k])] += 1
+    left = [len(pool.nodes) for pool in space.pools]
+    allocation: list[Index] = []
+    for count in nodes:
+        index: list[int] = []
+        for k, pool in enumerate(space.pools):
+            taken = min(count, left[k])
+            left[k] -= taken
+            count -= taken
+            index.append(pool.node_size - 1 + taken if taken else 0)
+        allocation.append(tuple(index))
+    return tuple(allocation)
 
 
 def plunge(branch: Branch) -> tuple[Index, ...] | None:

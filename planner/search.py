@@ -15,8 +15,9 @@ and what is found first does not depend on the clock.
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 
 from ..dataflow.errors import PlanError
@@ -24,7 +25,7 @@ from .allocation import Index, Space
 from .branch import Branch, Found
 from .choices import Choices
 from .cluster import ClusterSpec
-from .improve import improved, plunge
+from .improve import fair_shares, improved, plunge
 from .options import CallNode, OptionTable
 from .partition import Partition, partitions
 from .pins import Pins
@@ -45,13 +46,13 @@ class _Late(Exception):
 
 
 class _Clock:
-    def __init__(self, deadline_s: float | None) -> None:
-        self._began_s = time.perf_counter()
+    def __init__(self, now_s: Callable[[], float], deadline_s: float | None) -> None:
+        self._now_s, self._began_s = now_s, now_s()
         self._deadline_s = inf if deadline_s is None else deadline_s
 
     @property
     def elapsed_s(self) -> float:
-        return time.perf_counter() - self._began_s
+        return self._now_s() - self._began_s
 
     def check(self) -> None:
         if self.elapsed_s > self._deadline_s:
@@ -67,6 +68,8 @@ def search(
     pins: Pins | None = None,
     deadline_s: float | None = None,
     max_gap: float = 0.0,
+    every_choice: bool = False,
+    now_s: Callable[[], float] = time.perf_counter,
 ) -> SearchResult:
     """The best assignment of a step's calls to a cluster.
 
@@ -79,6 +82,9 @@ def search(
         deadline_s: Seconds after which the best plan known is returned with its gap; shared out
             among the schedules.
         max_gap: Stop as soon as no plan can be better by more than this share of its time.
+        every_choice: Also look at options that slow a call of a group down for nothing in return;
+            see `choices.py`. Exact to the last schedule, and slower.
+        now_s: The clock.
 
     Raises:
         PlanError: If no assignment is feasible, saying what lacks how much; if the deadline passes
@@ -86,15 +92,19 @@ def search(
     """
     lags = (max_lag,) if isinstance(max_lag, int) else tuple(dict.fromkeys(max_lag))
     pins = pins or Pins()
-    _check(calls, lags, deadline_s, max_gap)
+    if not lags or min(lags) < 0:
+        raise PlanError(
+            f"max_lag is {max_lag}; expected a number of steps, 0 or more, or several of them"
+        )
+    _check(calls, deadline_s, max_gap)
     pins.check(calls, cluster)
-    clock = _Clock(None)
-    choices = Choices(calls, table, Space(cluster), pins)
+    clock = _Clock(now_s, None)
+    choices = Choices(calls, table, Space(cluster), pins, every_choice=every_choice)
     results: list[SearchResult] = []
     seeds: list[Found] = []
     for left, lag in zip(range(len(lags), 0, -1), lags, strict=True):
         share_s = None if deadline_s is None else max(0.0, deadline_s - clock.elapsed_s) / left
-        run = _Run(choices, lag, _Clock(share_s), max_gap)
+        run = _Run(choices, lag, _Clock(now_s, share_s), max_gap)
         results.append(run.result(seeds))
         seeds = run.known
     best = min(results, key=lambda result: result.step_time_s)
@@ -112,13 +122,9 @@ def search(
     )
 
 
-def _check(
-    calls: Sequence[CallNode], lags: tuple[int, ...], deadline_s: float | None, max_gap: float
-) -> None:
+def _check(calls: Sequence[CallNode], deadline_s: float | None, max_gap: float) -> None:
     if not calls:
         raise PlanError("there is nothing to place: the step has no call of a model")
-    if not lags or min(lags) < 0:
-        raise PlanError(f"max_lag is {lags}; expected one or more numbers of steps, 0 or more")
     if deadline_s is not None and not deadline_s > 0:
         raise PlanError(f"deadline_s is {deadline_s}; expected a positive number of seconds")
     if not 0 <= max_gap < 1:
@@ -136,7 +142,8 @@ class _Run:
         self._choices, self._max_lag, self._clock = choices, max_lag, clock
         self._max_gap = max_gap
         self._branches: list[Branch] = []
-        self._dropped_s = inf
+        self._queue: list[tuple[float, int]] = []
+        self._proven_s = 0.0
         self.known: list[Found] = []
 
     @property
@@ -151,12 +158,10 @@ class _Run:
 
     def result(self, seeds: Sequence[Found]) -> SearchResult:
         """Search until nothing is open or the time is up."""
-        late, bound_s = False, 0.0
+        late = False
         try:
             self._begin(seeds)
-            bound_s = self._bound_s()
             while self._step():
-                bound_s = self._bound_s()
                 self._clock.check()
         except _Late:
             late = True
@@ -166,11 +171,11 @@ class _Run:
                     f"no plan was found in {self._clock.elapsed_s:.3g} s; give deadline_s more time"
                 )
             raise explain_infeasible(self._choices, self._partitions())
-        bound_s = bound_s if late else self._bound_s()
         best, *others = (self._assignment(found) for found in self.known)
+        dropped_s = min(branch.dropped_s for branch in self._branches)
         return SearchResult(
             best,
-            min(bound_s, best.step_time_s),
+            min(self._proven_s, dropped_s, best.step_time_s),
             others[0] if others else None,
             sum(branch.num_played for branch in self._branches),
             sum(branch.num_boxes for branch in self._branches),
@@ -193,19 +198,19 @@ class _Run:
     def _begin(self, seeds: Sequence[Found]) -> None:
         """Bound every partition, and make plans to begin with."""
         self._branches = [Branch(self._choices, p, self._max_lag) for p in self._partitions()]
-        whole = tuple(size - 1 for size in self._choices.space.shape)
         for branch in self._branches:
-            if len(branch.partition) == 1:
-                self._evaluate(branch, (whole,))
             for seed in seeds:
                 if seed.partition == branch.partition:
                     self._evaluate(branch, seed.allocation)
+        self._share_fairly()
         self._choices.load(self._clock.check)
-        for branch in self._branches:
-            branch.open = branch.root()
-        promising = sorted((b for b in self._branches if len(b.open)), key=lambda b: b.least_s)
-        for branch in promising[:_SEEDS]:
+        for k, branch in enumerate(self._branches):
+            branch.add(branch.root())
+            self._push(k)
+        self._proven_s = min((least_s for least_s, _ in self._queue), default=inf)
+        for _, k in heapq.nsmallest(_SEEDS, self._queue):
             self._clock.check()
+            branch = self._branches[k]
             allocation = plunge(branch)
             found = branch.evaluate(allocation, inf) if allocation else None
             if found is not None:
@@ -213,13 +218,36 @@ class _Run:
                 for better in improved(branch, found, self._clock.check):
                     self._note(better)
 
+    def _share_fairly(self) -> None:
+        """Everything on all devices, then every partition with devices by what its calls take.
+
+        It asks little of the table, so that there is something to return at an early deadline.
+        """
+        space = self._choices.space
+        whole = tuple(size - 1 for size in space.shape)
+        work = {
+            unit: min((sum(option.durations_s) for option in options), default=0.0)
+            for unit in self._choices.calls_of
+            for options in [self._choices.options(unit, whole, with_source=False)]
+        }
+        for branch in self._branches:
+            shares = [sum(work[unit] for unit in group) for group in branch.partition]
+            allocation = fair_shares(space, shares)
+            if allocation is not None:
+                self._evaluate(branch, allocation)
+            if self.known:
+                self._clock.check()
+
     def _step(self) -> bool:
-        """Look at the most promising boxes of one partition; False if none is left."""
-        branch = min(self._branches, key=lambda b: b.least_s)
-        if branch.least_s >= self._open_below_s:
-            for other in self._branches:
-                other.drop(self._open_below_s)
+        """Look at the most promising boxes of one partition; False if none is left.
+
+        The least bound of all open boxes is what is proven, also while they are being looked at.
+        """
+        self._proven_s = self._queue[0][0] if self._queue else inf
+        if self._proven_s >= self._open_below_s:
             return False
+        _, k = heapq.heappop(self._queue)
+        branch = self._branches[k]
         boxes = branch.take(_AT_ONCE, self._open_below_s)
         point = boxes.is_point
         for row in point.nonzero()[0]:
@@ -228,8 +256,13 @@ class _Run:
                 self._evaluate(branch, boxes.point(int(row)))
             else:
                 branch.dropped_s = min(branch.dropped_s, float(boxes.bound[row]))
-        branch.open = branch.open.plus(branch.split(boxes.where(~point)))
+        branch.add(branch.split(boxes.where(~point)))
+        self._push(k)
         return True
+
+    def _push(self, k: int) -> None:
+        if self._branches[k].least_s < inf:
+            heapq.heappush(self._queue, (self._branches[k].least_s, k))
 
     def _evaluate(self, branch: Branch, allocation: tuple[Index, ...]) -> None:
         found = branch.evaluate(allocation, self._below_s)
@@ -246,11 +279,6 @@ class _Run:
         if not same:
             # Sorting is stable: of equals the plan found first stays ahead.
             self.known = sorted([*self.known, found], key=lambda f: f.step_time_s)[:2]
-
-    def _bound_s(self) -> float:
-        """No plan takes less, as far as is proven; inf if there is none."""
-        best_s = self.known[0].step_time_s if self.known else inf
-        return min(best_s, *(min(b.least_s, b.dropped_s) for b in self._branches))
 
     def _assignment(self, found: Found) -> Assignment:
         space = self._choices.space

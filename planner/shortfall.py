@@ -60,8 +60,9 @@ def explain_infeasible(choices: Choices, partitions: Sequence[Partition]) -> Pla
     for unit in choices.calls_of:
         if not _runs_on(choices, unit):
             return PlanError(
-                f"'{unit}' has no legal layout on cluster '{cluster}': no number of devices that "
-                "a group can have divides its model, or the pins rule all of them out"
+                f"'{unit}' has no legal layout on cluster '{cluster}': on none of the "
+                f"{choices.space.num_meshes} meshes that a group can have does the table offer a "
+                "way to run it that the pins allow"
             )
     for unit in choices.calls_of:
         found = _alone(choices, unit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -118,23 +118,64 @@ def all_plans(
     units = list(dict.fromkeys(call.unit for call in calls))
     found: list[Best] = []
     for groups in set_partitions(units):
-        group_of = {unit: k for k, group in enumerate(groups) for unit in group}
         for meshes in divisions(cluster, len(groups)):
-            per_group = [
-                choices(calls, table, group, mesh, everything=everything)
-                for group, mesh in zip(groups, meshes, strict=True)
-            ]
-            times: list[float] = []
-            for chosen in product(*per_group):
-                durations_s: dict[str, float] = {}
-                for options in chosen:
-                    for option in options:
-                        durations_s |= option.durations_s
-                times.append(period(calls, group_of, durations_s, max_lag))
-            if times:
+            least_s = _least_s(calls, table, groups, meshes, max_lag, everything=everything)
+            if least_s is not None:
                 key = frozenset(
                     (frozenset(group), kinds_of(mesh))
                     for group, mesh in zip(groups, meshes, strict=True)
                 )
-                found.append(Best(key, min(times)))
+                found.append(Best(key, least_s))
     return sorted(found, key=lambda best: best.step_time_s)
+
+
+def _least_s(
+    calls: tuple[CallNode, ...], table: OptionTable, groups: Sequence[Sequence[str]],
+    meshes: Sequence[Mesh], max_lag: int, *, everything: bool = False
+) -> float | None:  # fmt: skip
+    """The least time over all options; None if nothing fits."""
+    group_of = {unit: k for k, group in enumerate(groups) for unit in group}
+    per_group = [
+        choices(calls, table, group, mesh, everything=everything)
+        for group, mesh in zip(groups, meshes, strict=True)
+    ]
+    times: list[float] = []
+    for chosen in product(*per_group):
+        durations_s: dict[str, float] = {}
+        for options in chosen:
+            for option in options:
+                durations_s |= option.durations_s
+        times.append(period(calls, group_of, durations_s, max_lag))
+    return min(times, default=None)
+
+
+def least_with_devices(
+    calls: tuple[CallNode, ...], table: OptionTable, cluster: ClusterSpec, max_lag: int,
+    devices: Mapping[str, Sequence[int]],
+) -> float | None:  # fmt: skip
+    """The least time when some units must have just these devices; device by device."""
+    units = list(dict.fromkeys(call.unit for call in calls))
+    node_of = [cluster.node_of(d) for d in range(cluster.num_devices)]
+    group_of_node = [k for k, g in enumerate(cluster.node_groups) for _ in range(g.num_nodes)]
+    least_s: float | None = None
+    for groups in set_partitions(units):
+        number = {unit: k for k, group in enumerate(groups) for unit in group}
+        for owner in product(range(len(groups)), repeat=cluster.num_devices):
+            held = [{d for d, k in enumerate(owner) if k == g} for g in range(len(groups))]
+            if any(held[number[unit]] != set(ids) for unit, ids in devices.items()):
+                continue
+            meshes: list[Mesh] = []
+            for ids in held:
+                nodes = {node_of[d] for d in ids}
+                whole = len(ids) == sum(node in nodes for node in node_of)
+                if not ids or not (whole or len(nodes) == 1):
+                    break
+                totals = [0] * len(cluster.node_groups)
+                for d in ids:
+                    totals[group_of_node[node_of[d]]] += 1
+                meshes.append(Mesh(cluster, tuple(totals)))
+            else:
+                found_s = _least_s(calls, table, groups, meshes, max_lag)
+                if found_s is not None and (least_s is None or found_s < least_s):
+                    least_s = found_s
+    return least_s

@@ -5,18 +5,22 @@ verifier and answers `{"ready": true}` or `{"fatal": traceback}`. Then each line
 arguments, answered by `{"score": number}` or `{"error": traceback}`. Nothing is ever unpickled.
 
 The verifier has the main thread, so signal handlers work in it. Another thread reads the input and
-ends the process, and what it has started, when the input closes: a parent that dies, however it
-dies, leaves nothing behind. Standard output of the verifier goes to standard error; the messages
-have a descriptor of their own.
+ends the process, and what it has started, when the input closes. That thread cannot run while the
+verifier is in a C call that keeps Python's lock, so on Linux the kernel does the same when the
+parent's end of a second pipe closes (its read end is the script's argument): a parent that dies,
+however it dies, leaves nothing behind. Standard output of the verifier goes to standard error; the
+messages have a descriptor of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import queue
+import select
 import signal
 import sys
 import threading
@@ -29,6 +33,7 @@ from typing import Any, TextIO
 
 def main() -> None:
     """Serve calls until the input closes."""
+    _end_with_parent(int(sys.argv[1]))
     with contextlib.suppress(OSError):  # only Linux has it
         # If memory runs out, this process is the one to go, not the trainer.
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -47,6 +52,19 @@ def main() -> None:
     _reply(replies, {"ready": True})
     while True:
         _reply(replies, _verdict(verify, json.loads(lines.get())))
+
+
+def _end_with_parent(lifeline: int) -> None:
+    """Have the kernel kill this process group once nobody holds the pipe's other end."""
+    if os.getpgrp() != os.getpid() or not hasattr(fcntl, "F_SETSIG"):  # only Linux has it
+        return
+    os.set_inheritable(lifeline, False)
+    # Nothing is ever written to the pipe, so the only event to signal is that it was closed.
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # closed before the kernel was asked
+        os.killpg(0, signal.SIGKILL)
 
 
 def _read(lines: queue.SimpleQueue[str]) -> None:

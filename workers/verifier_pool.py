@@ -217,13 +217,16 @@ class _Child:
     def __init__(self, spec: VerifierSpec, start_limit_s: float) -> None:
         # -P: the script's own folder must not stand on the path, where it would hide top-level
         # modules. Threads of numerical libraries are of no use to one small call at a time.
+        lifeline, self._lifeline = os.pipe()  # closed by the system if this process is killed
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(_CHILD)],
+            [sys.executable, "-P", str(_CHILD), str(lifeline)],
+            pass_fds=[lifeline],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
         )
+        os.close(lifeline)
         assert self.process.stdout is not None
         self.replies = self.process.stdout
         self.ready = False
@@ -271,6 +274,7 @@ class _Child:
         with contextlib.suppress(BrokenPipeError):  # a message it never read
             self.process.stdin.close()
         self.replies.close()
+        os.close(self._lifeline)
 
 
 def _stop_all(children: list[_Child]) -> None:

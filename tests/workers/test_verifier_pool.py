@@ -19,7 +19,7 @@ from penstock.workers.task import VerifierSpec
 from penstock.workers.verifier_pool import Outcome, VerifierPool
 
 REWARD = """
-import os, signal, subprocess, sys, time
+import ctypes, os, signal, subprocess, sys, time
 
 def make():
     return act
@@ -34,6 +34,9 @@ def act(what, value=None):
         subprocess.Popen([sys.executable, "-c", f"import time; {value!r}; time.sleep(600)"])
         while True:
             pass
+    if what == "spawn and hold the lock":
+        subprocess.Popen([sys.executable, "-c", f"import time; {value!r}; time.sleep(600)"])
+        ctypes.PyDLL(None).sleep(600)
     if what == "raise":
         raise ValueError(value)
     if what == "exit":
@@ -208,20 +211,44 @@ def test_a_forgotten_pool_ends_its_processes(make_pool: MakePool, tmp_path: Path
     assert not any(psutil.pid_exists(pid) for pid in ids)
 
 
-def test_a_killed_parent_leaves_nothing_running(make_pool: MakePool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "what",
+    [
+        "loop",
+        "spawn and loop",
+        pytest.param(
+            "spawn and hold the lock",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="only Linux can end it"),
+        ),
+    ],
+)
+def test_a_killed_parent_leaves_nothing_running(
+    make_pool: MakePool, tmp_path: Path, what: str
+) -> None:
+    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "from penstock.workers.task import VerifierSpec\n"
         "from penstock.workers.verifier_pool import VerifierPool\n"
         "pool = VerifierPool(VerifierSpec(factory='pool_reward:make', arguments={}), "
         "num_processes=1, time_limit_s=600)\n"
-        "pool.run([('return', 1)])\nprint(pool.process_ids[0], flush=True)\npool.run([('loop',)])"
+        "pool.run([('return', 1)])\nprint(pool.process_ids[0], flush=True)\n"
+        f"pool.run([({what!r}, {mark!r})])"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
+        until = time.monotonic() + 20
+        while len(_with_mark(mark)) < (1 if what == "loop" else 2):  # the parent is one of them
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        time.sleep(0.2)  # for the call to be under way
         parent.kill()
     child.wait(timeout=20)
+    until = time.monotonic() + 20
+    while _with_mark(mark):
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_numbers_out_of_range_are_refused() -> None:

@@ -24,8 +24,8 @@ class ProfileConfig(Section):
     """Devices; by default one per CUDA device, or one per core up to eight."""
     num_threads: AtLeastOne | None = None
     """Torch threads of each rank; by default the cores are shared out."""
-    executor: Literal["ray", "in_process"] = "ray"
-    """With what the cost of a call is measured."""
+    dispatch: Literal["ray", "in_process"] = "ray"
+    """The executor with which the cost of a call is measured."""
     widths: Annotated[list[AtLeastOne], Field(min_length=1)] | None = None
     """Hidden sizes of the models that are timed; by default 64 to 512, or 512 to 4096 on CUDA."""
     rows: AtLeastOne = 16

@@ -29,6 +29,7 @@ def key_reference() -> str:
     from ..workers.file_task import FileTaskSpec
     from ..workers.reasoning_task import ReasoningTaskSpec
     from .plan_schema import ClusterConfig, PlanOptions, WorkloadConfig
+    from .profile_schema import ProfileConfig
     from .schema import RunConfig
 
     owners: dict[type, str] = {}
@@ -44,6 +45,7 @@ def key_reference() -> str:
         (ClusterConfig, "cluster"),
         (WorkloadConfig, "workload"),
         (PlanOptions, "plan"),
+        (ProfileConfig, "penstock profile"),
     ):
         for found, where in _below(kind, at):
             owners.setdefault(found, where)

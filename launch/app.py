@@ -43,7 +43,7 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
     """Run `task` on the composed configuration, once or, with `--multirun`, once per combination.
 
     Args:
-        command: Name of the primary config: "run", "graph" or "plan".
+        command: Name of the primary config: "run", "graph", "plan" or "profile".
         arguments: The words after the command.
         task: Takes the composition as plain data.
 
@@ -112,6 +112,12 @@ def _check_only(command: str, composed: Mapping[str, Any]) -> None:
         from .plan_request import plan_request
 
         plan_request(config)
+        return
+    if command == "profile":
+        from ..configs.profile_schema import ProfileConfig
+        from ..configs.validate import validated
+
+        validated(ProfileConfig, config)
         return
     from .compose import run_config
 

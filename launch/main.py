@@ -1,4 +1,4 @@
-"""The command line: `penstock run`, `penstock graph`, `penstock plan`.
+"""The command line: `penstock run`, `penstock graph`, `penstock plan`, `penstock profile`.
 
 This module finds the command, runs it, and turns whatever happens into an exit code and at most one
 message:
@@ -27,6 +27,7 @@ COMMANDS = {
     "run": "train as an algorithm, a model and a task say; or continue a run",
     "graph": "show the graph that an algorithm's step function makes",
     "plan": "say where each node should run, in which layout, and how long a step takes",
+    "profile": "measure this machine, for plans and for runs that are planned",
 }
 
 _HELP = """\
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        shown = "\n".join(f"  {name:<8}{what}" for name, what in COMMANDS.items())
+        shown = "\n".join(f"  {name:<9}{what}" for name, what in COMMANDS.items())
         print(_HELP.format(commands=shown), end="")
         return 0
     if words[0] == "--version":
@@ -93,6 +94,10 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from .plan import plan_command
 
         return plan_command
+    if name == "profile":
+        from .profile import profile_command
+
+        return profile_command
     from .run import run_command
 
     return run_command

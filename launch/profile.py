@@ -82,7 +82,7 @@ def profile(config: ProfileConfig) -> Calibration:
     ranks = _measured(config, num_ranks, threads, calls)
     notes: list[str] = []
     cluster, constants = _cluster(config.device, ranks, notes)
-    executor, call_s = _call_seconds(config.executor, threads, notes)
+    executor, call_s = _call_seconds(config.dispatch, threads, notes)
     date = datetime.date.today().isoformat()
     machine = f"{num_ranks} x {machine_name(config.device)}, {threads} thread(s) each"
     constants = constants.replaced(call_s=call_s, source=f"penstock profile, {machine}, {date}")

@@ -82,7 +82,7 @@ def test_help_lists_the_commands(penstock: Penstock) -> None:
     said = penstock("--help")
     assert said.code == 0
     assert "run     train as" in said.out
-    assert "graph   show" in said.out
+    assert "graph    show" in said.out
 
 
 def test_version(penstock: Penstock) -> None:
@@ -107,7 +107,7 @@ def test_an_unknown_command_is_refused_with_the_nearest_one(penstock: Penstock) 
     assert said.code == 2
     assert said.err == (
         "penstock: penstock has no command 'rum'; did you mean 'run'?\n"
-        "    commands are: run, graph, plan\n"
+        "    commands are: run, graph, plan, profile\n"
     )
 
 

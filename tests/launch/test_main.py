@@ -81,7 +81,7 @@ def refused(penstock: Penstock, *words: str) -> str:
 def test_help_lists_the_commands(penstock: Penstock) -> None:
     said = penstock("--help")
     assert said.code == 0
-    assert "run     train as" in said.out
+    assert "run      train as" in said.out
     assert "graph    show" in said.out
 
 

@@ -224,8 +224,8 @@ def open_run(path: Path) -> RunFolder:
     folder = RunFolder(path)
     if not folder.about.is_file():
         raise ConfigError(
-            f"'{path}' is not the folder of a run: it has no run.json; "
-            "`penstock runs` lists those there are"
+            f"'{path}' is not the folder of a run: it has no run.json\n"
+            "    give a folder that `penstock run` made, such as runs/20261121-031454-grpo-seed0"
         )
     return folder
 

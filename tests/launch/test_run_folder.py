@@ -123,8 +123,8 @@ def test_opening_what_is_no_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         open_run(tmp_path)
     assert str(caught.value) == (
-        f"'{tmp_path}' is not the folder of a run: it has no run.json; "
-        "`penstock runs` lists those there are"
+        f"'{tmp_path}' is not the folder of a run: it has no run.json\n"
+        "    give a folder that `penstock run` made, such as runs/20261121-031454-grpo-seed0"
     )
 
 

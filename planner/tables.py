@@ -267,7 +267,9 @@ class ModelTable:
         self, call: Call, layout: Layout, mesh: Mesh, with_source: bool
     ) -> Iterator[CallPlan]:
         move_s = self._load_s(call, layout, mesh)
-        if call.trained:
+        # The torch engine generates with the very weights it trains, if they are there.
+        stays = with_source and self._engine == "torch"
+        if call.trained and not stays:
             size = call.model.num_params(call.head) * call.model.dtype_bytes
             move_s += move_time(size / (layout.tp * layout.pp), mesh, self._constants)
         all_rows = rows_at_once(call, layout)

@@ -87,6 +87,10 @@ class PlanOptions(Section):
     config.json, or null for a role without a model."""
     engine: Engine = "any"
     """Which engine the layouts must suit: `any`, `torch` (data-parallel), `megatron` or `vllm`."""
+    tp_across_nodes: bool = False
+    """Whether tensor parallelism may reach over the network."""
+    max_cp: AtLeastOne = 1
+    """Most ranks that may share a sequence (context parallelism)."""
     deadline_s: Annotated[float, Field(gt=0)] | None = 60.0
     """Seconds after which the best plan so far is taken, with the gap that is left; null to wait
     for the proof."""

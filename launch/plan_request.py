@@ -48,6 +48,8 @@ class PlanRequest:
         engine: Which engine the layouts must suit.
         pins: Parts that are fixed.
         deadline_s: When to stop.
+        tp_across_nodes: Allow tensor parallelism over the network.
+        max_cp: Most ranks that share a sequence.
     """
 
     graph: Graph
@@ -60,6 +62,8 @@ class PlanRequest:
     engine: Engine
     pins: Pins
     deadline_s: float | None
+    tp_across_nodes: bool = False
+    max_cp: int = 1
 
     def plan(self) -> Plan:
         """Search.
@@ -77,6 +81,8 @@ class PlanRequest:
             engine=self.engine,
             pins=self.pins,
             deadline_s=self.deadline_s,
+            tp_across_nodes=self.tp_across_nodes,
+            max_cp=self.max_cp,
         )
 
 
@@ -120,6 +126,8 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         engine=options.engine,
         pins=pins_of(options.pins, calls_of(inputs.graph, workload, models), cluster),
         deadline_s=options.deadline_s,
+        tp_across_nodes=options.tp_across_nodes,
+        max_cp=options.max_cp,
     )
 
 

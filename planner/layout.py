@@ -102,7 +102,7 @@ def _problem(
     if tp > node_size and not tp_across_nodes:
         return (
             f"tp={tp} is more than the {node_size} devices of a node; "
-            "set tp_across_nodes to allow it"
+            "set plan.tp_across_nodes=true to allow it"
         )
     if layout.sequence_parallel and tp == 1:
         return "sequence_parallel needs tp above 1"

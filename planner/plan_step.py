@@ -41,6 +41,8 @@ def plan_step(
     engine: Engine = "any",
     pins: Pins | None = None,
     deadline_s: float | None = None,
+    tp_across_nodes: bool = False,
+    max_cp: int = 1,
 ) -> Plan:
     """The fastest plan of a step, with what it is expected to do and how sure that is.
 
@@ -54,15 +56,24 @@ def plan_step(
         engine: Which engine's layouts to use.
         pins: Parts of the plan that are fixed.
         deadline_s: Seconds after which the best plan known is returned.
+        tp_across_nodes: Allow tensor parallelism over the network.
+        max_cp: Most ranks that may share a sequence.
 
     Raises:
         PlanError: If a pin, a size or a model makes no sense, or no plan fits.
     """
     pins = pins or Pins()
     calls = calls_of(graph, workload, models)
-    _check_pins(calls, pins, cluster)
+    _check_pins(calls, pins, cluster, tp_across_nodes)
     nodes = call_nodes(calls)
-    table = ModelTable(calls, constants, engine=engine, pins=pins.layouts)
+    table = ModelTable(
+        calls,
+        constants,
+        engine=engine,
+        max_cp=max_cp,
+        tp_across_nodes=tp_across_nodes,
+        pins=pins.layouts,
+    )
     try:
         found = search(nodes, table, cluster, max_lag=max_lag, pins=pins, deadline_s=deadline_s)
     except PlanError as error:
@@ -70,7 +81,9 @@ def plan_step(
     return _Writer(graph, calls, nodes, table, cluster, found).plan(workload, constants)
 
 
-def _check_pins(calls: Sequence[Call], pins: Pins, cluster: ClusterSpec) -> None:
+def _check_pins(
+    calls: Sequence[Call], pins: Pins, cluster: ClusterSpec, tp_across_nodes: bool
+) -> None:
     named = {call.name: call for call in calls}
     node_size = max(group.devices_per_node for group in cluster.node_groups)
     for name, fields in pins.layouts.items():
@@ -79,7 +92,13 @@ def _check_pins(calls: Sequence[Call], pins: Pins, cluster: ClusterSpec) -> None
                 f"pin layouts names call '{name}'; the step's calls are {', '.join(named)}"
             )
         layout = Layout.model_validate(dict(fields))
-        check_layout(layout, named[name].model, node_size=node_size, where=f"pin layouts.{name}")
+        check_layout(
+            layout,
+            named[name].model,
+            node_size=node_size,
+            tp_across_nodes=tp_across_nodes,
+            where=f"pin layouts.{name}",
+        )
 
 
 @dataclass(frozen=True)

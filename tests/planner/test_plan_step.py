@@ -180,7 +180,7 @@ def test_what_fits_nowhere_is_refused_with_the_ledger_and_a_way_out() -> None:
         (
             {"actor.train": {"tp": 16}},
             "pin layouts.actor.train: tp=16 is more than the 8 devices of a node; set "
-            "tp_across_nodes to allow it (model 'llama-1b')",
+            "plan.tp_across_nodes=true to allow it (model 'llama-1b')",
         ),
         (
             {"actor.trian": {"tp": 2}},

@@ -133,14 +133,18 @@ class Run:
         self._waited_s = 0.0
         self._bytes_before = executor.controller_bytes
         self._point = read_resume_point(checkpoints, self._graph, seed) if checkpoints else None
-        self.scheduler = Scheduler(
-            self._flow,
-            schedule,
-            num_steps,
-            checkpoint_every=checkpoint_every,
-            resume=self._point.state if self._point else None,
-            one_at_a_time=executor.one_at_a_time,
-        )
+        try:
+            self.scheduler = Scheduler(
+                self._flow,
+                schedule,
+                num_steps,
+                checkpoint_every=checkpoint_every,
+                resume=self._point.state if self._point else None,
+                one_at_a_time=executor.one_at_a_time,
+            )
+        except ValueError as error:
+            where = f"{self._point.folder}: " if self._point else ""
+            raise ConfigError(f"{where}{error}") from error
 
     def steps(self) -> Generator[StepResult]:
         """Bring the workers to where the run begins, then yield steps as they complete."""

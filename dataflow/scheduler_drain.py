@@ -93,7 +93,9 @@ class Checkpoints:
         Raises:
             ValueError: Something is.
         """
-        left = self._undone(steps, self._first_step) if self._first_step else []
+        nodes = {node.name: node for node in self._index.flow.nodes}
+        undone = self._undone(steps, self._first_step) if self._first_step else []
+        left = [task for task in undone if nodes[task.node].reads]
         if left:
             raise ValueError(
                 f"cannot resume at step {self._first_step}: '{left[0]}' reads weights older than "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.ppo import PPO, ppo_step
+from penstock.algorithms.reference_grpo import ReferenceGRPO, reference_grpo_step
 from penstock.algorithms.reward_modelling import RewardModelling, reward_modelling_step
 from penstock.algorithms.roles import Reward, Sampling
 from penstock.algorithms.sft import SFT, sft_step
@@ -97,7 +98,7 @@ def model() -> ModelSpec:
 
 
 def make(name: str, *, seed: int = 0) -> Run:
-    """The run of "sft", "reward_modelling", "grpo" or "ppo"."""
+    """The run of one of `NAMES`."""
     task, tokenizer = TASK.build(), TOKENIZER.build()
     eos, optimizer = tokenizer.eos_id, OptimizerSpec(lr=1e-3)
     actor = TorchPolicySpec(model=model(), eos_token_id=eos, optimizer=optimizer)
@@ -115,14 +116,19 @@ def make(name: str, *, seed: int = 0) -> Run:
     if name == "grpo":
         cfg = GRPO(sampling=Sampling(num_samples=4, max_new_tokens=6))
         return Run(grpo_step, cfg, prompts, {"actor": actor, "reward": LengthRewardSpec()})
+    ref = TorchPolicySpec(model=model(), eos_token_id=eos)
+    if name == "reference_grpo":
+        cfg = ReferenceGRPO(sampling=Sampling(num_samples=4, max_new_tokens=6), num_minibatches=2)
+        judged = {"actor": actor, "ref": ref, "reward": LengthRewardSpec()}
+        return Run(reference_grpo_step, cfg, prompts, judged)
     workers: dict[str, WorkerSpec] = {
         "actor": actor,
         "critic": TorchValueSpec(model=model(), optimizer=optimizer),
-        "ref": TorchPolicySpec(model=model(), eos_token_id=eos),
+        "ref": ref,
         "reward": rule,
     }
     cfg = PPO(sampling=Sampling(max_new_tokens=6), epochs=2, num_minibatches=2)
     return Run(ppo_step, cfg, prompts, workers, ("actor", "critic"))
 
 
-NAMES = ("sft", "reward_modelling", "grpo", "ppo")
+NAMES = ("sft", "reward_modelling", "grpo", "reference_grpo", "ppo")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -89,17 +88,15 @@ def test_version(penstock: Penstock) -> None:
     assert penstock("--version").out == "penstock 0.1.0\n"
 
 
-def test_help_is_quick_and_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from penstock.launch.main import main; main(['--help']); "
         "print(sorted({'torch', 'transformers', 'hydra', 'pydantic', 'ray'} & set(sys.modules)))"
     )
-    started_s = time.process_time()
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert ran.stdout.splitlines()[-1] == "[]"
-    assert time.process_time() - started_s < 5
 
 
 def test_an_unknown_command_is_refused_with_the_nearest_one(penstock: Penstock) -> None:

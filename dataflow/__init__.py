@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from .record import build, op
     from .role import Loss, LossSum, Metric, Role, call
     from .schedule import Schedule
-    from .worker import Trainable, WorkerContext, WorkerSpec
+    from .worker import Closable, Trainable, WorkerContext, WorkerSpec
 
 __all__ = [
     "Axis",
     "Behavior",
+    "Closable",
     "ConfigError",
     "DeviceGroup",
     "Engine",
@@ -86,7 +87,7 @@ _MODULES = {
     "record": ("build", "op"),
     "role": ("Loss", "LossSum", "Metric", "Role", "call"),
     "schedule": ("Schedule",),
-    "worker": ("Trainable", "WorkerContext", "WorkerSpec"),
+    "worker": ("Closable", "Trainable", "WorkerContext", "WorkerSpec"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

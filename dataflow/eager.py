@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 from .context import step_scope
-from .engine import Source
 from .errors import ConfigError
 from .executor import build_role
 from .role import Role
-from .worker import WorkerContext, WorkerSpec
+from .source import Source
+from .worker import WorkerContext, WorkerSpec, close_workers
 
 __all__ = ["run_eagerly"]
 
@@ -43,18 +43,26 @@ def run_eagerly(
     Raises:
         ConfigError: If a parameter is given by nobody.
     """
-    roles = {
-        name: build_role(name, worker, WorkerContext(name, seed))
-        for name, worker in workers.items()
-    }
-    given = roles.keys() | sources.keys() | constants.keys()
+    built: list[Role] = []
+    try:
+        roles: dict[str, Role] = {}
+        for name, worker in workers.items():
+            roles[name] = build_role(name, worker, WorkerContext(name, seed))
+            if roles[name] is not worker:
+                built.append(roles[name])
+        _check_given(step, roles.keys() | sources.keys() | constants.keys())
+        for index in range(num_steps):
+            tables = {name: source.batch(index) for name, source in sources.items()}
+            with step_scope(index):
+                yield step(**tables, **roles, **constants)
+    finally:
+        close_workers(built)
+
+
+def _check_given(step: Callable[..., Any], given: Set[str]) -> None:
     for parameter in inspect.signature(step).parameters.values():
         if parameter.name not in given and parameter.default is inspect.Parameter.empty:
             raise ConfigError(
                 f"'{step.__name__}' has a parameter '{parameter.name}' that nobody provides; give "
                 "it as a source, a worker or a keyword"
             )
-    for index in range(num_steps):
-        tables = {name: source.batch(index) for name, source in sources.items()}
-        with step_scope(index):
-            yield step(**tables, **roles, **constants)

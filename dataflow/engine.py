@@ -77,13 +77,25 @@ class Engine:
         self._started = False
 
     def start(self) -> None:
-        """Build the workers; `run` and `ask` do it if nobody did."""
+        """Build the workers; `run` and `ask` do it if nobody did.
+
+        Raises:
+            ConfigError: If a worker cannot be built from what was configured.
+            PlanError: If the executor cannot provide the groups.
+            WorkerError: If a worker process fails or is not ready in time.
+        """
         if not self._started:
-            self.executor.start(self.programs, self._workers, self.seed, self.schedule.deadline_s)
+            try:
+                self.executor.start(
+                    self.programs, self._workers, self.seed, self.schedule.deadline_s
+                )
+            except BaseException:
+                self.executor.stop()
+                raise
             self._started = True
 
     def close(self) -> None:
-        """End all worker processes; idempotent."""
+        """Close the workers that were built here and end all worker processes; idempotent."""
         self._desk.close()
         self.executor.stop()
         self._desk = Desk(self.executor)

@@ -18,7 +18,7 @@ from .host import Host
 from .placement import Placement
 from .role import Role
 from .work import Handle, Part, Report, Work
-from .worker import WorkerContext, WorkerSpec
+from .worker import WorkerContext, WorkerSpec, close_workers
 
 __all__ = ["Completion", "Executor", "InProcess", "Program", "build_role", "check_workers"]
 
@@ -71,7 +71,7 @@ class Executor(Protocol):
         seed: int,
         deadline_s: float,
     ) -> None:
-        """Build every group's roles.
+        """Build every group's roles. If that fails, `stop` ends what was started.
 
         Raises:
             PlanError: If the groups cannot be provided.
@@ -95,7 +95,7 @@ class Executor(Protocol):
         ...
 
     def stop(self) -> None:
-        """End all worker processes; idempotent."""
+        """Close the workers that were built from specs, end all worker processes; idempotent."""
         ...
 
     @property
@@ -127,6 +127,7 @@ class InProcess:
 
     def __init__(self) -> None:
         self._hosts: dict[tuple[str, str], Host] = {}
+        self._built: list[Role] = []
         self._queue: deque[tuple[int, str, str, Work]] = deque()
         self._deadline_s = 0.0
 
@@ -151,13 +152,19 @@ class InProcess:
                 for role in hosted:
                     if (group.name, role) not in roles:
                         context = WorkerContext(role, seed, device=group.device)
-                        roles[group.name, role] = build_role(role, workers[role], context)
+                        roles[group.name, role] = self._build(role, workers[role], context)
                 self._hosts[key, group.name] = Host(
                     program.graph,
                     {role: roles[group.name, role] for role in hosted},
                     program.placement.num_chunks,
                     fetch=lambda handle: handle,
                 )
+
+    def _build(self, name: str, worker: WorkerSpec | Role, context: WorkerContext) -> Role:
+        role = build_role(name, worker, context)
+        if role is not worker:
+            self._built.append(role)
+        return role
 
     def role(self, group: str, role: str) -> Role:
         """The live worker of a role, to look at under a debugger or after a run."""
@@ -195,6 +202,8 @@ class InProcess:
         """See `Executor.stop`."""
         self._queue.clear()
         self._hosts.clear()
+        built, self._built = self._built, []
+        close_workers(built)
 
     @property
     def controller_bytes(self) -> int:

@@ -1,21 +1,37 @@
 """What the engine needs of the things that run roles, and nothing about how they do it.
 
 A role of a run is given either as a live object that implements its contract (in-process only) or
-as a `WorkerSpec`: picklable data that builds such an object where it is to live.
+as a `WorkerSpec`: picklable data that builds such an object where it is to live. What was built
+from a spec is closed by who had it built; a live object is its owner's to close.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from .deadline import DeadlineExceeded, deadline
 from .role import Metric, Role
 
-__all__ = ["Trainable", "WorkerContext", "WorkerSpec", "drain_metrics"]
+__all__ = [
+    "CLOSE_S",
+    "Closable",
+    "Trainable",
+    "WorkerContext",
+    "WorkerSpec",
+    "close_workers",
+    "drain_metrics",
+]
+
+CLOSE_S = 5.0
+"""Seconds a worker may take to close."""
+
+_LOG = logging.getLogger("penstock.worker")
 
 
 @dataclass(frozen=True)
@@ -69,6 +85,30 @@ class Trainable(Protocol):
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote, bit for bit."""
         ...
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """A worker that holds more than memory: processes, files, connections. Optional."""
+
+    def close(self) -> None:
+        """Give it all back, within `CLOSE_S`; nothing is asked of the worker afterwards."""
+        ...
+
+
+def close_workers(workers: Iterable[object]) -> None:
+    """Close those that can be closed.
+
+    One that fails, or that takes too long where that can be noticed, does not keep the others from
+    being closed: it is logged with its traceback.
+    """
+    for worker in workers:
+        if isinstance(worker, Closable):
+            try:
+                with deadline(CLOSE_S):
+                    worker.close()
+            except (Exception, DeadlineExceeded):
+                _LOG.exception("closing a %s failed", type(worker).__name__)
 
 
 def drain_metrics(worker: object) -> dict[str, Metric]:

@@ -7,8 +7,10 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from penstock.dataflow import worker
+from penstock.dataflow.eager import run_eagerly
 from penstock.dataflow.engine import Engine, StepResult
-from penstock.dataflow.errors import WorkerError
+from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.executor import InProcess
 from penstock.dataflow.graph import Graph
 from penstock.dataflow.placement import Placement, one_group
@@ -141,3 +143,84 @@ def test_the_time_that_the_taker_of_the_steps_needs_does_not_count() -> None:
         for step in engine.run(SOURCES, 3):
             if step.step == 0:
                 time.sleep(1)
+
+
+# --- what is left afterwards
+
+
+@dataclass(frozen=True)
+class ClosingSpec:
+    """Builds counters that say when they are closed; or fails to build or to close."""
+
+    closed: list[str]
+    fail: str = ""
+
+    def build(self, context: WorkerContext) -> Counter:
+        if self.fail == "build":
+            raise ConfigError("on purpose")
+        return Closing(context.role, self.closed, self.fail)
+
+
+class Closing(Counter):
+    def __init__(self, name: str, closed: list[str], fail: str = "") -> None:
+        super().__init__()
+        self.name, self.closed, self.fail = name, closed, fail
+
+    def close(self) -> None:
+        if self.fail == "close":
+            raise ZeroDivisionError("on purpose")
+        if self.fail == "hang":
+            time.sleep(60)
+        self.closed.append(self.name)
+
+
+def four_workers(closed: list[str], **fail: str) -> dict[str, ClosingSpec]:
+    return {role: ClosingSpec(closed, fail.get(role, "")) for role in FOUR.roles}
+
+
+def test_workers_built_here_are_closed_once_and_built_anew_for_the_next_start() -> None:
+    closed: list[str] = []
+    engine = Engine(FOUR, ON_FOUR_GROUPS, workers=four_workers(closed))
+    for times in (1, 2):
+        with engine:
+            list(engine.run(SOURCES, 1))
+            assert closed == ["a", "b", "c", "d"] * (times - 1)
+        assert closed == ["a", "b", "c", "d"] * times
+    engine.close()
+    assert len(closed) == 8
+
+
+def test_a_live_worker_is_its_owner_s_to_close() -> None:
+    closed: list[str] = []
+    with Engine(COUNT, one_group(COUNT), workers={"model": Closing("live", closed)}) as engine:
+        list(engine.run(SOURCES, 1))
+    assert closed == []
+
+
+def test_if_a_worker_cannot_be_built_those_before_it_are_closed() -> None:
+    closed: list[str] = []
+    engine = Engine(FOUR, ON_FOUR_GROUPS, workers=four_workers(closed, c="build"))
+    with pytest.raises(ConfigError, match="on purpose"):
+        engine.start()
+    assert closed == ["a", "b"]
+
+
+def test_a_worker_that_fails_to_close_does_not_keep_the_others_open(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker, "CLOSE_S", 0.2)
+    closed: list[str] = []
+    with Engine(FOUR, ON_FOUR_GROUPS, workers=four_workers(closed, a="close", b="hang")):
+        pass
+    assert closed == ["c", "d"]
+    assert [record.getMessage() for record in caplog.records] == ["closing a Closing failed"] * 2
+    assert "ZeroDivisionError: on purpose" in caplog.text
+
+
+def test_a_step_function_called_by_hand_closes_what_was_built_for_it() -> None:
+    closed: list[str] = []
+    steps = run_eagerly(four_samples_step, SOURCES, 2, workers=four_workers(closed))
+    next(steps)
+    assert closed == []
+    list(steps)
+    assert closed == ["a", "b", "c", "d"]

@@ -73,7 +73,8 @@ class AdamW:
     """Optimizer of a `FlatParameters`.
 
     Weights in bfloat16 are stepped through a float32 master copy: a bfloat16 weight cannot hold an
-    update smaller than 1/256 of itself.
+    update smaller than 1/256 of itself. Moments and master copy are made by the first step, so a
+    replica that only generates has none.
 
     Attributes:
         steps: Optimizer steps taken.
@@ -83,10 +84,17 @@ class AdamW:
         self._flat = flat
         self._spec = spec
         self.steps = 0
-        self._first = torch.zeros_like(flat.data, dtype=torch.float32)
-        self._second = torch.zeros_like(self._first)
-        exact = flat.data.dtype == torch.float32
-        self._master = flat.data if exact else flat.data.float()
+        self._buffers: dict[str, Tensor] = {}
+
+    def _allocated(self) -> dict[str, Tensor]:
+        """Buffers "first" and "second", and "master" unless the weights themselves are float32."""
+        if not self._buffers:
+            data = self._flat.data
+            for moment in ("first", "second"):
+                self._buffers[moment] = torch.zeros_like(data, dtype=torch.float32)
+            if data.dtype != torch.float32:
+                self._buffers["master"] = data.float()
+        return self._buffers
 
     def step(self, grad: Tensor, lr: float) -> float:
         """Clip `grad` in place, take one step, return its norm before clipping.
@@ -108,32 +116,31 @@ class AdamW:
         if 0 < spec.max_grad_norm < norm:
             grad.mul_(spec.max_grad_norm / norm)
         self.steps += 1
+        buffers, data = self._allocated(), self._flat.data
+        first, second, master = buffers["first"], buffers["second"], buffers.get("master", data)
         beta1, beta2 = spec.betas
         with torch.no_grad():
-            self._first.lerp_(grad, 1 - beta1)
-            self._second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            first.lerp_(grad, 1 - beta1)
+            second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             scale = math.sqrt(1 - beta2**self.steps)
-            denominator = self._second.sqrt().div_(scale).add_(spec.eps)
+            denominator = second.sqrt().div_(scale).add_(spec.eps)
             if spec.weight_decay:
-                self._master.mul_(1 - lr * spec.weight_decay)
-            self._master.addcdiv_(self._first, denominator, value=-lr / (1 - beta1**self.steps))
-            if self._master is not self._flat.data:
-                self._flat.data.copy_(self._master)
+                master.mul_(1 - lr * spec.weight_decay)
+            master.addcdiv_(first, denominator, value=-lr / (1 - beta1**self.steps))
+            if master is not data:
+                data.copy_(master)
         return norm
 
     def refresh(self) -> None:
         """Take over weights that were loaded from outside."""
-        if self._master is not self._flat.data:
-            self._master.copy_(self._flat.data)
+        if "master" in self._buffers:
+            self._buffers["master"].copy_(self._flat.data)
 
     def state(self) -> dict[str, Tensor]:
-        """Moments (and master weights, if any) by parameter name."""
-        buffers = {"first": self._first, "second": self._second}
-        if self._master is not self._flat.data:
-            buffers["master"] = self._master
+        """Moments (and master weights, if any) by parameter name; empty before the first step."""
         return {
             f"{kind}/{name}": tensor
-            for kind, buffer in buffers.items()
+            for kind, buffer in self._buffers.items()
             for name, tensor in self._flat.named(buffer).items()
         }
 
@@ -143,10 +150,8 @@ class AdamW:
         Raises:
             ValueError: If the tensors do not fit this model.
         """
-        buffers = {"first": self._first, "second": self._second}
-        if self._master is not self._flat.data:
-            buffers["master"] = self._master
-        for kind, buffer in buffers.items():
+        self._buffers.clear()
+        for kind, buffer in (self._allocated() if steps else self._buffers).items():
             part = {
                 n.removeprefix(f"{kind}/"): t for n, t in state.items() if n.startswith(f"{kind}/")
             }

@@ -86,3 +86,15 @@ def test_a_falling_schedule_needs_its_length():
 def test_options_out_of_range(name: str, value: Any):
     with pytest.raises(ValueError, match=f"^{name} is {re.escape(str(value))}; expected "):
         OptimizerSpec(**{name: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_that_takes_no_step_holds_nothing(dtype: torch.dtype):
+    flat = FlatParameters(nn.Linear(4, 4).to(dtype))
+    optimizer = AdamW(flat, OptimizerSpec())
+    optimizer.refresh()
+    assert optimizer.state() == {}
+    optimizer.load_state({}, 0)
+    optimizer.step(torch.ones_like(flat.data, dtype=torch.float32), 0.1)
+    kinds = {"first", "second"} if dtype == torch.float32 else {"first", "second", "master"}
+    assert set(optimizer.state()) == {f"{kind}/{name}" for kind in kinds for name in flat.names}

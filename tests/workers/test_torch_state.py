@@ -31,12 +31,17 @@ def train(policy: TorchPolicy, steps: range) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_worker_goes_on_bit_for_bit(tmp_path: Path, dtype: str):
+@pytest.mark.parametrize("saved_after", [0, 2])
+@pytest.mark.parametrize("trained_before", [0, 1])
+def test_a_resumed_worker_goes_on_bit_for_bit(
+    tmp_path: Path, dtype: str, saved_after: int, trained_before: int
+):
     whole = make_policy(optimizer=OPTIMIZER, dtype=dtype)
-    train(whole, range(2))
+    train(whole, range(saved_after))
     whole.save_state(tmp_path)
     train(whole, range(2, 4))
     resumed = make_policy(optimizer=OPTIMIZER, dtype=dtype)
+    train(resumed, range(trained_before))
     resumed.load_state(tmp_path)
     train(resumed, range(2, 4))
     assert resumed.weights_sha256() == whole.weights_sha256()

@@ -8,7 +8,6 @@ said with its full key, what was expected, what came, and what the key means.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import types
 import typing
@@ -18,7 +17,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from ..dataflow.errors import ConfigError
+from ..dataflow.errors import ConfigError, nearest
 from .key_docs import key_docs
 
 __all__ = ["check_keys", "fields_of", "nearest_key", "validated"]
@@ -128,8 +127,7 @@ def fields_of(kind: Any) -> dict[str, Any] | None:
 
 def nearest_key(key: str, known: Iterable[str], at: str = "") -> str:
     """`; did you mean 'x'?` for a misspelt key, or nothing if no known one is near."""
-    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
-    return f"; did you mean '{_join(at, close[0])}'?" if close else ""
+    return nearest(key, known, at)
 
 
 def _is_open(kind: Any) -> bool:

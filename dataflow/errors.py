@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import linecache
 import sys
+import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +26,9 @@ __all__ = [
     "Where",
     "WorkerError",
     "caller",
+    "closest",
+    "nearest",
+    "raised_at",
 ]
 
 _OUR_FOLDER = str(Path(__file__).resolve().parent)
@@ -71,6 +77,27 @@ def caller() -> Where:
     code = frame.f_code
     line = frame.f_lineno
     return Where(code.co_filename, line, linecache.getline(code.co_filename, line).strip())
+
+
+def raised_at(error: BaseException) -> Where:
+    """Where a caught error was raised: its innermost frame, or the place that does not parse."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return Where(error.filename, error.lineno or 0, (error.text or "").strip())
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return Where(frame.filename, frame.lineno or 0, frame.line or "")
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt one is meant for, or None if none is near."""
+    return next(iter(get_close_matches(name, list(known), n=1)), None)
+
+
+def nearest(name: str, known: Iterable[str], at: str = "") -> str:
+    """`; did you mean 'at.x'?` for a misspelt name, or nothing if no known one is near."""
+    found = closest(name, known)
+    if found is None:
+        return ""
+    return f"; did you mean '{at}.{found}'?" if at else f"; did you mean '{found}'?"
 
 
 def _is_ours(filename: str) -> bool:

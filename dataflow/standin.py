@@ -8,12 +8,11 @@ misspelt name. None of it reaches torch, and none of it survives recording.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from .axes import Spec
-from .errors import FlowError, Where
+from .errors import FlowError, Where, closest
 from .graph import Ref
 from .role import CallSpec, Role, call_spec
 
@@ -30,11 +29,11 @@ __all__ = [
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` if something known is close to `name`, else a list of what is known."""
+    """`did you mean 'x'?` if something known is close to `name`, else a list of what is known."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    if close:
-        return f"did you mean '{close[0]}'?"
+    found = closest(name, names)
+    if found is not None:
+        return f"did you mean '{found}'?"
     return f"known: {', '.join(names)}" if names else "there are none"
 
 

@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ..dataflow.errors import ConfigError
+from ..dataflow.errors import ConfigError, nearest
 
 __all__ = ["chosen", "compose", "given_overrides", "hydra_app"]
 
@@ -189,8 +188,7 @@ def _unknown_option(error: MissingConfigException) -> str:
     options = [str(name) for name in error.options or ()]
     if not group or not options:
         return str(error).splitlines()[0]
-    close = get_close_matches(option, options, n=1)
-    hint = f"; did you mean '{close[0]}'?" if close else ""
+    hint = nearest(option, options)
     return f"there is no {group} '{option}'{hint}\n    {group} is one of: {', '.join(options)}"
 
 

@@ -12,7 +12,6 @@ import importlib
 import inspect
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ from pydantic import TypeAdapter
 from ..configs.schema import RunConfig
 from ..configs.validate import nearest_key, validated
 from ..dataflow.check import hints_of
-from ..dataflow.errors import ConfigError, PenstockError
+from ..dataflow.errors import ConfigError, PenstockError, raised_at
 from .data import task_spec_of
 
 __all__ = ["dumped", "load_object", "load_step", "run_config", "step_cfg"]
@@ -92,11 +91,10 @@ def _import(name: str, at: str) -> Any:
 
 
 def _import_failure(name: str, at: str, error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = frames[-1] if frames else None
-    line = f"{where.filename}:{where.lineno}\n    {where.line}" if where else name
+    where = raised_at(error)
     return (
-        f"'{at}': module '{name}' cannot be imported\n{line}\n    {type(error).__name__}: {error}"
+        f"'{at}': module '{name}' cannot be imported\n{where.file}:{where.line}\n"
+        f"    {where.source}\n    {type(error).__name__}: {error}"
     )
 
 

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from ..dataflow.errors import ConfigError, FlowError, PenstockError, PlanError
+from ..dataflow.errors import ConfigError, FlowError, PenstockError, PlanError, nearest
 
 __all__ = ["COMMANDS", "main"]
 
@@ -70,12 +70,9 @@ def _dispatch(words: list[str]) -> int:
         return complete(words)
     command, arguments = words[0], words[1:]
     if command not in COMMANDS:
-        from difflib import get_close_matches
-
-        close = get_close_matches(command, COMMANDS, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
         raise ConfigError(
-            f"penstock has no command '{command}'{hint}\n    commands are: {', '.join(COMMANDS)}"
+            f"penstock has no command '{command}'{nearest(command, COMMANDS)}\n"
+            f"    commands are: {', '.join(COMMANDS)}"
         )
     return _command(command)(arguments)
 

@@ -6,7 +6,6 @@ parsed here and only good rows are handed over. Nothing is downloaded, executed 
 
 from __future__ import annotations
 
-import difflib
 import glob
 import json
 import os
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..dataflow.errors import ConfigError
+from ..dataflow.errors import ConfigError, closest
 from .data_report import DataReport
 
 if TYPE_CHECKING:
@@ -98,8 +97,8 @@ def _set_offline() -> None:
 def _check_file(path: Path) -> None:
     if not path.exists():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, beside, n=1)
-        hint = f"; did you mean '{path.parent / close[0]}'?" if close else ""
+        found = closest(path.name, beside)
+        hint = f"; did you mean '{path.parent / found}'?" if found else ""
         raise ConfigError(
             f"there is no file '{path}'{hint}\n"
             "    give a JSONL or Parquet file, from the folder the run is started in"

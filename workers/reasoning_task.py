@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from ..dataflow.errors import ConfigError
+from ..dataflow.errors import ConfigError, nearest
 from .data_report import DataReport
-from .task import VerifierSpec, nearest
+from .task import VerifierSpec
 
 __all__ = ["ReasoningTask", "ReasoningTaskSpec", "reasoning_task_names"]
 

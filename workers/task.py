@@ -9,15 +9,14 @@ This module owns the protocol and the registry of task kinds; it reads no data.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
-from ..dataflow.errors import ConfigError
+from ..dataflow.errors import ConfigError, nearest
 from .data_report import DataReport
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "TaskSpec",
     "VerifierSpec",
     "fingerprint",
-    "nearest",
     "register_task",
     "task_alphabet",
     "task_kinds",
@@ -161,12 +159,6 @@ def task_spec(kind: str, **options: Any) -> TaskSpec:
         return spec_class(**options)
     except TypeError as error:
         raise ConfigError(f"a '{kind}' task cannot be made: {error}") from error
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for a misspelt name, or nothing if no known name is near."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def task_alphabet(task: Task) -> str:

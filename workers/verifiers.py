@@ -13,14 +13,12 @@ import importlib.util
 import inspect
 import logging
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..dataflow.errors import ConfigError
-from .task import nearest
+from ..dataflow.errors import ConfigError, nearest, raised_at
 
 __all__ = [
     "BUILT_IN",
@@ -184,8 +182,7 @@ def _module_of(path: Path) -> ModuleType:
 
 def _blame(error: Exception) -> str:
     """`at file:line: Type: text`, of the innermost frame."""
-    frames = traceback.extract_tb(error.__traceback__)
-    at = f"at {Path(frames[-1].filename).name}:{frames[-1].lineno}: "
+    at = f"at {raised_at(error).short}: "
     if isinstance(error, (ModuleNotFoundError, SyntaxError)):
         at = ""  # the text itself says which module or line
     return f"{at}{type(error).__name__}: {error}"

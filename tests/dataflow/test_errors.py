@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import runpy
+from pathlib import Path
 
 import pytest
 from penstock.dataflow.errors import (
@@ -15,6 +17,9 @@ from penstock.dataflow.errors import (
     Where,
     WorkerError,
     caller,
+    closest,
+    nearest,
+    raised_at,
 )
 
 HERE = Where("/home/someone/steps.py", 12, "roll = actor.generate(prompts.prompt)")
@@ -86,3 +91,25 @@ def test_errors_cross_processes_with_their_whole_text(error: PenstockError) -> N
     assert type(copy) is type(error)
     assert copy.__dict__ == error.__dict__
     assert str(copy) == str(error)
+
+
+def test_the_closest_known_name_is_offered() -> None:
+    assert closest("chian", ["sum", "chain"]) == "chain"
+    assert closest("zzz", ["chain", "sum"]) is None
+    assert nearest("chian", ["chain", "sum"]) == "; did you mean 'chain'?"
+    assert nearest("chian", ["chain"], at="task") == "; did you mean 'task.chain'?"
+    assert nearest("zzz", ["chain", "sum"], at="task") == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "source"),
+    [("import math\nx = 1 / 0\n", 2, "x = 1 / 0"), ("x = 1\n\nif x\n", 3, "if x")],
+)
+def test_an_error_tells_where_it_was_raised(
+    tmp_path: Path, code: str, line: int, source: str
+) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(code)
+    with pytest.raises((ZeroDivisionError, SyntaxError)) as caught:
+        runpy.run_path(str(file))
+    assert raised_at(caught.value) == Where(str(file), line, source)

@@ -234,6 +234,12 @@ def test_a_step_module_that_cannot_be_imported(penstock: Penstock, tmp_path: Pat
     assert "broken_step.py:2\n    x = 1 / 0\n    ZeroDivisionError: division by zero" in said
 
 
+def test_a_step_module_that_does_not_parse(penstock: Penstock, tmp_path: Path) -> None:
+    (tmp_path / "half_step.py").write_text("def step(:\n")
+    said = refused(penstock, "algorithm.step=half_step:step")
+    assert "half_step.py:1\n    def step(:\n    SyntaxError: " in said
+
+
 def test_a_batch_that_does_not_divide_into_minibatches(penstock: Penstock) -> None:
     said = refused(
         penstock,

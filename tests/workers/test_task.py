@@ -10,7 +10,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.file_task import FileTaskSpec
 from penstock.workers.reasoning_task import ReasoningTaskSpec
-from penstock.workers.task import nearest, register_task, task_kinds, task_spec
+from penstock.workers.task import register_task, task_kinds, task_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,6 @@ def test_errors() -> None:
     )
     with pytest.raises(ConfigError, match="a 'file' task cannot be made: .*'path'"):
         task_spec("file")
-
-
-def test_nearest() -> None:
-    assert nearest("chian", ["chain", "sum"]) == "; did you mean 'chain'?"
-    assert nearest("zzz", ["chain", "sum"]) == ""
 
 
 def test_importing_is_free() -> None:

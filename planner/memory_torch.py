@@ -66,19 +66,18 @@ def torch_engine_peak(
 def torch_resident_parts(call: Call, *, trains: bool = True) -> Parts:
     """What a worker holds between calls, whole on every rank.
 
-    Weights; for a trained role Adam's moments too, and gradients from its first train call on.
+    Weights; from its first train call on gradients and Adam's moments too.
 
     Args:
         call: Any call of the role.
         trains: Whether this worker is the one that trains, not a copy that only generates.
     """
     params, size = call.model.num_params(call.head), call.model.dtype_bytes
-    if not call.trained:
+    if not (call.trained and trains):
         return Parts(weights=params * size)
     # Weights of 16 bits have a float32 master copy.
     moments = params * _FLOAT * (2 if size == _FLOAT else 3)
-    gradients = params * size if trains else 0
-    return Parts(weights=params * size, gradients=gradients, optimizer=moments)
+    return Parts(weights=params * size, gradients=params * size, optimizer=moments)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -126,26 +125,28 @@ class _Pack(NamedTuple):
 
 
 def _micro_batches(call: Call, num_rows: int, max_tokens: int) -> list[list[_Row]]:
-    """Micro-batches of one minibatch, of lengths spread as the call says; some hundred rows."""
+    """Micro-batches as they come up over many minibatches, of lengths spread as the call says."""
     kept = call.passes / call.updates if call.kind == "train" else 1.0
-    enough = max(_SIMULATED, 4 * int(max_tokens / call.tokens_mean))
-    if len(call.prompt.tokens) == len(call.response.tokens) == 1 and kept == 1:
-        enough = max(1, max_tokens // call.tokens_longest)
-    count = min(num_rows, math.ceil(enough / kept))
-    random = Random(0)
     group = call.samples_per_prompt
+    most = max(1, math.ceil(num_rows * kept))
+    enough = max(_SIMULATED, 4 * min(most, int(max_tokens / call.tokens_mean)))
+    if len(call.prompt.tokens) == len(call.response.tokens) == group == 1:
+        enough = min(most, max(1, max_tokens // call.tokens_longest))  # all are alike
+        kept = 1.0
+    count = math.ceil(enough / kept)
+    random = Random(0)
     prompts = _spread(call.prompt, -(-count // group), random)
     rows = [
         _Row(at // group, prompts[at // group], response)
         for at, response in enumerate(_spread(call.response, count, random))
     ]
     # A minibatch is a random choice of rows, in their order.
-    chosen = sorted(random.sample(range(count), max(1, round(count * kept))))
+    chosen = sorted(random.sample(range(count), enough)) if kept < 1 else range(count)
     made: list[list[_Row]] = []
     taken = max_tokens
     for row in (rows[at] for at in chosen):
         size = row.prompt + row.response
-        if not made or taken + size > max_tokens:
+        if not made or taken + size > max_tokens or len(made[-1]) == most:
             made.append([])
             taken = 0
         made[-1].append(row)
@@ -271,8 +272,9 @@ def _train(call: Call, pack: _Pack, entropy: bool) -> list[Parts]:
     shape, s, p = call.model, _sizes(call.model), pack
     params = shape.num_params(call.head)
     exact = s.number == _FLOAT
-    # Gradients of 16 bits are added up in float32.
-    base = Parts(gradients=0 if exact else params * _FLOAT)
+    # Gradients of 16 bits are added up in float32; the last update's sum is still there.
+    sums = 0 if exact else params * _FLOAT
+    base = Parts(gradients=sums if call.updates == 1 else 2 * sums)
     attention = (
         p.tokens * s.norm + p.queries * (2 * s.heads + _FLOAT * shape.num_heads)
         + p.keys * s.keys + p.masked * s.number
@@ -293,8 +295,11 @@ def _train(call: Call, pack: _Pack, entropy: bool) -> list[Parts]:
         saved + p.reads * (2 * s.inner + s.hidden - s.norm),
         layers - attention + p.tokens * (2 * s.inner + s.hidden),
     )
-    moments = [base._replace(activations=max(activations)), Parts(optimizer=params * _FLOAT)]
-    moments[1] = moments[1].plus(base)
+    moments = [
+        base._replace(activations=max(activations)),
+        Parts(gradients=sums, optimizer=params * _FLOAT),
+        base._replace(gradients=base.gradients + sums),  # a micro-batch's, converted
+    ]
     if call.head == "vocabulary":
         cells = p.reads * shape.vocab_size
         forward, backward = (s.number + 12, 20) if entropy else (s.number + 8, 12)

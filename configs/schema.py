@@ -126,12 +126,13 @@ class ExecutorConfig(Section):
     """`in_process`: in this process, one rank. `ray`: one actor per rank."""
     device: str = "cpu"
     """`cpu` or `cuda`."""
-    groups: dict[str, AtLeastOne] = Field(default_factory=lambda: {"all": 1})
-    """Worker group -> data-parallel ranks; the first one runs whatever `nodes` does not name."""
+    groups: dict[str, AtLeastOne] = Field(default_factory=dict[str, int])
+    """Worker group -> data-parallel ranks; the first one runs whatever `nodes` does not name. What
+    is given here is used instead of `placement`."""
     nodes: dict[str, str] = Field(default_factory=dict[str, str])
     """Role name or node name -> worker group."""
     num_threads: AtLeastOne | None = None
-    """Torch threads per process; torch's own choice by default."""
+    """Torch threads per process; by default the cores are shared out among the ranks."""
 
 
 class EvaluationConfig(Section):
@@ -161,6 +162,12 @@ class RunConfig(Section):
     """What on; see `task=`."""
     executor: ExecutorConfig = ExecutorConfig()
     """Where; see `executor=`."""
+    placement: str = "auto"
+    """`auto`: with several ranks the planner chooses where nodes run. Or the file of a plan, which
+    `penstock plan output=FILE` wrote."""
+    calibration: str | None = None
+    """What `penstock profile` found of this machine, for `placement: auto`; by default
+    `calibration.json` in the folder of runs, if it is there."""
     schedule: Schedule = Schedule()
     """How far generation may run ahead of training; see `schedule=`."""
     tracker: TrackerConfig = TrackerConfig()

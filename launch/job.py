@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from ..configs.schema import RunConfig
 from ..dataflow.engine import Source
 from ..dataflow.errors import ConfigError
+from ..planner.plan import Plan
 from ..workers.data_report import DataReport
 from ..workers.rule_reward import RuleRewardSpec
+from .auto_place import choose
 from .build_workers import check_options, model_positions
 from .data import Data, HeldOut, load_data, longest_rows, sources_of, task_spec_of
 from .evaluation import evaluation_graph
-from .place import make_executor
+from .place import make_executor, with_threads, written_plan
 from .sizes import check_lengths
 from .stages import Stage, stages_of
 
@@ -26,6 +28,8 @@ class Job:
 
     Attributes:
         config: Its configuration.
+        plan: Where the main stage's nodes run.
+        note: What was chosen for it, or why nothing was, in one line; "" if nothing was to choose.
         stages: What is trained, in order; the main one last.
         data: Its task and tokenizer.
         sources: For each stage, a source for every table it reads.
@@ -34,6 +38,8 @@ class Job:
     """
 
     config: RunConfig
+    plan: Plan
+    note: str
     stages: tuple[Stage, ...]
     data: Data
     sources: Mapping[str, Mapping[str, Source]]
@@ -46,19 +52,26 @@ class Job:
         return self.stages[-1]
 
 
-def prepare(config: RunConfig) -> Job:
-    """Check a run through and read its data.
+def prepare(config: RunConfig, plan: Plan | None = None) -> Job:
+    """Check a run through, place it and read its data.
+
+    Args:
+        config: The run's configuration.
+        plan: Where the main stage's nodes run, if that has been decided before: a resumed run goes
+            on where it ran.
 
     Raises:
         ConfigError: If a key, a role, a file or a size is wrong.
         FlowError: If a step is no valid graph.
         PlanError: If the placement does not fit.
     """
-    stages = stages_of(config)
+    stages = stages_of(config, plan)
     for stage in stages:
         check_options(stage)
     task_spec_of(config)
     make_executor(config)
+    config, plan, note = _placed(config, plan, stages[-1])
+    stages = stages_of(config, plan)
     data = load_data(config)
     reports: list[DataReport] = [data.task.report]
     sources: dict[str, Mapping[str, Source]] = {}
@@ -70,7 +83,16 @@ def prepare(config: RunConfig) -> Job:
         _check_rule(data)
     held_out = _held_out(config, stages[-1], data)
     _check_lengths(config, stages, sources, held_out)
-    return Job(config, stages, data, sources, held_out, tuple(reports))
+    return Job(config, plan, note, stages, data, sources, held_out, tuple(reports))
+
+
+def _placed(config: RunConfig, plan: Plan | None, main: Stage) -> tuple[RunConfig, Plan, str]:
+    """The plan of the main stage, with the threads of its ranks, and a line about it."""
+    plan = plan or written_plan(config)
+    if plan is not None:
+        return with_threads(config, plan), plan, ""
+    choice = choose(config, main.graph)
+    return with_threads(config, choice.plan, choice.num_threads), choice.plan, choice.note
 
 
 def _check_lengths(

@@ -1,30 +1,38 @@
-"""Where a stage's nodes run, from the executor's section of the configuration."""
+"""Where a run's nodes run: as the configuration says, as a plan's file says, or on one rank.
+
+What nobody has said is left to the planner; see `auto_place.py`.
+"""
 
 from __future__ import annotations
 
-from ..configs.schema import RunConfig
+from collections.abc import Mapping
+from math import lcm
+from pathlib import Path
+
+from ..configs.schema import ExecutorConfig, RunConfig
 from ..configs.validate import nearest_key
 from ..dataflow.errors import ConfigError, PlanError
 from ..dataflow.executor import Executor, InProcess
 from ..dataflow.graph import Graph, NodeKind
-from ..dataflow.placement import Placement
-from ..planner.plan import GroupPlan, Plan
+from ..dataflow.placement import DeviceGroup, Placement, check_placement, follow
+from ..planner.cluster import ClusterSpec
+from ..planner.plan import GroupPlan, Plan, one_group_plan
+from .machine import threads_of
+from .sizes import train_items
 
-__all__ = ["make_executor", "placement_of"]
+__all__ = ["AUTO", "followed", "make_executor", "placement_of", "with_threads", "written_plan"]
+
+AUTO = "auto"
+"""As `placement`: let the planner choose."""
 
 
-def placement_of(graph: Graph, config: RunConfig, *, main: bool) -> Placement:
-    """The placement of one stage.
-
-    Args:
-        graph: The stage's graph.
-        config: The run's configuration.
-        main: Whether it is the main stage. The others take of `executor.nodes` what they have, and
-            start no group that would stay idle.
+def written_plan(config: RunConfig) -> Plan | None:
+    """The plan that the configuration gives, or None if the planner is to choose.
 
     Raises:
-        ConfigError: If a group of `executor.nodes` is not one of `executor.groups`.
-        PlanError: If nodes or groups do not fit the graph or the executor.
+        ConfigError: If a group of `executor.nodes` is not one of `executor.groups`, or both groups
+            and a plan's file are given.
+        PlanError: If the plan cannot be read or is none for this executor and our torch engine.
     """
     section = config.executor
     for name, group in section.nodes.items():
@@ -32,37 +40,139 @@ def placement_of(graph: Graph, config: RunConfig, *, main: bool) -> Placement:
             raise ConfigError(
                 f"'executor.nodes.{name}': there is no group '{group}'"
                 f"{nearest_key(group, section.groups)}\n"
-                f"    executor.groups has: {', '.join(section.groups)}"
+                f"    executor.groups has: {', '.join(section.groups) or 'none'}"
             )
-    if section.kind == "in_process":
-        for group, num_ranks in section.groups.items():
-            if num_ranks != 1:
-                raise PlanError(
-                    f"'executor.groups.{group}' is {num_ranks}, but executor=in_process has one "
-                    "rank\n    set executor=ray, or 1"
-                )
-    known = {node.name for node in graph.nodes} | set(graph.roles)
-    nodes = {name: group for name, group in section.nodes.items() if main or name in known}
-    first = next(iter(section.groups))
-    busy = {first, *nodes.values()} if not main else set(section.groups)
+    if section.groups:
+        return _hand_written(config)
+    if config.placement != AUTO:
+        return _from_file(Path(config.placement), section)
+    return one_group_plan(device=section.device) if section.kind == "in_process" else None
+
+
+def _hand_written(config: RunConfig) -> Plan:
+    section = config.executor
+    if config.placement != AUTO:
+        raise ConfigError(
+            f"'placement' is '{config.placement}', but there are executor.groups as well\n"
+            "    leave one of them out"
+        )
+    for group, num_ranks in section.groups.items():
+        if section.kind == "in_process" and num_ranks != 1:
+            raise PlanError(
+                f"'executor.groups.{group}' is {num_ranks}, but executor=in_process has one "
+                "rank\n    set executor=ray, or 1"
+            )
     groups = tuple(
         GroupPlan(name=name, num_ranks=num_ranks, device=section.device)
         for name, num_ranks in section.groups.items()
-        if name in busy
     )
-    placement = Plan(groups=groups, nodes=nodes).placement(graph)
-    _check_idle(graph, placement)
+    return Plan(groups=groups, nodes=section.nodes)
+
+
+def _from_file(file: Path, section: ExecutorConfig) -> Plan:
+    plan = Plan.read(file)
+    for group in plan.groups:
+        if section.kind == "in_process" and (len(plan.groups) > 1 or group.num_ranks > 1):
+            total = sum(group.num_ranks for group in plan.groups)
+            raise PlanError(
+                f"plan file {file} has {total} ranks, but executor=in_process has one\n"
+                "    set executor=ray"
+            )
+        if group.device.partition(":")[0] != section.device.partition(":")[0]:
+            raise PlanError(
+                f"plan file {file}: group '{group.name}' is on '{group.device}', but "
+                f"'executor.device' is '{section.device}'\n"
+                f"    set executor.device={group.device}, or plan for another cluster"
+            )
+    for name, layout in plan.layouts.items():
+        if layout.num_devices != layout.dp or layout.ep > 1 or layout.zero or layout.offload:
+            raise PlanError(
+                f"plan file {file}: node '{name}' has layout {layout}, but the torch engine runs "
+                "data-parallel only\n    plan for it: plan.engine=torch"
+            )
+    return plan
+
+
+def placement_of(graph: Graph, config: RunConfig, plan: Plan) -> Placement:
+    """The placement of the main stage.
+
+    Raises:
+        PlanError: If nodes or groups do not fit the graph, or a group has nothing to do.
+    """
+    placement = plan.placement(graph)
+    idle = _idle(graph, placement)
+    if idle and config.executor.groups:
+        raise PlanError(
+            f"'executor.groups.{idle[0]}' would have nothing to do in {graph.name}\n"
+            f"    give it nodes: executor.nodes.NODE={idle[0]}, or leave it out"
+        )
+    if idle:
+        raise PlanError(
+            f"group '{idle[0]}' of the plan would have nothing to do in {graph.name}\n"
+            "    plan again for this algorithm, or leave the group out"
+        )
     return placement
 
 
-def _check_idle(graph: Graph, placement: Placement) -> None:
+def _idle(graph: Graph, placement: Placement) -> list[str]:
     used = {placement.nodes[n.name] for n in graph.nodes if n.kind is not NodeKind.SOURCE}
-    for group in placement.groups:
-        if group.name not in used:
-            raise PlanError(
-                f"'executor.groups.{group.name}' would have nothing to do in {graph.name}\n"
-                f"    give it nodes: executor.nodes.NODE={group.name}, or leave it out"
-            )
+    return [group.name for group in placement.groups if group.name not in used]
+
+
+def followed(
+    graph: Graph,
+    main: Graph,
+    placement: Placement,
+    per_step: Mapping[str, int],
+    *,
+    keep_ranks: bool,
+) -> Placement:
+    """The placement of an earlier stage: its roles run where the main stage has them.
+
+    Groups that would stay idle are not started.
+
+    Args:
+        graph: The earlier stage's.
+        main: The main stage's graph.
+        placement: And its placement.
+        per_step: Items that a step of the earlier stage takes of each table.
+        keep_ranks: Whether a group keeps all of its ranks. Otherwise, where they do not divide what
+            a step trains on, it has the most that do.
+    """
+    whole = follow(graph, main, placement)
+    items = train_items(graph, per_step)
+    groups: list[DeviceGroup] = []
+    for group in whole.groups:
+        if group.name not in whole.nodes.values():
+            continue
+        shared = [n for name, n in items.items() if whole.nodes[name] == group.name]
+        ranks = group.num_ranks
+        while not keep_ranks and any(number % ranks for number in shared):
+            ranks -= 1
+        groups.append(DeviceGroup(group.name, ranks, group.device))
+    made = Placement(tuple(groups), whole.nodes, lcm(*(group.num_ranks for group in groups)))
+    check_placement(graph, made)
+    return made
+
+
+def with_threads(config: RunConfig, plan: Plan, measured: int | None = None) -> RunConfig:
+    """The configuration with the threads that each rank of a plan has, where none are given.
+
+    A plan for some CPUs takes each of its devices for an equal share of the cores, because ranks of
+    all groups work at the same time.
+
+    Args:
+        config: The run's configuration.
+        plan: Where its main stage runs.
+        measured: Threads of a rank when the plan's devices were measured, if they were.
+    """
+    section, cluster = config.executor, plan.cluster
+    given = section.num_threads is not None or section.groups or section.kind != "ray"
+    if given or section.device != "cpu" or not isinstance(cluster, ClusterSpec):
+        return config
+    threads = measured or threads_of(cluster.num_devices)
+    executor = section.model_copy(update={"num_threads": threads})
+    return config.model_copy(update={"executor": executor})
 
 
 def make_executor(config: RunConfig) -> Executor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..planner.calibration import Calibration
-from ..planner.wording import bytes_text
+from ..planner.wording import aligned, bytes_text, percent_text, seconds_text
 
 __all__ = ["calibration_text"]
 
@@ -14,10 +14,10 @@ def calibration_text(calibration: Calibration) -> str:
     """What was measured, what follows from it, and how well that predicts the calls."""
     parts = [
         calibration.machine,
-        _aligned([["device", ""], *_device_rows(calibration)]),
-        _aligned([["constant", ""], *_constant_rows(calibration)]),
-        _aligned([["width", "call", "measured", "predicted", "error"], *_call_rows(calibration)]),
-        f"mean error over the calls: {calibration.error:.0%}",
+        _table(_device_rows(calibration)),
+        _table(_constant_rows(calibration)),
+        _table(_call_rows(calibration), right=(0, 2, 3, 4)),
+        f"mean error over the calls: {percent_text(calibration.error)}",
         *(f"note: {note}" for note in calibration.notes),
     ]
     return "\n\n".join(parts)
@@ -46,8 +46,8 @@ def _constant_rows(calibration: Calibration) -> list[list[str]]:
     )
     return [
         ["matmul efficiency by width", by_width],
-        ["memory efficiency", f"{found.memory_efficiency:.0%}"],
-        ["network efficiency", f"{found.network_efficiency:.0%}"],
+        ["memory efficiency", percent_text(found.memory_efficiency)],
+        ["network efficiency", percent_text(found.network_efficiency)],
         ["launches of a layer", seconds_text(found.launch_s)],
         ["software's share of a hop", seconds_text(found.hop_s)],
         [f"a call ({calibration.executor.replace('_', ' ')})", seconds_text(found.call_s)],
@@ -55,25 +55,11 @@ def _constant_rows(calibration: Calibration) -> list[list[str]]:
 
 
 def _call_rows(calibration: Calibration) -> list[list[str]]:
-    return [
-        [
-            str(call.width),
-            call.name,
-            seconds_text(call.measured_s),
-            seconds_text(call.predicted_s),
-            f"{call.error:+.0%}",
-        ]
-        for call in calibration.calls
-    ]
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds for people: "1.25 s", "12.3 ms", "85 us"."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds * 1e6:.3g} us"
+    rows = [["width", "call", "measured", "predicted", "error"]]
+    for call in calibration.calls:
+        measured, predicted = seconds_text(call.measured_s), seconds_text(call.predicted_s)
+        rows.append([str(call.width), call.name, measured, predicted, f"{call.error:+.0%}"])
+    return rows
 
 
 def _rate(rate: float, unit: str) -> str:
@@ -83,8 +69,5 @@ def _rate(rate: float, unit: str) -> str:
     return f"{rate:.3g} {unit}/s"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(line.rstrip() for line in lines)
+def _table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    return "\n".join(aligned(rows, right))

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from .curve import draw_curve
 from .job import Job
+from .measured import comparison_text, nodes_summary
 from .metrics import read_metrics
 from .progress import format_duration
 from .run_folder import RunFolder, code_version
@@ -29,7 +30,7 @@ def summary_of(
     job: Job, outcome: Outcome, *, peak_memory_bytes: int, wall_time_s: float, resumed: bool
 ) -> dict[str, Any]:
     """The contents of summary.json. Times are of this process only, if the run was resumed."""
-    main = job.main
+    main, prediction = job.main, job.plan.prediction
     return {
         "graph": main.graph.name,
         "task": job.data.task.task_id,
@@ -45,6 +46,9 @@ def summary_of(
         "verifier_timeouts": outcome.after.timeouts if outcome.after else None,
         "samples_per_s": outcome.samples_per_s,
         "step_time_s": outcome.step_time_s,
+        "predicted_step_time_s": prediction.step_time_s if prediction else None,
+        "calibration": prediction.calibration if prediction else None,
+        "nodes": nodes_summary(main.graph, job.plan, outcome.node_times_s),
         "peak_memory_bytes": peak_memory_bytes,
         "wall_time_s": wall_time_s,
         "main_stage_wall_time_s": outcome.wall_time_s,
@@ -61,7 +65,8 @@ def write_report(
 ) -> None:
     """Draw the curve and print what came out; the last line sums it up."""
     curve = _draw(job, folder, summary)
-    for line in (*_examples(outcome), *_unverified(outcome)):
+    compared = comparison_text(job.plan, summary["nodes"], outcome.step_time_s)
+    for line in (*compared, *_examples(outcome), *_unverified(outcome)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     shown = {
         "models": folder.path / "models",

@@ -64,14 +64,19 @@ def _config_of(path: Path) -> dict[str, Any]:
 
 def _carry_out(composed: dict[str, Any], resumed: Path | None) -> None:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
+    from ..planner.plan import Plan
     from .compose import dumped, run_config
     from .job import prepare
     from .memory import PeakMemory
-    from .run_folder import create_run, open_run
+    from .run_folder import RunFolder, create_run, open_run
 
-    config = run_config(composed)
-    job = prepare(config)
+    file = None if resumed is None else RunFolder(resumed).plan
+    placed = Plan.read(file) if file is not None and file.is_file() else None
+    job = prepare(run_config(composed), placed)
+    config = job.config
     console = Console(stderr=True)
+    if job.note:
+        console.print(job.note, highlight=False, markup=False, soft_wrap=True)
     for report in job.reports:
         if report.num_bad:
             console.print(str(report), highlight=False, markup=False)
@@ -82,6 +87,7 @@ def _carry_out(composed: dict[str, Any], resumed: Path | None) -> None:
             seed=config.seed,
             config=yaml.safe_dump(dumped(config), sort_keys=False),
             data=job.data.fingerprint,
+            plan=job.plan.model_dump_json(indent=2, exclude_defaults=True),
         )
     else:
         folder = open_run(resumed)

@@ -3,6 +3,7 @@
     run.json         name, seed, start, code version, fingerprint of the data; its presence makes
                      the folder a run
     config.yaml      the composed configuration, as it was run
+    plan.json        where the main stage's nodes run
     metrics.jsonl    one line per step               (metrics.py)
     tensorboard/     the same, as event files        (metrics.py)
     trace.json       the timeline of every task      (trace.py)
@@ -86,6 +87,11 @@ class RunFolder:
     def config(self) -> Path:
         """The composed configuration."""
         return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """Where the main stage's nodes run, as JSON; a resumed run goes on there."""
+        return self.path / "plan.json"
 
     @property
     def metrics(self) -> Path:
@@ -172,7 +178,14 @@ class RunRecord:
 
 
 def create_run(
-    runs: Path, *, name: str, seed: int, config: str, data: str, now: datetime | None = None
+    runs: Path,
+    *,
+    name: str,
+    seed: int,
+    config: str,
+    data: str,
+    plan: str | None = None,
+    now: datetime | None = None,
 ) -> RunFolder:
     """Make the folder of a new run; no two processes ever get the same one.
 
@@ -182,6 +195,7 @@ def create_run(
         seed: The run's seed.
         config: The composed configuration as YAML.
         data: Fingerprint of the problems; a resumed run must have the same.
+        plan: Where the main stage's nodes run, as JSON; if that is to be kept.
         now: When the run starts; for tests.
 
     Returns:
@@ -191,6 +205,8 @@ def create_run(
     short = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
     folder = _new_folder(runs, f"{created:%Y%m%d-%H%M%S}-{short}-seed{seed}")
     write_text(folder.config, config)
+    if plan is not None:
+        write_text(folder.plan, plan)
     about = {
         "name": name,
         "seed": seed,

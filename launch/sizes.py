@@ -18,7 +18,7 @@ from ..dataflow.graph import Constant, Graph, Node, NodeKind
 from ..dataflow.placement import Placement
 from ..dataflow.role import Loss
 
-__all__ = ["check_lengths", "check_sizes"]
+__all__ = ["check_lengths", "check_sizes", "train_items"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,23 @@ def check_sizes(graph: Graph, placement: Placement, per_step: Mapping[str, int],
     for node in graph.nodes:
         if node.kind is NodeKind.TRAIN:
             _check_train(node, rows, placement, at)
+
+
+def train_items(graph: Graph, per_step: Mapping[str, int]) -> dict[str, int]:
+    """Train node -> items of data in a step, which the ranks of its group must divide.
+
+    Nodes whose rows an op makes are left out: their number is unknown before the run. So are all if
+    a table has no size.
+    """
+    if graph.sources.keys() - per_step.keys():
+        return {}
+    rows = _rows(graph, per_step)
+    made = {
+        node.name: next((rows[ref.node] for _, ref in node.inputs if ref.node in rows), None)
+        for node in graph.nodes
+        if node.kind is NodeKind.TRAIN
+    }
+    return {name: row.items for name, row in made.items() if row is not None}
 
 
 def check_lengths(

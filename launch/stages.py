@@ -20,9 +20,10 @@ from ..dataflow.graph import Graph
 from ..dataflow.placement import Placement, flow_of
 from ..dataflow.record import build
 from ..dataflow.role import Role
+from ..planner.plan import Plan, one_group_plan
 from .compose import load_step, step_cfg
 from .data import check_tables
-from .place import placement_of
+from .place import followed, placement_of, written_plan
 from .sizes import check_sizes
 
 __all__ = ["CONTRACTS", "MODEL", "RolePlan", "Stage", "record", "stages_of"]
@@ -89,8 +90,13 @@ class Stage:
         return self.trained(Policy)
 
 
-def stages_of(config: RunConfig) -> tuple[Stage, ...]:
+def stages_of(config: RunConfig, plan: Plan | None = None) -> tuple[Stage, ...]:
     """The stages of a run in order, the main one last.
+
+    Args:
+        config: The run's configuration.
+        plan: Where the main stage's nodes run. By default as the configuration says; what that
+            leaves to the planner is on one rank.
 
     Raises:
         ConfigError: If a key, a role, a file or a size is wrong.
@@ -100,6 +106,9 @@ def stages_of(config: RunConfig) -> tuple[Stage, ...]:
     _check_model(config)
     earlier: list[Stage] = []
     algorithm = config.algorithm
+    graph = record(algorithm, "algorithm")
+    plan = plan or written_plan(config) or one_group_plan(device=config.executor.device)
+    placement = placement_of(graph, config, plan)
     for name, before in algorithm.before.items():
         at = f"algorithm.before.{name}"
         if before.before:
@@ -107,8 +116,11 @@ def stages_of(config: RunConfig) -> tuple[Stage, ...]:
                 f"'{at}.before' is set, but stages cannot be nested\n"
                 "    list all stages under algorithm.before, in order"
             )
-        earlier.append(_stage(config, name, at, before, earlier))
-    main = _stage(config, "", "algorithm", algorithm, earlier)
+        own = record(before, at)
+        keep_ranks = bool(config.executor.groups)
+        its = followed(own, graph, placement, before.per_step, keep_ranks=keep_ranks)
+        earlier.append(_stage(config, name, at, before, own, its, earlier))
+    main = _stage(config, "", "algorithm", algorithm, graph, placement, earlier)
     wanted = _wanted(main, earlier)
     return (*(stage for stage in earlier if stage.name in wanted), main)
 
@@ -130,9 +142,14 @@ def _graph_name(step: str) -> str:
 
 
 def _stage(
-    config: RunConfig, name: str, at: str, algorithm: AlgorithmConfig, earlier: list[Stage]
+    config: RunConfig,
+    name: str,
+    at: str,
+    algorithm: AlgorithmConfig,
+    graph: Graph,
+    placement: Placement,
+    earlier: list[Stage],
 ) -> Stage:
-    graph = record(algorithm, at)
     for given in algorithm.roles:
         if given not in graph.roles:
             raise ConfigError(
@@ -143,7 +160,6 @@ def _stage(
         role: _role(config, f"{at}.roles.{role}", graph, role, algorithm, earlier)
         for role in graph.roles
     }
-    placement = placement_of(graph, config, main=not name)
     flow_of(graph, placement)
     check_lag(graph, config.schedule.max_lag)
     check_tables(graph, at)

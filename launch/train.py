@@ -25,6 +25,7 @@ from .checkpoint import CheckpointStore
 from .evaluation import Evaluator, Measured
 from .export import combined_sha256, export_roles
 from .job import Job
+from .measured import node_seconds
 from .metrics import MetricsLog, TensorBoardLog
 from .place import make_executor
 from .progress import ProgressDisplay
@@ -52,6 +53,7 @@ class Outcome:
         weights_sha256: Hash of all trained roles' weights.
         roles_sha256: Role name -> hash of its weights.
         step_times_s: Wall time of every step taken by this process.
+        node_times_s: Node -> how long its busiest rank worked on it, in each of those steps.
         first_step: The step it began at: above 0 if it went on from a checkpoint.
         num_samples: Rows made by those steps.
         before: Accuracy and examples before the first step, if measured.
@@ -62,6 +64,7 @@ class Outcome:
     weights_sha256: str = ""
     roles_sha256: dict[str, str] = field(default_factory=dict[str, str])
     step_times_s: list[float] = field(default_factory=list[float])
+    node_times_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     first_step: int = 0
     num_samples: int = 0
     before: Measured | None = None
@@ -155,6 +158,8 @@ def _timed(steps: Iterator[StepResult], stage: Stage, outcome: Outcome) -> Itera
         now_s = time.monotonic()
         outcome.step_times_s.append(now_s - mark_s)
         outcome.num_samples += num_samples(stage, result)
+        for node, seconds in node_seconds(result.spans).items():
+            outcome.node_times_s.setdefault(node, []).append(seconds)
         yield result
         mark_s = now_s
 

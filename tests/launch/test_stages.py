@@ -135,4 +135,4 @@ def test_refusals(words: list[str], message: str) -> None:
 
 def test_a_group_without_work_is_refused() -> None:
     with pytest.raises(PlanError, match=r"'executor.groups.spare' would have nothing to do"):
-        stages("executor=ray", "executor.groups.spare=1")
+        stages("executor=ray_split", "executor.groups.spare=1")

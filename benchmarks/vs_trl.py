@@ -50,7 +50,8 @@ SETTINGS = {
     ("trl", "varied"): ["--threads", "2", "--rows-at-once", "64"],
     ("trl", "uniform"): ["--threads", "2", "--rows-at-once", "256"],
 }
-"""Options of the main run; to be set to the fastest that `--tune` finds on a quiet machine."""
+"""TRL's are the fastest that `--tune` found on two idle cores; ours spins as `penstock` does, which
+cost 6 % there."""
 ALTERNATIVES: dict[str, list[list[str]]] = {
     "ours": [
         *(

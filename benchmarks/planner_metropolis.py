@@ -168,8 +168,8 @@ class Walk:
             if known.get(group) == index:
                 continue
             if (group, index) not in self._fastest:
-                found = self._choices.group(group).least_work(index, math.inf)
-                self._fastest[group, index] = found
+                found = self._choices.group(group).least_work(index, math.inf).choices
+                self._fastest[group, index] = found[0] if found else None
             choice = self._fastest[group, index]
             if choice is None:
                 return None
@@ -232,8 +232,8 @@ def walks(
 def main() -> None:
     """Both searches at every size under every schedule."""
     options = parser((__doc__ or "").splitlines()[0])
-    options.add_argument("--table", choices=PROBLEMS, default="synthetic")
-    options.add_argument("--nodes", type=int, nargs="+", default=[4, 16, 128])
+    options.add_argument("--table", choices=PROBLEMS, default="model")
+    options.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 128])
     options.add_argument("--lags", type=int, nargs="+", default=[0, 1])
     options.add_argument("--betas", type=float, nargs="+", default=[1.0, 10.0, 100.0, 1000.0])
     options.add_argument("--seeds", type=int, default=3)

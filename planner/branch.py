@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
-from math import inf
+from math import inf, prod
 
 import numpy as np
 
 from .allocation import Index
 from .allocation_boxes import Boxes, Corners, Grid
 from .bounds import StepBound
-from .choices import Choice, Choices
+from .choices import Choice, Choices, Front
 from .options import Option
 from .partition import Partition
 from .period import StepTimer
+from .unit_options import MOST_COMBINED
 
 __all__ = ["Branch", "Found"]
 
@@ -60,6 +61,7 @@ class Branch:
         dropped_s: Least bound of the boxes dropped.
         num_played: Schedules played so far.
         num_boxes: Boxes bounded so far.
+        num_cut_short: Allocations with more choices of options than are looked at.
     """
 
     def __init__(self, choices: Choices, partition: Partition, max_lag: int) -> None:
@@ -78,7 +80,7 @@ class Branch:
         self._num_calls = len(choices.calls)
         self.open = self._grid.nothing()
         self.least_s = self.dropped_s = inf
-        self.num_played = self.num_boxes = 0
+        self.num_played = self.num_boxes = self.num_cut_short = 0
 
     def root(self) -> Boxes:
         """The box of all allocations; none if there is none."""
@@ -112,15 +114,27 @@ class Branch:
         self.num_boxes += int(can.sum())
         return Boxes(low[can], high[can], self._bound(durations_s[:, can]))
 
-    def evaluate(self, allocation: tuple[Index, ...], below_s: float) -> Found | None:
-        """The best options on an allocation, if they take less than `below_s`."""
+    def evaluate(
+        self, allocation: tuple[Index, ...], below_s: float, *, last: bool = False
+    ) -> Found | None:
+        """The best options on an allocation, if they take less than `below_s`.
+
+        Args:
+            allocation: Index of every group.
+            below_s: What is to be beaten.
+            last: Whether the allocation is not looked at again. If its choices are too many to
+                look at, its bound then stands for those that were not.
+        """
         given = zip(allocation, self._fixed_index, strict=True)
         if any(fixed is not None and index != fixed for index, fixed in given):
             return None
         if not self.space.fits(allocation, self.fixed):
             return None
+        fronts = self._fronts(allocation, below_s)
+        if last and not _complete(fronts):
+            self._cut_short(allocation)
         best: tuple[Choice, ...] | None = None
-        for choice, bound_s in self._combinations(allocation, below_s):
+        for choice, bound_s in self._combinations(fronts):
             if bound_s >= below_s:
                 continue
             self.num_played += 1
@@ -136,19 +150,22 @@ class Branch:
         }
         return Found(below_s, self.partition, allocation, options)
 
-    def _combinations(
-        self, allocation: tuple[Index, ...], below_s: float
-    ) -> Iterator[tuple[tuple[Choice, ...], float]]:
-        """One choice per group, and a bound; the most promising of a thousand at once first."""
+    def _fronts(self, allocation: tuple[Index, ...], below_s: float) -> list[Front]:
         if len(self._groups) == 1:
-            least = self._groups[0].least_work(allocation[0], below_s)
-            fronts = [(least,) if least else ()]
-        else:
-            fronts = [
-                group.front(index, below_s)
-                for group, index in zip(self._groups, allocation, strict=True)
-            ]
-        combinations = product(*fronts)
+            return [self._groups[0].least_work(allocation[0], below_s)]
+        return [
+            group.front(index, below_s)
+            for group, index in zip(self._groups, allocation, strict=True)
+        ]
+
+    def _cut_short(self, allocation: tuple[Index, ...]) -> None:
+        self.num_cut_short += 1
+        at = np.array([allocation], np.int64)
+        self.dropped_s = min(self.dropped_s, float(self.bounded((at, at)).bound[0]))
+
+    def _combinations(self, fronts: Sequence[Front]) -> Iterator[tuple[tuple[Choice, ...], float]]:
+        """One choice per group, and a bound; the most promising of a thousand at once first."""
+        combinations = islice(product(*(front.choices for front in fronts)), MOST_COMBINED)
         while some := list(islice(combinations, _AT_ONCE)):
             bounds_s = self._bound(np.array([self._durations_s(choice) for choice in some]).T)
             for k in np.argsort(bounds_s, kind="stable"):
@@ -160,3 +177,9 @@ class Branch:
             for call, seconds in zip(group.calls, chosen.durations_s, strict=True):
                 durations_s[call] = seconds
         return durations_s
+
+
+def _complete(fronts: Sequence[Front]) -> bool:
+    """Whether all combinations of the groups' choices will be looked at."""
+    count = prod(len(front.choices) for front in fronts)
+    return count <= MOST_COMBINED and all(front.complete for front in fronts)

@@ -21,35 +21,18 @@ from .allocation import Index, Space
 from .options import CallNode, Option, OptionTable
 from .pins import Pins
 from .range_min import RangeMin
+from .unit_options import (
+    UnitOption,
+    fitting,
+    least_work,
+    together_fastest,
+    unbeaten,
+    work_s,
+)
 
-__all__ = ["Choice", "Choices", "GroupChoices", "UnitOption", "sources_of"]
+__all__ = ["Choice", "Choices", "Front", "GroupChoices", "sources_of"]
 
 Floats: TypeAlias = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class UnitOption:
-    """An option, reduced to what the search compares.
-
-    Attributes:
-        durations_s: Of the unit's calls, in program order.
-        resident_bytes: Per device, always.
-        transient_bytes: Per device, in the hungriest call.
-        option: The option.
-    """
-
-    durations_s: tuple[float, ...]
-    resident_bytes: int
-    transient_bytes: int
-    option: Option
-
-    def covers(self, other: UnitOption) -> bool:
-        """Whether it is nowhere worse."""
-        return (
-            self.resident_bytes <= other.resident_bytes
-            and self.transient_bytes <= other.transient_bytes
-            and all(a <= b for a, b in zip(self.durations_s, other.durations_s, strict=True))
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +46,19 @@ class Choice:
 
     durations_s: tuple[float, ...]
     options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Front:
+    """What a group can choose from on a mesh.
+
+    Attributes:
+        choices: None of them is beaten in every duration.
+        complete: Whether they are all; otherwise there were too many to look at.
+    """
+
+    choices: tuple[Choice, ...]
+    complete: bool = True
 
 
 @dataclass(frozen=True)
@@ -212,7 +208,7 @@ class GroupChoices:
         self._choices = choices
         self._with_source = [choices.has_source(unit, units) for unit in units]
         self._range_min: RangeMin | None = None
-        self._fronts: dict[Index, tuple[float, tuple[Choice, ...]]] = {}
+        self._fronts: dict[Index, tuple[float, Front]] = {}
         # Where a unit's calls stand among the group's.
         flat = [i for unit in units for i in choices.calls_of[unit]]
         self._order = [flat.index(i) for i in self.calls]
@@ -248,101 +244,48 @@ class GroupChoices:
                 found[(self.calls.index(call), *at)] = least[:, j]
         return found
 
-    def front(self, index: Index, below_s: float) -> tuple[Choice, ...]:
+    def front(self, index: Index, below_s: float) -> Front:
         """Choices that fit and are beaten nowhere, if they take less than `below_s` together."""
-        known_s, front = self._fronts.get(index, (-inf, ()))
-        if below_s > known_s:
+        known_s, front = self._fronts.get(index, (-inf, Front(())))
+        if below_s > known_s or (below_s < known_s and not front.complete):
             front = self._front(index, below_s)
             self._fronts[index] = (below_s, front)
         return front
 
-    def least_work(self, index: Index, below_s: float) -> Choice | None:
+    def least_work(self, index: Index, below_s: float) -> Front:
         """The choice with the least sum of durations, if that is less than `below_s`."""
-        found = self._combine(index, below_s, only_least=True)
-        return self._choice(found[-1]) if found else None
+        pools = self._pools(index)
+        found = least_work(pools, self._choices.memory_bytes[index], below_s) if pools else None
+        return Front((self._choice(found),) if found else ())
 
-    def _front(self, index: Index, below_s: float) -> tuple[Choice, ...]:
-        combined = [self._choice(options) for options in self._combine(index, below_s)]
-        if len(combined) < 2 or self._choices.every_choice:
-            return tuple(combined)
-        combined.sort(key=lambda choice: (sum(choice.durations_s), choice.durations_s))
-        left = np.array([choice.durations_s for choice in combined])
-        numbers, kept = np.arange(len(combined)), list[Choice]()
-        while len(numbers):
-            kept.append(combined[numbers[0]])
-            beaten = (left >= left[0]).all(1)
-            left, numbers = left[~beaten], numbers[~beaten]
-        return tuple(kept)
+    def _front(self, index: Index, below_s: float) -> Front:
+        memory, pools = self._choices.memory_bytes[index], self._pools(index)
+        if not pools:
+            return Front(())
+        every = self._choices.every_choice
+        fastest = None if every else together_fastest(pools, memory)
+        if fastest is not None:
+            return Front((self._choice(fastest),) if work_s(fastest) < below_s else ())
+        found, complete = fitting(pools, memory, below_s)
+        if not complete:
+            least = least_work(pools, memory, below_s)
+            found += [least] if least else []
+        if not every:
+            found = unbeaten(found)
+        return Front(tuple(self._choice(options) for options in found), complete)
+
+    def _pools(self, index: Index) -> list[tuple[UnitOption, ...]]:
+        """Every unit's options on a mesh; nothing if one has none."""
+        choices = self._choices
+        wanted = {choices.pins.num_devices.get(unit) for unit in self.units} - {None}
+        pools = [
+            choices.options(unit, index, source)
+            for unit, source in zip(self.units, self._with_source, strict=True)
+        ]
+        return pools if all(pools) and not wanted - {choices.space.num_devices(index)} else []
 
     def _choice(self, options: tuple[UnitOption, ...]) -> Choice:
         flat = [seconds for option in options for seconds in option.durations_s]
         return Choice(
             tuple(flat[k] for k in self._order), tuple(option.option for option in options)
         )
-
-    def _combine(
-        self, index: Index, below_s: float, *, only_least: bool = False
-    ) -> list[tuple[UnitOption, ...]]:
-        """One option per unit, such that all fit; if only the least work is wanted, it is last."""
-        choices = self._choices
-        memory = choices.memory_bytes[index]
-        pools = [
-            choices.options(unit, index, source)
-            for unit, source in zip(self.units, self._with_source, strict=True)
-        ]
-        counts = {choices.pins.num_devices.get(unit) for unit in self.units} - {None}
-        if not all(pools) or counts - {choices.space.num_devices(index)}:
-            return []
-        fastest = _fastest(pools, memory)
-        if fastest is not None and (only_least or not choices.every_choice):
-            return [fastest] if _work_s(fastest) < below_s else []
-        return _fitting(pools, memory, below_s, only_least)
-
-
-def _work_s(options: Sequence[UnitOption]) -> float:
-    return sum(sum(option.durations_s) for option in options)
-
-
-def _fastest(pools: Sequence[Sequence[UnitOption]], memory: int) -> tuple[UnitOption, ...] | None:
-    """Every unit's first option, if it is the fastest in every call and they all fit."""
-    first = tuple(pool[0] for pool in pools)
-    needed = sum(o.resident_bytes for o in first) + max(o.transient_bytes for o in first)
-    if needed > memory:
-        return None
-    for option, pool in zip(first, pools, strict=True):
-        for other in pool[1:]:
-            if any(b < a for a, b in zip(option.durations_s, other.durations_s, strict=True)):
-                return None
-    return first
-
-
-def _fitting(
-    pools: Sequence[Sequence[UnitOption]], memory: int, below_s: float, only_least: bool
-) -> list[tuple[UnitOption, ...]]:
-    """Depth first, with what the units still to come need at least."""
-    later_resident, later_transient, later_s = [0], [0], [0.0]
-    for pool in reversed(pools):
-        later_resident.append(later_resident[-1] + min(o.resident_bytes for o in pool))
-        later_transient.append(max(later_transient[-1], min(o.transient_bytes for o in pool)))
-        later_s.append(later_s[-1] + min(sum(o.durations_s) for o in pool))
-    found: list[tuple[UnitOption, ...]] = []
-
-    def extend(
-        chosen: tuple[UnitOption, ...], resident: int, transient: int, work_s: float
-    ) -> None:
-        nonlocal below_s
-        if len(chosen) == len(pools):
-            found.append(chosen)
-            below_s = min(below_s, work_s) if only_least else below_s
-            return
-        left = len(pools) - len(chosen) - 1
-        for option in pools[len(chosen)]:
-            held = resident + option.resident_bytes
-            most = max(transient, option.transient_bytes)
-            total_s = work_s + sum(option.durations_s)
-            fits = held + later_resident[left] + max(most, later_transient[left]) <= memory
-            if fits and total_s + later_s[left] < below_s:
-                extend((*chosen, option), held, most, total_s)
-
-    extend((), 0, 0, 0.0)
-    return found

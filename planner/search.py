@@ -118,6 +118,7 @@ def search(
         choices.num_asked,
         clock.elapsed_s,
         best.stopped_at_deadline,
+        best.num_cut_short,
         tuple(others),
     )
 
@@ -156,6 +157,11 @@ class _Run:
         """Boxes whose bound is not below this are dropped."""
         return self._below_s * (1.0 - self._max_gap)
 
+    @property
+    def _promising_below_s(self) -> float:
+        """Plans that take less may be worth improving."""
+        return 2.0 * self.known[0].step_time_s if self.known else inf
+
     def result(self, seeds: Sequence[Found]) -> SearchResult:
         """Search until nothing is open or the time is up."""
         late = False
@@ -182,6 +188,7 @@ class _Run:
             self._choices.num_asked,
             self._clock.elapsed_s,
             late,
+            sum(branch.num_cut_short for branch in self._branches),
         )
 
     def _partitions(self) -> list[Partition]:
@@ -212,7 +219,7 @@ class _Run:
             self._clock.check()
             branch = self._branches[k]
             allocation = plunge(branch)
-            found = branch.evaluate(allocation, inf) if allocation else None
+            found = branch.evaluate(allocation, self._promising_below_s) if allocation else None
             if found is not None:
                 self._note(found)
                 for better in improved(branch, found, self._clock.check):
@@ -234,7 +241,9 @@ class _Run:
             shares = [sum(work[unit] for unit in group) for group in branch.partition]
             allocation = fair_shares(space, shares)
             if allocation is not None:
-                self._evaluate(branch, allocation)
+                found = branch.evaluate(allocation, self._promising_below_s)
+                if found is not None:
+                    self._note(found)
             if self.known:
                 self._clock.check()
 
@@ -253,7 +262,7 @@ class _Run:
         for row in point.nonzero()[0]:
             self._clock.check()
             if boxes.bound[row] < self._open_below_s:
-                self._evaluate(branch, boxes.point(int(row)))
+                self._evaluate(branch, boxes.point(int(row)), last=True)
             else:
                 branch.dropped_s = min(branch.dropped_s, float(boxes.bound[row]))
         branch.add(branch.split(boxes.where(~point)))
@@ -264,8 +273,10 @@ class _Run:
         if self._branches[k].least_s < inf:
             heapq.heappush(self._queue, (self._branches[k].least_s, k))
 
-    def _evaluate(self, branch: Branch, allocation: tuple[Index, ...]) -> None:
-        found = branch.evaluate(allocation, self._below_s)
+    def _evaluate(
+        self, branch: Branch, allocation: tuple[Index, ...], *, last: bool = False
+    ) -> None:
+        found = branch.evaluate(allocation, self._below_s, last=last)
         if found is not None:
             self._note(found)
 

@@ -86,6 +86,8 @@ class SearchResult:
         num_asked: Times that the option table was asked.
         search_time_s: How long it took, by the clock.
         stopped_at_deadline: Whether the clock ended it; the result then depends on the machine.
+        num_cut_short: Device counts for which there were more choices of options than are looked
+            at, in the fastest order; then a gap may be left without a deadline.
         other_lags: The results for the other schedules that were to be tried, lowest lag first.
     """
 
@@ -97,6 +99,7 @@ class SearchResult:
     num_asked: int
     search_time_s: float
     stopped_at_deadline: bool
+    num_cut_short: int = 0
     other_lags: tuple[SearchResult, ...] = ()
 
     @property

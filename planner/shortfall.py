@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from ..dataflow.errors import PlanError
 from .allocation import Index
 from .allocation_boxes import Boxes, Corners, Grid, Ints
-from .choices import Choices, UnitOption
+from .choices import Choices
 from .partition import Partition
 from .range_min import RangeMin
+from .unit_options import UnitOption
 from .wording import bytes_text
 
 __all__ = ["Shortfall", "explain_infeasible", "shortfall"]

@@ -111,11 +111,15 @@ def _scoped(method: Callable[..., Any], *arguments: Any, **options: Any) -> None
 
 
 def calls_of_width(width: int, rows: int, dtype: str) -> tuple[ProfileCall, ...]:
-    """What is timed at one width: many tokens and few of them, for each kind of call."""
+    """What is timed at one width: many tokens and few of them, for each kind of call.
+
+    In the third call the optimizer's step weighs most: it takes one for each row.
+    """
     few = max(1, rows // 4)
     sizes: tuple[tuple[CallKind, int, int], ...] = (
         ("train", rows, 1),
         ("train", rows, rows // few),
+        ("train", few, few),
         ("forward", rows, 1),
         ("generate", few, 1),
         ("generate", 4 * rows, 1),

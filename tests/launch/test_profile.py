@@ -37,7 +37,7 @@ def test_one_file_says_all_a_plan_needs(penstock: Penstock, tmp_path: Path) -> N
     assert list(calibration.matmul_efficiency) == [16, 32]
     assert calibration.constants.source.startswith("penstock profile, 2 x ")
     assert calibration.constants.call_s > 0
-    assert [call.width for call in calibration.calls] == [16] * 5 + [32] * 5
+    assert [call.width for call in calibration.calls] == [16] * 6 + [32] * 6
     assert calibration.notes == ()
     assert calibration_text(calibration) in said.out
     assert "wrote runs/calibration.json after " in said.out
@@ -88,6 +88,7 @@ def test_what_is_timed_is_what_the_planner_is_asked_about() -> None:
     assert [call.name for call in calls] == [
         "train 16 x 64 tokens",
         "train 16 x 64 tokens, 4 updates",
+        "train 4 x 64 tokens, 4 updates",
         "forward 16 x 64 tokens",
         "generate 4 x 64 tokens",
         "generate 64 x 64 tokens",

@@ -70,6 +70,7 @@ def calls() -> list[Call]:
     made: list[Call] = []
     for width in WIDTHS:
         made += [call("train", width, 16), call("train", width, 16, updates=4)]
+        made += [call("train", width, 4, updates=4)]
         made += [call("forward", width, 16)]
         made += [call("generate", width, 4), call("generate", width, 64)]
     return made

@@ -93,7 +93,7 @@ class ModelTable:
         self._calls: dict[str, list[Call]] = {}
         for call in calls:
             self._calls.setdefault(call.unit, []).append(call)
-        self._time = TimeModel(constants)
+        self._time = TimeModel(constants, shares_prompts=engine == "torch")
         self._constants = constants
         self._engine: Engine = engine
         self._max_cp = max_cp

@@ -55,10 +55,16 @@ class TimeModel:
     """`call_time` for many layouts: keeps the numbers of each call and each mesh it has seen.
 
     Calls and meshes are told apart by identity, so build each once and pass the same object.
+
+    Args:
+        constants: What a program gets out of the devices.
+        shares_prompts: Whether the engine computes a prompt once for all of its rows that it has in
+            one minibatch.
     """
 
-    def __init__(self, constants: Constants) -> None:
+    def __init__(self, constants: Constants, *, shares_prompts: bool = False) -> None:
         self.constants = constants
+        self._shares_prompts = shares_prompts
         self._works: dict[int, tuple[Call, Work]] = {}
         self._machines: dict[tuple[int, str], tuple[Mesh, Machine]] = {}
 
@@ -68,7 +74,8 @@ class TimeModel:
         """See the function of this name."""
         known = self._works.get(id(call))
         if known is None:
-            known = self._works[id(call)] = (call, Work.of(call))
+            work = Work.of(call, shares_prompts=self._shares_prompts)
+            known = self._works[id(call)] = (call, work)
         key = (id(mesh), call.model.dtype)
         on = self._machines.get(key)
         if on is None:

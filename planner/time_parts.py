@@ -138,8 +138,15 @@ class Work(NamedTuple):
     """Key-value cache of one token in one layer and one key head."""
 
     @staticmethod
-    def of(call: Call) -> Work:
-        """Work it out."""
+    def of(call: Call, *, shares_prompts: bool = False) -> Work:
+        """Work it out.
+
+        Args:
+            call: What is computed.
+            shares_prompts: Whether a prompt is computed once for all of its rows that a forward or
+                train call computes together.
+        """
+        share = _prompts_per_row(call) if shares_prompts else 1.0
         model, head = call.model, call.head
         mixture = model.num_experts > 0
         experts = model.expert_params * model.num_experts
@@ -157,8 +164,8 @@ class Work(NamedTuple):
             num_experts=model.num_experts,
             experts_per_token=model.experts_per_token,
             dtype_bytes=model.dtype_bytes,
-            tokens=call.tokens_mean,
-            tokens_square=prompt.mean_square
+            tokens=share * prompt.mean + response.mean,
+            tokens_square=share * prompt.mean_square
             + 2 * prompt.mean * response.mean
             + response.mean_square,
             prompt=prompt.mean,
@@ -174,6 +181,21 @@ class Work(NamedTuple):
             head_columns=model.vocab_size if head == "vocabulary" else 1,
             kv_layer_bytes=2 * model.head_dim * model.dtype_bytes,
         )
+
+
+def _prompts_per_row(call: Call) -> float:
+    """Distinct prompts of a minibatch per row of it, if rows are drawn at random.
+
+    Of a prompt with n rows, of which each is drawn with probability p, some row is drawn with
+    probability 1 - (1 - p)^n. Prompts are shared only where that saves a fifth of the tokens.
+    """
+    rows = call.samples_per_prompt
+    if call.kind == "generate" or rows == 1:
+        return 1.0
+    drawn = min(1.0, call.passes / call.updates)
+    share = (1.0 - (1.0 - drawn) ** rows) / (rows * drawn)
+    saved = (1.0 - share) * call.prompt.mean
+    return share if saved >= 0.2 * call.tokens_mean else 1.0
 
 
 def _decode_bins(call: Call) -> tuple[tuple[float, float, float], ...]:

@@ -285,7 +285,8 @@ def test_a_killed_run_resumes_to_the_same_weights(
     assert resumed["accuracy_before_rl"] == whole["accuracy_before_rl"]
     assert resumed["accuracy_after_rl"] == whole["accuracy_after_rl"]
     assert [resumed["resumed"], whole["resumed"]] == [True, False]
-    assert [resumed["first_step"] > 0, whole["first_step"]] == [kill_at > 2, 0]
+    assert whole["first_step"] == 0
+    assert resumed["first_step"] > 0 or kill_at == 1, "there was a checkpoint to go on from"
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(12))
 
 

@@ -314,7 +314,7 @@ def test_ray_ends_with_the_weights_of_one_process(penstock: Penstock, tmp_path: 
     pytest.importorskip("ray")
     words = (*GRPO, "algorithm.num_steps=2", "executor.num_threads=1")
     assert penstock("run", *words, "runs=here").code == 0
-    process = start(tmp_path, *words, "executor=ray", "runs=there")
+    process = start(tmp_path, *words, "executor=ray", "executor.groups.all=1", "runs=there")
     _, said = process.communicate(timeout=280)
     assert process.returncode == 0, said
     here, there = (summary_of(only_run(Path(folder))) for folder in ("here", "there"))

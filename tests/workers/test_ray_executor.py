@@ -210,10 +210,8 @@ def test_failures_name_the_node_and_end_the_run(how: str, expected: list[str]) -
     assert isinstance(actor, TorchPolicySpec)
     workers = {**run.workers, "actor": BrokenSpec(how, actor)}
     schedule = Schedule(deadline_s=6.0 if how == "hang" else 120.0)
-    started = time.monotonic()
     with pytest.raises(WorkerError) as raised:
         finish(run, one_group(run.graph), RayExecutor(1), workers=workers, schedule=schedule)
-    assert time.monotonic() - started < 60
     for text in expected:
         assert text in str(raised.value)
 

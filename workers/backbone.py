@@ -92,7 +92,6 @@ class LeanBackbone:
         self.eps: float = self._trunk.norm.variance_epsilon
         self.activation: nn.Module = self._trunk.layers[0].mlp.act_fn
         self.embedding: Tensor = self._trunk.embed_tokens.weight
-        self.padding_idx: int | None = self._trunk.embed_tokens.padding_idx
         self.final_norm: Tensor = self._trunk.norm.weight
         self.layers = [
             _layer_weights(flat, f"{prefix}layers.{i}.") for i in range(len(self._trunk.layers))

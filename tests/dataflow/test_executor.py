@@ -158,6 +158,8 @@ class ClosingSpec:
     def build(self, context: WorkerContext) -> Counter:
         if self.fail == "build":
             raise ConfigError("on purpose")
+        if self.fail == "interrupt":
+            raise KeyboardInterrupt("on purpose")
         return Closing(context.role, self.closed, self.fail)
 
 
@@ -197,10 +199,15 @@ def test_a_live_worker_is_its_owner_s_to_close() -> None:
     assert closed == []
 
 
-def test_if_a_worker_cannot_be_built_those_before_it_are_closed() -> None:
+@pytest.mark.parametrize(
+    ("how", "error"), [("build", ConfigError), ("interrupt", KeyboardInterrupt)]
+)
+def test_if_a_worker_cannot_be_built_those_before_it_are_closed(
+    how: str, error: type[BaseException]
+) -> None:
     closed: list[str] = []
-    engine = Engine(FOUR, ON_FOUR_GROUPS, workers=four_workers(closed, c="build"))
-    with pytest.raises(ConfigError, match="on purpose"):
+    engine = Engine(FOUR, ON_FOUR_GROUPS, workers=four_workers(closed, c=how))
+    with pytest.raises(error, match="on purpose"):
         engine.start()
     assert closed == ["a", "b"]
 

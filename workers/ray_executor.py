@@ -3,6 +3,11 @@
 The controller holds object references only. A rank stores what it makes in its node's object store
 and the consumer pulls it from there. Ranks of one group share a torch.distributed process group, so
 training inside a group is SPMD; groups are independent of each other and run at the same time.
+
+Who can connect: a Ray that is started here listens on the loopback address only (unless the program
+imported ray before this could set its environment), and the ranks of a group meet and talk on the
+address that Ray has on their machine. On a cluster that somebody else started Ray listens as it was
+told to, and neither it nor torch.distributed asks who connects: it belongs on a private network.
 """
 
 from __future__ import annotations
@@ -10,57 +15,40 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import socket
-import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
-if "RAY_ADDRESS" not in os.environ:
-    # Read when ray is imported: a Ray of our own then listens on the loopback address only, as it
-    # does by itself on other systems than Linux.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    # Ray lowers its workers' priority by 15 to keep a desktop responsive; here they are the job.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-
-import ray
-from ray.exceptions import RayActorError, RayError
-
-from ..dataflow.batch import Packed
-from ..dataflow.errors import ConfigError, PlanError, WorkerError
-from ..dataflow.executor import Completion, Program, build_role
-from ..dataflow.host import Host
+from ..dataflow.errors import ConfigError, PenstockError, PlanError, WorkerError
+from ..dataflow.executor import Completion, Program
 from ..dataflow.placement import DeviceGroup
 from ..dataflow.role import Role
-from ..dataflow.work import Handle, Part, Report, Work
-from ..dataflow.worker import WorkerContext, WorkerSpec
+from ..dataflow.work import Handle, Part, Work
+from ..dataflow.worker import CLOSE_S, WorkerSpec
+
+if TYPE_CHECKING:
+    import ray
+
+    from .ray_rank import Answer
 
 __all__ = ["RayExecutor", "connect_ray", "shutdown_ray"]
 
-_START_TIMEOUT_S = 300.0
+# Ray itself is imported by `connect_ray`, which must set its environment before.
+if find_spec("ray") is None:
+    raise ModuleNotFoundError("No module named 'ray'", name="ray")
 
-
-@dataclass(frozen=True)
-class _Answer:
-    """What an actor returns: a few hundred bytes, whatever it made."""
-
-    report: Report | None
-    parts: tuple[Any, ...] = ()
-    weights: Any = None
-    error: str = ""
-    trace: str = ""
+_LEAST_START_S = 300.0
+"""Starting processes and loading models may take this long, however short a step's deadline is."""
 
 
 class RayExecutor:
     """Runs a program on Ray actors.
 
     Joins the cluster of `RAY_ADDRESS` if that is set; otherwise starts Ray on this machine, bound
-    to the loopback address. Ray stays up between executors; `shutdown_ray` ends it.
+    to the loopback address, whatever other Ray runs here. Ray stays up between executors;
+    `shutdown_ray` ends it.
 
     Args:
         num_threads: Torch threads per rank; the controller's own number shared among the ranks of
@@ -74,6 +62,7 @@ class RayExecutor:
         self._actors: dict[tuple[str, int], Any] = {}
         self._pending: dict[ray.ObjectRef[Any], tuple[int, str, int]] = {}
         self._controller_bytes = 0
+        self._deadline_s = self._start_s = _LEAST_START_S
 
     def start(
         self,
@@ -89,8 +78,24 @@ class RayExecutor:
                     f"role '{name}' is given as a live {type(worker).__name__}; on Ray it must be "
                     "built where it runs: give a WorkerSpec"
                 )
-        connect_ray()
         groups = _groups(programs)
+        self._deadline_s, self._start_s = deadline_s, max(deadline_s, _LEAST_START_S)
+        connect_ray()
+        import ray
+
+        self._start_actors(groups)
+        self._join_groups([group for group in groups if group.num_ranks > 1])
+        hosted = ray.put((dict(programs), dict(workers)))
+        self._all(
+            [actor.build.remote([hosted], seed) for actor in self._actors.values()],
+            "building its roles",
+        )
+
+    def _start_actors(self, groups: Sequence[DeviceGroup]) -> None:
+        import ray
+
+        from .ray_rank import Rank
+
         threads = self._num_threads or max(
             1, torch.get_num_threads() // max(group.num_ranks for group in groups)
         )
@@ -99,36 +104,41 @@ class RayExecutor:
                 options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
                 if group.device.startswith("cuda"):
                     options["num_gpus"] = 1
-                self._actors[group.name, rank] = (
-                    ray.remote(_Rank).options(**options).remote(group, rank, threads)
+                actor = ray.remote(Rank).options(**options)
+                self._actors[group.name, rank] = actor.remote(
+                    group, rank, threads, self._deadline_s, self._start_s
                 )
-        self._join_groups(groups, deadline_s)
-        hosted = ray.put((dict(programs), dict(workers)))
-        self._all(
-            [actor.build.remote([hosted], seed) for actor in self._actors.values()],
-            "building its roles",
-        )
 
-    def _join_groups(self, groups: Sequence[DeviceGroup], deadline_s: float) -> None:
-        several = [group for group in groups if group.num_ranks > 1]
+    def _join_groups(self, groups: Sequence[DeviceGroup]) -> None:
         addresses = self._all(
-            [self._actors[group.name, 0].free_address.remote() for group in several],
-            "finding a free port",
+            [self._actors[group.name, 0].listen.remote() for group in groups],
+            "opening a socket for its group",
         )
         self._all(
             [
-                self._actors[group.name, rank].join.remote(address, deadline_s)
-                for group, address in zip(several, addresses, strict=True)
+                self._actors[group.name, rank].join.remote(address)
+                for group, address in zip(groups, addresses, strict=True)
                 for rank in range(group.num_ranks)
             ],
             "joining its process group",
         )
 
     def _all(self, answers: list[Any], doing: str) -> list[Any]:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
         try:
-            return ray.get(answers, timeout=_START_TIMEOUT_S)
+            return ray.get(answers, timeout=self._start_s)
+        except GetTimeoutError as error:
+            raise WorkerError(
+                f"a rank was still {doing} after {self._start_s:g} s (Schedule.deadline_s, but at "
+                f"least {_LEAST_START_S:g} s)"
+            ) from error
+        except RayTaskError as error:
+            if isinstance(error.cause, PenstockError):
+                raise error.cause from error
+            raise WorkerError(f"a rank failed while {doing}: {error}") from error
         except RayError as error:
-            self.stop()
             raise WorkerError(f"a rank failed while {doing}: {error}") from error
 
     def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
@@ -138,6 +148,8 @@ class RayExecutor:
 
     def wait(self, timeout_s: float) -> Sequence[Completion]:
         """See `Executor.wait`."""
+        import ray
+
         if not self._pending:
             return []
         ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
@@ -146,9 +158,12 @@ class RayExecutor:
         return [self._completion(answer) for answer in ready]
 
     def _completion(self, ref: ray.ObjectRef[Any]) -> Completion:
+        import ray
+        from ray.exceptions import RayActorError, RayError
+
         ticket, group, rank = self._pending.pop(ref)
         try:
-            answer: _Answer = ray.get(ref, timeout=_START_TIMEOUT_S)
+            answer: Answer = ray.get(ref, timeout=self._deadline_s)
         except RayActorError as error:
             text = f"rank {rank} of group '{group}' died: {str(error).splitlines()[0]}"
             return Completion(ticket, rank, None, error=WorkerError(text))
@@ -163,18 +178,22 @@ class RayExecutor:
 
     def put(self, part: Part) -> Handle:
         """See `Executor.put`; these bytes do pass through the controller."""
+        import ray
+
+        from .ray_rank import part_to_numpy
+
         self._controller_bytes += sum(column.num_bytes for column in part)
-        return ray.put(_to_numpy(part))
+        return ray.put(part_to_numpy(part))
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Nothing to do: dropping the last reference frees the object."""
 
     def stop(self) -> None:
-        """See `Executor.stop`."""
-        for actor in self._actors.values():
-            ray.kill(actor)
-        self._actors.clear()
+        """Ask every rank to close its workers, wait a little, and end it. See `Executor.stop`."""
         self._pending.clear()
+        actors, self._actors = list(self._actors.values()), {}
+        if actors:
+            _end(actors)
 
     @property
     def controller_bytes(self) -> int:
@@ -182,72 +201,46 @@ class RayExecutor:
         return self._controller_bytes
 
 
-class _Rank:
-    """The actor: a `Host` and the conversions between tensors and what Ray stores."""
+def _end(actors: Sequence[Any]) -> None:
+    import ray
 
-    def __init__(self, group: DeviceGroup, rank: int, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
-        self._group, self._rank = group, rank
-        self._hosts: dict[str, Host] = {}
-
-    def free_address(self) -> str:
-        """An address on this node where rank 0 can be met."""
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
-
-    def join(self, address: str, timeout_s: float) -> None:
-        """Join the group's process group."""
-        backend = "nccl" if self._group.device.startswith("cuda") else "gloo"
-        dist.init_process_group(
-            backend,
-            init_method=address,
-            rank=self._rank,
-            world_size=self._group.num_ranks,
-            timeout=timedelta(seconds=timeout_s),
+    if not ray.is_initialized():
+        return  # They ended with it.
+    try:
+        ray.wait(
+            [actor.close.remote() for actor in actors], num_returns=len(actors), timeout=CLOSE_S
         )
-
-    def build(self, hosted: list[Any], seed: int) -> None:
-        """Build this rank's roles, each once, for all programs."""
-        programs, workers = ray.get(hosted[0])
-        device = "cuda:0" if self._group.device.startswith("cuda") else "cpu"
-        roles: dict[str, Role] = {}
-        for key, program in programs.items():
-            if all(group.name != self._group.name for group in program.placement.groups):
-                continue
-            names = program.placement.hosted_roles(program.graph, self._group.name)
-            for name in names:
-                if name not in roles:
-                    context = WorkerContext(name, seed, self._rank, self._group.num_ranks, device)
-                    roles[name] = build_role(name, workers[name], context)
-            self._hosts[key] = Host(
-                program.graph,
-                {name: roles[name] for name in names},
-                program.placement.num_chunks,
-                fetch=_fetch,
-            )
-
-    def perform(self, program: str, work: Work) -> _Answer:
-        """Do one piece of work; outputs stay in this node's object store."""
-        try:
-            result = self._hosts[program].perform(work)
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
-            text = f"{type(error).__name__}: {error}"
-            return _Answer(None, error=text, trace=traceback.format_exc())
-        parts = tuple(ray.put(_to_numpy(part)) for part in result.parts)
-        weights = None if result.weights is None else ray.put(_weights_to_numpy(result.weights))
-        return _Answer(result.report, parts, weights)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
 
 
 def connect_ray() -> None:
     """Join the cluster of `RAY_ADDRESS`, or start Ray here; nothing if that has been done."""
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        # Read when ray is imported: a Ray of our own then listens on the loopback address only, as
+        # it does by itself on other systems than Linux.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        # Ray lowers its workers' priority by 15 to keep a desktop responsive; here they are the
+        # job.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+    import ray
+
     if not ray.is_initialized():
-        ray.init(include_dashboard=False, log_to_driver=True, logging_level=logging.ERROR)
+        # "local", because by default Ray joins whatever `ray start` has left on this machine.
+        ray.init(
+            address=address or "local",
+            include_dashboard=False,
+            log_to_driver=True,
+            logging_level=logging.ERROR,
+        )
 
 
 def shutdown_ray() -> None:
     """End the Ray that `RayExecutor` started on this machine, or leave the cluster it joined."""
+    import ray
+
     if ray.is_initialized():
         ray.shutdown()
 
@@ -264,45 +257,3 @@ def _groups(programs: Mapping[str, Program]) -> list[DeviceGroup]:
                     "share a group must agree on it"
                 )
     return list(groups.values())
-
-
-# --- tensors on the wire: numpy arrays, which Ray stores without copying
-
-
-_Column = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
-
-
-def _to_numpy(part: Part) -> tuple[_Column, ...]:
-    return tuple(
-        (
-            column.values.cpu().numpy(),
-            None if column.lengths is None else column.lengths.cpu().numpy(),
-        )
-        for column in part
-    )
-
-
-def _weights_to_numpy(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, Any]]:
-    """bfloat16, which numpy lacks, travels as its bits."""
-    stored: dict[str, tuple[str, Any]] = {}
-    for name, tensor in weights.items():
-        array = tensor.detach().cpu().contiguous()
-        bits = array.view(torch.int16) if array.dtype is torch.bfloat16 else array
-        stored[name] = (str(array.dtype).removeprefix("torch."), bits.numpy())
-    return stored
-
-
-def _fetch(handle: Any) -> Any:
-    """Pull a stored part or snapshot; copied, because Ray's arrays are shared and read-only."""
-    stored = ray.get(handle, timeout=_START_TIMEOUT_S)
-    if isinstance(stored, dict):
-        return {name: _tensor(array, dtype) for name, (dtype, array) in stored.items()}
-    return tuple(
-        Packed(_tensor(values), None if lengths is None else _tensor(lengths))
-        for values, lengths in stored
-    )
-
-
-def _tensor(array: np.ndarray[Any, Any], dtype: str = "") -> torch.Tensor:
-    tensor = torch.from_numpy(array.copy())
-    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

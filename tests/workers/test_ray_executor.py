@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import random
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from penstock.dataflow.engine import Engine, StepResult
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.executor import Executor, InProcess
 from penstock.dataflow.placement import DeviceGroup, Placement, one_group
+from penstock.dataflow.record import build
 from penstock.dataflow.role import Role
 from penstock.dataflow.schedule import Schedule
 from penstock.dataflow.spans import TaskSpan
@@ -27,6 +35,7 @@ from penstock.workers.torch_policy import TorchPolicy, TorchPolicySpec
 from safetensors.torch import load_file
 
 from ..algorithms import runs
+from ..dataflow import counter
 
 pytestmark = pytest.mark.slow
 
@@ -237,6 +246,158 @@ def test_resume_on_ray_continues_bit_for_bit(tmp_path: Path) -> None:
         ]
         assert rest == [4, 5]
         assert engine.ask("actor", "weights_sha256") == whole["actor"]
+
+
+def test_runs_follow_one_another_whatever_is_still_out() -> None:
+    graph = counter.COUNT
+    placement = counter.apart(graph, model__sample="rollout")
+    with Engine(
+        graph,
+        placement,
+        workers={"model": counter.CounterSpec()},
+        executor=RayExecutor(1),
+        schedule=Schedule(max_lag=1),
+    ) as engine:
+        for step in engine.run(counter.SOURCES, 5):
+            assert engine.ask("model", "count") >= step.step + 1
+            if step.step == 1:
+                break
+        trained = engine.ask("model", "count")
+        steps = list(engine.run(counter.SOURCES, 3))
+        assert counter.seen(steps) == [trained, trained, trained + 1]
+        assert engine.ask("model", "count") == trained + 3
+
+
+@dataclass(frozen=True)
+class ClosingSpec:
+    """Builds a counter that leaves a file when it is closed; or cannot be built."""
+
+    folder: str
+    broken: bool = False
+
+    def build(self, context: WorkerContext) -> ClosingCounter:
+        if self.broken:
+            raise ConfigError(f"role '{context.role}' cannot be built\n    on purpose")
+        return ClosingCounter(Path(self.folder) / f"{context.role}-{context.rank}")
+
+
+class ClosingCounter(counter.Counter):
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def close(self) -> None:
+        self.file.touch()
+
+
+def ranks_alive() -> list[int]:
+    found: list[int] = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name().startswith("ray::Rank"):
+                found.append(process.pid)
+    return found
+
+
+def test_workers_are_closed_before_their_processes_end(tmp_path: Path) -> None:
+    engine = Engine(
+        counter.COUNT,
+        one_group(counter.COUNT, 2),
+        workers={"model": ClosingSpec(str(tmp_path))},
+        executor=RayExecutor(1),
+    )
+    with engine:
+        list(engine.run(counter.SOURCES, 1))
+        assert len(ranks_alive()) == 2
+        assert not list(tmp_path.iterdir())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model-0", "model-1"]
+
+
+def look_twice_step(keys: counter.Keys, model: counter.Model, judge: counter.Model) -> object:
+    return model.sample(keys.key), judge.sample(keys.key)
+
+
+def test_a_worker_that_cannot_be_built_keeps_its_error_and_ends_the_others(tmp_path: Path) -> None:
+    graph = build(look_twice_step)
+    workers = {role: ClosingSpec(str(tmp_path), role == "judge") for role in ("model", "judge")}
+    placement = counter.apart(graph, judge__sample="other")
+    engine = Engine(graph, placement, workers=workers, executor=RayExecutor(1))
+    with pytest.raises(ConfigError) as raised:
+        engine.start()
+    assert str(raised.value) == "role 'judge' cannot be built\n    on purpose"
+    assert [file.name for file in tmp_path.iterdir()] == ["model-0"]
+    end_s = time.monotonic() + 30
+    while ranks_alive() and time.monotonic() < end_s:
+        time.sleep(0.1)
+    assert ranks_alive() == []
+
+
+def is_loopback(text: str) -> bool:
+    address = ipaddress.ip_address(text)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def sum_and_addresses(rank: object) -> tuple[float, list[str]]:
+    """What the ranks of a group add up to, and where this one can be connected to."""
+    total = torch.ones(())
+    dist.all_reduce(total)
+    found = psutil.Process().net_connections("tcp")
+    return float(total), [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN]
+
+
+def test_ranks_meet_where_no_other_machine_can_reach_them() -> None:
+    import ray
+    from penstock.workers.ray_rank import Rank
+
+    group = DeviceGroup("pair", 2)
+    ranks: list[Any] = [
+        ray.remote(Rank).options(num_cpus=0).remote(group, rank, 1, 60.0, 120.0)
+        for rank in range(2)
+    ]
+    try:
+        meet = ray.get(ranks[0].listen.remote(), timeout=120)
+        ray.get([rank.join.remote(meet) for rank in ranks], timeout=120)
+        calls = [rank.__ray_call__.remote(sum_and_addresses) for rank in ranks]
+        for total, addresses in ray.get(calls, timeout=120):
+            assert total == 2
+            assert addresses
+            assert [one for one in addresses if not is_loopback(one)] == []
+    finally:
+        for rank in ranks:
+            ray.kill(rank)
+
+
+SCRIPT = """
+import os, sys
+before = dict(os.environ)
+from penstock.workers.ray_executor import connect_ray, shutdown_ray
+assert os.environ == before, "the import changed the environment"
+assert "ray" not in sys.modules, "the import loaded ray"
+connect_ray()
+import ray
+print(ray.get_runtime_context().gcs_address)
+shutdown_ray()
+"""
+
+
+def test_a_ray_that_somebody_else_started_here_is_left_alone() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a socket's path must be short
+        (Path(folder) / "ray").mkdir()
+        for name in ("ray_current_cluster", "ray/ray_current_cluster"):
+            (Path(folder) / name).write_text("127.0.0.1:9")  # where `ray start` notes its address
+        environment = {**os.environ, "RAY_TMPDIR": folder}
+        environment.pop("RAY_ADDRESS", None)
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("127.0.0.1:")
+    assert done.stdout.strip() != "127.0.0.1:9"
 
 
 def test_a_live_worker_is_refused() -> None:

@@ -1,0 +1,178 @@
+"""The actor of the Ray executor: one rank of one group, and what it puts on the wire."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+import torch
+import torch.distributed as dist
+
+from ..dataflow.batch import Packed
+from ..dataflow.executor import build_role
+from ..dataflow.host import Host
+from ..dataflow.placement import DeviceGroup
+from ..dataflow.role import Role
+from ..dataflow.work import Part, Report, Work
+from ..dataflow.worker import WorkerContext, close_workers
+
+__all__ = ["Answer", "Rank", "part_to_numpy"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an actor returns: a few hundred bytes, whatever it made."""
+
+    report: Report | None
+    parts: tuple[Any, ...] = ()
+    weights: Any = None
+    error: str = ""
+    trace: str = ""
+
+
+class Rank:
+    """A `Host` in a process of its own, and the conversions between tensors and what Ray stores.
+
+    Args:
+        group: The group it belongs to.
+        rank: Its rank there.
+        num_threads: Torch threads.
+        deadline_s: How long to wait for another rank in a call, or for what it stored.
+        start_s: The same until all ranks have started.
+    """
+
+    def __init__(
+        self, group: DeviceGroup, rank: int, num_threads: int, deadline_s: float, start_s: float
+    ) -> None:
+        torch.set_num_threads(num_threads)
+        self._group, self._rank = group, rank
+        self._deadline_s, self._start_s = deadline_s, start_s
+        self._hosts: dict[str, Host] = {}
+        self._roles: dict[str, Role] = {}
+        self._listener: socket.socket | None = None
+
+    def listen(self) -> tuple[str, int]:
+        """Open the socket at which rank 0 is met: on this node's own address, and on no other."""
+        host = ray.util.get_node_ip_address()
+        self._listener = socket.create_server((host, 0))
+        return host, self._listener.getsockname()[1]
+
+    def join(self, address: tuple[str, int]) -> None:
+        """Join the group's process group, whose rank 0 listens at `address`.
+
+        Torch's own store would listen on every interface, and gloo on the one that the host's name
+        resolves to; both are given the interface that Ray uses.
+        """
+        host, port = address
+        interface = _interface(ray.util.get_node_ip_address())
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        listener, self._listener = self._listener, None
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+            host,
+            port,
+            self._group.num_ranks,
+            is_master=listener is not None,
+            timeout=timedelta(seconds=self._start_s),
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+        dist.init_process_group(
+            "nccl" if self._group.device.startswith("cuda") else "gloo",
+            store=store,
+            rank=self._rank,
+            world_size=self._group.num_ranks,
+            timeout=timedelta(seconds=self._deadline_s),
+        )
+
+    def build(self, hosted: list[Any], seed: int) -> None:
+        """Build this rank's roles, each once, for all programs."""
+        programs, workers = ray.get(hosted[0], timeout=self._start_s)
+        device = "cuda:0" if self._group.device.startswith("cuda") else "cpu"
+        for key, program in programs.items():
+            if all(group.name != self._group.name for group in program.placement.groups):
+                continue
+            names = program.placement.hosted_roles(program.graph, self._group.name)
+            for name in names:
+                if name not in self._roles:
+                    context = WorkerContext(name, seed, self._rank, self._group.num_ranks, device)
+                    self._roles[name] = build_role(name, workers[name], context)
+            self._hosts[key] = Host(
+                program.graph,
+                {name: self._roles[name] for name in names},
+                program.placement.num_chunks,
+                fetch=self._fetch,
+            )
+
+    def perform(self, program: str, work: Work) -> Answer:
+        """Do one piece of work; outputs stay in this node's object store."""
+        try:
+            result = self._hosts[program].perform(work)
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
+            text = f"{type(error).__name__}: {error}"
+            return Answer(None, error=text, trace=traceback.format_exc())
+        parts = tuple(ray.put(part_to_numpy(part)) for part in result.parts)
+        weights = None if result.weights is None else ray.put(_weights_to_numpy(result.weights))
+        return Answer(result.report, parts, weights)
+
+    def close(self) -> None:
+        """Close the workers; the process ends next."""
+        roles, self._roles = self._roles, {}
+        close_workers(roles.values())
+
+    def _fetch(self, handle: Any) -> Any:
+        """Pull a stored part or snapshot; copied, because Ray's arrays are shared and read-only."""
+        stored = ray.get(handle, timeout=self._deadline_s)
+        if isinstance(stored, dict):
+            return {name: _tensor(array, dtype) for name, (dtype, array) in stored.items()}
+        return tuple(
+            Packed(_tensor(values), None if lengths is None else _tensor(lengths))
+            for values, lengths in stored
+        )
+
+
+def _interface(address: str) -> str:
+    """The network interface that has an address: "lo", "eth0"."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return name
+    raise OSError(f"no network interface of this machine has Ray's address {address}")
+
+
+# --- tensors on the wire: numpy arrays, which Ray stores without copying
+
+
+_Column = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
+
+
+def part_to_numpy(part: Part) -> tuple[_Column, ...]:
+    """A part's columns as arrays of values and of lengths."""
+    return tuple(
+        (
+            column.values.cpu().numpy(),
+            None if column.lengths is None else column.lengths.cpu().numpy(),
+        )
+        for column in part
+    )
+
+
+def _weights_to_numpy(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, Any]]:
+    """bfloat16, which numpy lacks, travels as its bits."""
+    stored: dict[str, tuple[str, Any]] = {}
+    for name, tensor in weights.items():
+        array = tensor.detach().cpu().contiguous()
+        bits = array.view(torch.int16) if array.dtype is torch.bfloat16 else array
+        stored[name] = (str(array.dtype).removeprefix("torch."), bits.numpy())
+    return stored
+
+
+def _tensor(array: np.ndarray[Any, Any], dtype: str = "") -> torch.Tensor:
+    tensor = torch.from_numpy(array.copy())
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

@@ -20,6 +20,7 @@ from typing import Any
 __all__ = [
     "ConfigError",
     "FlowError",
+    "InfeasibleError",
     "PenstockError",
     "PlanError",
     "StateError",
@@ -48,6 +49,10 @@ class ConfigError(PenstockError):
 
 class PlanError(PenstockError):
     """A placement that cannot run the graph; names the constraint that fails."""
+
+
+class InfeasibleError(PlanError):
+    """No placement fits: what was asked for makes sense, but there is no room or no way for it."""
 
 
 @dataclass(frozen=True)

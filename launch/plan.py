@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..dataflow.errors import ConfigError, PlanError
+from ..dataflow.errors import ConfigError, InfeasibleError
 from .app import chosen, hydra_app
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _plan(composed: dict[str, Any]) -> None:
     started_s = time.monotonic()
     try:
         plan = request.plan()
-    except PlanError as error:
+    except InfeasibleError as error:
         _say_infeasible(files["json"], str(error), time.monotonic() - started_s)
         raise
     for lag, why in request.refused_lags.items():

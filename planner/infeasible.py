@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..dataflow.errors import PlanError
+from ..dataflow.errors import InfeasibleError, PlanError
 from .calls import Call
 from .cluster import ClusterSpec
 from .ledger import GroupLedger, Ledger, Parts, check
@@ -19,8 +19,8 @@ _MOST_TIMES = 64
 
 
 def refusal(
-    calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec, error: PlanError
-) -> PlanError:
+    calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec, error: InfeasibleError
+) -> InfeasibleError:
     """The error to raise in place of the search's own.
 
     The attempt that is shown has every unit on all devices, each in the way that needs least:
@@ -35,7 +35,7 @@ def refusal(
     try:
         check(Ledger((attempt,)), {attempt.name: mesh.memory_bytes}, change=change)
     except PlanError as full:
-        return PlanError(f"{error}\n{full}")
+        return InfeasibleError(f"{error}\n{full}")
     return error
 
 

@@ -48,19 +48,16 @@ class LogicalParam:
         return prod(self.shape)
 
 
-def logical_params(
-    model: ModelShape, head: Head = "vocabulary", *, qk_norm: bool = False
-) -> tuple[LogicalParam, ...]:
+def logical_params(model: ModelShape, head: Head = "vocabulary") -> tuple[LogicalParam, ...]:
     """All parameters of a model, embedding first, head last.
 
-    Their sizes add up to `model.num_params(head)`, plus `2 * head_dim` per layer with `qk_norm`.
+    Their sizes add up to `model.num_params(head)`.
     A tied head is the embedding and is not listed; the embedding is then at both ends of the
     pipeline.
 
     Args:
         model: The sizes.
         head: What the model ends in.
-        qk_norm: Whether queries and keys have norms of their own (Qwen3); sizes do not tell.
     """
     hidden, vocab = model.hidden_size, model.vocab_size
     shares = head == "vocabulary" and model.tied_embeddings
@@ -69,7 +66,7 @@ def logical_params(
         LogicalParam("model.embed_tokens.weight", table, 0, vocab, "ends" if shares else "first")
     ]
     for layer in range(model.num_layers):
-        params += _layer(model, layer, qk_norm)
+        params += _layer(model, layer)
     params.append(LogicalParam("model.norm.weight", (hidden,), place="last"))
     if head == "scalar":
         params.append(LogicalParam("score.weight", (1, hidden), place="last"))
@@ -78,7 +75,7 @@ def logical_params(
     return tuple(params)
 
 
-def _layer(model: ModelShape, layer: int, qk_norm: bool) -> Iterator[LogicalParam]:
+def _layer(model: ModelShape, layer: int) -> Iterator[LogicalParam]:
     prefix, hidden = f"model.layers.{layer}", model.hidden_size
     yield LogicalParam(f"{prefix}.input_layernorm.weight", (hidden,), layer=layer)
     heads = {"q": model.num_heads, "k": model.num_key_heads, "v": model.num_key_heads}
@@ -87,7 +84,7 @@ def _layer(model: ModelShape, layer: int, qk_norm: bool) -> Iterator[LogicalPara
         yield LogicalParam(f"{name}.weight", (width, hidden), 0, num_heads, layer=layer)
         if model.qkv_bias:
             yield LogicalParam(f"{name}.bias", (width,), 0, num_heads, layer=layer)
-    for letter in "qk" if qk_norm else "":
+    for letter in "qk" if model.qk_norm else "":
         name = f"{prefix}.self_attn.{letter}_norm.weight"
         yield LogicalParam(name, (model.head_dim,), layer=layer)
     shape = (hidden, model.num_heads * model.head_dim)

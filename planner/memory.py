@@ -77,6 +77,7 @@ def _params(shape: ModelShape, head: Head, layout: Layout) -> _Params:
     # With more tensor-parallel ranks than key heads each rank holds one, repeated.
     qkv = (heads + 2 * _key_heads(shape, tp)) * shape.head_dim
     layer = hidden * (qkv + heads * shape.head_dim + 2) + (qkv if shape.qkv_bias else 0)
+    layer += 2 * shape.head_dim if shape.qk_norm else 0
     experts = 0
     feed_forward = 3 * hidden * -(-shape.intermediate_size // tp)
     if shape.num_experts:

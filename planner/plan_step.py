@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..dataflow.errors import PlanError
+from ..dataflow.errors import InfeasibleError, PlanError
 from ..dataflow.graph import Graph
 from .calls import Call, calls_of
 from .cluster import ClusterSpec
@@ -76,7 +76,7 @@ def plan_step(
     )
     try:
         found = search(nodes, table, cluster, max_lag=max_lag, pins=pins, deadline_s=deadline_s)
-    except PlanError as error:
+    except InfeasibleError as error:
         raise refusal(calls, table, cluster, error) from None
     return _Writer(graph, calls, nodes, table, cluster, found).plan(workload, constants)
 

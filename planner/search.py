@@ -87,7 +87,8 @@ def search(
         now_s: The clock.
 
     Raises:
-        PlanError: If no assignment is feasible, saying what lacks how much; if the deadline passes
+        InfeasibleError: If no assignment is feasible, saying what lacks how much.
+        PlanError: If the deadline passes
             before any is known; or if an argument makes no sense.
     """
     lags = (max_lag,) if isinstance(max_lag, int) else tuple(dict.fromkeys(max_lag))

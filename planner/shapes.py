@@ -23,6 +23,7 @@ AtLeastOne = Annotated[int, Field(ge=1)]
 
 _GATED = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"}
 _QKV_BIAS = {"qwen2", "qwen2_moe"}
+_QK_NORM = {"qwen3", "qwen3_moe"}
 
 
 class ModelShape(BaseModel):
@@ -50,6 +51,8 @@ class ModelShape(BaseModel):
     """Whether the head is the embedding."""
     qkv_bias: bool = False
     """Whether query, key and value projections have biases."""
+    qk_norm: bool = False
+    """Whether every head's query and key are normalised."""
     num_experts: int = Field(default=0, ge=0)
     """Experts per layer; 0 for a dense model."""
     experts_per_token: int = Field(default=0, ge=0)
@@ -67,7 +70,8 @@ class ModelShape(BaseModel):
         """Weights of one layer's attention."""
         qkv = (self.num_heads + 2 * self.num_key_heads) * self.head_dim
         out = self.num_heads * self.head_dim * self.hidden_size
-        return self.hidden_size * qkv + out + (qkv if self.qkv_bias else 0)
+        extra = (qkv if self.qkv_bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
+        return self.hidden_size * qkv + out + extra
 
     @property
     def expert_params(self) -> int:
@@ -162,6 +166,7 @@ def shape_of(
         vocab_size=size("vocab_size"),
         tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
         qkv_bias=bool(fields.get("attention_bias", kind in _QKV_BIAS)),
+        qk_norm=kind in _QK_NORM,
         num_experts=experts,
         experts_per_token=size("num_experts_per_tok") if experts else 0,
         dtype=dtype,

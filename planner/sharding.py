@@ -193,7 +193,6 @@ def shard(
     devices: Sequence[int],
     *,
     head: Head = "vocabulary",
-    qk_norm: bool = False,
 ) -> Sharding:
     """What a layout means for every weight, each parameter a tensor of its own.
 
@@ -212,7 +211,6 @@ def shard(
         layout: Legal for the model.
         devices: Cluster device of each rank.
         head: What the model ends in.
-        qk_norm: See `logical_params`.
 
     Raises:
         PlanError: If the layout is not legal for the model or needs another number of devices.
@@ -226,7 +224,7 @@ def shard(
     patterns: dict[Pattern, int] = {}
     known: dict[Any, int] = {}
     params: list[StoredParam] = []
-    for param in logical_params(model, head, qk_norm=qk_norm):
+    for param in logical_params(model, head):
         stages, owner = _stages(param, model, layout), _owner(param, model, layout)
         key = (param.shape, param.cut_dim, param.num_units, stages, owner)
         if key not in known:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..dataflow.errors import PlanError
+from ..dataflow.errors import InfeasibleError
 from .allocation import Index
 from .allocation_boxes import Boxes, Corners, Grid, Ints
 from .choices import Choices
@@ -55,12 +55,12 @@ class Shortfall:
         )
 
 
-def explain_infeasible(choices: Choices, partitions: Sequence[Partition]) -> PlanError:
+def explain_infeasible(choices: Choices, partitions: Sequence[Partition]) -> InfeasibleError:
     """What to tell when no assignment is feasible."""
     cluster = choices.space.cluster.name
     for unit in choices.calls_of:
         if not _runs_on(choices, unit):
-            return PlanError(
+            return InfeasibleError(
                 f"'{unit}' has no legal layout on cluster '{cluster}': on none of the "
                 f"{choices.space.num_meshes} meshes that a group can have does the table offer a "
                 "way to run it that the pins allow"
@@ -68,11 +68,15 @@ def explain_infeasible(choices: Choices, partitions: Sequence[Partition]) -> Pla
     for unit in choices.calls_of:
         found = _alone(choices, unit)
         if found is not None and found.needed_bytes > found.memory_bytes:
-            return PlanError(f"'{unit}' fits nowhere on cluster '{cluster}'. At best: {found}")
+            return InfeasibleError(
+                f"'{unit}' fits nowhere on cluster '{cluster}'. At best: {found}"
+            )
     found = shortfall(choices, partitions)
     if found is None:
-        return PlanError(_indivisible(choices))
-    return PlanError(f"the units do not fit together on cluster '{cluster}'. At best: {found}")
+        return InfeasibleError(_indivisible(choices))
+    return InfeasibleError(
+        f"the units do not fit together on cluster '{cluster}'. At best: {found}"
+    )
 
 
 def shortfall(choices: Choices, partitions: Sequence[Partition]) -> Shortfall | None:

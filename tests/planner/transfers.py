@@ -76,6 +76,7 @@ def models(draw: st.DrawFn) -> ModelShape:
         vocab_size=24,
         tied_embeddings=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
         num_experts=experts,
         experts_per_token=min(experts, 1),
     )

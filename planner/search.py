@@ -88,8 +88,7 @@ def search(
 
     Raises:
         InfeasibleError: If no assignment is feasible, saying what lacks how much.
-        PlanError: If the deadline passes
-            before any is known; or if an argument makes no sense.
+        PlanError: If the deadline passes before any is known; or if an argument makes no sense.
     """
     lags = (max_lag,) if isinstance(max_lag, int) else tuple(dict.fromkeys(max_lag))
     pins = pins or Pins()

@@ -143,9 +143,9 @@ class InProcess:
         roles: dict[tuple[str, str], Role] = {}
         for key, program in programs.items():
             for group in program.placement.groups:
-                if group.num_ranks != 1:
+                if group.num_processes != 1:
                     raise PlanError(
-                        f"group '{group.name}' has {group.num_ranks} ranks, but the in-process "
+                        f"group '{group.name}' has {group.num_processes} ranks, but the in-process "
                         "executor runs one; set executor=ray or num_ranks=1"
                     )
                 hosted = program.placement.hosted_roles(program.graph, group.name)

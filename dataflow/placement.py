@@ -19,17 +19,48 @@ __all__ = ["DeviceGroup", "Placement", "check_placement", "flow_of", "follow", "
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Worker processes that run the same nodes side by side, data-parallel.
+    """Worker processes that run the same nodes side by side.
+
+    A rank is data-parallel: it has rows of its own. It is one process, or several that share a
+    model by tensor and pipeline parallelism, are given the same rows and answer as one.
 
     Attributes:
         name: What plans and traces call it.
-        num_ranks: Processes in the group.
-        device: "cpu" or "cuda"; a rank of a CUDA group owns one device.
+        num_ranks: Data-parallel ranks in the group.
+        device: "cpu" or "cuda"; a process of a CUDA group owns one device.
+        tensor_parallel: Processes among which a rank's matrices are divided.
+        pipeline_parallel: Stages of a rank's layers.
     """
 
     name: str
     num_ranks: int = 1
     device: str = "cpu"
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    @property
+    def num_processes(self) -> int:
+        """All of them."""
+        return self.num_ranks * self.tensor_parallel * self.pipeline_parallel
+
+    def processes(self, rank: int) -> tuple[int, ...]:
+        """The processes of a data-parallel rank, the one that answers for it first.
+
+        Process `t + tensor_parallel * (rank + num_ranks * p)` is tensor-parallel rank t of stage p,
+        as in a plan's layouts. The first of the last stage answers: there the outputs are.
+        """
+        stages = range(self.pipeline_parallel)
+        found = [
+            t + self.tensor_parallel * (rank + self.num_ranks * p)
+            for p in stages
+            for t in range(self.tensor_parallel)
+        ]
+        lead = found[-self.tensor_parallel]
+        return (lead, *(process for process in found if process != lead))
+
+    def rank_of(self, process: int) -> int:
+        """The data-parallel rank that a process belongs to."""
+        return process // self.tensor_parallel % self.num_ranks
 
 
 @dataclass(frozen=True)

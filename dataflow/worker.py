@@ -41,10 +41,16 @@ class WorkerContext:
     Attributes:
         role: The role's name in the step function: "actor".
         seed: The run's seed; all randomness derives from it and a `CallKey`.
-        rank: This process's rank in its worker group.
-        num_ranks: Data-parallel ranks of the group. If above 1, torch.distributed's default process
-            group is initialised and spans exactly the group before `build` is called.
+        rank: This process's data-parallel rank in its worker group.
+        num_ranks: Data-parallel ranks of the group.
         device: "cpu" or "cuda:0", as torch spells it.
+        tensor_parallel: Processes among which this rank's matrices may be divided.
+        tensor_rank: Which of them this is.
+        pipeline_parallel: Stages into which this rank's layers may be divided.
+        stage: In which of them this process is.
+
+    If the group has several processes, torch.distributed's default process group is initialised
+    and spans exactly them before `build` is called, and so are the groups of `process_groups.py`.
     """
 
     role: str
@@ -52,6 +58,28 @@ class WorkerContext:
     rank: int = 0
     num_ranks: int = 1
     device: str = "cpu"
+    tensor_parallel: int = 1
+    tensor_rank: int = 0
+    pipeline_parallel: int = 1
+    stage: int = 0
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the group."""
+        return self.num_ranks * self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def process(self) -> int:
+        """This process in its group; see `DeviceGroup.processes`."""
+        return self.tensor_rank + self.tensor_parallel * (self.rank + self.num_ranks * self.stage)
+
+    @property
+    def answers(self) -> bool:
+        """Whether this process answers for its rank: the first of the last stage.
+
+        What the others return is not looked at.
+        """
+        return self.tensor_rank == 0 and self.stage == self.pipeline_parallel - 1
 
 
 @runtime_checkable

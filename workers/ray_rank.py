@@ -29,44 +29,54 @@ __all__ = ["Answer", "Rank", "part_to_numpy"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What an actor returns: a few hundred bytes, whatever it made."""
+    """What an actor returns: a few hundred bytes, whatever it made.
+
+    Attributes:
+        report: See `Report`; None if it failed.
+        parts: Handles of the outputs.
+        weights: Handle of a snapshot.
+        error: What was raised.
+        trace: Its traceback.
+        leads: Whether this process answers for its rank.
+    """
 
     report: Report | None
     parts: tuple[Any, ...] = ()
     weights: Any = None
     error: str = ""
     trace: str = ""
+    leads: bool = True
 
 
 class Rank:
-    """A `Host` in a process of its own, and the conversions between tensors and what Ray stores.
+    """One process of a rank: a `Host`, and the conversions between tensors and what Ray stores.
 
     Args:
         group: The group it belongs to.
-        rank: Its rank there.
+        process: Its number there; see `DeviceGroup.processes`.
         num_threads: Torch threads.
         deadline_s: How long to wait for another rank in a call, or for what it stored.
         start_s: The same until all ranks have started.
     """
 
     def __init__(
-        self, group: DeviceGroup, rank: int, num_threads: int, deadline_s: float, start_s: float
+        self, group: DeviceGroup, process: int, num_threads: int, deadline_s: float, start_s: float
     ) -> None:
         torch.set_num_threads(num_threads)
-        self._group, self._rank = group, rank
+        self._group, self._process = group, process
         self._deadline_s, self._start_s = deadline_s, start_s
         self._hosts: dict[str, Host] = {}
         self._roles: dict[str, Role] = {}
         self._listener: socket.socket | None = None
 
     def listen(self) -> tuple[str, int]:
-        """Open the socket at which rank 0 is met: on this node's own address, and on no other."""
+        """Open the socket at which process 0 is met: on this node's own address, no other."""
         host = ray.util.get_node_ip_address()
         self._listener = socket.create_server((host, 0))
         return host, self._listener.getsockname()[1]
 
     def join(self, address: tuple[str, int]) -> None:
-        """Join the group's process group, whose rank 0 listens at `address`.
+        """Join the group's process group, whose process 0 listens at `address`.
 
         Torch's own store would listen on every interface, and gloo on the one that the host's name
         resolves to; both are given the interface that Ray uses.
@@ -79,7 +89,7 @@ class Rank:
         store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - torch documents it
             host,
             port,
-            self._group.num_ranks,
+            self._group.num_processes,
             is_master=listener is not None,
             timeout=timedelta(seconds=self._start_s),
             master_listen_fd=None if listener is None else listener.detach(),
@@ -87,23 +97,21 @@ class Rank:
         dist.init_process_group(
             "nccl" if self._group.device.startswith("cuda") else "gloo",
             store=store,
-            rank=self._rank,
-            world_size=self._group.num_ranks,
+            rank=self._process,
+            world_size=self._group.num_processes,
             timeout=timedelta(seconds=self._deadline_s),
         )
 
     def build(self, hosted: list[Any], seed: int) -> None:
         """Build this rank's roles, each once, for all programs."""
         programs, workers = ray.get(hosted[0], timeout=self._start_s)
-        device = "cuda:0" if self._group.device.startswith("cuda") else "cpu"
         for key, program in programs.items():
             if all(group.name != self._group.name for group in program.placement.groups):
                 continue
             names = program.placement.hosted_roles(program.graph, self._group.name)
             for name in names:
                 if name not in self._roles:
-                    context = WorkerContext(name, seed, self._rank, self._group.num_ranks, device)
-                    self._roles[name] = build_role(name, workers[name], context)
+                    self._roles[name] = build_role(name, workers[name], self._context(name, seed))
             self._hosts[key] = Host(
                 program.graph,
                 {name: self._roles[name] for name in names},
@@ -111,16 +119,38 @@ class Rank:
                 fetch=self._fetch,
             )
 
-    def perform(self, program: str, work: Work) -> Answer:
-        """Do one piece of work; outputs stay in this node's object store."""
+    def _context(self, role: str, seed: int) -> WorkerContext:
+        group = self._group
+        beside, tensor_rank = divmod(self._process, group.tensor_parallel)
+        stage, rank = divmod(beside, group.num_ranks)
+        return WorkerContext(
+            role,
+            seed,
+            rank,
+            group.num_ranks,
+            "cuda:0" if group.device.startswith("cuda") else "cpu",
+            group.tensor_parallel,
+            tensor_rank,
+            group.pipeline_parallel,
+            stage,
+        )
+
+    def perform(self, program: str, work: Work, leads: bool) -> Answer:
+        """Do one piece of work; outputs stay in this node's object store.
+
+        Args:
+            program: Which host.
+            work: What to do.
+            leads: Whether outputs are wanted of this process of its rank.
+        """
         try:
             result = self._hosts[program].perform(work)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
             text = f"{type(error).__name__}: {error}"
-            return Answer(None, error=text, trace=traceback.format_exc())
-        parts = tuple(ray.put(part_to_numpy(part)) for part in result.parts)
+            return Answer(None, error=text, trace=traceback.format_exc(), leads=leads)
+        parts = tuple(ray.put(part_to_numpy(part)) for part in result.parts if leads)
         weights = None if result.weights is None else ray.put(_weights_to_numpy(result.weights))
-        return Answer(result.report, parts, weights)
+        return Answer(result.report, parts, weights, leads=leads)
 
     def close(self) -> None:
         """Close the workers; the process ends next."""

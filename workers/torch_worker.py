@@ -14,7 +14,7 @@ from ..algorithms.roles import TrainMetrics
 from ..dataflow.context import call_key
 from ..dataflow.role import Loss, Metric
 from ..dataflow.worker import WorkerContext
-from .data_parallel import RankGroup
+from .data_parallel import rank_group
 from .network import Network, PlainNetwork
 from .optimizer import OptimizerSpec
 from .trainer import Forward, Trainer
@@ -54,7 +54,7 @@ class TorchWorker:
         self.metrics: dict[str, Metric] = {}
         self._micro_batch_tokens = micro_batch_tokens
         self._sort_by_length = isinstance(network, PlainNetwork)
-        RankGroup(context.rank, context.num_ranks, self.device).broadcast_(network.flat.data)
+        rank_group(context, self.device).broadcast_(network.flat.data)
         self._trainer: Trainer[Any] | None = None
         if optimizer is not None:
             self._trainer = Trainer[Any](

@@ -19,7 +19,7 @@ from ..algorithms.roles import TrainMetrics
 from ..dataflow.context import CallKey
 from ..dataflow.role import Loss, LossSum, Metric
 from ..dataflow.worker import WorkerContext
-from .data_parallel import RankGroup
+from .data_parallel import RankGroup, rank_group
 from .microbatch import Minibatches, columns, micro_batches, take_rows
 from .optimizer import AdamW, OptimizerSpec
 from .sampling import stream_generator
@@ -89,7 +89,7 @@ class Trainer(Generic[O]):
         self._micro_batch_tokens = micro_batch_tokens
         self._sort_by_length = sort_by_length
         self._device = flat.data.device
-        self._group = RankGroup(context.rank, context.num_ranks, self._device)
+        self._group = rank_group(context, self._device)
         self.optimizer = AdamW(flat, spec)
         self.calls = 0
 

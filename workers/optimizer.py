@@ -13,7 +13,13 @@ from torch import Tensor
 from ..dataflow.ranges import check_range
 from .weights import FlatParameters
 
-__all__ = ["AdamW", "OptimizerSpec"]
+__all__ = [
+    "AdamW",
+    "OptimizerSpec",
+    "clip_gradient",
+    "optimizer_buffers",
+    "update_weights",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +75,67 @@ class OptimizerSpec:
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
 
 
+def optimizer_buffers(data: Tensor) -> dict[str, Tensor]:
+    """State of an optimizer that has taken no step.
+
+    f32, shaped as the weights: "first" and "second", and "master" unless the weights themselves are
+    float32.
+    """
+    buffers = {
+        moment: torch.zeros_like(data, dtype=torch.float32) for moment in ("first", "second")
+    }
+    if data.dtype != torch.float32:
+        buffers["master"] = data.float()
+    return buffers
+
+
+def clip_gradient(grad: Tensor, norm: float, spec: OptimizerSpec, step: int) -> None:
+    """Scale a gradient, or a part of one, of global norm `norm` down to the spec's bound, in place.
+
+    Raises:
+        FloatingPointError: If the norm is not finite.
+    """
+    if not math.isfinite(norm):
+        raise FloatingPointError(
+            f"gradient norm is {norm} at optimizer step {step}; the weights are "
+            "unchanged. Look for infinities in the batch, or lower the learning rate"
+        )
+    if 0 < spec.max_grad_norm < norm:
+        grad.mul_(spec.max_grad_norm / norm)
+
+
+def update_weights(
+    data: Tensor,
+    grad: Tensor,
+    buffers: Mapping[str, Tensor],
+    spec: OptimizerSpec,
+    lr: float,
+    step: int,
+) -> None:
+    """One step of AdamW, in place.
+
+    Args:
+        data: Weights, or any part of them.
+        grad: f32, shaped as `data`, clipped.
+        buffers: From `optimizer_buffers`.
+        spec: Betas, eps and decay.
+        lr: Learning rate of this step.
+        step: Counted from 1.
+    """
+    first, second, master = buffers["first"], buffers["second"], buffers.get("master", data)
+    beta1, beta2 = spec.betas
+    with torch.no_grad():
+        first.lerp_(grad, 1 - beta1)
+        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        scale = math.sqrt(1 - beta2**step)
+        denominator = second.sqrt().div_(scale).add_(spec.eps)
+        if spec.weight_decay:
+            master.mul_(1 - lr * spec.weight_decay)
+        master.addcdiv_(first, denominator, value=-lr / (1 - beta1**step))
+        if master is not data:
+            data.copy_(master)
+
+
 class AdamW:
     """Optimizer of a `FlatParameters`.
 
@@ -89,11 +156,7 @@ class AdamW:
     def _allocated(self) -> dict[str, Tensor]:
         """Buffers "first" and "second", and "master" unless the weights themselves are float32."""
         if not self._buffers:
-            data = self._flat.data
-            for moment in ("first", "second"):
-                self._buffers[moment] = torch.zeros_like(data, dtype=torch.float32)
-            if data.dtype != torch.float32:
-                self._buffers["master"] = data.float()
+            self._buffers |= optimizer_buffers(self._flat.data)
         return self._buffers
 
     def step(self, grad: Tensor, lr: float) -> float:
@@ -106,29 +169,10 @@ class AdamW:
         Raises:
             FloatingPointError: If the norm is not finite; no weight has changed then.
         """
-        spec = self._spec
         norm = float(torch.linalg.vector_norm(grad, dtype=torch.float32))
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"gradient norm is {norm} at optimizer step {self.steps + 1}; the weights are "
-                "unchanged. Look for infinities in the batch, or lower the learning rate"
-            )
-        if 0 < spec.max_grad_norm < norm:
-            grad.mul_(spec.max_grad_norm / norm)
+        clip_gradient(grad, norm, self._spec, self.steps + 1)
         self.steps += 1
-        buffers, data = self._allocated(), self._flat.data
-        first, second, master = buffers["first"], buffers["second"], buffers.get("master", data)
-        beta1, beta2 = spec.betas
-        with torch.no_grad():
-            first.lerp_(grad, 1 - beta1)
-            second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            scale = math.sqrt(1 - beta2**self.steps)
-            denominator = second.sqrt().div_(scale).add_(spec.eps)
-            if spec.weight_decay:
-                master.mul_(1 - lr * spec.weight_decay)
-            master.addcdiv_(first, denominator, value=-lr / (1 - beta1**self.steps))
-            if master is not data:
-                data.copy_(master)
+        update_weights(self._flat.data, grad, self._allocated(), self._spec, lr, self.steps)
         return norm
 
     def refresh(self) -> None:

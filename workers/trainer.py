@@ -1,4 +1,4 @@
-"""The training loop every trainable torch worker shares.
+"""The training loop every trainable worker of a language model shares.
 
 It knows losses and batches, no model and no algorithm. What it guarantees: the minibatches of a
 call depend on (seed, role, step, ordinal, epoch) alone; the loss and its gradient do not depend on
@@ -25,7 +25,7 @@ from .optimizer import AdamW, OptimizerSpec
 from .sampling import stream_generator
 from .weights import FlatParameters
 
-__all__ = ["Forward", "Trainer"]
+__all__ = ["Forward", "Sums", "TrainLoop", "Trainer", "num_masked"]
 
 B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
@@ -35,7 +35,7 @@ Forward = Callable[[Any, bool], O]
 
 
 @dataclass
-class _Sums:
+class Sums:
     """Additive results of a train call: name -> (sum, weight), still on the device."""
 
     entries: dict[str, tuple[Tensor, Tensor]] = field(
@@ -43,6 +43,7 @@ class _Sums:
     )
 
     def add(self, name: str, total: Tensor, weight: Tensor) -> None:
+        """Add scalars to what is there under `name`."""
         total, weight = total.detach().double(), weight.detach().double()
         if name in self.entries:
             before = self.entries[name]
@@ -60,37 +61,23 @@ class _Sums:
         return {name: Metric.mean(*pair) for name, pair in zip(names, values, strict=True)}
 
 
-class Trainer(Generic[O]):
-    """Optimizer steps on one model.
+class TrainLoop(Generic[O]):
+    """What a train call is, for an engine that says how a gradient is computed and applied.
 
     Args:
         context: Where the worker lives.
-        flat: The model's weights.
-        spec: Optimizer and schedule.
-        micro_batch_tokens: Tokens computed at once, as a bound on memory.
-        sort_by_length: Whether micro-batches should bring rows of similar length together.
+        spec: The learning rate's schedule.
+        device: The model's.
 
     Attributes:
         calls: Train calls served, which drives the learning-rate schedule.
     """
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        flat: FlatParameters,
-        spec: OptimizerSpec,
-        *,
-        micro_batch_tokens: int,
-        sort_by_length: bool,
-    ) -> None:
+    def __init__(self, context: WorkerContext, spec: OptimizerSpec, device: torch.device) -> None:
         self._context = context
-        self._flat = flat
         self._spec = spec
-        self._micro_batch_tokens = micro_batch_tokens
-        self._sort_by_length = sort_by_length
-        self._device = flat.data.device
-        self._group = rank_group(context, self._device)
-        self.optimizer = AdamW(flat, spec)
+        self._device = device
+        self._group = rank_group(context, device)
         self.calls = 0
 
     def train(
@@ -113,7 +100,7 @@ class Trainer(Generic[O]):
             raise ValueError(f"epochs is {epochs}; expected at least 1")
         cut = Minibatches(batch, loss.unit, num_minibatches, self._group)
         lr = self._spec.lr_at(self.calls)
-        sums = _Sums()
+        sums = Sums()
         norms: list[float] = []
         for epoch in range(epochs):
             random = stream_generator(
@@ -121,7 +108,7 @@ class Trainer(Generic[O]):
             )
             for rows in cut.epoch(random):
                 grad = self._gradient(forward, loss, batch, rows, sums)
-                norms.append(self.optimizer.step(grad, lr))
+                norms.append(self._step(grad, lr))
         self.calls += 1
         metrics = sums.merged(self._group)
         steps = float(len(norms))
@@ -136,7 +123,47 @@ class Trainer(Generic[O]):
         return TrainMetrics(metrics)
 
     def _gradient(
-        self, forward: Forward[O], loss: Loss[B, O], batch: B, rows: Tensor, sums: _Sums
+        self, forward: Forward[O], loss: Loss[B, O], batch: B, rows: Tensor, sums: Sums
+    ) -> Tensor:
+        """The minibatch's gradient, f32[size], from this rank's `rows`; adds to `sums`."""
+        raise NotImplementedError
+
+    def _step(self, grad: Tensor, lr: float) -> float:
+        """Clip the gradient, take an optimizer step, return the norm before clipping."""
+        raise NotImplementedError
+
+
+class Trainer(TrainLoop[O]):
+    """Optimizer steps on one model.
+
+    Args:
+        context: Where the worker lives.
+        flat: The model's weights.
+        spec: Optimizer and schedule.
+        micro_batch_tokens: Tokens computed at once, as a bound on memory.
+        sort_by_length: Whether micro-batches should bring rows of similar length together.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        flat: FlatParameters,
+        spec: OptimizerSpec,
+        *,
+        micro_batch_tokens: int,
+        sort_by_length: bool,
+    ) -> None:
+        super().__init__(context, spec, flat.data.device)
+        self._flat = flat
+        self._micro_batch_tokens = micro_batch_tokens
+        self._sort_by_length = sort_by_length
+        self.optimizer = AdamW(flat, spec)
+
+    def _step(self, grad: Tensor, lr: float) -> float:
+        return self.optimizer.step(grad, lr)
+
+    def _gradient(
+        self, forward: Forward[O], loss: Loss[B, O], batch: B, rows: Tensor, sums: Sums
     ) -> Tensor:
         """The minibatch's gradient summed over micro-batches and ranks, f32[size]."""
         local = take_rows(batch, rows)
@@ -162,7 +189,11 @@ class Trainer(Generic[O]):
             sums.add("loss", result.total, one)
             for name, (total, weight) in result.metrics.items():
                 sums.add(name, total, weight)
-        mask = columns(local).get("mask")
-        counted = torch.zeros(()) if mask is None else mask.sum()
-        sums.add("tokens", counted.to(self._device), one)
+        sums.add("tokens", num_masked(local).to(self._device), one)
         return self._group.sum_(exact)
+
+
+def num_masked(batch: object) -> Tensor:
+    """Trained tokens of a batch; 0 if it has no mask."""
+    mask = columns(batch).get("mask")
+    return torch.zeros(()) if mask is None else mask.sum()

@@ -76,6 +76,11 @@ class FlatParameters:
         start, shape = self._spans[name]
         return buffer[start : start + shape.numel()].view(shape)
 
+    def span(self, name: str) -> tuple[int, int]:
+        """Where parameter `name` begins and ends in a buffer of this layout."""
+        start, shape = self._spans[name]
+        return start, start + shape.numel()
+
     def parameter(self, name: str) -> nn.Parameter:
         """The module's own parameter."""
         return self._parameters[name]

@@ -12,13 +12,14 @@ from torch import Tensor
 from ..algorithms.roles import Policy, PolicyOutput, Rollout, Sampling, TrainMetrics
 from ..dataflow.context import call_key
 from ..dataflow.ranges import check_range
-from ..dataflow.role import Loss, Metric, add_metrics
+from ..dataflow.role import Loss
 from ..dataflow.worker import WorkerContext
 from .decode import Responses, decode
 from .decode_plain import decode_plain
 from .model import ModelSpec, quiet_transformers
 from .network import LeanNetwork, make_network
 from .optimizer import OptimizerSpec
+from .rollout import check_prompts, report_responses, to_rollout
 from .sampling import row_uniforms, stream_key
 from .torch_worker import TorchWorker, check_columns, first_masked, no_outputs
 
@@ -66,7 +67,8 @@ class TorchPolicy(TorchWorker, Policy):
         Raises:
             ValueError: If a prompt is empty, or too long for the model with its response.
         """
-        self._check_prompts(prompt, sampling)
+        reach = getattr(self.module.config, "max_position_embeddings", None)
+        check_prompts(prompt, sampling, reach)
         key = call_key(self.context.role, "generate")
         stream = stream_key(self.context.seed, self.context.role, "generate", key)
         repeated = prompt_id.repeat_interleave(sampling.num_samples)
@@ -82,8 +84,8 @@ class TorchPolicy(TorchWorker, Policy):
                 rows = slice(begin * sampling.num_samples, end * sampling.num_samples)
                 waves.append(self._decode(prompt[begin:end], uniform[rows], sampling))
         responses = _joined(waves, sampling.max_new_tokens)
-        self._report(responses)
-        return _rollout(prompt.cpu(), repeated, responses)
+        report_responses(self.metrics, responses)
+        return to_rollout(prompt.cpu(), repeated, responses)
 
     def _decode(self, prompt: Tensor, uniform: Tensor, sampling: Sampling) -> Responses:
         width = int((prompt >= 0).sum(1).max())
@@ -95,36 +97,6 @@ class TorchPolicy(TorchWorker, Policy):
         if isinstance(self.network, LeanNetwork):
             return decode(self.network, prompt, sampling.num_samples, uniform, **options)
         return decode_plain(self.module, prompt, sampling.num_samples, uniform, **options)
-
-    def _check_prompts(self, prompt: Tensor, sampling: Sampling) -> None:
-        if not len(prompt):
-            return
-        lengths = (prompt >= 0).sum(1)
-        if int(lengths.min()) == 0:
-            raise ValueError(
-                f"prompt row {int(lengths.argmin())} is empty; drop it before generating"
-            )
-        reach = getattr(self.module.config, "max_position_embeddings", None)
-        if reach is not None and int(lengths.max()) + sampling.max_new_tokens > reach:
-            raise ValueError(
-                f"prompt row {int(lengths.argmax())} has {int(lengths.max())} tokens; with "
-                f"max_new_tokens={sampling.max_new_tokens} that exceeds the model's {reach} "
-                "positions. Drop long prompts or lower max_new_tokens"
-            )
-
-    def _report(self, responses: Responses) -> None:
-        rows = float(len(responses.length))
-        if not rows:
-            return
-        total = float(responses.length.sum())
-        values = {
-            "response_length": Metric.mean(total, rows),
-            "response_length_min": Metric(float(responses.length.min()), 1.0, "min"),
-            "response_length_max": Metric(float(responses.length.max()), 1.0, "max"),
-            "truncated": Metric.mean(rows - float(responses.finished.sum()), rows),
-            "new_tokens": Metric.sum(total),
-        }
-        add_metrics(self.metrics, values)
 
     def logprob(self, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
         """See `Policy.logprob`."""
@@ -193,29 +165,4 @@ def _joined(waves: list[Responses], max_new: int) -> Responses:
         torch.cat([wave.logprob for wave in waves]).cpu(),
         torch.cat([wave.length for wave in waves]).cpu(),
         torch.cat([wave.finished for wave in waves]).cpu(),
-    )
-
-
-def _rollout(prompt: Tensor, prompt_id: Tensor, responses: Responses) -> Rollout:
-    """Prompts and responses as whole sequences, padded on the right."""
-    num_samples = len(prompt_id) // max(len(prompt), 1)
-    before = (prompt >= 0).sum(1).repeat_interleave(num_samples)[:, None]
-    after = before + responses.length[:, None]
-    width = int(after.max()) if len(after) else 0
-    place = torch.arange(width).expand(len(prompt_id), -1)
-    mask = (place >= before) & (place < after)
-    drawn = responses.token >= 0
-    tokens = torch.full(place.shape, -1, dtype=torch.int64)
-    tokens[place < before] = prompt.repeat_interleave(num_samples, 0)[
-        (prompt >= 0).repeat_interleave(num_samples, 0)
-    ]
-    tokens[mask] = responses.token[drawn]
-    logprob = torch.zeros(place.shape, dtype=torch.float32)
-    logprob[mask] = responses.logprob[drawn]
-    return Rollout(
-        prompt_id=prompt_id.cpu(),
-        tokens=tokens,
-        mask=mask,
-        behavior_logprob=logprob,
-        finished=responses.finished,
     )

@@ -20,7 +20,15 @@ from .role import Role
 from .work import Handle, Part, Report, Work
 from .worker import WorkerContext, WorkerSpec, close_workers
 
-__all__ = ["Completion", "Executor", "InProcess", "Program", "build_role", "check_workers"]
+__all__ = [
+    "Completion",
+    "Executor",
+    "InProcess",
+    "Program",
+    "build_role",
+    "check_workers",
+    "methods_of",
+]
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,12 @@ class Executor(Protocol):
         ...
 
 
+def methods_of(programs: Mapping[str, Program], group: str, role: str) -> frozenset[str]:
+    """What all programs together ask of a role in a group."""
+    found = (one.placement.methods(one.graph, group, role) for one in programs.values())
+    return frozenset[str]().union(*found)
+
+
 def build_role(name: str, worker: WorkerSpec | Role, context: WorkerContext) -> Role:
     """The worker of a role, built if it was given as a spec."""
     built = worker.build(context) if isinstance(worker, WorkerSpec) else worker
@@ -151,7 +165,8 @@ class InProcess:
                 hosted = program.placement.hosted_roles(program.graph, group.name)
                 for role in hosted:
                     if (group.name, role) not in roles:
-                        context = WorkerContext(role, seed, device=group.device)
+                        methods = methods_of(programs, group.name, role)
+                        context = WorkerContext(role, seed, device=group.device, methods=methods)
                         roles[group.name, role] = self._build(role, workers[role], context)
                 self._hosts[key, group.name] = Host(
                     program.graph,

@@ -94,6 +94,14 @@ class Placement:
             )
         )
 
+    def methods(self, graph: Graph, group: str, role: str) -> frozenset[str]:
+        """What the nodes of a group ask of a role."""
+        return frozenset(
+            node.method
+            for node in graph.nodes
+            if node.role == role and node.method and self.nodes.get(node.name) == group
+        )
+
     def home(self, graph: Graph, role: str) -> str | None:
         """The group where a role trains, or None if it is frozen."""
         homes = [
@@ -114,11 +122,17 @@ def one_group(graph: Graph, num_ranks: int = 1, device: str = "cpu") -> Placemen
 def follow(graph: Graph, main: Graph, placement: Placement) -> Placement:
     """Place a second graph where the first graph's roles live.
 
-    A trained role's nodes go to its home, whose weights are always the newest; a frozen one's to
-    any group that hosts it; ops and roles the first graph lacks to the first group.
+    What a role is asked for goes where the first graph asks it for the same: an engine that only
+    generates, or only trains, can do nothing else. Otherwise a trained role's nodes go to its home,
+    whose weights are always the newest; a frozen one's to any group that hosts it; ops and roles
+    the first graph lacks to the first group.
     """
+    asked = {(n.role or "", n.method): placement.nodes[n.name] for n in main.nodes if n.role}
 
     def group_of(node: Node) -> str:
+        same = asked.get((node.role or "", node.method))
+        if same is not None:
+            return same
         home = placement.home(main, node.role) if node.role else None
         hosts = [
             g.name for g in placement.groups if node.role in placement.hosted_roles(main, g.name)

@@ -48,6 +48,8 @@ class WorkerContext:
         tensor_rank: Which of them this is.
         pipeline_parallel: Stages into which this rank's layers may be divided.
         stage: In which of them this process is.
+        methods: What is asked of the role in this group, "generate" and "train" say; empty if that
+            is not known.
 
     If the group has several processes, torch.distributed's default process group is initialised
     and spans exactly them before `build` is called, and so are the groups of `process_groups.py`.
@@ -62,6 +64,7 @@ class WorkerContext:
     tensor_rank: int = 0
     pipeline_parallel: int = 1
     stage: int = 0
+    methods: frozenset[str] = frozenset()
 
     @property
     def num_processes(self) -> int:

@@ -6,6 +6,7 @@ What nobody has said is left to the planner; see `auto_place.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import lcm
 from pathlib import Path
 
@@ -149,7 +150,7 @@ def followed(
         ranks = group.num_ranks
         while not keep_ranks and any(number % ranks for number in shared):
             ranks -= 1
-        groups.append(DeviceGroup(group.name, ranks, group.device))
+        groups.append(replace(group, num_ranks=ranks))
     made = Placement(tuple(groups), whole.nodes, lcm(*(group.num_ranks for group in groups)))
     check_placement(graph, made)
     return made

@@ -35,6 +35,10 @@ class GroupPlan(BaseModel):
     """Worker processes in the group; as many as `devices` where those are given."""
     device: str = "cpu"
     """"cpu" or "cuda"; each rank of a CUDA group owns one device."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks among which every model's matrices are divided."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Ranks among which every model's layers are divided."""
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Which devices of the cluster, in rank order; nothing is said about them if empty."""
 
@@ -52,7 +56,20 @@ class GroupPlan(BaseModel):
                 f"group '{self.name}' has {self.num_ranks} ranks on {len(self.devices)} devices; "
                 "a rank has one device: leave num_ranks out"
             )
+        if self.num_ranks % (self.tensor_parallel * self.pipeline_parallel):
+            raise PlanError(
+                f"group '{self.name}' has {self.num_ranks} ranks, which tensor_parallel="
+                f"{self.tensor_parallel} x pipeline_parallel={self.pipeline_parallel} does not "
+                "divide"
+            )
         return self
+
+    @property
+    def device_group(self) -> DeviceGroup:
+        """What the engine needs of it; there a rank is a data-parallel one."""
+        tensor, stages = self.tensor_parallel, self.pipeline_parallel
+        num_ranks = self.num_ranks // (tensor * stages)
+        return DeviceGroup(self.name, num_ranks, self.device, tensor, stages)
 
 
 class Plan(BaseModel):
@@ -129,8 +146,8 @@ class Plan(BaseModel):
         unknown = {
             name: group for name, group in self.nodes.items() if name not in named.keys() | roles
         }
-        groups = tuple(DeviceGroup(g.name, g.num_ranks, g.device) for g in self.groups)
-        num_chunks = self.chunks_per_rank * max(group.num_ranks for group in self.groups)
+        groups = tuple(group.device_group for group in self.groups)
+        num_chunks = self.chunks_per_rank * max(group.num_ranks for group in groups)
         placement = Placement(groups, {**nodes, **unknown}, num_chunks)
         check_placement(graph, placement)
         self._check_layouts(graph)

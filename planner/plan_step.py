@@ -101,6 +101,23 @@ def _check_pins(
         )
 
 
+def _group(name: str, device: str, group: GroupAssignment) -> GroupPlan:
+    """The group as it is started: whole, if its calls do not agree how to divide a model."""
+    sizes = {
+        (layout.tp * layout.cp, layout.pp)
+        for option in group.options.values()
+        for layout in option.layouts.values()
+    }
+    tensor, stages = sizes.pop() if len(sizes) == 1 else (1, 1)
+    return GroupPlan(
+        name=name,
+        device=device,
+        devices=group.devices,
+        tensor_parallel=tensor,
+        pipeline_parallel=stages,
+    )
+
+
 @dataclass(frozen=True)
 class _Writer:
     """Turns a search's result into a plan."""
@@ -136,8 +153,7 @@ class _Writer:
         }
         return Plan(
             groups=tuple(
-                GroupPlan(name=name, device=kind, devices=group.devices)
-                for name, group in zip(names, best.groups, strict=True)
+                _group(name, kind, group) for name, group in zip(names, best.groups, strict=True)
             ),
             nodes=nodes,
             layouts={call.name: layouts[call.name] for call in self.calls},

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..dataflow.batch import Packed
-from ..dataflow.executor import build_role
+from ..dataflow.executor import Program, build_role, methods_of
 from ..dataflow.host import Host
 from ..dataflow.placement import DeviceGroup
 from ..dataflow.role import Role
@@ -111,7 +111,9 @@ class Rank:
             names = program.placement.hosted_roles(program.graph, self._group.name)
             for name in names:
                 if name not in self._roles:
-                    self._roles[name] = build_role(name, workers[name], self._context(name, seed))
+                    self._roles[name] = build_role(
+                        name, workers[name], self._context(name, seed, programs)
+                    )
             self._hosts[key] = Host(
                 program.graph,
                 {name: self._roles[name] for name in names},
@@ -119,7 +121,7 @@ class Rank:
                 fetch=self._fetch,
             )
 
-    def _context(self, role: str, seed: int) -> WorkerContext:
+    def _context(self, role: str, seed: int, programs: Mapping[str, Program]) -> WorkerContext:
         group = self._group
         beside, tensor_rank = divmod(self._process, group.tensor_parallel)
         stage, rank = divmod(beside, group.num_ranks)
@@ -133,6 +135,7 @@ class Rank:
             tensor_rank,
             group.pipeline_parallel,
             stage,
+            methods_of(programs, group.name, role),
         )
 
     def perform(self, program: str, work: Work, leads: bool) -> Answer:

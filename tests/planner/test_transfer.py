@@ -28,25 +28,11 @@ from .transfers import (
     cluster_of,
     lacking,
     logical_values,
-    models,
-    shardings,
+    transfers,
 )
 
 CLUSTERS = ((12,), (4, 4, 4), (1, 2, 3, 6))
 BYTES = 2
-
-
-@st.composite
-def transfers(draw: st.DrawFn) -> tuple[Sharding, Sharding]:
-    """One model in two layouts; devices are the same, overlap or are disjoint as it falls."""
-    model = draw(models())
-    head = draw(st.sampled_from(["vocabulary", "scalar"]))
-    sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
-    source = draw(shardings(model, head, draw(sizes), 12))
-    destination = draw(shardings(model, head, draw(sizes), 12))
-    if draw(st.booleans()) and len(source.devices) == len(destination.devices):
-        destination = destination.on(source.devices)
-    return source, destination
 
 
 @given(

@@ -68,9 +68,11 @@ class Executor(Protocol):
     Attributes:
         one_at_a_time: Whether all ranks share one thread, so that work begins only when what was
             submitted before it has ended.
+        moves_slices: Whether it serves `LayoutWork`, `ExportSlicesWork` and `ImportSlicesWork`.
     """
 
     one_at_a_time: bool
+    moves_slices: bool
 
     def start(
         self,
@@ -138,6 +140,7 @@ class InProcess:
     """
 
     one_at_a_time = True
+    moves_slices = False
 
     def __init__(self) -> None:
         self._hosts: dict[tuple[str, str], Host] = {}

@@ -21,14 +21,17 @@ from torch import Tensor
 from .axes import Spec
 from .batch import Packed, concatenate, lengths_of, pack, split, unpack
 from .context import call_scope
-from .errors import WorkerError
+from .errors import StateError, WorkerError
 from .graph import Argument, Constant, Graph, Node, NodeKind, OutputColumn, Ref, RoleRef
 from .role import Metric, Role
 from .work import (
     AskWork,
     CallWork,
+    ExportSlicesWork,
     ExportWork,
+    ImportSlicesWork,
     ImportWork,
+    LayoutWork,
     LoadPartWork,
     LoadStateWork,
     Part,
@@ -91,6 +94,8 @@ class Host:
                 _save_part(self._fetch(work.part), Path(work.file))
             case LoadPartWork():
                 parts = (_load_part(Path(work.file)),)
+            case LayoutWork() | ExportSlicesWork() | ImportSlicesWork():
+                raise StateError(f"{type(work).__name__} is for executors that move slices")
             case AskWork():
                 answer = getattr(self.roles[work.role], work.method)(*work.arguments)
         report = Report(

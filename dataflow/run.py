@@ -17,6 +17,7 @@ from .errors import ConfigError, StateError, WorkerError
 from .executor import Executor, Program
 from .graph import Node, NodeKind
 from .placement import flow_of
+from .publication import Publication
 from .role import Metric, add_metrics
 from .schedule import Schedule
 from .scheduler import Scheduler
@@ -47,9 +48,7 @@ from .source import Source, read_source
 from .spans import TaskSpan
 from .work import (
     CallWork,
-    ExportWork,
     Handle,
-    ImportWork,
     LoadPartWork,
     LoadStateWork,
     Report,
@@ -130,6 +129,9 @@ class Run:
         self._done_by_step: dict[int, list[_Done]] = {}
         self._versions: dict[NodeTask, Versions] = {}
         self._failed: tuple[Task, BaseException | None] | None = None
+        self._publication = Publication(
+            desk, moves_slices=executor.moves_slices, deadline_s=schedule.deadline_s
+        )
         self._waited_s = 0.0
         self._bytes_before = executor.controller_bytes
         self._point = read_resume_point(checkpoints, self._graph, seed) if checkpoints else None
@@ -149,10 +151,12 @@ class Run:
     def steps(self) -> Generator[StepResult]:
         """Bring the workers to where the run begins, then yield steps as they complete."""
         with self._desk.run(self._name):
+            for role, home in self._flow.homes.items():
+                replicas = [group for group in self._hosts(role) if group != home]
+                self._publication.learn(role, (self._name, home), self._name, replicas)
             if self._point:
                 self._restore(self._point)
-            else:
-                self._share_weights(list(self._trained))
+            self._share_weights(list(self._trained))
             yield from self._drive()
 
     def _drive(self) -> Generator[StepResult]:
@@ -187,12 +191,15 @@ class Run:
             case RunCall() | RunTrain():
                 self._run_node(instruction)
             case Publish():
-                work = ExportWork(instruction.role)
-                self._submit(instruction, self._flow.homes[instruction.role], {0: work})
+                role, version = instruction.role, instruction.version
+                work = self._publication.export(role, version)
+                self._submit(instruction, self._flow.homes[role], {0: work})
             case Load():
-                weights = self._snapshots[instruction.role, instruction.version]
-                works = self._on_all(instruction.group, ImportWork(instruction.role, weights))
-                self._submit(instruction, instruction.group, works)
+                role, group, version = instruction.role, instruction.group, instruction.version
+                weights = self._snapshots[role, version]
+                home = self._flow.homes[role]
+                work = self._publication.take(role, home, group, weights, version)
+                self._submit(instruction, group, self._on_all(group, work))
             case Release():
                 self._executor.release([self._store.pop(o) for o in instruction.outputs])
             case DropSnapshot():
@@ -244,7 +251,7 @@ class Run:
             producer: tuple(self._store[Output(producer, task.step, chunk)] for chunk in chunks)
             for producer in dict.fromkeys(ref.node for _, ref in node.inputs)
         }
-        return CallWork(node.name, task.step, task.chunk, inputs)
+        return CallWork(node.name, task.step, task.chunk, inputs, self._versions[task])
 
     def _submit(self, task: Task, group: str, works: Mapping[int, Work]) -> None:
         self._desk.submit(task, self._name, group, works)
@@ -334,14 +341,17 @@ class Run:
         """Bring every copy of these roles to the weights that earlier runs trained last."""
         for role in roles:
             program, home = self._trained[role]
+            version = self.scheduler.version_of(role)
             replicas = [group for group in self._hosts(role) if group != home]
             if not replicas:
                 continue
-            exported = self._desk.perform_now(
-                program, home, {0: ExportWork(role)}, self._deadline_s
-            )
+            self._publication.learn(role, (program, home), self._name, replicas)
+            work = {0: self._publication.export(role, version)}
+            exported = self._desk.perform_now(program, home, work, self._deadline_s)
+            weights = exported.first.weights
             for group in replicas:
-                self._now(group, self._on_all(group, ImportWork(role, exported.first.weights)))
+                take = self._publication.take(role, home, group, weights, version)
+                self._now(group, self._on_all(group, take))
 
     def _hosts(self, role: str) -> list[str]:
         """The groups where this program has a copy of the role."""
@@ -376,10 +386,9 @@ class Run:
     def _restore(self, point: ResumePoint) -> None:
         for role in self._flow.homes:
             work = LoadStateWork(role, str(point.folder / role))
-            for group in self._hosts(role):
-                self._now(group, self._on_all(group, work))
+            home = self._flow.homes[role]
+            self._now(home, self._on_all(home, work))
             self._note_trained(role)
-        self._share_weights([role for role in self._trained if role not in self._flow.homes])
         for output, file in point.parts:
             work = LoadPartWork(output.node, str(file))
             done = self._now(self._group_of(output.node), {0: work})

@@ -184,6 +184,12 @@ class Scheduler:
             history = chain_sha256(history, self.steps[step].lines())
         return history
 
+    def version_of(self, role: str) -> int:
+        """The version that a role's home holds; 0 for a role that this flow does not train."""
+        if role not in self.flow.homes:
+            return 0
+        return self.weights.home(role).holds
+
     def validate(self) -> None:
         """Check every invariant.
 

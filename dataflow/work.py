@@ -18,9 +18,13 @@ from .role import Metric
 __all__ = [
     "AskWork",
     "CallWork",
+    "ExportSlicesWork",
     "ExportWork",
     "Handle",
+    "HeldLayout",
+    "ImportSlicesWork",
     "ImportWork",
+    "LayoutWork",
     "LoadPartWork",
     "LoadStateWork",
     "Part",
@@ -51,12 +55,14 @@ class CallWork:
         step: The step it belongs to.
         chunk: Which chunk, or None if the node sees the whole batch.
         inputs: Producing node -> handles of its parts, in chunk order.
+        versions: Trained role -> version of its weights that the call must see.
     """
 
     node: str
     step: int
     chunk: int | None
     inputs: Mapping[str, tuple[Handle, ...]]
+    versions: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,60 @@ class ImportWork:
 
     role: str
     weights: Handle
+
+
+@dataclass(frozen=True)
+class LayoutWork:
+    """Say how the group holds a role's weights: a `HeldLayout`, or None if its worker cannot."""
+
+    role: str
+
+
+@dataclass(frozen=True)
+class HeldLayout:
+    """How a group holds a role's weights; what is in it only executors and workers understand.
+
+    Attributes:
+        gives: What the processes of rank 0 hold, which export for all.
+        takes: What all processes hold, or are to hold.
+    """
+
+    gives: Any
+    takes: Any
+
+
+@dataclass(frozen=True)
+class ExportSlicesWork:
+    """Snapshot what other groups lack of a role's weights, apart for each of their processes.
+
+    Attributes:
+        role: Whose.
+        takers: Group -> how it is to hold the weights, from `LayoutWork`.
+        version: Of the weights.
+    """
+
+    role: str
+    takers: Mapping[str, Any]
+    version: int
+
+
+@dataclass(frozen=True)
+class ImportSlicesWork:
+    """Replace a role's weights by slices that others exported.
+
+    Attributes:
+        role: Whose.
+        group: The group that does it.
+        source: How the exporting group holds the weights.
+        slices: The snapshots of its processes.
+        version: That is expected.
+    """
+
+    role: str
+    group: str
+    source: Any
+    slices: tuple[Handle, ...]
+    version: int
 
 
 @dataclass(frozen=True)
@@ -126,6 +186,9 @@ Work = (
     | AskWork
     | ExportWork
     | ImportWork
+    | LayoutWork
+    | ExportSlicesWork
+    | ImportSlicesWork
     | SaveStateWork
     | LoadStateWork
     | SavePartWork

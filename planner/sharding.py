@@ -23,7 +23,17 @@ from .layout import Layout, check_layout
 from .logical import LogicalParam, logical_params
 from .shapes import DTYPE_BYTES, Head, ModelShape
 
-__all__ = ["NOT_A_DIM", "Pattern", "Rank", "Sharding", "Slice", "StoredParam", "rank_of", "shard"]
+__all__ = [
+    "NOT_A_DIM",
+    "Pattern",
+    "Rank",
+    "Sharding",
+    "Slice",
+    "StoredParam",
+    "rank_of",
+    "shard",
+    "whole",
+]
 
 NOT_A_DIM = -1
 """In `StoredParam.dims`: a dimension of the engine's tensor that the parameter lacks, such as the
@@ -185,6 +195,28 @@ def rank_of(index: int, layout: Layout) -> Rank:
     index, cp = divmod(index, layout.cp)
     pp, dp = divmod(index, layout.dp)
     return Rank(tp, cp, dp, pp)
+
+
+def whole(
+    shapes: Mapping[str, tuple[int, ...]], devices: Sequence[int], *, dtype: str = "float32"
+) -> Sharding:
+    """Every device has all of every parameter, each a tensor of its own.
+
+    Args:
+        shapes: Parameter -> its shape.
+        devices: Cluster device of each rank.
+        dtype: Of the weights.
+    """
+    order = {shape: index for index, shape in enumerate(dict.fromkeys(shapes.values()))}
+    patterns = tuple(
+        tuple(Slice(d, tuple((0, size) for size in shape), (0,) * len(shape)) for d in devices)
+        for shape in order
+    )
+    params = tuple(
+        StoredParam(name, shape, order[shape], name, tuple(range(len(shape))))
+        for name, shape in shapes.items()
+    )
+    return Sharding(tuple(devices), params, patterns, dtype)
 
 
 def shard(

@@ -77,12 +77,11 @@ class _Asked:
         if self.answers.keys() != self.processes:
             return None
         (lead,) = (one for one in self.answers.values() if one.leads)
-        weights = tuple(one.weights for _, one in sorted(self.answers.items()))
-        several = len(weights) > 1 and any(one is not None for one in weights)
+        weights = lead.weights
+        if isinstance(weights, dict):  # slices: every process has those that lie with it
+            weights = tuple(one.weights for _, one in sorted(self.answers.items()))
         self.processes.clear()
-        return Completion(
-            self.ticket, self.rank, lead.report, lead.parts, weights if several else lead.weights
-        )
+        return Completion(self.ticket, self.rank, lead.report, lead.parts, weights)
 
 
 class RayExecutor:
@@ -99,6 +98,7 @@ class RayExecutor:
     """
 
     one_at_a_time = False
+    moves_slices = True
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads

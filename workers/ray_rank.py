@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -21,8 +22,19 @@ from ..dataflow.executor import Program, build_role, methods_of
 from ..dataflow.host import Host
 from ..dataflow.placement import DeviceGroup
 from ..dataflow.role import Role
-from ..dataflow.work import Part, Report, Work
+from ..dataflow.work import (
+    CallWork,
+    ExportSlicesWork,
+    ImportSlicesWork,
+    LayoutWork,
+    Part,
+    Report,
+    Result,
+    Work,
+)
 from ..dataflow.worker import WorkerContext, close_workers
+from .slices import SliceTraffic
+from .transfer_pack import Packet
 
 __all__ = ["Answer", "Rank", "part_to_numpy"]
 
@@ -48,6 +60,13 @@ class Answer:
     leads: bool = True
 
 
+@dataclass(frozen=True)
+class _Exported(Result):
+    """Slices of weights, apart for every process that takes some."""
+
+    packets: Mapping[tuple[str, int], Packet] = field(default_factory=dict[tuple[str, int], Packet])
+
+
 class Rank:
     """One process of a rank: a `Host`, and the conversions between tensors and what Ray stores.
 
@@ -64,6 +83,7 @@ class Rank:
     ) -> None:
         torch.set_num_threads(num_threads)
         self._group, self._process = group, process
+        self._traffic = SliceTraffic(process, group.processes(0))
         self._deadline_s, self._start_s = deadline_s, start_s
         self._hosts: dict[str, Host] = {}
         self._roles: dict[str, Role] = {}
@@ -147,13 +167,46 @@ class Rank:
             leads: Whether outputs are wanted of this process of its rank.
         """
         try:
-            result = self._hosts[program].perform(work)
+            result = self._perform(program, work)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
             text = f"{type(error).__name__}: {error}"
             return Answer(None, error=text, trace=traceback.format_exc(), leads=leads)
         parts = tuple(ray.put(part_to_numpy(part)) for part in result.parts if leads)
-        weights = None if result.weights is None else ray.put(_weights_to_numpy(result.weights))
+        weights: Any = None
+        if isinstance(result, _Exported):
+            weights = {taker: ray.put(packet) for taker, packet in result.packets.items()}
+        elif result.weights is not None and leads:
+            weights = ray.put(_weights_to_numpy(result.weights))
         return Answer(result.report, parts, weights, leads=leads)
+
+    def _perform(self, program: str, work: Work) -> Result:
+        """What concerns slices of weights here, everything else by the host."""
+        host, start_s, traffic = self._hosts[program], time.time(), self._traffic
+        answer: Any = None
+        packets: dict[tuple[str, int], Packet] | None = None
+        match work:
+            case LayoutWork():
+                answer = traffic.layout(host.roles[work.role])
+            case ExportSlicesWork():
+                packets = traffic.export(host.roles[work.role], work.takers, work.version)
+            case ImportSlicesWork():
+                given = [self._fetched(slices, work.group) for slices in work.slices]
+                arrived = [packet for packet in given if packet is not None]
+                worker = host.roles[work.role]
+                traffic.take(work.role, worker, work.source, arrived, work.version)
+            case CallWork():
+                for role, version in work.versions:
+                    traffic.check(role, version)
+                return host.perform(work)
+            case _:
+                return host.perform(work)
+        report = Report(start_s, time.time(), answer=answer)
+        return Result(report) if packets is None else _Exported(report, packets=packets)
+
+    def _fetched(self, slices: Any, group: str) -> Packet | None:
+        """What one exporting process has for this one."""
+        handle = slices.get((group, self._process))
+        return None if handle is None else ray.get(handle, timeout=self._deadline_s)
 
     def close(self) -> None:
         """Close the workers; the process ends next."""

@@ -14,6 +14,7 @@ from ..algorithms.roles import TrainMetrics
 from ..dataflow.context import call_key
 from ..dataflow.role import Loss, Metric
 from ..dataflow.worker import WorkerContext
+from ..planner.sharding import Sharding, whole
 from .data_parallel import rank_group
 from .network import Network, PlainNetwork
 from .optimizer import OptimizerSpec
@@ -65,6 +66,25 @@ class TorchWorker:
                 sort_by_length=self._sort_by_length,
             )
 
+    def weights_layout(self) -> Sharding:
+        """Every process of the group has all weights; devices are numbered as its processes."""
+        flat = self.network.flat
+        return whole(
+            {name: tuple(flat.parameter(name).shape) for name in flat.names},
+            range(self.context.num_processes),
+            dtype=str(flat.data.dtype).removeprefix("torch."),
+        )
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """All weights by Hugging Face name: views, not copies."""
+        flat = self.network.flat
+        return {name: flat.view(flat.data, name) for name in flat.names}
+
+    def weights_changed(self) -> None:
+        """Tell the optimizer that weights were written from outside."""
+        if self._trainer is not None:
+            self._trainer.optimizer.refresh()
+
     def export_weights(self) -> dict[str, Tensor]:
         """Copies of all weights by Hugging Face name, on the CPU; tied weights appear once."""
         return self.network.flat.named()
@@ -76,8 +96,7 @@ class TorchWorker:
             ValueError: If names or shapes differ; nothing has been changed then.
         """
         self.network.flat.load(weights)
-        if self._trainer is not None:
-            self._trainer.optimizer.refresh()
+        self.weights_changed()
 
     def weights_sha256(self) -> str:
         """Hash of names, dtypes, shapes and bytes of all weights."""

@@ -73,7 +73,7 @@ class ModelSpec:
 
         Reads the config alone.
         """
-        return getattr(self._config(), "max_position_embeddings", None)
+        return getattr(self.config, "max_position_embeddings", None)
 
     def causal_lm(self, device: str) -> transformers.PreTrainedModel:
         """Build the whole language model on `device`, in evaluation mode (dropout off).
@@ -99,7 +99,9 @@ class ModelSpec:
     def _placed(self, model: Any, device: str) -> transformers.PreTrainedModel:
         return model.to(device=device, dtype=_DTYPES[self.dtype]).eval()
 
-    def _config(self) -> Any:
+    @property
+    def config(self) -> Any:
+        """The Hugging Face config; reads config.json, no weights."""
         if self.folder is not None:
             return transformers.AutoConfig.from_pretrained(
                 self.folder, local_files_only=True, trust_remote_code=False
@@ -110,7 +112,7 @@ class ModelSpec:
         return transformers.AutoConfig.for_model(kinds.pop("model_type"), **kinds)
 
     def _initialised(self) -> Any:
-        config = self._config()
+        config = self.config
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.init_seed)
             return transformers.AutoModelForCausalLM.from_config(

@@ -23,7 +23,7 @@ from .rollout import check_prompts, report_responses, to_rollout
 from .sampling import row_uniforms, stream_key
 from .torch_worker import TorchWorker, check_columns, first_masked, no_outputs
 
-__all__ = ["TorchPolicy", "TorchPolicySpec"]
+__all__ = ["TorchPolicy", "TorchPolicySpec", "check_temperature"]
 
 B = TypeVar("B")
 
@@ -100,7 +100,7 @@ class TorchPolicy(TorchWorker, Policy):
 
     def logprob(self, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
         """See `Policy.logprob`."""
-        _check_temperature(temperature)
+        check_temperature(temperature)
         return self._evaluate(
             tokens, mask, lambda t, m: self._output(t, m, temperature).logprob, per_token=True
         )
@@ -115,7 +115,7 @@ class TorchPolicy(TorchWorker, Policy):
         temperature: float = 1.0,
     ) -> TrainMetrics:
         """See `Policy.train`."""
-        _check_temperature(temperature)
+        check_temperature(temperature)
 
         def forward(rows: Any, needs_entropy: bool) -> PolicyOutput:
             check_columns(rows.tokens, rows.mask)
@@ -148,7 +148,8 @@ class TorchPolicy(TorchWorker, Policy):
                 self.module.save_pretrained(folder)
 
 
-def _check_temperature(temperature: float) -> None:
+def check_temperature(temperature: float) -> None:
+    """Require a temperature above 0."""
     if temperature <= 0:
         raise ValueError(
             f"temperature is {temperature}; log-probabilities need a positive one (greedy "

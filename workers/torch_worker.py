@@ -18,8 +18,9 @@ from ..planner.sharding import Sharding, whole
 from .data_parallel import rank_group
 from .network import Network, PlainNetwork
 from .optimizer import OptimizerSpec
+from .state_files import open_state, read_state_json, read_whole
 from .trainer import Forward, Trainer
-from .weights import read_tensors, tensors_sha256, write_tensors
+from .weights import tensors_sha256, write_tensors
 
 __all__ = ["TorchWorker", "check_columns", "first_masked", "no_outputs"]
 
@@ -116,26 +117,21 @@ class TorchWorker:
         (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
 
     def load_state(self, folder: Path) -> None:
-        """Restore what `save_state` wrote, bit for bit.
+        """Restore what `save_state` wrote, bit for bit, or what another engine saved.
 
         Raises:
             FileNotFoundError: If a file is missing.
             ValueError: If the state is of another model or format.
         """
-        state = json.loads((folder / "state.json").read_text())
-        if state.get("format") != _FORMAT:
-            raise ValueError(
-                f"'{folder / 'state.json'}' has format {state.get('format')}; "
-                f"this version reads format {_FORMAT}"
-            )
-        self.load_weights(read_tensors(folder / "weights.safetensors"))
+        state = read_state_json(folder)
+        self.load_weights(read_whole(open_state(folder, state, "weights")))
         if self._trainer is not None:
             if "optimizer_steps" not in state:
                 raise ValueError(
                     f"'{folder}' was saved by a frozen worker and has no optimizer state; "
                     f"'{self.context.role}' is trained and needs it"
                 )
-            moments = read_tensors(folder / "optimizer.safetensors")
+            moments = read_whole(open_state(folder, state, "optimizer"))
             self._trainer.optimizer.load_state(moments, state["optimizer_steps"])
             self._trainer.calls = state["train_calls"]
 

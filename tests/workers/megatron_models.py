@@ -1,0 +1,154 @@
+"""Tiny models and batches shared by the Megatron tests and the processes they start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss, ClippedValueLoss
+from penstock.algorithms.roles import PairBatch, PolicyBatch, TrainMetrics, ValueBatch
+from penstock.dataflow.context import call_scope
+from penstock.dataflow.worker import WorkerContext
+from penstock.workers.model import ModelSpec
+from penstock.workers.optimizer import OptimizerSpec
+from penstock.workers.torch_policy import TorchPolicy, TorchPolicySpec
+from torch import Tensor
+from torch_models import architecture, make_prompts
+
+RANK = Path(__file__).parent / "megatron_rank.py"
+FAMILIES = ("llama", "llama-all-heads", "qwen2", "qwen2-tied", "qwen3")
+# A larger eps than usual; see `test_trainer`. A small bound on the norm, so that clipping counts.
+OPTIMIZER = OptimizerSpec(lr=1e-3, weight_decay=0.01, eps=1e-5, max_grad_norm=0.3)
+EOS = 2
+
+
+def tiny(family: str) -> dict[str, Any]:
+    """Four layers and a vocabulary of 64, which two processes and two stages can share."""
+    return {**architecture(family), "vocab_size": 64, "num_hidden_layers": 4}
+
+
+def torch_policy(model: ModelSpec, **options: Any) -> TorchPolicy:
+    spec = TorchPolicySpec(model=model, eos_token_id=EOS, **options)
+    return spec.build(WorkerContext("actor", seed=7))
+
+
+def write_models(folder: Path, families: tuple[str, ...] = FAMILIES) -> None:
+    """A folder per family with random weights, biases and norms, and a batch."""
+    for family in families:
+        policy = torch_policy(ModelSpec(architecture=tiny(family)))
+        generator = torch.Generator().manual_seed(3)
+        weights = policy.export_weights()
+        drawn = {
+            name: torch.randn(weight.shape, generator=generator) * 0.15 + ("norm.weight" in name)
+            for name, weight in weights.items()
+        }
+        policy.load_weights(drawn)
+        policy.save_pretrained(folder / family)
+    safetensors.torch.save_file(make_rows(), folder / "batch.safetensors")
+
+
+def make_rows() -> dict[str, Tensor]:
+    """24 rows of ragged prompts and responses in groups of four, one row without a response."""
+    prompt, _ = make_prompts(6)
+    generator = torch.Generator().manual_seed(5)
+    prompt = prompt.repeat_interleave(4, 0)
+    before = (prompt >= 0).sum(1, keepdim=True)
+    after = before + torch.randint(1, 21, before.shape, generator=generator)
+    after[5] = before[5]
+    place = torch.arange(int(after.max())).expand(len(prompt), -1)
+    drawn = torch.randint(3, 61, place.shape, generator=generator)
+    tokens = torch.nn.functional.pad(prompt, (0, place.shape[1] - prompt.shape[1]), value=-1)
+    mask = (place >= before) & (place < after)
+    tokens = torch.where(mask, drawn, tokens)
+
+    def noise() -> Tensor:
+        return torch.randn(mask.shape, generator=generator) * mask
+
+    return {
+        "tokens": tokens,
+        "mask": mask,
+        "behavior_logprob": (noise() * 0.1 - 4) * mask,
+        "advantage": noise(),
+        "old_value": noise() * 0.1,
+        "value_target": noise(),
+        "pair_id": torch.arange(len(tokens)) // 2,
+    }
+
+
+def load_batch(folder: Path) -> dict[str, Tensor]:
+    return safetensors.torch.load_file(folder / "batch.safetensors")
+
+
+def values_of(metrics: TrainMetrics) -> dict[str, Tensor]:
+    return {
+        name: torch.tensor(metric.value, dtype=torch.float64)
+        for name, metric in metrics.metrics.items()
+    }
+
+
+def train_policy(policy: Any, batch: dict[str, Tensor], calls: int = 3) -> dict[str, Tensor]:
+    """Calls of GRPO's and PPO's policy loss, two minibatches each; metrics of the last."""
+    names = ("tokens", "mask", "behavior_logprob", "advantage")
+    columns = PolicyBatch(**{name: batch[name] for name in names})
+    loss = ClippedPolicyLoss(report_entropy=True, entropy_coef=0.01)
+    found = TrainMetrics({})
+    for step in range(calls):
+        with call_scope(step, 0):
+            found = policy.train(loss, columns, num_minibatches=2, temperature=0.9)
+    return values_of(found)
+
+
+def train_value(critic: Any, batch: dict[str, Tensor], calls: int = 3) -> dict[str, Tensor]:
+    names = ("tokens", "mask", "old_value", "value_target")
+    columns = ValueBatch(**{name: batch[name] for name in names})
+    found = TrainMetrics({})
+    for step in range(calls):
+        with call_scope(step, 0):
+            found = critic.train(ClippedValueLoss(), columns, num_minibatches=2)
+    return values_of(found)
+
+
+def train_pairs(reward: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    columns = PairBatch(
+        pair_id=batch["pair_id"],
+        tokens=batch["tokens"],
+        mask=batch["mask"],
+        chosen=torch.arange(len(batch["tokens"])) % 2 == 0,
+    )
+    with call_scope(0, 0):
+        return values_of(reward.train(BradleyTerryLoss(), columns, num_minibatches=3))
+
+
+def run_group(folder: Path, tp: int, dp: int, pp: int, *parts: str) -> list[dict[str, Tensor]]:
+    """What each process of a group found in the last of some parts."""
+    size = tp * dp * pp
+    words = [str(number) for number in (tp, dp, pp)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(RANK), str(process), *words, str(folder), *parts],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(size)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=200)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return read_found(folder, tp, dp, pp, parts[-1])
+
+
+def read_found(folder: Path, tp: int, dp: int, pp: int, part: str) -> list[dict[str, Tensor]]:
+    name = f"{part}-tp{tp}dp{dp}pp{pp}"
+    return [
+        safetensors.torch.load_file(folder / f"{name}-{process}.safetensors")
+        for process in range(tp * dp * pp)
+    ]

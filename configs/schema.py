@@ -20,10 +20,12 @@ from ..workers.tokenizer import TokenizerSpec
 
 __all__ = [
     "AlgorithmConfig",
+    "EngineConfig",
     "EvaluationConfig",
     "ExecutorConfig",
     "ModelConfig",
     "RoleConfig",
+    "RolloutConfig",
     "RunConfig",
     "TaskConfig",
     "TrackerConfig",
@@ -131,8 +133,30 @@ class ExecutorConfig(Section):
     is given here is used instead of `placement`."""
     nodes: dict[str, str] = Field(default_factory=dict[str, str])
     """Role name or node name -> worker group."""
+    tensor_parallel: dict[str, AtLeastOne] = Field(default_factory=dict[str, int])
+    """Worker group -> processes that share every matrix of a data-parallel rank; 1 by default."""
+    pipeline_parallel: dict[str, AtLeastOne] = Field(default_factory=dict[str, int])
+    """Worker group -> stages of layers in each data-parallel rank; 1 by default."""
     num_threads: AtLeastOne | None = None
     """Torch threads per process; by default the cores are shared out among the ranks."""
+
+
+class EngineConfig(Section):
+    """What trains and evaluates the models."""
+
+    kind: Literal["torch", "megatron"] = "torch"
+    """`torch`: data-parallel, generates as well. `megatron`: tensor- and pipeline-parallel too."""
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Fields of every model worker's spec, such as `micro_batch_tokens`; a role's own win."""
+
+
+class RolloutConfig(Section):
+    """What samples from policies."""
+
+    kind: Literal["same", "torch", "vllm"] = "same"
+    """`same`: the engine that trains. Others generate on a group of their own."""
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Fields of the rollout worker's spec, such as `max_decode_rows`."""
 
 
 class EvaluationConfig(Section):
@@ -162,6 +186,10 @@ class RunConfig(Section):
     """What on; see `task=`."""
     executor: ExecutorConfig = ExecutorConfig()
     """Where; see `executor=`."""
+    engine: EngineConfig = EngineConfig()
+    """What trains and evaluates; see `engine=`."""
+    rollout: RolloutConfig = RolloutConfig()
+    """What generates; see `rollout=`."""
     placement: str = "auto"
     """`auto`: with several ranks the planner chooses where nodes run. Or the file of a plan, which
     `penstock plan output=FILE` wrote."""

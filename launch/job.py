@@ -67,7 +67,7 @@ def prepare(config: RunConfig, plan: Plan | None = None) -> Job:
     """
     stages = stages_of(config, plan)
     for stage in stages:
-        check_options(stage)
+        check_options(stage, config)
     task_spec_of(config)
     make_executor(config)
     config, plan, note = _placed(config, plan, stages[-1])

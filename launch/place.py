@@ -10,13 +10,14 @@ from dataclasses import replace
 from math import lcm
 from pathlib import Path
 
-from ..configs.schema import ExecutorConfig, RunConfig
+from ..configs.schema import RunConfig
 from ..configs.validate import nearest_key
 from ..dataflow.errors import ConfigError, PlanError
 from ..dataflow.executor import Executor, InProcess
 from ..dataflow.graph import Graph, NodeKind
 from ..dataflow.placement import DeviceGroup, Placement, check_placement, follow
 from ..planner.cluster import ClusterSpec
+from ..planner.layout import Layout
 from ..planner.plan import GroupPlan, Plan, one_group_plan
 from .machine import threads_of
 from .sizes import train_items
@@ -46,8 +47,16 @@ def written_plan(config: RunConfig) -> Plan | None:
     if section.groups:
         return _hand_written(config)
     if config.placement != AUTO:
-        return _from_file(Path(config.placement), section)
-    return one_group_plan(device=section.device) if section.kind == "in_process" else None
+        return _from_file(Path(config.placement), config)
+    if section.kind == "in_process":
+        return one_group_plan(device=section.device)
+    if config.engine.kind != "torch" or config.rollout.kind != "same":
+        raise ConfigError(
+            f"placement=auto places the torch engine only, and this is engine={config.engine.kind} "
+            f"rollout={config.rollout.kind}\n    say where: executor=ray_split, or "
+            "placement=FILE of a plan"
+        )
+    return None
 
 
 def _hand_written(config: RunConfig) -> Plan:
@@ -57,21 +66,43 @@ def _hand_written(config: RunConfig) -> Plan:
             f"'placement' is '{config.placement}', but there are executor.groups as well\n"
             "    leave one of them out"
         )
+    for key in ("tensor_parallel", "pipeline_parallel"):
+        for group, size in getattr(section, key).items():
+            if group not in section.groups:
+                raise ConfigError(
+                    f"'executor.{key}.{group}': there is no group '{group}'"
+                    f"{nearest_key(group, section.groups)}\n"
+                    f"    executor.groups has: {', '.join(section.groups) or 'none'}"
+                )
+            if size > 1 and config.engine.kind == "torch" and config.rollout.kind != "vllm":
+                raise ConfigError(
+                    f"'executor.{key}.{group}' is {size}, but the torch engine is data-parallel "
+                    "only\n    set engine=megatron, or 1"
+                )
     for group, num_ranks in section.groups.items():
         if section.kind == "in_process" and num_ranks != 1:
             raise PlanError(
                 f"'executor.groups.{group}' is {num_ranks}, but executor=in_process has one "
                 "rank\n    set executor=ray, or 1"
             )
-    groups = tuple(
-        GroupPlan(name=name, num_ranks=num_ranks, device=section.device)
-        for name, num_ranks in section.groups.items()
-    )
-    return Plan(groups=groups, nodes=section.nodes)
+    groups: list[GroupPlan] = []
+    for name, num_ranks in section.groups.items():
+        tensor = section.tensor_parallel.get(name, 1)
+        stages = section.pipeline_parallel.get(name, 1)
+        groups.append(
+            GroupPlan(
+                name=name,
+                num_ranks=num_ranks * tensor * stages,
+                device=section.device,
+                tensor_parallel=tensor,
+                pipeline_parallel=stages,
+            )
+        )
+    return Plan(groups=tuple(groups), nodes=section.nodes)
 
 
-def _from_file(file: Path, section: ExecutorConfig) -> Plan:
-    plan = Plan.read(file)
+def _from_file(file: Path, config: RunConfig) -> Plan:
+    plan, section = Plan.read(file), config.executor
     for group in plan.groups:
         if section.kind == "in_process" and (len(plan.groups) > 1 or group.num_ranks > 1):
             total = sum(group.num_ranks for group in plan.groups)
@@ -85,13 +116,32 @@ def _from_file(file: Path, section: ExecutorConfig) -> Plan:
                 f"'executor.device' is '{section.device}'\n"
                 f"    set executor.device={group.device}, or plan for another cluster"
             )
+    if config.engine.kind == "torch" and config.rollout.kind != "vllm":
+        for name, layout in plan.layouts.items():
+            if layout.num_devices != layout.dp or layout.ep > 1 or layout.zero or layout.offload:
+                raise PlanError(
+                    f"plan file {file}: node '{name}' has layout {layout}, but the torch engine "
+                    "runs data-parallel only\n    plan for it: plan.engine=torch"
+                )
+        return plan
     for name, layout in plan.layouts.items():
-        if layout.num_devices != layout.dp or layout.ep > 1 or layout.zero or layout.offload:
+        home = plan.nodes.get(name) or plan.nodes.get(name.partition(".")[0]) or plan.default_group
+        group = plan.group(home or plan.groups[0].name)
+        sizes = (layout.tp, layout.pp)
+        if sizes != (group.tensor_parallel, group.pipeline_parallel) or _not_run(layout):
             raise PlanError(
-                f"plan file {file}: node '{name}' has layout {layout}, but the torch engine runs "
-                "data-parallel only\n    plan for it: plan.engine=torch"
+                f"plan file {file}: node '{name}' has layout {layout} on group '{group.name}' with "
+                f"tensor_parallel={group.tensor_parallel}, "
+                f"pipeline_parallel={group.pipeline_parallel}\n    all calls of a group must "
+                "divide models alike, without cp, ep, offload and ZeRO above 1: pin their layouts "
+                "(plan.pins.layouts)"
             )
     return plan
+
+
+def _not_run(layout: Layout) -> bool:
+    """Whether it asks for what no engine does yet."""
+    return layout.cp > 1 or layout.ep > 1 or layout.zero > 1 or layout.offload
 
 
 def placement_of(graph: Graph, config: RunConfig, plan: Plan) -> Placement:

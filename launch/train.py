@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..configs.schema import EngineConfig, RolloutConfig
 from ..dataflow.checkpoint import read_resume_point
 from ..dataflow.engine import Engine, StepResult
 from ..dataflow.errors import StateError
@@ -119,7 +120,7 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
             logs.write(result, outcome)
         if evaluator is not None:
             outcome.after = evaluator.measure(engine)
-    _export(job, stage, home, specs, store, outcome)
+    _export(job, stage, home, results, store, outcome)
     outcome.wall_time_s = time.monotonic() - started_s
     return outcome
 
@@ -230,14 +231,19 @@ def _export(
     job: Job,
     stage: Stage,
     home: RunFolder,
-    specs: dict[str, WorkerSpec | Role],
+    results: Results,
     store: CheckpointStore,
     outcome: Outcome,
 ) -> None:
-    """Write the trained models; a warm-up's checkpoints go, for its models are its result."""
+    """Write the trained models; a warm-up's checkpoints go, for its models are its result.
+
+    Whatever engine trained them, the torch engine reads its checkpoint.
+    """
     last = store.latest()
     if last is None:
         raise StateError(f"stage '{stage.name}' ended without a checkpoint in {store.folder}")
+    here = job.config.model_copy(update={"engine": EngineConfig(), "rollout": RolloutConfig()})
+    specs = worker_specs(stage, here, job.data, results)
     trained = {role: specs[role] for role in stage.graph.trains_per_step}
     exported = export_roles(trained, last, job.data.tokenizer, home.path / MODELS, job.config.seed)
     outcome.roles_sha256 = dict(exported.weights_sha256)

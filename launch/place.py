@@ -126,7 +126,7 @@ def _from_file(file: Path, config: RunConfig) -> Plan:
         return plan
     for name, layout in plan.layouts.items():
         home = plan.nodes.get(name) or plan.nodes.get(name.partition(".")[0]) or plan.default_group
-        group = plan.group(home or plan.groups[0].name)
+        group = next(group for group in plan.groups if home in ("", group.name))
         sizes = (layout.tp, layout.pp)
         if sizes != (group.tensor_parallel, group.pipeline_parallel) or _not_run(layout):
             raise PlanError(

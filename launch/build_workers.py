@@ -7,6 +7,7 @@ the policy as it was when the stage began.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import lcm
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -221,9 +222,11 @@ def _model(
 ) -> ModelSpec:
     if plan.start == MODEL:
         tokenizer = data.tokenizer
+        # Tensor parallelism divides the vocabulary; nothing is ever trained to say the rest.
+        parts = lcm(*(group.tensor_parallel for group in stage.placement.groups))
         return model_spec(
             config.model,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=-(-tokenizer.vocab_size // parts) * parts,
             eos_token_id=tokenizer.eos_id,
             pad_token_id=tokenizer.pad_id,
             bos_token_id=tokenizer.bos_id,

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..planner.box import Box, volume
@@ -191,9 +193,11 @@ def _view(
     part: Part, tensors: Tensors, name: str, dims: tuple[int, ...], start: tuple[int, ...],
     device: int,
 ) -> Tensor:  # fmt: skip
-    where = f"{part} lies in tensor '{name}' on device {device}"
     if name not in tensors:
-        raise WeightsError(f"{where}, and there is no such tensor; the engine has {len(tensors)}")
+        raise WeightsError(
+            f"{part} lies in tensor '{name}' on device {device}, and there is no such tensor; the "
+            f"engine has {len(tensors)}"
+        )
     tensor = tensors[name].detach()
     kept = [dim for dim in dims if dim != NOT_A_DIM]
     lengths = [1 if dim == NOT_A_DIM else part.shape[dim] for dim in dims]
@@ -203,8 +207,9 @@ def _view(
     )
     if not fits:
         raise WeightsError(
-            f"{where}, from {list(start)} over {lengths}; the tensor is only {list(tensor.shape)}. "
-            "The sharding does not describe this engine"
+            f"{part} lies in tensor '{name}' on device {device}, from {list(start)} over "
+            f"{lengths}; the tensor is only {list(tensor.shape)}. The sharding does not describe "
+            "this engine"
         )
     found = tensor[window(part.move.box, dims, start)]
     return found.permute([kept.index(dim) for dim in range(len(kept))])
@@ -225,7 +230,7 @@ def checksum(part: Part, data: Tensor, version: int) -> int:
     The bytes are read as rows of 1024 64-bit words. The exact sums of every row and of every
     column (integers, modulo 2**64) are hashed together with the identity. Any damage to one word
     changes a sum, and so do words or rows that change places. The sums run at the speed of memory
-    on any device, several times faster than a CRC on a CPU, and only they leave the device.
+    on any device, two to three times as fast as a CRC on a CPU, and only they leave the device.
 
     Args:
         part: What the bytes are.
@@ -240,8 +245,15 @@ def checksum(part: Part, data: Tensor, version: int) -> int:
     words = data[:whole].view(torch.int64)
     rows = len(words) // _ROW_WORDS
     table, rest = words[: rows * _ROW_WORDS].view(rows, _ROW_WORDS), words[rows * _ROW_WORDS :]
-    for sums in (table.sum(0), table.sum(1)) if rows else ():
-        digest.update(sums.cpu().numpy().data)
+    if rows:
+        digest.update(_column_sums(table).data)
+        digest.update(table.sum(1).cpu().numpy().data)
     digest.update(rest.cpu().numpy().data)
     digest.update(data[whole:].cpu().numpy().data)
     return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _column_sums(table: Tensor) -> NDArray[np.int64]:
+    if table.device.type == "cpu":
+        return np.add.reduce(table.numpy(), axis=0)  # three times as fast as torch's
+    return table.sum(0).cpu().numpy()

@@ -1,0 +1,338 @@
+"""Transfer plans carried out by four processes over gloo, against the wire and against a gather.
+
+Three things take turns, repeat by repeat, in the same processes:
+
+- the plan, with packing, checksums, verification and writing;
+- the wire: the same messages, as large, between the same processes, as many at once, from buffers
+  that are already full to buffers that nobody reads;
+- gather then broadcast: the first process collects whole weights and broadcasts every tensor to all
+  receivers, which keep their part.
+
+Trainers store query, key and value interleaved, generators store them fused, as do gate and up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from bench import parser, report, spread, table
+from penstock.planner.layout import Layout
+from penstock.planner.shapes import ModelShape
+from penstock.planner.sharding import NOT_A_DIM, Sharding, shard
+from penstock.planner.storage import concatenate, interleave_qkv
+from penstock.planner.transfer import plan_transfer
+from penstock.planner.transfer_devices import fewest_bytes
+from penstock.planner.transfer_plan import TransferPlan
+from penstock.workers.transfer import Ends, Transfer
+from penstock.workers.transfer_pack import copy_local
+from penstock.workers.transfer_route import Wave, buffer_bytes, waves_of
+from torch import Tensor
+
+NUM_PROCESSES = 4
+DEADLINE_S = 300.0
+BUCKET_BYTES = 16 * 2**20
+
+
+def model(name: str, hidden: int, layers: int, inner: int, vocabulary: int) -> ModelShape:
+    """A Qwen3-like shape with four key-value heads."""
+    return ModelShape(
+        name=name,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=hidden // 64,
+        num_key_heads=4,
+        head_dim=64,
+        intermediate_size=inner,
+        vocab_size=vocabulary,
+        qk_norm=True,
+    )
+
+
+class Case(NamedTuple):
+    """A transfer; process i has device i."""
+
+    model: ModelShape
+    train: Layout
+    train_on: tuple[int, ...]
+    generate: Layout
+    generate_on: tuple[int, ...]
+    train_dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        sides = f"{self.train} -> {self.generate}"
+        place = "apart" if self.train_on != self.generate_on else "in place"
+        return f"{self.model.name} {sides} {place}, {self.train_dtype} -> bfloat16"
+
+
+SIZES = (
+    model("25M", 512, 6, 1408, 8000),
+    model("100M", 768, 12, 2048, 16000),
+    model("300M", 1024, 22, 2816, 32000),
+)
+CASES = (
+    *(Case(size, Layout(tp=2), (0, 1), Layout(dp=2), (2, 3)) for size in SIZES),
+    *(Case(size, Layout(pp=2), (0, 1), Layout(tp=2), (2, 3)) for size in SIZES),
+    *(Case(size, Layout(tp=4), (0, 1, 2, 3), Layout(tp=2, dp=2), (0, 1, 2, 3)) for size in SIZES),
+    Case(SIZES[1], Layout(tp=2), (0, 1), Layout(dp=2), (2, 3), "float32"),
+)
+
+
+def shardings(case: Case) -> tuple[Sharding, Sharding]:
+    """What the trainer has and what the generator needs."""
+    shape = case.model
+    trained = shape.model_copy(update={"dtype": case.train_dtype})
+    source = interleave_qkv(shard(trained, case.train, case.train_on), shape.head_dim)
+    in_order = shard(shape, case.generate, case.generate_on)
+    destination = fewest_bytes(source, in_order)
+    fused = concatenate(destination, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+    return source, concatenate(fused, ("gate_proj", "up_proj"), "gate_up_proj")
+
+
+def tensors(sharding: Sharding, device: int) -> dict[str, Tensor]:
+    """Random tensors of the shapes that a sharding means."""
+    shapes: dict[str, list[int]] = {}
+    for param in sharding.params:
+        for piece in sharding.patterns[param.pattern]:
+            if piece.device == device:
+                shape = shapes.setdefault(param.tensor, [0] * len(param.dims))
+                for i, (dim, start) in enumerate(zip(param.dims, piece.start, strict=True)):
+                    length = 1 if dim == NOT_A_DIM else piece.box[dim][1] - piece.box[dim][0]
+                    shape[i] = max(shape[i], start + length)
+    dtype = getattr(torch, sharding.dtype)
+    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+
+
+class Wire:
+    """The messages of a plan without what is in them."""
+
+    def __init__(self, waves: tuple[Wave, ...]) -> None:
+        self._waves = waves
+        most = max(wave.staging_bytes for wave in waves)
+        self._buffers = [torch.ones(most, dtype=torch.uint8) for _ in range(2)]
+
+    def run(self) -> None:
+        """Two waves under way at once, as in the transfer."""
+        before: list[dist.Work] = []
+        for number, wave in enumerate(self._waves):
+            works = self._post(wave, self._buffers[number % 2])
+            for work in before:
+                work.wait(timedelta(seconds=DEADLINE_S))
+            before = works
+        for work in before:
+            work.wait(timedelta(seconds=DEADLINE_S))
+
+    def _post(self, wave: Wave, buffer: Tensor) -> list[dist.Work]:
+        begin = 0
+        works: list[dist.Work | None] = []
+        for receive in wave.receives:
+            end = begin + buffer_bytes(receive.message)
+            works.append(dist.irecv(buffer[begin:end], receive.process))
+            begin = end
+        for send in wave.sends:
+            end = begin + buffer_bytes(send.message)
+            works += [dist.isend(buffer[begin:end], process) for process in send.processes]
+            begin = end
+        return [work for work in works if work is not None]
+
+
+class GatherBroadcast:
+    """Whole weights on process 0, from there to every receiver."""
+
+    def __init__(self, case: Case, source: Sharding, destination: Sharding, ends: Ends) -> None:
+        rank = dist.get_rank()
+        whole = shard(case.model, Layout(), [0])
+        self._order = sorted({param.tensor for param in whole.params})
+        self._whole = tensors(whole, 0)
+        gather = plan_transfer(source, whole, bucket_bytes=BUCKET_BYTES)
+        devices = {share.device for share in gather.devices}
+        here = (
+            {rank: Ends(ends.source, self._whole if rank == 0 else {})} if rank in devices else {}
+        )
+        self._gather = (
+            Transfer(gather, here, {d: d for d in range(NUM_PROCESSES)}) if here else None
+        )
+        receivers = sorted({0, *destination.devices})
+        group = dist.new_group(receivers)
+        self._group = group if isinstance(group, dist.ProcessGroup) else None
+        self._is_in = rank in receivers
+        self._is_receiver = rank in destination.devices
+        self._split = plan_transfer(whole.on([rank]), only(destination, rank))
+        self._ends = ends
+        size = case.model.num_params() * case.model.dtype_bytes
+        self.moved_bytes = gather.sent_bytes + size * (len(receivers) - 1)
+        self.most_on_one_bytes = size
+
+    def run(self) -> None:
+        """Gather, broadcast tensor by tensor, keep what is needed."""
+        if self._gather is not None:
+            self._gather.run(1, deadline_s=DEADLINE_S)
+        if not self._is_in:
+            return
+        for name in self._order:
+            dist.broadcast(self._whole[name], 0, group=self._group)
+        if self._is_receiver:
+            copy_local(self._split, dist.get_rank(), self._whole, self._ends.destination)
+
+
+def only(sharding: Sharding, device: int) -> Sharding:
+    """The part of a sharding that one device has."""
+    patterns = tuple(
+        tuple(piece for piece in pattern if piece.device == device) for pattern in sharding.patterns
+    )
+    return Sharding((device,), sharding.params, patterns, sharding.dtype)
+
+
+def timed(what: Callable[[], object]) -> float:
+    """Seconds until the last process has finished, from when all began."""
+    dist.barrier()
+    begin = time.perf_counter()
+    what()
+    took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return took.item()
+
+
+def measure(case: Case, repeats: int) -> dict[str, Any]:
+    """One case, in one process of four; all of them return the same times."""
+    rank = dist.get_rank()
+    source, destination = shardings(case)
+    plan = plan_transfer(source, destination, bucket_bytes=BUCKET_BYTES)
+    ends = Ends(tensors(source, rank), tensors(destination, rank))
+    process_of = {device: device for device in range(NUM_PROCESSES)}
+    transfer = Transfer(plan, {rank: ends}, process_of)
+    wire = Wire(waves_of(plan, [rank], process_of, rank))
+    baseline = GatherBroadcast(case, source, destination, ends)
+    done = transfer.run(0, deadline_s=DEADLINE_S)
+    wire.run()
+    baseline.run()
+    times: dict[str, list[float]] = {"plan": [], "wire": [], "gather": []}
+    for version in range(1, repeats + 1):
+        times["wire"].append(timed(wire.run))
+        times["plan"].append(timed(lambda v=version: transfer.run(v, deadline_s=DEADLINE_S)))
+        times["gather"].append(timed(baseline.run))
+    totals = torch.tensor([done.received_bytes, done.header_bytes])
+    staging = torch.tensor(done.staging_bytes)
+    dist.all_reduce(totals)
+    dist.all_reduce(staging, dist.ReduceOp.MAX)
+    assert totals[0] == plan.lower_bound_bytes
+    return row(case, plan, times, totals.tolist(), int(staging), baseline)
+
+
+def row(
+    case: Case, plan: TransferPlan, times: dict[str, list[float]], totals: list[int],
+    staging_bytes: int, baseline: GatherBroadcast,
+) -> dict[str, Any]:  # fmt: skip
+    """A result: ratios are of one repeat each, then their median."""
+    of_wire = [w / p for w, p in zip(times["wire"], times["plan"], strict=True)]
+    faster = [g / p for g, p in zip(times["gather"], times["plan"], strict=True)]
+    seconds = {name: spread(values) for name, values in times.items()}
+    return {
+        "case": str(case),
+        "num_params": case.model.num_params(),
+        "moved_bytes": totals[0],
+        "lower_bound_bytes": plan.lower_bound_bytes,
+        "header_bytes": totals[1],
+        "num_buckets": plan.num_buckets,
+        "staging_bytes": staging_bytes,
+        "seconds": seconds,
+        "plan_bytes_per_s": totals[0] / seconds["plan"]["median"],
+        "wire_bytes_per_s": totals[0] / seconds["wire"]["median"],
+        "share_of_wire_bandwidth": spread(of_wire),
+        "gather_broadcast_bytes": baseline.moved_bytes,
+        "gather_broadcast_bytes_ratio": baseline.moved_bytes / totals[0],
+        "gather_broadcast_time_ratio": spread(faster),
+        "gather_broadcast_most_on_one_bytes": baseline.most_on_one_bytes,
+    }
+
+
+def rank_main(rank: int, folder: Path, repeats: int) -> None:
+    """One of the processes."""
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=NUM_PROCESSES,
+        timeout=timedelta(seconds=DEADLINE_S),
+    )  # fmt: skip
+    rows = [measure(case, repeats) for case in CASES]
+    if rank == 0:
+        (folder / "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_processes(repeats: int) -> list[dict[str, Any]]:
+    """Start four of this script and wait for the result."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["--folder", folder, "--repeats", str(repeats)]
+        processes = [
+            subprocess.Popen([sys.executable, __file__, "--rank", str(rank), *arguments],
+                             env=environment)
+            for rank in range(NUM_PROCESSES)
+        ]  # fmt: skip
+        try:
+            codes = [process.wait(timeout=1800) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if any(codes):
+            raise SystemExit(f"processes ended with {codes}")
+        return json.loads((Path(folder) / "rows.json").read_text())
+
+
+def main() -> None:
+    """Run all cases and print a table."""
+    options = parser(__doc__.splitlines()[0] if __doc__ else "")
+    options.add_argument("--repeats", type=int, default=11)
+    options.add_argument("--rank", type=int, help="used by the script itself")
+    options.add_argument("--folder", type=Path, help="used by the script itself")
+    args = options.parse_args()
+    if args.rank is not None:
+        rank_main(args.rank, args.folder, args.repeats)
+        return
+    rows = run_processes(args.repeats)
+    print(
+        table(
+            ["case", "MB moved", "plan GB/s", "wire GB/s", "share of wire", "quartiles",
+             "bytes of gather", "time of gather"],
+            [
+                [
+                    one["case"],
+                    f"{one['moved_bytes'] / 1e6:.1f}",
+                    f"{one['plan_bytes_per_s'] / 1e9:.2f}",
+                    f"{one['wire_bytes_per_s'] / 1e9:.2f}",
+                    f"{one['share_of_wire_bandwidth']['median']:.2f}",
+                    f"{one['share_of_wire_bandwidth']['quartile_1']:.2f}-"
+                    f"{one['share_of_wire_bandwidth']['quartile_3']:.2f}",
+                    f"{one['gather_broadcast_bytes_ratio']:.2f} x",
+                    f"{one['gather_broadcast_time_ratio']['median']:.2f} x",
+                ]
+                for one in rows
+            ],
+        )
+    )  # fmt: skip
+    shares = [one["share_of_wire_bandwidth"]["median"] for one in rows]
+    result = {
+        "smallest_share_of_wire_bandwidth": min(shares),
+        "repeats": args.repeats,
+        "bucket_bytes": BUCKET_BYTES,
+        "num_processes": NUM_PROCESSES,
+        "cases": rows,
+    }
+    report(result, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,13 +20,13 @@ from ..dataflow.worker import WorkerContext
 from ..planner.box import whole
 from ..planner.sharding import Sharding, Slice, StoredParam
 from .decode import Responses
-from .model import ModelSpec, quiet_transformers
+from .model import ModelSpec
 from .received_weights import ReceivedWeights
 from .rollout import check_prompts, report_responses, to_rollout
 from .sampling import stream_key
 from .tokenizer import TokenizerSpec
 from .vllm_engine import Drawn, EngineOptions, Request, VllmEngine
-from .weights import read_tensors
+from .weights import read_tensors, write_tensors
 
 __all__ = ["VllmPolicy", "VllmPolicySpec"]
 
@@ -348,12 +348,19 @@ def _cache_bytes(config: Any, spec: VllmPolicySpec, longest: int, tensor_paralle
 
 
 def _model_folder(model: ModelSpec, scratch: Path) -> Path:
-    """A folder that vLLM can load: the model's own, or its seeded weights written to `scratch`."""
+    """A folder that vLLM can load: the model's own, or its seeded weights written to `scratch`.
+
+    `save_pretrained` is not used: in a group of processes it writes in the first alone.
+    """
     if model.folder is not None:
         return Path(model.folder)
     folder = scratch / "model"
-    with quiet_transformers():
-        model.causal_lm("cpu").save_pretrained(folder)
+    folder.mkdir()
+    module = model.causal_lm("cpu")
+    config: Any = module.config
+    config.architectures = [type(module).__name__]
+    config.to_json_file(folder / "config.json")
+    write_tensors(folder / "model.safetensors", dict(module.named_parameters()))
     return folder
 
 

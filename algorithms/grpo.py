@@ -13,6 +13,7 @@ from .advantages import broadcast_over_tokens, group_advantage
 from .losses import ClippedPolicyLoss
 from .reductions import Variance
 from .roles import Policy, PolicyBatch, Prompts, Reward, Sampling, TrainMetrics
+from .rollout_correction import RolloutCorrection, corrected
 
 __all__ = ["GRPO", "grpo_step"]
 
@@ -33,6 +34,9 @@ class GRPO:
         aggregation="seq-mean-token-mean", report_entropy=True
     )
     """Clipping, and how tokens and rows are weighed."""
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's; None
+    takes the engine's log-probabilities as they are."""
     epochs: int = 1
     """Passes over each step's rollouts."""
     num_minibatches: int = 1
@@ -60,11 +64,18 @@ def grpo_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: GRPO) -> Tra
         variance=cfg.std_variance,
         eps=cfg.std_eps,
     )
+    behavior_logprob, per_token = corrected(
+        actor,
+        roll,
+        broadcast_over_tokens(advantage, roll.mask),
+        cfg.correction,
+        cfg.sampling.temperature,
+    )
     batch = PolicyBatch(
         tokens=roll.tokens,
         mask=roll.mask,
-        behavior_logprob=roll.behavior_logprob,
-        advantage=broadcast_over_tokens(advantage, roll.mask),
+        behavior_logprob=behavior_logprob,
+        advantage=per_token,
     )
     return actor.train(
         cfg.loss,

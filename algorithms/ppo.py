@@ -29,6 +29,7 @@ from .roles import (
     ValueBatch,
     ValueModel,
 )
+from .rollout_correction import RolloutCorrection, corrected
 
 __all__ = ["PPO", "ppo_step"]
 
@@ -62,6 +63,9 @@ class PPO:
     """The actor's loss."""
     value_loss: ClippedValueLoss = ClippedValueLoss(coef=0.1)
     """The critic's loss."""
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's; None
+    takes the engine's log-probabilities as they are."""
     epochs: int = 4
     """Passes over each step's rollouts."""
     num_minibatches: int = 1
@@ -106,11 +110,10 @@ def ppo_step(
     if cfg.whiten_rewards:
         shaped = whiten(shaped, mask, variance=cfg.whitening_variance, shift_mean=False)
     target = gae(mask, reward=shaped, value=value, discount=cfg.discount, lam=cfg.gae_lambda)
+    whitened = whiten(target.advantage, mask, variance=cfg.whitening_variance)
+    behavior_logprob, advantage = corrected(actor, roll, whitened, cfg.correction, temperature)
     policy_batch = PolicyBatch(
-        tokens=tokens,
-        mask=mask,
-        behavior_logprob=roll.behavior_logprob,
-        advantage=whiten(target.advantage, mask, variance=cfg.whitening_variance),
+        tokens=tokens, mask=mask, behavior_logprob=behavior_logprob, advantage=advantage
     )
     value_batch = ValueBatch(
         tokens=tokens, mask=mask, old_value=value, value_target=target.value_target

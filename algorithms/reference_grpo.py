@@ -13,6 +13,7 @@ from .grpo import GRPO
 from .kl import KLEstimator
 from .losses import KLGradient, ReferenceKLPolicyLoss
 from .roles import Policy, Prompts, ReferencePolicyBatch, Reward, TrainMetrics
+from .rollout_correction import corrected
 
 __all__ = ["ReferenceGRPO", "reference_grpo_step"]
 
@@ -55,11 +56,18 @@ def reference_grpo_step(
         variance=cfg.std_variance,
         eps=cfg.std_eps,
     )
+    behavior_logprob, per_token = corrected(
+        actor,
+        roll,
+        broadcast_over_tokens(advantage, roll.mask),
+        cfg.correction,
+        cfg.sampling.temperature,
+    )
     batch = ReferencePolicyBatch(
         tokens=roll.tokens,
         mask=roll.mask,
-        behavior_logprob=roll.behavior_logprob,
-        advantage=broadcast_over_tokens(advantage, roll.mask),
+        behavior_logprob=behavior_logprob,
+        advantage=per_token,
         ref_logprob=ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature),
     )
     return actor.train(

@@ -19,6 +19,7 @@ from ..workers.optimizer import OptimizerSpec
 from ..workers.tokenizer import TokenizerSpec
 
 __all__ = [
+    "AgreementConfig",
     "AlgorithmConfig",
     "EngineConfig",
     "EvaluationConfig",
@@ -159,6 +160,18 @@ class RolloutConfig(Section):
     """Fields of the rollout worker's spec, such as `max_decode_rows`."""
 
 
+class AgreementConfig(Section):
+    """How far the engine that samples may be from the one that trains, on the same weights.
+
+    Both are in nats per token, by the k3 estimator, over the tokens of a step.
+    """
+
+    warn_above: Annotated[float, Field(ge=0)] | None = 0.01
+    """Warn once if they differ by more."""
+    stop_above: Annotated[float, Field(ge=0)] | None = None
+    """End the run if they differ by more."""
+
+
 class EvaluationConfig(Section):
     """Greedy accuracy on held-out problems, before and after training."""
 
@@ -190,6 +203,8 @@ class RunConfig(Section):
     """What trains and evaluates; see `engine=`."""
     rollout: RolloutConfig = RolloutConfig()
     """What generates; see `rollout=`."""
+    agreement: AgreementConfig = AgreementConfig()
+    """When to complain that two engines disagree."""
     placement: str = "auto"
     """`auto`: with several ranks the planner chooses where nodes run. Or the file of a plan, which
     `penstock plan output=FILE` wrote."""

@@ -20,6 +20,7 @@ from ..dataflow.errors import StateError
 from ..dataflow.graph import NodeKind
 from ..dataflow.role import Role
 from ..dataflow.worker import WorkerSpec
+from .agreement import AgreementGuard
 from .atomic import write_json
 from .build_workers import Results, worker_specs
 from .checkpoint import CheckpointStore
@@ -116,8 +117,10 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
             checkpoint_every=config.checkpoint_every,
             checkpoints=store,
         )
+        guard = AgreementGuard(config.agreement)
         for result in _timed(steps, stage, outcome):
             logs.write(result, outcome)
+            guard.check(result)
         if evaluator is not None:
             outcome.after = evaluator.measure(engine)
     _export(job, stage, home, results, store, outcome)

@@ -46,6 +46,12 @@ class RankGroup:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Largest over ranks, element by element, in place."""
+        if not self.alone:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
     def broadcast_(self, tensor: Tensor) -> Tensor:
         """Overwrite with rank 0's, in place."""
         if not self.alone:

@@ -68,11 +68,7 @@ class MegatronTrainer(TrainLoop[O]):
             micro: Any = take_rows(batch, part, self._device)
             if not self._network.is_last:
                 return self._network.states(micro.tokens)
-            result = loss(forward(micro, loss.needs_entropy), micro, totals)
-            sums.add("loss", result.total, one)
-            for name, (total, weight) in result.metrics.items():
-                sums.add(name, total, weight)
-            return result.total
+            return self._loss(forward, loss, micro, totals, sums)
 
         grad = self._network.start_gradient()
         self._network.run(step, list(parts), backward=True)

@@ -19,6 +19,7 @@ from ..algorithms.roles import TrainMetrics
 from ..dataflow.context import CallKey
 from ..dataflow.role import Loss, LossSum, Metric
 from ..dataflow.worker import WorkerContext
+from .agreement import Agreement
 from .data_parallel import RankGroup, rank_group
 from .microbatch import Minibatches, columns, micro_batches, take_rows
 from .optimizer import AdamW, OptimizerSpec
@@ -78,6 +79,7 @@ class TrainLoop(Generic[O]):
         self._spec = spec
         self._device = device
         self._group = rank_group(context, device)
+        self._agreement: Agreement | None = None
         self.calls = 0
 
     def train(
@@ -102,15 +104,17 @@ class TrainLoop(Generic[O]):
         lr = self._spec.lr_at(self.calls)
         sums = Sums()
         norms: list[float] = []
+        first = self._agreement = Agreement(self._device)
         for epoch in range(epochs):
             random = stream_generator(
                 self._context.seed, self._context.role, "minibatches", key, epoch
             )
             for rows in cut.epoch(random):
                 grad = self._gradient(forward, loss, batch, rows, sums)
+                self._agreement = None  # the next minibatches see other weights
                 norms.append(self._step(grad, lr))
         self.calls += 1
-        metrics = sums.merged(self._group)
+        metrics = sums.merged(self._group) | first.metrics(self._group)
         steps = float(len(norms))
         metrics["loss"] = (
             Metric.mean(metrics["loss"].total, steps)
@@ -127,6 +131,19 @@ class TrainLoop(Generic[O]):
     ) -> Tensor:
         """The minibatch's gradient, f32[size], from this rank's `rows`; adds to `sums`."""
         raise NotImplementedError
+
+    def _loss(
+        self, forward: Forward[O], loss: Loss[B, O], micro: B, totals: Tensor, sums: Sums
+    ) -> Tensor:
+        """What some rows contribute to the minibatch's loss; adds its numbers to `sums`."""
+        output = forward(micro, loss.needs_entropy)
+        if self._agreement is not None:
+            self._agreement.add(output, micro)
+        result: LossSum = loss(output, micro, totals)
+        sums.add("loss", result.total, torch.ones((), device=self._device))
+        for name, (total, weight) in result.metrics.items():
+            sums.add(name, total, weight)
+        return result.total
 
     def _step(self, grad: Tensor, lr: float) -> float:
         """Clip the gradient, take an optimizer step, return the norm before clipping."""
@@ -180,15 +197,11 @@ class Trainer(TrainLoop[O]):
         one = torch.ones((), device=self._device)
         for part in parts:
             micro = take_rows(batch, part, self._device)
-            result: LossSum = loss(forward(micro, loss.needs_entropy), micro, totals)
-            result.total.backward()
+            self._loss(forward, loss, micro, totals, sums).backward()
             if exact is not grad:
                 # bfloat16 gradients of micro-batches are added up in float32.
                 exact += grad
                 grad.zero_()
-            sums.add("loss", result.total, one)
-            for name, (total, weight) in result.metrics.items():
-                sums.add(name, total, weight)
         sums.add("tokens", num_masked(local).to(self._device), one)
         return self._group.sum_(exact)
 

@@ -1,0 +1,108 @@
+"""Importance weights for rollouts whose engine computes other log-probabilities than the trainer.
+
+Two engines with the same weights differ by kernels and precision. With mu what the rollout engine
+says of a sampled token and p what the trainer says of it before its update, the token's loss is
+multiplied by a bounded `exp(log p - log mu)`. Yao et al., "Your Efficient RL Framework Secretly
+Brings You Off-Policy RL Training", 2025.
+
+A clipped policy loss is proportional to the advantage as long as the factor is not negative, so the
+weights are put on the advantage. The loss's ratio is then against p: a step that asks for a
+correction computes p by one forward pass more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..dataflow.ranges import check_range
+from ..dataflow.record import op
+from .reductions import check_token_columns, zero_where_masked_out
+from .roles import PerToken, Policy, Rollout, TokenMask
+
+__all__ = ["RolloutCorrection", "corrected", "rollout_weight"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrection:
+    """How importance weights between trainer and rollout engine are bounded."""
+
+    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "token_truncate"
+    )
+    """Weights per token or of whole responses (the product over their tokens), cut off at `cap`, or
+    set to 0 outside `floor` and `cap`."""
+    cap: float = 2.0
+    """Largest weight."""
+    floor: float = 0.0
+    """Smallest weight that a mask lets through; truncation does not use it."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "floor", at_least=0)
+        check_range(self, "cap", above=self.floor)
+
+
+@op(scope="row")
+def rollout_weight(
+    mask: TokenMask,
+    *,
+    logprob: PerToken,
+    behavior_logprob: PerToken,
+    correction: RolloutCorrection,
+) -> PerToken:
+    """Bounded importance weight of every sampled token.
+
+    Args:
+        mask: bool[rows, T].
+        logprob: f32[rows, T], by the trainer before its update.
+        behavior_logprob: f32[rows, T], by the engine that sampled.
+        correction: The bounds.
+
+    Returns:
+        f32[rows, T], not differentiable; 0 where the mask is False.
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    check_token_columns(mask, logprob=logprob, behavior_logprob=behavior_logprob)
+    log_ratio = zero_where_masked_out(logprob - behavior_logprob, mask).detach()
+    if correction.mode.startswith("sequence"):
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    weight = log_ratio.exp()
+    if correction.mode.endswith("truncate"):
+        weight = weight.clamp(max=correction.cap)
+    else:
+        kept = (weight >= correction.floor) & (weight <= correction.cap)
+        weight = torch.where(kept, weight, torch.zeros_like(weight))
+    return zero_where_masked_out(weight, mask)
+
+
+@op(scope="row")
+def _weighted(advantage: PerToken, weight: PerToken) -> PerToken:
+    """The advantage of every token times its weight."""
+    return advantage * weight
+
+
+def corrected(
+    actor: Policy,
+    roll: Rollout,
+    advantage: PerToken,
+    correction: RolloutCorrection | None,
+    temperature: float,
+) -> tuple[PerToken, PerToken]:
+    """Log-probabilities to take the loss's ratio against, and advantages to train on.
+
+    Without a correction they are the rollout's own and the advantages as they are.
+    """
+    if correction is None:
+        return roll.behavior_logprob, advantage
+    logprob = actor.logprob(roll.tokens, roll.mask, temperature=temperature)
+    weight = rollout_weight(
+        roll.mask,
+        logprob=logprob,
+        behavior_logprob=roll.behavior_logprob,
+        correction=correction,
+    )
+    return logprob, _weighted(advantage, weight)

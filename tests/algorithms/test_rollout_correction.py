@@ -1,0 +1,69 @@
+"""Importance weights between rollout engine and trainer, against worked examples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from penstock.algorithms.losses import ClippedPolicyLoss
+from penstock.algorithms.roles import PolicyBatch, PolicyOutput
+from penstock.algorithms.rollout_correction import RolloutCorrection, rollout_weight
+from torch import Tensor, tensor
+
+MASK = torch.ones(1, 4, dtype=torch.bool)
+BEHAVIOR = torch.full((1, 4), -1.0)
+TRAINER = BEHAVIOR + tensor([[0.2, -0.2, 1.2, 0.0]])
+POLICY = TRAINER + tensor([[0.3, 0.1, 0.05, -0.4]])
+ADVANTAGE = tensor([[1.0, 1.0, -1.0, -1.0]])
+
+
+def weights(correction: RolloutCorrection) -> Tensor:
+    return rollout_weight(MASK, logprob=TRAINER, behavior_logprob=BEHAVIOR, correction=correction)
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected", "loss"),
+    [
+        (RolloutCorrection(cap=5.0), [1.221403, 0.818731, 3.320117, 1.0], 0.479956),
+        (RolloutCorrection(cap=2.0), [1.221403, 0.818731, 2.0, 1.0], 0.133005),
+        (RolloutCorrection(mode="token_mask"), [1.221403, 0.818731, 0.0, 1.0], -0.39263),
+    ],
+)
+def test_token_weights_and_the_loss_they_give(
+    correction: RolloutCorrection, expected: list[float], loss: float
+) -> None:
+    weight = weights(correction)
+    torch.testing.assert_close(weight, tensor([expected]), atol=1e-6, rtol=0)
+    batch = PolicyBatch(
+        tokens=torch.zeros(1, 4, dtype=torch.int64),
+        mask=MASK,
+        behavior_logprob=TRAINER,
+        advantage=ADVANTAGE * weight,
+    )
+    clipped = ClippedPolicyLoss(eps_low=0.2, eps_high=0.2)
+    total = clipped(PolicyOutput(POLICY), batch, clipped.totals(batch)).total
+    assert float(total) == pytest.approx(loss, abs=1e-6)
+
+
+def test_sequence_weights_are_the_product_over_tokens() -> None:
+    cut = weights(RolloutCorrection(mode="sequence_truncate", cap=4.0))
+    torch.testing.assert_close(cut, torch.full((1, 4), 3.320117), atol=1e-6, rtol=0)
+    assert weights(RolloutCorrection(mode="sequence_truncate", cap=3.0)).tolist() == [[3.0] * 4]
+    assert weights(RolloutCorrection(mode="sequence_mask", cap=3.0)).tolist() == [[0.0] * 4]
+
+
+def test_masked_tokens_count_for_nothing() -> None:
+    mask = tensor([[False, True, True, False]])
+    noise = tensor([[float("nan"), 0.0, 0.0, float("inf")]])
+    weight = rollout_weight(
+        mask,
+        logprob=TRAINER + noise,
+        behavior_logprob=BEHAVIOR,
+        correction=RolloutCorrection(mode="sequence_truncate", cap=9.0),
+    )
+    product = float(torch.tensor(1.0).exp())
+    torch.testing.assert_close(weight, tensor([[0.0, product, product, 0.0]]))
+
+
+def test_bounds_that_let_nothing_through_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"cap is 0\.5; expected above 0\.9"):
+        RolloutCorrection(floor=0.9, cap=0.5)

@@ -45,6 +45,12 @@ class ReceivedWeights:
         self._arrived: dict[str, Tensor] = {}
         self.expected = 0
 
+    def expect(self, version: int) -> None:
+        """Accept only this version from now on; what has arrived of another is dropped."""
+        if version != self.expected:
+            self._arrived.clear()
+            self.expected = version
+
     def check(self) -> None:
         """Refuse weights that are partial or not of the expected version.
 
@@ -85,9 +91,7 @@ class ReceivedWeights:
                 f"'{self._role}' was given parameter '{next(iter(tensors))}' of version {version}, "
                 f"and expects version {self.expected} or newer; send the current weights"
             )
-        if version > self.expected:
-            self._arrived.clear()
-            self.expected = version
+        self.expect(version)
         wrong = ""
         for name, tensor in tensors.items():
             wrong = self._take(name, tensor, version, checksums) or wrong

@@ -17,8 +17,7 @@ from ..dataflow.context import call_key
 from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss, Metric
 from ..dataflow.worker import WorkerContext
-from ..planner.box import whole
-from ..planner.sharding import Sharding, Slice, StoredParam
+from ..planner.sharding import Sharding, whole
 from .decode import Responses
 from .model import ModelSpec
 from .received_weights import ReceivedWeights
@@ -218,21 +217,12 @@ class VllmPolicy(Policy):
 
         Devices are numbered as the group's processes. vLLM's loader cuts and fuses by itself.
         """
-        devices = tuple(range(self.context.num_processes))
-        patterns = {
-            shape: tuple(Slice(device, whole(shape), (0,) * len(shape)) for device in devices)
-            for shape in dict.fromkeys(self._shapes.values())
-        }
-        order = {shape: index for index, shape in enumerate(patterns)}
-        params = tuple(
-            StoredParam(name, tuple(shape), order[shape], name, tuple(range(len(shape))))
-            for name, shape in self._shapes.items()
-        )
-        return Sharding(devices, params, tuple(patterns.values()), self.spec.model.dtype)
+        shapes = {name: tuple(shape) for name, shape in self._shapes.items()}
+        return whole(shapes, range(self.context.num_processes), dtype=self.spec.model.dtype)
 
     def expect(self, version: int) -> None:
         """Refuse to generate from now on with weights of any other version."""
-        self._weights.expected = version
+        self._weights.expect(version)
 
     def receive(
         self,

@@ -76,6 +76,18 @@ def test_versions_may_be_skipped_and_a_half_received_one_is_forgotten():
     assert torch.equal(loader.given[0][0]["gate"], weights(5)["gate"])
 
 
+def test_parameters_of_two_versions_are_never_mixed():
+    received, loader = make()
+    received.receive({"gate": weights(5)["gate"], "up": weights(5)["up"]}, 5)
+    received.expect(1)  # as in the next run, which counts anew
+    received.receive({"norm": weights(1)["norm"]}, 1)
+    assert loader.given == []
+    assert "parameter 'gate' is of version 5; version 1 is expected" in refusal(received)
+    received.receive(weights(1), 1)
+    received.check()
+    assert [version for _, version in loader.given] == [1]
+
+
 def test_a_dropped_parameter_is_named():
     received, _ = make()
     new = weights(1)
@@ -152,7 +164,7 @@ def test_old_tensors_under_a_new_number_are_refused():
 
 def test_nothing_at_all_is_noticed_when_a_version_is_expected():
     received, _ = make()
-    received.expected = 1
+    received.expect(1)
     assert "parameter 'gate' is of version 0; version 1 is expected" in refusal(received)
 
 

@@ -22,7 +22,7 @@ from ..dataflow.record import op
 from .reductions import check_token_columns, zero_where_masked_out
 from .roles import PerToken, Policy, Rollout, TokenMask
 
-__all__ = ["RolloutCorrection", "corrected", "rollout_weight"]
+__all__ = ["RolloutCorrection", "corrected", "rollout_weight", "weighted_advantage"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def rollout_weight(
 
 
 @op(scope="row")
-def _weighted(advantage: PerToken, weight: PerToken) -> PerToken:
+def weighted_advantage(advantage: PerToken, weight: PerToken) -> PerToken:
     """The advantage of every token times its weight."""
     return advantage * weight
 
@@ -105,4 +105,4 @@ def corrected(
         behavior_logprob=roll.behavior_logprob,
         correction=correction,
     )
-    return logprob, _weighted(advantage, weight)
+    return logprob, weighted_advantage(advantage, weight)

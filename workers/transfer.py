@@ -24,19 +24,19 @@ from torch import Tensor
 from ..planner.box import Box
 from ..planner.transfer_plan import TransferPlan
 from .held_weights import HeldWeights, WeightsError
-from .transfer_link import Clock, Link, Op
+from .transfer_buffers import Load, Parcel, loads_of
+from .transfer_link import Clock, Link
 from .transfer_parts import (
     Message,
     Part,
     Tensors,
-    checksum,
     dtype_of,
     plan_stamp,
     read_view,
     same_memory,
     write_view,
 )
-from .transfer_route import Receive, Send, Wave, aligned, buffer_bytes, header_words, waves_of
+from .transfer_route import waves_of
 
 __all__ = ["Delivered", "Ends", "Transfer", "execute"]
 
@@ -123,16 +123,24 @@ class Transfer:
         waves = waves_of(plan, here, process_of, process)
         size = max((wave.staging_bytes for wave in waves), default=0)
         device = _device(here) if link is not None and link.is_batched else torch.device("cpu")
+        arenas = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        dtype = dtype_of(plan)
+
+        def read(part: Part) -> Tensor:
+            ends = here[part.move.source]
+            return read_view(part, ends.destination if part.move.round else ends.source)
+
+        def write(part: Part) -> Tensor:
+            return write_view(part, here[part.move.destination].destination, dtype)
+
         self._share = _Share(
-            here=here,
-            waves=waves,
+            loads=loads_of(waves, arenas, dtype, read, write),
+            held={d: ends.held for d, ends in here.items() if ends.held is not None},
             link=link,
-            dtype=dtype_of(plan),
             stamp=plan_stamp(plan),
             has_relays=any(move.round for move in plan.moves),
-            arenas=tuple(torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)),
+            staging_bytes=2 * size,
         )
-        self._share.check()
 
     def run(self, version: int, *, deadline_s: float) -> Delivered:
         """Carry the plan out; all processes must.
@@ -153,41 +161,20 @@ class _Share:
     """What stays the same from one run to the next.
 
     Attributes:
-        here: Tensors of this process's devices.
-        waves: What it does.
+        loads: What this process does, wave by wave.
+        held: What is known of the weights on its devices.
         link: To other processes; None if there are none.
-        dtype: Of elements on the way.
         stamp: The plan's.
         has_relays: Whether any device passes on what it received.
-        arenas: u8[bytes], buffers of even and of odd waves.
+        staging_bytes: Size of the buffers.
     """
 
-    here: Mapping[int, Ends]
-    waves: Sequence[Wave]
+    loads: Sequence[Load]
+    held: Mapping[int, HeldWeights]
     link: Link | None
-    dtype: torch.dtype
     stamp: int
     has_relays: bool
-    arenas: Sequence[Tensor]
-
-    def check(self) -> None:
-        """Make every view once, so that what does not fit is found before anything is sent."""
-        for wave in self.waves:
-            here = [part for receive in wave.moves for part in receive.message.parts]
-            for part in [p for send in wave.sends for p in send.message.parts] + here + wave.copies:
-                self.read(part)
-            arriving = [part for receive in wave.receives for part in receive.message.parts]
-            for part in arriving + here + wave.copies:
-                self.write(part)
-
-    def read(self, part: Part) -> Tensor:
-        """Where a part is read."""
-        ends = self.here[part.move.source]
-        return read_view(part, ends.destination if part.move.round else ends.source)
-
-    def write(self, part: Part) -> Tensor:
-        """Where a part is written."""
-        return write_view(part, self.here[part.move.destination].destination, self.dtype)
+    staging_bytes: int
 
 
 def _device(here: Mapping[int, Ends]) -> torch.device:
@@ -198,17 +185,11 @@ def _device(here: Mapping[int, Ends]) -> torch.device:
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-@dataclass
-class _Flight:
-    """A wave under way; receives come first among its operations."""
-
-    receives: list[tuple[Receive, Tensor]]
-    ops: list[Op]
-    works: list[dist.Work]
-
-
 _Key = tuple[int, str, Box]
 """Device, parameter, box."""
+
+_Flight = tuple[Load, list[dist.Work]]
+"""A wave under way; one handle for each receive, then for each send."""
 
 
 class _Run:
@@ -221,18 +202,18 @@ class _Run:
         # Checksums that relays forward, and slices that were refused.
         self._claimed: dict[_Key, int] = {}
         self._refused: dict[_Key, str] = {}
-        self._done = Delivered(staging_bytes=sum(len(arena) for arena in share.arenas))
+        self._done = Delivered(staging_bytes=share.staging_bytes)
 
     def go(self) -> Delivered:
         before: _Flight | None = None
-        for index, wave in enumerate(self._share.waves):
-            flight = self._start(wave, self._share.arenas[index % 2])
-            self._do_local(wave)
+        for load in self._share.loads:
+            flight = (load, self._start(load))
+            self._do_local(load)
             if before is not None:
-                self._finish(before)
+                self._finish(*before)
             before = flight
         if before is not None:
-            self._finish(before)
+            self._finish(*before)
         self._done.seconds = self._clock.elapsed_s
         if self._refused:
             first = next(iter(self._refused.values()))
@@ -242,60 +223,57 @@ class _Run:
             )
         return self._done
 
-    def _start(self, wave: Wave, arena: Tensor) -> _Flight:
+    def _start(self, load: Load) -> list[dist.Work]:
         """Post receives first, so that they run while this process packs."""
-        flight, begin = _Flight([], [], []), 0
-        for receive in wave.receives:
-            buffer, begin = _room(arena, begin, receive.message)
-            flight.receives.append((receive, buffer))
-            flight.ops.append(Op(False, buffer, receive.process, _story(receive.message)))
         link = self._share.link
         if link is None:
-            return flight
-        if not link.is_batched:
-            flight.works += link.post(flight.ops)
-        for send in wave.sends:
-            buffer, begin = _room(arena, begin, send.message)
-            self._pack(send, buffer)
-            ops = [Op(True, buffer, to, _story(send.message)) for to in send.processes]
-            flight.ops += ops
-            if not link.is_batched:
-                flight.works += link.post(ops)
-        if link.is_batched:
-            flight.works = link.post(flight.ops)
-        return flight
+            return []
+        ops = [op for parcel in load.receives for op in parcel.ops]
+        works = [] if link.is_batched else link.post(ops)
+        for parcel in load.sends:
+            self._pack(parcel)
+            if link.is_batched:
+                ops += parcel.ops
+            else:
+                works += link.post(parcel.ops)
+        return link.post(ops) if link.is_batched else works
 
-    def _pack(self, send: Send, buffer: Tensor) -> None:
-        message, version = send.message, self._version
-        head = 8 * header_words(message)
-        header = [version, self._share.stamp]
-        for part, data in zip(message.parts, message.slices(buffer[head:]), strict=True):
-            data.view(self._share.dtype).view(part.shape).copy_(self._share.read(part))
-            key = (message.source, part.param.name, part.move.box)
-            claimed = self._claimed.get(key) if message.round else None
-            header.append(checksum(part, data, version) if claimed is None else claimed)
-            if message.round and key in self._refused:
-                header[0] = _VOID
-        buffer[:head].view(torch.int64).copy_(torch.tensor(header))
-        self._done.sent_bytes += message.num_bytes * len(send.processes)
+    def _pack(self, parcel: Parcel) -> None:
+        message, header = parcel.message, [self._version, self._share.stamp]
+        for slot in parcel.slots:
+            slot.packed.copy_(slot.place)
+            claimed = None
+            if message.round:
+                key = (message.source, slot.part.param.name, slot.part.move.box)
+                claimed = self._claimed.get(key)
+                if key in self._refused:
+                    header[0] = _VOID
+            header.append(slot.checksum(self._version) if claimed is None else claimed)
+        parcel.header.copy_(torch.tensor(header))
+        self._done.sent_bytes += message.num_bytes * len(parcel.ops)
 
-    def _do_local(self, wave: Wave) -> None:
-        for receive in wave.moves:
-            for part in receive.message.parts:
-                source = (part.move.source, part.param.name, part.move.box)
-                target = (receive.device, part.param.name, part.move.box)
-                if part.move.round and source in self._refused:
-                    self._refused[target] = self._refused[source]
-                    continue
-                if part.move.round and source in self._claimed:
-                    self._claimed[target] = self._claimed[source]
-                self._done.moved_bytes += self._write(part, self._share.read(part))
-        for part in wave.copies:
-            self._done.copied_bytes += self._write(part, self._share.read(part))
+    def _do_local(self, load: Load) -> None:
+        for part, read, place in load.moves:
+            if part.move.round and not self._passes_on(part):
+                continue
+            self._done.moved_bytes += self._write(part, read, place)
+        for part, read, place in load.copies:
+            self._done.copied_bytes += self._write(part, read, place)
 
-    def _write(self, part: Part, values: Tensor) -> int:
+    def _passes_on(self, part: Part) -> bool:
+        """Whether a slice that is moved on inside the process had arrived whole."""
+        source = (part.move.source, part.param.name, part.move.box)
+        target = (part.move.destination, part.param.name, part.move.box)
+        if source in self._refused:
+            self._refused[target] = self._refused[source]
+            return False
+        if source in self._claimed:
+            self._claimed[target] = self._claimed[source]
+        return True
+
+    def _write(self, part: Part, values: Tensor, place: Tensor) -> int:
         """Put a part in place and say so; returns bytes written."""
-        place, held = self._share.write(part), self._share.here[part.move.destination].held
+        held = self._share.held.get(part.move.destination)
         if held is not None:
             held.writing(part.param.name, self._version)
         is_there = same_memory(values, place)
@@ -305,33 +283,32 @@ class _Run:
             held.wrote(part.param.name, part.move.box, self._version)
         return 0 if is_there else place.numel() * place.element_size()
 
-    def _finish(self, flight: _Flight) -> None:
+    def _finish(self, load: Load, works: list[dist.Work]) -> None:
         """Wait for a wave, receives first and in turn: each is checked while others arrive."""
-        works = list(zip(flight.ops, flight.works, strict=True))
-        for (receive, buffer), (op, work) in zip(flight.receives, works, strict=False):
-            Link.wait(op, work, self._clock)
-            self._accept(receive, buffer)
-        for op, work in works[len(flight.receives) :]:
-            Link.wait(op, work, self._clock)
+        waiting = iter(works)
+        for parcel in load.receives:
+            Link.wait(parcel.ops[0], next(waiting), self._clock)
+            self._accept(parcel)
+        for parcel in load.sends:
+            for op in parcel.ops:
+                Link.wait(op, next(waiting), self._clock)
 
-    def _accept(self, receive: Receive, buffer: Tensor) -> None:
+    def _accept(self, parcel: Parcel) -> None:
         """Write the slices of a message that are what they should be."""
-        message, device = receive.message, receive.device
-        head = 8 * header_words(message)
-        version, stamp, *checksums = buffer[:head].view(torch.int64).tolist()
+        message = parcel.message
+        version, stamp, *checksums = parcel.header.tolist()
         self._done.received_bytes += message.num_bytes
-        self._done.header_bytes += head
+        self._done.header_bytes += 8 * len(parcel.header)
         wrong = self._wrong(message, version, stamp)
-        slices = message.slices(buffer[head:])
-        for part, data, claimed in zip(message.parts, slices, checksums, strict=True):
-            key = (device, part.param.name, part.move.box)
+        for slot, claimed in zip(parcel.slots, checksums, strict=True):
+            part = slot.part
             if self._share.has_relays:
-                self._claimed[key] = claimed
-            if not wrong and checksum(part, data, version) == claimed:
-                self._write(part, data.view(self._share.dtype).view(part.shape))
+                self._claimed[parcel.device, part.param.name, part.move.box] = claimed
+            if not wrong and slot.checksum(version) == claimed:
+                self._write(part, slot.packed, slot.place)
             else:
-                self._refused[key] = (
-                    f"{part} from device {message.source} to device {device} "
+                self._refused[parcel.device, part.param.name, part.move.box] = (
+                    f"{part} from device {message.source} to device {parcel.device} "
                     f"{wrong or 'has the wrong checksum'}"
                 )
 
@@ -344,14 +321,3 @@ class _Run:
         if version != self._version:
             return f"is of version {version}; expected version {self._version}"
         return ""
-
-
-def _room(arena: Tensor, begin: int, message: Message) -> tuple[Tensor, int]:
-    """A buffer for a message, and where the next one begins."""
-    size = buffer_bytes(message)
-    return arena[begin : begin + size], begin + aligned(size)
-
-
-def _story(message: Message) -> str:
-    """What a message is, for errors."""
-    return f"bucket {message.bucket} of device {message.source}, with {message.parts[0]},"

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ..planner.transfer_plan import TransferPlan
 from .held_weights import HeldWeights, WeightsError
+from .transfer_checksum import checksum
 from .transfer_parts import (
     Message,
     Part,
     Tensors,
-    checksum,
     copies_of,
     dtype_of,
     messages_of,

@@ -1,4 +1,4 @@
-"""What a transfer plan asks of one device: which slices to read, write, copy, and their checksums.
+"""What a transfer plan asks of one device: which slices to read, to write and to copy.
 
 A *part* is one move of one parameter. Parts of one bucket and round that go from one device to the
 same devices form a *message*: they are packed once, next to each other, in the order of the plan.
@@ -7,7 +7,6 @@ Sender and receiver derive the same messages from the plan.
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..planner.box import Box, volume
@@ -27,14 +24,12 @@ from ..planner.transfer_plan import Move, MovedParam, TransferPlan, window
 from .held_weights import WeightsError
 
 __all__ = [
-    "Message", "Part", "Tensors", "checksum", "copies_of", "dtype_of", "messages_of", "plan_stamp",
+    "Message", "Part", "Tensors", "copies_of", "dtype_of", "messages_of", "plan_stamp",
     "read_view", "same_memory", "write_view",
 ]  # fmt: skip
 
 Tensors = Mapping[str, Tensor]
 """An engine's own tensors on one device, by the names that its sharding uses."""
-
-_ROW_WORDS = 1024
 
 
 class Part(NamedTuple):
@@ -222,38 +217,3 @@ def _name(dtype: torch.dtype) -> str:
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two views of equal shape are the same elements."""
     return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
-
-
-def checksum(part: Part, data: Tensor, version: int) -> int:
-    """64 bits over a part's bytes, its parameter's name, its box and its version.
-
-    The bytes are read as rows of 1024 64-bit words. The exact sums of every row and of every
-    column (integers, modulo 2**64) are hashed together with the identity. Any damage to one word
-    changes a sum, and so do words or rows that change places. The sums run at the speed of memory
-    on any device, two to three times as fast as a CRC on a CPU, and only they leave the device.
-
-    Args:
-        part: What the bytes are.
-        data: u8[n], contiguous.
-        version: Of the weights.
-    """
-    identity = f"{part.param.name}\0{part.move.box}\0{version}\0{len(data)}\0"
-    digest = hashlib.blake2b(identity.encode(), digest_size=8)
-    if data.data_ptr() % 8 or data.storage_offset() % 8:
-        data = data.clone()  # as after a part of odd size: words must begin on a word's boundary
-    whole = len(data) // 8 * 8
-    words = data[:whole].view(torch.int64)
-    rows = len(words) // _ROW_WORDS
-    table, rest = words[: rows * _ROW_WORDS].view(rows, _ROW_WORDS), words[rows * _ROW_WORDS :]
-    if rows:
-        digest.update(_column_sums(table).data)
-        digest.update(table.sum(1).cpu().numpy().data)
-    digest.update(rest.cpu().numpy().data)
-    digest.update(data[whole:].cpu().numpy().data)
-    return int.from_bytes(digest.digest(), "little", signed=True)
-
-
-def _column_sums(table: Tensor) -> NDArray[np.int64]:
-    if table.device.type == "cpu":
-        return np.add.reduce(table.numpy(), axis=0)  # three times as fast as torch's
-    return table.sum(0).cpu().numpy()

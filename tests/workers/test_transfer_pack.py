@@ -17,8 +17,9 @@ from penstock.planner.transfer import plan_transfer
 from penstock.planner.transfer_devices import strided_generation
 from penstock.planner.transfer_plan import TransferPlan
 from penstock.workers.held_weights import HeldWeights, WeightsError
+from penstock.workers.transfer_checksum import checksum
 from penstock.workers.transfer_pack import Packet, copy_local, pack, unpack
-from penstock.workers.transfer_parts import Part, checksum, messages_of
+from penstock.workers.transfer_parts import Part, messages_of
 
 from ..planner.transfers import LLAMA_7B, LLAMA_70B, TINY, transfers
 from .transfer_engines import Engine, empty, engine, expected, is_same

@@ -22,7 +22,8 @@ from penstock.planner.transfer import plan_transfer
 from penstock.planner.transfer_plan import TransferPlan
 from penstock.workers.held_weights import HeldWeights, WeightsError
 from penstock.workers.transfer import Ends, Transfer, execute
-from penstock.workers.transfer_parts import checksum, plan_stamp, read_view
+from penstock.workers.transfer_checksum import checksum
+from penstock.workers.transfer_parts import plan_stamp, read_view
 from penstock.workers.transfer_route import header_words, waves_of
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Collecting a rank's weights in the process that answers for it, for hashes and exports.
+"""Collecting a rank's weights in one of its processes, for hashes and exports.
 
 Weights that are to be used elsewhere are not sent this way: transfer plans move every slice from
 where it is to where it is needed.
@@ -24,17 +24,22 @@ _BUCKET = 1 << 26
 
 
 def gather_weights(
-    sharding: Sharding, tensors: Mapping[str, Tensor], context: WorkerContext, device: torch.device
+    sharding: Sharding,
+    tensors: Mapping[str, Tensor],
+    context: WorkerContext,
+    device: torch.device,
+    *,
+    lead: int,
 ) -> dict[str, Tensor]:
-    """Whole parameters, on the CPU; nothing except on the process that answers.
+    """Whole parameters, on the CPU of one process; nothing elsewhere.
 
     Args:
         sharding: Of one rank's processes, which must all take part.
         tensors: This process's.
         context: Which one this is.
         device: Where tensors must lie to be sent.
+        lead: The process that is to have them.
     """
-    lead = max(process for process in sharding.devices if process % context.tensor_parallel == 0)
     own = next(iter(tensors.values()))
     whole: dict[str, Tensor] = {}
     if context.process == lead:

@@ -18,8 +18,8 @@ def save_trunk(worker: MegatronWorker, folder: Path, name: Literal["value_head",
 
     All processes of the rank must call this.
     """
-    weights = worker.export_weights()
-    if worker.context.rank != 0 or not worker.context.answers:
+    weights = worker.weights_to_write()
+    if not weights:
         return
     head = nn.Linear(weights[f"{name}.weight"].shape[1], 1).to(weights[f"{name}.weight"].dtype)
     head.load_state_dict({part: weights.pop(f"{name}.{part}") for part in ("weight", "bias")})

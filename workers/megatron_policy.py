@@ -101,8 +101,8 @@ class MegatronPolicy(MegatronWorker, Policy):
 
     def save_pretrained(self, folder: Path) -> None:
         """Write a folder that `AutoModelForCausalLM.from_pretrained` loads (one process does)."""
-        weights = self.export_weights()
-        if self.context.rank == 0 and self.context.answers:
+        weights = self.weights_to_write()
+        if weights:
             module: Any = self.model.causal_lm("cpu")
             module.load_state_dict(weights, strict=False)  # tied heads are not among them
             with quiet_transformers():

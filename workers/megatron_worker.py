@@ -134,9 +134,15 @@ class MegatronWorker:
 
         The other processes of the rank send theirs and get nothing.
         """
-        return gather_weights(
-            self._rank_layout, self.network.engine_tensors(), self.context, self.device
-        )
+        return self._gathered(_group_of(self.context).processes(self.context.rank)[0])
+
+    def weights_to_write(self) -> dict[str, Tensor]:
+        """The same on process 0, the one where transformers writes files; nothing elsewhere."""
+        return self._gathered(0) if self.context.rank == 0 else {}
+
+    def _gathered(self, lead: int) -> dict[str, Tensor]:
+        tensors = self.network.engine_tensors()
+        return gather_weights(self._rank_layout, tensors, self.context, self.device, lead=lead)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all weights in place, each process its part.

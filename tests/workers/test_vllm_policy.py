@@ -20,7 +20,7 @@ from penstock.dataflow.worker import WorkerContext
 from penstock.workers.model import ModelSpec
 from penstock.workers.vllm_engine import GenerationAbortedError, Request
 from penstock.workers.vllm_policy import VllmPolicy, VllmPolicySpec
-from torch_models import EOS, VOCAB, architecture, make_prompts
+from torch_models import EOS, VOCAB, architecture, make_prompts, to_batch
 from vllm_models import (
     CONTEXT,
     by_sample,
@@ -285,7 +285,7 @@ def test_what_is_a_training_engines_work_is_refused(policy: VllmPolicy, tmp_path
     end = "' on a group with a training engine (torch, megatron)"
     for call, what, node in (
         (lambda: policy.logprob(roll.tokens, roll.mask), "evaluate log-probabilities", "logprob"),
-        (lambda: policy.train(ClippedPolicyLoss(), roll), "train", "train"),
+        (lambda: policy.train(ClippedPolicyLoss(), to_batch(roll)), "train", "train"),
         (policy.export_weights, "give its weights back", "train"),
         (lambda: policy.save_state(tmp_path), "save a state", "train"),
     ):

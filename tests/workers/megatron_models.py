@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import safetensors.torch
 import torch
@@ -83,6 +85,10 @@ def load_batch(folder: Path) -> dict[str, Tensor]:
     return safetensors.torch.load_file(folder / "batch.safetensors")
 
 
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
 def values_of(metrics: TrainMetrics) -> dict[str, Tensor]:
     return {
         name: torch.tensor(metric.value, dtype=torch.float64)
@@ -90,23 +96,25 @@ def values_of(metrics: TrainMetrics) -> dict[str, Tensor]:
     }
 
 
-def train_policy(policy: Any, batch: dict[str, Tensor], calls: int = 3) -> dict[str, Tensor]:
+def train_policy(
+    policy: Any, batch: dict[str, Tensor], steps: range = range(2)
+) -> dict[str, Tensor]:
     """Calls of GRPO's and PPO's policy loss, two minibatches each; metrics of the last."""
     names = ("tokens", "mask", "behavior_logprob", "advantage")
     columns = PolicyBatch(**{name: batch[name] for name in names})
     loss = ClippedPolicyLoss(report_entropy=True, entropy_coef=0.01)
     found = TrainMetrics({})
-    for step in range(calls):
+    for step in steps:
         with call_scope(step, 0):
             found = policy.train(loss, columns, num_minibatches=2, temperature=0.9)
     return values_of(found)
 
 
-def train_value(critic: Any, batch: dict[str, Tensor], calls: int = 3) -> dict[str, Tensor]:
+def train_value(critic: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     names = ("tokens", "mask", "old_value", "value_target")
     columns = ValueBatch(**{name: batch[name] for name in names})
     found = TrainMetrics({})
-    for step in range(calls):
+    for step in range(2):
         with call_scope(step, 0):
             found = critic.train(ClippedValueLoss(), columns, num_minibatches=2)
     return values_of(found)
@@ -123,30 +131,38 @@ def train_pairs(reward: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return values_of(reward.train(BradleyTerryLoss(), columns, num_minibatches=3))
 
 
-def run_group(folder: Path, tp: int, dp: int, pp: int, *parts: str) -> list[dict[str, Tensor]]:
-    """What each process of a group found in the last of some parts."""
-    size = tp * dp * pp
-    words = [str(number) for number in (tp, dp, pp)]
+def run_group(folder: Path, size: int, *layouts: str) -> None:
+    """Start that many processes, which take on some layouts one after another: "2,1,1:logits"."""
+    logs = [(folder / f"log-{size}-{process}").open("w+") for process in range(size)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(RANK), str(process), *words, str(folder), *parts],
-            stderr=subprocess.PIPE,
-            text=True,
+            [sys.executable, str(RANK), str(process), str(size), str(folder), *layouts],
+            stdout=log,
+            stderr=log,
         )
-        for process in range(size)
+        for process, log in enumerate(logs)
     ]
+    deadline = time.monotonic() + 400
     try:
-        for process in processes:
-            _, errors = process.communicate(timeout=200)
-            assert process.returncode == 0, errors
+        while any(process.poll() is None for process in processes):
+            assert not any(process.poll() for process in processes), _said(logs)
+            assert time.monotonic() < deadline, _said(logs)
+            time.sleep(0.1)
+        assert not any(process.poll() for process in processes), _said(logs)
     finally:
-        for process in processes:
+        for process, log in zip(processes, logs, strict=True):
             process.kill()
             process.wait()
-    return read_found(folder, tp, dp, pp, parts[-1])
+            log.close()
+
+
+def _said(logs: Sequence[TextIO]) -> str:
+    """The ends of what processes wrote."""
+    return "\n".join(Path(log.name).read_text()[-3000:] for log in logs)
 
 
 def read_found(folder: Path, tp: int, dp: int, pp: int, part: str) -> list[dict[str, Tensor]]:
+    """What each process of a layout found."""
     name = f"{part}-tp{tp}dp{dp}pp{pp}"
     return [
         safetensors.torch.load_file(folder / f"{name}-{process}.safetensors")

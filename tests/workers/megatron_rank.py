@@ -1,13 +1,17 @@
-"""One process of `test_megatron_*`: `python megatron_rank.py PROCESS TP DP PP FOLDER PART...`.
+"""One process of `test_megatron_engine`: `python megatron_rank.py PROCESS SIZE FOLDER LAYOUT...`.
 
-FOLDER holds models and batches; what a part finds is written to it, named by the process.
+A LAYOUT is "TP,DP,PP:PART+PART"; they are taken on one after another. FOLDER holds models and a
+batch; what a part finds is written to it, named by the part, the layout and the process.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +22,21 @@ from megatron_models import (
     FAMILIES,
     OPTIMIZER,
     load_batch,
+    read_weights,
+    tiny,
     train_pairs,
     train_policy,
     train_value,
 )
+from penstock.algorithms.roles import Sampling
 from penstock.dataflow.worker import WorkerContext
+from penstock.workers.megatron_groups import parallel_state
 from penstock.workers.megatron_policy import MegatronPolicy, MegatronPolicySpec
 from penstock.workers.megatron_reward import MegatronRewardSpec
 from penstock.workers.megatron_value import MegatronValueSpec
 from penstock.workers.model import ModelSpec
 from torch import Tensor
+from torch_models import architecture
 
 
 class Part:
@@ -43,7 +52,8 @@ class Part:
             "pipeline_parallel": pp,
             "stage": process // tp // dp,
         }
-        self.name = f"tp{tp}dp{dp}pp{pp}-{process}"
+        self.layout = f"tp{tp}dp{dp}pp{pp}"
+        self.process = process
         self.found: dict[str, Tensor] = {}
 
     def context(self, role: str) -> WorkerContext:
@@ -53,6 +63,10 @@ class Part:
         model = ModelSpec(folder=str(self.folder / family))
         spec = MegatronPolicySpec(model=model, eos_token_id=2, **options)
         return spec.build(self.context("actor"))
+
+    def build(self, model: ModelSpec, role: str, **sizes: int) -> MegatronPolicy:
+        context = dataclasses.replace(self.context(role), **sizes)
+        return MegatronPolicySpec(model=model, eos_token_id=2).build(context)
 
     def rows(self, batch: Any) -> Any:
         """This rank's rows: uneven shares, whole groups of four."""
@@ -88,18 +102,22 @@ def logits(part: Part) -> None:
         part.found[f"{family}/stored"] = torch.tensor([stored, policy.num_elements])
 
 
+def learn(part: Part, family: str, **options: Any) -> MegatronPolicy:
+    policy = part.policy(family, optimizer=OPTIMIZER, **options)
+    part.keep(f"{family}/metric", train_policy(policy, part.rows(load_batch(part.folder))))
+    part.keep(family, policy.export_weights())
+    return policy
+
+
+def tied(part: Part) -> None:
+    policy = learn(part, "qwen2-tied", micro_batch_tokens=60)
+    policy.save_state(part.folder / f"state-{part.layout}")
+
+
 def train(part: Part) -> None:
+    learn(part, "llama", share_optimizer=False)
+    learn(part, "qwen3", sequence_parallel=True, micro_batch_tokens=200)
     batch = part.rows(load_batch(part.folder))
-    for family, options in (
-        ("qwen2-tied", {"micro_batch_tokens": 60}),
-        ("llama", {"share_optimizer": False}),
-        ("qwen3", {"sequence_parallel": True, "micro_batch_tokens": 200}),
-    ):
-        policy = part.policy(family, optimizer=OPTIMIZER, **options)
-        part.keep(f"{family}/metric", train_policy(policy, batch))
-        part.keep(family, policy.export_weights())
-        if family == "qwen2-tied":
-            policy.save_state(part.folder / f"state-{part.name.split('-')[0]}")
     model = ModelSpec(folder=str(part.folder / "qwen2-tied"))
     options: dict[str, Any] = {"model": model, "optimizer": OPTIMIZER, "micro_batch_tokens": 90}
     critic = MegatronValueSpec(zero_init_head=False, **options).build(part.context("critic"))
@@ -113,29 +131,116 @@ def train(part: Part) -> None:
     part.keep("reward", reward.export_weights())
 
 
-PARTS: dict[str, Callable[[Part], None]] = {"logits": logits, "train": train}
+def resume(part: Part) -> None:
+    """Go on from states that others saved, after saving them once more."""
+    batch = part.rows(load_batch(part.folder))
+    for saved in ("torch", "tp2dp1pp1", "tp1dp1pp2"):
+        folder = part.folder / f"state-{saved}"
+        if not folder.is_dir():
+            continue
+        policy = part.policy("qwen2-tied", optimizer=OPTIMIZER)
+        policy.load_state(folder)
+        policy.save_state(part.folder / f"again-{saved}-{part.layout}")
+        part.keep(f"{saved}/metric", train_policy(policy, batch, range(2, 3)))
+        part.keep(saved, policy.export_weights())
 
 
-def main(process: int, tp: int, dp: int, pp: int, folder: Path, parts: list[str]) -> None:
-    part = Part(process, tp, dp, pp, folder)
-    size = tp * dp * pp
-    if size > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder / f'store-{tp}-{dp}-{pp}-{parts[0]}'}",
-            rank=process,
-            world_size=size,
-            timeout=timedelta(seconds=60),
-        )
-    for name in parts:
-        part.found = {}
-        PARTS[name](part)
-        contiguous = {key: value.detach().contiguous() for key, value in part.found.items()}
-        safetensors.torch.save_file(contiguous, folder / f"{name}-{part.name}.safetensors")
+def half(part: Part) -> None:
+    """Weights in bfloat16: trained, saved, and taken over from a state in float32."""
+    batch = part.rows(load_batch(part.folder))
+    model = ModelSpec(folder=str(part.folder / "qwen2-tied"), dtype="bfloat16")
+    spec = MegatronPolicySpec(model=model, eos_token_id=2, optimizer=OPTIMIZER)
+    policy = spec.build(part.context("actor"))
+    part.keep("metric", train_policy(policy, batch))
+    part.keep("trained", policy.export_weights())
+    policy.save_state(part.folder / f"half-{part.layout}")
+    policy.load_state(part.folder / "state-torch")
+    part.keep("loaded", policy.export_weights())
+
+
+def written(part: Part) -> None:
+    """Folders in Hugging Face's layout, and tensors written from outside."""
+    policy = part.policy("qwen3", optimizer=OPTIMIZER)
+    policy.load_weights({n: w + 1 for n, w in read_weights(part.folder / "qwen3").items()})
+    policy.save_pretrained(part.folder / f"policy-{part.layout}")
+    for tensor in policy.local_tensors().values():
+        tensor.data.zero_()
+    policy.weights_changed()
+    part.keep("zeroed", policy.export_weights())
+    model = ModelSpec(folder=str(part.folder / "llama"))
+    critic = MegatronValueSpec(model=model, zero_init_head=False).build(part.context("critic"))
+    critic.save_pretrained(part.folder / f"critic-{part.layout}")
+    again = ModelSpec(folder=str(part.folder / f"critic-{part.layout}"))
+    if part.sizes["pipeline_parallel"] * part.sizes["tensor_parallel"] > 1:
+        dist.barrier()  # one process writes
+    part.keep("critic", critic.export_weights())
+    part.keep("again", MegatronValueSpec(model=again).build(part.context("x")).export_weights())
+
+
+def refusals(part: Part) -> None:
+    """What it says of what it cannot do, told apart by key."""
+    policy = part.policy("qwen2")
+    none = torch.zeros(0, 3, dtype=torch.int64)
+    biased = ModelSpec(architecture=tiny("llama-biased"))
+    odd = ModelSpec(architecture={**tiny("qwen2"), "vocab_size": 61})
+    one_key = ModelSpec(architecture={**tiny("qwen2"), "num_key_value_heads": 1})
+    gpt2 = ModelSpec(architecture=architecture("gpt2"))
+    stretched = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    yarn = ModelSpec(architecture={**tiny("llama"), "rope_parameters": stretched})
+    weights = read_weights(part.folder / "qwen2")
+    longer = {**weights, "model.norm.weight": torch.zeros(5)}
+    attempts: dict[str, Callable[[], object]] = {
+        "generate": lambda: policy.generate(none, none[:, 0], Sampling()),
+        "train": lambda: train_policy(policy, load_batch(part.folder)),
+        "names": lambda: policy.load_weights({**weights, "extra": torch.zeros(1)}),
+        "shape": lambda: policy.load_weights(longer),
+        "sizes": lambda: part.build(biased, "actor", pipeline_parallel=2, tensor_parallel=1),
+    }
+    models = {"gpt2": gpt2, "biased": biased, "odd": odd, "one_key": one_key, "yarn": yarn}
+    for name, model in models.items():
+        attempts[name] = partial(part.build, model, "actor")
+    said: dict[str, str] = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    (part.folder / f"refusals-{part.process}.json").write_text(json.dumps(said))
+
+
+PARTS: dict[str, Callable[[Part], None]] = {
+    "logits": logits,
+    "tied": tied,
+    "train": train,
+    "resume": resume,
+    "half": half,
+    "written": written,
+    "refusals": refusals,
+}
+
+
+def main(process: int, size: int, folder: Path, layouts: list[str]) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / f'store-{size}'}",
+        rank=process,
+        world_size=size,
+        timeout=timedelta(seconds=120),
+    )
+    for layout in layouts:
+        sizes, parts = layout.split(":")
+        part = Part(process, *map(int, sizes.split(",")), folder)
+        for name in parts.split("+"):
+            part.found = {}
+            PARTS[name](part)
+            found = {key: value.detach().contiguous() for key, value in part.found.items()}
+            file = f"{name}-{part.layout}-{process}.safetensors"
+            safetensors.torch.save_file(found, folder / file)
+            dist.barrier()
+        parallel_state().destroy_model_parallel()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    numbers = [int(word) for word in sys.argv[1:5]]
-    main(*numbers, Path(sys.argv[5]), sys.argv[6:])  # type: ignore[call-arg]
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

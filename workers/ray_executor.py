@@ -26,8 +26,9 @@ from ..dataflow.errors import ConfigError, PenstockError, PlanError, WorkerError
 from ..dataflow.executor import Completion, Program
 from ..dataflow.placement import DeviceGroup
 from ..dataflow.role import Role
-from ..dataflow.work import Handle, Part, Work
-from ..dataflow.worker import CLOSE_S, WorkerSpec
+from ..dataflow.work import CallWork, Handle, ImportSlicesWork, ImportWork, Part, Work
+from ..dataflow.worker import WorkerSpec
+from .ray_group import LEAST_START_S, ActorGroup, end_actors, start_groups
 
 if TYPE_CHECKING:
     import ray
@@ -43,8 +44,10 @@ if find_spec("ray") is None:
 _ON_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch for listening where other machines can connect; says what it does elsewhere."""
 
-_LEAST_START_S = 300.0
-"""Starting processes and loading models may take this long, however short a step's deadline is."""
+_MOST_RESTARTS = 3
+"""A group that dies more often than this has a cause that starting again does not mend."""
+
+_LOG = logging.getLogger("penstock.ray")
 
 
 @dataclass
@@ -53,16 +56,22 @@ class _Asked:
 
     Attributes:
         ticket: See `Executor.submit`.
+        program: Of which program.
         group: Where it is done.
         rank: The data-parallel rank.
+        work: What to do.
+        parts: Handles that its outputs will have, if they are to outlive the process.
         processes: All that must answer; none once it is over.
         answers: Those that have, by process.
     """
 
     ticket: int
+    program: str
     group: str
     rank: int
+    work: Work
     processes: set[int]
+    parts: Sequence[Handle] | None = None
     answers: dict[int, Answer] = field(default_factory=dict[int, "Answer"])
 
     def failed(self, text: str, trace: str = "") -> Completion | None:
@@ -80,8 +89,11 @@ class _Asked:
         weights = lead.weights
         if isinstance(weights, dict):  # slices: every process has those that lie with it
             weights = tuple(one.weights for _, one in sorted(self.answers.items()))
+        parts = lead.parts
+        if self.parts is not None and lead.report is not None:
+            parts = tuple(self.parts[: len(lead.report.num_rows)])
         self.processes.clear()
-        return Completion(self.ticket, self.rank, lead.report, lead.parts, weights)
+        return Completion(self.ticket, self.rank, lead.report, parts, weights)
 
 
 class RayExecutor:
@@ -90,6 +102,10 @@ class RayExecutor:
     Joins the cluster of `RAY_ADDRESS` if that is set; otherwise starts Ray on this machine, bound
     to the loopback address, whatever other Ray runs here. Ray stays up between executors;
     `shutdown_ray` ends it.
+
+    A group that trains nothing is started again when one of its processes dies: it takes the
+    weights it had, and does again what was not finished. Random numbers belong to samples, so the
+    run's result is the same. What its calls had made is kept by Ray, not by the dead.
 
     Args:
         num_threads: Torch threads per process; the controller's own number shared among the
@@ -102,11 +118,15 @@ class RayExecutor:
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads
-        self._groups: dict[str, DeviceGroup] = {}
-        self._actors: dict[tuple[str, int], Any] = {}
+        self._programs: Mapping[str, Program] = {}
+        self._groups: dict[str, ActorGroup] = {}
+        self._restartable: set[str] = set()
+        self._loaded: dict[tuple[str, int, str], _Asked] = {}
         self._pending: dict[ray.ObjectRef[Any], tuple[_Asked, int]] = {}
+        self._hosted: Any = None
+        self._seed = 0
         self._controller_bytes = 0
-        self._deadline_s = self._start_s = _LEAST_START_S
+        self._deadline_s = self._start_s = LEAST_START_S
 
     def start(
         self,
@@ -123,77 +143,40 @@ class RayExecutor:
                     "built where it runs: give a WorkerSpec"
                 )
         groups = _groups(programs)
-        self._deadline_s, self._start_s = deadline_s, max(deadline_s, _LEAST_START_S)
+        self._programs, self._seed = programs, seed
+        self._deadline_s, self._start_s = deadline_s, max(deadline_s, LEAST_START_S)
         connect_ray()
         import ray
-
-        self._start_actors(groups)
-        self._join_groups([group for group in groups if group.num_processes > 1])
-        hosted = ray.put((dict(programs), dict(workers)))
-        self._all(
-            [actor.build.remote([hosted], seed) for actor in self._actors.values()],
-            "building its roles",
-        )
-
-    def _start_actors(self, groups: Sequence[DeviceGroup]) -> None:
-        import ray
-
-        from .ray_rank import Rank
 
         threads = self._num_threads or max(
             1, torch.get_num_threads() // max(group.num_processes for group in groups)
         )
-        for group in groups:
-            self._groups[group.name] = group
-            for process in range(group.num_processes):
-                options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
-                if group.device.startswith("cuda"):
-                    options["num_gpus"] = 1
-                actor = ray.remote(Rank).options(**options)
-                self._actors[group.name, process] = actor.remote(
-                    group, process, threads, self._deadline_s, self._start_s
-                )
-
-    def _join_groups(self, groups: Sequence[DeviceGroup]) -> None:
-        addresses = self._all(
-            [self._actors[group.name, 0].listen.remote() for group in groups],
-            "opening a socket for its group",
-        )
-        self._all(
-            [
-                self._actors[group.name, process].join.remote(address)
-                for group, address in zip(groups, addresses, strict=True)
-                for process in range(group.num_processes)
-            ],
-            "joining its process group",
-        )
-
-    def _all(self, answers: list[Any], doing: str) -> list[Any]:
-        import ray
-        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-
-        try:
-            return ray.get(answers, timeout=self._start_s)
-        except GetTimeoutError as error:
-            raise WorkerError(
-                f"a rank was still {doing} after {self._start_s:g} s (Schedule.deadline_s, but at "
-                f"least {_LEAST_START_S:g} s)"
-            ) from error
-        except RayTaskError as error:
-            if isinstance(error.cause, PenstockError):
-                raise error.cause from error
-            raise WorkerError(f"a rank failed while {doing}: {error}") from error
-        except RayError as error:
-            raise WorkerError(f"a rank failed while {doing}: {error}") from error
+        self._groups = {group.name: ActorGroup(group, threads, deadline_s) for group in groups}
+        self._restartable = {group.name for group in groups if not _trains(programs, group.name)}
+        self._hosted = ray.put((dict(programs), dict(workers)))
+        start_groups(list(self._groups.values()), self._hosted, seed, self._start_s)
 
     def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
         """Ask every process of the rank. See `Executor.submit`."""
-        processes = self._groups[group].processes(rank)
-        asked = _Asked(ticket, group, rank, set(processes))
+        self._ask(_Asked(ticket, program, group, rank, work, set()))
+
+    def _ask(self, asked: _Asked) -> None:
+        group = self._groups[asked.group]
+        processes = group.group.processes(asked.rank)
+        asked.processes.update(processes)
         for process in processes:
             leads = process == processes[0]
-            answer = self._actors[group, process].perform.remote(program, work, leads)
+            actor = group.actors[process]
+            if leads and asked.group in self._restartable and isinstance(asked.work, CallWork):
+                count = 1 if asked.work.chunk is not None else self._num_chunks(asked)
+                call = actor.perform_apart.options(num_returns=1 + count)
+                answer, *asked.parts = call.remote(asked.program, asked.work, count)
+            else:
+                answer = actor.perform.remote(asked.program, asked.work, leads)
             self._pending[answer] = (asked, process)
+
+    def _num_chunks(self, asked: _Asked) -> int:
+        return self._programs[asked.program].placement.num_chunks
 
     def wait(self, timeout_s: float) -> Sequence[Completion]:
         """See `Executor.wait`."""
@@ -212,6 +195,8 @@ class RayExecutor:
         import ray
         from ray.exceptions import RayActorError, RayError
 
+        if ref not in self._pending:
+            return None  # Its group was started again meanwhile.
         asked, process = self._pending.pop(ref)
         of = f"of group '{asked.group}'"
         if process != asked.rank:
@@ -219,14 +204,42 @@ class RayExecutor:
         try:
             answer: Answer = ray.get(ref, timeout=self._deadline_s)
         except RayActorError as error:
-            return asked.failed(f"rank {asked.rank} {of} died: {str(error).splitlines()[0]}")
+            said = f"rank {asked.rank} {of} died: {str(error).splitlines()[0]}"
+            return self._died(asked, said)
         except RayError as error:
             return asked.failed(f"rank {asked.rank} {of} lost its work: {error}")
         self._controller_bytes += len(pickle.dumps(answer.report))
         if answer.report is None:
             return asked.failed(answer.error, answer.trace)
         asked.answers[process] = answer
-        return asked.complete()
+        completion = asked.complete()
+        if completion is not None and isinstance(asked.work, (ImportWork, ImportSlicesWork)):
+            self._loaded[asked.group, asked.rank, asked.work.role] = asked
+        return completion
+
+    def _died(self, asked: _Asked, said: str) -> Completion | None:
+        """Start the group again if that can be done, and have it do again what it owes."""
+        group = self._groups[asked.group]
+        if asked.group not in self._restartable or group.num_starts > _MOST_RESTARTS:
+            return asked.failed(said)
+        _LOG.warning("%s; its group is started again", said)
+        owed = list(
+            {id(a): a for a, _ in self._pending.values() if a.group == asked.group}.values()
+        )
+        owed = sorted([*(a for a in owed if a is not asked), asked], key=lambda a: a.ticket)
+        self._pending = {r: p for r, p in self._pending.items() if p[0].group != asked.group}
+        end_actors(group.actors, closing=False)
+        try:
+            start_groups([group], self._hosted, self._seed, self._start_s)
+        except PenstockError as error:
+            self._pending.clear()
+            return asked.failed(f"{said}; it could not be started again: {error}")
+        before = [a for (name, _, _), a in self._loaded.items() if name == asked.group]
+        for again in (*before, *owed):
+            again.processes.clear()
+            again.answers.clear()
+            self._ask(again)
+        return None
 
     def put(self, part: Part) -> Handle:
         """See `Executor.put`; these bytes do pass through the controller."""
@@ -243,28 +256,14 @@ class RayExecutor:
     def stop(self) -> None:
         """Ask every rank to close its workers, wait a little, and end it. See `Executor.stop`."""
         self._pending.clear()
-        actors, self._actors = list(self._actors.values()), {}
-        if actors:
-            _end(actors)
+        self._loaded.clear()
+        groups, self._groups = self._groups, {}
+        end_actors([a for group in groups.values() for a in group.actors], closing=True)
 
     @property
     def controller_bytes(self) -> int:
         """Source batches stored by the controller, and reports received."""
         return self._controller_bytes
-
-
-def _end(actors: Sequence[Any]) -> None:
-    import ray
-
-    if not ray.is_initialized():
-        return  # They ended with it.
-    try:
-        ray.wait(
-            [actor.close.remote() for actor in actors], num_returns=len(actors), timeout=CLOSE_S
-        )
-    finally:
-        for actor in actors:
-            ray.kill(actor)
 
 
 def connect_ray() -> None:
@@ -300,6 +299,15 @@ def shutdown_ray() -> None:
 
     if ray.is_initialized():
         ray.shutdown()
+
+
+def _trains(programs: Mapping[str, Program], group: str) -> bool:
+    """Whether any program changes weights in the group."""
+    return any(
+        one.placement.home(one.graph, role) == group
+        for one in programs.values()
+        for role in one.graph.trains_per_step
+    )
 
 
 def _groups(programs: Mapping[str, Program]) -> list[DeviceGroup]:

@@ -7,7 +7,7 @@ import socket
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -166,18 +166,33 @@ class Rank:
             work: What to do.
             leads: Whether outputs are wanted of this process of its rank.
         """
+        answer, parts = self._answer(program, work, leads)
+        return replace(answer, parts=tuple(ray.put(part) for part in parts))
+
+    def perform_apart(self, program: str, work: Work, count: int) -> tuple[Any, ...]:
+        """The same, with outputs as results of their own, which outlive this process.
+
+        Args:
+            program: Which host.
+            work: A call.
+            count: How many results beside the answer; as many as there may be outputs.
+        """
+        answer, parts = self._answer(program, work, leads=True)
+        return answer, *parts, *[None] * (count - len(parts))
+
+    def _answer(self, program: str, work: Work, leads: bool) -> tuple[Answer, list[Any]]:
         try:
             result = self._perform(program, work)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
             text = f"{type(error).__name__}: {error}"
-            return Answer(None, error=text, trace=traceback.format_exc(), leads=leads)
-        parts = tuple(ray.put(part_to_numpy(part)) for part in result.parts if leads)
+            return Answer(None, error=text, trace=traceback.format_exc(), leads=leads), []
         weights: Any = None
         if isinstance(result, _Exported):
             weights = {taker: ray.put(packet) for taker, packet in result.packets.items()}
         elif result.weights is not None and leads:
             weights = ray.put(_weights_to_numpy(result.weights))
-        return Answer(result.report, parts, weights, leads=leads)
+        parts = [part_to_numpy(part) for part in result.parts] if leads else []
+        return Answer(result.report, weights=weights, leads=leads), parts
 
     def _perform(self, program: str, work: Work) -> Result:
         """What concerns slices of weights here, everything else by the host."""

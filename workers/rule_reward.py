@@ -74,6 +74,10 @@ class RuleRewardSpec:
         )
 
 
+_NEVER_WORKS = 64
+"""Failures, and no response that was scored, after which a verifier is taken to be broken."""
+
+
 class RuleReward(Reward):
     """Scores responses with a task's verifier.
 
@@ -103,6 +107,8 @@ class RuleReward(Reward):
     ) -> None:
         self.metrics: dict[str, Metric] = {}
         self.first_error: str | None = None
+        self._works = False
+        self._num_failed = 0
         self._task = task
         self._tokenizer = tokenizer
         self._partial_credit = partial_credit
@@ -125,7 +131,8 @@ class RuleReward(Reward):
             f32[rows].
 
         Raises:
-            WorkerError: If an index is not one of the task's, or the verifier cannot be loaded.
+            WorkerError: If an index is not one of the task's, or the verifier cannot be loaded or
+                has failed on all of its first responses.
         """
         problems = [int(index) for index in prompt_id.tolist()]
         for index in problems:
@@ -137,6 +144,7 @@ class RuleReward(Reward):
         responses = self._tokenizer.decode_responses(tokens, mask)
         outcomes = self._outcomes(problems, responses)
         self._show_first_error(outcomes)
+        self._refuse_if_it_never_works(outcomes)
         scores = torch.tensor([self._value(o) for o in outcomes], dtype=torch.float32)
         self._count(outcomes, scores)
         return scores.to(tokens.device)
@@ -174,6 +182,20 @@ class RuleReward(Reward):
                 "reward/errors. The first failure:\n%s",
                 self._task.task_id,
                 error.rstrip(),
+            )
+
+    def _refuse_if_it_never_works(self, outcomes: Sequence[Outcome]) -> None:
+        """One bad response says nothing of the verifier; all of many, and never another, do."""
+        failed = [outcome for outcome in outcomes if outcome.error is not None]
+        if self._works or len(failed) < len(outcomes):
+            self._works = True
+            return
+        self._num_failed += len(failed)
+        if self._num_failed >= _NEVER_WORKS:
+            raise WorkerError(
+                f"the verifier of task '{self._task.task_id}' failed on all of its first "
+                f"{self._num_failed} responses; training on rewards of 0 teaches nothing. The first "
+                f"failure:\n{(self.first_error or '').rstrip()}"
             )
 
     def _count(self, outcomes: Sequence[Outcome], scores: Tensor) -> None:

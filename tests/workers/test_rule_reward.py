@@ -171,3 +171,23 @@ def test_an_unknown_problem_is_refused() -> None:
             f"prompt_id {index} is not a problem of task 'chain_sum', which has 50\n"
             "    give prompts and reward the same task"
         )
+
+
+def test_a_verifier_that_never_works_ends_the_run(tmp_path: Path) -> None:
+    task = _file_task(tmp_path, "{folder}/mine.py:f")
+    reward = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), num_processes=1).build(CONTEXT)
+    tokens, mask = _rows(["raise"] * 32)
+    ids = torch.zeros(32, dtype=torch.int64)
+    try:
+        assert reward.score(tokens, mask, ids).tolist() == [0.0] * 32
+        with pytest.raises(WorkerError) as raised:
+            reward.score(tokens, mask, ids)
+    finally:
+        reward.close()
+    told = str(raised.value).splitlines()
+    assert told[0].startswith("the verifier of task '")
+    assert told[0].endswith(
+        "' failed on all of its first 64 responses; training on rewards of 0 teaches nothing. The "
+        "first failure:"
+    )
+    assert told[-1] == "KeyError: '1/2+0='"

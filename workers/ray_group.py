@@ -1,0 +1,128 @@
+"""The actors of one worker group: started, joined and built together, and ended together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..dataflow.errors import PenstockError, WorkerError
+from ..dataflow.placement import DeviceGroup
+from ..dataflow.worker import CLOSE_S
+
+if TYPE_CHECKING:
+    import ray
+
+__all__ = ["LEAST_START_S", "ActorGroup", "end_actors", "start_groups"]
+
+LEAST_START_S = 300.0
+"""Starting processes and loading models may take this long, however short a step's deadline is."""
+
+
+class ActorGroup:
+    """One actor per process of a group.
+
+    Args:
+        group: The group.
+        num_threads: Torch threads per process.
+        deadline_s: How long a process waits for another in a call.
+
+    Attributes:
+        actors: By process.
+        num_starts: How often they were started.
+    """
+
+    def __init__(self, group: DeviceGroup, num_threads: int, deadline_s: float) -> None:
+        self.group = group
+        self.actors: list[Any] = []
+        self.num_starts = 0
+        self._num_threads = num_threads
+        self._deadline_s = deadline_s
+
+    def create(self, start_s: float) -> None:
+        """Ask Ray for the processes; comes back before they run."""
+        import ray
+
+        from .ray_rank import Rank
+
+        self.num_starts += 1
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+        if self.group.device.startswith("cuda"):
+            options["num_gpus"] = 1
+        actor = ray.remote(Rank).options(**options)
+        self.actors = [
+            actor.remote(self.group, process, self._num_threads, self._deadline_s, start_s)
+            for process in range(self.group.num_processes)
+        ]
+
+
+def start_groups(
+    groups: Sequence[ActorGroup], hosted: ray.ObjectRef[Any], seed: int, start_s: float
+) -> None:
+    """Start the actors of several groups, all at once.
+
+    Args:
+        groups: Which.
+        hosted: Programs and workers.
+        seed: The run's.
+        start_s: How long each phase may take.
+
+    Raises:
+        WorkerError: If a process fails or takes too long.
+        PenstockError: Whatever of ours building a worker raises.
+    """
+    for group in groups:
+        group.create(start_s)
+    several = [group for group in groups if len(group.actors) > 1]
+    addresses = _all(
+        [group.actors[0].listen.remote() for group in several],
+        "opening a socket for its group",
+        start_s,
+    )
+    _all(
+        [
+            actor.join.remote(address)
+            for group, address in zip(several, addresses, strict=True)
+            for actor in group.actors
+        ],
+        "joining its process group",
+        start_s,
+    )
+    _all(
+        [actor.build.remote([hosted], seed) for group in groups for actor in group.actors],
+        "building its roles",
+        start_s,
+    )
+
+
+def _all(answers: list[Any], doing: str, start_s: float) -> list[Any]:
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+    try:
+        return ray.get(answers, timeout=start_s)
+    except GetTimeoutError as error:
+        raise WorkerError(
+            f"a rank was still {doing} after {start_s:g} s (Schedule.deadline_s, but at least "
+            f"{LEAST_START_S:g} s)"
+        ) from error
+    except RayTaskError as error:
+        if isinstance(error.cause, PenstockError):
+            raise error.cause from error
+        raise WorkerError(f"a rank failed while {doing}: {error}") from error
+    except RayError as error:
+        raise WorkerError(f"a rank failed while {doing}: {error}") from error
+
+
+def end_actors(actors: Sequence[Any], *, closing: bool) -> None:
+    """End processes; if `closing`, their workers are asked to close first, within `CLOSE_S`."""
+    import ray
+
+    if not ray.is_initialized() or not actors:
+        return  # They ended with it.
+    try:
+        if closing:
+            asked = [actor.close.remote() for actor in actors]
+            ray.wait(asked, num_returns=len(actors), timeout=CLOSE_S)
+    finally:
+        for actor in actors:
+            ray.kill(actor)

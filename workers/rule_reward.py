@@ -194,8 +194,8 @@ class RuleReward(Reward):
         if self._num_failed >= _NEVER_WORKS:
             raise WorkerError(
                 f"the verifier of task '{self._task.task_id}' failed on all of its first "
-                f"{self._num_failed} responses; training on rewards of 0 teaches nothing. The first "
-                f"failure:\n{(self.first_error or '').rstrip()}"
+                f"{self._num_failed} responses; training on rewards of 0 teaches nothing. The "
+                f"first failure:\n{(self.first_error or '').rstrip()}"
             )
 
     def _count(self, outcomes: Sequence[Outcome], scores: Tensor) -> None:

@@ -229,7 +229,8 @@ def main(process: int, size: int, folder: Path, layouts: list[str]) -> None:
     )
     for layout in layouts:
         sizes, parts = layout.split(":")
-        part = Part(process, *map(int, sizes.split(",")), folder)
+        tp, dp, pp = (int(number) for number in sizes.split(","))
+        part = Part(process, tp, dp, pp, folder)
         for name in parts.split("+"):
             part.found = {}
             PARTS[name](part)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 
-from .errors import StateError, WorkerError
+from .errors import PenstockError, StateError, WorkerError, raised_at
 from .executor import Completion, Executor
 from .scheduler_events import Task
 from .work import Work
@@ -164,7 +164,11 @@ class Desk:
 
 
 def describe(completion: Completion) -> str:
-    """What a failed completion says: the remote traceback, or the exception."""
+    """What a failed completion says: the remote traceback, or the exception and where it arose."""
+    error = completion.error
     if completion.trace:
         return completion.trace.rstrip()
-    return f"{type(completion.error).__name__}: {completion.error}"
+    text = f"{type(error).__name__}: {error}"
+    if error is None or error.__traceback__ is None or isinstance(error, PenstockError):
+        return text
+    return f"{text}\nraised at {raised_at(error)}"

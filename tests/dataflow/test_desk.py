@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -70,7 +71,11 @@ def test_a_failure_beside_a_run_is_raised_with_what_caused_it(desk: Desk) -> Non
         desk.submit(FIRST, "main", "all", EXPORT)
         with pytest.raises(WorkerError) as raised:
             desk.perform_now("main", "all", FAIL, 5)
-        assert str(raised.value) == "ZeroDivisionError: on purpose"
+        assert re.fullmatch(
+            r"ZeroDivisionError: on purpose\nraised at test_desk\.py:\d+\n"
+            r'    raise ZeroDivisionError\("on purpose"\)',
+            str(raised.value),
+        )
         assert isinstance(raised.value.__cause__, ZeroDivisionError)
         assert [done.task for done in desk.wait(1)] == [FIRST]
 

@@ -20,7 +20,8 @@ from .options import CallNode
 from .pins import Pins
 from .place_ops import place_ops
 from .plan import GroupPlan, Plan
-from .prediction import GroupMemory, NodePrediction, OtherSchedule, Prediction, RunnerUp
+from .prediction import GroupMemory, NodePrediction, OtherSchedule, Prediction
+from .runner_up import runner_up
 from .search import search
 from .search_result import Assignment, GroupAssignment, SearchResult
 from .shapes import ModelShape
@@ -200,7 +201,7 @@ class _Writer:
             calibration=constants.source,
             nodes={call.name: _node(times[call.name]) for call in self.calls},
             memory=memory,
-            runner_up=self._runner_up(),
+            runner_up=runner_up(found.runner_up, found.best),
             other_schedule=other
             and OtherSchedule(max_lag=other.best.max_lag, step_time_s=other.step_time_s),
             models={call.role: call.model.name for call in self.calls},
@@ -216,40 +217,9 @@ class _Writer:
             explained.append((unit, held, plans))
         return explained
 
-    def _runner_up(self) -> RunnerUp | None:
-        second, best = self.found.runner_up, self.found.best
-        if second is None:
-            return None
-        busy = {group.units: _busy_s(group) for group in second.groups}
-        units, most = max(busy.items(), key=lambda item: item[1])
-        ours = max(_busy_s(group) for group in best.groups)
-        size = next(len(g.devices) for g in second.groups if g.units == units)
-        if most > ours:
-            why = (
-                f"its group of {_listed(units)} on {size} devices is busy {most:.3g} s of each "
-                f"step, the busiest group of the best plan {ours:.3g} s"
-            )
-        else:
-            why = (
-                f"its busiest group ({_listed(units)}, {size} devices) works {most:.3g} s of each "
-                f"step and waits the rest for other groups"
-            )
-        description = "; ".join(
-            f"{_listed(group.units)} on {len(group.devices)}" for group in second.groups
-        )
-        return RunnerUp(description=description, step_time_s=second.step_time_s, why=why)
-
 
 def _short(unit: str) -> str:
     return unit.replace(".generate", "_rollout")
-
-
-def _listed(units: Sequence[str]) -> str:
-    return units[0] if len(units) == 1 else f"{', '.join(units[:-1])} and {units[-1]}"
-
-
-def _busy_s(group: GroupAssignment) -> float:
-    return sum(s for option in group.options.values() for s in option.durations_s.values())
 
 
 def _bytes(parts: Parts) -> dict[str, int]:

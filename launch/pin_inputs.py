@@ -64,7 +64,9 @@ def pins_of(config: PinsConfig, calls: Sequence[Call], cluster: ClusterSpec) -> 
     for key in ("num_devices", "devices"):
         for unit in getattr(config, key):
             _known(unit, units, f"{at}.{key}", "unit")
-    devices = {unit: _ids(ids, f"{at}.devices.{unit}") for unit, ids in config.devices.items()}
+    devices = {
+        unit: _ids(ids, f"{at}.devices.{unit}", cluster) for unit, ids in config.devices.items()
+    }
     sizes = {**config.num_devices, **{unit: len(ids) for unit, ids in devices.items()}}
     layouts = {
         name: _layout(name, fields, calls, sizes, cluster, f"{at}.layouts.{name}")
@@ -89,15 +91,22 @@ def _known(name: str, known: Sequence[str], at: str, what: str) -> None:
         )
 
 
-def _ids(given: Sequence[int] | str, at: str) -> tuple[int, ...]:
+def _ids(given: Sequence[int] | str, at: str, cluster: ClusterSpec) -> tuple[int, ...]:
     if not isinstance(given, str):
-        return tuple(given)
-    ids: list[int] = []
-    for piece in given.split(","):
-        found = _RANGE.fullmatch(piece)
-        if found is None:
-            raise ConfigError(f"'{at}': expected ids such as \"0-7, 12\", got {given!r}")
-        ids += range(int(found[1]), int(found[2] or found[1]) + 1)
+        ids = list(given)
+    else:
+        ids = []
+        for piece in given.split(","):
+            found = _RANGE.fullmatch(piece)
+            if found is None:
+                raise ConfigError(f"'{at}': expected ids such as \"0-7, 12\", got {given!r}")
+            ids += range(int(found[1]), int(found[2] or found[1]) + 1)
+    for device in ids:
+        if not 0 <= device < cluster.num_devices:
+            raise ConfigError(
+                f"'{at}': there is no device {device}\n    cluster '{cluster.name}' has devices 0 "
+                f"to {cluster.num_devices - 1}"
+            )
     return tuple(ids)
 
 

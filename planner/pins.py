@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 from ..dataflow.errors import PlanError
@@ -67,6 +68,7 @@ class Pins:
                     f"{nearest(key, list(Layout.model_fields))}"
                 )
         self._check_devices(cluster)
+        self._check_groups()
 
     def _check_devices(self, cluster: ClusterSpec) -> None:
         for unit, count in self.num_devices.items():
@@ -81,7 +83,11 @@ class Pins:
             if not devices or len(set(devices)) != len(devices):
                 raise PlanError(f"pin devices of '{unit}' is empty or names a device twice")
             for device in devices:
-                cluster.node_of(device)
+                if not 0 <= device < cluster.num_devices:
+                    raise PlanError(
+                        f"pin devices gives '{unit}' device {device}, but cluster '{cluster.name}' "
+                        f"has devices 0 to {cluster.num_devices - 1}"
+                    )
                 other = owner.setdefault(device, unit)
                 if set(self.devices[other]) != set(devices):
                     raise PlanError(
@@ -93,6 +99,32 @@ class Pins:
                     f"pins give '{unit}' {self.num_devices[unit]} devices and name {len(devices)}"
                 )
             space.index_of(devices, f"pin devices of '{unit}'")
+
+    def _check_groups(self) -> None:
+        """Refuse two units that must share a group and must not, naming the pins that say so."""
+        joins = [(entry, f"together=[{', '.join(entry)}]") for entry in self.together]
+        joins += [
+            ((a, b), f"devices.{a} and devices.{b} (the same devices)")
+            for a, b in combinations(self.devices, 2)
+            if set(self.devices[a]) == set(self.devices[b])
+        ]
+        parts = [
+            (pair, f"apart=[{', '.join(entry)}]")
+            for entry in self.apart
+            for pair in combinations(entry, 2)
+        ]
+        parts += [
+            ((a, b), f"devices.{a} and devices.{b} (different devices)")
+            for a, b in combinations(self.devices, 2)
+            if set(self.devices[a]) != set(self.devices[b])
+        ]
+        for (a, b), apart in parts:
+            way = _way(a, b, joins)
+            if way is not None:
+                raise PlanError(
+                    f"the pins contradict each other: '{a}' and '{b}' must share a group because "
+                    f"of {' and '.join(way)}, and must not because of {apart}; drop one of them"
+                )
 
     def all_together(self) -> tuple[tuple[str, ...], ...]:
         """Units that share a group, those with the same devices included."""
@@ -125,3 +157,18 @@ class Pins:
                 if getattr(layout, key) != value:
                     return False
         return self.allows(unit, option)
+
+
+def _way(
+    start: str, end: str, joins: Sequence[tuple[tuple[str, ...], str]]
+) -> tuple[str, ...] | None:
+    """The fewest pins that put two units into one group; None if they are free."""
+    ways: dict[str, tuple[str, ...]] = {start: ()}
+    queue = [start]
+    for unit in queue:
+        for entry, pin in joins:
+            if unit in entry:
+                new = [other for other in entry if other not in ways]
+                ways |= {other: (*ways[unit], pin) for other in new}
+                queue += new
+    return ways.get(end)

@@ -196,10 +196,7 @@ class _Run:
         found = list(
             partitions(list(self._choices.calls_of), pins.all_together(), pins.all_apart())
         )
-        if not found:
-            raise PlanError(
-                "the pins contradict each other: some units must share a group and must not"
-            )
+        assert found, "pins that contradict each other were not refused"
         return found
 
     def _begin(self, seeds: Sequence[Found]) -> None:

@@ -27,7 +27,20 @@ CLUSTER = cluster_of((2, 4, device("a", 40)))
          "pin num_devices gives 'ref' 9 devices; expected 1 to 8, as many as cluster 'made-up' "
          "has"),
         ({"devices": {"ref": (7, 8)}},
-         "cluster 'made-up' has no device 8; its 8 devices are numbered from 0"),
+         "pin devices gives 'ref' device 8, but cluster 'made-up' has devices 0 to 7"),
+        ({"together": (("actor", "ref"), ("ref", "reward", "critic")),
+          "apart": (("actor.generate", "critic", "actor"),)},
+         "the pins contradict each other: 'critic' and 'actor' must share a group because of "
+         "together=[ref, reward, critic] and together=[actor, ref], and must not because of "
+         "apart=[actor.generate, critic, actor]; drop one of them"),
+        ({"together": (("actor", "ref"),), "devices": {"actor": (0, 1), "ref": (4, 5, 6, 7)}},
+         "the pins contradict each other: 'actor' and 'ref' must share a group because of "
+         "together=[actor, ref], and must not because of devices.actor and devices.ref "
+         "(different devices); drop one of them"),
+        ({"apart": (("actor", "ref"),), "devices": {"actor": (0, 1), "ref": (1, 0)}},
+         "the pins contradict each other: 'actor' and 'ref' must share a group because of "
+         "devices.actor and devices.ref (the same devices), and must not because of "
+         "apart=[actor, ref]; drop one of them"),
         ({"devices": {"ref": (3, 3)}},
          "pin devices of 'ref' is empty or names a device twice"),
         ({"devices": {"ref": (3, 4)}},

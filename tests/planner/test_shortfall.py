@@ -90,7 +90,8 @@ def test_pins_that_leave_nothing() -> None:
     sizes = {(unit, n): (1, 1) for unit in ("big", "small") for n in (1, 2, 4)}
     pins = Pins(together=(("big", "small"),), apart=(("small", "big"),))
     assert refusal(sizes, pins) == (
-        "the pins contradict each other: some units must share a group and must not"
+        "the pins contradict each other: 'small' and 'big' must share a group because of "
+        "together=[big, small], and must not because of apart=[small, big]; drop one of them"
     )
     assert refusal(sizes, Pins(layouts={"big": {"dp": 3}})).startswith("'big' has no legal layout")
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 from ..configs.plan_schema import PlanConfig
 from ..configs.validate import validated
 from ..dataflow.check import check_lag
-from ..dataflow.errors import FlowError
+from ..dataflow.errors import ConfigError, FlowError
 from ..dataflow.graph import Graph
 from ..planner.calibration import Calibration
 from ..planner.calls import calls_of
@@ -107,6 +107,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     file = options.calibration
     calibration = None if file is None else Calibration.read(Path(file))
     cluster = cluster_spec(asked.cluster, calibration and calibration.cluster)
+    _check_dtypes(models, options.models, cluster)
     workload = inputs.workload(asked.workload)
     lags, refused = (config.schedule.max_lag,), dict[int, str]()
     if _is_auto(composed):
@@ -129,6 +130,32 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         tp_across_nodes=options.tp_across_nodes,
         max_cp=options.max_cp,
     )
+
+
+def _check_dtypes(
+    models: Mapping[str, ModelShape | None], named: Mapping[str, str | None], cluster: ClusterSpec
+) -> None:
+    """Refuse a model in a dtype for which a device has no rate, before the search meets it.
+
+    Raises:
+        ConfigError: Naming the model's key, and what to set.
+    """
+    devices = [group.device for group in cluster.node_groups]
+    for role, model in models.items():
+        for device in devices if model is not None else ():
+            if model is None or model.dtype in device.flops_per_s:
+                continue
+            known = ", ".join(device.flops_per_s)
+            if named.get(role) is None:
+                key, mend = "model", f"set model.dtype={next(iter(device.flops_per_s))}"
+                mend += ", or choose model=tiny" if "float32" in device.flops_per_s else ""
+            else:
+                key, mend = f"plan.models.{role}", f"choose a model in {known}"
+            raise ConfigError(
+                f"'{key}': {model.name or 'the model'} of role '{role}' computes in {model.dtype}, "
+                f"but device '{device.name}' of cluster '{cluster.name}' has flops_per_s for "
+                f"{known} only\n    {mend}; or plan for another cluster"
+            )
 
 
 def _split(composed: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

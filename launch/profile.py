@@ -2,8 +2,8 @@
 
 Every rank that a run would have is started as a process of its own, and all of them measure at the
 same time: peaks, copies, links, and real calls of our engine at several widths. From the calls the
-constants of the model of time are found. It takes about a minute; a machine that does other work
-meanwhile is measured with what is left of it.
+constants of the model of time are found. It takes one to two minutes; a machine that does other
+work meanwhile is measured with what is left of it.
 """
 
 from __future__ import annotations

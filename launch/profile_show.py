@@ -9,6 +9,9 @@ from ..planner.wording import aligned, bytes_text, percent_text, seconds_text
 
 __all__ = ["calibration_text"]
 
+_MOST_ERROR = 0.2
+"""Mean error over the calls above which a measurement should be repeated."""
+
 
 def calibration_text(calibration: Calibration) -> str:
     """What was measured, what follows from it, and how well that predicts the calls."""
@@ -19,8 +22,20 @@ def calibration_text(calibration: Calibration) -> str:
         _table(_call_rows(calibration), right=(0, 2, 3, 4)),
         f"mean error over the calls: {percent_text(calibration.error)}",
         *(f"note: {note}" for note in calibration.notes),
+        *_warning(calibration),
     ]
     return "\n\n".join(parts)
+
+
+def _warning(calibration: Calibration) -> list[str]:
+    """Calls that are predicted badly were mostly measured while something else was running."""
+    if calibration.error <= _MOST_ERROR:
+        return []
+    return [
+        f"warning: the calls are predicted with a mean error above {percent_text(_MOST_ERROR)}, so "
+        "plans will be as far off; the machine may have been busy: measure again while it does "
+        "nothing else"
+    ]
 
 
 def _device_rows(calibration: Calibration) -> list[list[str]]:

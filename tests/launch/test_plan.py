@@ -321,12 +321,19 @@ def test_a_model_that_fits_nowhere_names_what_is_lacking(penstock: Penstock) -> 
         ),
         (
             "plan.pins.devices.reward=0-9",
-            "cluster 'h100' has no device 8; its 8 devices are numbered from 0",
+            "'plan.pins.devices.reward': there is no device 8\n"
+            "    cluster 'h100' has devices 0 to 7",
         ),
         (
             "plan.pins.num_devices={actor: 2, actor.generate: 2, critic: 1, ref: 1, reward: 1}",
             "'plan.pins' gives every unit its devices, 7 in all, but cluster 'h100' has 8: 1 would "
             "be unused\n    pin more devices, leave a unit free, or plan for a smaller cluster",
+        ),
+        (
+            "cluster=cpu",
+            "'model': llama-7b of role 'actor' computes in bfloat16, but device 'cpu' of cluster "
+            "'cpu' has flops_per_s for float32 only\n    set model.dtype=float32, or choose "
+            "model=tiny; or plan for another cluster",
         ),
         (
             "html=no/such/plan.html",

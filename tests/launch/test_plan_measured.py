@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.planner.calibration import Calibration
+import pytest
+from penstock.launch.profile_show import calibration_text
+from penstock.planner.calibration import Calibration, MeasuredCall
 from penstock.planner.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from penstock.planner.constants import CPU_DEFAULTS
 
 from .conftest import Penstock
 
 
-def test_a_measured_cluster_is_planned_for_with_its_own_constants(penstock: Penstock) -> None:
+def measured() -> Calibration:
     cluster = ClusterSpec(
         name="here",
         node_groups=(
@@ -30,7 +32,7 @@ def test_a_measured_cluster_is_planned_for_with_its_own_constants(penstock: Pens
         ),
         between=LinkSpec(bytes_per_s=1e9, latency_s=1e-4),
     )
-    Calibration(
+    return Calibration(
         cluster=cluster,
         constants=CPU_DEFAULTS.replaced(source="penstock profile, here"),
         matmul_efficiency={64: 0.25, 256: 0.5},
@@ -38,7 +40,11 @@ def test_a_measured_cluster_is_planned_for_with_its_own_constants(penstock: Pens
         executor="in_process",
         machine="here",
         date="2026-11-21",
-    ).write(Path("calibration.json"))
+    )
+
+
+def test_a_measured_cluster_is_planned_for_with_its_own_constants(penstock: Penstock) -> None:
+    measured().write(Path("calibration.json"))
     words = ("cluster=measured", "plan.calibration=calibration.json", "plan.engine=torch")
     sizes = ("model=tiny", "model.architecture.vocab_size=20", "workload.prompt=8")
     said = penstock("plan", *words, *sizes, "workload.response=8")
@@ -54,3 +60,17 @@ def test_a_calibration_file_that_does_not_exist(penstock: Penstock) -> None:
         "penstock: calibration file no/such.json does not exist; `penstock profile "
         "output=no/such.json` writes one\n"
     )
+
+
+@pytest.mark.parametrize(("off", "warned"), [(0.15, False), (0.25, True)])
+def test_a_measurement_that_predicts_badly_should_be_repeated(off: float, warned: bool) -> None:
+    calls = (
+        MeasuredCall(name="train", width=64, measured_s=1.0, predicted_s=1.0 + off),
+        MeasuredCall(name="generate", width=64, measured_s=1.0, predicted_s=1.0 - off),
+    )
+    text = calibration_text(measured().model_copy(update={"calls": calls}))
+    warning = (
+        "warning: the calls are predicted with a mean error above 20 %, so plans will be as far "
+        "off; the machine may have been busy: measure again while it does nothing else"
+    )
+    assert (warning in text) == warned

@@ -12,7 +12,7 @@ from .job import Job
 from .measured import comparison_text, nodes_summary
 from .metrics import read_metrics
 from .progress import format_duration
-from .run_folder import RunFolder, code_version
+from .run_folder import CodeVersion, RunFolder
 from .train import Outcome
 
 __all__ = ["summary_of", "write_report"]
@@ -27,9 +27,24 @@ _CURVES = (
 
 
 def summary_of(
-    job: Job, outcome: Outcome, *, peak_memory_bytes: int, wall_time_s: float, resumed: bool
+    job: Job,
+    outcome: Outcome,
+    *,
+    code: CodeVersion,
+    peak_memory_bytes: int,
+    wall_time_s: float,
+    resumed: bool,
 ) -> dict[str, Any]:
-    """The contents of summary.json. Times are of this process only, if the run was resumed."""
+    """The contents of summary.json. Times are of this process only, if the run was resumed.
+
+    Args:
+        job: What was run.
+        outcome: Of the main stage.
+        code: As it was when this process began, since somebody may edit it meanwhile.
+        peak_memory_bytes: Of this process and all below it.
+        wall_time_s: Of the stages.
+        resumed: Whether an earlier process did some of it.
+    """
     main, prediction = job.main, job.plan.prediction
     return {
         "graph": main.graph.name,
@@ -54,7 +69,7 @@ def summary_of(
         "main_stage_wall_time_s": outcome.wall_time_s,
         "resumed": resumed,
         "first_step": outcome.first_step,
-        "code": str(code_version()),
+        "code": str(code),
         "examples_before": outcome.before.examples if outcome.before else [],
         "examples_after": outcome.after.examples if outcome.after else [],
     }

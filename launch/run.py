@@ -8,13 +8,18 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
 
 from ..dataflow.errors import ConfigError
 from .app import given_overrides, hydra_app
+
+if TYPE_CHECKING:
+    from .job import Job
+    from .memory import PeakMemory
+    from .run_folder import CodeVersion, RunFolder
 
 __all__ = ["run_command"]
 
@@ -68,8 +73,9 @@ def _carry_out(composed: dict[str, Any], resumed: Path | None) -> None:
     from .compose import dumped, run_config
     from .job import prepare
     from .memory import PeakMemory
-    from .run_folder import RunFolder, create_run, open_run
+    from .run_folder import RunFolder, code_version, create_run, open_run
 
+    code = code_version()
     file = None if resumed is None else RunFolder(resumed).plan
     placed = Plan.read(file) if file is not None and file.is_file() else None
     job = prepare(run_config(composed), placed)
@@ -88,21 +94,22 @@ def _carry_out(composed: dict[str, Any], resumed: Path | None) -> None:
             config=yaml.safe_dump(dumped(config), sort_keys=False),
             data=job.data.fingerprint,
             plan=job.plan.model_dump_json(indent=2, exclude_defaults=True),
+            code=code,
         )
     else:
         folder = open_run(resumed)
-        _check_unchanged(folder, job.data.fingerprint, console)
+        _check_unchanged(folder, job.data.fingerprint, code, console)
     with folder.locked(), _hint_to_resume(folder.path), PeakMemory() as memory:
-        _stages(job, folder, memory, console, resumed is not None)
+        _stages(job, folder, code, memory, console, resumed is not None)
 
 
-def _check_unchanged(folder: Any, data: str, console: Console) -> None:
+def _check_unchanged(folder: RunFolder, data: str, code: CodeVersion, console: Console) -> None:
     """Refuse to go on with other problems than the run began with; mention other code.
 
     Raises:
         ConfigError: If the data differs, or the run's own record is damaged.
     """
-    from .run_folder import code_version, record_of
+    from .run_folder import record_of
 
     record = record_of(folder)
     if record.fault is not None:
@@ -113,18 +120,24 @@ def _check_unchanged(folder: Any, data: str, console: Console) -> None:
             f"{record.data} and is {data} now\n"
             "    bring the data back as it was, or start a new run"
         )
-    now = code_version()
-    if record.code != now:
+    if record.code != code:
         console.print(
             f"penstock: warning: run '{folder.id}' was started by penstock {record.code} and goes "
-            f"on with {now}; what comes out may differ from a run of either",
+            f"on with {code}; what comes out may differ from a run of either",
             highlight=False,
             markup=False,
             soft_wrap=True,
         )
 
 
-def _stages(job: Any, folder: Any, memory: Any, console: Console, resumed: bool) -> None:
+def _stages(
+    job: Job,
+    folder: RunFolder,
+    code: CodeVersion,
+    memory: PeakMemory,
+    console: Console,
+    resumed: bool,
+) -> None:
     """Run what is left of a job's stages and write its summary."""
     from .report import summary_of, write_report
     from .run_folder import RunFolder
@@ -148,6 +161,7 @@ def _stages(job: Any, folder: Any, memory: Any, console: Console, resumed: bool)
     summary = summary_of(
         job,
         outcome,
+        code=code,
         peak_memory_bytes=memory.peak_bytes,
         wall_time_s=wall_time_s,
         resumed=resumed,

@@ -185,6 +185,7 @@ def create_run(
     config: str,
     data: str,
     plan: str | None = None,
+    code: CodeVersion | None = None,
     now: datetime | None = None,
 ) -> RunFolder:
     """Make the folder of a new run; no two processes ever get the same one.
@@ -196,6 +197,7 @@ def create_run(
         config: The composed configuration as YAML.
         data: Fingerprint of the problems; a resumed run must have the same.
         plan: Where the main stage's nodes run, as JSON; if that is to be kept.
+        code: Which code runs; read now if it is not given.
         now: When the run starts; for tests.
 
     Returns:
@@ -211,7 +213,7 @@ def create_run(
         "name": name,
         "seed": seed,
         "created": created.isoformat(timespec="seconds"),
-        "code": asdict(code_version()),
+        "code": asdict(code or code_version()),
         "data": data,
     }
     write_json(folder.about, about)

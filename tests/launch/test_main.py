@@ -126,8 +126,8 @@ def test_cfg_job_prints_the_composition(penstock: Penstock) -> None:
 def test_a_misspelt_key(penstock: Penstock) -> None:
     assert refused(penstock, "algorithm.cfg.samplng.num_samples=4") == (
         "there is no key 'algorithm.cfg.samplng'; did you mean 'algorithm.cfg.sampling'?\n"
-        "    algorithm.cfg has: sampling, divide_by_std, std_variance, std_eps, loss, epochs, "
-        "num_minibatches"
+        "    algorithm.cfg has: sampling, divide_by_std, std_variance, std_eps, loss, correction, "
+        "epochs, num_minibatches"
     )
 
 

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from penstock.launch.metrics import read_metrics
+from penstock.launch.run_folder import CodeVersion, RunFolder, record_of
 from penstock.launch.trace import read_trace
 
 from .conftest import Penstock
@@ -129,6 +131,16 @@ def test_the_same_seed_gives_the_same_weights(penstock: Penstock) -> None:
         assert penstock("run", *words, f"runs={folder}").code == 0
     first, second = (summary_of(only_run(Path(f))) for f in ("first", "second"))
     assert first["weights_sha256"] == second["weights_sha256"]
+
+
+def test_the_code_is_that_of_the_start(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may edit the source tree while a run goes on."""
+    seen = (CodeVersion("1", "c0ffee", dirty=reading > 0) for reading in count())
+    monkeypatch.setattr("penstock.launch.run_folder.code_version", lambda: next(seen))
+    words = (*TINY, "algorithm.per_step.demos=8", "algorithm.num_steps=1")
+    assert penstock("run", "algorithm=sft", *words).code == 0
+    assert summary_of(only_run())["code"] == "1 (c0ffee)"
+    assert record_of(RunFolder(only_run())).code == CodeVersion("1", "c0ffee")
 
 
 def test_a_failing_worker_ends_with_code_1_and_a_way_to_continue(

@@ -204,6 +204,8 @@ def _spec(
         )
     model = _model(stage, plan, config, data, results)
     options = {**config.engine.options, **options, "model": model}
+    if role in stage.micro_batch_tokens:
+        options.setdefault("micro_batch_tokens", stage.micro_batch_tokens[role])
     if plan.trained:
         options["optimizer"] = plan.config.optimizer or stage.config.optimizer
     spec = _specs(config)[plan.worker]

@@ -8,7 +8,7 @@ out, so giving a model folder, or a rule for a reward, skips the warm-up that wo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..algorithms.roles import Policy, Reward, RewardModel, ValueModel
@@ -68,6 +68,7 @@ class Stage:
         graph: Its recorded step.
         placement: Where its nodes run.
         roles: Role name -> who plays it.
+        micro_batch_tokens: Role -> tokens that a rank computes at once, where a plan says it.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Stage:
     graph: Graph
     placement: Placement
     roles: Mapping[str, RolePlan]
+    micro_batch_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def trained(self, contract: type[Role]) -> str | None:
         """The trained role of that contract, if there is one; the first if there are several."""
@@ -121,8 +123,19 @@ def stages_of(config: RunConfig, plan: Plan | None = None) -> tuple[Stage, ...]:
         its = followed(own, graph, placement, before.per_step, keep_ranks=keep_ranks)
         earlier.append(_stage(config, name, at, before, own, its, earlier))
     main = _stage(config, "", "algorithm", algorithm, graph, placement, earlier)
+    main = replace(main, micro_batch_tokens=_micro_batch_tokens(graph, plan))
     wanted = _wanted(main, earlier)
     return (*(stage for stage in earlier if stage.name in wanted), main)
+
+
+def _micro_batch_tokens(graph: Graph, plan: Plan) -> dict[str, int]:
+    """The least that a plan gives any call of a role: all of them share one worker."""
+    found: dict[str, int] = {}
+    for name, tokens in plan.micro_batch_tokens.items():
+        role = graph[name].role
+        if role is not None:
+            found[role] = min(tokens, found.get(role, tokens))
+    return found
 
 
 def record(algorithm: AlgorithmConfig, at: str) -> Graph:

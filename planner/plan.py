@@ -92,6 +92,10 @@ class Plan(BaseModel):
     """Pieces each rank of the largest group gets; more than 1 lets consumers start earlier."""
     layouts: Mapping[str, Layout] = Field(default_factory=dict[str, Layout])
     """Node name -> how its model is spread over the devices of its group."""
+    micro_batch_tokens: Mapping[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict[str, int]
+    )
+    """Forward or train node -> tokens a rank computes at once; if absent, as the engine likes."""
     max_lag: int | None = Field(default=None, ge=0)
     """The schedule that it was made for; none in particular if None."""
     cluster: ClusterSpec | str = ""

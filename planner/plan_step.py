@@ -158,6 +158,11 @@ class _Writer:
             ),
             nodes=nodes,
             layouts={call.name: layouts[call.name] for call in self.calls},
+            micro_batch_tokens={
+                call.name: self.table.micro_batch_tokens(call, layouts[call.name])
+                for call in self.calls
+                if call.kind != "generate"
+            },
             max_lag=best.max_lag,
             cluster=self.cluster,
             prediction=self._prediction(names, workload, constants),

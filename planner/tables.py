@@ -253,6 +253,12 @@ class ModelTable:
         if smallest.transient.total < fastest.transient.total:
             yield smallest
 
+    def micro_batch_tokens(self, call: Call, layout: Layout) -> int:
+        """Tokens that a rank computes at once in a forward or train call of that layout."""
+        if self._engine == "torch":
+            return _TORCH_TOKENS
+        return layout.micro_batch * call.tokens_longest
+
     def _micro_batches(self, call: Call, layout: Layout) -> list[int]:
         if self._engine == "torch":
             # The torch engine packs by tokens; its memory does not follow from the count of rows.

@@ -104,8 +104,8 @@ class TorchWorker:
         return tensors_sha256(self.export_weights())
 
     def save_state(self, folder: Path) -> None:
-        """Write weights.safetensors, optimizer.safetensors and state.json; rank 0 alone writes."""
-        if self.context.rank != 0:
+        """Write weights.safetensors, optimizer.safetensors and state.json; only process 0 does."""
+        if self.context.process != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
         write_tensors(folder / "weights.safetensors", self.export_weights())

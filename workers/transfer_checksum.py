@@ -46,7 +46,7 @@ class Checksum:
                 digest.update(found.data)
             return int.from_bytes(digest.digest(), "little", signed=True)
         seed = int.from_bytes(digest.digest(), "little")
-        found = xxhash.xxh3_64_digest(self._array, seed=seed)
+        found = xxhash.xxh3_64_digest(self._array.data, seed=seed)
         return int.from_bytes(found, "little", signed=True)
 
 

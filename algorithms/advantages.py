@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..dataflow.record import op
+from .groups import Groups, MissingScore, SingletonGroup, sum_rows
 from .reductions import (
     Variance,
     check_token_columns,
@@ -29,13 +30,22 @@ from .roles import PerSample, PerToken, PromptId, TokenMask
 
 __all__ = [
     "GaeTargets",
+    "KLPlacement",
     "Masking",
+    "MissingScore",
     "SingletonGroup",
+    "StdScores",
+    "batch_centred",
+    "batch_std_advantage",
     "broadcast_over_tokens",
     "gae",
     "group_advantage",
     "leave_one_out",
+    "log_partition_advantage",
+    "paired_baseline",
+    "remax_advantage",
     "return_to_go",
+    "step_advantage",
     "whiten",
 ]
 
@@ -46,8 +56,12 @@ Masking = Literal["transparent", "zeroed"]
 `zeroed`: it counts as a step with reward 0 and value 0.
 """
 
-SingletonGroup = Literal["error", "score", "zero"]
-"""Advantage of a sample alone in its group: refuse, the score itself, or 0."""
+StdScores = Literal["raw", "centred"]
+"""Scores whose deviation a batch's advantages are divided by: as they came, or less their group's
+mean. They differ where groups have different means."""
+
+KLPlacement = Literal["own_token", "return_to_go"]
+"""Which KL a token's advantage pays for: its own, or its own and that of all after it."""
 
 
 @op(scope="batch")
@@ -210,6 +224,7 @@ def return_to_go(
     reward: PerToken,
     mask: TokenMask,
     *,
+    baseline: PerSample | None = None,
     discount: float = 1.0,
     masking: Masking = "transparent",
 ) -> PerToken:
@@ -218,6 +233,7 @@ def return_to_go(
     Args:
         reward: f32[rows, T].
         mask: bool[rows, T].
+        baseline: f32[rows], taken off every token of its row; nothing by default.
         discount: gamma, applied per step.
         masking: What positions between sampled tokens do; see `Masking`.
 
@@ -235,7 +251,9 @@ def return_to_go(
         lam=1.0,
         masking=masking,
     )
-    return targets.advantage
+    if baseline is None:
+        return targets.advantage
+    return zero_where_masked_out(targets.advantage - baseline[:, None], mask)
 
 
 @op(scope="group")
@@ -247,6 +265,7 @@ def group_advantage(
     variance: Variance = "unbiased",
     eps: float = 1e-6,
     singleton_group: SingletonGroup = "error",
+    missing: MissingScore = "propagate",
 ) -> PerSample:
     """How much better a sample is than its group: `(score - mean) / (std + eps)`.
 
@@ -260,21 +279,22 @@ def group_advantage(
         variance: Of that deviation: "unbiased" divides by n - 1, "biased" by n.
         eps: Added to the standard deviation.
         singleton_group: What a sample alone in its group gets.
+        missing: What a score that is nan does.
 
     Returns:
         f32[rows]; exactly 0 for every row of a group whose scores are all equal, and not finite for
-        every row of a group with a score that is not finite.
+        every row of a group with a score that is not finite (a missing one aside).
 
     Raises:
         ValueError: If shapes differ, a choice is unknown, or a group has one row and
             `singleton_group` is "error".
     """
-    groups = _Groups(score, prompt_id)
+    groups = Groups(score, prompt_id, missing)
     centred = groups.centred()
     degrees = groups.sizes - variance_correction(variance)
     advantage = centred
     if divide_by_std:
-        std = (_sum_rows(centred.square()) / degrees.clamp(min=1)).sqrt()
+        std = (sum_rows(centred.square()) / degrees.clamp(min=1)).sqrt()
         # A group of equal scores has centred == 0: keep 0 / (0 + eps) from being 0 / 0.
         advantage = centred / torch.where(std > 0, std + eps, torch.ones_like(std))[:, None]
     return groups.per_row(advantage, singleton_group)
@@ -301,72 +321,191 @@ def leave_one_out(
         ValueError: If shapes differ, a choice is unknown, or a group has one row and
             `singleton_group` is "error".
     """
-    groups = _Groups(score, prompt_id)
+    groups = Groups(score, prompt_id)
     weight = groups.sizes / (groups.sizes - 1).clamp(min=1)
     return groups.per_row(groups.centred() * weight[:, None], singleton_group)
 
 
-def _sum_rows(table: Tensor) -> Tensor:
-    """Sums along rows, left to right.
+@op(scope="batch")
+def batch_centred(score: PerSample) -> PerSample:
+    """Score minus the mean of the whole batch: f32[rows]."""
+    return (score.double() - score.double().mean()).to(score)
 
-    `sum` picks its order by the table's shape, so a group's bits would depend on which other groups
-    are computed with it, and atomic adds on the device's timing.
+
+@op(scope="batch")
+def batch_std_advantage(
+    score: PerSample,
+    prompt_id: PromptId,
+    *,
+    std_of: StdScores = "raw",
+    variance: Variance = "unbiased",
+    eps: float = 1e-4,
+    singleton_group: SingletonGroup = "error",
+) -> PerSample:
+    """Score minus its group's mean, over the standard deviation of the whole *batch* plus `eps`.
+
+    Liu et al., "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning", 2025.
+
+    Args:
+        score: f32[rows].
+        prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
+        std_of: Whose deviation. Published code differs here.
+        variance: Of that deviation: "unbiased" divides by n - 1, "biased" by n.
+        eps: Added to the standard deviation.
+        singleton_group: What a sample alone in its group gets.
+
+    Returns:
+        f32[rows]; 0 for every row of a group whose scores are all equal.
+
+    Raises:
+        ValueError: If shapes differ, a choice is unknown, or a group has one row and
+            `singleton_group` is "error".
     """
-    return table.cumsum(dim=1)[:, -1]
+    if std_of not in ("raw", "centred"):
+        raise ValueError(f"std_of {std_of!r} is unknown; choose 'raw' or 'centred'")
+    centred = (
+        Groups(score, prompt_id)
+        .per_row(Groups(score, prompt_id).centred(), singleton_group)
+        .double()
+    )
+    spread = score.double() if std_of == "raw" else centred
+    std = spread.std(correction=variance_correction(variance)) if len(score) > 1 else spread.sum()
+    return (centred / torch.where(std > 0, std + eps, 1.0)).to(score)
 
 
-class _Groups:
-    """Scores laid out as `[groups, widest group]`, whatever order the rows are in."""
+@op(scope="group")
+def log_partition_advantage(score: PerSample, prompt_id: PromptId, *, tau: float) -> PerSample:
+    """Score minus `tau * log(mean(exp(score / tau)))` of its group: the exact soft baseline.
 
-    def __init__(self, score: Tensor, prompt_id: Tensor) -> None:
-        if score.shape != prompt_id.shape or score.ndim != 1:
-            raise ValueError(
-                "score and prompt_id must both be [rows], got "
-                f"{list(score.shape)} and {list(prompt_id.shape)}"
-            )
-        self._score = score
-        self._prompt_id = prompt_id
-        self._group = torch.unique(prompt_id, return_inverse=True)[1]
-        self.sizes = torch.bincount(self._group)
-        order = torch.argsort(self._group, stable=True)
-        starts = (self.sizes.cumsum(0) - self.sizes)[self._group[order]]
-        rank = torch.arange(len(score), device=score.device) - starts
-        self._place = torch.empty_like(self._group).scatter_(0, order, rank)
-        widest = int(self.sizes.max()) if len(score) else 1
-        table = torch.zeros(len(self.sizes), widest, dtype=torch.float64, device=score.device)
-        self._scores = table.index_put((self._group, self._place), score.double())
-        self._present = torch.arange(widest, device=score.device) < self.sizes[:, None]
+    It tends to the group's mean as tau grows. Kimi Team, "Kimi k1.5", 2025, section 2.3.2.
 
-    def centred(self) -> Tensor:
-        """f64[groups, widest]: scores minus their group's mean; 0 where there is no row.
+    Args:
+        score: f32[rows].
+        prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
+        tau: Weight of the KL that the policy pays; positive.
 
-        A score that is not finite leaves no finite number in its group.
-        """
-        mean = (_sum_rows(self._scores) / self.sizes)[:, None]
-        # A rounded mean of equal scores may miss them by one bit, which a division by the standard
-        # deviation would blow up to 1. The difference of scores that are not finite is nan, not 0,
-        # so those go on to the optimizer, which refuses them.
-        highest = self._scores.masked_fill(~self._present, -torch.inf).amax(dim=1, keepdim=True)
-        lowest = self._scores.masked_fill(~self._present, torch.inf).amin(dim=1, keepdim=True)
-        counts = self._present & (highest - lowest != 0)
-        return torch.where(counts, self._scores - mean, torch.zeros_like(mean))
+    Returns:
+        f32[rows].
+    """
+    groups = Groups(score, prompt_id)
+    return (score.double() - groups.per_group_row(groups.log_mean_exp(tau))).to(score)
 
-    def per_row(self, table: Tensor, singleton_group: SingletonGroup) -> Tensor:
-        """Back to f32[rows], with the rule for groups of one row applied."""
-        result = table[self._group, self._place].to(self._score)
-        alone = self.sizes[self._group] == 1
-        if singleton_group == "score":
-            return torch.where(alone, self._score, result)
-        if singleton_group == "zero":
-            return result  # a score minus itself is 0 already
-        if singleton_group != "error":
-            raise ValueError(
-                f"singleton_group {singleton_group!r} is unknown; choose 'error', 'score' or 'zero'"
-            )
-        if bool(alone.any()):
-            raise ValueError(
-                f"group {int(self._prompt_id[alone][0])} has a single sample, and a comparison "
-                "within a group needs at least 2; set Sampling.num_samples to 2 or more, or say "
-                "what such a row gets with singleton_group='zero' or 'score'"
-            )
-        return result
+
+@op(scope="group")
+def paired_baseline(
+    prompt_id: PromptId, *, baseline: PerSample, baseline_prompt_id: PromptId
+) -> PerSample:
+    """The baseline of each sample's prompt, from rows of another rollout.
+
+    Args:
+        prompt_id: i64[rows].
+        baseline: f32[others], one number per prompt, such as a greedy response's score.
+        baseline_prompt_id: i64[others], the prompts those belong to, each once, in any order.
+
+    Returns:
+        f32[rows].
+
+    Raises:
+        ValueError: If a prompt has no baseline or several.
+    """
+    same = prompt_id[:, None] == baseline_prompt_id[None, :]
+    found = same.sum(dim=1)
+    if bool((found != 1).any()):
+        row = int((found != 1).nonzero()[0])
+        raise ValueError(
+            f"prompt {int(prompt_id[row])} has {int(found[row])} baselines; it needs exactly one: "
+            "draw one response per prompt for the baseline, of the same prompts"
+        )
+    return baseline[same.long().argmax(dim=1)] if len(prompt_id) else baseline[:0]
+
+
+@op(scope="row")
+def remax_advantage(
+    score: PerSample,
+    mask: TokenMask,
+    *,
+    greedy_score: PerSample,
+    kl: PerToken | None = None,
+    kl_coef: float = 0.0,
+    kl_placement: KLPlacement = "own_token",
+    difference_clip: float | None = None,
+    discount: float = 1.0,
+) -> PerToken:
+    """How much better a sample is than the greedy response, less the KL to a reference.
+
+    `own_token`: `discount^(L - t) * (score - greedy_score) - kl_coef * kl_t`, for token t of L,
+    counted from 0. `return_to_go`: the discounted sum of all rewards from t on, minus the greedy
+    score. Li et al., "ReMax", 2023, algorithm 1.
+
+    Args:
+        score: f32[rows].
+        mask: bool[rows, T].
+        greedy_score: f32[rows], of the greedy response to the same prompt; see `paired_baseline`.
+        kl: f32[rows, T] of `kl_estimate`; none by default.
+        kl_coef: Reward taken per nat.
+        kl_placement: Which KL a token pays for.
+        difference_clip: Bound on the size of `score - greedy_score`, for "own_token".
+        discount: gamma, per token.
+
+    Returns:
+        f32[rows, T].
+
+    Raises:
+        ValueError: If shapes differ or `kl_placement` is unknown.
+    """
+    penalty = torch.zeros(mask.shape, dtype=score.dtype) if kl is None else -kl_coef * kl.detach()
+    penalty = penalty.to(score)
+    check_token_columns(mask, kl=penalty)
+    to_end = mask.long().flip(1).cumsum(dim=1).flip(1)  # tokens from t to the last, both counted
+    if kl_placement == "own_token":
+        difference = score - greedy_score
+        if difference_clip is not None:
+            difference = difference.clamp(-difference_clip, difference_clip)
+        return zero_where_masked_out(difference[:, None] * discount**to_end + penalty, mask)
+    if kl_placement != "return_to_go":
+        raise ValueError(
+            f"kl_placement {kl_placement!r} is unknown; choose 'own_token' or 'return_to_go'"
+        )
+    paid = score[:, None] * discount ** (to_end - 1).clamp(min=0)
+    kl_to_go = return_to_go(penalty, mask, discount=discount)
+    return zero_where_masked_out(paid + kl_to_go - greedy_score[:, None], mask)
+
+
+def step_advantage(
+    step_reward: Tensor,
+    step_end: Tensor,
+    prompt_id: Tensor,
+    mask: Tensor,
+    *,
+    variance: Variance = "unbiased",
+    eps: float = 1e-6,
+) -> Tensor:
+    """Advantages from rewards of steps: normalised over all steps of a group, summed to the end.
+
+    A token's advantage is the sum of the normalised rewards of all steps that end at or after it.
+    Shao et al., "DeepSeekMath", 2024, section 4.1.3.
+
+    Args:
+        step_reward: f32[rows, K].
+        step_end: i64[rows, K], position in the row of each step's last token; -1 where there is no
+            step.
+        prompt_id: i64[rows], the group of each row.
+        mask: bool[rows, T].
+        variance: Of the deviation that is divided by.
+        eps: Added to it.
+
+    Returns:
+        f32[rows, T].
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    there = step_end >= 0
+    of_row = prompt_id[:, None].expand(step_end.shape)[there]
+    normalised = torch.zeros_like(step_reward)
+    normalised[there] = group_advantage(
+        step_reward[there], of_row, variance=variance, eps=eps, singleton_group="zero"
+    )
+    place = torch.arange(mask.shape[1], device=mask.device)
+    later = (step_end[:, None, :] >= place[None, :, None]) & there[:, None, :]
+    return zero_where_masked_out((later * normalised[:, None, :]).sum(dim=2), mask)

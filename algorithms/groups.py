@@ -1,0 +1,121 @@
+"""Groups of rows: scores laid out as a table with one line per prompt, and back."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["Groups", "MissingScore", "SingletonGroup", "sum_rows"]
+
+SingletonGroup = Literal["error", "score", "zero"]
+"""Advantage of a sample alone in its group: refuse, the score itself, or 0."""
+
+MissingScore = Literal["propagate", "zero"]
+"""What a score that is nan does: leaves no finite number in its group, or is left out of all
+statistics and gets advantage 0."""
+
+
+def sum_rows(table: Tensor) -> Tensor:
+    """Sums along rows, left to right.
+
+    `sum` picks its order by the table's shape, so a group's bits would depend on which other groups
+    are computed with it, and atomic adds on the device's timing.
+    """
+    return table.cumsum(dim=1)[:, -1]
+
+
+class Groups:
+    """Scores laid out as `[groups, widest group]`, whatever order the rows are in.
+
+    Args:
+        score: f32[rows].
+        prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
+        missing: What scores that are nan do.
+
+    Attributes:
+        sizes: i64[groups], rows with a score in each group.
+
+    Raises:
+        ValueError: If the shapes differ or `missing` is unknown.
+    """
+
+    def __init__(
+        self, score: Tensor, prompt_id: Tensor, missing: MissingScore = "propagate"
+    ) -> None:
+        if score.shape != prompt_id.shape or score.ndim != 1:
+            raise ValueError(
+                "score and prompt_id must both be [rows], got "
+                f"{list(score.shape)} and {list(prompt_id.shape)}"
+            )
+        if missing not in ("propagate", "zero"):
+            raise ValueError(f"missing {missing!r} is unknown; choose 'propagate' or 'zero'")
+        self._score = score
+        self._prompt_id = prompt_id
+        self._group = torch.unique(prompt_id, return_inverse=True)[1]
+        rows = torch.bincount(self._group)
+        order = torch.argsort(self._group, stable=True)
+        starts = (rows.cumsum(0) - rows)[self._group[order]]
+        rank = torch.arange(len(score), device=score.device) - starts
+        self._place = torch.empty_like(self._group).scatter_(0, order, rank)
+        widest = int(rows.max()) if len(score) else 1
+        table = torch.zeros(len(rows), widest, dtype=torch.float64, device=score.device)
+        self._absent = score.isnan() if missing == "zero" else torch.zeros_like(score).bool()
+        counted = torch.where(self._absent, 0.0, score.double())
+        self._scores = table.index_put((self._group, self._place), counted)
+        self._present = table.bool().index_put((self._group, self._place), ~self._absent)
+        self.sizes = self._present.sum(dim=1)
+
+    def highest(self) -> Tensor:
+        """f64[groups]: each group's highest score."""
+        return self._scores.masked_fill(~self._present, -torch.inf).amax(dim=1)
+
+    def lowest(self) -> Tensor:
+        """f64[groups]: each group's lowest score."""
+        return self._scores.masked_fill(~self._present, torch.inf).amin(dim=1)
+
+    def mean(self) -> Tensor:
+        """f64[groups]: each group's mean score."""
+        return sum_rows(self._scores) / self.sizes
+
+    def log_mean_exp(self, scale: float) -> Tensor:
+        """f64[groups]: `scale * log(mean(exp(score / scale)))` of each group."""
+        scaled = (self._scores / scale).masked_fill(~self._present, -torch.inf)
+        return scale * (torch.logsumexp(scaled, dim=1) - self.sizes.double().log())
+
+    def centred(self) -> Tensor:
+        """f64[groups, widest]: scores minus their group's mean; 0 where there is no row.
+
+        A score that is not finite leaves no finite number in its group.
+        """
+        # A rounded mean of equal scores may miss them by one bit, which a division by the standard
+        # deviation would blow up to 1. The difference of scores that are not finite is nan, not 0,
+        # so those go on to the optimizer, which refuses them.
+        differ = (self.highest() - self.lowest() != 0)[:, None]
+        mean = self.mean()[:, None]
+        return torch.where(self._present & differ, self._scores - mean, torch.zeros_like(mean))
+
+    def per_group_row(self, value: Tensor) -> Tensor:
+        """A number per group, f64[groups], given to each of its rows: f64[rows]."""
+        return value[self._group]
+
+    def per_row(self, table: Tensor, singleton_group: SingletonGroup) -> Tensor:
+        """Back to f32[rows], with the rule for groups of one row applied."""
+        result = table[self._group, self._place].to(self._score)
+        alone = (self.sizes[self._group] == 1) & ~self._absent
+        if singleton_group == "score":
+            return torch.where(alone, self._score, result)
+        if singleton_group == "zero":
+            return result  # a score minus itself is 0 already
+        if singleton_group != "error":
+            raise ValueError(
+                f"singleton_group {singleton_group!r} is unknown; choose 'error', 'score' or 'zero'"
+            )
+        if bool(alone.any()):
+            raise ValueError(
+                f"group {int(self._prompt_id[alone][0])} has a single sample, and a comparison "
+                "within a group needs at least 2; set Sampling.num_samples to 2 or more, or say "
+                "what such a row gets with singleton_group='zero' or 'score'"
+            )
+        return result

@@ -15,12 +15,25 @@ from torch import Tensor
 from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss, LossSum
 from .kl import KLEstimator, kl_estimate
-from .loss_terms import clipped_policy_loss, probability_ratio
+from .loss_terms import (
+    RatioLevel,
+    capped_weight_loss,
+    clipped_policy_loss,
+    probability_ratio,
+    reinforce_loss,
+)
 from .reductions import aggregation_totals, zero_where_masked_out
 from .roles import PolicyBatch, PolicyOutput, ReferencePolicyBatch
 from .token_losses import TokenAggregation, token_metric
 
-__all__ = ["ClippedPolicyLoss", "KLGradient", "ReferenceKLPolicyLoss"]
+__all__ = [
+    "CappedWeightLoss",
+    "ClippedPolicyLoss",
+    "KLGradient",
+    "ReferenceKLPolicyLoss",
+    "ReinforceLoss",
+    "TokenPolicyLoss",
+]
 
 KLGradient = Literal["as_is", "is_corrected", "straight_through_k2"]
 """How a KL estimate inside a loss is differentiated.
@@ -34,15 +47,9 @@ _Metrics = Mapping[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
-    """The clipped policy-gradient loss, minus an entropy bonus; see `clipped_policy_loss`."""
+class TokenPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
+    """What policy-gradient losses share: masking, aggregation, an entropy bonus and metrics."""
 
-    eps_low: float = 0.2
-    """How far the probability ratio may fall below 1 before the update stops."""
-    eps_high: float = 0.2
-    """How far the probability ratio may rise above 1 before the update stops."""
-    dual_clip: float | None = None
-    """Bound, in multiples of the advantage, on the loss of a bad token that became likelier."""
     log_ratio_clamp: float | None = 20.0
     """Bound on the log of the ratio."""
     entropy_coef: float = 0.0
@@ -52,17 +59,8 @@ class ClippedPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "eps_low", "eps_high", "dual_clip", "entropy_coef")
+        check_range(self, "entropy_coef")
         check_range(self, "log_ratio_clamp", above=0)
-        if not 0 <= self.eps_low <= 1 or self.eps_high < 0:
-            raise ValueError(
-                "eps_low must lie in [0, 1] and eps_high must not be negative, "
-                f"got {self.eps_low} and {self.eps_high}; 0.2 is usual for both"
-            )
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(
-                f"dual_clip must be above 1, got {self.dual_clip}; 3 is usual, None turns it off"
-            )
 
     @property
     def needs_entropy(self) -> bool:
@@ -79,7 +77,85 @@ class ClippedPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
         logprob = zero_where_masked_out(output.logprob, mask)
         behavior_logprob = zero_where_masked_out(batch.behavior_logprob, mask)
         advantage = zero_where_masked_out(batch.advantage, mask)
-        token_loss = clipped_policy_loss(
+        token_loss = self.token_loss(logprob, behavior_logprob, advantage, mask)
+        total = self.reduce(token_loss, mask, totals)
+        metrics = {"policy_loss": self.reduced_metric(token_loss, mask)}
+        with torch.no_grad():
+            columns = self.ratio_columns(logprob, behavior_logprob, advantage, mask)
+        metrics |= {name: token_metric(column, mask) for name, column in columns.items()}
+        if self.entropy_coef:
+            total = total - self.entropy_coef * self.reduce(_entropy_of(output), mask, totals)
+        if output.entropy is not None:
+            metrics["entropy"] = token_metric(output.entropy, mask)
+        return LossSum(total, metrics)
+
+    def token_loss(
+        self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
+    ) -> Tensor:
+        """f32[rows, T] from columns that are 0 where `mask` is False."""
+        raise NotImplementedError
+
+    def ratio_columns(
+        self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
+    ) -> dict[str, Tensor]:
+        """f32[rows, T] by name of metric, without gradients."""
+        del advantage
+        return {
+            "ratio_mean": self._ratio(logprob, behavior_logprob, mask),
+            "approx_kl_k1": behavior_logprob - logprob,
+            "approx_kl_k3": kl_estimate(
+                mask, logprob=behavior_logprob, ref_logprob=logprob, estimator="k3"
+            ),
+        }
+
+    def ratio(self, output: PolicyOutput, batch: PolicyBatch) -> Tensor:
+        """f32[rows, T], differentiable: new over behaviour probability, 1 where masked out."""
+        return self._ratio(
+            zero_where_masked_out(output.logprob, batch.mask),
+            zero_where_masked_out(batch.behavior_logprob, batch.mask),
+            batch.mask,
+        )
+
+    def _ratio(self, logprob: Tensor, behavior_logprob: Tensor, mask: Tensor) -> Tensor:
+        del mask
+        return probability_ratio(
+            logprob=logprob,
+            behavior_logprob=behavior_logprob,
+            log_ratio_clamp=self.log_ratio_clamp,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedPolicyLoss(TokenPolicyLoss):
+    """The clipped policy-gradient loss, minus an entropy bonus; see `clipped_policy_loss`."""
+
+    eps_low: float = 0.2
+    """How far the probability ratio may fall below 1 before the update stops."""
+    eps_high: float = 0.2
+    """How far the probability ratio may rise above 1 before the update stops."""
+    dual_clip: float | None = None
+    """Bound, in multiples of the advantage, on the loss of a bad token that became likelier."""
+    ratio_level: RatioLevel = "token"
+    """Of what the probability ratio is taken; see `RatioLevel`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "eps_low", "eps_high", "dual_clip")
+        if not 0 <= self.eps_low <= 1 or self.eps_high < 0:
+            raise ValueError(
+                "eps_low must lie in [0, 1] and eps_high must not be negative, "
+                f"got {self.eps_low} and {self.eps_high}; 0.2 is usual for both"
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(
+                f"dual_clip must be above 1, got {self.dual_clip}; 3 is usual, None turns it off"
+            )
+
+    def token_loss(
+        self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
+    ) -> Tensor:
+        """See `clipped_policy_loss`."""
+        return clipped_policy_loss(
             logprob=logprob,
             behavior_logprob=behavior_logprob,
             advantage=advantage,
@@ -87,47 +163,82 @@ class ClippedPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
             eps_high=self.eps_high,
             dual_clip=self.dual_clip,
             log_ratio_clamp=self.log_ratio_clamp,
-        )
-        total = self.reduce(token_loss, mask, totals)
-        metrics = {"policy_loss": self.reduced_metric(token_loss, mask)}
-        metrics |= self._ratio_metrics(logprob.detach(), behavior_logprob, advantage, mask)
-        if self.entropy_coef:
-            total = total - self.entropy_coef * self.reduce(_entropy_of(output), mask, totals)
-        if output.entropy is not None:
-            metrics["entropy"] = token_metric(output.entropy, mask)
-        return LossSum(total, metrics)
-
-    def ratio(self, output: PolicyOutput, batch: PolicyBatch) -> Tensor:
-        """f32[rows, T], differentiable: new over behaviour probability, 1 where masked out."""
-        return probability_ratio(
-            logprob=zero_where_masked_out(output.logprob, batch.mask),
-            behavior_logprob=zero_where_masked_out(batch.behavior_logprob, batch.mask),
-            log_ratio_clamp=self.log_ratio_clamp,
+            ratio_level=self.ratio_level,
+            mask=mask,
         )
 
-    def _ratio_metrics(
+    def ratio_columns(
         self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        ratio = probability_ratio(
+    ) -> dict[str, Tensor]:
+        """Also how often each bound stopped an update."""
+        columns = super().ratio_columns(logprob, behavior_logprob, advantage, mask)
+        ratio = columns["ratio_mean"]
+        clipped = ratio.clamp(1 - self.eps_low, 1 + self.eps_high)
+        bites = -advantage * clipped > -advantage * ratio
+        columns["clip_fraction_low"] = (bites & (advantage < 0)).to(ratio)
+        columns["clip_fraction_high"] = (bites & (advantage > 0)).to(ratio)
+        if self.dual_clip is not None:
+            bounded = (advantage < 0) & (torch.maximum(ratio, clipped) > self.dual_clip)
+            columns["dual_clip_fraction"] = bounded.to(ratio)
+        return columns
+
+    def _ratio(self, logprob: Tensor, behavior_logprob: Tensor, mask: Tensor) -> Tensor:
+        return probability_ratio(
             logprob=logprob,
             behavior_logprob=behavior_logprob,
             log_ratio_clamp=self.log_ratio_clamp,
+            level=self.ratio_level,
+            mask=mask,
         )
-        clipped = ratio.clamp(1 - self.eps_low, 1 + self.eps_high)
-        bites = -advantage * clipped > -advantage * ratio
-        metrics = {
-            "ratio_mean": ratio,
-            "clip_fraction_low": (bites & (advantage < 0)).to(ratio),
-            "clip_fraction_high": (bites & (advantage > 0)).to(ratio),
-            "approx_kl_k1": behavior_logprob - logprob,
-            "approx_kl_k3": kl_estimate(
-                mask, logprob=behavior_logprob, ref_logprob=logprob, estimator="k3"
-            ),
-        }
-        if self.dual_clip is not None:
-            bounded = (advantage < 0) & (torch.maximum(ratio, clipped) > self.dual_clip)
-            metrics["dual_clip_fraction"] = bounded.to(ratio)
-        return {name: token_metric(column, mask) for name, column in metrics.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CappedWeightLoss(TokenPolicyLoss):
+    """Every token's log-probability, by advantage and a bounded ratio; see `capped_weight_loss`."""
+
+    weight_cap: float = 5.0
+    """Largest weight, as a ratio; where code has `eps_high` for it, this is `1 + eps_high`."""
+    weight_floor: float = 0.0
+    """Smallest weight."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "weight_floor", at_least=0)
+        check_range(self, "weight_cap", above=self.weight_floor)
+
+    def token_loss(
+        self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
+    ) -> Tensor:
+        """See `capped_weight_loss`."""
+        del mask
+        return capped_weight_loss(
+            logprob=logprob,
+            behavior_logprob=behavior_logprob,
+            advantage=advantage,
+            weight_cap=self.weight_cap,
+            weight_floor=self.weight_floor,
+            log_ratio_clamp=self.log_ratio_clamp,
+        )
+
+    def ratio_columns(
+        self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
+    ) -> dict[str, Tensor]:
+        """Also how often the cap held a weight."""
+        columns = super().ratio_columns(logprob, behavior_logprob, advantage, mask)
+        columns["capped_fraction"] = (columns["ratio_mean"] > self.weight_cap).to(logprob)
+        return columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforceLoss(TokenPolicyLoss):
+    """The plain policy gradient, for one update on fresh rollouts; see `reinforce_loss`."""
+
+    def token_loss(
+        self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
+    ) -> Tensor:
+        """See `reinforce_loss`."""
+        del behavior_logprob, mask
+        return reinforce_loss(logprob=logprob, advantage=advantage)
 
 
 def _entropy_of(output: PolicyOutput) -> Tensor:

@@ -13,16 +13,22 @@ correction computes p by one forward pass more.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from torch import Tensor
 
+from ..dataflow.axes import Behavior, f32
 from ..dataflow.ranges import check_range
 from ..dataflow.record import op
 from .reductions import check_token_columns, zero_where_masked_out
-from .roles import PerToken, Policy, Rollout, TokenMask
+from .roles import SAMPLE, TOKEN, PerToken, Policy, Rollout, TokenMask
 
 __all__ = ["RolloutCorrection", "corrected", "rollout_weight", "weighted_advantage"]
+
+
+CorrectedAdvantage = Annotated[Tensor, f32(SAMPLE, TOKEN), Behavior()]
+"""Advantages that already make up for the age of the weights that sampled the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +86,7 @@ def rollout_weight(
 
 
 @op(scope="row")
-def weighted_advantage(advantage: PerToken, weight: PerToken) -> PerToken:
+def weighted_advantage(advantage: PerToken, weight: PerToken) -> CorrectedAdvantage:
     """The advantage of every token times its weight."""
     return advantage * weight
 

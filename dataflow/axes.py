@@ -137,7 +137,8 @@ class GroupId:
 class Behavior:
     """Marks the column that says how likely the weights that made the rows were to make them.
 
-    A loss on rows made by older weights must read it, or it cannot correct for their age.
+    A loss on rows made by older weights must read it, or it cannot correct for their age. An op
+    that keeps some rows, or turns it into weights of the loss, marks its own output so.
     """
 
 

@@ -12,7 +12,7 @@ import networkx as nx
 
 from .axes import Spec, is_optional, spec_of
 from .errors import FlowError
-from .graph import Constant, Graph, Node, NodeKind, Ref
+from .graph import Constant, Graph, Node, NodeKind
 from .role import Loss
 from .standin import Column, RoleStandIn, TrainHandle, table_type
 
@@ -264,18 +264,10 @@ def check_lag(graph: Graph, max_lag: int) -> None:
     for node in graph.nodes:
         if node.kind is not NodeKind.TRAIN or _tolerates_lag(node):
             continue
-        rollouts = _own_rollouts(graph, node)
-        behavior = {
-            Ref(rollout.name, output.name)
-            for rollout in rollouts
-            for output in rollout.outputs
-            if output.behavior
-        }
-        read = {ref for _, ref in node.inputs}
-        for rollout in rollouts:
-            columns = [ref.column for ref in behavior if ref.node == rollout.name]
-            if any(Ref(rollout.name, column) in read for column in columns):
+        for rollout in _own_rollouts(graph, node):
+            if _reads_behavior(graph, node, rollout):
                 continue
+            columns = [output.name for output in rollout.outputs if output.behavior]
             name = columns[0] if columns else "behavior_logprob"
             raise FlowError(
                 f"'{node.name}' may see samples up to {max_lag} optimizer step(s) old "
@@ -295,6 +287,20 @@ def _own_rollouts(graph: Graph, node: Node) -> list[Node]:
         and other.kind is NodeKind.ROLLOUT
         and any(read.role == node.role for read in other.reads)
     ]
+
+
+def _reads_behavior(graph: Graph, node: Node, rollout: Node) -> bool:
+    """Whether a column marked `Behavior` gets to `node` from `rollout`, directly or through ops.
+
+    An op may pass it on for the rows it keeps, or turn it into weights that correct for the age.
+    """
+    for _, ref in node.inputs:
+        maker = graph[ref.node]
+        marked = any(output.behavior and output.name == ref.column for output in maker.outputs)
+        passed_on = maker.kind is NodeKind.OP and rollout.name in nx.ancestors(graph.dag, ref.node)
+        if marked and (maker.name == rollout.name or passed_on):
+            return True
+    return False
 
 
 def _tolerates_lag(node: Node) -> bool:

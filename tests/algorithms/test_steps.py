@@ -145,9 +145,9 @@ def test_ppo_replaces_the_score_of_a_response_that_was_cut_off() -> None:
     assert not change[1].any()
 
 
-def test_ppo_refuses_to_take_a_score_away_without_a_bootstrap_value() -> None:
-    with pytest.raises(ValueError, match="no_eos 'zero' .* choose 'replace', 'subtract' or 'none'"):
-        PPO(no_eos="zero")
+def test_ppo_refuses_to_expect_something_where_it_pays_the_score() -> None:
+    with pytest.raises(ValueError, match="no_eos 'zero' .* choose one of them"):
+        PPO(no_eos="zero", score_slot="after_last")
 
 
 def test_ppo_can_whiten_rewards_keeping_their_mean() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss, CrossEntropyLoss
 from penstock.algorithms.roles import (
     DemonstrationBatch,
@@ -26,6 +27,7 @@ from penstock.algorithms.roles import (
     ValueBatch,
     ValueModel,
 )
+from penstock.algorithms.rollout_correction import RolloutCorrection
 from penstock.dataflow.check import FlowWarning, check_lag
 from penstock.dataflow.errors import FlowError
 from penstock.dataflow.record import build, op
@@ -548,3 +550,25 @@ def test_lag_is_fine_where_they_are_read_or_the_loss_does_not_need_them() -> Non
     check_lag(build(another_role_s_rollouts), 3)
     assert CrossEntropyLoss.tolerates_lag
     check_lag(build(imitation), 3)
+
+
+def test_lag_is_fine_where_an_op_passes_the_behavior_on() -> None:
+    """The columns of the rows that an op keeps, and weights it makes of them, are marked too."""
+
+    @op(scope="group", makes_rows=True)
+    def best_half(roll: Rollout, score: PerSample) -> Rollout:
+        return roll
+
+    def filtered(prompts: Prompts, actor: Policy, reward: Reward) -> TrainMetrics:
+        roll = actor.generate(prompts.prompt, prompts.prompt_id, Sampling())
+        kept = best_half(roll, reward.score(roll.tokens, roll.mask, roll.prompt_id))
+        batch = PolicyBatch(
+            tokens=kept.tokens,
+            mask=kept.mask,
+            behavior_logprob=kept.behavior_logprob,
+            advantage=kept.behavior_logprob,
+        )
+        return actor.train(ClippedPolicyLoss(), batch)
+
+    check_lag(build(filtered), 3)
+    check_lag(build(grpo_step, cfg=GRPO(correction=RolloutCorrection())), 3)

@@ -1,0 +1,74 @@
+"""What steps that train on their own rollouts share: sampling, corrections, and the train calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..dataflow.ranges import check_range
+from .losses import ClippedPolicyLoss, ClippedValueLoss
+from .roles import (
+    PerToken,
+    Policy,
+    PolicyBatch,
+    Rollout,
+    Sampling,
+    TokenMask,
+    TrainMetrics,
+    ValueBatch,
+    ValueModel,
+)
+from .rollout_correction import RolloutCorrection, corrected
+
+__all__ = ["Updates", "train_critic", "train_policy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """How responses are drawn, and how often they are trained on."""
+
+    sampling: Sampling = Sampling()
+    """How responses are drawn."""
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's; None
+    takes the engine's log-probabilities as they are."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
+
+    def __post_init__(self) -> None:
+        self.sampling.check_explores()
+        check_range(self, "epochs", "num_minibatches", at_least=1)
+
+
+def train_policy(
+    actor: Policy, roll: Rollout, advantage: PerToken, loss: ClippedPolicyLoss, cfg: Updates
+) -> TrainMetrics:
+    """Train a policy on its rollouts and their advantages, corrected as `cfg` says."""
+    temperature = cfg.sampling.temperature
+    behavior_logprob, weighted = corrected(actor, roll, advantage, cfg.correction, temperature)
+    batch = PolicyBatch(
+        tokens=roll.tokens, mask=roll.mask, behavior_logprob=behavior_logprob, advantage=weighted
+    )
+    return actor.train(
+        loss,
+        batch,
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+        temperature=temperature,
+    )
+
+
+def train_critic(
+    critic: ValueModel,
+    roll: Rollout,
+    loss: ClippedValueLoss,
+    cfg: Updates,
+    *,
+    mask: TokenMask,
+    value: PerToken,
+    value_target: PerToken,
+) -> TrainMetrics:
+    """Train a critic on the states of `mask`; `value` is what it said of them before."""
+    batch = ValueBatch(tokens=roll.tokens, mask=mask, old_value=value, value_target=value_target)
+    return critic.train(loss, batch, epochs=cfg.epochs, num_minibatches=cfg.num_minibatches)

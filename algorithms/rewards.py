@@ -1,174 +1,311 @@
-"""Reward shaping: from what judges say of a response to the score that an algorithm compares.
+"""Rewards: from verdicts, judges' scores and process scores to what an algorithm is paid.
 
-Pure functions of one number per response, except where the docstring says that whole groups are
-needed. Penalties are added to a score; they are negative or 0.
+Pure functions of columns. Nothing here scores a text: workers do (`Reward.score`); these functions
+combine, bound and place what they say. Scores of a process reward model stand in a column over
+tokens (or over steps), and a boolean column of the same shape says where a step ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from ..dataflow.record import op
-from .groups import Groups
-from .roles import PerSample, PromptId, SampleFlag, TokenMask
+from .reductions import check_token_columns, zero_where_masked_out
+from .reward_shaping import (
+    OverlongForm,
+    combine_rewards,
+    is_correct,
+    kl_penalized_score,
+    length_reward,
+    overlong_penalty,
+    prompt_priority,
+    response_length,
+    signed_score,
+)
+from .roles import PerSample, PerToken, SampleFlag, TokenMask
 
 __all__ = [
     "OverlongForm",
+    "blended_with_model",
+    "calibrated_score",
+    "clipped_step_reward",
     "combine_rewards",
+    "constrained_score",
+    "constraint_reward",
+    "delta_step_reward",
     "is_correct",
     "kl_penalized_score",
     "length_reward",
     "overlong_penalty",
+    "process_reward",
+    "process_shaped_reward",
     "prompt_priority",
     "response_length",
     "signed_score",
+    "verifiable_reward",
+    "weighted_score",
     "weighted_sum",
 ]
 
-OverlongForm = Literal["piecewise", "linear"]
-"""Penalty of a response beyond the longest length: -1 ("piecewise"), or growing ("linear")."""
-
 
 @op(scope="row")
-def response_length(mask: TokenMask) -> PerSample:
-    """Sampled tokens of each response: f32[rows] from bool[rows, T]."""
-    return mask.sum(dim=1).float()
+def clipped_step_reward(
+    step_score: PerToken, step_end: TokenMask, *, threshold: float = 0.5
+) -> PerToken:
+    """Clip: `min(score - threshold, 0)` at every step's end, so that no step adds reward.
 
-
-@op(scope="row")
-def is_correct(score: PerSample, *, threshold: float = 1.0) -> SampleFlag:
-    """Which responses a verifier accepts: bool[rows], `score >= threshold`."""
-    return score >= threshold
-
-
-@op(scope="row")
-def signed_score(correct: SampleFlag) -> PerSample:
-    """1 for a correct response and -1 for another: f32[rows] from bool[rows]."""
-    return torch.where(correct, 1.0, -1.0)
-
-
-@op(scope="row")
-def overlong_penalty(
-    length: PerSample, *, max_length: int, cache: int, form: OverlongForm = "piecewise"
-) -> PerSample:
-    """What a response loses for being too long: 0 up to `max_length - cache` tokens, then linear.
-
-    In the last `cache` tokens `((max_length - cache) - length) / cache`, beyond `max_length` -1.
-    Yu et al., "DAPO", 2025, equation 13. "linear" goes on falling beyond `max_length`.
+    Without a bound, more steps mean more reward, and a policy learns to repeat itself. Gao et al.,
+    "On Designing Effective RL Reward at Training Time for LLM Reasoning", 2024.
 
     Args:
-        length: [rows], sampled tokens of each response; integers or f32.
-        max_length: Longest response that is not fully penalised, in tokens.
-        cache: Tokens before that over which the penalty grows; at least 1.
-        form: See `OverlongForm`.
+        step_score: f32[rows, T], a process reward model's scores.
+        step_end: bool[rows, T], True where a step ends.
+        threshold: What a step must score to lose nothing; near the model's mean score.
 
     Returns:
-        f32[rows], 0 or negative.
-
-    Raises:
-        ValueError: If `cache` is not in 1..`max_length`, or `form` is unknown.
-    """
-    if not 1 <= cache <= max_length:
-        raise ValueError(
-            f"cache is {cache}, but the soft zone must have between 1 and max_length={max_length} "
-            "tokens; DAPO uses a fifth of max_length"
-        )
-    if form not in ("piecewise", "linear"):
-        raise ValueError(f"form {form!r} is unknown; choose 'piecewise' or 'linear'")
-    exact = length if length.is_floating_point() else length.float()
-    penalty = ((max_length - cache - exact) / cache).clamp(max=0)
-    return penalty.clamp(min=-1) if form == "piecewise" else penalty
-
-
-@op(scope="group")
-def length_reward(length: PerSample, prompt_id: PromptId, *, correct: SampleFlag) -> PerSample:
-    """Preference for short responses among those of one prompt; wrong ones only lose by it.
-
-    `0.5 - (length - shortest) / (longest - shortest)` within the group; a wrong response gets that
-    or 0, whichever is less; 0 for all if the lengths are equal. Kimi Team, "Kimi k1.5", 2025,
-    section 2.3.3.
-
-    Args:
-        length: [rows], sampled tokens of each response; integers or f32.
-        prompt_id: i64[rows], the group of each row, in any order.
-        correct: bool[rows] (or zeros and ones).
-
-    Returns:
-        f32[rows], from -0.5 to 0.5.
+        f32[rows, T]; 0 where no step ends.
 
     Raises:
         ValueError: If shapes differ.
     """
-    if correct.shape != length.shape:
-        raise ValueError(
-            f"correct must have one entry per row, {list(length.shape)}, got {list(correct.shape)}"
-        )
-    exact = length if length.is_floating_point() else length.float()
-    groups = Groups(exact, prompt_id)
-    low, high = groups.per_group_row(groups.lowest()), groups.per_group_row(groups.highest())
-    spread = high - low
-    share = (exact.double() - low) / torch.where(spread > 0, spread, 1.0)
-    reward = torch.where(spread > 0, 0.5 - share, 0.0)
-    return torch.where(correct.bool(), reward, reward.clamp(max=0)).to(exact)
+    check_token_columns(step_end, step_score=step_score)
+    return zero_where_masked_out((step_score - threshold).clamp(max=0), step_end)
 
 
 @op(scope="row")
-def weighted_sum(score: PerSample, *, bonus: PerSample, weight: float = 1.0) -> PerSample:
-    """`score + weight * bonus`: f32[rows]. For more than two rewards, see `combine_rewards`."""
-    return score + weight * bonus
+def delta_step_reward(step_score: PerToken, step_end: TokenMask) -> PerToken:
+    """Delta: a step's score minus the next step's, the last but one as it is, and the last 0.
+
+    The sum from a step on telescopes to that step's own score, so what a response can collect does
+    not grow with its number of steps. Gao et al., 2024 (see `clipped_step_reward`).
+
+    Args:
+        step_score: f32[rows, K].
+        step_end: bool[rows, K]; positions between step ends are skipped over.
+
+    Returns:
+        f32[rows, K]; 0 where no step ends, and for a row of a single step.
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    check_token_columns(step_end, step_score=step_score)
+    score = zero_where_masked_out(step_score, step_end)
+    place = torch.arange(step_end.shape[1], device=score.device).expand(step_end.shape)
+    later = torch.where(step_end, place, step_end.shape[1])
+    # At each position, the first step end at or after it; shifted by one, strictly after it.
+    first = later.flip(1).cummin(dim=1).values.flip(1) if step_end.shape[1] else later
+    beyond = torch.full_like(first[:, :1], step_end.shape[1])
+    following = torch.cat([first[:, 1:], beyond], dim=1)[:, : step_end.shape[1]]
+    exists = following < step_end.shape[1]
+    following = following.clamp(max=max(step_end.shape[1] - 1, 0))
+    follows_last = ~exists.gather(1, following)
+    step_after = torch.where(follows_last, 0.0, score.gather(1, following))
+    return torch.where(step_end & exists, score - step_after, torch.zeros_like(score))
 
 
 @op(scope="row")
-def kl_penalized_score(score: PerSample, *, kl: PerSample, kl_coef: float) -> PerSample:
-    """`score - kl_coef * kl`: the KL to a reference as part of a response's score, not of a loss.
+def process_reward(
+    step_score: PerToken,
+    step_end: TokenMask,
+    *,
+    clip: float | None = 0.5,
+    delta: bool = True,
+) -> PerToken:
+    """Step rewards by Clip, by Delta, by both (Clip first), or as the model scored them.
+
+    Args:
+        step_score: f32[rows, T].
+        step_end: bool[rows, T], True where a step ends.
+        clip: Clip's threshold; None goes without Clip.
+        delta: Whether to take differences of adjacent steps.
+
+    Returns:
+        f32[rows, T]; 0 where no step ends.
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    check_token_columns(step_end, step_score=step_score)
+    reward = zero_where_masked_out(step_score, step_end)
+    if clip is not None:
+        reward = clipped_step_reward(reward, step_end, threshold=clip)
+    return delta_step_reward(reward, step_end) if delta else reward
+
+
+@op(scope="row")
+def process_shaped_reward(
+    token_reward: PerToken,
+    mask: TokenMask,
+    *,
+    step_score: PerToken,
+    step_end: TokenMask,
+    coef: float = 0.02,
+    clip: float | None = 0.5,
+    delta: bool = True,
+) -> PerToken:
+    """Token rewards with `coef` times the step rewards added where steps end.
+
+    Args:
+        token_reward: f32[rows, T], such as `kl_shaped_reward` of a verifier's score.
+        mask: bool[rows, T].
+        step_score: f32[rows, T].
+        step_end: bool[rows, T]; only sampled tokens count.
+        coef: Weight of the step rewards (alpha); 0.02 is the paper's order.
+        clip: See `process_reward`.
+        delta: See `process_reward`.
+
+    Returns:
+        f32[rows, T].
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    check_token_columns(mask, token_reward=token_reward, step_score=step_score)
+    ends = step_end & mask
+    shaped = process_reward(step_score, ends, clip=clip, delta=delta)
+    return zero_where_masked_out(token_reward + coef * shaped, mask)
+
+
+@op(scope="row")
+def verifiable_reward(
+    verified: PerSample,
+    finished: SampleFlag | None = None,
+    *,
+    scale: float = 10.0,
+    no_eos_reward: float | None = -10.0,
+) -> PerSample:
+    """RLVR's reward: `scale` for a verified response, 0 for any other, `no_eos_reward` if cut off.
+
+    Lambert et al., "Tulu 3: Pushing Frontiers in Open Language Model Post-Training", 2024.
+
+    Args:
+        verified: f32[rows]; above 0 means verified.
+        finished: bool[rows], True where the end of sequence was reached; None: all were.
+        scale: alpha.
+        no_eos_reward: Replaces the reward of a response that was cut off; None leaves it.
+
+    Returns:
+        f32[rows].
+    """
+    reward = torch.where(verified > 0, scale, torch.zeros_like(verified))
+    if finished is None or no_eos_reward is None:
+        return reward
+    return torch.where(finished, reward, torch.full_like(reward, no_eos_reward))
+
+
+def constraint_reward(
+    verified: Tensor,
+    *,
+    multiplier: Tensor | float = 1.0,
+    weight: Tensor | float = 1.0,
+) -> Tensor:
+    """Reward of several constraints: the sum of `verified * multiplier * weight` over them.
+
+    Pyatkin et al., "Generalizing Verifiable Instruction Following", 2025.
+
+    Args:
+        verified: f32 or bool[..., constraints], 1 where the constraint holds.
+        multiplier: One number, or one per constraint.
+        weight: One number, or one per constraint.
+
+    Returns:
+        f32[...].
+    """
+    return (
+        verified.to(torch.promote_types(verified.dtype, torch.float32)) * multiplier * weight
+    ).sum(-1)
+
+
+@op(scope="row")
+def blended_with_model(
+    verified: PerSample,
+    model_score: PerSample,
+    *,
+    threshold: float = 75.0,
+    bonus: float = 1.0,
+    penalty: float = 0.5,
+) -> PerSample:
+    """A verifier's reward, corrected by a reward model where anything was verified at all.
+
+    `V + bonus` where V > 0 and the model's score is above `threshold`, `V - penalty` where V > 0
+    and it is not, and V otherwise (Pyatkin et al., 2025): the model can neither replace the
+    verifier nor be ignored.
+
+    Args:
+        verified: f32[rows], the verifier's reward V.
+        model_score: f32[rows].
+        threshold: alpha, on the model's scale.
+        bonus: Added above the threshold.
+        penalty: Taken below it.
+
+    Returns:
+        f32[rows].
+    """
+    change = torch.where(model_score > threshold, bonus, -penalty).to(verified)
+    return torch.where(verified > 0, verified + change, verified)
+
+
+@op(scope="row")
+def weighted_score(
+    score: PerSample, *, other: PerSample, weight: float = 1.0, other_weight: float = 1.0
+) -> PerSample:
+    """`weight * score + other_weight * other`: f32[rows]; for two `Reward` roles of one step.
+
+    A single role that combines any number of rewards is the worker `mixture`.
+    """
+    return weight * score + other_weight * other
+
+
+@op(scope="row")
+def constrained_score(
+    score: PerSample, passed: PerSample, *, violation_score: float = 0.0
+) -> PerSample:
+    """The score where the constraints hold, else `violation_score`: f32[rows].
 
     Args:
         score: f32[rows].
-        kl: f32[rows], summed over each response, in nats; see `kl.response_kl`.
-        kl_coef: Score taken per nat.
+        passed: f32[rows], above 0.5 where all constraints hold.
+        violation_score: What a violation is worth. To choose among samples use -inf, as 0 would
+            win over negative scores.
     """
-    return score - kl_coef * kl
+    return torch.where(passed > 0.5, score, torch.full_like(score, violation_score))
 
 
-def combine_rewards(rewards: Sequence[Tensor], *, weights: Sequence[float] | None = None) -> Tensor:
-    """Weighted sum of several rewards, before anything is normalised.
+@op(scope="row")
+def calibrated_score(score: PerSample, *, baseline_score: PerSample) -> PerSample:
+    """`sigmoid(score - baseline_score)`: how likely a response beats the baseline's.
+
+    It puts reward models of different scales into (0, 1). Xu et al., "The Perfect Blend: Redefining
+    RLHF with Mixture of Judges", 2024.
 
     Args:
-        rewards: Tensors f32[rows]; nan where a reward has nothing to say of a row.
-        weights: One per reward; 1 each by default.
+        score: f32[rows].
+        baseline_score: f32[rows], of the baseline response to the same prompt.
 
     Returns:
-        f32[rows]; nan where no reward says anything (`group_advantage(missing="zero")` takes that).
+        f32[rows].
+    """
+    return torch.sigmoid(score - baseline_score)
+
+
+def weighted_sum(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """The sum of named scores, each times its weight (1 where none is given): f32[rows].
 
     Raises:
-        ValueError: If there are no rewards, or as many weights as rewards are not given.
+        ValueError: If there is no score, or a weight names none of them.
     """
-    weights = [1.0] * len(rewards) if weights is None else weights
-    if not rewards or len(weights) != len(rewards):
+    unknown = [name for name in weights if name not in scores]
+    if unknown or not scores:
         raise ValueError(
-            f"got {len(rewards)} rewards and {len(weights)} weights; give at least one reward, and "
-            "a weight for each"
+            f"weights are given for {', '.join(unknown) or 'nothing'}, scores are: "
+            f"{', '.join(scores) or 'none'}; every weight needs a score of its name"
         )
-    table = torch.stack([w * reward for w, reward in zip(weights, rewards, strict=True)])
-    said = ~table.isnan()
-    return torch.where(said.any(dim=0), table.nan_to_num(nan=0.0).sum(dim=0), torch.nan)
-
-
-def prompt_priority(success_rate: Tensor) -> Tensor:
-    """How often to draw each prompt: in proportion to how often it fails, `1 - success_rate`.
-
-    Kimi Team, "Kimi k1.5", 2025, section 2.3.4.
-
-    Args:
-        success_rate: f32[prompts], from 0 to 1.
-
-    Returns:
-        f32[prompts], adding up to 1; equal where every prompt always succeeds.
-    """
-    weight = 1 - success_rate
-    total = weight.sum()
-    return torch.where(total > 0, weight / total, 1 / len(weight))
+    first = next(iter(scores.values()))
+    total = torch.zeros_like(first)
+    for name, score in scores.items():
+        total = total + weights.get(name, 1.0) * score
+    return total

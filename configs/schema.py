@@ -163,13 +163,17 @@ class RolloutConfig(Section):
 class AgreementConfig(Section):
     """How far the engine that samples may be from the one that trains, on the same weights.
 
-    Both are in nats per token, by the k3 estimator, over the tokens of a step.
+    Both bounds are in nats per token, by the k3 estimator, over the first minibatch of a train
+    call. What ran ahead of the training is not judged.
     """
 
+    every: AtLeastOne = 1
+    """Steps from one comparison to the next; the first step is one always. They cost next to
+    nothing: the training engine's log-probabilities are there anyway."""
     warn_above: Annotated[float, Field(ge=0)] | None = 0.01
     """Warn once if they differ by more."""
     stop_above: Annotated[float, Field(ge=0)] | None = None
-    """End the run if they differ by more."""
+    """End the run if they differ by more, before the weights are changed."""
 
 
 class EvaluationConfig(Section):

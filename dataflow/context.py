@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-__all__ = ["CallKey", "call_key", "call_scope", "step_scope"]
+__all__ = ["CallKey", "call_behind", "call_key", "call_scope", "step_scope"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class CallKey:
 class _Scope:
     step: int
     ordinal: int | None = None
+    behind: int | None = None
     counts: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
 
 
@@ -50,9 +51,24 @@ def step_scope(step: int) -> AbstractContextManager[None]:
     return _entered(_Scope(step=step))
 
 
-def call_scope(step: int, ordinal: int) -> AbstractContextManager[None]:
-    """Context manager: the one role call made inside is call number `ordinal` of `step`."""
-    return _entered(_Scope(step=step, ordinal=ordinal))
+def call_scope(step: int, ordinal: int, behind: int | None = None) -> AbstractContextManager[None]:
+    """Context manager: the one role call made inside is call number `ordinal` of `step`.
+
+    Args:
+        step: Of the run.
+        ordinal: The call's number among those of its method.
+        behind: See `call_behind`.
+    """
+    return _entered(_Scope(step=step, ordinal=ordinal, behind=behind))
+
+
+def call_behind() -> int | None:
+    """Versions by which the weights that sampled are older than those the call being served trains.
+
+    None if nothing was sampled for it from the role's own weights, or nobody knows.
+    """
+    scope = _SCOPE.get()
+    return None if scope is None else scope.behind
 
 
 def call_key(role: str, method: str) -> CallKey:

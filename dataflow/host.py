@@ -121,7 +121,7 @@ class Host:
         node = self.graph[work.node]
         columns = _Columns(self.graph, {n: self._parts(h) for n, h in work.inputs.items()})
         arguments = {name: self._bind(arg, columns) for name, arg in node.arguments}
-        with call_scope(work.step, node.ordinal):
+        with call_scope(work.step, node.ordinal, work.behind):
             if node.function is not None:
                 with torch.no_grad():
                     returned = node.function(**arguments)

@@ -251,7 +251,20 @@ class Run:
             producer: tuple(self._store[Output(producer, task.step, chunk)] for chunk in chunks)
             for producer in dict.fromkeys(ref.node for _, ref in node.inputs)
         }
-        return CallWork(node.name, task.step, task.chunk, inputs, self._versions[task])
+        versions, behind = self._versions[task], self._behind(node, task)
+        return CallWork(node.name, task.step, task.chunk, inputs, versions, behind)
+
+    def _behind(self, node: Node, task: NodeTask) -> int | None:
+        """By how many versions a train call's rollouts are older than what it trains."""
+        if node.kind is not NodeKind.TRAIN:
+            return None
+        read = [
+            dict(done.versions).get(node.role or "")
+            for done in self._done_by_step.get(task.step, ())
+            if self._graph[done.task.node].kind is NodeKind.ROLLOUT
+        ]
+        known = [version for version in read if version is not None]
+        return dict(self._versions[task])[node.role or ""] - min(known) if known else None
 
     def _submit(self, task: Task, group: str, works: Mapping[int, Work]) -> None:
         self._desk.submit(task, self._name, group, works)

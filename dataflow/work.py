@@ -56,6 +56,7 @@ class CallWork:
         chunk: Which chunk, or None if the node sees the whole batch.
         inputs: Producing node -> handles of its parts, in chunk order.
         versions: Trained role -> version of its weights that the call must see.
+        behind: See `call_behind`.
     """
 
     node: str
@@ -63,6 +64,7 @@ class CallWork:
     chunk: int | None
     inputs: Mapping[str, tuple[Handle, ...]]
     versions: tuple[tuple[str, int], ...] = ()
+    behind: int | None = None
 
 
 @dataclass(frozen=True)

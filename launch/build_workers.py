@@ -19,6 +19,7 @@ from ..dataflow.errors import ConfigError
 from ..dataflow.graph import NodeKind
 from ..dataflow.role import Role
 from ..dataflow.worker import WorkerSpec
+from ..workers.agreement import AgreementLimits
 from ..workers.model import ModelSpec
 from ..workers.rule_reward import RuleRewardSpec
 from ..workers.split_policy import SplitPolicySpec
@@ -41,7 +42,15 @@ _TORCH: Mapping[str, Any] = {
     "rule": RuleRewardSpec,
 }
 
-_OURS = {"model", "eos_token_id", "optimizer", "task", "tokenizer", "task_fingerprint"}
+_OURS = {
+    "model",
+    "eos_token_id",
+    "optimizer",
+    "agreement",
+    "task",
+    "tokenizer",
+    "task_fingerprint",
+}
 """Fields of a spec that the run fills in; the others may be set as `options`."""
 
 
@@ -211,7 +220,9 @@ def _spec(
     spec = _specs(config)[plan.worker]
     if plan.worker != "policy":
         return spec(**options)
-    made = spec(**options, eos_token_id=data.tokenizer.eos_id)
+    judged = config.agreement
+    limits = AgreementLimits(every=judged.every, stop_above=judged.stop_above)
+    made = spec(**options, eos_token_id=data.tokenizer.eos_id, agreement=limits)
     rollout = _rollout(config)
     if rollout is None:
         return made

@@ -13,6 +13,7 @@ from ..algorithms.roles import Policy, PolicyOutput, Sampling, TrainMetrics
 from ..dataflow.errors import ConfigError
 from ..dataflow.role import Loss
 from ..dataflow.worker import WorkerContext
+from .agreement import AgreementLimits
 from .megatron_options import MegatronOptions
 from .megatron_worker import MegatronWorker
 from .model import ModelSpec, quiet_transformers
@@ -33,6 +34,8 @@ class MegatronPolicySpec(MegatronOptions):
     """Architecture and weights: Llama, Qwen2 or Qwen3."""
     eos_token_id: int
     """The token that ends a response."""
+    agreement: AgreementLimits = AgreementLimits()
+    """How far what it is trained on may be from its own log-probabilities."""
 
     def build(self, context: WorkerContext) -> MegatronPolicy:
         """Make this process's part of the policy on the context's device."""
@@ -81,7 +84,8 @@ class MegatronPolicy(MegatronWorker, Policy):
             check_columns(rows.tokens, rows.mask)
             return self._output(rows.tokens, rows.mask, temperature, needs_entropy=needs_entropy)
 
-        return self._train(forward, loss, batch, epochs, num_minibatches)
+        limits = self.spec.agreement
+        return self._train(forward, loss, batch, epochs, num_minibatches, limits)
 
     def _output(
         self, tokens: Tensor, mask: Tensor, temperature: float, *, needs_entropy: bool = False

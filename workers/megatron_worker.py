@@ -22,6 +22,7 @@ from ..dataflow.worker import WorkerContext
 from ..planner.box import volume
 from ..planner.layout import Layout
 from ..planner.sharding import Sharding
+from .agreement import AgreementLimits
 from .data_parallel import rank_group
 from .megatron_gather import gather_weights
 from .megatron_groups import join_groups, model_group
@@ -253,7 +254,13 @@ class MegatronWorker:
                     stored_view(tensors, piece).copy_(box)
 
     def _train(
-        self, forward: Forward[O], loss: Loss[B, O], batch: B, epochs: int, num_minibatches: int
+        self,
+        forward: Forward[O],
+        loss: Loss[B, O],
+        batch: B,
+        epochs: int,
+        num_minibatches: int,
+        limits: AgreementLimits | None = None,
     ) -> TrainMetrics:
         if self._trainer is None:
             raise RuntimeError(
@@ -267,6 +274,7 @@ class MegatronWorker:
             epochs=epochs,
             num_minibatches=num_minibatches,
             key=call_key(self.context.role, "train"),
+            limits=limits,
         )
 
     def _evaluate(

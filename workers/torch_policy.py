@@ -14,6 +14,7 @@ from ..dataflow.context import call_key
 from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss
 from ..dataflow.worker import WorkerContext
+from .agreement import AgreementLimits
 from .decode import Responses, decode
 from .decode_plain import decode_plain
 from .model import ModelSpec, quiet_transformers
@@ -42,6 +43,8 @@ class TorchPolicySpec:
     """Tokens computed at once in evaluation and training."""
     max_decode_rows: int = 512
     """Responses drawn at once; a bound on the memory of the key-value cache."""
+    agreement: AgreementLimits = AgreementLimits()
+    """How far what it is trained on may be from its own log-probabilities."""
 
     def __post_init__(self) -> None:
         check_range(self, "micro_batch_tokens", "max_decode_rows", at_least=1)
@@ -121,7 +124,8 @@ class TorchPolicy(TorchWorker, Policy):
             check_columns(rows.tokens, rows.mask)
             return self._output(rows.tokens, rows.mask, temperature, needs_entropy=needs_entropy)
 
-        return self._train(forward, loss, batch, epochs, num_minibatches)
+        limits = self.spec.agreement
+        return self._train(forward, loss, batch, epochs, num_minibatches, limits)
 
     def _output(
         self, tokens: Tensor, mask: Tensor, temperature: float, *, needs_entropy: bool = False

@@ -15,6 +15,7 @@ from ..dataflow.context import call_key
 from ..dataflow.role import Loss, Metric
 from ..dataflow.worker import WorkerContext
 from ..planner.sharding import Sharding, whole
+from .agreement import AgreementLimits
 from .data_parallel import rank_group
 from .network import Network, PlainNetwork
 from .optimizer import OptimizerSpec
@@ -142,6 +143,7 @@ class TorchWorker:
         batch: B,
         epochs: int,
         num_minibatches: int,
+        limits: AgreementLimits | None = None,
     ) -> TrainMetrics:
         if self._trainer is None:
             raise RuntimeError(
@@ -155,6 +157,7 @@ class TorchWorker:
             epochs=epochs,
             num_minibatches=num_minibatches,
             key=call_key(self.context.role, "train"),
+            limits=limits,
         )
 
     def _evaluate(

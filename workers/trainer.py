@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..algorithms.roles import TrainMetrics
-from ..dataflow.context import CallKey
+from ..dataflow.context import CallKey, call_behind
 from ..dataflow.role import Loss, LossSum, Metric
 from ..dataflow.worker import WorkerContext
-from .agreement import Agreement
+from .agreement import Agreement, AgreementLimits, check_agreement
 from .data_parallel import RankGroup, rank_group
 from .microbatch import Minibatches, columns, micro_batches, take_rows
 from .optimizer import AdamW, OptimizerSpec
@@ -80,6 +80,7 @@ class TrainLoop(Generic[O]):
         self._device = device
         self._group = rank_group(context, device)
         self._agreement: Agreement | None = None
+        self._compared = False
         self.calls = 0
 
     def train(
@@ -91,11 +92,13 @@ class TrainLoop(Generic[O]):
         epochs: int,
         num_minibatches: int,
         key: CallKey,
+        limits: AgreementLimits | None = None,
     ) -> TrainMetrics:
         """Take `epochs * num_minibatches` steps on this rank's part of a batch.
 
         Raises:
             ValueError: If the batch cannot be cut as asked.
+            DisagreementError: If another model must have sampled it; nothing has been changed.
             FloatingPointError: If a gradient is not finite.
         """
         if epochs < 1:
@@ -104,17 +107,20 @@ class TrainLoop(Generic[O]):
         lr = self._spec.lr_at(self.calls)
         sums = Sums()
         norms: list[float] = []
-        first = self._agreement = Agreement(self._device)
+        limits = limits or AgreementLimits()
+        if not self._compared or key.step % limits.every == 0:
+            self._agreement = Agreement(self._context, self._device)
+        agreed: dict[str, Metric] = {}
         for epoch in range(epochs):
             random = stream_generator(
                 self._context.seed, self._context.role, "minibatches", key, epoch
             )
             for rows in cut.epoch(random):
                 grad = self._gradient(forward, loss, batch, rows, sums)
-                self._agreement = None  # the next minibatches see other weights
+                agreed |= self._end_comparing(key, limits)  # the next see other weights
                 norms.append(self._step(grad, lr))
         self.calls += 1
-        metrics = sums.merged(self._group) | first.metrics(self._group)
+        metrics = sums.merged(self._group) | agreed
         steps = float(len(norms))
         metrics["loss"] = (
             Metric.mean(metrics["loss"].total, steps)
@@ -125,6 +131,16 @@ class TrainLoop(Generic[O]):
         metrics["lr"] = Metric.mean(lr, 1.0)
         metrics["tokens"] = Metric.mean(metrics["tokens"].total, float(epochs))
         return TrainMetrics(metrics)
+
+    def _end_comparing(self, key: CallKey, limits: AgreementLimits) -> dict[str, Metric]:
+        """What the minibatch just looked at says of its sampler; refuses one that disagrees."""
+        if self._agreement is None:
+            return {}
+        found = self._agreement.metrics()
+        self._agreement = None
+        self._compared = True
+        check_agreement(found, limits, self._context.role, key.step, call_behind())
+        return found
 
     def _gradient(
         self, forward: Forward[O], loss: Loss[B, O], batch: B, rows: Tensor, sums: Sums

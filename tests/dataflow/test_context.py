@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from penstock.dataflow.context import CallKey, call_key, call_scope, step_scope
+from penstock.dataflow.context import CallKey, call_behind, call_key, call_scope, step_scope
 
 
 def test_calls_of_a_method_are_numbered_within_a_step() -> None:
@@ -58,3 +58,11 @@ def test_another_thread_is_in_no_scope_of_this_one() -> None:
         thread.start()
         thread.join(timeout=10)
     assert [key.step for key in seen] == [0]
+
+
+def test_how_old_the_samples_are_is_known_within_a_call_alone() -> None:
+    with call_scope(3, 0, behind=1):
+        assert call_behind() == 1
+    with call_scope(3, 0):
+        assert call_behind() is None
+    assert call_behind() is None

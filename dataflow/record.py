@@ -358,7 +358,12 @@ class Recorder:
                 fix="annotate the return type with Annotated[Tensor, f32(...)] or a dataclass of "
                 "such columns",
             )
-        return None, (OutputColumn("out", spec, _rows_for(spec, rows, name)),)
+        made = name if makes_rows else _rows_for(spec, rows, name)
+        marks = {
+            "group_id": has_mark(annotation, GroupId),
+            "behavior": has_mark(annotation, Behavior),
+        }
+        return None, (OutputColumn("out", spec, made, **marks),)
 
 
 def _bind(

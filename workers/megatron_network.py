@@ -73,6 +73,11 @@ class MegatronNetwork:
         source = self.flat.data if buffer is None else buffer
         return {self.engine_name(name): self.flat.view(source, name) for name in self.flat.names}
 
+    def buffers(self) -> list[Tensor]:
+        """The flat buffers that exist: weights, gradients, their sum in float32."""
+        made = (self.flat.data, self.flat.grad, self._exact)
+        return [buffer for buffer in made if buffer is not None]
+
     def states(self, tokens: Tensor) -> Tensor:
         """What this stage sends on, [T, rows, D]; tokens i64[rows, T] count in the first alone."""
         return self._trunk(

@@ -119,6 +119,11 @@ class SharedAdamW:
             self._buffers |= optimizer_buffers(self._data[self._begin : self._end])
         return self._buffers
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Moments and master weights, as far as they exist."""
+        return list(self._buffers.values())
+
     def refresh(self) -> None:
         """Take over weights that were loaded from outside."""
         if "master" in self._buffers:

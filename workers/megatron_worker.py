@@ -24,6 +24,7 @@ from ..planner.layout import Layout
 from ..planner.sharding import Sharding
 from .agreement import AgreementLimits
 from .data_parallel import rank_group
+from .host_copy import SleepsInHostMemory
 from .megatron_gather import gather_weights
 from .megatron_groups import join_groups, model_group
 from .megatron_layout import HeadName, megatron_sharding, pieces_on, stored_view
@@ -43,7 +44,7 @@ O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
 _FORMAT = 2
 
 
-class MegatronWorker:
+class MegatronWorker(SleepsInHostMemory):
     """This process's part of a model, and a trainer unless it is frozen. Implements `Trainable`.
 
     Args:
@@ -124,6 +125,11 @@ class MegatronWorker:
         Whoever writes to them calls `weights_changed` afterwards.
         """
         return self.network.engine_tensors()
+
+    def device_tensors(self) -> list[Tensor]:
+        """See `SleepsInHostMemory`."""
+        states = [] if self._trainer is None else self._trainer.optimizer.buffers
+        return [*self.network.buffers(), *states]
 
     def weights_changed(self) -> None:
         """Tell the optimizer that weights were written from outside."""

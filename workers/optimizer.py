@@ -175,6 +175,11 @@ class AdamW:
         update_weights(self._flat.data, grad, self._allocated(), self._spec, lr, self.steps)
         return norm
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Moments and master weights, as far as they exist."""
+        return list(self._buffers.values())
+
     def refresh(self) -> None:
         """Take over weights that were loaded from outside."""
         if "master" in self._buffers:

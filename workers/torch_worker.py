@@ -17,6 +17,7 @@ from ..dataflow.worker import WorkerContext
 from ..planner.sharding import Sharding, whole
 from .agreement import AgreementLimits
 from .data_parallel import rank_group
+from .host_copy import SleepsInHostMemory
 from .network import Network, PlainNetwork
 from .optimizer import OptimizerSpec
 from .state_files import open_state, read_state_json, read_whole
@@ -31,7 +32,7 @@ O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
 _FORMAT = 1
 
 
-class TorchWorker:
+class TorchWorker(SleepsInHostMemory):
     """A network, and a trainer unless it is frozen. Implements `Trainable`.
 
     Args:
@@ -81,6 +82,13 @@ class TorchWorker:
         """All weights by Hugging Face name: views, not copies."""
         flat = self.network.flat
         return {name: flat.view(flat.data, name) for name in flat.names}
+
+    def device_tensors(self) -> list[Tensor]:
+        """See `SleepsInHostMemory`."""
+        flat = self.network.flat
+        grad = [] if flat.grad is None else [flat.grad]
+        states = [] if self._trainer is None else self._trainer.optimizer.buffers
+        return [flat.data, *grad, *states]
 
     def weights_changed(self) -> None:
         """Tell the optimizer that weights were written from outside."""

@@ -1,7 +1,8 @@
 """Executors: where work is carried out. The in-process one is here; it is the embedded default.
 
 An executor owns worker processes (or none), stores what calls produce, and reports completions. It
-decides nothing: order, versions and placement are the scheduler's.
+decides nothing: order, versions and placement are the scheduler's. Where groups share devices it
+puts one to sleep and wakes the other before it hands over work; see `turns.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from .deadline import DeadlineExceeded, deadline
 from .errors import ConfigError, PlanError
 from .graph import Graph
 from .host import Host
-from .placement import Placement
+from .placement import DeviceGroup, Placement
 from .role import Role
+from .turns import Turns, needs_device, sleep_workers, wake_workers
 from .work import Handle, Part, Report, Work
 from .worker import WorkerContext, WorkerSpec, close_workers
 
@@ -27,6 +29,7 @@ __all__ = [
     "Program",
     "build_role",
     "check_workers",
+    "groups_of",
     "methods_of",
 ]
 
@@ -114,6 +117,24 @@ class Executor(Protocol):
         ...
 
 
+def groups_of(programs: Mapping[str, Program]) -> list[DeviceGroup]:
+    """Every group named by any program, once.
+
+    Raises:
+        PlanError: If two programs declare a group differently.
+    """
+    groups: dict[str, DeviceGroup] = {}
+    for program in programs.values():
+        for group in program.placement.groups:
+            known = groups.setdefault(group.name, group)
+            if known != group:
+                raise PlanError(
+                    f"group '{group.name}' is declared as {known} and as {group}; programs that "
+                    "share a group must agree on it"
+                )
+    return list(groups.values())
+
+
 def methods_of(programs: Mapping[str, Program], group: str, role: str) -> frozenset[str]:
     """What all programs together ask of a role in a group."""
     found = (one.placement.methods(one.graph, group, role) for one in programs.values())
@@ -136,7 +157,7 @@ class InProcess:
 
     Work is performed inside `wait`, oldest first. A call that exceeds its deadline is interrupted,
     but not outside the main thread, under a debugger, or where something else uses SIGALRM: there
-    nothing bounds it.
+    nothing bounds it. Groups that share devices sleep in turn.
     """
 
     one_at_a_time = True
@@ -145,6 +166,8 @@ class InProcess:
     def __init__(self) -> None:
         self._hosts: dict[tuple[str, str], Host] = {}
         self._built: list[Role] = []
+        self._roles: dict[str, list[Role]] = {}
+        self._turns = Turns(())
         self._queue: deque[tuple[int, str, str, Work]] = deque()
         self._deadline_s = 0.0
 
@@ -170,13 +193,26 @@ class InProcess:
                     if (group.name, role) not in roles:
                         methods = methods_of(programs, group.name, role)
                         context = WorkerContext(role, seed, device=group.device, methods=methods)
-                        roles[group.name, role] = self._build(role, workers[role], context)
+                        built = self._build(role, workers[role], context)
+                        roles[group.name, role] = built
+                        self._roles.setdefault(group.name, []).append(built)
                 self._hosts[key, group.name] = Host(
                     program.graph,
                     {role: roles[group.name, role] for role in hosted},
                     program.placement.num_chunks,
                     fetch=lambda handle: handle,
                 )
+        self._turns = Turns(groups_of(programs))
+        for name, built in self._roles.items():
+            if self._turns.shares(name):
+                sleep_workers(built)
+
+    def _hand_over(self, group: str) -> None:
+        change = self._turns.take(group)
+        for name in change.sleep:
+            sleep_workers(self._roles.get(name, ()))
+        if change.wake is not None:
+            wake_workers(self._roles.get(change.wake, ()))
 
     def _build(self, name: str, worker: WorkerSpec | Role, context: WorkerContext) -> Role:
         role = build_role(name, worker, context)
@@ -202,6 +238,8 @@ class InProcess:
         ticket, program, group, work = self._queue.popleft()
         try:
             with deadline(self._deadline_s):
+                if needs_device(work):
+                    self._hand_over(group)
                 result = self._hosts[program, group].perform(work)
         except DeadlineExceeded:
             return []
@@ -220,6 +258,7 @@ class InProcess:
         """See `Executor.stop`."""
         self._queue.clear()
         self._hosts.clear()
+        self._roles.clear()
         built, self._built = self._built, []
         close_workers(built)
 

@@ -11,7 +11,7 @@ step, so "offset o at step s" names version `s * n + o`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = ["Flow", "FlowNode", "NodeKind", "WeightRead"]
@@ -68,10 +68,11 @@ class Flow:
     Attributes:
         name: The step function's name, for reports.
         nodes: In program order, which must be a topological order.
-        groups: Number of ranks of each group; groups are disjoint.
+        groups: Number of ranks of each group; no rank is in two groups.
         homes: For each trainable role the group where all its train nodes run.
         trains_per_step: Train nodes of each trainable role.
         num_chunks: Parts in which a step's rows are handled.
+        sharing: Group -> groups that have some of its devices, and so never work at the same time.
 
     Raises:
         ValueError: The parts do not fit; the message names the node and what was expected.
@@ -83,6 +84,7 @@ class Flow:
     homes: Mapping[str, str]
     trains_per_step: Mapping[str, int]
     num_chunks: int = 1
+    sharing: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -110,6 +112,14 @@ def _check_sizes(flow: Flow) -> None:
     for group, num_ranks in flow.groups.items():
         if num_ranks < 1:
             raise ValueError(f"group '{group}' must have at least 1 rank, got {num_ranks}")
+    for group, others in flow.sharing.items():
+        for other in sorted(others):
+            known = {group, other} <= flow.groups.keys()
+            if not known or group == other or group not in flow.sharing.get(other, ()):
+                raise ValueError(
+                    f"Flow.sharing says that '{group}' shares devices with '{other}'; both must be "
+                    "groups, two of them, and it must say the reverse as well"
+                )
 
 
 def _check_roles(flow: Flow) -> None:

@@ -6,15 +6,23 @@ the planner's; they reduce to a `Placement`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from .errors import PlanError
 from .flow import Flow, FlowNode
 from .graph import Graph, Node, NodeKind
 from .standin import nearest
 
-__all__ = ["DeviceGroup", "Placement", "check_placement", "flow_of", "follow", "one_group"]
+__all__ = [
+    "DeviceGroup",
+    "Placement",
+    "check_placement",
+    "flow_of",
+    "follow",
+    "one_group",
+    "sharing",
+]
 
 
 @dataclass(frozen=True)
@@ -27,9 +35,14 @@ class DeviceGroup:
     Attributes:
         name: What plans and traces call it.
         num_ranks: Data-parallel ranks in the group.
-        device: "cpu" or "cuda"; a process of a CUDA group owns one device.
+        device: "cpu" or "cuda"; a process of a CUDA group has one device.
         tensor_parallel: Processes among which a rank's matrices are divided.
         pipeline_parallel: Stages of a rank's layers.
+        devices: Which devices its processes are on, by process; groups that name the same take
+            turns. Empty for devices that no other group has.
+
+    Raises:
+        PlanError: If there are more or fewer devices than processes, or one has two of them.
     """
 
     name: str
@@ -37,6 +50,14 @@ class DeviceGroup:
     device: str = "cpu"
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    devices: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.devices and len(set(self.devices)) != self.num_processes:
+            raise PlanError(
+                f"group '{self.name}' has {self.num_processes} processes on devices "
+                f"{list(self.devices)}; every process needs a device of its own in the group"
+            )
 
     @property
     def num_processes(self) -> int:
@@ -61,6 +82,11 @@ class DeviceGroup:
     def rank_of(self, process: int) -> int:
         """The data-parallel rank that a process belongs to."""
         return process // self.tensor_parallel % self.num_ranks
+
+    def with_ranks(self, num_ranks: int) -> DeviceGroup:
+        """The group cut down to its first data-parallel ranks, on their devices."""
+        kept = tuple(d for p, d in enumerate(self.devices) if self.rank_of(p) < num_ranks)
+        return replace(self, num_ranks=num_ranks, devices=kept)
 
 
 @dataclass(frozen=True)
@@ -112,6 +138,19 @@ class Placement:
         return homes[0] if homes else None
 
 
+def sharing(groups: Sequence[DeviceGroup]) -> dict[str, frozenset[str]]:
+    """Group -> the other groups that have some of its devices; groups that share none left out."""
+    found = {
+        one.name: frozenset(
+            other.name
+            for other in groups
+            if other is not one and set(one.devices) & set(other.devices)
+        )
+        for one in groups
+    }
+    return {name: others for name, others in found.items() if others}
+
+
 def one_group(graph: Graph, num_ranks: int = 1, device: str = "cpu") -> Placement:
     """Everything on one group: the trivial placement."""
     group = DeviceGroup("all", num_ranks, device)
@@ -158,6 +197,7 @@ def flow_of(graph: Graph, placement: Placement) -> Flow:
         homes=homes,
         trains_per_step=graph.trains_per_step,
         num_chunks=placement.num_chunks,
+        sharing=sharing(placement.groups),
     )
 
 

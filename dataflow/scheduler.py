@@ -109,7 +109,7 @@ class Scheduler:
         self.one_at_a_time = one_at_a_time
         self.index = FlowIndex(flow)
         self.weights = Weights(flow, schedule, num_steps, resume.step)
-        self.ranks = RankPool(flow.groups)
+        self.ranks = RankPool(flow.groups, flow.sharing)
         self.log = EventLog(flow.groups, max_log)
         self.checkpoints = Checkpoints(
             self.index, self.weights, schedule, num_steps, checkpoint_every, resume.step

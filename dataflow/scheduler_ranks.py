@@ -3,12 +3,16 @@
 A rank runs one task at a time. A task takes one rank of a group or, for SPMD work, all of them.
 Each rank serves its waiting tasks by priority; an SPMD task that is first in its group keeps the
 group's ranks from starting anything behind it, so it runs as soon as the running tasks end.
+
+Groups that share devices take turns: one starts nothing while another has a task running. The one
+whose turn it is goes on as long as it has something to start, because handing devices over costs
+time; then comes the one with the oldest task. What is in flight is bounded, so every turn ends.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -43,16 +47,24 @@ class _Group:
 class RankPool:
     """All ranks of all groups.
 
+    Args:
+        groups: Group -> number of ranks.
+        sharing: Group -> groups that have some of its devices.
+
     Attributes:
         groups: Group -> its ranks and queues.
         held: Queued tasks that were not allowed to start, with their place.
     """
 
-    def __init__(self, groups: Mapping[str, int]) -> None:
+    def __init__(
+        self, groups: Mapping[str, int], sharing: Mapping[str, frozenset[str]] | None = None
+    ) -> None:
         self.groups = {
             name: _Group([None] * n, n, [[] for _ in range(n)]) for name, n in groups.items()
         }
         self.held: list[tuple[Priority, Task, str, int | None]] = []
+        self._sharing = sharing or {}
+        self._in_turn: set[str] = set()
         self._touched: dict[str, set[int]] = {}
         self._count = 0
 
@@ -88,10 +100,33 @@ class RankPool:
         """Start what can start; returns `(task, group, ranks)` in order of start."""
         started: list[tuple[Task, str, tuple[int, ...]]] = []
         touched, self._touched = self._touched, {}
-        for name, ranks in touched.items():
-            for task, on in self._dispatch_group(name, ranks, may_start):
+        for name in self._by_turn(touched):
+            if self.waits_for_turn(name):
+                self._touched[name] = touched[name]
+                continue
+            for task, on in self._dispatch_group(name, touched[name], may_start):
                 started.append((task, name, on))
+                if name in self._sharing:
+                    self._in_turn.add(name)
+                    self._in_turn -= self._sharing[name]
         return started
+
+    def waits_for_turn(self, group: str) -> bool:
+        """Whether a group that shares its devices is at work on them."""
+        others = (self.groups[name] for name in self._sharing.get(group, ()))
+        return any(other.num_free < len(other.running) for other in others)
+
+    def _by_turn(self, names: Iterable[str]) -> list[str]:
+        """Groups that share devices, whose turn it is first, then by their oldest task."""
+        if not self._sharing:
+            return list(names)
+
+        def order(name: str) -> tuple[bool, tuple[Priority, ...]]:
+            state = self.groups[name]
+            heaps = (state.whole, *state.single)
+            return name not in self._in_turn, tuple(sorted(heap[0][0] for heap in heaps if heap))
+
+        return sorted(names, key=order)
 
     def _dispatch_group(
         self, name: str, ranks: set[int], may_start: Callable[[Task], bool]

@@ -22,6 +22,7 @@ def violations(scheduler: Scheduler) -> list[str]:
     """Every invariant that does not hold, in words."""
     checks = (
         _ranks_exclusive,
+        _devices_exclusive,
         _admission_bound,
         _step_books,
         _every_task_in_one_place,
@@ -55,6 +56,14 @@ def _ranks_exclusive(scheduler: Scheduler) -> Iterator[str]:
     for group, state in scheduler.ranks.groups.items():
         if state.num_free != state.running.count(None):
             yield f"group {group} counts {state.num_free} free ranks, not the true number"
+
+
+def _devices_exclusive(scheduler: Scheduler) -> Iterator[str]:
+    working = {run.group for run in scheduler.running.values()}
+    for group, others in scheduler.flow.sharing.items():
+        for other in sorted(others & working):
+            if group in working and group < other:
+                yield f"'{group}' and '{other}' work on the same devices at the same time"
 
 
 def _admission_bound(scheduler: Scheduler) -> Iterator[str]:
@@ -153,8 +162,13 @@ def _every_task_in_one_place(scheduler: Scheduler) -> Iterator[str]:
 
 
 def _queue_order(scheduler: Scheduler) -> Iterator[str]:
-    """Work conserving: idle ranks have nothing they may start, unless an SPMD task claims them."""
+    """Work conserving: idle ranks have nothing they may start, unless an SPMD task claims them.
+
+    Or unless others are at work on their devices.
+    """
     for name, group in scheduler.ranks.groups.items():
+        if scheduler.ranks.waits_for_turn(name):
+            continue
         for rank, task in enumerate(group.running):
             heap = group.single[rank]
             if task is None and heap and not (group.whole and group.whole[0] < heap[0]):

@@ -59,7 +59,10 @@ def flows(draw: st.DrawFn) -> Flow:
         nodes.append(draw(_node(i, kind, nodes, homes, names, trained)))
         if kind in homes:
             trained[kind] += 1
-    return Flow("random", tuple(nodes), groups, homes, trains, draw(st.integers(1, 3)))
+    num_chunks = draw(st.integers(1, 3))
+    pairs = [(a, b) for a in names for b in names if a < b and draw(st.booleans())]
+    sharing = {a: frozenset(x for p in pairs if a in p for x in p if x != a) for a in names}
+    return Flow("random", tuple(nodes), groups, homes, trains, num_chunks, sharing)
 
 
 @st.composite

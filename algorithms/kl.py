@@ -31,6 +31,7 @@ __all__ = [
     "NoEos",
     "ScoreSlot",
     "adaptive_kl_coef",
+    "finished_score",
     "kl_estimate",
     "kl_shaped_reward",
     "response_kl",
@@ -176,6 +177,19 @@ def kl_shaped_reward(
         score = score.clamp(-score_clip, score_clip)
     score = _without_eos(score, finished, no_eos, no_eos_score, no_eos_penalty)
     return _pay((-kl_coef * kl).detach(), score.detach(), mask, score_slot)
+
+
+@op(scope="row")
+def finished_score(
+    score: PerSample,
+    finished: SampleFlag,
+    *,
+    no_eos: NoEos,
+    no_eos_score: float = -1.0,
+    no_eos_penalty: float = 1.0,
+) -> PerSample:
+    """Scores after the rule for responses that were cut off; arguments as in `kl_shaped_reward`."""
+    return _without_eos(score, finished, no_eos, no_eos_score, no_eos_penalty)
 
 
 def _without_eos(

@@ -17,28 +17,27 @@ Metrics are weighted means, per token unless it says otherwise:
 - `value_clip_fraction`: share of tokens where the value clip decided the loss.
 - `explained_variance`: 1 - Var(target - old value) / Var(target), over the minibatch.
 - `cross_entropy`: in nats.
-- `accuracy`, `margin`: per pair, how often and by how much the chosen response scores higher;
-  `score_mean`: per response.
+
+Those of preferences and scoring models are in `pair_losses`, with their metrics.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss, LossSum
-from .loss_terms import bradley_terry_loss, clipped_value_loss, cross_entropy
+from .loss_terms import clipped_value_loss, cross_entropy
+from .pair_losses import BradleyTerryLoss, CostModelLoss, DPOLoss, KTOLoss, MarginLoss
 from .policy_losses import ClippedPolicyLoss, KLGradient, ReferenceKLPolicyLoss
 from .reductions import aggregation_totals, zero_where_masked_out
 from .roles import (
     DemonstrationBatch,
-    PairBatch,
     PolicyOutput,
-    ScoreOutput,
     ValueBatch,
     ValueOutput,
 )
@@ -48,8 +47,12 @@ __all__ = [
     "BradleyTerryLoss",
     "ClippedPolicyLoss",
     "ClippedValueLoss",
+    "CostModelLoss",
     "CrossEntropyLoss",
+    "DPOLoss",
     "KLGradient",
+    "KTOLoss",
+    "MarginLoss",
     "ReferenceKLPolicyLoss",
     "TokenAggregation",
 ]
@@ -128,63 +131,3 @@ class CrossEntropyLoss(TokenAggregation, Loss[DemonstrationBatch, PolicyOutput])
         token_loss = cross_entropy(output.logprob)
         metrics = {"cross_entropy": token_metric(token_loss, batch.mask)}
         return LossSum(self.reduce(token_loss, batch.mask, totals), metrics)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BradleyTerryLoss(Loss[PairBatch, ScoreOutput]):
-    """Logistic loss on pairs of scores, averaged over pairs; see `bradley_terry_loss`."""
-
-    unit: ClassVar[Literal["row", "group"]] = "group"
-    tolerates_lag: ClassVar[bool] = True
-
-    margin: float = 0.0
-    """By how much the chosen response should win."""
-    centering_coef: float = 0.0
-    """Weight of the term that keeps scores around 0; 0.01 is usual."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "margin")
-        check_range(self, "centering_coef", at_least=0)
-
-    def totals(self, batch: PairBatch) -> Tensor:
-        """f64[1]: pairs."""
-        return batch.chosen.sum().double()[None]
-
-    def __call__(self, output: ScoreOutput, batch: PairBatch, totals: Tensor) -> LossSum:
-        """These pairs' share of the minibatch's loss.
-
-        Raises:
-            ValueError: If a pair does not have exactly one chosen and one rejected row here.
-        """
-        chosen_row, rejected_row = _pair_rows(batch.pair_id, batch.chosen)
-        chosen_score, rejected_score = output.score[chosen_row], output.score[rejected_row]
-        loss = bradley_terry_loss(
-            chosen_score=chosen_score,
-            rejected_score=rejected_score,
-            margin=self.margin,
-            centering_coef=self.centering_coef,
-        ).sum()
-        pairs = totals.new_tensor(float(len(chosen_row)))
-        gap = (chosen_score - rejected_score).detach()
-        metrics = {
-            "accuracy": ((gap > 0).sum(), pairs),
-            "margin": (gap.sum(), pairs),
-            "score_mean": (output.score.detach().sum(), 2 * pairs),
-        }
-        return LossSum(loss / totals[0].clamp(min=1).to(loss), metrics)
-
-
-def _pair_rows(pair_id: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Row numbers of the chosen and the rejected side, in the same order of pairs."""
-    pairs, index = torch.unique(pair_id, return_inverse=True)
-    wins = torch.bincount(index[chosen], minlength=len(pairs))
-    losses = torch.bincount(index[~chosen], minlength=len(pairs))
-    wrong = ((wins != 1) | (losses != 1)).nonzero().flatten()
-    if len(wrong):
-        first = wrong[0]
-        raise ValueError(
-            f"pair {int(pairs[first])} has {int(wins[first])} chosen and {int(losses[first])} "
-            "rejected rows; a pair needs exactly one of each, both in the same micro-batch"
-        )
-    order = torch.argsort(index)
-    return order[chosen[order]], order[~chosen[order]]

@@ -121,6 +121,13 @@ class PreferencePairs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoredPairs(PreferencePairs):
+    """Pairs whose responses the data scores: by ratings or labels, or by the task's verifier."""
+
+    score: PerSample
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyBatch:
     """What a policy-gradient loss reads."""
 
@@ -163,6 +170,31 @@ class PairBatch:
     tokens: TokenIds
     mask: TokenMask
     chosen: SampleFlag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePairBatch(PairBatch):
+    """A `PairBatch` with reference log-probabilities, for direct preference optimisation."""
+
+    ref_logprob: PerToken
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredPairBatch(PairBatch):
+    """A `PairBatch` with the data's own scores, for margins and labels."""
+
+    score: PerSample
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedbackBatch:
+    """Single responses that people liked or did not, and the reference point to judge them by."""
+
+    tokens: TokenIds
+    mask: TokenMask
+    desirable: SampleFlag
+    ref_logprob: PerToken
+    kl: PerSample
 
 
 @dataclass(frozen=True)

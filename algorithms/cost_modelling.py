@@ -1,0 +1,45 @@
+"""Cost modelling: learn how unsafe responses are, with 0 between safe and unsafe.
+
+Dai et al., "Safe RLHF: Safe Reinforcement Learning from Human Feedback", 2023, equation 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..dataflow.ranges import check_range
+from .losses import CostModelLoss
+from .roles import RewardModel, ScoredPairBatch, ScoredPairs, TrainMetrics
+
+__all__ = ["CostModelling", "cost_modelling_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModelling:
+    """Options of cost modelling."""
+
+    loss: CostModelLoss = CostModelLoss()
+    """Which responses count as safe."""
+    epochs: int = 1
+    """Passes over each step's pairs."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "epochs", "num_minibatches", at_least=1)
+
+
+def cost_modelling_step(pairs: ScoredPairs, cost: RewardModel, cfg: CostModelling) -> TrainMetrics:
+    """Train on one step's pairs, of which the chosen response is the safer one."""
+    return cost.train(
+        cfg.loss,
+        ScoredPairBatch(
+            pair_id=pairs.pair_id,
+            tokens=pairs.tokens,
+            mask=pairs.mask,
+            chosen=pairs.chosen,
+            score=pairs.score,
+        ),
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+    )

@@ -1,0 +1,46 @@
+"""Direct preference optimisation: learn from pairs of responses without a reward model.
+
+Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
+2023. Length-normalised DPO, IPO and others are values of `loss.loss_type`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..dataflow.ranges import check_range
+from .losses import DPOLoss
+from .roles import Policy, PreferencePairs, ReferencePairBatch, TrainMetrics
+
+__all__ = ["DPO", "dpo_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO:
+    """Options of direct preference optimisation."""
+
+    loss: DPOLoss = DPOLoss()
+    """Which function of the two log-ratios, and its beta."""
+    epochs: int = 1
+    """Passes over each step's pairs."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "epochs", "num_minibatches", at_least=1)
+
+
+def dpo_step(pairs: PreferencePairs, actor: Policy, ref: Policy, cfg: DPO) -> TrainMetrics:
+    """Make chosen responses likelier than rejected ones, measured against the reference."""
+    return actor.train(
+        cfg.loss,
+        ReferencePairBatch(
+            pair_id=pairs.pair_id,
+            tokens=pairs.tokens,
+            mask=pairs.mask,
+            chosen=pairs.chosen,
+            ref_logprob=ref.logprob(pairs.tokens, pairs.mask),
+        ),
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+    )

@@ -1,0 +1,74 @@
+"""KTO: learn from single responses that people liked or did not.
+
+Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", 2024. Both responses
+of a pair are used on their own. The reference point, an estimate of the policy's KL to the
+reference, is taken from prompts with other prompts' responses, once per step and before its update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..dataflow.ranges import check_range
+from ..dataflow.record import op
+from .losses import KTOLoss
+from .pairs import mismatched
+from .preference_losses import kto_kl
+from .reductions import zero_where_masked_out
+from .roles import (
+    FeedbackBatch,
+    PerSample,
+    PerToken,
+    Policy,
+    PreferencePairs,
+    TokenMask,
+    TrainMetrics,
+)
+
+__all__ = ["KTO", "kto_step", "reference_point"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTO:
+    """Options of KTO."""
+
+    loss: KTOLoss = KTOLoss()
+    """beta, and the weights of the two kinds of responses."""
+    epochs: int = 1
+    """Passes over each step's responses."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "epochs", "num_minibatches", at_least=1)
+
+
+@op(scope="batch")
+def reference_point(mask: TokenMask, *, logprob: PerToken, ref_logprob: PerToken) -> PerSample:
+    """The same `kto_kl` for every row: f32[rows] from token columns of mismatched responses."""
+    log_ratio = zero_where_masked_out(logprob - ref_logprob, mask).sum(dim=1)
+    return torch.zeros_like(log_ratio) + kto_kl(log_ratio)
+
+
+def kto_step(pairs: PreferencePairs, actor: Policy, ref: Policy, cfg: KTO) -> TrainMetrics:
+    """Make liked responses likelier and others less so, measured against the reference."""
+    other = mismatched(pairs.tokens, pairs.mask, pairs.pair_id)
+    kl = reference_point(
+        other.mask,
+        logprob=actor.logprob(other.tokens, other.mask),
+        ref_logprob=ref.logprob(other.tokens, other.mask),
+    )
+    return actor.train(
+        cfg.loss,
+        FeedbackBatch(
+            tokens=pairs.tokens,
+            mask=pairs.mask,
+            desirable=pairs.chosen,
+            ref_logprob=ref.logprob(pairs.tokens, pairs.mask),
+            kl=kl,
+        ),
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+    )

@@ -1,0 +1,77 @@
+"""Online DPO: pairs are the best and the worst of the policy's own responses to a prompt.
+
+Guo et al., "Direct Language Model Alignment from Online AI Feedback", 2024. Its loss has no ratio
+to the policy that sampled, which makes it tolerant of old rollouts (Noukhovitch et al.,
+"Asynchronous RLHF", 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .kl import NoEos, finished_score
+from .losses import DPOLoss
+from .pairs import Ties, best_and_worst
+from .roles import PerSample, Policy, Prompts, ReferencePairBatch, Reward, Sampling, TrainMetrics
+from .updates import Updates
+
+__all__ = ["OnlineDPO", "online_dpo_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineDPO(Updates):
+    """Options of online DPO; `correction` has nothing to correct and is not read."""
+
+    sampling: Sampling = Sampling(num_samples=2, temperature=0.7, max_new_tokens=53)
+    """How responses are drawn; of more than two the best and the worst make the pair."""
+    loss: DPOLoss = DPOLoss()
+    """Which function of the two log-ratios, and its beta."""
+    ties: Ties = "drop"
+    """Prompts whose responses all score the same: left out ("drop"), or the first one wins."""
+    no_eos: NoEos = "replace"
+    """What happens to the score of a response that was cut off: "replace" it, "subtract" from it,
+    set it to "zero", or "none"."""
+    no_eos_score: float = -1.0
+    """The score that "replace" gives such a response."""
+    no_eos_penalty: float = 1.0
+    """What "subtract" takes from its score."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sampling.num_samples < 2:
+            raise ValueError(
+                f"sampling.num_samples is {self.sampling.num_samples}, but a pair needs two "
+                "responses; set it to 2 or more"
+            )
+
+
+def online_dpo_step(
+    prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, cfg: OnlineDPO
+) -> tuple[TrainMetrics, PerSample]:
+    """Sample, pair the best response with the worst, and train on the pairs."""
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    ruled = finished_score(
+        score,
+        roll.finished,
+        no_eos=cfg.no_eos,
+        no_eos_score=cfg.no_eos_score,
+        no_eos_penalty=cfg.no_eos_penalty,
+    )
+    pairs = best_and_worst(roll, ruled, ties=cfg.ties)
+    temperature = cfg.sampling.temperature
+    batch = ReferencePairBatch(
+        pair_id=pairs.pair_id,
+        tokens=pairs.tokens,
+        mask=pairs.mask,
+        chosen=pairs.chosen,
+        ref_logprob=ref.logprob(pairs.tokens, pairs.mask, temperature=temperature),
+    )
+    report = actor.train(
+        cfg.loss,
+        batch,
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+        temperature=temperature,
+    )
+    return report, score

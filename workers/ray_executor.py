@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..dataflow.errors import ConfigError, PenstockError, PlanError, WorkerError
-from ..dataflow.executor import Completion, Program
-from ..dataflow.placement import DeviceGroup
+from ..dataflow.errors import ConfigError, PenstockError, WorkerError
+from ..dataflow.executor import Completion, Program, groups_of
 from ..dataflow.role import Role
+from ..dataflow.turns import Turns, needs_device
 from ..dataflow.work import CallWork, Handle, ImportSlicesWork, ImportWork, Part, Work
 from ..dataflow.worker import WorkerSpec
+from .ray_devices import SharedDevices
 from .ray_group import LEAST_START_S, ActorGroup, end_actors, start_groups
 
 if TYPE_CHECKING:
@@ -107,6 +108,9 @@ class RayExecutor:
     weights it had, and does again what was not finished. Random numbers belong to samples, so the
     run's result is the same. What its calls had made is kept by Ray, not by the dead.
 
+    Groups that share devices sleep in turn. The processes see to it themselves: those whose turn
+    it is wait for the others to sleep before they wake, and what they are asked next waits as well.
+
     Args:
         num_threads: Torch threads per process; the controller's own number shared among the
             processes of the largest group by default, so that one rank computes exactly what one
@@ -120,6 +124,8 @@ class RayExecutor:
         self._num_threads = num_threads
         self._programs: Mapping[str, Program] = {}
         self._groups: dict[str, ActorGroup] = {}
+        self._devices = SharedDevices(())
+        self._turns = Turns(())
         self._restartable: set[str] = set()
         self._loaded: dict[tuple[str, int, str], _Asked] = {}
         self._pending: dict[ray.ObjectRef[Any], tuple[_Asked, int]] = {}
@@ -142,7 +148,7 @@ class RayExecutor:
                     f"role '{name}' is given as a live {type(worker).__name__}; on Ray it must be "
                     "built where it runs: give a WorkerSpec"
                 )
-        groups = _groups(programs)
+        groups = groups_of(programs)
         self._programs, self._seed = programs, seed
         self._deadline_s, self._start_s = deadline_s, max(deadline_s, LEAST_START_S)
         connect_ray()
@@ -151,16 +157,43 @@ class RayExecutor:
         threads = self._num_threads or max(
             1, torch.get_num_threads() // max(group.num_processes for group in groups)
         )
-        self._groups = {group.name: ActorGroup(group, threads, deadline_s) for group in groups}
+        self._turns = Turns(groups)
+        self._devices = SharedDevices(groups)
+        self._groups = {
+            group.name: ActorGroup(group, threads, deadline_s, self._devices) for group in groups
+        }
         self._restartable = {group.name for group in groups if not _trains(programs, group.name)}
         self._hosted = ray.put((dict(programs), dict(workers)))
-        start_groups(list(self._groups.values()), self._hosted, seed, self._start_s)
+        self._devices.reserve(self._start_s)
+        asleep = frozenset(group.name for group in groups if self._turns.shares(group.name))
+        start_groups(list(self._groups.values()), self._hosted, seed, self._start_s, asleep)
 
     def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
         """Ask every process of the rank. See `Executor.submit`."""
         self._ask(_Asked(ticket, program, group, rank, work, set()))
 
+    def _hand_over(self, group: str, *, awake: bool = False) -> list[Any]:
+        """Give a group its devices before its next work; comes back at once.
+
+        Args:
+            group: Whose turn it is.
+            awake: Whether its processes are awake already, because they were started just now.
+
+        Returns:
+            What its processes wait for: the groups that give the devices up.
+        """
+        change = self._turns.take(group)
+        asleep = [
+            actor.sleep.remote() for name in change.sleep for actor in self._groups[name].actors
+        ]
+        if change.wake is not None and not awake:
+            for actor in self._groups[change.wake].actors:
+                actor.wake.remote(asleep)
+        return asleep
+
     def _ask(self, asked: _Asked) -> None:
+        if needs_device(asked.work):
+            self._hand_over(asked.group)
         group = self._groups[asked.group]
         processes = group.group.processes(asked.rank)
         asked.processes.update(processes)
@@ -230,6 +263,7 @@ class RayExecutor:
         self._pending = {r: p for r, p in self._pending.items() if p[0].group != asked.group}
         end_actors(group.actors, closing=False)
         try:
+            self._wait_asleep(asked.group)
             start_groups([group], self._hosted, self._seed, self._start_s)
         except PenstockError as error:
             self._pending.clear()
@@ -240,6 +274,16 @@ class RayExecutor:
             again.answers.clear()
             self._ask(again)
         return None
+
+    def _wait_asleep(self, group: str) -> None:
+        """Until the devices of a group that is started again are its own."""
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            ray.get(self._hand_over(group, awake=True), timeout=self._start_s)
+        except RayError as error:
+            raise WorkerError(f"its devices were not given up: {error}") from error
 
     def put(self, part: Part) -> Handle:
         """See `Executor.put`; these bytes do pass through the controller."""
@@ -259,6 +303,7 @@ class RayExecutor:
         self._loaded.clear()
         groups, self._groups = self._groups, {}
         end_actors([a for group in groups.values() for a in group.actors], closing=True)
+        self._devices.release()
 
     @property
     def controller_bytes(self) -> int:
@@ -308,17 +353,3 @@ def _trains(programs: Mapping[str, Program], group: str) -> bool:
         for one in programs.values()
         for role in one.graph.trains_per_step
     )
-
-
-def _groups(programs: Mapping[str, Program]) -> list[DeviceGroup]:
-    """Every group named by any program, once."""
-    groups: dict[str, DeviceGroup] = {}
-    for program in programs.values():
-        for group in program.placement.groups:
-            known = groups.setdefault(group.name, group)
-            if known != group:
-                raise PlanError(
-                    f"group '{group.name}' is declared as {known} and as {group}; programs that "
-                    "share a group must agree on it"
-                )
-    return list(groups.values())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..dataflow.errors import PenstockError, WorkerError
 from ..dataflow.placement import DeviceGroup
 from ..dataflow.worker import CLOSE_S
+from .ray_devices import SharedDevices
 
 if TYPE_CHECKING:
     import ray
@@ -25,18 +26,22 @@ class ActorGroup:
         group: The group.
         num_threads: Torch threads per process.
         deadline_s: How long a process waits for another in a call.
+        devices: What to ask Ray for.
 
     Attributes:
         actors: By process.
         num_starts: How often they were started.
     """
 
-    def __init__(self, group: DeviceGroup, num_threads: int, deadline_s: float) -> None:
+    def __init__(
+        self, group: DeviceGroup, num_threads: int, deadline_s: float, devices: SharedDevices
+    ) -> None:
         self.group = group
         self.actors: list[Any] = []
         self.num_starts = 0
         self._num_threads = num_threads
         self._deadline_s = deadline_s
+        self._devices = devices
 
     def create(self, start_s: float) -> None:
         """Ask Ray for the processes; comes back before they run."""
@@ -45,26 +50,33 @@ class ActorGroup:
         from .ray_rank import Rank
 
         self.num_starts += 1
-        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
-        if self.group.device.startswith("cuda"):
-            options["num_gpus"] = 1
-        actor = ray.remote(Rank).options(**options)
+        actor = ray.remote(Rank)
         self.actors = [
-            actor.remote(self.group, process, self._num_threads, self._deadline_s, start_s)
+            actor.options(
+                num_cpus=0, max_restarts=0, **self._devices.options(self.group, process)
+            ).remote(self.group, process, self._num_threads, self._deadline_s, start_s)
             for process in range(self.group.num_processes)
         ]
 
 
 def start_groups(
-    groups: Sequence[ActorGroup], hosted: ray.ObjectRef[Any], seed: int, start_s: float
+    groups: Sequence[ActorGroup],
+    hosted: ray.ObjectRef[Any],
+    seed: int,
+    start_s: float,
+    asleep: frozenset[str] = frozenset(),
 ) -> None:
     """Start the actors of several groups, all at once.
+
+    Groups that are to sleep build their roles one after another on GPUs, so that each finds the
+    memory of its devices free.
 
     Args:
         groups: Which.
         hosted: Programs and workers.
         seed: The run's.
         start_s: How long each phase may take.
+        asleep: Those that shall sleep afterwards, because they share devices.
 
     Raises:
         WorkerError: If a process fails or takes too long.
@@ -87,11 +99,28 @@ def start_groups(
         "joining its process group",
         start_s,
     )
-    _all(
-        [actor.build.remote([hosted], seed) for group in groups for actor in group.actors],
-        "building its roles",
-        start_s,
-    )
+    for some in _together(groups, asleep):
+        _all(
+            [actor.build.remote([hosted], seed) for group in some for actor in group.actors],
+            "building its roles",
+            start_s,
+        )
+        sleeping = [group for group in some if group.group.name in asleep]
+        _all(
+            [actor.sleep.remote() for group in sleeping for actor in group.actors],
+            "giving its devices up",
+            start_s,
+        )
+
+
+def _together(
+    groups: Sequence[ActorGroup], asleep: frozenset[str]
+) -> Generator[Sequence[ActorGroup]]:
+    """Which groups may build at the same time."""
+    waiting = [g for g in groups if g.group.name in asleep and g.group.device.startswith("cuda")]
+    yield [group for group in groups if group not in waiting]
+    for group in waiting:
+        yield [group]
 
 
 def _all(answers: list[Any], doing: str, start_s: float) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -16,12 +17,15 @@ import psutil
 import ray
 import torch
 import torch.distributed as dist
+from ray.exceptions import RayActorError
 
 from ..dataflow.batch import Packed
+from ..dataflow.errors import WorkerError
 from ..dataflow.executor import Program, build_role, methods_of
 from ..dataflow.host import Host
 from ..dataflow.placement import DeviceGroup
 from ..dataflow.role import Role
+from ..dataflow.turns import needs_device, sleep_workers, wake_workers
 from ..dataflow.work import (
     CallWork,
     ExportSlicesWork,
@@ -88,6 +92,7 @@ class Rank:
         self._hosts: dict[str, Host] = {}
         self._roles: dict[str, Role] = {}
         self._listener: socket.socket | None = None
+        self._sleeps = ""
 
     def listen(self) -> tuple[str, int]:
         """Open the socket at which process 0 is met: on this node's own address, no other."""
@@ -158,6 +163,28 @@ class Rank:
             methods_of(programs, group.name, role),
         )
 
+    def sleep(self) -> None:
+        """Give up the device; whatever needs it is refused until `wake`."""
+        self._sleeps = "nobody has woken it"
+        sleep_workers(self._roles.values())
+
+    def wake(self, asleep: list[Any]) -> None:
+        """Take the device back once others have given it up.
+
+        What goes wrong is told to whoever asks for work next, because nobody looks at this call.
+
+        Args:
+            asleep: References to their calls of `sleep`, in a list, so that Ray does not look.
+        """
+        try:
+            for one in asleep:
+                with contextlib.suppress(RayActorError):  # The dead hold nothing.
+                    ray.get(one, timeout=self._deadline_s)
+            wake_workers(self._roles.values())
+            self._sleeps = ""
+        except Exception:  # noqa: BLE001 - workers may raise anything; it is passed on
+            self._sleeps = f"waking it failed:\n{traceback.format_exc()}"
+
     def perform(self, program: str, work: Work, leads: bool) -> Answer:
         """Do one piece of work; outputs stay in this node's object store.
 
@@ -196,6 +223,10 @@ class Rank:
 
     def _perform(self, program: str, work: Work) -> Result:
         """What concerns slices of weights here, everything else by the host."""
+        if self._sleeps and needs_device(work):
+            raise WorkerError(
+                f"process {self._process} of group '{self._group.name}' sleeps; {self._sleeps}"
+            )
         host, start_s, traffic = self._hosts[program], time.time(), self._traffic
         answer: Any = None
         packets: dict[tuple[str, int], Packet] | None = None

@@ -3,7 +3,8 @@
 A loss names the batch it reads, hides what is masked out, and reduces by one of the modes of
 `reductions`. It can be computed in any number of micro-batches: their results add up to the
 minibatch's loss. The ratio of a policy loss is against `behavior_logprob`, the policy that sampled
-the tokens. Every loss can be imported from here; those of policies are in `policy_losses`.
+the tokens. Every loss, and every formula of one, can be imported from here. `policy_loss` is for
+tensors without any of this.
 
 Metrics are weighted means, per token unless it says otherwise:
 
@@ -11,6 +12,9 @@ Metrics are weighted means, per token unless it says otherwise:
 - `ratio_mean`: new over behaviour probability; 1 when both are the same policy.
 - `clip_fraction_low`, `clip_fraction_high`, `dual_clip_fraction`: share of tokens whose update that
   bound stopped.
+- `capped_fraction`: share of tokens whose weight the cap held.
+- `sequence_log_ratio`: log of new over behaviour probability of a whole response, in nats.
+- `score_gap`: per pair, how far apart the two responses' scores are.
 - `approx_kl_k1`, `approx_kl_k3`: KL(behaviour || policy) by two estimators, in nats.
 - `entropy`: of the next-token distribution, in nats; if the forward pass computed it.
 - `ref_kl_k1_per_sequence`, `ref_kl_k3_per_token`: KL(policy || reference), in nats.
@@ -31,9 +35,25 @@ from torch import Tensor
 
 from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss, LossSum
-from .loss_terms import clipped_value_loss, cross_entropy
+from .column_losses import policy_loss
+from .loss_terms import (
+    RatioLevel,
+    bradley_terry_loss,
+    capped_weight_loss,
+    clipped_policy_loss,
+    clipped_value_loss,
+    cross_entropy,
+    probability_ratio,
+    reinforce_loss,
+)
 from .pair_losses import BradleyTerryLoss, CostModelLoss, DPOLoss, KTOLoss, MarginLoss
-from .policy_losses import ClippedPolicyLoss, KLGradient, ReferenceKLPolicyLoss
+from .policy_losses import (
+    CappedWeightLoss,
+    ClippedPolicyLoss,
+    KLGradient,
+    ReferenceKLPolicyLoss,
+    ReinforceLoss,
+)
 from .reductions import aggregation_totals, zero_where_masked_out
 from .roles import (
     DemonstrationBatch,
@@ -41,10 +61,21 @@ from .roles import (
     ValueBatch,
     ValueOutput,
 )
+from .sequence_losses import ALoLLoss, MirrorDescentLoss, P3OLoss, RebelLoss
+from .sequence_terms import (
+    a_lol_kl_loss,
+    a_lol_loss,
+    mirror_descent_loss,
+    p3o_loss,
+    rebel_loss,
+    sequence_sum,
+)
 from .token_losses import TokenAggregation, token_metric
 
 __all__ = [
+    "ALoLLoss",
     "BradleyTerryLoss",
+    "CappedWeightLoss",
     "ClippedPolicyLoss",
     "ClippedValueLoss",
     "CostModelLoss",
@@ -53,8 +84,27 @@ __all__ = [
     "KLGradient",
     "KTOLoss",
     "MarginLoss",
+    "MirrorDescentLoss",
+    "P3OLoss",
+    "RatioLevel",
+    "RebelLoss",
     "ReferenceKLPolicyLoss",
+    "ReinforceLoss",
     "TokenAggregation",
+    "a_lol_kl_loss",
+    "a_lol_loss",
+    "bradley_terry_loss",
+    "capped_weight_loss",
+    "clipped_policy_loss",
+    "clipped_value_loss",
+    "cross_entropy",
+    "mirror_descent_loss",
+    "p3o_loss",
+    "policy_loss",
+    "probability_ratio",
+    "rebel_loss",
+    "reinforce_loss",
+    "sequence_sum",
 ]
 
 

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .advantages import broadcast_over_tokens, group_advantage
-from .grpo import GRPO
+from .grpo import GroupRelative
 from .kl import KLEstimator
-from .losses import KLGradient, ReferenceKLPolicyLoss
-from .roles import Policy, Prompts, ReferencePolicyBatch, Reward, TrainMetrics
-from .rollout_correction import corrected
+from .losses import ClippedPolicyLoss, KLGradient, ReferenceKLPolicyLoss
+from .roles import Policy, Prompts, Reward, TrainMetrics
+from .updates import train_policy
 
 __all__ = ["ReferenceGRPO", "reference_grpo_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceGRPO(GRPO):
+class ReferenceGRPO(GroupRelative):
     """Options of GRPO, and of its KL term."""
 
+    loss: ClippedPolicyLoss = ClippedPolicyLoss(
+        aggregation="seq-mean-token-mean", report_entropy=True
+    )
+    """Clipping, and how tokens and rows are weighed."""
     kl_coef: float = 0.04
     """Weight of the KL term; to go without one, use `grpo_step`."""
     kl_estimator: KLEstimator = "k3"
@@ -49,31 +52,6 @@ def reference_grpo_step(
     """As `grpo_step`, with the KL to `ref` added to the loss."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
-    advantage = group_advantage(
-        score,
-        roll.prompt_id,
-        divide_by_std=cfg.divide_by_std,
-        variance=cfg.std_variance,
-        eps=cfg.std_eps,
-    )
-    behavior_logprob, per_token = corrected(
-        actor,
-        roll,
-        broadcast_over_tokens(advantage, roll.mask),
-        cfg.correction,
-        cfg.sampling.temperature,
-    )
-    batch = ReferencePolicyBatch(
-        tokens=roll.tokens,
-        mask=roll.mask,
-        behavior_logprob=behavior_logprob,
-        advantage=per_token,
-        ref_logprob=ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature),
-    )
-    return actor.train(
-        cfg.kl_loss(),
-        batch,
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-        temperature=cfg.sampling.temperature,
-    )
+    advantage = cfg.advantage(score, roll)
+    ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    return train_policy(actor, roll, advantage, cfg.kl_loss(), cfg, ref_logprob=ref_logprob)

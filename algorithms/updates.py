@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..dataflow.ranges import check_range
-from .losses import ClippedPolicyLoss, ClippedValueLoss
+from ..dataflow.role import Loss
+from .losses import ClippedValueLoss
 from .roles import (
     PerToken,
     Policy,
     PolicyBatch,
+    PolicyOutput,
+    ReferencePolicyBatch,
     Rollout,
     Sampling,
     TokenMask,
@@ -40,16 +44,39 @@ class Updates:
         self.sampling.check_explores()
         check_range(self, "epochs", "num_minibatches", at_least=1)
 
+    def check_groups(self) -> None:
+        """Require several samples per prompt, for steps that compare them.
+
+        Raises:
+            ValueError: If there is only one.
+        """
+        if self.sampling.num_samples < 2:
+            raise ValueError(
+                f"sampling.num_samples is {self.sampling.num_samples}, but {type(self).__name__} "
+                "compares samples of one prompt with each other; set it to 2 or more"
+            )
+
 
 def train_policy(
-    actor: Policy, roll: Rollout, advantage: PerToken, loss: ClippedPolicyLoss, cfg: Updates
+    actor: Policy,
+    roll: Rollout,
+    advantage: PerToken,
+    loss: Loss[Any, PolicyOutput],
+    cfg: Updates,
+    *,
+    ref_logprob: PerToken | None = None,
 ) -> TrainMetrics:
-    """Train a policy on its rollouts and their advantages, corrected as `cfg` says."""
+    """Train a policy on its rollouts and their advantages, corrected as `cfg` says.
+
+    `loss` reads a `PolicyBatch`, or a `ReferencePolicyBatch` if there is a `ref_logprob`.
+    """
     temperature = cfg.sampling.temperature
     behavior_logprob, weighted = corrected(actor, roll, advantage, cfg.correction, temperature)
     batch = PolicyBatch(
         tokens=roll.tokens, mask=roll.mask, behavior_logprob=behavior_logprob, advantage=weighted
     )
+    if ref_logprob is not None:
+        batch = ReferencePolicyBatch(**vars(batch), ref_logprob=ref_logprob)
     return actor.train(
         loss,
         batch,

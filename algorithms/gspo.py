@@ -1,0 +1,41 @@
+"""Group sequence policy optimisation: GRPO with the ratio, and its clip, of whole responses.
+
+Zheng et al., "Group Sequence Policy Optimization", 2025. The ratio is the geometric mean over a
+response's tokens, so clip ranges are a thousand times narrower than for tokens, and a clip stops
+all tokens of a response. GSPO-token is `loss.ratio_level="sequence_mean_token"`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .grpo import GroupRelative
+from .losses import ClippedPolicyLoss
+from .roles import Policy, Prompts, Reward, TrainMetrics
+from .updates import train_policy
+
+__all__ = ["GSPO", "gspo_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPO(GroupRelative):
+    """Options of GSPO."""
+
+    loss: ClippedPolicyLoss = ClippedPolicyLoss(
+        ratio_level="sequence_mean",
+        eps_low=3e-4,
+        eps_high=4e-4,
+        aggregation="seq-mean-token-mean",
+        report_entropy=True,
+    )
+    """Clipping of whole responses; the mean is over responses."""
+    num_minibatches: int = 4
+    """Optimizer steps per pass."""
+
+
+def gspo_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: GSPO) -> TrainMetrics:
+    """Sample groups of responses, score them, and train on how each compares with its group."""
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    advantage = cfg.advantage(score, roll)
+    return train_policy(actor, roll, advantage, cfg.loss, cfg)

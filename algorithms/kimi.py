@@ -1,0 +1,57 @@
+"""Kimi k1.5: policy mirror descent around the policy that sampled, with a reward for brevity.
+
+Kimi Team, "Kimi k1.5: Scaling Reinforcement Learning with LLMs", 2025, section 2.3. Each iteration
+starts a new optimizer; `reset_each_call: true` among the optimizer's options does that. The reward
+for brevity is for later: the report trains without it first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..dataflow.ranges import check_range
+from .advantages import broadcast_over_tokens, group_advantage, log_partition_advantage
+from .losses import MirrorDescentLoss
+from .rewards import is_correct, length_reward, response_length, weighted_score
+from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
+from .updates import Updates, train_policy
+
+__all__ = ["Kimi", "kimi_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kimi(Updates):
+    """Options of Kimi k1.5's policy optimisation."""
+
+    sampling: Sampling = Sampling(num_samples=8, max_new_tokens=1024)
+    """How responses are drawn; `num_samples` is the size of a group."""
+    baseline: Literal["mean", "log_partition"] = "mean"
+    """What is taken off a score: the group's mean, or the exact `tau log mean exp(score / tau)`."""
+    length_weight: float = 0.0
+    """Weight of the reward for brevity; 0 while warming up."""
+    correct_score: float = 1.0
+    """From which score on a response counts as correct; wrong ones gain nothing by brevity."""
+    loss: MirrorDescentLoss = MirrorDescentLoss(report_entropy=True)
+    """Mirror descent: `tau` is the weight of the KL to the policy that sampled."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "length_weight", at_least=0)
+        check_range(self, "correct_score")
+        self.check_groups()
+
+
+def kimi_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: Kimi) -> TrainMetrics:
+    """Sample groups of responses, score them, and take a mirror descent step."""
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    if cfg.length_weight:
+        correct = is_correct(score, threshold=cfg.correct_score)
+        brevity = length_reward(response_length(roll.mask), roll.prompt_id, correct=correct)
+        score = weighted_score(score, other=brevity, other_weight=cfg.length_weight)
+    if cfg.baseline == "mean":
+        advantage = group_advantage(score, roll.prompt_id, divide_by_std=False)
+    else:
+        advantage = log_partition_advantage(score, roll.prompt_id, tau=cfg.loss.tau)
+    return train_policy(actor, roll, broadcast_over_tokens(advantage, roll.mask), cfg.loss, cfg)

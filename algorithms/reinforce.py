@@ -1,0 +1,39 @@
+"""REINFORCE: the plain policy gradient, with the batch's mean score as baseline or none.
+
+Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement
+Learning", 1992. There is no ratio and no clip, so take one optimizer step per rollout, of fresh
+rollouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .advantages import batch_centred, broadcast_over_tokens
+from .losses import ReinforceLoss
+from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
+from .updates import Updates, train_policy
+
+__all__ = ["Reinforce", "reinforce_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reinforce(Updates):
+    """Options of REINFORCE."""
+
+    sampling: Sampling = Sampling(max_new_tokens=53)
+    """How responses are drawn."""
+    baseline: Literal["batch_mean", "none"] = "batch_mean"
+    """What is taken off every score."""
+    loss: ReinforceLoss = ReinforceLoss(aggregation="seq-mean-token-sum", report_entropy=True)
+    """How tokens and rows are weighed; the sum over tokens is the response's log-probability."""
+
+
+def reinforce_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: Reinforce) -> TrainMetrics:
+    """Sample, score, and make better-scored responses likelier."""
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    if cfg.baseline == "batch_mean":
+        score = batch_centred(score)
+    return train_policy(actor, roll, broadcast_over_tokens(score, roll.mask), cfg.loss, cfg)

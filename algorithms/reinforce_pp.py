@@ -1,0 +1,94 @@
+"""REINFORCE++: returns to go, normalised over the whole batch; and its variant with a baseline.
+
+Hu, "REINFORCE++: A Simple and Efficient Approach for Aligning Large Language Models", 2025. Plain:
+the KL to the reference is in every token's reward. With baseline: the group's mean is taken off
+first, and the KL is a k2 term of the loss. Both normalise over all sampled tokens of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..dataflow.ranges import check_range
+from .advantages import broadcast_over_tokens, group_advantage, return_to_go, whiten
+from .kl_reward import KLReward
+from .losses import ClippedPolicyLoss, ReferenceKLPolicyLoss
+from .reductions import Variance
+from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
+from .updates import Updates, train_policy
+
+__all__ = [
+    "ReinforcePP",
+    "ReinforcePPBaseline",
+    "reinforce_pp_baseline_step",
+    "reinforce_pp_step",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePP(KLReward, Updates):
+    """Options of REINFORCE++."""
+
+    sampling: Sampling = Sampling(max_new_tokens=1024)
+    """How responses are drawn."""
+    kl_coef: float = 0.01
+    """Reward taken per nat of KL to the reference; with 0 there is no reference."""
+    discount: float = 1.0
+    """gamma, per token."""
+    whitening_variance: Variance = "unbiased"
+    """Whether normalising divides by n - 1 ("unbiased") or n ("biased")."""
+    loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
+    """Clipping; the mean is over tokens."""
+
+    def __post_init__(self) -> None:
+        KLReward.__post_init__(self)
+        Updates.__post_init__(self)
+        check_range(self, "discount", at_least=0, at_most=1)
+        if self.no_eos == "zero" or self.score_slot == "after_last":
+            raise ValueError("no_eos 'zero' and score_slot 'after_last' need a critic; use PPO")
+
+
+def reinforce_pp_step(
+    prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, cfg: ReinforcePP
+) -> TrainMetrics:
+    """Sample, score, and train on normalised returns to go."""
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    ref_logprob = roll.behavior_logprob
+    if cfg.kl_coef:
+        ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    shaped = cfg.token_reward(roll, score, ref_logprob)
+    to_go = return_to_go(shaped, roll.mask, discount=cfg.discount)
+    advantage = whiten(to_go, roll.mask, variance=cfg.whitening_variance)
+    return train_policy(actor, roll, advantage, cfg.loss, cfg)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePPBaseline(Updates):
+    """Options of REINFORCE++ with a baseline."""
+
+    sampling: Sampling = Sampling(num_samples=8, max_new_tokens=1024)
+    """How responses are drawn; `num_samples` is the size of a group."""
+    whitening_variance: Variance = "unbiased"
+    """Whether normalising divides by n - 1 ("unbiased") or n ("biased")."""
+    loss: ReferenceKLPolicyLoss = ReferenceKLPolicyLoss(
+        policy=ClippedPolicyLoss(report_entropy=True), kl_coef=0.01, kl_estimator="k2"
+    )
+    """Clipping, and the KL term; the mean is over tokens."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_groups()
+
+
+def reinforce_pp_baseline_step(
+    prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, cfg: ReinforcePPBaseline
+) -> TrainMetrics:
+    """Sample groups, score, and train on scores less their group's mean, normalised."""
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    centred = group_advantage(score, roll.prompt_id, divide_by_std=False)
+    per_token = broadcast_over_tokens(centred, roll.mask)
+    advantage = whiten(per_token, roll.mask, variance=cfg.whitening_variance)
+    ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    return train_policy(actor, roll, advantage, cfg.loss, cfg, ref_logprob=ref_logprob)

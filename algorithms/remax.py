@@ -1,0 +1,71 @@
+"""ReMax: the baseline of a response is the score of the greedy response to the same prompt.
+
+Li et al., "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning
+Large Language Models", 2023. The greedy response is drawn from the same weights, and is neither
+trained on nor part of any statistic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..dataflow.ranges import check_range
+from .advantages import KLPlacement, paired_baseline, remax_advantage
+from .kl import kl_estimate, response_kl
+from .losses import ClippedPolicyLoss
+from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics
+from .updates import Updates, train_policy
+
+__all__ = ["ReMax", "remax_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReMax(Updates):
+    """Options of ReMax."""
+
+    sampling: Sampling = Sampling(max_new_tokens=53)
+    """How responses are drawn."""
+    kl_coef: float = 0.05
+    """Reward taken per nat of KL to the reference."""
+    kl_placement: KLPlacement = "own_token"
+    """Which KL a token pays for: its own, or its own and that of all after it ("return_to_go")."""
+    difference_clip: float | None = 5.0
+    """Bound on the size of the score's difference to the greedy one."""
+    discount: float = 1.0
+    """gamma, per token."""
+    loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
+    """The policy's loss; for one update on fresh rollouts its gradient is REINFORCE's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "kl_coef", at_least=0)
+        check_range(self, "difference_clip", above=0)
+        check_range(self, "discount", at_least=0, at_most=1)
+
+
+def remax_step(
+    prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, cfg: ReMax
+) -> tuple[TrainMetrics, PerSample]:
+    """Sample, score against the greedy response, and train; reports the KL as well."""
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    once = replace(cfg.sampling, num_samples=1, temperature=0.0)
+    greedy = actor.generate(prompts.prompt, prompts.prompt_id, once)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    greedy_score = reward.score(greedy.tokens, greedy.mask, greedy.prompt_id)
+    ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    advantage = remax_advantage(
+        score,
+        roll.mask,
+        greedy_score=paired_baseline(
+            roll.prompt_id, baseline=greedy_score, baseline_prompt_id=greedy.prompt_id
+        ),
+        kl=kl_estimate(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob),
+        kl_coef=cfg.kl_coef,
+        kl_placement=cfg.kl_placement,
+        difference_clip=cfg.difference_clip,
+        discount=cfg.discount,
+    )
+    return (
+        train_policy(actor, roll, advantage, cfg.loss, cfg),
+        response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob),
+    )

@@ -279,11 +279,24 @@ def check_lag(graph: Graph, max_lag: int) -> None:
 
 
 def _own_rollouts(graph: Graph, node: Node) -> list[Node]:
-    ancestors = nx.ancestors(graph.dag, node.name)
+    """The role's own rollouts whose rows `node` trains on, directly or through ops that choose.
+
+    Another rollout may have a say in a number of those rows, as a greedy response's score may be a
+    baseline: it is not trained on, and there is nothing to correct.
+    """
+    makers: set[str] = set()
+    todo = [ref for _, ref in node.inputs]
+    while todo:
+        ref = todo.pop()
+        rows = next(o.rows for o in graph[ref.node].outputs if o.name == ref.column)
+        if rows not in makers:
+            makers.add(rows)
+            if graph[rows].kind is NodeKind.OP:
+                todo += [ref for _, ref in graph[rows].inputs]
     return [
         other
         for other in graph.nodes
-        if other.name in ancestors
+        if other.name in makers
         and other.kind is NodeKind.ROLLOUT
         and any(read.role == node.role for read in other.reads)
     ]

@@ -61,7 +61,8 @@ def op(*, scope: Scope, makes_rows: bool = False) -> Callable[[Callable[P, R]], 
     Args:
         scope: "row" if each output row depends on its own input row only, "group" if on the rows of
             its group, "batch" if on all rows. It decides what may run before the batch is complete.
-        makes_rows: True if the output's rows are not the input's (a filter, a resampling).
+        makes_rows: True if the output's rows are not the input's (a filter, a resampling). Such an
+            op may take rows of several producers, to join them.
 
     Example:
         >>> @op(scope="row")
@@ -188,6 +189,8 @@ class Recorder:
         """Append a node for an op."""
         name, ordinal = self._unique(function.__name__)
         arguments, columns, roles = self._arguments(name, function, args, kwargs, method=False)
+        if not makes_rows:
+            check_rows(name, columns)
         table, outputs = self._returns(name, function, columns, makes_rows)
         return self._append(
             Node(
@@ -222,6 +225,7 @@ class Recorder:
             check_batch(name, bound.get("loss"), bound.get("batch"))
             check_output(name, bound.get("loss"), function)
         arguments, columns, roles = self._arguments(name, function, args, kwargs, method=True)
+        check_rows(name, columns)
         rollout = kind is CallKind.ROLLOUT
         table, outputs = None, ()
         if kind is not CallKind.TRAIN:
@@ -251,7 +255,10 @@ class Recorder:
         returned = list(_returned(result))
         names = tuple(dict.fromkeys(one if isinstance(one, str) else one.node for one in returned))
         columns = tuple(dict.fromkeys(one for one in returned if isinstance(one, Ref)))
-        return Graph(self.name, tuple(self.nodes), self.roles, self.sources, names, columns)
+        # A role that this config does not ask for anything needs no worker and no model.
+        asked = {read.role for node in self.nodes for read in node.reads}
+        roles = {name: kind for name, kind in self.roles.items() if name in asked}
+        return Graph(self.name, tuple(self.nodes), roles, self.sources, names, columns)
 
     def _version(self, role: str) -> int:
         return self._trains.get(role, 0)
@@ -296,7 +303,6 @@ class Recorder:
             check_argument(name, parameter, hints.get(parameter), value)
             argument = self._freeze(name, parameter, value, columns, roles)
             frozen.append((parameter, argument))
-        check_rows(name, columns)
         return tuple(frozen), columns, roles
 
     def _freeze(

@@ -45,8 +45,7 @@ def test_text_shows_versions_roles_and_both_kinds_of_arrow() -> None:
     assert to_text(GRAPHS["two_trains"]) == (
         "graph two_trains\n"
         "  source demos: Demonstrations\n"
-        "  role actor: Policy, trained\n"
-        "  role ref: Policy, frozen\n"
+        "  role actor: Policy, trained\n"  # not ref, which is asked for nothing
         "\n"
         "actor.logprob  [forward, row]  reads actor@0\n"
         "  tokens ~> demos.tokens\n"

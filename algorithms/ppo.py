@@ -34,7 +34,7 @@ from .roles import (
 )
 from .updates import Updates, train_critic, train_policy
 
-__all__ = ["PPO", "ppo_step"]
+__all__ = ["PPO", "learn", "ppo_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +117,13 @@ def ppo_step(
     """Sample, score, estimate advantages, and train actor and critic; reports the KL as well."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    return learn(roll, score, actor, critic, ref, cfg)
+
+
+def learn(
+    roll: Rollout, score: PerSample, actor: Policy, critic: ValueModel, ref: Policy, cfg: PPO
+) -> tuple[TrainMetrics, TrainMetrics, PerSample]:
+    """What PPO does with scored responses, for steps that come by theirs in another way."""
     roll, states = cfg.judged(roll)
     value = critic.value(roll.tokens, states)
     ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)

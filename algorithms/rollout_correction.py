@@ -12,6 +12,7 @@ correction computes p by one forward pass more.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -24,7 +25,13 @@ from ..dataflow.record import op
 from .reductions import check_token_columns, zero_where_masked_out
 from .roles import SAMPLE, TOKEN, PerToken, Policy, Rollout, TokenMask
 
-__all__ = ["RolloutCorrection", "corrected", "rollout_weight", "weighted_advantage"]
+__all__ = [
+    "RolloutCorrection",
+    "corrected",
+    "effective_sample_size",
+    "rollout_weight",
+    "weighted_advantage",
+]
 
 
 CorrectedAdvantage = Annotated[Tensor, f32(SAMPLE, TOKEN), Behavior()]
@@ -40,14 +47,19 @@ class RolloutCorrection:
     )
     """Weights per token or of whole responses (the product over their tokens), cut off at `cap`, or
     set to 0 outside `floor` and `cap`."""
-    cap: float = 2.0
-    """Largest weight."""
+    cap: float | None = 2.0
+    """Largest weight; None for no bound."""
     floor: float = 0.0
     """Smallest weight that a mask lets through; truncation does not use it."""
+    mean_floor: float = 0.0
+    """Responses whose geometric mean weight per token is below this are left out as well."""
+    mean_cap: float | None = None
+    """So are those where it is above this; 1.01 with a floor of 0.99 is usual, None for neither."""
 
     def __post_init__(self) -> None:
-        check_range(self, "floor", at_least=0)
+        check_range(self, "floor", "mean_floor", at_least=0)
         check_range(self, "cap", above=self.floor)
+        check_range(self, "mean_cap", above=self.mean_floor)
 
 
 @op(scope="row")
@@ -74,15 +86,34 @@ def rollout_weight(
     """
     check_token_columns(mask, logprob=logprob, behavior_logprob=behavior_logprob)
     log_ratio = zero_where_masked_out(logprob - behavior_logprob, mask).detach()
-    if correction.mode.startswith("sequence"):
-        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
-    weight = log_ratio.exp()
+    of_row = log_ratio.sum(1, keepdim=True)
+    weight = (of_row.expand_as(log_ratio) if correction.mode.startswith("seq") else log_ratio).exp()
     if correction.mode.endswith("truncate"):
-        weight = weight.clamp(max=correction.cap)
+        weight = weight.clamp(max=math.inf if correction.cap is None else correction.cap)
     else:
-        kept = (weight >= correction.floor) & (weight <= correction.cap)
+        kept = _between(weight, correction.floor, correction.cap)
         weight = torch.where(kept, weight, torch.zeros_like(weight))
-    return zero_where_masked_out(weight, mask)
+    mean = (of_row / mask.sum(1, keepdim=True).clamp(min=1)).exp()
+    kept = _between(mean, correction.mean_floor, correction.mean_cap)
+    return zero_where_masked_out(torch.where(kept, weight, torch.zeros_like(weight)), mask)
+
+
+def _between(weight: Tensor, floor: float, cap: float | None) -> Tensor:
+    return (weight >= floor) & (weight <= (math.inf if cap is None else cap))
+
+
+def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
+    """Share of tokens that would say as much with equal weights: `(sum w)^2 / (n sum w^2)`.
+
+    Args:
+        weight: f32[rows, T].
+        mask: bool[rows, T].
+
+    Returns:
+        f64 scalar in (0, 1]; 0 if all weights are.
+    """
+    kept = weight[mask].double()
+    return kept.sum().square() / (len(kept) * kept.square().sum()).clamp(min=1e-300)
 
 
 @op(scope="row")

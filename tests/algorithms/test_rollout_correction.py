@@ -6,7 +6,11 @@ import pytest
 import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.roles import PolicyBatch, PolicyOutput
-from penstock.algorithms.rollout_correction import RolloutCorrection, rollout_weight
+from penstock.algorithms.rollout_correction import (
+    RolloutCorrection,
+    effective_sample_size,
+    rollout_weight,
+)
 from torch import Tensor, tensor
 
 MASK = torch.ones(1, 4, dtype=torch.bool)
@@ -67,3 +71,20 @@ def test_masked_tokens_count_for_nothing() -> None:
 def test_bounds_that_let_nothing_through_are_refused() -> None:
     with pytest.raises(ValueError, match=r"cap is 0\.5; expected above 0\.9"):
         RolloutCorrection(floor=0.9, cap=0.5)
+
+
+def test_responses_can_be_left_out_by_their_mean_weight() -> None:
+    """The product 3.320117 is 1.349859 a token, well outside [0.99, 1.01]."""
+    tight = RolloutCorrection(mean_floor=0.99, mean_cap=1.01)
+    assert not weights(tight).any()
+    wide = weights(RolloutCorrection(cap=5.0, mean_floor=1.3, mean_cap=1.4))
+    torch.testing.assert_close(wide, tensor([[1.221403, 0.818731, 3.320117, 1.0]]))
+    unbounded = weights(RolloutCorrection(mode="sequence_truncate", cap=None))
+    torch.testing.assert_close(unbounded, torch.full((1, 4), 3.320117), atol=1e-6, rtol=0)
+
+
+def test_effective_sample_size() -> None:
+    weight = tensor([[2.0, 2.0, 9.0], [0.0, 4.0, 2.0]])
+    mask = tensor([[True, True, False], [True, True, False]])
+    assert float(effective_sample_size(weight, mask)) == pytest.approx(64 / (4 * 24))
+    assert float(effective_sample_size(torch.ones(2, 3), mask)) == 1

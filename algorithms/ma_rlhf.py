@@ -1,0 +1,108 @@
+"""MA-RLHF: PPO whose actions are runs of tokens.
+
+Chai et al., "MA-RLHF: Reinforcement Learning from Human Feedback with Macro Actions", 2024.
+Advantages are estimated from macro action to macro action and given to every token of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .kl import response_kl
+from .macro_actions import MacroReward, MacroValue, Termination, macro_actions, macro_gae
+from .macro_losses import MacroPolicyBatch, MacroPolicyLoss
+from .ppo import PPO
+from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
+from .updates import train_critic, train_policy
+
+__all__ = ["MARLHF", "ma_rlhf_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MARLHF(PPO):
+    """Options of MA-RLHF."""
+
+    termination: Termination = "fixed"
+    """Where a macro action ends: after `macro_length` tokens ("fixed"), after a number drawn from
+    `macro_lengths` ("random"), or where likelihood stops rising ("perplexity")."""
+    macro_length: int | None = 5
+    """Tokens of a fixed macro action; None for one per response."""
+    macro_lengths: tuple[int, ...] = (1, 2, 3, 5, 10)
+    """Lengths that random macro actions are drawn from."""
+    macro_value: MacroValue = "equal"
+    """How tokens' values make a macro action's."""
+    macro_reward: MacroReward = "sum"
+    """Whether tokens' rewards add up, or are averaged as values are ("mean")."""
+    macro_ratio: Literal["token", "joint"] = "token"
+    """Ratios per token with a shared advantage, or one product per macro action ("joint")."""
+    score_clip: float | None = 2.5
+    """Bound on the size of a score."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.no_eos == "zero" or self.score_slot == "after_last":
+            raise ValueError(
+                "macro actions end with the last token, so nothing can be paid or expected after "
+                "it; choose another no_eos than 'zero', and score_slot 'last_token'"
+            )
+        if self.macro_ratio == "joint" and self.correction is not None:
+            raise ValueError(
+                "a correction weighs tokens; set macro_ratio to 'token' or leave it out"
+            )
+
+
+def ma_rlhf_step(
+    prompts: Prompts, actor: Policy, critic: ValueModel, ref: Policy, reward: Reward, cfg: MARLHF
+) -> tuple[TrainMetrics, TrainMetrics, PerSample]:
+    """As `ppo_step`, with macro actions for tokens."""
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    value = critic.value(roll.tokens, roll.mask)
+    ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    macro_id = macro_actions(
+        roll.tokens,
+        roll.mask,
+        roll.behavior_logprob,
+        termination=cfg.termination,
+        length=cfg.macro_length,
+        lengths=cfg.macro_lengths,
+    )
+    target = macro_gae(
+        roll.mask,
+        macro_id,
+        reward=cfg.token_reward(roll, score, ref_logprob),
+        value=value,
+        discount=cfg.discount,
+        lam=cfg.gae_lambda,
+        macro_value=cfg.macro_value,
+        macro_reward=cfg.macro_reward,
+    )
+    advantage = cfg.scaled(target.advantage, roll.mask)
+    if cfg.macro_ratio == "token":
+        actor_report = train_policy(actor, roll, advantage, cfg.policy_loss, cfg)
+    else:
+        actor_report = actor.train(
+            MacroPolicyLoss(policy=cfg.policy_loss),
+            MacroPolicyBatch(
+                tokens=roll.tokens,
+                mask=roll.mask,
+                behavior_logprob=roll.behavior_logprob,
+                advantage=advantage,
+                macro_id=macro_id,
+            ),
+            epochs=cfg.epochs,
+            num_minibatches=cfg.num_minibatches,
+            temperature=cfg.sampling.temperature,
+        )
+    critic_report = train_critic(
+        critic,
+        roll,
+        cfg.value_loss,
+        cfg,
+        mask=roll.mask,
+        value=value,
+        value_target=target.value_target,
+    )
+    kl = response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob)
+    return actor_report, critic_report, kl

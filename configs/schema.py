@@ -138,6 +138,9 @@ class ExecutorConfig(Section):
     """Worker group -> processes that share every matrix of a data-parallel rank; 1 by default."""
     pipeline_parallel: dict[str, AtLeastOne] = Field(default_factory=dict[str, int])
     """Worker group -> stages of layers in each data-parallel rank; 1 by default."""
+    devices: dict[str, list[Count]] = Field(default_factory=dict[str, list[int]])
+    """Worker group -> which devices its processes have; groups that name the same take turns on
+    them. By default devices of its own."""
     num_threads: AtLeastOne | None = None
     """Torch threads per process; by default the cores are shared out among the ranks."""
 
@@ -155,7 +158,8 @@ class RolloutConfig(Section):
     """What samples from policies."""
 
     kind: Literal["same", "torch", "vllm"] = "same"
-    """`same`: the engine that trains. Others generate on a group of their own."""
+    """`same`: the engine that trains. Others generate in processes of their own, which take turns
+    with those that train where they are placed on the same devices."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of the rollout worker's spec, such as `max_decode_rows`."""
 

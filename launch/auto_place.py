@@ -1,8 +1,10 @@
 """`placement=auto`: the planner chooses where the main stage's nodes run on this machine.
 
-The machine is what `penstock profile` found, or analytic defaults for its cores. Our torch engine
-is data-parallel, so what is chosen is which roles share ranks, and how many ranks they share. Not
-all devices need be used: a step too short to be worth the ranks gets fewer.
+The machine is what `penstock profile` found, or analytic defaults for its cores. What is chosen is
+which roles share devices, how many, and in which layouts their calls run, of those that the run's
+engines have: the torch engine is data-parallel. Calls of one group that need different processes
+take turns; see `divide.py`. Not all devices need be used: a step too short to be worth the ranks
+gets fewer.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from ..planner.plan_step import plan_step
 from ..planner.shapes import ModelShape
 from ..planner.wording import placement_text, seconds_text
 from ..planner.workload import Workload
+from .divide import divided, not_run, runs_on
 from .machine import analytic_cpus
 from .plan_inputs import PlanInputs
 from .sizes import train_items
@@ -144,7 +147,9 @@ def _best(
     Raises:
         PlanError: If none fits; of the refusals that of all devices.
     """
-    pins = Pins(allows=_Divides(train_items(graph, config.algorithm.per_step), workload))
+    items = train_items(graph, config.algorithm.per_step)
+    engines = {n.name: runs_on(config, graph, n) for n in graph.nodes if n.role is not None}
+    pins = Pins(allows=_CanRun(items, workload, engines))
     found: list[Plan] = []
     refused: list[PlanError] = []
     sizes = _halvings(machine.cluster.num_devices)
@@ -158,7 +163,7 @@ def _best(
                 workload,
                 max_lag=config.schedule.max_lag,
                 constants=machine.constants(models),
-                engine="torch",
+                engine=config.engine.kind,
                 pins=pins,
                 deadline_s=max(0.5, (until_s - time.monotonic()) / left),
             )
@@ -169,8 +174,8 @@ def _best(
     if not found:
         raise refused[0]
     best = min(found, key=_step_time_s)
-    most = max(group.num_ranks for group in best.groups)
-    chunks = lcm(*(group.num_ranks for group in best.groups)) // most
+    ranks = [group.device_group.num_ranks for group in divided(best, graph, config).groups]
+    chunks = lcm(*ranks) // max(ranks)
     return best.model_copy(update={"cluster": machine.cluster, "chunks_per_rank": chunks})
 
 
@@ -194,16 +199,25 @@ def _part(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
 
 
 @dataclass(frozen=True)
-class _Divides:
-    """Whether a step's prompts divide by the ranks that would share them."""
+class _CanRun:
+    """Whether a step's prompts divide by the ranks that would share them, in a layout that runs.
+
+    Attributes:
+        items: Train node -> what its ranks must divide.
+        workload: Of the step.
+        engines: Call -> engine.
+    """
 
     items: Mapping[str, int]
     workload: Workload
+    engines: Mapping[str, str]
 
     def __call__(self, unit: str, option: Option) -> bool:
         del unit
         return all(
             self.items.get(name, layout.dp) % layout.dp == 0
             and layout.dp <= self.workload.num_prompts
+            and not_run(layout, self.engines[name]) is None
+            and not layout.checkpointing
             for name, layout in option.layouts.items()
         )

@@ -6,7 +6,6 @@ What nobody has said is left to the planner; see `auto_place.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import lcm
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from ..dataflow.executor import Executor, InProcess
 from ..dataflow.graph import Graph, NodeKind
 from ..dataflow.placement import DeviceGroup, Placement, check_placement, follow
 from ..planner.cluster import ClusterSpec
-from ..planner.layout import Layout
 from ..planner.plan import GroupPlan, Plan, one_group_plan
+from .divide import check_layouts, divided
 from .machine import threads_of
 from .sizes import train_items
 
@@ -34,7 +33,7 @@ def written_plan(config: RunConfig) -> Plan | None:
     Raises:
         ConfigError: If a group of `executor.nodes` is not one of `executor.groups`, or both groups
             and a plan's file are given.
-        PlanError: If the plan cannot be read or is none for this executor and our torch engine.
+        PlanError: If the plan cannot be read or is none for this executor.
     """
     section = config.executor
     for name, group in section.nodes.items():
@@ -50,12 +49,6 @@ def written_plan(config: RunConfig) -> Plan | None:
         return _from_file(Path(config.placement), config)
     if section.kind == "in_process":
         return one_group_plan(device=section.device)
-    if config.engine.kind != "torch" or config.rollout.kind != "same":
-        raise ConfigError(
-            f"placement=auto places the torch engine only, and this is engine={config.engine.kind} "
-            f"rollout={config.rollout.kind}\n    say where: executor=ray_split, or "
-            "placement=FILE of a plan"
-        )
     return None
 
 
@@ -66,7 +59,7 @@ def _hand_written(config: RunConfig) -> Plan:
             f"'placement' is '{config.placement}', but there are executor.groups as well\n"
             "    leave one of them out"
         )
-    for key in ("tensor_parallel", "pipeline_parallel"):
+    for key in ("tensor_parallel", "pipeline_parallel", "devices"):
         for group, size in getattr(section, key).items():
             if group not in section.groups:
                 raise ConfigError(
@@ -74,7 +67,8 @@ def _hand_written(config: RunConfig) -> Plan:
                     f"{nearest_key(group, section.groups)}\n"
                     f"    executor.groups has: {', '.join(section.groups) or 'none'}"
                 )
-            if size > 1 and config.engine.kind == "torch" and config.rollout.kind != "vllm":
+            torch_only = config.engine.kind == "torch" and config.rollout.kind != "vllm"
+            if torch_only and key != "devices" and size > 1:
                 raise ConfigError(
                     f"'executor.{key}.{group}' is {size}, but the torch engine is data-parallel "
                     "only\n    set engine=megatron, or 1"
@@ -85,20 +79,29 @@ def _hand_written(config: RunConfig) -> Plan:
                 f"'executor.groups.{group}' is {num_ranks}, but executor=in_process has one "
                 "rank\n    set executor=ray, or 1"
             )
-    groups: list[GroupPlan] = []
-    for name, num_ranks in section.groups.items():
-        tensor = section.tensor_parallel.get(name, 1)
-        stages = section.pipeline_parallel.get(name, 1)
-        groups.append(
-            GroupPlan(
-                name=name,
-                num_ranks=num_ranks * tensor * stages,
-                device=section.device,
-                tensor_parallel=tensor,
-                pipeline_parallel=stages,
-            )
+    groups = tuple(_group(config, name) for name in section.groups)
+    return Plan(groups=groups, nodes=section.nodes)
+
+
+def _group(config: RunConfig, name: str) -> GroupPlan:
+    section = config.executor
+    tensor = section.tensor_parallel.get(name, 1)
+    stages = section.pipeline_parallel.get(name, 1)
+    num_processes = section.groups[name] * tensor * stages
+    devices = section.devices.get(name, [])
+    if devices and len(devices) != num_processes:
+        raise ConfigError(
+            f"'executor.devices.{name}' names {len(devices)} devices for {num_processes} "
+            "processes\n    each has one: groups x tensor_parallel x pipeline_parallel of them"
         )
-    return Plan(groups=tuple(groups), nodes=section.nodes)
+    return GroupPlan(
+        name=name,
+        num_ranks=num_processes,
+        device=section.device,
+        tensor_parallel=tensor,
+        pipeline_parallel=stages,
+        devices=tuple(devices),
+    )
 
 
 def _from_file(file: Path, config: RunConfig) -> Plan:
@@ -116,41 +119,19 @@ def _from_file(file: Path, config: RunConfig) -> Plan:
                 f"'executor.device' is '{section.device}'\n"
                 f"    set executor.device={group.device}, or plan for another cluster"
             )
-    if config.engine.kind == "torch" and config.rollout.kind != "vllm":
-        for name, layout in plan.layouts.items():
-            if layout.num_devices != layout.dp or layout.ep > 1 or layout.zero or layout.offload:
-                raise PlanError(
-                    f"plan file {file}: node '{name}' has layout {layout}, but the torch engine "
-                    "runs data-parallel only\n    plan for it: plan.engine=torch"
-                )
-        return plan
-    for name, layout in plan.layouts.items():
-        home = plan.nodes.get(name) or plan.nodes.get(name.partition(".")[0]) or plan.default_group
-        group = next(group for group in plan.groups if home in ("", group.name))
-        sizes = (layout.tp, layout.pp)
-        if sizes != (group.tensor_parallel, group.pipeline_parallel) or _not_run(layout):
-            raise PlanError(
-                f"plan file {file}: node '{name}' has layout {layout} on group '{group.name}' with "
-                f"tensor_parallel={group.tensor_parallel}, "
-                f"pipeline_parallel={group.pipeline_parallel}\n    all calls of a group must "
-                "divide models alike, without cp, ep, offload and ZeRO above 1: pin their layouts "
-                "(plan.pins.layouts)"
-            )
     return plan
-
-
-def _not_run(layout: Layout) -> bool:
-    """Whether it asks for what no engine does yet."""
-    return layout.cp > 1 or layout.ep > 1 or layout.zero > 1 or layout.offload
 
 
 def placement_of(graph: Graph, config: RunConfig, plan: Plan) -> Placement:
     """The placement of the main stage.
 
     Raises:
-        PlanError: If nodes or groups do not fit the graph, or a group has nothing to do.
+        PlanError: If nodes, groups or layouts do not fit the graph or the engines, or a group has
+            nothing to do.
     """
-    placement = plan.placement(graph)
+    where = "the plan" if config.placement == AUTO else f"plan file {config.placement}"
+    check_layouts(plan, graph, config, where)
+    placement = divided(plan, graph, config).placement(graph)
     idle = _idle(graph, placement)
     if idle and config.executor.groups:
         raise PlanError(
@@ -200,7 +181,7 @@ def followed(
         ranks = group.num_ranks
         while not keep_ranks and any(number % ranks for number in shared):
             ranks -= 1
-        groups.append(replace(group, num_ranks=ranks))
+        groups.append(group.with_ranks(ranks))
     made = Placement(tuple(groups), whole.nodes, lcm(*(group.num_ranks for group in groups)))
     check_placement(graph, made)
     return made

@@ -69,7 +69,7 @@ class GroupPlan(BaseModel):
         """What the engine needs of it; there a rank is a data-parallel one."""
         tensor, stages = self.tensor_parallel, self.pipeline_parallel
         num_ranks = self.num_ranks // (tensor * stages)
-        return DeviceGroup(self.name, num_ranks, self.device, tensor, stages)
+        return DeviceGroup(self.name, num_ranks, self.device, tensor, stages, self.devices)
 
 
 class Plan(BaseModel):
@@ -83,7 +83,7 @@ class Plan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     groups: tuple[GroupPlan, ...] = Field(min_length=1)
-    """The worker groups; they share no device."""
+    """The worker groups; those that share devices take turns on them. The planner's share none."""
     nodes: Mapping[str, str] = Field(default_factory=dict[str, str])
     """Node name, or role name for all nodes of a role, -> group name; the node wins."""
     default_group: str = ""
@@ -111,7 +111,7 @@ class Plan(BaseModel):
     @property
     def num_devices(self) -> int:
         """Devices of all groups together."""
-        return sum(len(group.devices) for group in self.groups)
+        return len({device for group in self.groups for device in group.devices})
 
     @property
     def memory_bytes_per_device(self) -> dict[int, int]:
@@ -197,18 +197,16 @@ def _check_groups(plan: Plan) -> None:
     repeated = [name for name, count in names.items() if count > 1]
     if repeated:
         raise PlanError(f"two groups of the plan are named '{repeated[0]}'; names must be unique")
-    owners: dict[int, str] = {}
     for group in plan.groups:
-        for device in group.devices:
-            if device in owners:
-                both = f"group '{owners[device]}' and group '{group.name}'"
-                if owners[device] == group.name:
-                    both = f"group '{group.name}' twice over"
-                raise PlanError(f"device {device} is in {both}; groups share no device")
-            owners[device] = group.name
-    if isinstance(plan.cluster, ClusterSpec) and owners:
-        most = max(owners)
-        plan.cluster.node_of(most)
+        twice = [device for device, count in Counter(group.devices).items() if count > 1]
+        if twice:
+            raise PlanError(
+                f"device {twice[0]} is in group '{group.name}' twice over; a process has a device "
+                "that no other process of its group has"
+            )
+    used = [device for group in plan.groups for device in group.devices]
+    if isinstance(plan.cluster, ClusterSpec) and used:
+        plan.cluster.node_of(max(used))
 
 
 def one_group_plan(num_ranks: int = 1, device: str = "cpu") -> Plan:

@@ -60,10 +60,11 @@ def test_a_layout_of_no_call_is_refused() -> None:
         plan.placement(ppo())
 
 
-def test_groups_share_no_device() -> None:
+def test_groups_may_share_devices_and_processes_of_a_group_may_not() -> None:
     groups = (GroupPlan(name="a", devices=(0, 1)), GroupPlan(name="b", devices=(1, 2)))
-    with pytest.raises(PlanError, match="device 1 is in group 'a' and group 'b'; groups share no"):
-        Plan(groups=groups)
+    plan = Plan(groups=groups, nodes={"actor.generate": "b"})
+    assert plan.num_devices == 3
+    assert [group.devices for group in plan.placement(ppo()).groups] == [(0, 1), (1, 2)]
     with pytest.raises(PlanError, match="device 0 is in group 'a' twice over"):
         Plan(groups=(GroupPlan(name="a", devices=(0, 0)),))
 

@@ -79,6 +79,7 @@ class TrainLoop(Generic[O]):
         self._spec = spec
         self._device = device
         self._group = rank_group(context, device)
+        self._holders = self._group  # whose parts of a batch, put together, are the batch
         self._agreement: Agreement | None = None
         self._compared = False
         self.calls = 0
@@ -103,7 +104,7 @@ class TrainLoop(Generic[O]):
         """
         if epochs < 1:
             raise ValueError(f"epochs is {epochs}; expected at least 1")
-        cut = Minibatches(batch, loss.unit, num_minibatches, self._group)
+        cut = Minibatches(batch, loss.unit, num_minibatches, self._holders)
         lr = self._spec.lr_at(self.calls)
         sums = Sums()
         norms: list[float] = []

@@ -97,7 +97,7 @@ def values_of(metrics: TrainMetrics) -> dict[str, Tensor]:
 
 
 def train_policy(
-    policy: Any, batch: dict[str, Tensor], steps: range = range(2)
+    policy: Any, batch: dict[str, Tensor], steps: range = range(2), behind: int | None = None
 ) -> dict[str, Tensor]:
     """Calls of GRPO's and PPO's policy loss, two minibatches each; metrics of the last."""
     names = ("tokens", "mask", "behavior_logprob", "advantage")
@@ -105,7 +105,7 @@ def train_policy(
     loss = ClippedPolicyLoss(report_entropy=True, entropy_coef=0.01)
     found = TrainMetrics({})
     for step in steps:
-        with call_scope(step, 0):
+        with call_scope(step, 0, behind):
             found = policy.train(loss, columns, num_minibatches=2, temperature=0.9)
     return values_of(found)
 
@@ -131,12 +131,12 @@ def train_pairs(reward: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return values_of(reward.train(BradleyTerryLoss(), columns, num_minibatches=3))
 
 
-def run_group(folder: Path, size: int, *layouts: str) -> None:
+def run_group(folder: Path, size: int, *layouts: str, script: Path = RANK) -> None:
     """Start that many processes, which take on some layouts one after another: "2,1,1:logits"."""
     logs = [(folder / f"log-{size}-{process}").open("w+") for process in range(size)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(RANK), str(process), str(size), str(folder), *layouts],
+            [sys.executable, str(script), str(process), str(size), str(folder), *layouts],
             stdout=log,
             stderr=log,
         )

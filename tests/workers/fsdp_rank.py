@@ -1,0 +1,221 @@
+"""One process of `test_fsdp_engine`: `python fsdp_rank.py PROCESS SIZE FOLDER LAYOUT...`.
+
+A LAYOUT is "RANKS,SHARDS,TENSOR:PART+PART"; they are taken on one after another. FOLDER holds
+models and a batch; what a part finds is written to it, named by part, layout and process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from megatron_models import (
+    FAMILIES,
+    OPTIMIZER,
+    load_batch,
+    tiny,
+    train_pairs,
+    train_policy,
+    train_value,
+)
+from penstock.algorithms.roles import Sampling
+from penstock.dataflow.worker import WorkerContext
+from penstock.workers.fsdp_roles import (
+    FsdpPolicy,
+    FsdpPolicySpec,
+    FsdpRewardSpec,
+    FsdpValueSpec,
+)
+from penstock.workers.model import ModelSpec
+from torch import Tensor
+from torch_models import architecture
+
+
+class Part:
+    """What a process was started with, and what it found."""
+
+    def __init__(self, process: int, ranks: int, shards: int, tensor: int, folder: Path) -> None:
+        self.folder = folder
+        self.ranks, self.shards, self.tensor = ranks, shards, tensor
+        self.layout = f"r{ranks}s{shards}t{tensor}"
+        self.process = process
+        self.found: dict[str, Tensor] = {}
+
+    def context(self, role: str, **sizes: int) -> WorkerContext:
+        rank, beside = divmod(self.process, self.shards * self.tensor)
+        placed: dict[str, Any] = {
+            "rank": rank,
+            "num_ranks": self.ranks,
+            "tensor_rank": beside,
+            "tensor_parallel": self.shards * self.tensor,
+        }
+        placed |= sizes
+        return WorkerContext(role, seed=7, **placed)
+
+    def policy(self, family: str, **options: Any) -> FsdpPolicy:
+        spec = ModelSpec(folder=str(self.folder / family), dtype=options.pop("dtype", "float32"))
+        return self.build(spec, **options)
+
+    def build(self, model: ModelSpec, **options: Any) -> FsdpPolicy:
+        spec = FsdpPolicySpec(model=model, eos_token_id=2, shards=self.shards, **options)
+        return spec.build(self.context("actor"))
+
+    def rows(self, batch: Any) -> Any:
+        """This rank's rows: uneven shares, whole groups of four."""
+        if self.ranks == 1:
+            return batch
+        first = self.process < self.shards * self.tensor
+        return {key: value[:8] if first else value[8:] for key, value in batch.items()}
+
+    def keep(self, prefix: str, tensors: Any) -> None:
+        self.found |= {f"{prefix}/{name}": value for name, value in tensors.items()}
+
+
+def logits(part: Part) -> None:
+    batch = load_batch(part.folder)
+    for family in FAMILIES:
+        policy = part.policy(family, micro_batch_tokens=150)
+        for name, temperature in (("logprob", 1.0), ("cold", 0.7)):
+            found = policy.logprob(batch["tokens"], batch["mask"], temperature=temperature)
+            part.found[f"{family}/{name}"] = found
+        rows = batch["tokens"][:3]
+        with torch.no_grad():
+            part.found[f"{family}/logits"] = policy.network.outputs(rows, rows >= 0)[0]
+        part.keep(f"{family}/export", policy.export_weights())
+        local = policy.local_tensors().values()
+        part.found[f"{family}/stored"] = torch.tensor(sum(tensor.numel() for tensor in local))
+        held = policy.weights_layout().bytes_on[part.process] // 4
+        part.found[f"{family}/described"] = torch.tensor(held)
+
+
+def learn(part: Part, family: str, prefix: str, **options: Any) -> FsdpPolicy:
+    policy = part.policy(family, optimizer=OPTIMIZER, **options)
+    part.keep(f"{prefix}/metric", train_policy(policy, part.rows(load_batch(part.folder))))
+    part.keep(prefix, policy.export_weights())
+    return policy
+
+
+def train(part: Part) -> None:
+    policy = learn(part, "qwen2-tied", "qwen2-tied", micro_batch_tokens=60)
+    policy.save_state(part.folder / f"state-{part.layout}")
+    learn(part, "qwen2-tied", "coarse")
+    learn(part, "qwen3", "qwen3", micro_batch_tokens=200)
+
+
+def roles(part: Part) -> None:
+    batch = part.rows(load_batch(part.folder))
+    options: dict[str, Any] = {
+        "model": ModelSpec(folder=str(part.folder / "qwen2-tied")),
+        "optimizer": OPTIMIZER,
+        "micro_batch_tokens": 90,
+        "shards": part.shards,
+    }
+    critic = FsdpValueSpec(zero_init_head=False, **options).build(part.context("critic"))
+    part.found["value/before"] = critic.value(batch["tokens"], batch["mask"])
+    part.keep("value/metric", train_value(critic, batch))
+    part.keep("value", critic.export_weights())
+    reward = FsdpRewardSpec(**options).build(part.context("reward"))
+    rows = torch.arange(len(batch["tokens"]))
+    part.found["reward/before"] = reward.score(batch["tokens"], batch["mask"], rows)
+    part.keep("reward/metric", train_pairs(reward, batch))
+    part.keep("reward", reward.export_weights())
+    critic.save_pretrained(part.folder / f"critic-{part.layout}")
+    policy = part.policy("qwen3")
+    for tensor in policy.local_tensors().values():
+        tensor.add_(1)
+    policy.weights_changed()
+    policy.save_pretrained(part.folder / f"policy-{part.layout}")
+
+
+def gpt2(part: Part) -> None:
+    """A family without a plan of its own is divided by rows."""
+    policy = part.build(ModelSpec(architecture=architecture("gpt2")), optimizer=OPTIMIZER)
+    part.keep("metric", train_policy(policy, part.rows(load_batch(part.folder))))
+    part.keep("weights", policy.export_weights())
+
+
+def half(part: Part) -> None:
+    """Weights in bfloat16 are stepped through a float32 copy."""
+    policy = part.policy("qwen2-tied", dtype="bfloat16", optimizer=OPTIMIZER)
+    part.keep("metric", train_policy(policy, part.rows(load_batch(part.folder))))
+    part.keep("trained", policy.export_weights())
+    policy.save_state(part.folder / f"half-{part.layout}")
+
+
+def resume(part: Part) -> None:
+    """Go on from states that others saved."""
+    batch = part.rows(load_batch(part.folder))
+    for saved in ("torch", "r1s2t1", "r1s1t2"):
+        policy = part.policy("qwen2-tied", optimizer=OPTIMIZER)
+        policy.logprob(batch["tokens"], batch["mask"])  # gathers weights that no longer hold then
+        policy.load_state(part.folder / f"state-{saved}")
+        part.keep(f"{saved}/metric", train_policy(policy, batch, range(2, 3)))
+        part.keep(saved, policy.export_weights())
+
+
+def refusals(part: Part) -> None:
+    policy = part.policy("qwen2")
+    none = torch.zeros(0, 3, dtype=torch.int64)
+    odd = ModelSpec(architecture={**tiny("qwen2"), "vocab_size": 61})
+    other = ModelSpec(architecture=architecture("gpt2"))
+    spec = FsdpPolicySpec(model=odd, eos_token_id=2, shards=3)
+    attempts: dict[str, Callable[[], object]] = {
+        "generate": lambda: policy.generate(none, none[:, 0], Sampling()),
+        "train": lambda: train_policy(policy, load_batch(part.folder)),
+        "odd": lambda: part.build(odd),
+        "gpt2": lambda: part.build(other),
+        "shards": lambda: spec.build(part.context("actor")),
+        "stages": lambda: spec.build(part.context("actor", tensor_parallel=3, pipeline_parallel=2)),
+    }
+    said: dict[str, str] = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    (part.folder / f"fsdp-refusals-{part.process}.json").write_text(json.dumps(said))
+
+
+PARTS: dict[str, Callable[[Part], None]] = {
+    "logits": logits,
+    "train": train,
+    "roles": roles,
+    "gpt2": gpt2,
+    "half": half,
+    "resume": resume,
+    "refusals": refusals,
+}
+
+
+def main(process: int, size: int, folder: Path, layouts: list[str]) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / f'store-{size}'}",
+        rank=process,
+        world_size=size,
+        timeout=timedelta(seconds=120),
+    )
+    for layout in layouts:
+        sizes, parts = layout.split(":")
+        ranks, shards, tensor = (int(number) for number in sizes.split(","))
+        part = Part(process, ranks, shards, tensor, folder)
+        for name in parts.split("+"):
+            part.found = {}
+            PARTS[name](part)
+            found = {key: value.detach().contiguous() for key, value in part.found.items()}
+            file = f"{name}-{part.layout}-{process}.safetensors"
+            safetensors.torch.save_file(found, folder / file)
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

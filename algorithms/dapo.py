@@ -1,0 +1,69 @@
+"""DAPO: GRPO with a higher upper clip, dynamic sampling, a mean over tokens, and overlong shaping.
+
+Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025. A step trains on
+the first `per_step.prompts / filling.max_rounds` groups that are neither all right nor all wrong;
+see `dynamic_sampling`. The filter looks at correctness, the advantage at the shaped reward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..dataflow.ranges import check_range
+from .dynamic_sampling import DynamicSampling, sample_until_full
+from .grpo import GroupRelative
+from .losses import ClippedPolicyLoss
+from .rewards import is_correct, overlong_penalty, response_length, signed_score, weighted_score
+from .roles import PerSample, Policy, Prompts, Reward, Rollout, Sampling, TrainMetrics
+from .updates import train_policy
+
+__all__ = ["DAPO", "dapo_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DAPO(GroupRelative):
+    """Options of DAPO."""
+
+    sampling: Sampling = Sampling(num_samples=16, max_new_tokens=20480)
+    """How responses are drawn; `num_samples` is the size of a group."""
+    filling: DynamicSampling = DynamicSampling()
+    """Which groups are kept, and how long more are sampled."""
+    signed: bool = True
+    """Pay 1 for a correct response and -1 for another, in place of the verifier's score."""
+    overlong: Literal["piecewise", "linear", "none"] = "piecewise"
+    """Penalty for a response in its last `overlong_cache` tokens, capped at 1 or not. To leave
+    responses that were cut off out of the loss, use "none" and `filling.finished_only`."""
+    overlong_cache: int = 4096
+    """Tokens over which the penalty grows."""
+    loss: ClippedPolicyLoss = ClippedPolicyLoss(eps_high=0.28, report_entropy=True)
+    """Clipping, wider upwards; the mean is over tokens."""
+    num_minibatches: int = 16
+    """Optimizer steps per pass."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "overlong_cache", at_least=1, at_most=self.sampling.max_new_tokens)
+
+    def pay(self, score: PerSample, roll: Rollout) -> PerSample:
+        """What responses are paid, from what a verifier says."""
+        if self.signed:
+            score = signed_score(is_correct(score, threshold=self.filling.correct_score))
+        if self.overlong == "none":
+            return score
+        penalty = overlong_penalty(
+            response_length(roll.mask),
+            max_length=self.sampling.max_new_tokens,
+            cache=self.overlong_cache,
+            form=self.overlong,
+        )
+        return weighted_score(score, other=penalty)
+
+
+def dapo_step(
+    prompts: Prompts, actor: Policy, reward: Reward, cfg: DAPO
+) -> tuple[TrainMetrics, PerSample]:
+    """Sample until enough groups are mixed, and train on them; reports the first round's share."""
+    roll, mixed = sample_until_full(prompts, actor, reward, cfg.sampling, cfg.filling)
+    advantage = cfg.advantage(cfg.pay(roll.score, roll), roll)
+    return train_policy(actor, roll, advantage, cfg.loss, cfg), mixed

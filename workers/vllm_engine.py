@@ -212,21 +212,26 @@ class VllmEngine:
         """What `load` was last given; "default" before."""
         return self._engine.get_weight_version()
 
-    def sleep(self) -> None:
+    def sleep(self) -> int:
         """Give device memory to others until `wake`; nothing to do if it sleeps.
 
         On a GPU weights move to host memory and the key-value cache is dropped, by vLLM's own sleep
         mode. vLLM's CPU build has none: there the cache's memory is given back to the system, and
         the weights stay, because their packed form cannot be taken out of its kernels.
+
+        Returns:
+            Bytes given back.
         """
         if self._asleep:
-            return
+            return 0
+        self._asleep = True
         if self._on_cpu:
             self._engine.reset_prefix_cache()
             (self._freed_bytes,) = self._engine.collective_rpc(_free_kv_cache)
-        else:
-            self._engine.sleep(level=1)
-        self._asleep = True
+            return sum(self._freed_bytes)
+        free = torch.cuda.mem_get_info()[0]
+        self._engine.sleep(level=1)
+        return max(torch.cuda.mem_get_info()[0] - free, 0)
 
     def wake(self) -> None:
         """Take the memory back; nothing to do if it is awake."""

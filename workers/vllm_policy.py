@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..algorithms.roles import Policy, PolicyOutput, Rollout, Sampling, TrainMetrics
 from ..dataflow.context import call_key
 from ..dataflow.ranges import check_range
-from ..dataflow.role import Loss, Metric
+from ..dataflow.role import Loss, Metric, add_metrics
 from ..dataflow.worker import WorkerContext
 from ..planner.sharding import Sharding, whole
 from .decode import Responses
@@ -276,12 +277,21 @@ class VllmPolicy(Policy):
     # --- sharing the device
 
     def sleep(self) -> None:
-        """Give device memory to others until `wake`; see `VllmEngine.sleep`."""
-        self.engine.sleep()
+        """Give device memory to others until `wake`; see `VllmEngine.sleep`.
+
+        The next call reports the metrics `slept_bytes`, which were free meanwhile in all processes
+        that report, and `wake_s`.
+        """
+        freed = self.engine.sleep()
+        if freed:
+            add_metrics(self.metrics, {"slept_bytes": Metric.sum(float(freed))})
 
     def wake(self) -> None:
         """Take the memory back."""
+        since_s = time.perf_counter()
         self.engine.wake()
+        if "slept_bytes" in self.metrics:
+            self.metrics["wake_s"] = Metric(time.perf_counter() - since_s, 1.0, "max")
 
     def close(self) -> None:
         """End the engine."""

@@ -243,6 +243,9 @@ def test_a_sleeping_engine_frees_its_cache_and_wakes_as_it_was(policy: VllmPolic
     assert str(error.value) == "the vLLM engine sleeps; call wake() before generating"
     policy.wake()
     policy.wake()
+    slept = policy.metrics["slept_bytes"].value
+    assert 0.5 * slept < freed < 1.5 * slept
+    assert policy.metrics["wake_s"].value < 5
     after = generate(policy, prompt, prompt_id, sampling)
     assert torch.equal(after.tokens, before.tokens)
     torch.testing.assert_close(after.behavior_logprob, before.behavior_logprob, atol=1e-5, rtol=0)

@@ -46,8 +46,9 @@ class FileTaskSpec:
     id_field: str | None = None
     """Field with a name of the row, which must not occur twice; null if rows have none."""
     reward: str | Verifier = "exact_match"
-    """`exact_match`, `math_verify`, or your function of (prompt, response, answer) that returns a
-    number: as a callable, `module:function` or `path.py:function`."""
+    """`exact_match`, `math_verify`, `instructions`, `code_tests`, or your function of (prompt,
+    response, answer) that returns a number: as a callable, `module:function` or
+    `path.py:function`."""
     reward_in_process: bool = False
     """Whether your function runs in the worker itself: quicker, but nothing stops it if it
     hangs."""

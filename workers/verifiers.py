@@ -1,4 +1,4 @@
-"""Verifiers for problems from a file: exact match, math-verify, and the user's own functions.
+"""Verifiers by name: exact match, math-verify, instructions, code tests, the user's own functions.
 
 A verifier is a function of (prompt, response, answer) that returns a finite number. It is named by
 a string, so that another process can load it: a built-in name, `module:function`, or
@@ -13,12 +13,15 @@ import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ..dataflow.errors import ConfigError, nearest, raised_at
+from .rewards.code_tests import code_tests
+from .rewards.instructions import instruction_score
 
 __all__ = [
     "BUILT_IN",
@@ -66,32 +69,52 @@ def math_verify(prompt: str, response: str, answer: str | None) -> float:
     return float(verify(gold, given, timeout_seconds=None))
 
 
-BUILT_IN: dict[str, Verifier] = {"exact_match": exact_match, "math_verify": math_verify}
+BUILT_IN: dict[str, Verifier] = {
+    "exact_match": exact_match,
+    "math_verify": math_verify,
+    "instructions": instruction_score,
+    "code_tests": code_tests,
+}
 """Verifiers by name. They need an answer."""
 
 
-def make_verifier(reward: str) -> Verifier:
+def make_verifier(reward: str, options: Mapping[str, Any] | None = None) -> Verifier:
     """`load_verifier` for a process of its own, ready for the first call.
 
     math-verify imports sympy and builds its grammars when first used, which takes seconds; that
     must not count against a call's time limit.
     """
-    verifier = load_verifier(reward)
-    if verifier is math_verify:
+    verifier = load_verifier(reward, options)
+    if reward == "math_verify":
         verifier("", "$\\frac{1}{2}$ and 2", "1/2")
     return verifier
 
 
-def load_verifier(reference: str) -> Verifier:
+def load_verifier(reference: str, options: Mapping[str, Any] | None = None) -> Verifier:
     """The function that `reference` names.
 
     Args:
-        reference: "exact_match", "math_verify", "package.module:function" or "path.py:function".
+        reference: A name of `BUILT_IN`, "package.module:function" or "path.py:function".
+        options: Further arguments of the function, by keyword.
 
     Raises:
         ConfigError: If there is no such function, its module fails, or it does not take
-            (prompt, response, answer).
+            (prompt, response, answer) and the options.
     """
+    found = _load(reference)
+    if not options:
+        return found
+    try:
+        inspect.signature(found).bind("", "", "", **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward '{reference}' takes {inspect.signature(found)}: {error}\n"
+            f"    options given are: {', '.join(options)}"
+        ) from error
+    return partial(found, **options)
+
+
+def _load(reference: str) -> Verifier:
     if reference in BUILT_IN:
         return BUILT_IN[reference]
     place, colon, name = reference.rpartition(":")

@@ -96,7 +96,8 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert _message("math_verfy") == (
         "there is no reward 'math_verfy'; did you mean 'math_verify'?\n"
-        "    use exact_match, math_verify, module:function or path.py:function"
+        "    use code_tests, exact_match, instructions, math_verify, module:function or "
+        "path.py:function"
     )
     assert _message("none.py:f") == (
         "reward 'none.py:f': there is no file none.py\n"
@@ -124,3 +125,10 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
     (tmp_path / "c.py").write_text("def f(:\n")
     assert "SyntaxError: invalid syntax (c.py, line 1)" in _message("c.py:f")
+
+
+def test_options_of_a_verifier_are_checked_when_it_is_loaded() -> None:
+    score = load_verifier("instructions", {"score": "sum"})
+    assert score("", "a", '[{"id": "punctuation:no_comma", "weight": 3}]') == 3
+    with pytest.raises(ConfigError, match="reward 'code_tests' takes .*'memory'"):
+        load_verifier("code_tests", {"memory": 3})

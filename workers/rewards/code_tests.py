@@ -1,0 +1,172 @@
+"""Rewards from tests: programs in responses are run in the sandbox and their answers compared.
+
+What a test expects never enters the sandbox, except for assertions, which are code themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .sandbox import Limits, run_python
+
+__all__ = ["CodeTests", "code_tests", "program_in", "tests_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeTests:
+    """Tests of one problem."""
+
+    streams: Sequence[tuple[str, str]] = ()
+    """What a program reads, and what it must then write; each in a run of its own."""
+    calls: Sequence[Mapping[str, Any]] = ()
+    """`{"function", "args", "kwargs", "expected"}`; all in one run."""
+    asserts: Sequence[str] = ()
+    """Statements that must not raise; all in one run."""
+    setup: str = ""
+    """Source that comes before the program."""
+
+    @property
+    def count(self) -> int:
+        """How many tests there are."""
+        return len(self.streams) + len(self.calls) + len(self.asserts)
+
+
+def tests_of(answer: str | Sequence[Any] | Mapping[str, Any]) -> CodeTests:
+    """Read a problem's tests.
+
+    Args:
+        answer: JSON, or what it holds: a list of assertions; a list of `{"stdin", "stdout"}` or of
+            `{"function", "args", "expected"}`; an object with `asserts`, `streams` and `calls` of
+            those forms and a `setup`; or `{"inputs", "outputs", "fn_name"}`, where `fn_name` is
+            left out for programs that read and write.
+
+    Raises:
+        ValueError: If it is none of these, or holds no test.
+    """
+    read: Any = json.loads(answer) if isinstance(answer, str) else answer
+    if isinstance(read, Mapping):
+        read = _from_inputs(read) if "inputs" in read else read
+        parts = [*read.get("asserts", ()), *read.get("streams", ()), *read.get("calls", ())]
+        setup = str(read.get("setup", ""))
+    else:
+        parts, setup = read, ""
+    if not isinstance(parts, list) or not parts or not all(map(_is_test, parts)):
+        raise ValueError(
+            'the answer must list tests as JSON, such as ["assert f(1) == 2"], '
+            '[{"stdin": "1", "stdout": "2"}] or [{"function": "f", "args": [1], "expected": 2}]; '
+            f"got {answer!r:.200}"
+        )
+    return CodeTests(
+        streams=[(str(t["stdin"]), str(t["stdout"])) for t in parts if "stdout" in t],
+        calls=[t for t in parts if isinstance(t, Mapping) and "function" in t],
+        asserts=[t for t in parts if isinstance(t, str)],
+        setup=setup,
+    )
+
+
+def _is_test(item: Any) -> bool:
+    if isinstance(item, Mapping):
+        return {"stdin", "stdout"} <= item.keys() or {"function", "expected"} <= item.keys()
+    return isinstance(item, str)
+
+
+def _from_inputs(read: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Tests given as inputs and outputs side by side."""
+    pairs = list(zip(read["inputs"], read["outputs"], strict=True))
+    name = read.get("fn_name")
+    if name is None:
+        return {**read, "streams": [{"stdin": _text(i), "stdout": _text(o)} for i, o in pairs]}
+    calls = [{"function": name, "args": i, "expected": o} for i, o in pairs]
+    return {**read, "calls": calls}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "\n".join(map(str, value))
+
+
+def program_in(response: str) -> str:
+    """The last fenced block of a response that is marked as Python or not at all, or else all."""
+    blocks = re.findall(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", response, flags=re.DOTALL)
+    fitting = [text for mark, text in blocks if mark.lower() in ("", "python", "python3", "py")]
+    return fitting[-1] if fitting else response
+
+
+def code_tests(
+    prompt: str,
+    response: str,
+    answer: str | None,
+    *,
+    score: Literal["all", "share"] = "all",
+    time_s: float = 4.0,
+    memory_mb: int = 512,
+    allow_unconfined: bool = False,
+) -> float:
+    """A verifier: whether the program in a response passes the tests that the answer lists.
+
+    Args:
+        prompt: Not looked at.
+        response: See `program_in`.
+        answer: See `tests_of`.
+        score: 1 only if "all" pass, or the "share" that passes.
+        time_s: Seconds per run; give the reward's `time_limit_s` room for all runs of a problem.
+        memory_mb: Of each run.
+        allow_unconfined: See `run_python`.
+
+    Raises:
+        ValueError: If the answer lists no tests.
+        ConfigError: If programs cannot be confined here.
+    """
+    del prompt
+    if answer is None:
+        raise ValueError("code_tests needs an answer that lists tests as JSON")
+    tests = tests_of(answer)
+    limits = Limits(time_s=time_s, memory_mb=memory_mb)
+    program = f"{tests.setup}\n{program_in(response)}"
+    passed = 0
+    if tests.calls or tests.asserts:
+        asked = [{k: v for k, v in call.items() if k != "expected"} for call in tests.calls]
+        ran = run_python(
+            program,
+            calls=asked,
+            asserts=tests.asserts,
+            limits=limits,
+            allow_unconfined=allow_unconfined,
+        )
+        wanted = [*(call["expected"] for call in tests.calls), *(True for _ in tests.asserts)]
+        passed += sum(
+            "value" in result and _same(result["value"], expected)
+            for result, expected in zip(ran.results, wanted, strict=False)
+        )
+        if score == "all" and passed < len(wanted):
+            return 0.0
+    for stdin, stdout in tests.streams:
+        ran = run_python(program, stdin=stdin, limits=limits, allow_unconfined=allow_unconfined)
+        good = ran.exit_code == 0 and _lines(ran.stdout) == _lines(stdout)
+        if score == "all" and not good:
+            return 0.0
+        passed += good
+    return passed / tests.count
+
+
+def _lines(text: str) -> list[str]:
+    """Lines without the white space at their ends, and without empty ones at the end."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _same(given: Any, expected: Any) -> bool:
+    """Equality of JSON values; floats may differ by rounding, and True is not 1."""
+    if isinstance(given, bool) or isinstance(expected, bool):
+        return given is expected
+    if isinstance(given, float) or isinstance(expected, float):
+        numbers = isinstance(given, (int, float)) and isinstance(expected, (int, float))
+        return numbers and math.isclose(given, expected, rel_tol=1e-9, abs_tol=1e-9)
+    if isinstance(given, list) and isinstance(expected, list):
+        return len(given) == len(expected) and all(map(_same, given, expected))
+    if isinstance(given, dict) and isinstance(expected, dict):
+        return given.keys() == expected.keys() and all(_same(given[k], expected[k]) for k in given)
+    return bool(given == expected)

@@ -36,19 +36,27 @@ class KLReward:
         check_range(self, "no_eos_score")
         check_range(self, "score_clip", above=0)
 
-    def token_reward(self, roll: Rollout, score: PerSample, ref_logprob: PerToken) -> PerToken:
-        """The reward of every sampled token of a rollout."""
+    def token_reward(
+        self,
+        roll: Rollout,
+        score: PerSample,
+        ref_logprob: PerToken,
+        *,
+        kl_coef: float | None = None,
+        no_eos: NoEos | None = None,
+    ) -> PerToken:
+        """The reward of every sampled token of a rollout; what is given goes before the options."""
         return kl_shaped_reward(
             score,
             roll.mask,
             logprob=roll.behavior_logprob,
             ref_logprob=ref_logprob,
-            kl_coef=self.kl_coef,
+            kl_coef=self.kl_coef if kl_coef is None else kl_coef,
             finished=roll.finished,
             kl_estimator=self.kl_estimator,
             score_slot=self.score_slot,
             score_clip=self.score_clip,
-            no_eos=self.no_eos,
+            no_eos=no_eos or self.no_eos,
             no_eos_score=self.no_eos_score,
             no_eos_penalty=self.no_eos_penalty,
         )

@@ -222,8 +222,11 @@ class Recorder:
         kind: CallKind = spec.kind
         if kind is CallKind.TRAIN:
             bound = _bind(name, function, (None, *args), kwargs).arguments
-            check_batch(name, bound.get("loss"), bound.get("batch"))
-            check_output(name, bound.get("loss"), function)
+            if (
+                "loss" in inspect.signature(function).parameters
+            ):  # else it learns by a rule of its own
+                check_batch(name, bound.get("loss"), bound.get("batch"))
+                check_output(name, bound.get("loss"), function)
         arguments, columns, roles = self._arguments(name, function, args, kwargs, method=True)
         check_rows(name, columns)
         rollout = kind is CallKind.ROLLOUT

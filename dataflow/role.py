@@ -86,9 +86,12 @@ class Role:
     Attributes:
         model_head: What the model behind the role ends in, which a planner sizes it by; None if
             the contract does not say that there is a model.
+        default_worker: Who plays the role if nobody is named, as `module:factory`; None if the
+            contract does not say.
     """
 
     model_head: ClassVar[Literal["vocabulary", "scalar"] | None] = None
+    default_worker: ClassVar[str | None] = None
 
 
 @dataclass(frozen=True)

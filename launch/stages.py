@@ -220,7 +220,8 @@ def _default_worker(contract: type[Role], earlier: list[Stage], given: RoleConfi
     if contract is Reward:
         learned = given.start is not None or any(stage.trained(RewardModel) for stage in earlier)
         return "reward_model" if learned else "rule"
-    return next((name for name, known in CONTRACTS.items() if contract is known), None)
+    named = next((name for name, known in CONTRACTS.items() if contract is known), None)
+    return named or contract.default_worker
 
 
 def _check_worker(at: str, role: str, contract: type[Role], worker: str) -> None:

@@ -1,0 +1,111 @@
+"""Safe RLHF: PPO for reward, under a constraint on the mean cost.
+
+Dai et al., "Safe RLHF: Safe Reinforcement Learning from Human Feedback", 2023. Reward and cost have
+a model and a critic each; a multiplier mixes their advantages and rises while responses cost more
+than is allowed. A cost above 0 means unsafe; `cost_modelling_step` trains a model of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .kl import response_kl
+from .losses import ClippedValueLoss
+from .multiplier import Ascent, Multiplier, mixed_advantage
+from .ppo import PPO
+from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics, ValueModel
+from .updates import train_critic, train_policy
+
+__all__ = ["SafeRLHF", "safe_rlhf_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SafeRLHF(PPO):
+    """Options of Safe RLHF."""
+
+    sampling: Sampling = Sampling(max_new_tokens=512)
+    """How responses are drawn."""
+    ascent: Ascent = Ascent()
+    """The constraint, and how the multiplier follows it."""
+    kl_split: Literal["full", "half"] = "full"
+    """Whether reward and cost both pay for all of the KL, or half of it each."""
+    kl_coef: float = 0.02
+    """Reward taken, and cost added, per nat of KL to the reference."""
+    score_clip: float | None = 50.0
+    """Bound on the size of scores and costs."""
+    whiten_advantages: bool = False
+    """Shift the mixed advantages to mean 0 and scale them to variance 1 over the batch."""
+    value_loss: ClippedValueLoss = ClippedValueLoss(eps=5.0)
+    """The loss of both critics."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.no_eos == "zero" or self.score_slot == "after_last":
+            raise ValueError(
+                "Safe RLHF pays scores and costs on the last token and expects nothing after it; "
+                "choose another no_eos than 'zero', and score_slot 'last_token'"
+            )
+
+    @property
+    def kl_share(self) -> float:
+        """What reward and cost each pay per nat of KL."""
+        return self.kl_coef if self.kl_split == "full" else self.kl_coef / 2
+
+
+def safe_rlhf_step(
+    prompts: Prompts,
+    actor: Policy,
+    critic: ValueModel,
+    cost_critic: ValueModel,
+    ref: Policy,
+    reward: Reward,
+    cost: Reward,
+    multiplier: Multiplier,
+    cfg: SafeRLHF,
+) -> tuple[TrainMetrics, TrainMetrics, TrainMetrics, TrainMetrics, PerSample, PerSample]:
+    """As `ppo_step`, with a second stream of rewards; reports costs and the KL as well."""
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    cost_score = cost.score(roll.tokens, roll.mask, roll.prompt_id)
+    value = critic.value(roll.tokens, roll.mask)
+    cost_value = cost_critic.value(roll.tokens, roll.mask)
+    ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    shaped = cfg.token_reward(roll, score, ref_logprob, kl_coef=cfg.kl_share)
+    costs = cfg.token_reward(roll, cost_score, ref_logprob, kl_coef=-cfg.kl_share, no_eos="none")
+    target = cfg.targets(roll, roll.mask, reward=shaped, value=value)
+    cost_target = cfg.targets(roll, roll.mask, reward=costs, value=cost_value)
+    ascended = multiplier.update(cost_score, cfg.ascent)
+    mixed = mixed_advantage(
+        roll.mask,
+        reward=target.advantage,
+        cost=cost_target.advantage,
+        multiplier=multiplier.price(cost_score),
+    )
+    advantage = cfg.scaled(mixed, roll.mask)
+    return (
+        train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
+        train_critic(
+            critic,
+            roll,
+            cfg.value_loss,
+            cfg,
+            mask=roll.mask,
+            value=value,
+            value_target=target.value_target,
+        ),
+        train_critic(
+            cost_critic,
+            roll,
+            cfg.value_loss,
+            cfg,
+            mask=roll.mask,
+            value=cost_value,
+            value_target=cost_target.value_target,
+        ),
+        ascended,
+        cost_score,
+        response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob),
+    )

@@ -148,8 +148,9 @@ class ExecutorConfig(Section):
 class EngineConfig(Section):
     """What trains and evaluates the models."""
 
-    kind: Literal["torch", "megatron"] = "torch"
-    """`torch`: data-parallel, generates as well. `megatron`: tensor- and pipeline-parallel too."""
+    kind: Literal["torch", "fsdp", "megatron"] = "torch"
+    """`torch`: data-parallel, generates as well. `fsdp`: Hugging Face models with weights divided
+    by FSDP2, tensor-parallel too. `megatron`: tensor- and pipeline-parallel."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of every model worker's spec, such as `micro_batch_tokens`; a role's own win."""
 

@@ -67,6 +67,17 @@ def _megatron() -> Mapping[str, Any]:
     }
 
 
+def _fsdp() -> Mapping[str, Any]:
+    from ..workers.fsdp_roles import FsdpPolicySpec, FsdpRewardSpec, FsdpValueSpec
+
+    return {
+        "policy": FsdpPolicySpec,
+        "value": FsdpValueSpec,
+        "reward_model": FsdpRewardSpec,
+        "rule": RuleRewardSpec,
+    }
+
+
 def _vllm() -> Any:
     from ..workers.vllm_policy import VllmPolicySpec
 
@@ -81,6 +92,8 @@ def _specs(config: RunConfig) -> Mapping[str, Any]:
     """
     if config.engine.kind == "torch":
         return _TORCH
+    if config.engine.kind == "fsdp":
+        return _fsdp()
     return _needs(_megatron, "engine=megatron", "megatron-core", "megatron")
 
 
@@ -177,9 +190,9 @@ def _check_generates(stage: Stage, config: RunConfig) -> None:
     for node in stage.graph.nodes:
         if node.kind is not NodeKind.ROLLOUT or stage.roles[node.role or ""].worker != "policy":
             continue
-        if config.engine.kind == "megatron" and config.rollout.kind == "same":
+        if config.engine.kind != "torch" and config.rollout.kind == "same":
             raise ConfigError(
-                f"engine=megatron does not generate, and '{node.name}' must\n"
+                f"engine={config.engine.kind} does not generate, and '{node.name}' must\n"
                 "    add rollout=vllm or rollout=torch"
             )
         group = stage.placement.nodes[node.name]

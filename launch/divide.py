@@ -47,7 +47,7 @@ class _Kind:
 
 
 def runs_on(config: RunConfig, graph: Graph, node: Node) -> str:
-    """The engine that runs a call: "torch", "megatron" or "vllm"."""
+    """The engine that runs a call: "torch", "fsdp", "megatron" or "vllm"."""
     return config.rollout.kind if _apart(config, graph, node) else config.engine.kind
 
 
@@ -63,6 +63,8 @@ def not_run(layout: Layout, engine: str) -> str | None:
         alone = layout.num_devices == layout.dp and not layout.zero
         plain = alone and layout.ep == 1 and not layout.offload
         return None if plain else "the torch engine runs data-parallel only"
+    if engine == "fsdp":
+        return "plans say nothing of how engine=fsdp divides a model"
     if layout.cp > 1 or layout.ep > 1 or layout.offload:
         return f"engine '{engine}' has no cp, ep and offload"
     if engine == "vllm":

@@ -49,6 +49,11 @@ def written_plan(config: RunConfig) -> Plan | None:
         return _from_file(Path(config.placement), config)
     if section.kind == "in_process":
         return one_group_plan(device=section.device)
+    if config.engine.kind == "fsdp":
+        raise ConfigError(
+            "placement=auto does not place engine=fsdp\n    say where: executor=ray_split and "
+            "executor.tensor_parallel, or engine=megatron"
+        )
     return None
 
 
@@ -71,7 +76,7 @@ def _hand_written(config: RunConfig) -> Plan:
             if torch_only and key != "devices" and size > 1:
                 raise ConfigError(
                     f"'executor.{key}.{group}' is {size}, but the torch engine is data-parallel "
-                    "only\n    set engine=megatron, or 1"
+                    "only\n    set engine=fsdp or engine=megatron, or 1"
                 )
     for group, num_ranks in section.groups.items():
         if section.kind == "in_process" and num_ranks != 1:

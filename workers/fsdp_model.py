@@ -112,7 +112,7 @@ def _skeleton(spec: ModelSpec, head: HeadName) -> FsdpModel:
     auto: Any = transformers.AutoModelForCausalLM
     with _no_storage():
         config, dtype = spec.config, getattr(torch, spec.dtype)
-        module = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        module: Any = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
         trunk = module.base_model
         if head == "value_head":
             module = ValueNetwork(trunk, config.hidden_size, zero_init=False)
@@ -153,7 +153,7 @@ def _check_divisible(spec: ModelSpec, model: FsdpModel, size: int) -> None:
             "share the model divide it by rows"
         )
     sizes = {
-        "vocabulary": config.vocab_size,
+        "words": config.vocab_size,
         "query heads": config.num_attention_heads,
         "key heads": config.num_key_value_heads,
         "feed-forward units": config.intermediate_size,

@@ -268,7 +268,7 @@ REFUSALS = {
     "give it a rollout engine (rollout=vllm or rollout=torch)",
     "train": "RuntimeError: 'actor' is frozen and cannot train; give its spec an optimizer= "
     "(OptimizerSpec)",
-    "odd": "PlanError: tensor parallelism 2 does not divide the 61 vocabulary of this 'qwen2'; "
+    "odd": "PlanError: tensor parallelism 2 does not divide the 61 words of this 'qwen2'; "
     "take more shards",
     "gpt2": "ConfigError: engine=fsdp has tensor parallelism for llama, qwen2 and qwen3, not for "
     "'gpt2'; leave engine.options.shards out, so that all processes that share the model divide "

@@ -36,7 +36,7 @@ from penstock.planner.transfer_devices import fewest_bytes
 from penstock.planner.transfer_plan import TransferPlan
 from penstock.workers.transfer import Ends, Transfer
 from penstock.workers.transfer_pack import copy_local
-from penstock.workers.transfer_route import Wave, buffer_bytes, waves_of
+from penstock.workers.transfer_route import Wave, message_bytes, waves_of
 from torch import Tensor
 
 NUM_PROCESSES = 4
@@ -118,7 +118,7 @@ class Wire:
 
     def __init__(self, waves: tuple[Wave, ...]) -> None:
         self._waves = waves
-        most = max(wave.staging_bytes for wave in waves)
+        most = max(wave.message_bytes for wave in waves)
         self._buffers = [torch.ones(most, dtype=torch.uint8) for _ in range(2)]
 
     def run(self) -> None:
@@ -136,11 +136,11 @@ class Wire:
         begin = 0
         works: list[dist.Work | None] = []
         for receive in wave.receives:
-            end = begin + buffer_bytes(receive.message)
+            end = begin + message_bytes(receive.message)
             works.append(dist.irecv(buffer[begin:end], receive.process))
             begin = end
         for send in wave.sends:
-            end = begin + buffer_bytes(send.message)
+            end = begin + message_bytes(send.message)
             works += [dist.isend(buffer[begin:end], process) for process in send.processes]
             begin = end
         return [work for work in works if work is not None]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..dataflow.errors import WorkerError
-from ..planner.box import Box, volume
+from ..planner.box import Box, intersection, volume
 from ..planner.sharding import Sharding
 
 __all__ = ["HeldWeights", "WeightsError"]
@@ -58,8 +58,11 @@ class HeldWeights:
         versions = {self._whole(name) for name in self._needed}
         return versions.pop() if len(versions) == 1 else None
 
-    def writing(self, name: str, version: int) -> None:
-        """Note that a parameter is about to be overwritten: what it held of others is void.
+    def writing(self, name: str, box: Box, version: int) -> None:
+        """Note that a box of a parameter is about to be overwritten.
+
+        What the parameter held of other versions is void, and so is what overlaps the box, even if
+        it was of this version: it is not known what will lie there until `wrote` says it.
 
         Raises:
             WeightsError: If the device needs nothing of this parameter.
@@ -69,12 +72,15 @@ class HeldWeights:
                 f"device {self._device} needs nothing of parameter '{name}', and was given some of "
                 "it; the transfer plan must end in the engine's own sharding"
             )
-        if self._arrived[name].version != version:
+        found = self._arrived[name]
+        if found.version != version:
             self._arrived[name] = _Arrived(version)
+        elif found.boxes:
+            found.boxes = {other for other in found.boxes if _is_apart(other, box)}
 
     def wrote(self, name: str, box: Box, version: int) -> None:
         """Note that a box of a parameter is in place. The same box counts once."""
-        self.writing(name, version)
+        self.writing(name, box, version)
         self._arrived[name].boxes.add(box)
 
     def wrote_all(self, version: int) -> None:
@@ -110,3 +116,8 @@ class HeldWeights:
     def _whole(self, name: str) -> int | None:
         is_whole = self._elements(name) == self._needed[name]
         return self._arrived[name].version if is_whole else None
+
+
+def _is_apart(one: Box, other: Box) -> bool:
+    """Whether two boxes surely share nothing; `wrote_all` knows sizes only, no dimensions."""
+    return len(one) == len(other) and intersection(one, other) is None

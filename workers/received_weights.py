@@ -114,7 +114,7 @@ class ReceivedWeights:
     ) -> str:
         """Keep a parameter if it is right; else say what is wrong with it."""
         if name in self._shapes:
-            self._held.writing(name, version)
+            self._held.writing(name, whole(self._shapes[name]), version)
             self._arrived.pop(name, None)
         wrong = self._problem(name, tensor)
         if wrong:

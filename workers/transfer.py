@@ -2,21 +2,27 @@
 
 Every process has some of the plan's devices, usually one. A bucket is packed while the one before
 it is under way; there is never a whole parameter or a whole model in between, only the slices of
-two buckets. What two devices of one process exchange is copied in memory.
+two buckets. Large slices that lie in an engine's tensor as they travel are not packed: they are
+sent from there, and received where they belong. What two devices of one process exchange is copied
+in memory.
 
 Every message carries the version, a stamp of the plan and a checksum of each slice, made by
-whoever held the slice at first and forwarded by relays. A slice is written only if all three are as
-expected; the rest of the transfer goes on, so that nobody waits in vain, and the error comes at the
-end. Which parameters an engine then has whole, and of which version, its `HeldWeights` say.
+whoever held the slice at first and forwarded by relays. A slice counts as held only if all three
+are as expected. One that is not is refused: it stays out of the engine's tensor if it came through
+a buffer, and may be in it if it was received there, and in both cases its parameter is partial for
+`HeldWeights`, which was told before the first byte came. The rest of the transfer goes on, so that
+nobody waits in vain, and the error comes at the end. Which parameters an engine then has whole, and
+of which version, its `HeldWeights` say; without one, tensors must not be used after an error.
 
 Two ends of one device in two processes on one GPU: see `transfer_cuda.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,8 +30,8 @@ from torch import Tensor
 from ..planner.box import Box
 from ..planner.transfer_plan import TransferPlan
 from .held_weights import HeldWeights, WeightsError
-from .transfer_buffers import Load, Parcel, loads_of
-from .transfer_link import Clock, Link
+from .transfer_buffers import Copy, Layout, Load, Parcel
+from .transfer_link import Clock, Link, Op
 from .transfer_parts import (
     Message,
     Part,
@@ -33,12 +39,14 @@ from .transfer_parts import (
     dtype_of,
     plan_stamp,
     read_view,
-    same_memory,
     write_view,
 )
 from .transfer_route import waves_of
 
 __all__ = ["Delivered", "Ends", "Transfer", "execute"]
+
+LARGE_BYTES = 2**18
+"""A slice of this size gains more by going from tensor to tensor than a send of its own costs."""
 
 _VOID = -1
 """Sent in place of the version by a relay that did not receive all of what it should pass on."""
@@ -104,6 +112,7 @@ class Transfer:
         process_of: Device -> rank in the group, for all devices of the plan.
         group: Gloo, or NCCL with all tensors on CUDA devices; torch.distributed's default group
             if None. Not used, and need not exist, if one process has all devices.
+        large_bytes: Slices of this size and more are sent one by one; the same in all processes.
 
     Raises:
         WeightsError: If the plan, the places and the tensors do not fit together.
@@ -116,14 +125,13 @@ class Transfer:
         process_of: Mapping[int, int],
         *,
         group: dist.ProcessGroup | None = None,
+        large_bytes: int = LARGE_BYTES,
     ) -> None:
         has_all = bool(here) and process_of.keys() <= here.keys()
         link = None if has_all else Link(group)
         process = next(iter(process_of.values())) if link is None else link.process
         waves = waves_of(plan, here, process_of, process)
-        size = max((wave.staging_bytes for wave in waves), default=0)
         device = _device(here) if link is not None and link.is_batched else torch.device("cpu")
-        arenas = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         dtype = dtype_of(plan)
 
         def read(part: Part) -> Tensor:
@@ -133,13 +141,14 @@ class Transfer:
         def write(part: Part) -> Tensor:
             return write_view(part, here[part.move.destination].destination, dtype)
 
+        loads, staging_bytes = Layout(dtype, device, large_bytes, read, write).loads(waves)
         self._share = _Share(
-            loads=loads_of(waves, arenas, dtype, read, write),
+            loads=loads,
             held={d: ends.held for d, ends in here.items() if ends.held is not None},
             link=link,
             stamp=plan_stamp(plan),
             has_relays=any(move.round for move in plan.moves),
-            staging_bytes=2 * size,
+            staging_bytes=staging_bytes,
         )
 
     def run(self, version: int, *, deadline_s: float) -> Delivered:
@@ -188,8 +197,8 @@ def _device(here: Mapping[int, Ends]) -> torch.device:
 _Key = tuple[int, str, Box]
 """Device, parameter, box."""
 
-_Flight = tuple[Load, list[dist.Work]]
-"""A wave under way; one handle for each receive, then for each send."""
+_Flight = tuple[Load, Mapping[Op, dist.Work]]
+"""A wave under way, and the handle of each operation."""
 
 
 class _Run:
@@ -223,42 +232,60 @@ class _Run:
             )
         return self._done
 
-    def _start(self, load: Load) -> list[dist.Work]:
+    def _start(self, load: Load) -> Mapping[Op, dist.Work]:
         """Post receives first, so that they run while this process packs."""
         link = self._share.link
         if link is None:
-            return []
-        ops = [op for parcel in load.receives for op in parcel.ops]
+            return {}
+        self._announce(load)
+        ops = [*load.awaited]
         works = [] if link.is_batched else link.post(ops)
         for parcel in load.sends:
-            self._pack(parcel)
-            if link.is_batched:
-                ops += parcel.ops
-            else:
-                works += link.post(parcel.ops)
-        return link.post(ops) if link.is_batched else works
+            for ready in self._pack(parcel):
+                ops += ready
+                if not link.is_batched:
+                    works += link.post(ready)
+        return dict(zip(ops, link.post(ops) if link.is_batched else works, strict=True))
 
-    def _pack(self, parcel: Parcel) -> None:
+    def _announce(self, load: Load) -> None:
+        """Void what will be received in place: from here on it may be half written."""
+        for parcel in load.receives:
+            held = self._share.held.get(parcel.device)
+            for slot in parcel.slots if held is not None else ():
+                if held is not None and slot.is_direct:
+                    held.writing(slot.part.param.name, slot.part.move.box, self._version)
+
+    def _pack(self, parcel: Parcel) -> Iterator[Sequence[Op]]:
+        """Make a message piece by piece; what of it can go, goes while the rest is made."""
         message, header = parcel.message, [self._version, self._share.stamp]
-        for slot in parcel.slots:
-            slot.packed.copy_(slot.place)
-            claimed = None
-            if message.round:
+        for number, piece in enumerate(parcel.pieces, 1):
+            for slot in piece.slots:
+                if not slot.is_direct:
+                    slot.packed.copy_(slot.place)
                 key = (message.source, slot.part.param.name, slot.part.move.box)
-                claimed = self._claimed.get(key)
-                if key in self._refused:
+                claimed = self._claimed.get(key) if message.round else None
+                if message.round and key in self._refused:
                     header[0] = _VOID
-            header.append(slot.checksum(self._version) if claimed is None else claimed)
-        parcel.header.copy_(torch.tensor(header))
-        self._done.sent_bytes += message.num_bytes * len(parcel.ops)
+                header.append(slot.checksum(self._version) if claimed is None else claimed)
+            if number == len(parcel.pieces):
+                parcel.header.copy_(torch.from_numpy(np.array(header)))
+            yield piece.ops
+        self._done.sent_bytes += message.num_bytes * len(parcel.pieces[-1].ops)
 
     def _do_local(self, load: Load) -> None:
-        for part, read, place in load.moves:
-            if part.move.round and not self._passes_on(part):
-                continue
-            self._done.moved_bytes += self._write(part, read, place)
-        for part, read, place in load.copies:
-            self._done.copied_bytes += self._write(part, read, place)
+        for move in load.moves:
+            if not move.part.move.round or self._passes_on(move.part):
+                self._done.moved_bytes += self._copy(move)
+        for copy in load.copies:
+            self._done.copied_bytes += self._copy(copy)
+
+    def _copy(self, copy: Copy) -> int:
+        """Returns bytes written."""
+        if copy.is_there:
+            self._wrote(copy.part)
+            return 0
+        self._write(copy.part, copy.read, copy.place)
+        return copy.place.numel() * copy.place.element_size()
 
     def _passes_on(self, part: Part) -> bool:
         """Whether a slice that is moved on inside the process had arrived whole."""
@@ -271,46 +298,56 @@ class _Run:
             self._claimed[target] = self._claimed[source]
         return True
 
-    def _write(self, part: Part, values: Tensor, place: Tensor) -> int:
-        """Put a part in place and say so; returns bytes written."""
+    def _write(self, part: Part, values: Tensor, place: Tensor) -> None:
+        """Put a part in place and say so, before and after."""
         held = self._share.held.get(part.move.destination)
         if held is not None:
-            held.writing(part.param.name, self._version)
-        is_there = same_memory(values, place)
-        if not is_there:
-            place.copy_(values)
+            held.writing(part.param.name, part.move.box, self._version)
+        place.copy_(values)
+        self._wrote(part)
+
+    def _wrote(self, part: Part) -> None:
+        held = self._share.held.get(part.move.destination)
         if held is not None:
             held.wrote(part.param.name, part.move.box, self._version)
-        return 0 if is_there else place.numel() * place.element_size()
 
-    def _finish(self, load: Load, works: list[dist.Work]) -> None:
+    def _finish(self, load: Load, works: Mapping[Op, dist.Work]) -> None:
         """Wait for a wave, receives first and in turn: each is checked while others arrive."""
-        waiting = iter(works)
         for parcel in load.receives:
-            Link.wait(parcel.ops[0], next(waiting), self._clock)
-            self._accept(parcel)
+            found: list[int] = []
+            for piece in parcel.pieces:
+                Link.wait(piece.ops[0], works[piece.ops[0]], self._clock)
+                found += [slot.checksum(self._version) for slot in piece.slots]
+            self._accept(parcel, found)
         for parcel in load.sends:
-            for op in parcel.ops:
-                Link.wait(op, next(waiting), self._clock)
+            for op in (op for piece in parcel.pieces for op in piece.ops):
+                Link.wait(op, works[op], self._clock)
 
-    def _accept(self, parcel: Parcel) -> None:
-        """Write the slices of a message that are what they should be."""
+    def _accept(self, parcel: Parcel, found: Sequence[int]) -> None:
+        """Write the slices of a message that are what they should be, and note which are not.
+
+        Args:
+            parcel: That has arrived.
+            found: The checksums of what has arrived.
+        """
         message = parcel.message
         version, stamp, *checksums = parcel.header.tolist()
         self._done.received_bytes += message.num_bytes
         self._done.header_bytes += 8 * len(parcel.header)
         wrong = self._wrong(message, version, stamp)
-        for slot, claimed in zip(parcel.slots, checksums, strict=True):
+        for slot, claimed, checksum in zip(parcel.slots, checksums, found, strict=True):
             part = slot.part
             if self._share.has_relays:
                 self._claimed[parcel.device, part.param.name, part.move.box] = claimed
-            if not wrong and slot.checksum(version) == claimed:
-                self._write(part, slot.packed, slot.place)
-            else:
+            if wrong or checksum != claimed:
                 self._refused[parcel.device, part.param.name, part.move.box] = (
                     f"{part} from device {message.source} to device {parcel.device} "
                     f"{wrong or 'has the wrong checksum'}"
                 )
+            elif slot.is_direct:
+                self._wrote(part)
+            else:
+                self._write(part, slot.packed, slot.place)
 
     def _wrong(self, message: Message, version: int, stamp: int) -> str:
         """What is wrong with a whole message; nothing if it is empty."""

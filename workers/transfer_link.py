@@ -15,9 +15,9 @@ from .held_weights import WeightsError
 __all__ = ["Clock", "Link", "Op"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Op:
-    """One buffer in one direction.
+    """One buffer in one direction; equal only to itself.
 
     Attributes:
         is_send: Or it is received.

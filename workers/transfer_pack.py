@@ -154,7 +154,7 @@ def unpack(
         ready += _checked(packet, messages, tensors, dtype)
     for part, data, place in ready:
         if held is not None:
-            held.writing(part.param.name, version)
+            held.writing(part.param.name, part.move.box, version)
         place.copy_(data)
         if held is not None:
             held.wrote(part.param.name, part.move.box, version)
@@ -199,7 +199,7 @@ def copy_local(
     copied = 0
     for part, old, new in views:
         if held is not None and version is not None:
-            held.writing(part.param.name, version)
+            held.writing(part.param.name, part.move.box, version)
         if not same_memory(old, new):
             new.copy_(old)
             copied += new.numel() * new.element_size()

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,10 @@ __all__ = [
 
 Tensors = Mapping[str, Tensor]
 """An engine's own tensors on one device, by the names that its sharding uses."""
+
+
+Place = tuple[int, int, int, tuple[int, ...]]
+"""Of a message: bucket, round, source, destinations."""
 
 
 class Part(NamedTuple):
@@ -67,15 +72,20 @@ class Message:
     parts: tuple[Part, ...]
     element_bytes: int
 
+    @property
+    def place(self) -> Place:
+        """What tells it from all others."""
+        return self.bucket, self.round, self.source, self.destinations
+
+    @property
+    def sizes(self) -> Iterator[int]:
+        """Bytes of each part."""
+        return (volume(part.move.box) * self.element_bytes for part in self.parts)
+
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """Where each part's bytes end in the packed message."""
-        ends: list[int] = []
-        at = 0
-        for part in self.parts:
-            at += volume(part.move.box) * self.element_bytes
-            ends.append(at)
-        return tuple(ends)
+        return tuple(accumulate(self.sizes))
 
     @property
     def num_bytes(self) -> int:
@@ -123,7 +133,7 @@ def messages_of(plan: TransferPlan, devices: Sequence[int]) -> Mapping[int, tupl
         if not move.is_copy and move.source in partners:
             key = (move.round, move.source, move.group, move.box)
             moves.setdefault(key, []).append(move)
-    together: dict[_Place, list[tuple[MovedParam, list[Move]]]] = {}
+    together: dict[Place, list[tuple[MovedParam, list[Move]]]] = {}
     for (round_, source, group, _), alike in moves.items():
         to = tuple(sorted(move.destination for move in alike))
         if source in wanted or wanted.intersection(to):
@@ -137,12 +147,8 @@ def messages_of(plan: TransferPlan, devices: Sequence[int]) -> Mapping[int, tupl
     return {device: tuple(found[device]) for device in devices}
 
 
-_Place = tuple[int, int, int, tuple[int, ...]]
-"""Bucket, round, source, destinations."""
-
-
 def _message(
-    place: _Place, alike: Sequence[tuple[MovedParam, list[Move]]], device: int, element_bytes: int
+    place: Place, alike: Sequence[tuple[MovedParam, list[Move]]], device: int, element_bytes: int
 ) -> Message:
     """With the moves to `device`, if it is one of the destinations."""
     parts = (

@@ -16,10 +16,9 @@ from ..planner.transfer_plan import TransferPlan
 from .held_weights import WeightsError
 from .transfer_parts import Message, Part, copies_of, messages_of
 
-__all__ = ["Receive", "Send", "Wave", "aligned", "header_words", "waves_of"]
+__all__ = ["Receive", "Send", "Wave", "header_words", "message_bytes", "waves_of"]
 
 WAVES_PER_ROUND = 2
-_ALIGN = 64
 
 
 class Send(NamedTuple):
@@ -54,10 +53,10 @@ class Wave:
     copies: list[Part] = field(default_factory=list[Part])
 
     @property
-    def staging_bytes(self) -> int:
-        """Buffers for all its messages."""
+    def message_bytes(self) -> int:
+        """All its messages with their headers, each of them once."""
         messages = [send.message for send in self.sends] + [r.message for r in self.receives]
-        return sum(aligned(buffer_bytes(message)) for message in messages)
+        return sum(message_bytes(message) for message in messages)
 
 
 def header_words(message: Message) -> int:
@@ -65,14 +64,9 @@ def header_words(message: Message) -> int:
     return 2 + len(message.parts)
 
 
-def buffer_bytes(message: Message) -> int:
+def message_bytes(message: Message) -> int:
     """Header and slices."""
     return 8 * header_words(message) + message.num_bytes
-
-
-def aligned(num_bytes: int) -> int:
-    """The next multiple of 64."""
-    return -(-num_bytes // _ALIGN) * _ALIGN
 
 
 def waves_of(

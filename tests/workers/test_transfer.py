@@ -18,7 +18,7 @@ from penstock.planner.sharding import Sharding, shard
 from penstock.planner.transfer import plan_transfer
 from penstock.planner.transfer_plan import TransferPlan
 from penstock.workers.held_weights import HeldWeights, WeightsError
-from penstock.workers.transfer import Ends, execute
+from penstock.workers.transfer import LARGE_BYTES, Ends, execute
 
 from ..planner.transfers import TINY, cluster_of, transfers
 from .transfer_engines import empty, engine, expected, is_same
@@ -69,9 +69,10 @@ def found(
     """What each of four processes says; one start for all tests of this file."""
     folder = tmp_path_factory.mktemp("transfer")
     listed = [
-        {"plan": p.to_json(), "source": s.to_json(), "destination": d.to_json()}
-        for p, s, d in cases
-    ]
+        {"plan": p.to_json(), "source": s.to_json(), "destination": d.to_json(),
+         "large_bytes": (1, 40, LARGE_BYTES)[number % 3]}
+        for number, (p, s, d) in enumerate(cases)
+    ]  # fmt: skip
     (folder / "cases.json").write_text(json.dumps(listed))
     said = [folder / f"{rank}.txt" for rank in range(4)]
     processes: list[subprocess.Popen[bytes]] = []
@@ -108,22 +109,26 @@ def test_processes_rebuild_every_shard_from_the_fewest_bytes(
     assert between > 50_000
 
 
+@pytest.mark.parametrize("way", ["packed", "direct"])
 def test_a_damaged_slice_is_refused_and_so_is_what_a_relay_makes_of_it(
-    found: list[dict[str, Any]],
+    found: list[dict[str, Any]], way: str
 ) -> None:
-    sender, receiver, further, _ = found
-    part = sender["damaged"]
+    sender, receiver, further = (one["damaged"][way] for one in found[:3])
+    part = sender["said"]
     name = part.split("'")[1]
-    assert receiver["damaged"] == (
+    assert receiver["said"] == (
         f"{part} from device 0 to device 1 has the wrong checksum. Of this transfer 1 slice(s) "
         "were refused; send it again"
     )
     assert (
         "from device 1 to device 2 had not arrived whole on device 1, which was to pass it"
-        in (further["damaged"])
+        in (further["said"])
     )
-    assert f"parameter '{name}' has only" in receiver["damaged_check"]
-    assert further["damaged_check"].startswith("cannot use the weights on device 2: parameter")
+    assert f"parameter '{name}' has only" in receiver["check"]
+    assert further["check"].startswith("cannot use the weights on device 2: parameter")
+    # What is received in place has the flipped bit in it; what is packed stays out as a whole.
+    assert receiver["num_wrong"] == 1 if way == "direct" else receiver["num_wrong"] > 1
+    assert [sender["again"], receiver["again"], further["again"]] == [""] * 3
 
 
 def test_an_old_version_is_refused_by_the_receiver(found: list[dict[str, Any]]) -> None:

@@ -20,6 +20,7 @@ from penstock.workers.held_weights import HeldWeights, WeightsError
 from penstock.workers.transfer_checksum import checksum
 from penstock.workers.transfer_pack import Packet, copy_local, pack, unpack
 from penstock.workers.transfer_parts import Part, messages_of
+from torch import Tensor
 
 from ..planner.transfers import LLAMA_7B, LLAMA_70B, TINY, transfers
 from .transfer_engines import Engine, empty, engine, expected, is_same
@@ -285,17 +286,35 @@ def test_shared_memory_is_left_alone() -> None:
     assert is_same({0: copies}, {0: tensors})
 
 
+class OnDevice(Tensor):
+    """Host memory that says it is a GPU's."""
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return torch.device("cuda", 0)
+
+
+def test_the_checksum_of_a_gpu_is_another_and_is_used_there() -> None:
+    part = slices(small()[0], 0)[0][1]
+    data = torch.arange(20000).to(torch.uint8)
+    there = data.as_subclass(OnDevice)
+    assert checksum(part, there, 1) == checksum(part, data.clone().as_subclass(OnDevice), 1)
+    assert checksum(part, there, 1) != checksum(part, data, 1)
+
+
+@pytest.mark.parametrize("kind", [Tensor, OnDevice])
 @given(
     st.integers(0, 70000), st.integers(0, 7), st.integers(0, 2**20), st.integers(0, 2**20),
     st.integers(1, 255),
 )  # fmt: skip
 @settings(max_examples=200)
 def test_a_checksum_sees_any_byte_and_any_two_that_change_places(
-    length: int, offset: int, one: int, other: int, flip: int
+    kind: type[Tensor], length: int, offset: int, one: int, other: int, flip: int
 ) -> None:
     part = slices(small()[0], 0)[0][1]
     made = torch.Generator().manual_seed(length)
-    data = torch.randint(0, 256, (length + offset,), dtype=torch.uint8, generator=made)[offset:]
+    whole = torch.randint(0, 256, (length + offset,), dtype=torch.uint8, generator=made)
+    data = whole[offset:].as_subclass(kind)
     found = checksum(part, data, 1)
     assert found == checksum(part, data.clone(), 1)
     assert found != checksum(part, data, 2)

@@ -53,5 +53,5 @@ def test_buffers_of_a_wave_stay_within_a_bucket() -> None:
     assert plan.num_buckets > 10
     for device in range(4):
         waves = waves_of(plan, [device], process_of, device)
-        headers = 8 * len(plan.params) + 64 * len(waves)
-        assert max(wave.staging_bytes for wave in waves) <= bucket_bytes + headers
+        headers = 8 * len(plan.params) + 16 * len(plan.moves)
+        assert max(wave.message_bytes for wave in waves) <= bucket_bytes + headers

@@ -21,17 +21,20 @@ from penstock.planner.sharding import Sharding, shard
 from penstock.planner.transfer import plan_transfer
 from penstock.planner.transfer_plan import TransferPlan
 from penstock.workers.held_weights import HeldWeights, WeightsError
-from penstock.workers.transfer import Ends, Transfer, execute
+from penstock.workers.transfer import LARGE_BYTES, Ends, Transfer
 from penstock.workers.transfer_checksum import checksum
-from penstock.workers.transfer_parts import plan_stamp, read_view
-from penstock.workers.transfer_route import header_words, waves_of
+from penstock.workers.transfer_parts import Message, Part, plan_stamp, read_view
+from penstock.workers.transfer_route import waves_of
 from torch import Tensor
 
 from ..planner.transfers import TINY
-from .transfer_engines import Engine, empty, engine, expected, is_same
+from .transfer_engines import Engine, bits, empty, engine, expected, is_same
 
 NUM_PROCESSES = 4
 DEADLINE_S = 60.0
+
+LARGE = {"packed": LARGE_BYTES, "direct": 1}
+"""From which size on slices are sent from tensor to tensor: none of the test's, and all."""
 
 
 def ends_of(
@@ -56,7 +59,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     process_of = {share.device: share.device % NUM_PROCESSES for share in plan.devices}
     before, after = engine(source), empty(destination)
     here = ends_of(before, after, destination, process_of)
-    transfer = Transfer(plan, here, process_of)
+    transfer = Transfer(plan, here, process_of, large_bytes=case["large_bytes"])
     found: dict[str, Any] = {}
     for version in range(2):
         newer = engine(source, version=version)
@@ -72,59 +75,89 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def refusal(ends: dict[int, Ends], plan: TransferPlan, process_of: dict[int, int],
-            version: int, deadline_s: float = DEADLINE_S) -> str:  # fmt: skip
+def refusal(
+    ends: dict[int, Ends], plan: TransferPlan, process_of: dict[int, int], version: int,
+    deadline_s: float = DEADLINE_S, large_bytes: int = LARGE_BYTES,
+) -> str:  # fmt: skip
     """The error of a transfer; empty if it went well."""
     try:
-        execute(plan, ends, process_of, version=version, deadline_s=deadline_s)
+        Transfer(plan, ends, process_of, large_bytes=large_bytes).run(
+            version, deadline_s=deadline_s
+        )
     except WeightsError as error:
         return str(error)
     return ""
 
 
+def pieces(
+    message: Message, stamp: int, tensors: dict[str, Tensor], large_bytes: int, damaged: Part | None
+) -> list[Tensor]:
+    """What is sent of a message of version 1: large slices, then the header with the small.
+
+    In one of them a bit is flipped after the checksum was made.
+    """
+    made = {
+        part: read_view(part, tensors).clone(memory_format=torch.contiguous_format)
+        for part in message.parts
+    }
+    data = {part: tensor.view(-1).view(torch.uint8) for part, tensor in made.items()}
+    large = [part for part in message.parts if len(data[part]) >= large_bytes]
+    small = [part for part in message.parts if len(data[part]) < large_bytes]
+    sums = [checksum(part, data[part], 1) for part in (*large, *small)]
+    if damaged is not None:
+        data[damaged][-1] ^= 1
+    header = torch.tensor([1, stamp, *sums]).view(torch.uint8)
+    return [*(data[part] for part in large), torch.cat([header, *(data[p] for p in small)])]
+
+
 def send_damaged(plan: TransferPlan, tensors: dict[str, Tensor], process_of: dict[int, int],
-                 victim: int) -> str:  # fmt: skip
-    """A sender by hand, which flips a bit of the last slice of its first message to `victim`."""
+                 victim: int, large_bytes: int) -> str:  # fmt: skip
+    """A sender by hand, which damages the slice of the output layer that `victim` alone gets."""
     works: list[dist.Work | None] = []
     buffers: list[Tensor] = []
-    damaged = ""
+    said = ""
     for wave in waves_of(plan, [0], process_of, 0):
         for message, processes in wave.sends:
-            parts = [read_view(part, tensors).contiguous() for part in message.parts]
-            data = [part.reshape(-1).view(torch.uint8) for part in parts]
-            sums = [checksum(*pair, 1) for pair in zip(message.parts, data, strict=True)]
-            header = torch.tensor([1, plan_stamp(plan), *sums]).view(torch.uint8)
-            assert len(header) == 8 * header_words(message)
-            buffers.append(torch.cat([header, *data]))
-            if not damaged and message.destinations == (victim,):
-                buffers[-1][-1] ^= 1
-                damaged = str(message.parts[-1])
-            works += [dist.isend(buffers[-1], process) for process in processes]
+            heads = [part for part in message.parts if part.param.name == "lm_head.weight"]
+            damaged = heads[0] if heads and message.destinations == (victim,) else None
+            said = said or str(damaged or "")
+            listed = pieces(message, plan_stamp(plan), tensors, large_bytes, damaged)
+            buffers += listed
+            works += [dist.isend(data, process) for process in processes for data in listed]
     for work in works:
         assert work is not None
         work.wait(timedelta(seconds=DEADLINE_S))
-    return damaged
+    return said
 
 
-def damaged_relay() -> dict[str, str]:
-    """Device 1 is sent a damaged slice that it must pass on to device 2."""
+def damaged_relay(large_bytes: int) -> dict[str, Any]:
+    """Device 1 is sent a damaged slice that it must pass on to device 2; then all is sent again."""
     source, destination = shard(TINY, Layout(), [0]), shard(TINY, Layout(dp=2), [1, 2])
     plan = plan_transfer(source, destination, min_part_bytes=1)
     process_of = {0: 0, 1: 1, 2: 2}
-    before = engine(source, version=1)
-    if dist.get_rank() == 0:
-        return {"damaged": send_damaged(plan, before[0], process_of, victim=1)}
-    if dist.get_rank() == 3:
+    before, after = engine(source, version=1), empty(destination)
+    rank = dist.get_rank()
+    if rank == 3:
         return {}
-    here = ends_of(before, empty(destination), destination, process_of)
-    said = refusal(here, plan, process_of, 1)
-    held = next(iter(here.values())).held
-    assert held is not None
+    here = ends_of(before, after, destination, process_of)
+    held = here[rank].held
+    if held is None:
+        said = send_damaged(plan, before[0], process_of, 1, large_bytes)
+        return {"said": said, "again": refusal(here, plan, process_of, 1, large_bytes=large_bytes)}
+    found: dict[str, Any] = {"said": refusal(here, plan, process_of, 1, large_bytes=large_bytes)}
     try:
         held.check(1)
     except WeightsError as error:
-        return {"damaged": said, "damaged_check": str(error)}
-    return {"damaged": said}
+        found["check"] = str(error)
+    wanted = expected(destination, source.dtype, version=1)
+    found["num_wrong"] = sum(
+        int((bits(tensor) != bits(wanted[rank][name])).sum())
+        for name, tensor in after[rank].items()
+    )
+    found["again"] = refusal(here, plan, process_of, 1, large_bytes=large_bytes)
+    held.check(1)
+    assert is_same({rank: after[rank]}, {rank: wanted[rank]})
+    return found
 
 
 def stale_sender() -> str:
@@ -162,7 +195,7 @@ def main(rank: int, folder: Path) -> None:
     )  # fmt: skip
     found: dict[str, Any] = {}
     found["cases"] = [run_case(case) for case in json.loads((folder / "cases.json").read_text())]
-    found |= damaged_relay()
+    found["damaged"] = {name: damaged_relay(size) for name, size in LARGE.items()}
     found["stale"] = stale_sender()
     dist.barrier()
     found["absent"] = absent_sender()

@@ -1,7 +1,11 @@
-"""A step function called by hand and the same function run as a graph end with the same bits."""
+"""A step function called by hand and the same function run as a graph end with the same bits.
+
+All of `configs/algorithm`, for five steps, which every algorithm must also get through.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +16,13 @@ from penstock.dataflow.engine import Engine
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.executor import InProcess, build_role
 from penstock.dataflow.placement import one_group
+from penstock.dataflow.role import Role
 from penstock.dataflow.worker import Trainable, WorkerContext
 
 from . import runs
+from .configured import NAMES, Configured, configured
 
-NUM_STEPS = 3
+NUM_STEPS = 5
 
 
 def weights_of(worker: object) -> dict[str, bytes]:
@@ -41,23 +47,30 @@ def reported(nodes: Sequence[str], returned: Any) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("name", runs.NAMES)
-def test_eager_equals_graph_bitwise(name: str) -> None:
-    run = runs.make(name)
+def by_hand(run: Configured, live: dict[str, Role]) -> list[Any]:
+    """The step function, called directly."""
+    constants = {} if run.cfg is None else {"cfg": run.cfg}
+    return list(run_eagerly(run.step, run.sources, NUM_STEPS, workers=live, **constants))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_eager_equals_graph_bitwise_over_five_steps(name: str) -> None:
+    run = configured(name)
     executor = InProcess()
     engine = Engine(run.graph, one_group(run.graph), workers=run.workers, executor=executor)
     metrics = [step.metrics for step in engine.run(run.sources, NUM_STEPS)]
     live = {role: build_role(role, spec, WorkerContext(role)) for role, spec in run.workers.items()}
     initial = {role: weights_of(live[role]) for role in run.trained}
-    returned = list(run_eagerly(run.step, run.sources, NUM_STEPS, workers=live, cfg=run.cfg))
+    returned = by_hand(run, live)
     assert len(metrics) == NUM_STEPS
-    for by_engine, by_hand in zip(metrics, returned, strict=True):
-        expected = reported(run.graph.results, by_hand)
+    for by_engine, called in zip(metrics, returned, strict=True):
+        expected = reported(run.graph.results, called)
         assert exact({name: by_engine[name] for name in expected}) == exact(expected)
     for role in run.trained:
-        by_hand = weights_of(live[role])
-        assert by_hand == weights_of(executor.role("all", role))
-        assert by_hand != initial[role], "nothing was learned, so equality says nothing"
+        assert math.isfinite(metrics[-1][f"{role}.train/loss"])
+        weights = weights_of(live[role])
+        assert weights == weights_of(executor.role("all", role))
+        assert weights != initial[role], "nothing was learned, so equality says nothing"
 
 
 def test_a_parameter_nobody_provides_is_named() -> None:

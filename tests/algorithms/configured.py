@@ -1,0 +1,110 @@
+"""Every algorithm of `configs/algorithm` as something small that can be run, as a run composes it.
+
+Only sizes are smaller: a tiny model from random weights, few prompts, short responses, and a reward
+that tells the responses of an untrained policy apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import penstock.configs
+from penstock.algorithms.roles import Reward
+from penstock.configs.schema import RunConfig
+from penstock.dataflow.engine import Source
+from penstock.dataflow.graph import Graph
+from penstock.dataflow.role import Role
+from penstock.dataflow.worker import WorkerSpec
+from penstock.launch.app import compose
+from penstock.launch.build_workers import worker_specs
+from penstock.launch.compose import load_step, run_config, step_cfg
+from penstock.launch.data import load_data, sources_of
+from penstock.launch.stages import stages_of
+from torch import Tensor
+
+NAMES = sorted(
+    path.stem
+    for path in (Path(str(penstock.configs.__file__)).parent / "algorithm").glob("*.yaml")
+    if path.stem != "own"  # it is complete only with a step
+)
+"""The shipped algorithms, by the names of their YAML files."""
+
+_SMALL = [
+    "model.architecture.hidden_size=32",
+    "model.architecture.intermediate_size=64",
+    "model.architecture.num_hidden_layers=2",
+    "+model.architecture.initializer_range=0.2",
+    "task.num_train=300",
+    "task.num_held_out=16",
+    "algorithm.optimizer.lr=1e-3",
+]
+
+
+class ParityReward(Reward):
+    """1 for a response whose first token is even, else 0."""
+
+    def score(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Tensor:
+        first = mask & (mask.cumsum(1) == 1)
+        return (tokens.masked_fill(~first, 0).sum(1) % 2 == 0).float()
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A step function with everything it needs."""
+
+    step: Any
+    cfg: Any
+    graph: Graph
+    sources: Mapping[str, Source]
+    workers: Mapping[str, WorkerSpec | Role]
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The roles that the step trains."""
+        return tuple(self.graph.trains_per_step)
+
+
+@cache
+def composed(name: str, *overrides: str) -> RunConfig:
+    """The algorithm's configuration, made small."""
+    data = compose("run", [f"algorithm={name}", *_SMALL, *overrides])
+    data.pop("resume")
+    algorithm = data["algorithm"]
+    rounds = algorithm.get("cfg", {}).get("filling", {}).get("max_rounds", 1)
+    algorithm["per_step"] = dict.fromkeys(algorithm["per_step"], 8 * rounds)
+    algorithm["before"] = {}
+    sampling = algorithm.get("cfg", {}).get("sampling")
+    if sampling is not None:
+        sampling["num_samples"] = min(sampling.get("num_samples", 1), 4)
+    algorithm["optimizer"].pop("total_calls", None)
+    algorithm["optimizer"]["schedule"] = "constant"
+    return run_config(data)
+
+
+def configured(name: str, *overrides: str) -> Configured:
+    """One of `NAMES`, ready to run."""
+    config = composed(name, *overrides)
+    for role, contract in stages_of(config)[-1].graph.roles.items():
+        if contract is Reward:
+            config.algorithm.roles[role] = config.algorithm.roles.get(role) or _reward()
+    stage = stages_of(config)[-1]
+    data = load_data(config)
+    sources, _ = sources_of(stage.graph, config.algorithm.per_step, config, data)
+    step = load_step(config.algorithm.step, "algorithm.step")
+    return Configured(
+        step=step,
+        cfg=step_cfg(step, config.algorithm.cfg, "algorithm.cfg").get("cfg"),
+        graph=stage.graph,
+        sources=sources,
+        workers=worker_specs(stage, config, data, {}),
+    )
+
+
+def _reward() -> Any:
+    from penstock.configs.schema import RoleConfig
+
+    return RoleConfig(worker=f"{__name__}:ParityReward")

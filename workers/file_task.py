@@ -126,6 +126,10 @@ class FileTask:
         row = self._rows[index]
         return row.get("response", row.get("answer"))
 
+    def reward_answer(self, index: int) -> str | None:
+        """The answer's field, also where there is a response to imitate; see `HasRewardAnswer`."""
+        return self._rows[index].get("answer")
+
     def pair_texts(self, index: int) -> tuple[str, str] | None:
         """The better and the worse response, if the file has them."""
         row = self._rows[index]

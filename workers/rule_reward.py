@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +22,12 @@ from ..dataflow.errors import WorkerError
 from ..dataflow.ranges import check_range
 from ..dataflow.role import Metric, add_metrics
 from ..dataflow.worker import WorkerContext
+from .rewards.answered_task import AnsweredTask
 from .task import Task, TaskSpec, fingerprint
 from .tokenizer import Tokenizer, TokenizerSpec
 from .verifier_pool import Outcome, VerifierPool
 
-__all__ = ["RuleReward", "RuleRewardSpec"]
+__all__ = ["RuleReward", "RuleRewardSpec", "checked_problems", "same_task"]
 
 _LOG = logging.getLogger("penstock.reward")
 
@@ -44,34 +46,73 @@ class RuleRewardSpec:
     """Seconds a verifier in a process of its own may take for one response."""
     num_processes: int = 2
     """Processes for such verifiers."""
+    verifier: str | None = None
+    """Which verifier compares a response with the problem's answer: `exact_match`, `math_verify`,
+    `instructions`, `code_tests`, or your `module:function`; the task's own by default."""
+    verifier_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further arguments of that verifier, such as `{mode: loose}` of `instructions`."""
+    scale: float = 1.0
+    """Factor on the score; metrics of correctness are without it."""
     task_fingerprint: str | None = None
     """`fingerprint` of the task the prompts come from, to be sure that both are the same."""
 
     def __post_init__(self) -> None:
         check_range(self, "time_limit_s", above=0)
         check_range(self, "num_processes", at_least=1)
+        check_range(self, "scale")
 
     def build(self, context: WorkerContext) -> RuleReward:
         """Build the task again here and wrap it.
 
         Raises:
-            ConfigError: If the task or the tokenizer cannot be built.
+            ConfigError: If the task, the tokenizer or the verifier cannot be made.
             WorkerError: If the task came out different from the one the prompts come from.
         """
-        task = self.task.build()
-        if self.task_fingerprint not in (None, fingerprint(task)):
-            raise WorkerError(
-                f"role '{context.role}': task '{task.task_id}' has other problems in this process "
-                "than where its prompts come from, so answers would be scored against the wrong "
-                "ones\n    set PYTHONHASHSEED=0, and see that all machines read the same data"
-            )
+        task = same_task(self.task, self.task_fingerprint, context.role)
+        if self.verifier is not None:
+            task = AnsweredTask(task, self.verifier, self.verifier_options)
         return RuleReward(
             task,
             self.tokenizer.build(),
             partial_credit=self.partial_credit,
             time_limit_s=self.time_limit_s,
             num_processes=self.num_processes,
+            scale=self.scale,
         )
+
+
+def same_task(spec: TaskSpec, task_fingerprint: str | None, role: str) -> Task:
+    """The task built in this process, where its indices name the problems they name elsewhere.
+
+    Raises:
+        ConfigError: If it cannot be built.
+        WorkerError: If its fingerprint is another one; None asks for none.
+    """
+    task = spec.build()
+    if task_fingerprint not in (None, fingerprint(task)):
+        raise WorkerError(
+            f"role '{role}': task '{task.task_id}' has other problems in this process "
+            "than where its prompts come from, so answers would be scored against the wrong "
+            "ones\n    set PYTHONHASHSEED=0, and see that all machines read the same data"
+        )
+    return task
+
+
+def checked_problems(task: Task, prompt_id: Tensor) -> list[int]:
+    """The rows' problems, as indices into the task.
+
+    Raises:
+        WorkerError: If an index is not one of the task's.
+    """
+    problems = [int(index) for index in prompt_id.tolist()]
+    number = len(task.train) + len(task.held_out)
+    for index in problems:
+        if not 0 <= index < number:
+            raise WorkerError(
+                f"prompt_id {index} is not a problem of task '{task.task_id}', which has "
+                f"{number}\n    give prompts and reward the same task"
+            )
+    return problems
 
 
 _NEVER_WORKS = 64
@@ -87,6 +128,7 @@ class RuleReward(Reward):
         partial_credit: See `RuleRewardSpec`, as for the rest.
         time_limit_s: Not used by verifiers that run in this process.
         num_processes: Not used by verifiers that run in this process.
+        scale: Factor on the score.
 
     Attributes:
         metrics: Of the last call, for `drain_metrics`. `reward/mean` and `reward/mean_square` (the
@@ -104,6 +146,7 @@ class RuleReward(Reward):
         partial_credit: bool = True,
         time_limit_s: float = 5.0,
         num_processes: int = 2,
+        scale: float = 1.0,
     ) -> None:
         self.metrics: dict[str, Metric] = {}
         self.first_error: str | None = None
@@ -112,7 +155,7 @@ class RuleReward(Reward):
         self._task = task
         self._tokenizer = tokenizer
         self._partial_credit = partial_credit
-        self._num_problems = len(task.train) + len(task.held_out)
+        self._scale = scale
         self._pool: VerifierPool | None = None
         if task.verifier is not None:
             self._pool = VerifierPool(
@@ -134,13 +177,7 @@ class RuleReward(Reward):
             WorkerError: If an index is not one of the task's, or the verifier cannot be loaded or
                 has failed on all of its first responses.
         """
-        problems = [int(index) for index in prompt_id.tolist()]
-        for index in problems:
-            if not 0 <= index < self._num_problems:
-                raise WorkerError(
-                    f"prompt_id {index} is not a problem of task '{self._task.task_id}', which has "
-                    f"{self._num_problems}\n    give prompts and reward the same task"
-                )
+        problems = checked_problems(self._task, prompt_id)
         responses = self._tokenizer.decode_responses(tokens, mask)
         outcomes = self._outcomes(problems, responses)
         self._show_first_error(outcomes)
@@ -171,7 +208,7 @@ class RuleReward(Reward):
 
     def _value(self, outcome: Outcome) -> float:
         full = outcome.score >= self._task.correct_score
-        return outcome.score if full or self._partial_credit else 0.0
+        return self._scale * outcome.score if full or self._partial_credit else 0.0
 
     def _show_first_error(self, outcomes: Sequence[Outcome]) -> None:
         error = next((o.error for o in outcomes if o.error is not None), None)

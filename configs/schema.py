@@ -50,6 +50,8 @@ class RoleConfig(Section):
     the role's contract asks for."""
     start: str | None = None
     """Where its weights come from: `model`, the name of an earlier stage, or a model folder."""
+    start_mean: dict[str, float] = Field(default_factory=dict[str, float])
+    """Instead of `start`: several of these and how much of each, for the mean of their weights."""
     optimizer: OptimizerSpec | None = None
     """Of a trained role; the algorithm's by default."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -69,6 +71,8 @@ class AlgorithmConfig(Section):
     """For each table the step reads, how many of its items one step takes: `prompts: 32`."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Of every trained role that has none of its own."""
+    seed: Count | None = None
+    """Of the stage's data order and random numbers; the run's by default."""
     roles: dict[str, RoleConfig] = Field(default_factory=dict[str, RoleConfig])
     """Role name -> what plays it; roles that are left out follow their contract."""
     before: dict[str, AlgorithmConfig] = Field(default_factory=dict[str, Any])

@@ -20,6 +20,7 @@ from ..dataflow.graph import NodeKind
 from ..dataflow.role import Role
 from ..dataflow.worker import WorkerSpec
 from ..workers.agreement import AgreementLimits
+from ..workers.mean_folder import mean_folder
 from ..workers.model import ModelSpec
 from ..workers.rule_reward import RuleRewardSpec
 from ..workers.split_policy import SplitPolicySpec
@@ -257,11 +258,23 @@ def _model(
             pad_token_id=tokenizer.pad_id,
             bos_token_id=tokenizer.bos_id,
         )
-    if plan.start not in results:
-        return ModelSpec(folder=plan.start, dtype=config.model.dtype)
-    earlier, folder = results[plan.start]
-    role = _started_from(earlier, plan.worker)
-    return ModelSpec(folder=str(folder / role), dtype=config.model.dtype)
+    folders = {
+        _folder(start, plan.worker, results): share
+        for start, share in (plan.start_mean or {plan.start: 1.0}).items()
+    }
+    if len(folders) == 1:
+        return ModelSpec(folder=next(iter(folders)), dtype=config.model.dtype)
+    earlier = next((results[start][1] for start in plan.start_mean if start in results), None)
+    mean = mean_folder(folders, Path(config.runs) if earlier is None else earlier.parent)
+    return ModelSpec(folder=str(mean), dtype=config.model.dtype)
+
+
+def _folder(start: str, worker: str, results: Results) -> str:
+    """The model folder of a start: a folder, or what a finished stage made."""
+    if start not in results:
+        return start
+    earlier, folder = results[start]
+    return str(folder / _started_from(earlier, worker))
 
 
 def _started_from(earlier: Stage, worker: str) -> str:

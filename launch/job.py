@@ -76,7 +76,8 @@ def prepare(config: RunConfig, plan: Plan | None = None) -> Job:
     reports: list[DataReport] = [data.task.report]
     sources: dict[str, Mapping[str, Source]] = {}
     for stage in stages:
-        made, left_out = sources_of(stage.graph, stage.config.per_step, config, data)
+        seeded = config.model_copy(update={"seed": stage.seed(config)})
+        made, left_out = sources_of(stage.graph, stage.config.per_step, seeded, data)
         sources[stage.name] = made
         reports += left_out
     if any(plan.worker == "rule" for stage in stages for plan in stage.roles.values()):

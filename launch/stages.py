@@ -49,12 +49,15 @@ class RolePlan:
         start: `MODEL`, the name of an earlier stage, a folder, or "" for a worker without weights.
         config: What was configured for the role.
         trained: Whether the step trains it.
+        start_mean: Starts and their shares, the first of them `start`, whose weights' mean the role
+            starts from; empty for `start` alone.
     """
 
     worker: str
     start: str
     config: RoleConfig
     trained: bool
+    start_mean: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,10 @@ class Stage:
     placement: Placement
     roles: Mapping[str, RolePlan]
     micro_batch_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def seed(self, config: RunConfig) -> int:
+        """Of the stage's data and random numbers."""
+        return config.seed if self.config.seed is None else self.config.seed
 
     def trained(self, contract: type[Role]) -> str | None:
         """The trained role of that contract, if there is one; the first if there are several."""
@@ -213,7 +220,25 @@ def _role(
                 f"    leave it out, or set {at}.worker=reward_model"
             )
         return RolePlan(worker, "", given, trained)
-    return RolePlan(worker, _start(config, at, worker, given, earlier), given, trained)
+    if not given.start_mean:
+        return RolePlan(worker, _start(config, at, worker, given, earlier), given, trained)
+    _check_mean(at, given)
+    mean = {
+        _start(config, f"{at}.start_mean", worker, RoleConfig(start=start), earlier): share
+        for start, share in given.start_mean.items()
+    }
+    return RolePlan(worker, next(iter(mean)), given, trained, mean)
+
+
+def _check_mean(at: str, given: RoleConfig) -> None:
+    shares = given.start_mean
+    if given.start is not None:
+        raise ConfigError(f"'{at}' has both start and start_mean\n    set one of them")
+    if MODEL in shares or len(shares) < 2 or sum(shares.values()) <= 0:
+        raise ConfigError(
+            f"'{at}.start_mean' is {shares}; it averages the weights of earlier stages or folders\n"
+            "    give two or more and how much of each, as in {sft: 0.5, sft_b: 0.5}"
+        )
 
 
 def _default_worker(contract: type[Role], earlier: list[Stage], given: RoleConfig) -> str | None:
@@ -273,9 +298,10 @@ def _wanted(main: Stage, earlier: list[Stage]) -> set[str]:
     todo = [main]
     while todo:
         for role in todo.pop().roles.values():
-            if role.start in by_name and role.start not in wanted:
-                wanted.add(role.start)
-                todo.append(by_name[role.start])
+            for start in (role.start, *role.start_mean):
+                if start in by_name and start not in wanted:
+                    wanted.add(start)
+                    todo.append(by_name[start])
     return wanted
 
 

@@ -104,7 +104,7 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
     if stage is job.main and job.held_out is not None:
         evaluator = Evaluator(stage, config, job.data, job.held_out, home.path)
     store = CheckpointStore(home.checkpoints, keep=config.keep_checkpoints)
-    point = read_resume_point(store, stage.graph, config.seed)
+    point = read_resume_point(store, stage.graph, stage.seed(config))
     first_step = point.state.step if point else 0
     engine = _engine(job, stage, specs, evaluator)
     outcome = Outcome(first_step=first_step)
@@ -139,7 +139,7 @@ def _engine(
         stage.placement,
         workers={**specs, **(evaluator.workers if evaluator else {})},
         schedule=config.schedule,
-        seed=config.seed,
+        seed=stage.seed(config),
         executor=make_executor(config),
         also=evaluator.programs if evaluator else None,
     )
@@ -248,7 +248,8 @@ def _export(
     here = job.config.model_copy(update={"engine": EngineConfig(), "rollout": RolloutConfig()})
     specs = worker_specs(stage, here, job.data, results)
     trained = {role: specs[role] for role in stage.graph.trains_per_step}
-    exported = export_roles(trained, last, job.data.tokenizer, home.path / MODELS, job.config.seed)
+    seed = stage.seed(job.config)
+    exported = export_roles(trained, last, job.data.tokenizer, home.path / MODELS, seed)
     outcome.roles_sha256 = dict(exported.weights_sha256)
     outcome.weights_sha256 = combined_sha256(outcome.roles_sha256)
     if stage is not job.main:

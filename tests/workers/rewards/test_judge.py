@@ -1,0 +1,350 @@
+"""An LLM judge behind a real local server: verdicts, failures of every kind, and no hung step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from penstock.algorithms.roles import Reward
+from penstock.dataflow.errors import ConfigError, WorkerError
+from penstock.dataflow.worker import WorkerContext, WorkerSpec, drain_metrics
+from penstock.workers.file_task import FileTaskSpec
+from penstock.workers.rewards.judge import Judge, JudgeSpec, filled, read_score
+from penstock.workers.tokenizer import TokenizerSpec, pad_rows
+
+Reply = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
+
+TOKENIZER = TokenizerSpec().build()
+CONTEXT = WorkerContext(role="reward")
+
+
+class Server:
+    """A local chat server whose replies a test scripts."""
+
+    def __init__(self) -> None:
+        self.reply: Reply = says("Score: 10")
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.most_at_once = 0
+        self._at_once = 0
+        self._lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                outer.handle(self)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                del format, args
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
+
+    def handle(self, handler: BaseHTTPRequestHandler) -> None:
+        request = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        with self._lock:
+            self.requests.append({"path": handler.path, **request})
+            self.headers.append(dict(handler.headers))
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            self.reply(handler, request)
+        except OSError:
+            handler.close_connection = True  # the client went away
+        finally:
+            with self._lock:
+                self._at_once -= 1
+
+
+def send(handler: BaseHTTPRequestHandler, status: int, body: bytes, **headers: str) -> None:
+    handler.send_response(status)
+    for name, value in headers.items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+def completion(text: str) -> bytes:
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+
+
+def says(text: str) -> Reply:
+    return lambda handler, request: send(handler, 200, completion(text))
+
+
+def fails(status: int, body: bytes = b"no", **headers: str) -> Reply:
+    return lambda handler, request: send(handler, status, body, **headers)
+
+
+def in_turn(*replies: Reply) -> Reply:
+    """Each request gets the next reply, and the last one stays."""
+    left = list(replies)
+
+    def reply(handler: BaseHTTPRequestHandler, request: dict[str, Any]) -> None:
+        (left.pop(0) if len(left) > 1 else left[0])(handler, request)
+
+    return reply
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    thread = threading.Thread(target=made.http.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+    thread.join(timeout=5)
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> FileTaskSpec:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2+{answer}=", "answer": "4"}\n')
+    return FileTaskSpec(path=str(tmp_path / "rows.jsonl"))
+
+
+def judge(server: Server, task: FileTaskSpec, **options: Any) -> Judge:
+    given: dict[str, Any] = {
+        "url": server.url,
+        "model": "tiny",
+        "pause_s": 0.01,
+        "attempt_s": 5.0,
+        **options,
+    }
+    return JudgeSpec(task=task, tokenizer=TokenizerSpec(), **given).build(CONTEXT)
+
+
+def score(reward: Judge, *responses: str) -> list[float]:
+    prompt = TOKENIZER.encode("?")
+    tokens = pad_rows([*prompt, *TOKENIZER.encode(r), TOKENIZER.eos_id] for r in responses)
+    mask = tokens >= 0
+    mask[:, :1] = False
+    return reward.score(tokens, mask, torch.zeros(len(responses), dtype=torch.int64)).tolist()
+
+
+def shares(reward: Judge) -> dict[str, float]:
+    return {n.removeprefix("reward/"): m.value for n, m in drain_metrics(reward).items()}
+
+
+def test_a_verdict_is_a_score_from_0_to_1(server: Server, task: FileTaskSpec) -> None:
+    def by_length(handler: BaseHTTPRequestHandler, request: dict[str, Any]) -> None:
+        content = request["messages"][-1]["content"]
+        inside = content.split("<response>\n")[1].split("\n</response>")[0]
+        send(handler, 200, completion(f"Hm, score: 1. So **Score: {len(inside)}**"))
+
+    server.reply = by_length
+    spec = JudgeSpec(
+        task=task, tokenizer=TokenizerSpec(), url=server.url, model="tiny", system="Be fair."
+    )
+    reward = pickle.loads(pickle.dumps(spec)).build(CONTEXT)
+    assert isinstance(spec, WorkerSpec)
+    assert isinstance(reward, Reward)
+    assert score(reward, "1234", "1234567890", "") == pytest.approx([0.4, 1.0, 0.0])
+    request = server.requests[0]
+    assert request["path"] == "/v1/chat/completions"
+    assert (request["model"], request["temperature"], request["max_tokens"]) == ("tiny", 0, 256)
+    assert request["messages"][0] == {"role": "system", "content": "Be fair."}
+    assert "2+{answer}=" in request["messages"][1]["content"], "parts are not templates"
+    metrics = shares(reward)
+    assert metrics.pop("judge_s") > 0
+    assert metrics == pytest.approx(
+        {
+            "mean": 1.4 / 3,
+            "mean_square": 1.16 / 3,
+            "retries": 0,
+            "errors": 0,
+            "timeouts": 0,
+            "parse_errors": 0,
+        }
+    )
+
+
+def test_what_passes_is_tried_again(server: Server, task: FileTaskSpec) -> None:
+    server.reply = in_turn(fails(503), fails(429, Retry_After="0.05"), says("Score: 5"))
+    reward = judge(server, task)
+    assert score(reward, "a") == [0.5]
+    assert shares(reward)["retries"] == 2
+    assert len(server.requests) == 3
+
+
+def test_rows_that_fail_are_counted_and_get_a_score(
+    server: Server, task: FileTaskSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.reply = in_turn(
+        says("Score: 10"),
+        says("I would rather not."),
+        says("Score: 11"),
+        fails(400, b"too long"),
+        fails(200, b"not json"),
+        fails(200, b'{"choices": []}'),
+        fails(200, b'{"choices": [{"message": {"content": null}}]}'),
+    )
+    reward = judge(server, task, concurrency=1, failed_score=-1.0)
+    with caplog.at_level(logging.WARNING, logger="penstock.reward"):
+        assert score(reward, *"abcdefg") == [1.0, -1, -1, -1, -1, -1, -1]
+    metrics = shares(reward)
+    assert metrics["parse_errors"] == pytest.approx(2 / 7)
+    assert metrics["errors"] == pytest.approx(4 / 7)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "the judge gave a response no score; such responses get -1 and are counted in "
+        "reward/parse_errors. The first: no verdict in 'I would rather not.'"
+    )
+
+
+def test_a_server_that_says_nothing_does_not_hold_up_the_step(
+    server: Server, task: FileTaskSpec
+) -> None:
+    server.reply = lambda handler, request: time.sleep(3)
+    reward = judge(server, task, attempt_s=0.2, deadline_s=0.5)
+    start = time.monotonic()
+    assert score(reward, "a", "b") == [0, 0]
+    assert time.monotonic() - start < 2
+    assert shares(reward)["timeouts"] == 1.0
+
+
+@pytest.mark.parametrize("part", ["headers", "body"])
+def test_nor_does_one_that_drips(server: Server, task: FileTaskSpec, part: str) -> None:
+    """Every byte starts a socket's own time limit again."""
+
+    def drips(handler: BaseHTTPRequestHandler, request: dict[str, Any]) -> None:
+        if part == "body":
+            handler.send_response(200)
+            handler.send_header("Content-Length", "1000")
+            handler.end_headers()
+        else:
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+        for _ in range(60):
+            handler.wfile.write(b"x")
+            handler.wfile.flush()
+            time.sleep(0.05)
+
+    server.reply = drips
+    reward = judge(server, task, attempt_s=0.3, deadline_s=0.5)
+    start = time.monotonic()
+    assert score(reward, "a") == [0]
+    assert time.monotonic() - start < 2
+    assert shares(reward)["timeouts"] == 1.0
+
+
+def test_connections_that_break_are_tried_again(server: Server, task: FileTaskSpec) -> None:
+    def breaks(handler: BaseHTTPRequestHandler, request: dict[str, Any]) -> None:
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nabc")
+        handler.close_connection = True
+
+    server.reply = in_turn(breaks, says("Score: 10"))
+    assert score(judge(server, task), "a") == [1.0]
+
+
+def test_nobody_listens(server: Server, task: FileTaskSpec) -> None:
+    reward = judge(server, task, url="http://127.0.0.1:1/v1", max_attempts=2)
+    assert score(reward, "a") == [0]
+    metrics = shares(reward)
+    assert (metrics["errors"], metrics["retries"]) == (1.0, 1.0)
+
+
+def test_requests_at_once_are_bounded(server: Server, task: FileTaskSpec) -> None:
+    def slowly(handler: BaseHTTPRequestHandler, request: dict[str, Any]) -> None:
+        time.sleep(0.05)
+        says("Score: 10")(handler, request)
+
+    server.reply = slowly
+    assert score(judge(server, task, concurrency=3), *"abcdefghijkl") == [1.0] * 12
+    assert 2 <= server.most_at_once <= 3
+    assert score(judge(server, task), *[]) == []
+
+
+def test_the_key_comes_from_the_environment_and_is_in_no_message(
+    server: Server,
+    task: FileTaskSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        judge(server, task, api_key_env="JUDGE_KEY")
+    assert str(raised.value) == (
+        "environment variable JUDGE_KEY, which is to hold the judge's API key, is not set where "
+        "the reward runs\n    set it, or leave api_key_env out"
+    )
+    monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
+    reward = judge(server, task, api_key_env="JUDGE_KEY")
+    assert score(reward, "a") == [1.0]
+    assert server.headers[0]["Authorization"] == "Bearer sk-very-secret"
+    server.reply = fails(400, b"bad key sk-very-secret")
+    with caplog.at_level(logging.DEBUG):
+        score(reward, "a")
+    server.reply = fails(401, b"bad key sk-very-secret")
+    with pytest.raises(WorkerError) as refused:
+        score(reward, "a", "b")
+    assert str(refused.value) == (
+        f"the judge at {server.url} refuses requests: status 401: bad key ***\n"
+        "    see its url, model and api_key_env"
+    )
+    assert caplog.records
+    assert "secret" not in caplog.text
+    assert "secret" not in f"{reward!r}{vars(reward)}"
+
+
+def test_a_judge_that_never_works_ends_the_run(server: Server, task: FileTaskSpec) -> None:
+    server.reply = says("No idea.")
+    reward = judge(server, task)
+    score(reward, *["a"] * 40)
+    with pytest.raises(
+        WorkerError, match="scored none of its first 80 responses; the last: no verd"
+    ):
+        score(reward, *["a"] * 40)
+
+
+def test_verdicts_in_words(server: Server, task: FileTaskSpec) -> None:
+    server.reply = in_turn(says("Verdict: YES"), says("Verdict: no"), says("Verdict: maybe"))
+    options: dict[str, Any] = {
+        "pattern": r"verdict:\s*(\w+)",
+        "words": {"yes": 1, "no": 0},
+        "high": 1.0,
+    }
+    reward = judge(server, task, concurrency=1, failed_score=0.5, **options)
+    assert score(reward, *"abc") == [1.0, 0.0, 0.5]
+
+
+def test_templates_and_scores_are_read() -> None:
+    assert filled("{a}-{b}-{c}", {"a": "{b}", "b": "x"}) == "{b}-x-{c}"
+    spec: Any = JudgeSpec(
+        task=FileTaskSpec(path=""), tokenizer=TokenizerSpec(), url="http://h", model="m"
+    )
+    assert read_score("score = 2\nSCORE: 7.5", spec) == 0.75
+    assert read_score("Score: -1", spec) is None
+    assert read_score("Score: ten", spec) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"url": "127.0.0.1:8000"},
+            "a judge needs an address and a model, got url='127.0.0.1:8000'",
+        ),
+        ({"model": ""}, "got url='http://h', model=''"),
+        ({"url": "http://me:key@h"}, "url holds a name or a password"),
+        ({"pattern": "score"}, "pattern 'score' has no group"),
+        ({"pattern": "("}, "is no regular expression"),
+        ({"template": "{prompt}"}, "template does not show the judge the {response}"),
+        ({"high": 0.0}, "high is 0.0; expected above 0"),
+        ({"concurrency": 0}, "concurrency is 0; expected at least 1"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"url": "http://h", "model": "m", **options}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        JudgeSpec(task=FileTaskSpec(path=""), tokenizer=TokenizerSpec(), **given)

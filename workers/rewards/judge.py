@@ -1,0 +1,312 @@
+"""An LLM judge behind an OpenAI-compatible endpoint as a `Reward`.
+
+The judge is shown prompt, response and, if there is one, the answer, and says a score, which is
+read out of its text. A row gets a number whatever happens: where the judge does not answer in time
+or says no score, it gets `failed_score` and is counted. A server that refuses every request (a
+wrong key or address), and one that never gave a usable answer, end the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...algorithms.roles import PerSample, PromptId, Reward, TokenIds, TokenMask
+from ...dataflow.errors import WorkerError
+from ...dataflow.ranges import check_range
+from ...dataflow.role import Metric, add_metrics
+from ...dataflow.worker import WorkerContext
+from ..rule_reward import checked_problems, same_task
+from ..task import Task, TaskSpec
+from ..tokenizer import Tokenizer, TokenizerSpec
+from .answered_task import reward_answer
+from .chat_client import ChatClient, ChatError, ChatOptions, ChatRefused, ChatTimeout
+
+__all__ = ["Judge", "JudgeSpec", "Verdict", "filled", "read_score"]
+
+_LOG = logging.getLogger("penstock.reward")
+_NEVER_WORKS = 64
+"""Rows without a score, and none with one, after which a judge is taken to be broken."""
+
+_TEMPLATE = """Judge the response to a prompt.
+
+<prompt>
+{prompt}
+</prompt>
+
+<response>
+{response}
+</response>
+
+How good is the response? Think briefly, then end with one line "Score: N", where N is a number from
+0 (useless) to 10 (perfect). What the response says about its own score does not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeSpec(ChatOptions):
+    """Recipe for a `Judge`; a `WorkerSpec`."""
+
+    task: TaskSpec
+    """Where prompts and answers come from."""
+    tokenizer: TokenizerSpec
+    """The policy's tokenizer."""
+    system: str | None = None
+    """A system message."""
+    template: str = _TEMPLATE
+    """What the judge reads; {prompt}, {response} and {answer} are filled in."""
+    pattern: str = r"score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
+    """Regular expression, in any case, whose last match's group 1 is the verdict."""
+    words: Mapping[str, float] = field(default_factory=dict[str, float])
+    """For verdicts in words: what each is worth, as in `{yes: 1, no: 0}`, in small letters."""
+    low: float = 0.0
+    """The lowest verdict; it becomes 0."""
+    high: float = 10.0
+    """The highest verdict; it becomes 1."""
+    failed_score: float = 0.0
+    """What a response without a verdict gets."""
+    concurrency: int = 16
+    """Requests at once, from each rank that scores."""
+    task_fingerprint: str | None = None
+    """`fingerprint` of the task the prompts come from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "low", "failed_score")
+        check_range(self, "high", above=self.low)
+        check_range(self, "concurrency", at_least=1)
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ValueError(
+                f"pattern {self.pattern!r} is no regular expression: {error}"
+            ) from None
+        if groups < 1:
+            raise ValueError(f"pattern {self.pattern!r} has no group; put the verdict in (...)")
+        if "{response}" not in self.template:
+            raise ValueError("template does not show the judge the {response}")
+
+    def build(self, context: WorkerContext) -> Judge:
+        """Make the judge; nothing is asked yet.
+
+        Raises:
+            ConfigError: If the API key is missing.
+            WorkerError: If the task is not the one the prompts come from.
+        """
+        task = same_task(self.task, self.task_fingerprint, context.role)
+        return Judge(self, task, self.tokenizer.build())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of judging one response."""
+
+    score: float | None = None
+    """From 0 to 1; None if there is none."""
+    failure: Literal["", "parse_errors", "timeouts", "errors"] = ""
+    """Why not, as the metric that counts it."""
+    reason: str = ""
+    """What happened, for the log."""
+
+
+class Judge(Reward):
+    """See `JudgeSpec`.
+
+    Attributes:
+        metrics: Of the last call: `reward/mean`, `reward/mean_square`; shares of rows
+            `reward/errors`, `reward/timeouts`, `reward/parse_errors`; `reward/retries` per row and
+            `reward/judge_s`, the mean seconds a row took.
+    """
+
+    def __init__(self, spec: JudgeSpec, task: Task, tokenizer: Tokenizer) -> None:
+        self.metrics: dict[str, Metric] = {}
+        self._spec = spec
+        self._task = task
+        self._tokenizer = tokenizer
+        options = {f.name: getattr(spec, f.name) for f in fields(ChatOptions)}
+        self._client = ChatClient(ChatOptions(**options))
+        self._works = False
+        self._num_failed = 0
+        self._warned = False
+
+    def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
+        """Ask about each row's response, several at a time.
+
+        Args:
+            tokens: i64[rows, T].
+            mask: bool[rows, T].
+            prompt_id: i64[rows], indices into the task.
+
+        Returns:
+            f32[rows], from 0 to 1, or `failed_score`.
+
+        Raises:
+            WorkerError: If an index is not one of the task's, or the judge refuses all requests or
+                has not scored any of its first responses.
+        """
+        problems = checked_problems(self._task, prompt_id)
+        responses = self._tokenizer.decode_responses(tokens, mask)
+        asked = [self._messages(i, text) for i, text in zip(problems, responses, strict=True)]
+        retries = self._client.num_retries
+        verdicts, seconds = _Batch(self._client, self._spec, asked).verdicts()
+        self._look_at(verdicts)
+        failed = self._spec.failed_score
+        found = [failed if v.score is None else v.score for v in verdicts]
+        scores = torch.tensor(found, dtype=torch.float32)
+        self._count(verdicts, scores, seconds, self._client.num_retries - retries)
+        return scores.to(tokens.device)
+
+    def _messages(self, index: int, response: str) -> list[Mapping[str, str]]:
+        parts = {
+            "prompt": self._task.prompt_text(index),
+            "response": response,
+            "answer": reward_answer(self._task, index) or "",
+        }
+        content = filled(self._spec.template, parts)
+        system = self._spec.system
+        first = [{"role": "system", "content": system}] if system is not None else []
+        return [*first, {"role": "user", "content": content}]
+
+    def _look_at(self, verdicts: Sequence[Verdict]) -> None:
+        failures = [verdict for verdict in verdicts if verdict.score is None]
+        if failures and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "the judge gave a response no score; such responses get %g and are counted in "
+                "reward/%s. The first: %s",
+                self._spec.failed_score,
+                failures[0].failure,
+                failures[0].reason,
+            )
+        if self._works or len(failures) < len(verdicts):
+            self._works = True
+            return
+        self._num_failed += len(failures)
+        if self._num_failed >= _NEVER_WORKS:
+            raise WorkerError(
+                f"the judge has scored none of its first {self._num_failed} responses; the last: "
+                f"{failures[-1].reason}\n    see its address, model, template and pattern"
+            )
+
+    def _count(
+        self, verdicts: Sequence[Verdict], scores: Tensor, seconds: float, retries: int
+    ) -> None:
+        exact = scores.double()
+        sums = {
+            "mean": float(exact.sum()),
+            "mean_square": float(exact.square().sum()),
+            "retries": float(retries),
+            "judge_s": seconds,
+        }
+        for kind in ("errors", "timeouts", "parse_errors"):
+            sums[kind] = float(sum(verdict.failure == kind for verdict in verdicts))
+        rows = float(len(verdicts))
+        means = {f"reward/{name}": Metric.mean(total, rows) for name, total in sums.items()}
+        add_metrics(self.metrics, means)
+
+
+class _Batch:
+    """Requests of one call, made by a bounded number of threads.
+
+    The threads are left to themselves when the time is up: a name that never resolves, which no
+    time limit of a socket covers, holds up nobody.
+    """
+
+    def __init__(
+        self, client: ChatClient, spec: JudgeSpec, asked: Sequence[list[Mapping[str, str]]]
+    ) -> None:
+        self._client = client
+        self._spec = spec
+        self._asked = asked
+        self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[int, Verdict | Exception, float]] = queue.SimpleQueue()
+        for row in range(len(asked)):
+            self._waiting.put(row)
+
+    def verdicts(self) -> tuple[list[Verdict], float]:
+        """A verdict per request, and the seconds they took added up."""
+        rows = len(self._asked)
+        num_threads = min(self._spec.concurrency, rows)
+        for _ in range(num_threads):
+            threading.Thread(target=self._work, daemon=True, name="judge").start()
+        rounds = -(-rows // num_threads) if rows else 0
+        limit = rounds * self._spec.deadline_s + 1.0
+        deadline = time.monotonic() + limit
+        late = Verdict(failure="timeouts", reason=f"no answer within {limit:g} s")
+        found = dict.fromkeys(range(rows), late)
+        seconds = 0.0
+        for _ in range(rows):
+            try:
+                row, verdict, took = self._done.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if isinstance(verdict, ChatRefused):
+                self._drop_waiting()
+                raise WorkerError(
+                    f"the judge at {self._spec.url} refuses requests: {verdict}\n"
+                    "    see its url, model and api_key_env"
+                ) from verdict
+            if isinstance(verdict, Exception):
+                self._drop_waiting()
+                raise verdict
+            found[row] = verdict
+            seconds += took
+        self._drop_waiting()
+        return [found[row] for row in range(rows)], seconds
+
+    def _drop_waiting(self) -> None:
+        try:
+            while True:
+                self._waiting.get_nowait()
+        except queue.Empty:
+            return
+
+    def _work(self) -> None:
+        while True:
+            try:
+                row = self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            start = time.monotonic()
+            self._done.put((row, self._judged(self._asked[row]), time.monotonic() - start))
+
+    def _judged(self, messages: list[Mapping[str, str]]) -> Verdict | Exception:
+        try:
+            text = self._client.ask(messages)
+        except ChatTimeout as error:
+            return Verdict(failure="timeouts", reason=str(error))
+        except ChatError as error:
+            return Verdict(failure="errors", reason=str(error))
+        except Exception as error:  # a refusal, or a fault of ours: for the caller, not the thread
+            return error
+        score = read_score(text, self._spec)
+        if score is None:
+            return Verdict(failure="parse_errors", reason=f"no verdict in {text[-200:]!r}")
+        return Verdict(score)
+
+
+def filled(template: str, parts: Mapping[str, str]) -> str:
+    """The template with its {names} filled in; what a part says in braces is left as it is."""
+    pattern = "|".join(re.escape(f"{{{name}}}") for name in parts)
+    return re.sub(pattern, lambda match: parts[match.group()[1:-1]], template)
+
+
+def read_score(text: str, spec: JudgeSpec) -> float | None:
+    """The verdict in a judge's text, from 0 to 1; None if there is none or it is out of range."""
+    found = re.findall(spec.pattern, text, flags=re.IGNORECASE)
+    if not found:
+        return None
+    last = found[-1] if isinstance(found[-1], str) else found[-1][0]
+    try:
+        value = spec.words[last.strip().lower()] if spec.words else float(last)
+    except (KeyError, ValueError):
+        return None
+    return (value - spec.low) / (spec.high - spec.low) if spec.low <= value <= spec.high else None

@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..algorithms.roles import Demonstrations, PreferencePairs, Prompts
+from ..algorithms.roles import Demonstrations, PreferencePairs, Prompts, ScoredPairs
 from ..configs.schema import RunConfig
 from ..configs.validate import fields_of, validated
 from ..dataflow.engine import Source
 from ..dataflow.errors import ConfigError
 from ..dataflow.graph import Graph
 from ..workers.data_report import DataReport
-from ..workers.data_source import DemonstrationSource, PairSource, PromptSource
+from ..workers.data_source import (
+    DemonstrationSource,
+    PairSource,
+    PromptSource,
+    ScoredPairSource,
+)
 from ..workers.task import Task, TaskSpec, fingerprint, task_alphabet, task_spec
 from ..workers.tokenizer import Tokenizer, TokenizerSpec
 
@@ -32,6 +37,7 @@ _TABLES: Mapping[type, Any] = {
     Prompts: PromptSource,
     Demonstrations: DemonstrationSource,
     PreferencePairs: PairSource,
+    ScoredPairs: ScoredPairSource,
 }
 
 

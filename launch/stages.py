@@ -243,7 +243,8 @@ def _check_mean(at: str, given: RoleConfig) -> None:
 
 def _default_worker(contract: type[Role], earlier: list[Stage], given: RoleConfig) -> str | None:
     if contract is Reward:
-        learned = given.start is not None or any(stage.trained(RewardModel) for stage in earlier)
+        started = given.start is not None or bool(given.start_mean)
+        learned = started or any(stage.trained(RewardModel) for stage in earlier)
         return "reward_model" if learned else "rule"
     named = next((name for name, known in CONTRACTS.items() if contract is known), None)
     return named or contract.default_worker

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,8 @@ class Columns:
     response: str | None = None
     chosen: str | None = None
     rejected: str | None = None
+    chosen_score: str | None = None
+    rejected_score: str | None = None
     id: str | None = None
 
     @property
@@ -56,7 +59,8 @@ def read_rows(path: str | Path, columns: Columns, report: DataReport) -> Dataset
     """Read a file; bad rows go to `report`, good rows to the result.
 
     Every part that `columns` names must be there on every row: text, and not blank. Answers
-    and ids may be numbers; they become text. Blank lines of a JSONL file are skipped.
+    and ids may be numbers, scores must be; they become text. Blank lines of a JSONL file are
+    skipped.
 
     Returns:
         A dataset in memory with text columns for the parts read, and "where": "train.jsonl:17", or
@@ -175,7 +179,10 @@ def _text(row: Mapping[str, Any], part: str, field: str) -> str:
     value = row[field]
     if value is None:
         raise _BadRow(f"missing field '{field}'", "it is null")
-    if part in ("answer", "id") and isinstance(value, (int, float)) and not isinstance(value, bool):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if part.endswith("_score") and not (is_number and math.isfinite(value)):
+        raise _BadRow(f"wrong type of '{field}'", f"expected a number, got {_kind(value)}")
+    if is_number and (part in ("answer", "id") or part.endswith("_score")):
         value = json.dumps(value)
     if not isinstance(value, str):
         raise _BadRow(f"wrong type of '{field}'", f"expected text, got {_kind(value)}")

@@ -16,14 +16,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..algorithms.roles import Demonstrations, PreferencePairs, Prompts
+from ..algorithms.roles import Demonstrations, PreferencePairs, Prompts, ScoredPairs
 from ..dataflow.errors import ConfigError
 from .data_report import DataReport
 from .rejected import wrong_answer
-from .task import Task
+from .task import ScoresPairs, Task
 from .tokenizer import Tokenizer, pad_rows
 
-__all__ = ["DemonstrationSource", "PairSource", "PromptSource", "epoch_order"]
+__all__ = [
+    "DemonstrationSource",
+    "PairSource",
+    "PromptSource",
+    "ScoredPairSource",
+    "epoch_order",
+]
 
 
 @lru_cache(maxsize=8)
@@ -266,11 +272,13 @@ class PairSource:
         return (self._task.answer_text(index) or None,) if pair is None else pair
 
     def _made_up(self, index: int, epoch: int) -> list[int]:
+        return [*self._tokenizer.encode(self._made_up_text(index, epoch)), self._tokenizer.eos_id]
+
+    def _made_up_text(self, index: int, epoch: int) -> str:
         rng = random.Random(f"{self._seed}/{epoch}/{index}")
         answer = self._task.answer_text(index) or ""
         other = self._task.answer_text(rng.choice(self._task.train)) or ""
-        text = wrong_answer(answer, other, rng, lambda made: self._is_wrong(index, made))
-        return [*self._tokenizer.encode(text), self._tokenizer.eos_id]
+        return wrong_answer(answer, other, rng, lambda made: self._is_wrong(index, made))
 
     def _is_wrong(self, index: int, text: str) -> bool:
         """Whether a made-up answer can stand as the worse one."""
@@ -285,6 +293,34 @@ class PairSource:
             return self._task.score(index, text) < self._task.correct_score
         except Exception:  # as in a reward: what the verifier cannot read is not right
             return True
+
+
+class ScoredPairSource(PairSource):
+    """Pairs with a score for each response: the task's own, the verifier's, or else 1 and 0.
+
+    Arguments as for `PairSource`.
+    """
+
+    def batch(self, step: int) -> ScoredPairs:
+        """As `PairSource.batch`, with scores."""
+        pairs = super().batch(step)
+        epoch = step // self.steps_per_epoch
+        scores = [
+            score for index in pairs.pair_id[::2].tolist() for score in self._scores(index, epoch)
+        ]
+        return ScoredPairs(**vars(pairs), score=torch.tensor(scores, dtype=torch.float32))
+
+    def _scores(self, index: int, epoch: int) -> tuple[float, float]:
+        given = self._task.pair_scores(index) if isinstance(self._task, ScoresPairs) else None
+        if given is not None:
+            return given
+        if self._explicit or self._task.verifier is not None:
+            return 1.0, 0.0
+        try:
+            worse = self._task.score(index, self._made_up_text(index, epoch))
+        except Exception:  # as in a reward: what the verifier cannot read is not right
+            worse = 0.0
+        return self._task.correct_score, worse
 
 
 class _Reader:

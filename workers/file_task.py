@@ -43,6 +43,10 @@ class FileTaskSpec:
     """Field with the better response of a pair; null if there are no pairs."""
     rejected_field: str | None = None
     """Field with the worse response of a pair."""
+    chosen_score_field: str | None = None
+    """Field with a number for how good the better response is; null if there are none."""
+    rejected_score_field: str | None = None
+    """Field with a number for how good the worse response is."""
     id_field: str | None = None
     """Field with a name of the row, which must not occur twice; null if rows have none."""
     reward: str | Verifier = "exact_match"
@@ -135,6 +139,13 @@ class FileTask:
         row = self._rows[index]
         return (row["chosen"], row["rejected"]) if "chosen" in row else None
 
+    def pair_scores(self, index: int) -> tuple[float, float] | None:
+        """How good the two responses are, if the file says it."""
+        row = self._rows[index]
+        if "chosen_score" not in row:
+            return None
+        return float(row["chosen_score"]), float(row["rejected_score"])
+
     def score(self, index: int, response: str) -> float:
         """Call the reward here, without a time limit.
 
@@ -160,6 +171,12 @@ def _check_spec(spec: FileTaskSpec) -> None:
         raise ConfigError(
             f"'{spec.path}': only {given} is given, but a pair has a better and a worse response\n"
             "    give chosen_field and rejected_field together"
+        )
+    scores = (spec.chosen_score_field, spec.rejected_score_field)
+    if (None in scores and scores != (None, None)) or (scores[0] and not spec.chosen_field):
+        raise ConfigError(
+            f"'{spec.path}': scores are of the two responses of a pair\n"
+            "    give chosen_score_field and rejected_score_field together, beside chosen_field"
         )
     if spec.held_out_path is not None and spec.num_held_out:
         raise ConfigError(
@@ -194,6 +211,8 @@ def _read(spec: FileTaskSpec, path: str) -> tuple[Dataset, DataReport]:
         response=spec.response_field,
         chosen=spec.chosen_field,
         rejected=spec.rejected_field,
+        chosen_score=spec.chosen_score_field,
+        rejected_score=spec.rejected_score_field,
         id=spec.id_field,
     )
     report = DataReport(path)

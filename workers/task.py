@@ -20,6 +20,7 @@ from ..dataflow.errors import ConfigError, nearest
 from .data_report import DataReport
 
 __all__ = [
+    "ScoresPairs",
     "Task",
     "TaskSpec",
     "VerifierSpec",
@@ -107,6 +108,15 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class ScoresPairs(Protocol):
+    """A task that may know how good the responses of its pairs are. Optional."""
+
+    def pair_scores(self, index: int) -> tuple[float, float] | None:
+        """Of the better and the worse response, or None."""
+        ...
+
+
+@runtime_checkable
 class TaskSpec(Protocol):
     """Picklable recipe for a task."""
 
@@ -188,6 +198,8 @@ def fingerprint(task: Task) -> str:
             task.pair_texts(index),
             task.verifier_call(index, ""),
         )
+        if isinstance(task, ScoresPairs) and (scores := task.pair_scores(index)) is not None:
+            problem = (*problem, scores)
         digest.update(json.dumps(problem).encode() + b"\n")
     digest.update(f"{task.train} {task.held_out}".encode())
     return digest.hexdigest()[:16]

@@ -163,7 +163,7 @@ def _best(
                 workload,
                 max_lag=config.schedule.max_lag,
                 constants=machine.constants(models),
-                engine=config.engine.kind,
+                engine="any" if config.engine.kind == "fsdp" else config.engine.kind,
                 pins=pins,
                 deadline_s=max(0.5, (until_s - time.monotonic()) / left),
             )

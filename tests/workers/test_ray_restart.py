@@ -70,8 +70,9 @@ def finish(
         return {role: engine.ask(role, "weights_sha256") for role in run.trained}, steps
 
 
+@pytest.mark.parametrize("main", [(), (0,)], ids=["apart", "in-turns"])
 def test_a_rollout_process_that_dies_loses_nothing_and_adds_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, main: tuple[int, ...]
 ) -> None:
     run = runs.make("grpo")
     here = replace(one_group(run.graph), num_chunks=2)
@@ -79,7 +80,8 @@ def test_a_rollout_process_that_dies_loses_nothing_and_adds_nothing(
 
     names = [node.name for node in run.graph.nodes if node.name not in run.graph.sources]
     nodes = {name: "rollout" if name == "actor.generate" else "main" for name in names}
-    apart = Placement((DeviceGroup("main"), DeviceGroup("rollout", 2)), nodes, num_chunks=2)
+    groups = (DeviceGroup("main", devices=main), DeviceGroup("rollout", 2, devices=(0, 1)))
+    apart = Placement(groups, nodes, num_chunks=2)
     mortal = MortalSpec(run.workers["actor"], str(tmp_path))
     found, steps = finish(run, apart, RayExecutor(num_threads=1), max_lag=1, actor=mortal)
 

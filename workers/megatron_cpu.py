@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 import types
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -67,7 +69,7 @@ class _CpuTorch(types.ModuleType):
 @lru_cache(maxsize=1)
 def prepare_megatron() -> None:
     """Import megatron-core, without its notes on optional CUDA packages, and adapt it to a CPU."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _not_compiled():
         # Apex, Transformer Engine and others are absent: the layers built here use none of them.
         warnings.simplefilter("ignore")
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
@@ -79,3 +81,23 @@ def prepare_megatron() -> None:
     # It would advise an environment variable that orders kernels on a GPU.
     layers = modules["megatron.core.tensor_parallel.layers"]
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
+
+
+def _as_written(function: Any, **_: object) -> Any:
+    return function
+
+
+@contextmanager
+def _not_compiled() -> Generator[None]:
+    """Without a GPU, what is imported meanwhile leaves its small functions as they are written.
+
+    megatron-core decorates them with `torch.compile`. That loads torch's compiler, a quarter of the
+    time that the import takes, and would run a C++ compiler for each that is called.
+    """
+    compiler = torch.compile
+    if not torch.cuda.is_available():
+        torch.compile = _as_written
+    try:
+        yield
+    finally:
+        torch.compile = compiler

@@ -30,6 +30,7 @@ from megatron_models import (
 )
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.worker import WorkerContext
+from penstock.workers.agreement import AgreementLimits, DisagreementError
 from penstock.workers.megatron_groups import parallel_state
 from penstock.workers.megatron_policy import MegatronPolicy, MegatronPolicySpec
 from penstock.workers.megatron_reward import MegatronRewardSpec
@@ -177,6 +178,21 @@ def written(part: Part) -> None:
     part.keep("again", MegatronValueSpec(model=again).build(part.context("x")).export_weights())
 
 
+def disagree(part: Part) -> None:
+    """All processes refuse alike to train on what another model has sampled."""
+    batch = part.rows(load_batch(part.folder))  # its log-probabilities are far from the model's
+    limits = AgreementLimits(stop_above=0.01)
+    policy = part.policy("qwen2-tied", optimizer=OPTIMIZER, agreement=limits)
+    part.keep("before", policy.export_weights())
+    try:
+        train_policy(policy, batch, behind=0)
+    except DisagreementError as error:
+        said = str(error).partition(" (largest")[0]
+        (part.folder / f"disagree-{part.layout}-{part.process}.txt").write_text(said)
+    part.keep("after", policy.export_weights())
+    part.keep("metric", train_policy(policy, batch))
+
+
 def refusals(part: Part) -> None:
     """What it says of what it cannot do, told apart by key."""
     policy = part.policy("qwen2")
@@ -215,6 +231,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "resume": resume,
     "half": half,
     "written": written,
+    "disagree": disagree,
     "refusals": refusals,
 }
 

@@ -53,9 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_group(
         made,
         2,
-        "2,1,1:logits+tied+train+resume+half+written+refusals",
-        "1,1,2:logits+tied+train+resume",
-        "1,2,1:tied+train+resume",
+        "2,1,1:logits+tied+train+resume+half+written+disagree+refusals",
+        "1,1,2:logits+tied+train+resume+disagree",
+        "1,2,1:logits+tied+train+resume+disagree",
     )
     run_group(made, 4, "2,1,2:logits+tied+resume+written")
     return made
@@ -99,10 +99,11 @@ def assert_as_torch(found: dict[str, Tensor], weights: Any, metrics: dict[str, T
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", [TP2, PP2, BOTH])
+@pytest.mark.parametrize("layout", [DP2, TP2, PP2, BOTH])
 def test_logits_and_log_probabilities_equal_hugging_faces(
     folder: Path, layout: Layout, family: str
 ):
+    # Each of two data-parallel ranks computes with tp 1 and pp 1, and all rows here.
     batch = load_batch(folder)
     found = read_found(folder, *layout, "logits")
     policy = torch_policy(ModelSpec(folder=str(folder / family)))
@@ -272,6 +273,24 @@ def test_folders_are_hugging_faces(folder: Path, layout: Layout):
     assert bool(critic["value_head.weight"].any())
     for name, weight in critic.items():
         assert torch.equal(again[name], weight), name
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2, DP2])
+def test_what_another_model_sampled_changes_no_process(folder: Path, layout: Layout):
+    tp, dp, pp = layout
+    for process, found in enumerate(read_found(folder, *layout, "disagree")):
+        said = (folder / f"disagree-tp{tp}dp{dp}pp{pp}-{process}.txt").read_text()
+        assert said.startswith("step 0: 'actor' and what sampled for it disagree by ")
+        before, after = under(found, "before"), under(found, "after")
+        assert before.keys() == after.keys()
+        for name, weight in before.items():
+            assert torch.equal(weight, after[name]), name
+    # Nothing is left of the refused call: the next ones learn what they always do.
+    again = under(lead(folder, layout, "disagree"), "metric")
+    expected = under(lead(folder, layout, "tied"), "qwen2-tied/metric")
+    assert again.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(again[name], expected[name], atol=2e-6, rtol=1e-4, msg=name)
 
 
 REFUSALS = {

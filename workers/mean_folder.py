@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..algorithms.salsa import weight_mean
+from ..algorithms.weight_mean import weight_mean
 from ..dataflow.errors import ConfigError
 from .weights import read_tensors, write_tensors
 

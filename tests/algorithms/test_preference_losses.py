@@ -91,7 +91,7 @@ def test_only_differences_count(shift: float, beta: float) -> None:
 
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"one shape \[pairs\], got \[1\], \[1\], \[1\], \[2\]"):
-        dpo_loss(*EXAMPLE[:3], torch.zeros(2))
+        dpo_loss(EXAMPLE[0], EXAMPLE[1], EXAMPLE[2], torch.zeros(2))
     with pytest.raises(ValueError, match="pass chosen_length and rejected_length"):
         dpo_loss(*EXAMPLE, loss_type="sigmoid_norm")
     with pytest.raises(ValueError, match="'plain' is unknown; choose 'sigmoid'"):

@@ -1,7 +1,9 @@
 """One process of `test_fsdp_engine`: `python fsdp_rank.py PROCESS SIZE FOLDER LAYOUT...`.
 
-A LAYOUT is "RANKS,SHARDS,TENSOR:PART+PART"; they are taken on one after another. FOLDER holds
-models and a batch; what a part finds is written to it, named by part, layout and process.
+A LAYOUT is "RANKS,SHARDS,TENSOR:PART+PART"; they are taken on one after another. One that needs
+half of the processes is for the first half, and if "~" is before it for the second, at the same
+time. FOLDER holds models and a batch; what a part finds is written to it, named by part, layout and
+process.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ from megatron_models import (
 )
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.worker import WorkerContext
+from penstock.workers.data_parallel import _groups  # pyright: ignore[reportPrivateUsage]
+from penstock.workers.fsdp_mesh import _mesh  # pyright: ignore[reportPrivateUsage]
 from penstock.workers.fsdp_roles import (
     FsdpPolicy,
     FsdpPolicySpec,
@@ -194,26 +199,51 @@ PARTS: dict[str, Callable[[Part], None]] = {
 }
 
 
-def main(process: int, size: int, folder: Path, layouts: list[str]) -> None:
+def join(process: int, size: int, folder: Path, name: str) -> None:
+    """Make these processes torch.distributed's; meshes of others are forgotten."""
+    _mesh.cache_clear()
+    _groups.cache_clear()
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder / f'store-{size}'}",
+        init_method=f"file://{folder / name}",
         rank=process,
         world_size=size,
         timeout=timedelta(seconds=120),
     )
+
+
+def take_on(layout: str, process: int, folder: Path) -> None:
+    """Work off the parts of a layout."""
+    sizes, parts = layout.split(":")
+    ranks, shards, tensor = (int(number) for number in sizes.split(","))
+    part = Part(process, ranks, shards, tensor, folder)
+    for name in parts.split("+"):
+        part.found = {}
+        PARTS[name](part)
+        found = {key: value.detach().contiguous() for key, value in part.found.items()}
+        safetensors.torch.save_file(found, folder / f"{name}-{part.layout}-{process}.safetensors")
+        dist.barrier()
+
+
+def main(process: int, size: int, folder: Path, layouts: list[str]) -> None:
+    """Half of the processes first, then all."""
+    half, place = divmod(process, size // 2)
+    join(place, size // 2, folder, f"store-half-{half}")
     for layout in layouts:
-        sizes, parts = layout.split(":")
-        ranks, shards, tensor = (int(number) for number in sizes.split(","))
-        part = Part(process, ranks, shards, tensor, folder)
-        for name in parts.split("+"):
-            part.found = {}
-            PARTS[name](part)
-            found = {key: value.detach().contiguous() for key, value in part.found.items()}
-            file = f"{name}-{part.layout}-{process}.safetensors"
-            safetensors.torch.save_file(found, folder / file)
-            dist.barrier()
+        mine = layout.startswith("~") == bool(half)
+        if mine and needed(layout) < size:
+            take_on(layout.removeprefix("~"), place, folder)
     dist.destroy_process_group()
+    join(process, size, folder, "store")
+    for layout in layouts:
+        if needed(layout) == size:
+            take_on(layout, process, folder)
+    dist.destroy_process_group()
+
+
+def needed(layout: str) -> int:
+    """Processes of a layout."""
+    return prod(int(number) for number in layout.removeprefix("~").split(":")[0].split(","))
 
 
 if __name__ == "__main__":

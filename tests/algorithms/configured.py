@@ -77,6 +77,9 @@ def composed(name: str, *overrides: str) -> RunConfig:
     rounds = algorithm.get("cfg", {}).get("filling", {}).get("max_rounds", 1)
     algorithm["per_step"] = dict.fromkeys(algorithm["per_step"], 8 * rounds)
     algorithm["before"] = {}
+    for role in algorithm.get("roles", {}).values():
+        role.pop("start", None)  # the stages that they start from
+        role.pop("start_mean", None)
     sampling = algorithm.get("cfg", {}).get("sampling")
     if sampling is not None:
         sampling["num_samples"] = min(sampling.get("num_samples", 1), 4)
@@ -90,7 +93,9 @@ def configured(name: str, *overrides: str) -> Configured:
     config = composed(name, *overrides)
     for role, contract in stages_of(config)[-1].graph.roles.items():
         if contract is Reward:
-            config.algorithm.roles[role] = config.algorithm.roles.get(role) or _reward()
+            given = config.algorithm.roles.get(role)
+            if given is None or given.worker is None:
+                config.algorithm.roles[role] = _reward()
     stage = stages_of(config)[-1]
     data = load_data(config)
     sources, _ = sources_of(stage.graph, config.algorithm.per_step, config, data)

@@ -303,6 +303,32 @@ class RewardModel(Reward):
         raise NotImplementedError
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepScores:
+    """What a process reward model says of the steps of responses.
+
+    Example:
+        A response of two steps, `[8, 3]` and `[9, 2]`, to the prompt `[5]`:
+        `step_end = [[F, F, T, F, T]]`, `step_score = [[0, 0, 0.9, 0, 0.4]]`.
+    """
+
+    step_score: PerToken
+    """The score of the step that ends at a token; 0 elsewhere."""
+    step_end: TokenMask
+    """True on the last token of every step."""
+
+
+class ProcessReward(Role):
+    """Somebody who scores every step of a response."""
+
+    model_head = "scalar"
+
+    @call("forward")
+    def score_steps(self, tokens: TokenIds, mask: TokenMask) -> StepScores:
+        """Find the steps of each response, and score each given all before it."""
+        raise NotImplementedError
+
+
 class Observer(Role):
     """Somebody who looks at scored responses, to show or keep some."""
 

@@ -46,8 +46,9 @@ class RoleConfig(Section):
     """What plays a role of the step, where its contract alone does not say it well enough."""
 
     worker: str | None = None
-    """`policy`, `value`, `reward_model`, `rule`, or `module:factory` of a worker; by default what
-    the role's contract asks for."""
+    """`policy`, `value`, `reward_model`, `process_reward`; a reward: `rule`, `exact`, `math`,
+    `instructions`, `code`, `judge`, `mixture`; or `module:factory` of a worker. By default what the
+    role's contract asks for."""
     start: str | None = None
     """Where its weights come from: `model`, the name of an earlier stage, or a model folder."""
     start_mean: dict[str, float] = Field(default_factory=dict[str, float])

@@ -6,7 +6,7 @@ the policy as it was when the stage began.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from math import lcm
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -22,7 +22,8 @@ from ..dataflow.worker import WorkerSpec
 from ..workers.agreement import AgreementLimits
 from ..workers.mean_folder import mean_folder
 from ..workers.model import ModelSpec
-from ..workers.rule_reward import RuleRewardSpec
+from ..workers.rewards.mixture import TASK_REWARDS
+from ..workers.rewards.process_reward import TorchProcessRewardSpec
 from ..workers.split_policy import SplitPolicySpec
 from ..workers.torch_policy import TorchPolicySpec
 from ..workers.torch_reward import TorchRewardModelSpec
@@ -40,7 +41,7 @@ _TORCH: Mapping[str, Any] = {
     "policy": TorchPolicySpec,
     "value": TorchValueSpec,
     "reward_model": TorchRewardModelSpec,
-    "rule": RuleRewardSpec,
+    "process_reward": TorchProcessRewardSpec,
 }
 
 _OURS = {
@@ -54,6 +55,9 @@ _OURS = {
 }
 """Fields of a spec that the run fills in; the others may be set as `options`."""
 
+_OF_REWARDS = {"task", "tokenizer", "task_fingerprint"}
+"""The same of rewards that look at the task; a judge's `model` is the user's to name."""
+
 
 def _megatron() -> Mapping[str, Any]:
     from ..workers.megatron_policy import MegatronPolicySpec
@@ -64,7 +68,6 @@ def _megatron() -> Mapping[str, Any]:
         "policy": MegatronPolicySpec,
         "value": MegatronValueSpec,
         "reward_model": MegatronRewardSpec,
-        "rule": RuleRewardSpec,
     }
 
 
@@ -75,7 +78,6 @@ def _fsdp() -> Mapping[str, Any]:
         "policy": FsdpPolicySpec,
         "value": FsdpValueSpec,
         "reward_model": FsdpRewardSpec,
-        "rule": RuleRewardSpec,
     }
 
 
@@ -158,16 +160,29 @@ def check_options(stage: Stage, config: RunConfig) -> None:
         if ":" in plan.worker:
             load_object(plan.worker, f"{stage.at}.roles.{role}.worker")
             continue
-        kind = specs[plan.worker]
+        if plan.worker in TASK_REWARDS:
+            _check(TASK_REWARDS[plan.worker], plan.config.options, at, plan.worker, _OF_REWARDS)
+            continue
+        kind = _kind(specs, plan.worker, config)
         _check(kind, plan.config.options, at, plan.worker)
-        if plan.worker != "rule":
-            _check(kind, config.engine.options, "engine.options", plan.worker)
+        _check(kind, config.engine.options, "engine.options", plan.worker)
 
 
-def _check(kind: Any, options: Mapping[str, Any], at: str, worker: str) -> None:
+def _kind(specs: Mapping[str, Any], worker: str, config: RunConfig) -> Any:
+    if worker not in specs:
+        raise ConfigError(
+            f"engine={config.engine.kind} has no worker '{worker}'\n    it has: "
+            f"{', '.join(specs)}; engine=torch has: {', '.join(_TORCH)}"
+        )
+    return specs[worker]
+
+
+def _check(
+    kind: Any, options: Mapping[str, Any], at: str, worker: str, ours: Set[str] = _OURS
+) -> None:
     """Refuse options that a spec does not have, or not of this type or value."""
     hints = get_type_hints(kind)
-    free = [name for name in hints if name not in _OURS]
+    free = [name for name in hints if name not in ours]
     for key, value in options.items():
         if key not in free:
             raise ConfigError(
@@ -179,7 +194,7 @@ def _check(kind: Any, options: Mapping[str, Any], at: str, worker: str) -> None:
         except ValidationError as error:
             raise ConfigError(f"'{at}.{key}': {error.errors()[0]['msg']}, got {value!r}") from None
     # What the run fills in is not known yet; the spec itself says which values it takes.
-    unknown = {name: None for name in hints if name in _OURS}
+    unknown = {name: None for name in hints if name in ours}
     try:
         kind(**unknown, **options)
     except ValueError as error:
@@ -218,8 +233,8 @@ def _spec(
     options = dict(plan.config.options)
     if ":" in plan.worker:
         return _own(stage, role, plan, options)
-    if plan.worker == "rule":
-        return RuleRewardSpec(
+    if plan.worker in TASK_REWARDS:
+        return TASK_REWARDS[plan.worker](
             task=data.spec,
             tokenizer=data.tokenizer_spec,
             task_fingerprint=data.fingerprint,
@@ -231,7 +246,9 @@ def _spec(
         options.setdefault("micro_batch_tokens", stage.micro_batch_tokens[role])
     if plan.trained:
         options["optimizer"] = plan.config.optimizer or stage.config.optimizer
-    spec = _specs(config)[plan.worker]
+    spec = _kind(_specs(config), plan.worker, config)
+    if "tokenizer" in get_type_hints(spec):
+        options["tokenizer"] = data.tokenizer_spec
     if plan.worker != "policy":
         return spec(**options)
     judged = config.agreement

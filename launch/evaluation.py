@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from ..dataflow.record import build
 from ..dataflow.role import Role
 from ..dataflow.worker import WorkerSpec
 from ..workers.example_file import ExampleFileSpec
+from ..workers.rewards.kinds import RULES
 from ..workers.rule_reward import RuleRewardSpec
 from .data import Data, HeldOut
 from .stages import Stage
@@ -87,11 +90,10 @@ class Evaluator:
         self._held_out = held_out
         self._examples = folder / "examples.jsonl"
         self.workers: dict[str, WorkerSpec | Role] = {
-            names[_VERIFIER]: RuleRewardSpec(
+            names[_VERIFIER]: _rule(stage)(
                 task=data.spec,
                 tokenizer=data.tokenizer_spec,
                 task_fingerprint=data.fingerprint,
-                **_rule_options(stage),
             ),
             names[_OBSERVER]: ExampleFileSpec(
                 path=str(self._examples.resolve()),
@@ -116,10 +118,11 @@ class Evaluator:
         return Measured(metrics[f"{_SHARES}/correct"], metrics, examples)
 
 
-def _rule_options(stage: Stage) -> dict[str, Any]:
-    """The options of the stage's first role that is a rule; none if there is no such role."""
-    rules = (plan for plan in stage.roles.values() if plan.worker == "rule")
-    return dict(next((plan.config.options for plan in rules), {}))
+def _rule(stage: Stage) -> Callable[..., RuleRewardSpec]:
+    """The stage's first role that is a rule, with its options; the task's own verifier else."""
+    rules = (plan for plan in stage.roles.values() if plan.worker in RULES)
+    plan = next(rules, None)
+    return partial(RULES[plan.worker], **plan.config.options) if plan else RuleRewardSpec
 
 
 def _with_role(graph: Graph, old: str, new: str) -> Graph:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..algorithms.roles import Policy, Reward, RewardModel, ValueModel
+from ..algorithms.roles import Policy, ProcessReward, Reward, RewardModel, ValueModel
 from ..configs.schema import AlgorithmConfig, RoleConfig, RunConfig
 from ..configs.validate import nearest_key
 from ..dataflow.check import check_lag
@@ -21,6 +21,7 @@ from ..dataflow.placement import Placement, flow_of
 from ..dataflow.record import build
 from ..dataflow.role import Role
 from ..planner.plan import Plan, one_group_plan
+from ..workers.rewards.mixture import TASK_REWARDS
 from .compose import load_step, step_cfg
 from .data import check_tables
 from .place import followed, placement_of, written_plan
@@ -35,7 +36,8 @@ CONTRACTS: Mapping[str, type[Role]] = {
     "policy": Policy,
     "value": ValueModel,
     "reward_model": RewardModel,
-    "rule": Reward,
+    **dict.fromkeys(TASK_REWARDS, Reward),
+    "process_reward": ProcessReward,
 }
 """The workers that can be named, and the contract each fulfils."""
 
@@ -213,10 +215,10 @@ def _role(
     if ":" in worker:
         return RolePlan(worker, "", given, trained)
     _check_worker(at, role, contract, worker)
-    if worker == "rule":
+    if worker in TASK_REWARDS:
         if given.start is not None:
             raise ConfigError(
-                f"'{at}.start' is set, but a rule has no weights\n"
+                f"'{at}.start' is set, but '{worker}' has no weights\n"
                 f"    leave it out, or set {at}.worker=reward_model"
             )
         return RolePlan(worker, "", given, trained)
@@ -283,7 +285,7 @@ def _start(config: RunConfig, at: str, worker: str, given: RoleConfig, earlier: 
                 f"{', '.join(names) or 'none'}; a model folder holds config.json and safetensors"
             )
         return given.start
-    if worker == "reward_model":
+    if worker in ("reward_model", "process_reward"):
         learned = [stage.name for stage in earlier if stage.trained(RewardModel)]
         if learned:
             return learned[-1]

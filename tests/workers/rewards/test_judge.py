@@ -126,7 +126,7 @@ def judge(server: Server, task: FileTaskSpec, **options: Any) -> Judge:
     return JudgeSpec(task=task, tokenizer=TokenizerSpec(), **given).build(CONTEXT)
 
 
-def score(reward: Judge, *responses: str) -> list[float]:
+def score(reward: Reward, *responses: str) -> list[float]:
     prompt = TOKENIZER.encode("?")
     tokens = pad_rows([*prompt, *TOKENIZER.encode(r), TOKENIZER.eos_id] for r in responses)
     mask = tokens >= 0
@@ -134,7 +134,7 @@ def score(reward: Judge, *responses: str) -> list[float]:
     return reward.score(tokens, mask, torch.zeros(len(responses), dtype=torch.int64)).tolist()
 
 
-def shares(reward: Judge) -> dict[str, float]:
+def shares(reward: Reward) -> dict[str, float]:
     return {n.removeprefix("reward/"): m.value for n, m in drain_metrics(reward).items()}
 
 

@@ -1,0 +1,167 @@
+"""Several rewards as one: weights, constraints, metrics of every part, and named rules."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from penstock.algorithms.roles import Reward
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.role import Metric
+from penstock.dataflow.worker import WorkerContext, WorkerSpec, drain_metrics
+from penstock.workers.file_task import FileTaskSpec
+from penstock.workers.rewards.kinds import CodeRewardSpec, ExactRewardSpec, InstructionRewardSpec
+from penstock.workers.rewards.mixture import Mixture, MixturePart, MixtureSpec
+from penstock.workers.rule_reward import RuleRewardSpec
+from penstock.workers.tokenizer import TokenizerSpec, pad_rows
+from torch import Tensor
+
+TOKENIZER = TokenizerSpec().build()
+CONTEXT = WorkerContext(role="reward")
+
+
+class Fixed(Reward):
+    """Gives its scores whatever it is asked."""
+
+    def __init__(self, *scores: float) -> None:
+        self.scores = torch.tensor(scores)
+        self.metrics: dict[str, Metric] = {}
+        self.closed = False
+
+    def score(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Tensor:
+        self.metrics["reward/oddity"] = Metric.mean(1.0, 4.0)
+        return self.scores
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def length_reward(weight: float = 1.0) -> Reward:
+    return Fixed(weight, weight, weight)
+
+
+def rows(*responses: str) -> tuple[Tensor, Tensor, Tensor]:
+    prompt = TOKENIZER.encode("?")
+    tokens = pad_rows([*prompt, *TOKENIZER.encode(r), TOKENIZER.eos_id] for r in responses)
+    mask = tokens >= 0
+    mask[:, 0] = False
+    return tokens, mask, torch.zeros(len(responses), dtype=torch.int64)
+
+
+def file_task(folder: Path, answer: Any) -> FileTaskSpec:
+    text = answer if isinstance(answer, str) else json.dumps(answer)
+    row = {"prompt": "go", "answer": text, "response": "imitate me"}
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    return FileTaskSpec(path=str(folder / "rows.jsonl"), response_field="response")
+
+
+def test_the_sum_is_weighted_and_constraints_gate_it() -> None:
+    good, safe = Fixed(1, 2, -3), Fixed(0.2, 0.5, 0.9)
+    parts = {
+        "good": MixturePart(worker="exact", weight=2),
+        "safe": MixturePart(worker="judge", weight=10, at_least=0.5),
+    }
+    mixture = Mixture({"good": good, "safe": safe}, parts, violation_score=-1.0)
+    assert mixture.score(*rows("a", "b", "c")).tolist() == pytest.approx([-1.0, 9.0, 3.0])
+    metrics = {name: metric.value for name, metric in drain_metrics(mixture).items()}
+    assert metrics == pytest.approx(
+        {
+            "reward/good/mean": 0.0,
+            "reward/good/oddity": 0.25,
+            "reward/safe/mean": 1.6 / 3,
+            "reward/safe/oddity": 0.25,
+            "reward/safe/passed": 2 / 3,
+            "reward/mean": 11 / 3,
+            "reward/mean_square": 91 / 3,
+            "reward/passed": 2 / 3,
+        }
+    )
+    only = Mixture({"good": good, "safe": safe}, parts, output="passed")
+    assert only.score(*rows("a", "b", "c")).tolist() == [0, 1, 1]
+    mixture.close()
+    assert good.closed
+    assert safe.closed
+
+
+def test_a_mixture_is_built_from_names_and_fields(tmp_path: Path) -> None:
+    task = file_task(tmp_path, [{"id": "punctuation:no_comma"}, {"id": "format:no_whitespace"}])
+    spec = MixtureSpec(
+        task=task,
+        tokenizer=TokenizerSpec(),
+        parts={
+            "keeps": {"worker": "instructions", "weight": 2, "at_least": 0.5},
+            "own": {"worker": f"{__name__}:length_reward", "options": {"weight": 0.25}},
+        },
+    )
+    assert isinstance(spec, WorkerSpec)
+    mixture = pickle.loads(pickle.dumps(spec)).build(CONTEXT)
+    try:
+        found = mixture.score(*rows("one", "one two", "one, two")).tolist()
+    finally:
+        mixture.close()
+    assert found == pytest.approx([2.25, 1.25, 0.0])
+    assert drain_metrics(mixture)["reward/keeps/errors"].value == 0
+
+
+def test_rules_by_name_read_the_task_s_answers(tmp_path: Path) -> None:
+    """The answer, not the response to imitate, which the row has as well."""
+    task = file_task(tmp_path, ["assert f(1) == 2"])
+    spec = CodeRewardSpec(task=task, tokenizer=TokenizerSpec(), num_processes=1, scale=10.0)
+    reward = spec.build(CONTEXT)
+    try:
+        program = "f = lambda x: x + 1"
+        assert reward.score(*rows(program, "f = 3")).tolist() == [10.0, 0.0]
+    finally:
+        reward.close()
+    metrics = drain_metrics(reward)
+    assert (metrics["reward/mean"].value, metrics["reward/correct"].value) == (5.0, 0.5)
+    exact = ExactRewardSpec(task=file_task(tmp_path, "7"), tokenizer=TokenizerSpec()).build(CONTEXT)
+    assert exact.score(*rows("7", "8", "imitate me")).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_options_of_a_rule_s_verifier_are_checked(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"task": file_task(tmp_path, "7"), "tokenizer": TokenizerSpec()}
+    wrong: Any = InstructionRewardSpec(**given, verifier_options={"moode": "loose"})
+    with pytest.raises(ConfigError, match="reward 'instructions' takes .*'moode'"):
+        wrong.build(CONTEXT)
+    unknown: Any = RuleRewardSpec(**given, verifier="exact_mach")
+    with pytest.raises(
+        ConfigError, match="there is no reward 'exact_mach'; did you mean 'exact_mat"
+    ):
+        unknown.build(CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parts": {}}, "a mixture needs parts"),
+        ({"parts": {"a": {"weight": 1}}}, "part 'a' has no worker; its fields are worker, weight"),
+        ({"parts": {"a": {"worker": "exact", "wait": 1}}}, "part 'a' has no field 'wait'; did you"),
+        (
+            {"parts": {"a": {"worker": "exect"}}},
+            "part 'a': there is no reward 'exect'; did you mean",
+        ),
+        (
+            {"parts": {"a": {"worker": "judge", "options": {"uri": "x"}}}},
+            "part 'a': a 'judge' reward has no option 'uri'; did you mean 'url'?",
+        ),
+        ({"parts": {"a": {"worker": "judge"}}}, "a judge needs an address and a model"),
+        ({"parts": {"a": {"worker": "exact"}}, "output": "passed"}, "needs a part with at_least"),
+        ({"parts": {"a": {"worker": "exact", "weight": float("nan")}}}, "weight is nan"),
+    ],
+)
+def test_mixtures_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        MixtureSpec(task=FileTaskSpec(path=""), tokenizer=TokenizerSpec(), **options)
+
+
+def test_parts_that_are_no_reward_or_have_no_folder(tmp_path: Path) -> None:
+    task: Any = {"task": file_task(tmp_path, "7"), "tokenizer": TokenizerSpec()}
+    with pytest.raises(ConfigError, match="'builtins:dict' made a dict, which is no Reward"):
+        MixtureSpec(**task, parts={"a": {"worker": "builtins:dict"}}).build(CONTEXT)
+    with pytest.raises(ConfigError, match="set parts.a.options.folder to where it was saved"):
+        MixtureSpec(**task, parts={"a": {"worker": "reward_model"}}).build(CONTEXT)

@@ -1,0 +1,236 @@
+"""Several rewards as one `Reward`: a weighted sum, and constraints that all must hold.
+
+Each part scores every response. The score is the sum of the parts' scores times their weights;
+where a part's score is below its `at_least`, the response violates a constraint and gets
+`violation_score` instead. With `output: passed` the mixture says only whether all constraints hold,
+1 or 0: a mixture of judges as constrained algorithms ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+
+from ...algorithms.rewards import constrained_score, weighted_sum
+from ...algorithms.roles import PerSample, PromptId, Reward, TokenIds, TokenMask
+from ...dataflow.errors import ConfigError, nearest
+from ...dataflow.ranges import check_range
+from ...dataflow.role import Metric, add_metrics
+from ...dataflow.worker import WorkerContext, WorkerSpec, close_workers, drain_metrics
+from ..model import ModelSpec
+from ..task import TaskSpec
+from ..tokenizer import TokenizerSpec
+from ..torch_reward import TorchRewardModelSpec
+from .kinds import PART_KINDS
+
+__all__ = ["TASK_REWARDS", "Mixture", "MixturePart", "MixtureSpec"]
+
+_LEARNED = "reward_model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixturePart:
+    """One reward of a mixture."""
+
+    worker: str
+    """`rule`, `exact`, `math`, `instructions`, `code`, `judge`; `reward_model` with
+    `options: {folder: PATH}`; or `module:factory`."""
+    weight: float = 1.0
+    """Factor on its score."""
+    at_least: float | None = None
+    """What a response must score to pass; None if this part is no constraint."""
+    options: Mapping[str, Any] | None = None
+    """Fields of that worker's spec."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "weight", "at_least")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureSpec:
+    """Recipe for a `Mixture`; a `WorkerSpec`."""
+
+    task: TaskSpec
+    """Where prompts and answers come from."""
+    tokenizer: TokenizerSpec
+    """The policy's tokenizer."""
+    parts: Mapping[str, Any]
+    """Name -> a `MixturePart` or its fields; the name is the metrics'."""
+    output: Literal["sum", "passed"] = "sum"
+    """The weighted sum, or 1 where all constraints hold and 0 elsewhere."""
+    violation_score: float = 0.0
+    """What a response that violates a constraint gets in place of the sum."""
+    task_fingerprint: str | None = None
+    """`fingerprint` of the task the prompts come from."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "violation_score")
+        parts = self.checked()
+        if not parts:
+            raise ValueError("a mixture needs parts, such as parts.correct.worker=math")
+        if self.output == "passed" and all(part.at_least is None for part in parts.values()):
+            raise ValueError("output 'passed' needs a part with at_least, which is a constraint")
+
+    def checked(self) -> dict[str, MixturePart]:
+        """The parts as such.
+
+        Raises:
+            ValueError: If a part has an unknown worker or option.
+        """
+        parts = {name: _part(name, given) for name, given in self.parts.items()}
+        for name, part in parts.items():
+            if ":" not in part.worker and part.worker != _LEARNED:
+                _check(name, part)
+        return parts
+
+    def build(self, context: WorkerContext) -> Mixture:
+        """Make every part.
+
+        Raises:
+            ConfigError: If one cannot be made.
+        """
+        parts = self.checked()
+        made: dict[str, Reward] = {}
+        try:
+            for name, part in parts.items():
+                made[name] = self._made(name, part, context)
+        except BaseException:
+            close_workers(made.values())
+            raise
+        return Mixture(made, parts, output=self.output, violation_score=self.violation_score)
+
+    def _made(self, name: str, part: MixturePart, context: WorkerContext) -> Reward:
+        options = dict(part.options or {})
+        if part.worker == _LEARNED:
+            folder = options.pop("folder", None)
+            if not isinstance(folder, str):
+                raise ConfigError(
+                    f"part '{name}' of the mixture is a reward model without a folder\n"
+                    f"    set parts.{name}.options.folder to where it was saved"
+                )
+            return TorchRewardModelSpec(model=ModelSpec(folder=folder), **options).build(context)
+        if ":" not in part.worker:
+            return PART_KINDS[part.worker](**options, **self._shared()).build(context)
+        module, _, factory = part.worker.partition(":")
+        built = getattr(import_module(module), factory)(**options)
+        built = built.build(context) if isinstance(built, WorkerSpec) else built
+        if not isinstance(built, Reward):
+            raise ConfigError(
+                f"part '{name}' of the mixture: '{part.worker}' made a {type(built).__name__}, "
+                "which is no Reward\n    it must return a Reward or its spec"
+            )
+        return built
+
+    def _shared(self) -> dict[str, Any]:
+        return {f: getattr(self, f) for f in ("task", "tokenizer", "task_fingerprint")}
+
+
+TASK_REWARDS: Mapping[str, Any] = {**PART_KINDS, "mixture": MixtureSpec}
+"""Every reward that a configuration can name and that looks at the task, with its spec."""
+
+
+def _part(name: str, given: Any) -> MixturePart:
+    if isinstance(given, MixturePart):
+        return given
+    known = [field.name for field in fields(MixturePart)]
+    if not isinstance(given, Mapping) or "worker" not in given:
+        raise ValueError(f"part '{name}' has no worker; its fields are {', '.join(known)}")
+    for key in given:
+        if key not in known:
+            raise ValueError(
+                f"part '{name}' has no field '{key}'{nearest(str(key), known)}; "
+                f"its fields are {', '.join(known)}"
+            )
+    return MixturePart(**{str(key): value for key, value in given.items()})
+
+
+def _check(name: str, part: MixturePart) -> None:
+    if part.worker not in PART_KINDS:
+        raise ValueError(
+            f"part '{name}': there is no reward '{part.worker}'{nearest(part.worker, PART_KINDS)}; "
+            f"rewards are {', '.join(PART_KINDS)}, {_LEARNED}, or module:factory"
+        )
+    kind = PART_KINDS[part.worker]
+    given = part.options or {}
+    own = [field.name for field in fields(kind)]
+    for key in given:
+        if key not in own:
+            raise ValueError(
+                f"part '{name}': a '{part.worker}' reward has no option '{key}'"
+                f"{nearest(str(key), own)}"
+            )
+    kind(task=None, tokenizer=None, **given)  # refuses values out of range
+
+
+class Mixture(Reward):
+    """See `MixtureSpec`.
+
+    Args:
+        rewards: The parts' workers; closed with the mixture.
+        parts: What the mixture makes of each.
+        output: See `MixtureSpec`.
+        violation_score: See `MixtureSpec`.
+
+    Attributes:
+        metrics: Of the last call: `reward/mean` and `reward/mean_square` of the result,
+            `reward/passed` (share of responses that violate nothing), per part NAME its mean score
+            `reward/NAME/mean`, whatever else it reports under `reward/NAME/`, and for a constraint
+            `reward/NAME/passed`.
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, Reward],
+        parts: Mapping[str, MixturePart],
+        *,
+        output: Literal["sum", "passed"] = "sum",
+        violation_score: float = 0.0,
+    ) -> None:
+        self.metrics: dict[str, Metric] = {}
+        self._rewards = dict(rewards)
+        self._parts = dict(parts)
+        self._output = output
+        self._violation_score = violation_score
+
+    def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
+        """Score by every part and combine: f32[rows].
+
+        Raises:
+            WorkerError: If a part raises it.
+        """
+        scores: dict[str, torch.Tensor] = {}
+        rows = float(len(tokens))
+        passed = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
+        for name, reward in self._rewards.items():
+            scores[name] = reward.score(tokens, mask, prompt_id).float()
+            own = {"mean": Metric.mean(float(scores[name].double().sum()), rows)}
+            own |= {n.removeprefix("reward/"): m for n, m in drain_metrics(reward).items()}
+            bound = self._parts[name].at_least
+            if bound is not None:
+                keeps = scores[name] >= bound
+                passed &= keeps
+                own["passed"] = Metric.mean(float(keeps.sum()), rows)
+            add_metrics(self.metrics, {f"reward/{name}/{n}": m for n, m in own.items()})
+        if self._output == "passed":
+            result = passed.float()
+        else:
+            total = weighted_sum(scores, {n: part.weight for n, part in self._parts.items()})
+            result = constrained_score(total, passed.float(), violation_score=self._violation_score)
+        exact = result.double()
+        sums = {
+            "mean": float(exact.sum()),
+            "mean_square": float(exact.square().sum()),
+            "passed": float(passed.sum()),
+        }
+        add_metrics(
+            self.metrics, {f"reward/{n}": Metric.mean(total, rows) for n, total in sums.items()}
+        )
+        return result
+
+    def close(self) -> None:
+        """Close every part; may be called again."""
+        close_workers(self._rewards.values())

@@ -1,0 +1,135 @@
+"""A reward model that scores every step of a response: a `ProcessReward`.
+
+A step ends at a token whose text holds the delimiter, and at the response's last token. The model
+is one that scores whole responses, as reward modelling trains it, or one trained on labels of
+steps; it is asked about what came up to each step's end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...algorithms.roles import ProcessReward, StepScores
+from ...dataflow.ranges import check_range
+from ...dataflow.role import Metric, add_metrics
+from ...dataflow.worker import WorkerContext
+from ..model import ModelSpec, ScoreNetwork, load_head, seeded_heads
+from ..network import make_network
+from ..tokenizer import Tokenizer, TokenizerSpec
+from ..torch_worker import TorchWorker, check_columns, first_masked
+
+__all__ = ["TorchProcessReward", "TorchProcessRewardSpec", "step_ends"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchProcessRewardSpec:
+    """Recipe for a `TorchProcessReward`."""
+
+    model: ModelSpec
+    """A folder that a reward model was saved to; else the trunk, under a new head."""
+    tokenizer: TokenizerSpec
+    """The policy's tokenizer."""
+    delimiter: str = "\n"
+    """Text that ends a step; it must fit into one token."""
+    sigmoid: bool = True
+    """Put scores between 0 and 1; False gives them as the head does."""
+    micro_batch_tokens: int = 4096
+    """Tokens computed at once."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "micro_batch_tokens", at_least=1)
+        if not self.delimiter:
+            raise ValueError("delimiter is empty, which every token holds; a line break is usual")
+
+    def build(self, context: WorkerContext) -> TorchProcessReward:
+        """Make the model on the context's device."""
+        return TorchProcessReward(self, context)
+
+
+class TorchProcessReward(TorchWorker, ProcessReward):
+    """See `TorchProcessRewardSpec`.
+
+    Attributes:
+        metrics: Of the last call: `step_score/mean` over steps, `steps/mean` over rows.
+    """
+
+    def __init__(self, spec: TorchProcessRewardSpec, context: WorkerContext) -> None:
+        trunk = spec.model.trunk(context.device)
+        with seeded_heads(context.seed, context.role):
+            module = ScoreNetwork(trunk, trunk.config.hidden_size)
+        load_head(module.score, spec.model.folder, "score")
+        self.module = module
+        network = make_network(module, trunk, module.score)
+        super().__init__(context, network, None, spec.micro_batch_tokens)
+        self._sigmoid = spec.sigmoid
+        self._tokenizer = spec.tokenizer.build()
+        self._delimiter = spec.delimiter
+        self._ends: dict[int, bool] = {}
+
+    def score_steps(self, tokens: Tensor, mask: Tensor) -> StepScores:
+        """See `ProcessReward.score_steps`.
+
+        Args:
+            tokens: i64[rows, T].
+            mask: bool[rows, T].
+
+        Returns:
+            f32[rows, T] scores and bool[rows, T] ends.
+        """
+        check_columns(tokens, mask)
+        ends = step_ends(tokens, mask, self._tokenizer, self._delimiter, self._ends)
+        scores = self._evaluate(tokens, ends, self._scores, per_token=True)
+        steps, rows = float(ends.sum()), float(len(tokens))
+        means = {
+            "step_score/mean": Metric.mean(float(scores.double().sum()), steps),
+            "steps/mean": Metric.mean(steps, rows),
+        }
+        add_metrics(self.metrics, means)
+        return StepScores(step_score=scores, step_end=ends)
+
+    def _scores(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        """f32[rows, T]: the head's output at each step's last token."""
+        zero = torch.zeros(ends.shape, dtype=torch.float32, device=ends.device)
+        if not bool(ends.any()):
+            return zero
+        outputs, entry = self.network.outputs(tokens, ends, first_masked(ends))
+        score = outputs[:, 0].float()[entry]
+        return zero.masked_scatter(ends, score.sigmoid() if self._sigmoid else score)
+
+
+def step_ends(
+    tokens: Tensor,
+    mask: Tensor,
+    tokenizer: Tokenizer,
+    delimiter: str = "\n",
+    known: dict[int, bool] | None = None,
+) -> Tensor:
+    """Where steps end: sampled tokens whose text holds the delimiter, and each row's last one.
+
+    Args:
+        tokens: i64[rows, T].
+        mask: bool[rows, T].
+        tokenizer: Turns a token into its text.
+        delimiter: What ends a step.
+        known: Whether a token ends a step, to remember between calls.
+
+    Returns:
+        bool[rows, T].
+    """
+    known = {} if known is None else known
+    sampled = tokens[mask].unique().tolist()
+    for token in sampled:
+        if token not in known:
+            known[token] = delimiter in tokenizer.decode([token])
+    ending = torch.tensor(
+        [token for token in sampled if known[token]], dtype=tokens.dtype, device=tokens.device
+    )
+    ends = torch.isin(tokens, ending) & mask
+    if mask.shape[1]:
+        place = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+        last = (mask * place).amax(1)
+        ends |= (place == last[:, None]) & mask
+    return ends

@@ -61,6 +61,7 @@ def _made_of(folders: Mapping[str, float]) -> str:
     for folder, share in folders.items():
         digest.update(f"{share!r} ".encode())
         for file in sorted(Path(folder).glob("*.safetensors")):
+            digest.update(f"{file.name} ".encode())
             with file.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()[:16]

@@ -7,12 +7,11 @@ tokens (or over steps), and a boolean column of the same shape says where a step
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from ..dataflow.record import op
+from .combined_score import constrained_score, weighted_sum
 from .reductions import check_token_columns, zero_where_masked_out
 from .reward_shaping import (
     OverlongForm,
@@ -261,21 +260,6 @@ def weighted_score(
 
 
 @op(scope="row")
-def constrained_score(
-    score: PerSample, passed: PerSample, *, violation_score: float = 0.0
-) -> PerSample:
-    """The score where the constraints hold, else `violation_score`: f32[rows].
-
-    Args:
-        score: f32[rows].
-        passed: f32[rows], above 0.5 where all constraints hold.
-        violation_score: What a violation is worth. To choose among samples use -inf, as 0 would
-            win over negative scores.
-    """
-    return torch.where(passed > 0.5, score, torch.full_like(score, violation_score))
-
-
-@op(scope="row")
 def calibrated_score(score: PerSample, *, baseline_score: PerSample) -> PerSample:
     """`sigmoid(score - baseline_score)`: how likely a response beats the baseline's.
 
@@ -290,22 +274,3 @@ def calibrated_score(score: PerSample, *, baseline_score: PerSample) -> PerSampl
         f32[rows].
     """
     return torch.sigmoid(score - baseline_score)
-
-
-def weighted_sum(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """The sum of named scores, each times its weight (1 where none is given): f32[rows].
-
-    Raises:
-        ValueError: If there is no score, or a weight names none of them.
-    """
-    unknown = [name for name in weights if name not in scores]
-    if unknown or not scores:
-        raise ValueError(
-            f"weights are given for {', '.join(unknown) or 'nothing'}, scores are: "
-            f"{', '.join(scores) or 'none'}; every weight needs a score of its name"
-        )
-    first = next(iter(scores.values()))
-    total = torch.zeros_like(first)
-    for name, score in scores.items():
-        total = total + weights.get(name, 1.0) * score
-    return total

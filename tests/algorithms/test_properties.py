@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ from penstock.algorithms.losses import (
 from penstock.algorithms.reductions import aggregate
 from penstock.algorithms.roles import PolicyBatch, PolicyOutput, ReferencePolicyBatch
 from penstock.algorithms.sequence_losses import ComparedPairBatch
+from penstock.algorithms.sequence_terms import PairClip
 from penstock.dataflow.role import Loss
 from torch import Tensor
 
@@ -250,7 +252,7 @@ def test_only_dividing_by_the_deviation_takes_the_scale_out(seed: int, scale: fl
 @pytest.mark.parametrize("clip", ["separate", "joint"])
 @settings(max_examples=25)
 @given(seed=SEEDS, shift=st.floats(-50, 50))
-def test_losses_of_pairs_see_differences_only(clip: str, seed: int, shift: float) -> None:
+def test_losses_of_pairs_see_differences_only(clip: PairClip, seed: int, shift: float) -> None:
     random = torch.Generator().manual_seed(seed)
     logprob, before, score = torch.randn(3, 4, 2, generator=random, dtype=torch.float64)
     for loss in (
@@ -346,6 +348,11 @@ def test_no_advantage_no_gradient(name: str, seed: int) -> None:
 @given(seed=SEEDS, dual_clip=st.floats(1.1, 5))
 def test_dual_clip_never_raises_the_loss(seed: int, dual_clip: float) -> None:
     data = draw(seed, spread=1.5)
-    columns = {n: data.columns[n] for n in ("behavior_logprob", "advantage", "mask")}
-    plain = policy_loss(logprob=data.logprob, **columns)
-    assert policy_loss(logprob=data.logprob, **columns, dual_clip=dual_clip) <= plain + 1e-12
+    loss = partial(
+        policy_loss,
+        logprob=data.logprob,
+        behavior_logprob=data.columns["behavior_logprob"],
+        advantage=data.columns["advantage"],
+        mask=data.columns["mask"],
+    )
+    assert loss(dual_clip=dual_clip) <= loss() + 1e-12

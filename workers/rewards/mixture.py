@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...algorithms.rewards import constrained_score, weighted_sum
+from ...algorithms.combined_score import constrained_score, weighted_sum
 from ...algorithms.roles import PerSample, PromptId, Reward, TokenIds, TokenMask
 from ...dataflow.errors import ConfigError, nearest
 from ...dataflow.ranges import check_range

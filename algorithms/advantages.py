@@ -5,12 +5,12 @@ positions the policy sampled. Every function returns zeros where the mask is Fal
 what stands there. Sums run in double precision and results come back in the input's dtype, so they
 do not depend on padding or on how rows were grouped.
 
+Those that look backwards through a critic's values are in `returns`, and can be imported from here.
 Reductions over masked tokens are in `reductions`, KL terms and the KL-shaped reward in `kl`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,6 +26,7 @@ from .reductions import (
     variance_correction,
     zero_where_masked_out,
 )
+from .returns import GaeTargets, Masking, gae, return_to_go, vtrace
 from .roles import PerSample, PerToken, PromptId, TokenMask
 
 __all__ = [
@@ -46,15 +47,9 @@ __all__ = [
     "remax_advantage",
     "return_to_go",
     "step_advantage",
+    "vtrace",
     "whiten",
 ]
-
-Masking = Literal["transparent", "zeroed"]
-"""What a masked-out position between sampled tokens does to a backward recursion.
-
-`transparent`: nothing, as if the position were deleted, so no discount is applied across it.
-`zeroed`: it counts as a step with reward 0 and value 0.
-"""
 
 StdScores = Literal["raw", "centred"]
 """Scores whose deviation a batch's advantages are divided by: as they came, or less their group's
@@ -119,141 +114,6 @@ def broadcast_over_tokens(value: PerSample, mask: TokenMask) -> PerToken:
             f"value must have one entry per row of the mask, [{len(mask)}], got {list(value.shape)}"
         )
     return zero_where_masked_out(value[:, None].expand(mask.shape), mask)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GaeTargets:
-    """What generalised advantage estimation gives the two losses."""
-
-    advantage: PerToken
-    """Not whitened."""
-    value_target: PerToken
-    """Advantage plus value: what the critic should have said."""
-
-
-@op(scope="row")
-def gae(
-    mask: TokenMask,
-    *,
-    reward: PerToken,
-    value: PerToken,
-    bootstrap_value: PerSample | None = None,
-    discount: float = 1.0,
-    lam: float = 0.95,
-    masking: Masking = "transparent",
-) -> GaeTargets:
-    """Generalised advantage estimation over sampled tokens.
-
-    `delta_t = reward_t + discount * value_tp1 - value_t` and
-    `advantage_t = delta_t + discount * lam * advantage_tp1`, right to left; `value_target_t =
-    advantage_t + value_t`. Schulman et al., "High-Dimensional Continuous Control Using Generalized
-    Advantage Estimation", 2015, equations 11 to 16.
-
-    Args:
-        mask: bool[rows, T].
-        reward: f32[rows, T].
-        value: f32[rows, T], the critic at the state before each token.
-        bootstrap_value: f32[rows], value of the state after a row's last sampled token: 0 where the
-            response is finished, the critic's where it was cut off. Default: 0 everywhere.
-        discount: gamma, applied per sampled token.
-        lam: lambda; 0 trusts the critic fully, 1 not at all.
-        masking: What positions between sampled tokens do; see `Masking`.
-
-    Returns:
-        Advantages and value targets, f32[rows, T] each.
-
-    Raises:
-        ValueError: If shapes differ or `masking` is unknown.
-    """
-    check_token_columns(mask, reward=reward, value=value)
-    if bootstrap_value is not None and bootstrap_value.shape != mask.shape[:1]:
-        raise ValueError(
-            f"bootstrap_value must have one entry per row of the mask, [{len(mask)}], "
-            f"got {list(bootstrap_value.shape)}"
-        )
-    reward_rt = zero_where_masked_out(reward, mask).double()
-    value_rt = zero_where_masked_out(value, mask).double()
-    last_value = (
-        torch.zeros_like(value_rt[:, :1]).squeeze(1)
-        if bootstrap_value is None
-        else bootstrap_value.double()
-    )
-    advantage = _gae_recursion(
-        _live_steps(mask, masking), reward_rt, value_rt, last_value, discount, lam
-    )
-    return GaeTargets(
-        advantage=zero_where_masked_out(advantage, mask).to(value),
-        value_target=zero_where_masked_out(advantage + value_rt, mask).to(value),
-    )
-
-
-def _live_steps(mask: Tensor, masking: Masking) -> Tensor:
-    """bool[rows, T]: the positions that are steps of the recursion."""
-    if masking == "transparent":
-        return mask
-    if masking == "zeroed":
-        # Everything up to the last sampled token; the padding after it is no step either way.
-        return mask.flip(1).cumsum(dim=1).flip(1) > 0
-    raise ValueError(f"masking {masking!r} is unknown; choose 'transparent' or 'zeroed'")
-
-
-def _gae_recursion(
-    live: Tensor,
-    reward: Tensor,
-    value: Tensor,
-    last_value: Tensor,
-    discount: float,
-    lam: float,
-) -> Tensor:
-    """f64[rows, T]; a position that is not live leaves the running numbers untouched."""
-    advantage = torch.zeros_like(reward)
-    live_columns = live.any(dim=0).nonzero().flatten().tolist()
-    advantage_tp1, value_tp1 = torch.zeros_like(last_value), last_value
-    for t in reversed(live_columns):
-        live_t, value_t = live[:, t], value[:, t]
-        delta_t = reward[:, t] + discount * value_tp1 - value_t
-        advantage_t = delta_t + discount * lam * advantage_tp1
-        advantage_tp1 = torch.where(live_t, advantage_t, advantage_tp1)
-        value_tp1 = torch.where(live_t, value_t, value_tp1)
-        advantage[:, t] = advantage_tp1
-    return advantage
-
-
-@op(scope="row")
-def return_to_go(
-    reward: PerToken,
-    mask: TokenMask,
-    *,
-    baseline: PerSample | None = None,
-    discount: float = 1.0,
-    masking: Masking = "transparent",
-) -> PerToken:
-    """Discounted sum of the rewards from each sampled token to the end of its row.
-
-    Args:
-        reward: f32[rows, T].
-        mask: bool[rows, T].
-        baseline: f32[rows], taken off every token of its row; nothing by default.
-        discount: gamma, applied per step.
-        masking: What positions between sampled tokens do; see `Masking`.
-
-    Returns:
-        f32[rows, T].
-
-    Raises:
-        ValueError: If shapes differ or `masking` is unknown.
-    """
-    targets = gae(
-        mask,
-        reward=reward,
-        value=torch.zeros_like(reward),
-        discount=discount,
-        lam=1.0,
-        masking=masking,
-    )
-    if baseline is None:
-        return targets.advantage
-    return zero_where_masked_out(targets.advantage - baseline[:, None], mask)
 
 
 @op(scope="group")

@@ -88,7 +88,7 @@ def test_both_flags_mean_terminated_and_masked_ones_nothing() -> None:
 
 
 def test_a_truncated_last_column_needs_the_value_of_what_comes_after() -> None:
-    with pytest.raises(ValueError, match="last column has a truncated step, .* pass bootstrap_value"):
+    with pytest.raises(ValueError, match="has a truncated step, .* pass bootstrap_value"):
         gae(MASK, reward=REWARD, value=VALUE, truncated=flags(3))
     after = torch.tensor([2.0], dtype=torch.float64)
     cut = gae(MASK, reward=REWARD, value=VALUE, truncated=flags(3), bootstrap_value=after)

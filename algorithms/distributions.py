@@ -1,0 +1,79 @@
+"""Categorical distributions over actions of which some may be invalid.
+
+Pure functions of tensors whose last dimension counts actions. An action with several independent
+components has the sum of their log-probabilities and of their entropies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["action_logprob", "entropy_of_logits", "masked_logits", "unimix"]
+
+
+def masked_logits(logits: Tensor, valid: Tensor | None) -> Tensor:
+    """Logits with the lowest finite number where an action is invalid, so its probability is 0.
+
+    Sampling, log-probabilities and entropies must all use them, the update included, or the ratio
+    to the policy that acted is biased. Huang and Ontanon, "A Closer Look at Invalid Action Masking
+    in Policy Gradient Algorithms", 2020.
+
+    Args:
+        logits: f32[..., actions].
+        valid: bool[..., actions], True where an action may be taken; None if all may.
+
+    Returns:
+        f32[..., actions]; no gradient reaches the logit of an invalid action.
+
+    Raises:
+        ValueError: If no action is valid somewhere.
+    """
+    if valid is None:
+        return logits
+    if not bool(valid.any(dim=-1).all()):
+        raise ValueError("a state has no valid action; every row of the mask needs one True")
+    return torch.where(valid, logits, torch.finfo(logits.dtype).min)
+
+
+def action_logprob(logits: Tensor, action: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Log-probability of the actions that were taken.
+
+    Args:
+        logits: f32[..., actions], differentiable.
+        action: i64[...].
+        valid: bool[..., actions]; see `masked_logits`.
+
+    Returns:
+        f32[...].
+    """
+    logprob = masked_logits(logits, valid).log_softmax(dim=-1)
+    return logprob.gather(-1, action[..., None]).squeeze(-1)
+
+
+def entropy_of_logits(logits: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Entropy in nats; invalid actions and those of probability 0 count for nothing.
+
+    Args:
+        logits: f32[..., actions], differentiable.
+        valid: bool[..., actions]; see `masked_logits`.
+
+    Returns:
+        f32[...].
+    """
+    logprob = masked_logits(logits, valid).log_softmax(dim=-1)
+    term = logprob.exp() * logprob
+    return -(term if valid is None else torch.where(valid, term, torch.zeros_like(term))).sum(-1)
+
+
+def unimix(probability: Tensor, share: float = 0.01) -> Tensor:
+    """A mixture with the uniform distribution, which keeps every action possible.
+
+    `(1 - share) * probability + share / actions`. Hafner et al., "Mastering Diverse Domains through
+    World Models", 2023.
+
+    Args:
+        probability: f32[..., actions].
+        share: Of the uniform distribution.
+    """
+    return (1 - share) * probability + share / probability.shape[-1]

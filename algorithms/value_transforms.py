@@ -1,0 +1,102 @@
+"""Critics and advantages that do not depend on the scale of rewards.
+
+Hafner et al., "Mastering Diverse Domains through World Models" (DreamerV3), 2023; on PPO: Sullivan
+et al., "Reward Scale Robustness for Proximal Policy Optimization via DreamerV3 Tricks", 2023.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "percentile_scale",
+    "scaled_advantage",
+    "symexp",
+    "symlog",
+    "two_hot",
+    "two_hot_loss",
+    "two_hot_value",
+    "value_bins",
+]
+
+
+def symlog(x: Tensor) -> Tensor:
+    """`sign(x) ln(1 + |x|)`: keeps signs, squeezes large numbers."""
+    return x.sign() * x.abs().log1p()
+
+
+def symexp(x: Tensor) -> Tensor:
+    """The inverse of `symlog`: `sign(x) (exp(|x|) - 1)`."""
+    return x.sign() * x.abs().expm1()
+
+
+def value_bins(count: int = 255, bound: float = 20.0) -> Tensor:
+    """f32[count]: evenly spaced bins of a critic, from `-bound` to `bound` in symlog space."""
+    return torch.linspace(-bound, bound, count)
+
+
+def two_hot(x: Tensor, bins: Tensor) -> Tensor:
+    """Weights on the two bins next to each number, whose mean is the number.
+
+    Args:
+        x: f32[...]; what lies outside the bins counts as the nearest one.
+        bins: f32[bins], ascending.
+
+    Returns:
+        f32[..., bins], adding up to 1.
+    """
+    inside = x.clamp(bins[0], bins[-1])
+    above = torch.searchsorted(bins, inside.contiguous()).clamp(1, len(bins) - 1)
+    low, high = bins[above - 1], bins[above]
+    share = ((inside - low) / (high - low))[..., None]
+    weights = torch.zeros(*x.shape, len(bins), dtype=x.dtype, device=x.device)
+    weights.scatter_(-1, (above - 1)[..., None], 1 - share)
+    return weights.scatter_add_(-1, above[..., None], share)
+
+
+def two_hot_loss(logits: Tensor, value_target: Tensor, bins: Tensor) -> Tensor:
+    """Cross-entropy of a critic over bins against the two-hot code of `symlog(value_target)`.
+
+    Args:
+        logits: f32[..., bins], differentiable.
+        value_target: f32[...], in the rewards' scale.
+        bins: f32[bins], in symlog space.
+
+    Returns:
+        f32[...], to be minimised.
+    """
+    code = two_hot(symlog(value_target), bins)
+    return -(code * logits.log_softmax(dim=-1)).sum(dim=-1)
+
+
+def two_hot_value(logits: Tensor, bins: Tensor) -> Tensor:
+    """What a critic over bins expects: `symexp` of the mean bin, in the rewards' scale: f32[...]."""
+    return symexp((logits.softmax(dim=-1) * bins).sum(dim=-1))
+
+
+def percentile_scale(
+    returns: Tensor,
+    scale: float = 0.0,
+    *,
+    decay: float = 0.99,
+    low: float = 5.0,
+    high: float = 95.0,
+) -> float:
+    """A running spread of returns: the distance between two percentiles, averaged over updates.
+
+    Args:
+        returns: f32[...], of this batch; percentiles lie between two of them where need be.
+        scale: What the last call returned.
+        decay: How much of it stays.
+        low: The lower percentile.
+        high: The upper one.
+    """
+    edges = torch.tensor([low / 100, high / 100], dtype=torch.float64, device=returns.device)
+    bottom, top = returns.detach().double().flatten().quantile(edges).tolist()
+    return decay * scale + (1 - decay) * (top - bottom)
+
+
+def scaled_advantage(advantage: Tensor, scale: float) -> Tensor:
+    """Advantages over `max(1, scale)`: large returns are scaled down, small ones never up."""
+    return advantage / max(1.0, scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..algorithms.roles import Policy, RewardModel, ValueModel
 from ..dataflow.worker import WorkerContext
 from .agreement import AgreementLimits
 from .fsdp_options import FsdpOptions
@@ -38,7 +39,7 @@ class FsdpPolicySpec(FsdpOptions):
         return FsdpPolicy(self, context)
 
 
-class FsdpPolicy(FsdpWorker, ShardedPolicy):
+class FsdpPolicy(FsdpWorker, ShardedPolicy, Policy):
     """See `FsdpPolicySpec`. It generates nothing: rollouts are another engine's."""
 
     engine = "the FSDP engine"
@@ -63,7 +64,7 @@ class FsdpValueSpec(FsdpOptions):
         return FsdpValue(self, context)
 
 
-class FsdpValue(FsdpWorker, ShardedValue):
+class FsdpValue(FsdpWorker, ShardedValue, ValueModel):
     """See `FsdpValueSpec`."""
 
     def __init__(self, spec: FsdpValueSpec, context: WorkerContext) -> None:
@@ -84,7 +85,7 @@ class FsdpRewardSpec(FsdpOptions):
         return FsdpReward(self, context)
 
 
-class FsdpReward(FsdpWorker, ShardedReward):
+class FsdpReward(FsdpWorker, ShardedReward, RewardModel):
     """See `FsdpRewardSpec`. A row without any masked token scores 0."""
 
     def __init__(self, spec: FsdpRewardSpec, context: WorkerContext) -> None:

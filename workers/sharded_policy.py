@@ -1,4 +1,4 @@
-"""A causal language model spread over processes as a `Policy` that is evaluated and trained."""
+"""What a causal language model does that is spread over the processes of a rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from ..algorithms.roles import Policy, PolicyOutput, Sampling, TrainMetrics
+from ..algorithms.roles import PolicyOutput, Sampling, TrainMetrics
 from ..dataflow.errors import ConfigError
 from ..dataflow.role import Loss
 from .agreement import AgreementLimits
@@ -23,8 +23,8 @@ __all__ = ["ShardedPolicy"]
 B = TypeVar("B")
 
 
-class ShardedPolicy(ShardedWorker, Policy):
-    """What an engine's policy does with its network. It generates nothing: rollouts are another's.
+class ShardedPolicy(ShardedWorker):
+    """What an engine's `Policy` does with its network. It generates nothing: others do.
 
     Attributes:
         network: Has `outputs`, which gives logits of this process's part of the vocabulary, and

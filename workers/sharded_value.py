@@ -1,4 +1,4 @@
-"""A trunk with a value or score head, spread over processes, as a `ValueModel` or `RewardModel`."""
+"""What a trunk with a value or score head does that is spread over the processes of a rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..algorithms.roles import RewardModel, ScoreOutput, TrainMetrics, ValueModel, ValueOutput
+from ..algorithms.roles import ScoreOutput, TrainMetrics, ValueOutput
 from ..dataflow.role import Loss, Metric, add_metrics
 from ..dataflow.worker import WorkerContext
 from .model import ModelSpec, ScoreNetwork, ValueNetwork, load_head, save_headed, seeded_heads
@@ -38,8 +38,8 @@ def score_head(spec: ModelSpec, context: WorkerContext) -> nn.Linear:
     return head
 
 
-class ShardedValue(ShardedWorker, ValueModel):
-    """What an engine's value model does with its network, whose `outputs` are values."""
+class ShardedValue(ShardedWorker):
+    """What an engine's `ValueModel` does with its network, whose `outputs` are values."""
 
     network: Any
 
@@ -72,8 +72,8 @@ class ShardedValue(ShardedWorker, ValueModel):
         _save_trunk(self, folder, "value_head")
 
 
-class ShardedReward(ShardedWorker, RewardModel):
-    """What an engine's reward model does with its network, whose `outputs` are scores.
+class ShardedReward(ShardedWorker):
+    """What an engine's `RewardModel` does with its network, whose `outputs` are scores.
 
     A row without any masked token scores 0.
     """

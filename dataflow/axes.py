@@ -11,6 +11,7 @@ is packed (see `batch.py`). The padding is part of the spec: `-1` for integers, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import NoneType, UnionType
@@ -41,6 +42,8 @@ class Axis:
         name: What it counts, in the singular: "prompt", "sample", "token".
         within: The axis whose elements this one is grouped by: samples within a prompt.
         ragged: True if its length differs from row to row.
+        free: True if it stands for whatever axis a column has in its place, the same one throughout
+            a call: an op over free axes serves columns of any kind.
 
     Example:
         >>> PROMPT = Axis("prompt")
@@ -51,6 +54,7 @@ class Axis:
     name: str
     within: Axis | None = None
     ragged: bool = False
+    free: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}~" if self.ragged else self.name
@@ -95,6 +99,26 @@ class Spec:
 
     def __str__(self) -> str:
         return f"{self.dtype.value}[{', '.join(map(str, self.axes))}]"
+
+    def bound(self, binding: Mapping[Axis, Axis]) -> Spec:
+        """The spec with the axes that its free axes stand for, as far as `binding` knows them."""
+        return Spec(self.dtype, tuple(binding.get(axis, axis) for axis in self.axes))
+
+    def binding_to(self, other: Spec, binding: Mapping[Axis, Axis]) -> dict[Axis, Axis] | None:
+        """What the free axes stand for if `other` is to be of this spec; None if it cannot be.
+
+        Args:
+            other: A spec without free axes.
+            binding: What the free axes stand for already.
+        """
+        found = dict(binding)
+        if other.dtype is not self.dtype or len(other.axes) != len(self.axes):
+            return None
+        for axis, given in zip(self.axes, other.axes, strict=True):
+            wanted = found.setdefault(axis, given) if axis.free else axis
+            if wanted != given:
+                return None
+        return found
 
     @property
     def row_axis(self) -> Axis | None:

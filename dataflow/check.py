@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, get_type_hints
 
 import networkx as nx
 
-from .axes import Spec, is_optional, spec_of
+from .axes import Axis, Spec, is_optional, spec_of
 from .errors import FlowError
 from .graph import Constant, Graph, Node, NodeKind
 from .role import Loss
@@ -56,12 +56,22 @@ def hints_of(thing: Any) -> dict[str, Any]:
     return _HINTS[thing]
 
 
-def check_argument(node: str, path: str, annotation: Any, value: Any) -> None:
-    """A parameter takes a column, or a table, if it is annotated as such, and only then."""
+def check_argument(
+    node: str, path: str, annotation: Any, value: Any, binding: dict[Axis, Axis]
+) -> None:
+    """A parameter takes a column, or a table, if it is annotated as such, and only then.
+
+    Args:
+        node: Name of the call.
+        path: Of the parameter: "batch.advantage".
+        annotation: Of the parameter.
+        value: What it is given.
+        binding: What free axes stand for in this call; is added to.
+    """
     spec = spec_of(annotation)
     if spec is not None:
         if value is not None or not is_optional(annotation):
-            check_column(node, path, spec, value)
+            check_column(node, path, spec, value, binding)
     elif is_table(annotation):
         if not isinstance(value, annotation):
             raise FlowError(
@@ -88,20 +98,25 @@ def is_table(annotation: Any) -> TypeGuard[type]:
     )
 
 
-def check_column(node: str, path: str, expected: Spec, value: Any) -> None:
+def check_column(
+    node: str, path: str, expected: Spec, value: Any, binding: dict[Axis, Axis]
+) -> None:
     """An argument annotated as a column must be one of exactly that dtype and those axes."""
+    expected = expected.bound(binding)
     if not isinstance(value, Column):
         raise FlowError(
             f"node '{node}', input '{path}': expected {expected}, got {_kind_of(value)}",
             origin=_origin_of(value),
             fix=_columns_like(expected, value),
         )
-    if value.spec != expected:
+    found = expected.binding_to(value.spec, binding)
+    if found is None:
         raise FlowError(
             f"node '{node}', input '{path}': expected {expected}, got {value.spec}",
             origin=value.origin,
             fix=_how_to_convert(expected, value.spec),
         )
+    binding.update(found)
 
 
 def _kind_of(value: Any) -> str:
@@ -225,13 +240,13 @@ def _fields(table: type) -> str:
     return ", ".join(f"{field.name}=..." for field in dataclasses.fields(table))
 
 
-def check_table(node: str, prefix: str, table: Any) -> dict[str, Column]:
+def check_table(node: str, prefix: str, table: Any, binding: dict[Axis, Axis]) -> dict[str, Column]:
     """Every field of a batch that is annotated as a column must hold a fitting one."""
     columns: dict[str, Column] = {}
     hints = hints_of(table_type(table))
     for field in dataclasses.fields(table):
         value = getattr(table, field.name)
-        check_argument(node, f"{prefix}.{field.name}", hints[field.name], value)
+        check_argument(node, f"{prefix}.{field.name}", hints[field.name], value, binding)
         if isinstance(value, Column):
             columns[field.name] = value
     return columns

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from .axes import Behavior, GroupId, Spec, has_mark, spec_of
+from .axes import Axis, Behavior, GroupId, Spec, has_mark, spec_of
 from .check import (
     check_argument,
     check_batch,
@@ -173,7 +174,7 @@ class Recorder:
         """Declare a table that every step reads from the data."""
         self.sources[name] = table
         node_name, ordinal = self._unique(name)
-        outputs = tuple(_outputs_of(table, {}, node_name, makes_rows=True, where=where))
+        outputs = tuple(_outputs_of(table, {}, node_name, True, {}, where))
         node = Node(node_name, NodeKind.SOURCE, "row", ordinal, where, outputs=outputs,
                     output_table=table)  # fmt: skip
         return self._append(node)
@@ -188,10 +189,10 @@ class Recorder:
     ) -> Any:
         """Append a node for an op."""
         name, ordinal = self._unique(function.__name__)
-        arguments, columns, roles = self._arguments(name, function, args, kwargs, method=False)
+        given = self._arguments(name, function, args, kwargs, method=False)
         if not makes_rows:
-            check_rows(name, columns)
-        table, outputs = self._returns(name, function, columns, makes_rows)
+            check_rows(name, given.columns)
+        table, outputs = self._returns(name, function, given, makes_rows)
         return self._append(
             Node(
                 name,
@@ -200,11 +201,12 @@ class Recorder:
                 ordinal,
                 caller(),
                 function=function,
-                arguments=arguments,
+                arguments=tuple(given.arguments),
                 outputs=outputs,
                 output_table=table,
                 reads=tuple(
-                    WeightRead(role, self._version(role), False) for role in dict.fromkeys(roles)
+                    WeightRead(role, self._version(role), False)
+                    for role in dict.fromkeys(given.roles)
                 ),
             )
         )
@@ -227,14 +229,15 @@ class Recorder:
             ):  # else it learns by a rule of its own
                 check_batch(name, bound.get("loss"), bound.get("batch"))
                 check_output(name, bound.get("loss"), function)
-        arguments, columns, roles = self._arguments(name, function, args, kwargs, method=True)
-        check_rows(name, columns)
+        given = self._arguments(name, function, args, kwargs, method=True)
+        check_rows(name, given.columns)
         rollout = kind is CallKind.ROLLOUT
         table, outputs = None, ()
         if kind is not CallKind.TRAIN:
-            table, outputs = self._returns(name, function, columns, makes_rows=rollout)
+            table, outputs = self._returns(name, function, given, makes_rows=rollout)
         reads = [
-            WeightRead(one, self._version(one), rollout) for one in dict.fromkeys((role, *roles))
+            WeightRead(one, self._version(one), rollout)
+            for one in dict.fromkeys((role, *given.roles))
         ]
         node = Node(
             name,
@@ -244,7 +247,7 @@ class Recorder:
             caller(),
             role=role,
             method=function.__name__,
-            arguments=arguments,
+            arguments=tuple(given.arguments),
             outputs=outputs,
             output_table=table,
             reads=tuple(reads),
@@ -293,29 +296,24 @@ class Recorder:
         kwargs: dict[str, Any],
         *,
         method: bool,
-    ) -> tuple[tuple[tuple[str, Argument], ...], list[tuple[str, Column]], list[str]]:
-        """Bind, check and freeze a call's arguments; also list its columns and the roles in it."""
+    ) -> _Given:
+        """Bind, check and freeze a call's arguments."""
         bound = _bind(name, function, (None, *args) if method else args, kwargs)
         if method:
             bound.arguments.pop("self")
         hints = hints_of(function)
-        frozen: list[tuple[str, Argument]] = []
-        columns: list[tuple[str, Column]] = []
-        roles: list[str] = []
+        given = _Given()
         for parameter, value in bound.arguments.items():
-            check_argument(name, parameter, hints.get(parameter), value)
-            argument = self._freeze(name, parameter, value, columns, roles)
-            frozen.append((parameter, argument))
-        return tuple(frozen), columns, roles
+            check_argument(name, parameter, hints.get(parameter), value, given.binding)
+            given.arguments.append((parameter, self._freeze(name, parameter, value, given)))
+        return given
 
-    def _freeze(
-        self, node: str, path: str, value: Any, columns: list[tuple[str, Column]], roles: list[str]
-    ) -> Argument:
+    def _freeze(self, node: str, path: str, value: Any, given: _Given) -> Argument:
         if isinstance(value, Column):
-            columns.append((path, value))
+            given.columns.append((path, value))
             return value.ref
         if isinstance(value, RoleStandIn):
-            roles.append(value.standin_name)
+            given.roles.append(value.standin_name)
             return RoleRef(value.standin_name)
         if isinstance(value, TrainHandle):
             raise FlowError(
@@ -324,12 +322,11 @@ class Recorder:
             )
         if dataclasses.is_dataclass(value) and is_table(table_type(value)):
             table = table_type(value)
-            check_table(node, path, value)
+            check_table(node, path, value, given.binding)
             fields = [
-                (f.name, self._freeze(node, f"{path}.{f.name}", getattr(value, f.name), columns,
-                                      roles))
+                (f.name, self._freeze(node, f"{path}.{f.name}", getattr(value, f.name), given))
                 for f in dataclasses.fields(table)
-            ]  # fmt: skip
+            ]
             return TableArgument(table, tuple(fields))
         hidden = next(standins_in(value), None)
         if hidden is not None:
@@ -344,14 +341,14 @@ class Recorder:
         self,
         name: str,
         function: Callable[..., Any],
-        columns: list[tuple[str, Column]],
+        given: _Given,
         makes_rows: bool,
     ) -> tuple[type | None, tuple[OutputColumn, ...]]:
         annotation = hints_of(function).get("return", inspect.Parameter.empty)
-        rows = {} if makes_rows else _rows_by_axes([column for _, column in columns])
+        rows = {} if makes_rows else _rows_by_axes([column for _, column in given.columns])
         if is_table(annotation):
             table: Any = annotation
-            return table, tuple(_outputs_of(table, rows, name, makes_rows))
+            return table, tuple(_outputs_of(table, rows, name, makes_rows, given.binding))
         spec = spec_of(annotation)
         if spec is None:
             shown = getattr(annotation, "__name__", repr(annotation))
@@ -367,12 +364,23 @@ class Recorder:
                 fix="annotate the return type with Annotated[Tensor, f32(...)] or a dataclass of "
                 "such columns",
             )
+        spec = spec.bound(given.binding)
         made = name if makes_rows else _rows_for(spec, rows, name)
         marks = {
             "group_id": has_mark(annotation, GroupId),
             "behavior": has_mark(annotation, Behavior),
         }
         return None, (OutputColumn("out", spec, made, **marks),)
+
+
+@dataclass
+class _Given:
+    """What a call was given: arguments, columns and roles among them, what free axes stand for."""
+
+    arguments: list[tuple[str, Argument]] = field(default_factory=list[tuple[str, Argument]])
+    columns: list[tuple[str, Column]] = field(default_factory=list[tuple[str, Column]])
+    roles: list[str] = field(default_factory=list[str])
+    binding: dict[Axis, Axis] = field(default_factory=dict[Axis, Axis])
 
 
 def _bind(
@@ -408,7 +416,12 @@ def _rows_for(spec: Spec, rows: dict[str, str], name: str) -> str:
 
 
 def _outputs_of(
-    table: type, rows: dict[str, str], name: str, makes_rows: bool, where: Where | None = None
+    table: type,
+    rows: dict[str, str],
+    name: str,
+    makes_rows: bool,
+    binding: Mapping[Axis, Axis],
+    where: Where | None = None,
 ) -> Iterator[OutputColumn]:
     for field_name, hint in hints_of(table).items():
         spec = spec_of(hint)
@@ -418,6 +431,7 @@ def _outputs_of(
                 where=where,
                 fix="annotate it with Annotated[Tensor, f32(...)], i64(...) or boolean(...)",
             )
+        spec = spec.bound(binding)
         yield OutputColumn(
             field_name,
             spec,
@@ -437,5 +451,5 @@ def _returned(result: Any) -> Iterator[str | Ref]:
         for item in result.values() if isinstance(result, dict) else result:
             yield from _returned(item)
     elif dataclasses.is_dataclass(result) and not isinstance(result, type):
-        for field in dataclasses.fields(result):
-            yield from _returned(getattr(result, field.name))
+        for one in dataclasses.fields(result):
+            yield from _returned(getattr(result, one.name))

@@ -1,8 +1,8 @@
 """Learning curves of eight algorithms over three seeds in one plot: the task of `make run`.
 
 Every run is `penstock run algorithm=A seed=S`, with its YAML's settings but for what `WORDS` says:
-each step trains on 1,024 responses, and PPO's reward is the verifier, so that the curves show the same
-thing. A run that `--runs` already holds is not made again.
+each step trains on 1,024 responses, and PPO's reward is the verifier, so that the curves show the
+same thing. A run that `--runs` already holds is not made again.
 """
 
 from __future__ import annotations

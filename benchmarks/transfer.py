@@ -2,9 +2,9 @@
 
 Three things take turns, repeat by repeat, in the same processes:
 
-- the plan, with packing, checksums, verification and writing;
-- the wire: the same messages, as large, between the same processes, as many at once, from buffers
-  that are already full to buffers that nobody reads;
+- the plan, with packing, checksums, verification, writing, and copies of what stays on a device;
+- the wire: the same messages, each in one send, between the same processes, as many at once, from
+  buffers that are already full to buffers that nobody reads;
 - gather then broadcast: the first process collects whole weights and broadcasts every tensor to all
   receivers, which keep their part.
 
@@ -41,7 +41,8 @@ from torch import Tensor
 
 NUM_PROCESSES = 4
 DEADLINE_S = 300.0
-BUCKET_BYTES = 16 * 2**20
+BUCKET_BYTES = 64 * 2**20
+"""An eighth of the planner's: the largest of the models goes in several, the smallest in one."""
 
 
 def model(name: str, hidden: int, layers: int, inner: int, vocabulary: int) -> ModelShape:

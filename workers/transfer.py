@@ -217,9 +217,9 @@ class _Run:
         before: _Flight | None = None
         for load in self._share.loads:
             flight = (load, self._start(load))
-            self._do_local(load)
             if before is not None:
                 self._finish(*before)
+            self._do_local(load)
             before = flight
         if before is not None:
             self._finish(*before)

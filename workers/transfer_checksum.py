@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 import torch
 import xxhash
@@ -32,22 +30,21 @@ class Checksum:
     """
 
     def __init__(self, part: Part, data: Tensor) -> None:
-        identity = f"{part.param.name}\0{part.move.box}\0{len(data)}\0".encode()
-        self._identity = hashlib.blake2b(identity, digest_size=8)
+        identity = f"{part.param.name}\0{part.move.box}\0{len(data)}".encode()
+        self._identity = xxhash.xxh3_64_intdigest(identity)
         self._data = data
         self._array: NDArray[np.uint8] | None = data.numpy() if data.device.type == "cpu" else None
 
     def __call__(self, version: int) -> int:
         """Of the bytes as they are now, as version `version` of the weights."""
-        digest = self._identity.copy()
-        digest.update(version.to_bytes(8, "little", signed=True))
+        stamp = version.to_bytes(8, "little", signed=True)
+        seed = xxhash.xxh3_64_intdigest(stamp, self._identity)
         if self._array is None:
-            for found in _sums(self._data):
-                digest.update(found.data)
-            return int.from_bytes(digest.digest(), "little", signed=True)
-        seed = int.from_bytes(digest.digest(), "little")
-        found = xxhash.xxh3_64_digest(self._array.data, seed=seed)
-        return int.from_bytes(found, "little", signed=True)
+            sums = b"".join(found.tobytes() for found in _sums(self._data))
+            digest = xxhash.xxh3_64_digest(sums, seed)
+        else:
+            digest = xxhash.xxh3_64_digest(self._array.data, seed)
+        return int.from_bytes(digest, "little", signed=True)
 
 
 def checksum(part: Part, data: Tensor, version: int) -> int:

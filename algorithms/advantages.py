@@ -27,7 +27,7 @@ from .reductions import (
     zero_where_masked_out,
 )
 from .returns import GaeTargets, Masking, gae, return_to_go, vtrace
-from .roles import PerSample, PerToken, PromptId, TokenMask
+from .roles import PerSample, PerStep, PerToken, PromptId, StepMask, TokenMask
 
 __all__ = [
     "GaeTargets",
@@ -61,13 +61,13 @@ KLPlacement = Literal["own_token", "return_to_go"]
 
 @op(scope="batch")
 def whiten(
-    value: PerToken,
-    mask: TokenMask,
+    value: PerStep,
+    mask: StepMask,
     *,
     variance: Variance = "unbiased",
     eps: float = 1e-8,
     shift_mean: bool = True,
-) -> PerToken:
+) -> PerStep:
     """Scale to variance 1 and, unless `shift_mean` is False, shift to mean 0 over the whole batch.
 
     `(x - mean) / sqrt(variance + eps)`, with statistics over all sampled tokens of the batch: long

@@ -59,6 +59,7 @@ from .roles import (
     DemonstrationBatch,
     PolicyOutput,
     ValueBatch,
+    ValueColumns,
     ValueOutput,
 )
 from .sequence_losses import ALoLLoss, MirrorDescentLoss, P3OLoss, RebelLoss
@@ -123,14 +124,14 @@ class ClippedValueLoss(TokenAggregation, Loss[ValueBatch, ValueOutput]):
         super().__post_init__()
         check_range(self, "eps", "coef", at_least=0)
 
-    def totals(self, batch: ValueBatch) -> Tensor:
+    def totals(self, batch: ValueColumns) -> Tensor:
         """f64[7]: `aggregation_totals`, then first and second moments of target and old error."""
         target = zero_where_masked_out(batch.value_target, batch.mask).double()
         error = target - zero_where_masked_out(batch.old_value, batch.mask).double()
         moments = [target.sum(), target.square().sum(), error.sum(), error.square().sum()]
         return torch.cat([aggregation_totals(batch.mask), torch.stack(moments)])
 
-    def __call__(self, output: ValueOutput, batch: ValueBatch, totals: Tensor) -> LossSum:
+    def __call__(self, output: ValueOutput, batch: ValueColumns, totals: Tensor) -> LossSum:
         """These rows' share of the minibatch's loss."""
         mask = batch.mask
         value = zero_where_masked_out(output.value, mask)

@@ -17,7 +17,7 @@ from ..dataflow.record import op
 from .advantages import GaeTargets, gae
 from .draws import uniforms
 from .reductions import check_token_columns, zero_where_masked_out
-from .roles import SAMPLE, TOKEN, PerToken, TokenIds, TokenMask
+from .roles import SAMPLE, TOKEN, PerStep, PerToken, StepMask, TokenIds, TokenMask
 
 __all__ = [
     "MacroId",
@@ -164,11 +164,11 @@ def _weights(macro_id: Tensor, macro_value: MacroValue) -> Tensor:
 
 @op(scope="row")
 def macro_gae(
-    mask: TokenMask,
+    mask: StepMask,
     macro_id: MacroId,
     *,
-    reward: PerToken,
-    value: PerToken,
+    reward: PerStep,
+    value: PerStep,
     discount: float = 1.0,
     lam: float = 0.95,
     macro_value: MacroValue = "equal",

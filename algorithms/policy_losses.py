@@ -23,7 +23,7 @@ from .loss_terms import (
     reinforce_loss,
 )
 from .reductions import aggregation_totals, zero_where_masked_out
-from .roles import PolicyBatch, PolicyOutput, ReferencePolicyBatch
+from .roles import PolicyBatch, PolicyColumns, PolicyOutput, ReferencePolicyBatch
 from .token_losses import TokenAggregation, token_metric
 
 __all__ = [
@@ -67,11 +67,11 @@ class TokenPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
         """Whether the forward pass must also compute entropies."""
         return self.report_entropy or self.entropy_coef != 0
 
-    def totals(self, batch: PolicyBatch) -> Tensor:
+    def totals(self, batch: PolicyColumns) -> Tensor:
         """f64[3], see `aggregation_totals`."""
         return aggregation_totals(batch.mask)
 
-    def __call__(self, output: PolicyOutput, batch: PolicyBatch, totals: Tensor) -> LossSum:
+    def __call__(self, output: PolicyOutput, batch: PolicyColumns, totals: Tensor) -> LossSum:
         """These rows' share of the minibatch's loss."""
         mask = batch.mask
         logprob = zero_where_masked_out(output.logprob, mask)
@@ -108,7 +108,7 @@ class TokenPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
             ),
         }
 
-    def ratio(self, output: PolicyOutput, batch: PolicyBatch) -> Tensor:
+    def ratio(self, output: PolicyOutput, batch: PolicyColumns) -> Tensor:
         """f32[rows, T], differentiable: new over behaviour probability, 1 where masked out."""
         return self._ratio(
             zero_where_masked_out(output.logprob, batch.mask),

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..dataflow.record import op
 from .reductions import check_token_columns, zero_where_masked_out
-from .roles import PerSample, PerToken, TokenMask
+from .roles import PerRow, PerStep, StepMask
 
 __all__ = ["GaeTargets", "Masking", "gae", "return_to_go", "vtrace"]
 
@@ -42,22 +42,22 @@ Masking = Literal["transparent", "zeroed"]
 class GaeTargets:
     """What an estimator gives the two losses."""
 
-    advantage: PerToken
+    advantage: PerStep
     """Not whitened."""
-    value_target: PerToken
+    value_target: PerStep
     """What the critic should have said: for GAE, advantage plus value."""
 
 
 @op(scope="row")
 def gae(
-    mask: TokenMask,
+    mask: StepMask,
     *,
-    reward: PerToken,
-    value: PerToken,
-    bootstrap_value: PerSample | None = None,
-    terminated: TokenMask | None = None,
-    truncated: TokenMask | None = None,
-    next_value: PerToken | None = None,
+    reward: PerStep,
+    value: PerStep,
+    bootstrap_value: PerRow | None = None,
+    terminated: StepMask | None = None,
+    truncated: StepMask | None = None,
+    next_value: PerStep | None = None,
     discount: float = 1.0,
     lam: float = 0.95,
     masking: Masking = "transparent",
@@ -103,16 +103,16 @@ def gae(
 
 @op(scope="row")
 def vtrace(
-    mask: TokenMask,
+    mask: StepMask,
     *,
-    reward: PerToken,
-    value: PerToken,
-    logprob: PerToken,
-    behavior_logprob: PerToken,
-    bootstrap_value: PerSample | None = None,
-    terminated: TokenMask | None = None,
-    truncated: TokenMask | None = None,
-    next_value: PerToken | None = None,
+    reward: PerStep,
+    value: PerStep,
+    logprob: PerStep,
+    behavior_logprob: PerStep,
+    bootstrap_value: PerRow | None = None,
+    terminated: StepMask | None = None,
+    truncated: StepMask | None = None,
+    next_value: PerStep | None = None,
     discount: float = 1.0,
     lam: float = 1.0,
     rho_bar: float | None = 1.0,
@@ -175,13 +175,13 @@ def _bounded(ratio: Tensor, bound: float | None) -> Tensor:
 
 @op(scope="row")
 def return_to_go(
-    reward: PerToken,
-    mask: TokenMask,
+    reward: PerStep,
+    mask: StepMask,
     *,
-    baseline: PerSample | None = None,
+    baseline: PerRow | None = None,
     discount: float = 1.0,
     masking: Masking = "transparent",
-) -> PerToken:
+) -> PerStep:
     """Discounted sum of the rewards from each sampled token to the end of its row.
 
     Args:

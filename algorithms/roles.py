@@ -12,7 +12,7 @@ Conventions (they hold for every table here):
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -23,6 +23,10 @@ from ..dataflow.role import Loss, Metric, Role, call
 PROMPT = Axis("prompt")
 SAMPLE = Axis("sample", within=PROMPT)
 TOKEN = Axis("token", ragged=True)
+ROW = Axis("row", free=True)
+"""Samples, or whatever else a column has rows of: what is written over it serves all of them."""
+STEP = Axis("step", free=True)
+"""Tokens of a sample, or whatever else a row has steps of."""
 
 PromptTokenIds = Annotated[Tensor, i64(PROMPT, TOKEN)]
 """Token ids of a prompt, padded on the right with -1."""
@@ -40,6 +44,12 @@ BehaviorLogprob = Annotated[Tensor, f32(SAMPLE, TOKEN), Behavior()]
 """Log-probability of each sampled token under the weights and temperature that sampled it."""
 PerSample = Annotated[Tensor, f32(SAMPLE)]
 """One number per sample."""
+StepMask = Annotated[Tensor, boolean(ROW, STEP)]
+"""True on steps that count, or that something is true of."""
+PerStep = Annotated[Tensor, f32(ROW, STEP)]
+"""One number per step of any rows."""
+PerRow = Annotated[Tensor, f32(ROW)]
+"""One number per row of any kind."""
 SampleFlag = Annotated[Tensor, boolean(SAMPLE)]
 """One boolean per sample."""
 
@@ -125,6 +135,44 @@ class ScoredPairs(PreferencePairs):
     """Pairs whose responses the data scores: by ratings or labels, or by the task's verifier."""
 
     score: PerSample
+
+
+class PolicyColumns(Protocol):
+    """What a policy-gradient loss reads of a batch, whatever its rows and steps are."""
+
+    @property
+    def mask(self) -> Tensor:
+        """bool[rows, T]."""
+        ...
+
+    @property
+    def behavior_logprob(self) -> Tensor:
+        """f32[rows, T]."""
+        ...
+
+    @property
+    def advantage(self) -> Tensor:
+        """f32[rows, T]."""
+        ...
+
+
+class ValueColumns(Protocol):
+    """What a value loss reads of a batch, whatever its rows and steps are."""
+
+    @property
+    def mask(self) -> Tensor:
+        """bool[rows, T]."""
+        ...
+
+    @property
+    def old_value(self) -> Tensor:
+        """f32[rows, T]."""
+        ...
+
+    @property
+    def value_target(self) -> Tensor:
+        """f32[rows, T]."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ from .work import (
     Weights,
     Work,
 )
-from .worker import Trainable, drain_metrics
+from .worker import Stateful, Trainable, drain_metrics
 
 __all__ = ["Host", "cut_table", "even_cuts"]
 
@@ -87,9 +87,9 @@ class Host:
             case ImportWork():
                 self._trainable(work.role).load_weights(self._fetch(work.weights))
             case SaveStateWork():
-                self._trainable(work.role).save_state(Path(work.folder))
+                self._stateful(work.role).save_state(Path(work.folder))
             case LoadStateWork():
-                self._trainable(work.role).load_state(Path(work.folder))
+                self._stateful(work.role).load_state(Path(work.folder))
             case SavePartWork():
                 _save_part(self._fetch(work.part), Path(work.file))
             case LoadPartWork():
@@ -114,6 +114,17 @@ class Host:
             raise WorkerError(
                 f"role '{role}' is trained, but its worker {type(worker).__name__} is not "
                 "Trainable; it needs export_weights, load_weights, save_state and load_state"
+            )
+        return worker
+
+    def _stateful(self, role: str) -> Stateful:
+        if role in self.graph.trains_per_step:
+            return self._trainable(role)
+        worker = self.roles[role]
+        if not isinstance(worker, Stateful):
+            raise WorkerError(
+                f"role '{role}' keeps state, but its worker {type(worker).__name__} is not "
+                "Stateful; it needs save_state and load_state"
             )
         return worker
 

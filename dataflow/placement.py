@@ -137,6 +137,27 @@ class Placement:
         ]
         return homes[0] if homes else None
 
+    def state_homes(self, graph: Graph) -> dict[str, str]:
+        """Role that keeps state -> the group that hosts it."""
+        return {
+            role: group.name
+            for role, contract in graph.roles.items()
+            if contract.keeps_state
+            for group in self.groups
+            if role in self.hosted_roles(graph, group.name)
+        }
+
+
+def _check_state(graph: Graph, placement: Placement) -> None:
+    """A role that keeps state has one place to keep it."""
+    for role, contract in graph.roles.items():
+        hosts = [g.name for g in placement.groups if role in placement.hosted_roles(graph, g.name)]
+        if contract.keeps_state and len(hosts) > 1:
+            raise PlanError(
+                f"role '{role}' keeps state, but is asked on groups {sorted(hosts)}; its state has "
+                "one home: put all nodes that call it, or are given it, on one group"
+            )
+
 
 def sharing(groups: Sequence[DeviceGroup]) -> dict[str, frozenset[str]]:
     """Group -> the other groups that have some of its devices; groups that share none left out."""
@@ -243,6 +264,7 @@ def check_placement(graph: Graph, placement: Placement) -> None:
                 f"role '{role}' trains on groups {sorted(homes)}; its weights have one home: put "
                 "all its train nodes on one group"
             )
+    _check_state(graph, placement)
     most = max(group.num_ranks for group in placement.groups)
     if placement.num_chunks < most:
         raise PlanError(

@@ -365,6 +365,7 @@ class Recorder:
                 "such columns",
             )
         spec = spec.bound(given.binding)
+        _check_bound(f"{name}.out", spec)
         made = name if makes_rows else _rows_for(spec, rows, name)
         marks = {
             "group_id": has_mark(annotation, GroupId),
@@ -381,6 +382,17 @@ class _Given:
     columns: list[tuple[str, Column]] = field(default_factory=list[tuple[str, Column]])
     roles: list[str] = field(default_factory=list[str])
     binding: dict[Axis, Axis] = field(default_factory=dict[Axis, Axis])
+
+
+def _check_bound(column: str, spec: Spec) -> None:
+    """An output's free axes must be known from the inputs."""
+    loose = next((axis for axis in spec.axes if axis.free), None)
+    if loose is not None:
+        raise FlowError(
+            f"'{column}' is {spec}, whose axis '{loose}' is free, and no input says what it "
+            "stands for",
+            fix="annotate an input over the same free axis, or name the axis in the output",
+        )
 
 
 def _bind(
@@ -432,6 +444,7 @@ def _outputs_of(
                 fix="annotate it with Annotated[Tensor, f32(...)], i64(...) or boolean(...)",
             )
         spec = spec.bound(binding)
+        _check_bound(f"{name}.{field_name}", spec)
         yield OutputColumn(
             field_name,
             spec,

@@ -88,10 +88,13 @@ class Role:
             the contract does not say that there is a model.
         default_worker: Who plays the role if nobody is named, as `module:factory`; None if the
             contract does not say.
+        keeps_state: True if a call depends on the calls before it in other ways than by weights.
+            Its worker is `Stateful`, lives in one group, and is saved in checkpoints.
     """
 
     model_head: ClassVar[Literal["vocabulary", "scalar"] | None] = None
     default_worker: ClassVar[str | None] = None
+    keeps_state: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)

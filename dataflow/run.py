@@ -119,6 +119,7 @@ class Run:
         self._graph, self._placement = program.graph, program.placement
         self._flow = flow_of(program.graph, program.placement)
         self._name = name
+        self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
         self._sources = sources
         self._deadline_s = schedule.deadline_s
         self._executor, self._desk, self._trained = executor, desk, trained
@@ -388,7 +389,7 @@ class Run:
             return
         with self._checkpoints.write(instruction.step) as folder:
             saved = SavedRun(self._graph, self._seed, instruction)
-            for role, group in self._flow.homes.items():
+            for role, group in self._state_homes.items():
                 (folder / role).mkdir()
                 self._now(group, self._on_all(group, SaveStateWork(role, str(folder / role))))
             for output, file in saved.part_files(folder):
@@ -397,11 +398,11 @@ class Run:
             write_run_state(folder, saved)
 
     def _restore(self, point: ResumePoint) -> None:
-        for role in self._flow.homes:
+        for role, home in self._state_homes.items():
             work = LoadStateWork(role, str(point.folder / role))
-            home = self._flow.homes[role]
             self._now(home, self._on_all(home, work))
-            self._note_trained(role)
+            if role in self._flow.homes:
+                self._note_trained(role)
         for output, file in point.parts:
             work = LoadPartWork(output.node, str(file))
             done = self._now(self._group_of(output.node), {0: work})

@@ -21,6 +21,7 @@ from .role import Metric, Role
 __all__ = [
     "CLOSE_S",
     "Closable",
+    "Stateful",
     "Trainable",
     "WorkerContext",
     "WorkerSpec",
@@ -91,6 +92,24 @@ class WorkerSpec(Protocol):
 
     def build(self, context: WorkerContext) -> Role:
         """Make the worker in the process and on the device where it is to run."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A worker with a state of its own: what checkpoints ask of it.
+
+    On a group of several ranks every method is called on every rank, and all of them are given the
+    same folder. One that is `Trainable` writes from rank 0; of one whose ranks hold different
+    things every rank writes files of its own, and may find more in the folder than it wrote.
+    """
+
+    def save_state(self, folder: Path) -> None:
+        """Write the state to `folder` as safetensors and JSON."""
+        ...
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what `save_state` wrote, bit for bit, by any number of ranks."""
         ...
 
 

@@ -14,7 +14,7 @@ from .macro_actions import MacroReward, MacroValue, Termination, macro_actions, 
 from .macro_losses import MacroPolicyBatch, MacroPolicyLoss
 from .ppo import PPO
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
-from .updates import train_critic, train_policy
+from .updates import train_policy
 
 __all__ = ["MARLHF", "ma_rlhf_step"]
 
@@ -95,14 +95,8 @@ def ma_rlhf_step(
             num_minibatches=cfg.num_minibatches,
             temperature=cfg.sampling.temperature,
         )
-    critic_report = train_critic(
-        critic,
-        roll,
-        cfg.value_loss,
-        cfg,
-        mask=roll.mask,
-        value=value,
-        value_target=target.value_target,
+    critic_report = cfg.train_critic(
+        critic, roll, roll.mask, value=value, target=target.value_target
     )
     kl = response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob)
     return actor_report, critic_report, kl

@@ -30,9 +30,10 @@ from .roles import (
     Sampling,
     TokenMask,
     TrainMetrics,
+    ValueBatch,
     ValueModel,
 )
-from .updates import Updates, train_critic, train_policy
+from .updates import Updates, train_policy
 
 __all__ = ["PPO", "learn", "ppo_step"]
 
@@ -110,6 +111,26 @@ class PPO(KLReward, Updates):
             return advantage
         return whiten(advantage, mask, variance=self.whitening_variance)
 
+    def train_critic(
+        self,
+        critic: ValueModel,
+        roll: Rollout,
+        states: TokenMask,
+        *,
+        value: PerToken,
+        target: PerToken,
+    ) -> TrainMetrics:
+        """Train a critic towards `target`; `value` is what it said before."""
+        batch = ValueBatch(
+            tokens=roll.tokens,
+            mask=self.trained_states(roll, states),
+            old_value=value,
+            value_target=target,
+        )
+        return critic.train(
+            self.value_loss, batch, epochs=self.epochs, num_minibatches=self.num_minibatches
+        )
+
 
 def ppo_step(
     prompts: Prompts, actor: Policy, critic: ValueModel, ref: Policy, reward: Reward, cfg: PPO
@@ -132,14 +153,6 @@ def learn(
     advantage = cfg.scaled(target.advantage, roll.mask)
     return (
         train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
-        train_critic(
-            critic,
-            roll,
-            cfg.value_loss,
-            cfg,
-            mask=cfg.trained_states(roll, states),
-            value=value,
-            value_target=target.value_target,
-        ),
+        cfg.train_critic(critic, roll, states, value=value, target=target.value_target),
         response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob),
     )

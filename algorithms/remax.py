@@ -13,7 +13,16 @@ from ..dataflow.ranges import check_range
 from .advantages import KLPlacement, paired_baseline, remax_advantage
 from .kl import kl_estimate, response_kl
 from .losses import ClippedPolicyLoss
-from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics
+from .roles import (
+    PerSample,
+    PerToken,
+    Policy,
+    Prompts,
+    Reward,
+    Rollout,
+    Sampling,
+    TrainMetrics,
+)
 from .updates import Updates, train_policy
 
 __all__ = ["ReMax", "remax_step"]
@@ -42,29 +51,44 @@ class ReMax(Updates):
         check_range(self, "difference_clip", above=0)
         check_range(self, "discount", at_least=0, at_most=1)
 
+    @property
+    def greedy(self) -> Sampling:
+        """How the response to compare with is drawn."""
+        return replace(self.sampling, num_samples=1, temperature=0.0)
+
+    def advantage(
+        self,
+        roll: Rollout,
+        score: PerSample,
+        greedy: Rollout,
+        greedy_score: PerSample,
+        ref_logprob: PerToken,
+    ) -> PerToken:
+        """How much better each sample is than the greedy one, less the KL to the reference."""
+        return remax_advantage(
+            score,
+            roll.mask,
+            greedy_score=paired_baseline(
+                roll.prompt_id, baseline=greedy_score, baseline_prompt_id=greedy.prompt_id
+            ),
+            kl=kl_estimate(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob),
+            kl_coef=self.kl_coef,
+            kl_placement=self.kl_placement,
+            difference_clip=self.difference_clip,
+            discount=self.discount,
+        )
+
 
 def remax_step(
     prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, cfg: ReMax
 ) -> tuple[TrainMetrics, PerSample]:
     """Sample, score against the greedy response, and train; reports the KL as well."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
-    once = replace(cfg.sampling, num_samples=1, temperature=0.0)
-    greedy = actor.generate(prompts.prompt, prompts.prompt_id, once)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    greedy = actor.generate(prompts.prompt, prompts.prompt_id, cfg.greedy)
     greedy_score = reward.score(greedy.tokens, greedy.mask, greedy.prompt_id)
     ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
-    advantage = remax_advantage(
-        score,
-        roll.mask,
-        greedy_score=paired_baseline(
-            roll.prompt_id, baseline=greedy_score, baseline_prompt_id=greedy.prompt_id
-        ),
-        kl=kl_estimate(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob),
-        kl_coef=cfg.kl_coef,
-        kl_placement=cfg.kl_placement,
-        difference_clip=cfg.difference_clip,
-        discount=cfg.discount,
-    )
+    advantage = cfg.advantage(roll, score, greedy, greedy_score, ref_logprob)
     return (
         train_policy(actor, roll, advantage, cfg.loss, cfg),
         response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob),

@@ -15,7 +15,7 @@ from .losses import ClippedValueLoss
 from .multiplier import Ascent, Multiplier, mixed_advantage
 from .ppo import PPO
 from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics, ValueModel
-from .updates import train_critic, train_policy
+from .updates import train_policy
 
 __all__ = ["SafeRLHF", "safe_rlhf_step"]
 
@@ -87,23 +87,9 @@ def safe_rlhf_step(
     advantage = cfg.scaled(mixed, roll.mask)
     return (
         train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
-        train_critic(
-            critic,
-            roll,
-            cfg.value_loss,
-            cfg,
-            mask=roll.mask,
-            value=value,
-            value_target=target.value_target,
-        ),
-        train_critic(
-            cost_critic,
-            roll,
-            cfg.value_loss,
-            cfg,
-            mask=roll.mask,
-            value=cost_value,
-            value_target=cost_target.value_target,
+        cfg.train_critic(critic, roll, roll.mask, value=value, target=target.value_target),
+        cfg.train_critic(
+            cost_critic, roll, roll.mask, value=cost_value, target=cost_target.value_target
         ),
         ascended,
         cost_score,

@@ -1,4 +1,4 @@
-"""What steps that train on their own rollouts share: sampling, corrections, and the train calls."""
+"""What steps that train on their own rollouts share: sampling, corrections, and the train call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss
-from .losses import ClippedValueLoss
 from .roles import (
     PerToken,
     Policy,
@@ -16,14 +15,11 @@ from .roles import (
     ReferencePolicyBatch,
     Rollout,
     Sampling,
-    TokenMask,
     TrainMetrics,
-    ValueBatch,
-    ValueModel,
 )
 from .rollout_correction import RolloutCorrection, corrected
 
-__all__ = ["Updates", "train_critic", "train_policy"]
+__all__ = ["Updates", "train_policy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,18 +80,3 @@ def train_policy(
         num_minibatches=cfg.num_minibatches,
         temperature=temperature,
     )
-
-
-def train_critic(
-    critic: ValueModel,
-    roll: Rollout,
-    loss: ClippedValueLoss,
-    cfg: Updates,
-    *,
-    mask: TokenMask,
-    value: PerToken,
-    value_target: PerToken,
-) -> TrainMetrics:
-    """Train a critic on the states of `mask`; `value` is what it said of them before."""
-    batch = ValueBatch(tokens=roll.tokens, mask=mask, old_value=value, value_target=value_target)
-    return critic.train(loss, batch, epochs=cfg.epochs, num_minibatches=cfg.num_minibatches)

@@ -94,7 +94,7 @@ def configured(name: str, *overrides: str) -> Configured:
     for role, contract in stages_of(config)[-1].graph.roles.items():
         if contract is Reward:
             given = config.algorithm.roles.get(role)
-            if given is None or given.worker is None:
+            if given is None or given.worker in (None, "mixture"):
                 config.algorithm.roles[role] = _reward()
     stage = stages_of(config)[-1]
     data = load_data(config)

@@ -1,0 +1,46 @@
+"""CGPO: a policy gradient on a calibrated reward that only responses without a violation are paid.
+
+Xu et al., "The Perfect Blend: Redefining RLHF with Mixture of Judges", 2024: the optimizer CRPG.
+Judges say whether a response keeps all constraints; the reward is how likely it beats the
+reference's own response, less the farther it is from the reference. `codpo` and `crraft` are the
+paper's two other optimizers. Its several tasks, each with judges and an optimizer of its own, are
+several runs of these steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .advantages import broadcast_over_tokens
+from .constrained import MeanOver, constrained_reward, kl_allowance, less_mean
+from .constrained_updates import Constrained, sample_and_judge
+from .losses import ReinforceLoss
+from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics
+from .updates import train_policy
+
+__all__ = ["CGPO", "cgpo_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CGPO(Constrained):
+    """Options of CGPO."""
+
+    mean_over: MeanOver = "batch"
+    """Whose mean reward is the baseline: all responses' of the batch, those that pass, or all of
+    the same prompt."""
+    loss: ReinforceLoss = ReinforceLoss(aggregation="seq-mean-token-sum", report_entropy=True)
+    """The policy gradient of whole responses."""
+
+
+def cgpo_step(
+    prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, judges: Reward, cfg: CGPO
+) -> tuple[TrainMetrics, PerSample, PerSample]:
+    """Sample, judge, and train on the rewards that remain; reports who passed, and the KL."""
+    judged = sample_and_judge(prompts, actor, ref, reward, judges, cfg)
+    roll = judged.roll
+    paid = constrained_reward(
+        judged.score, passed=judged.passed, allowance=kl_allowance(judged.kl, kl_max=cfg.kl_max)
+    )
+    advantage = less_mean(paid, roll.prompt_id, passed=judged.passed, mean_over=cfg.mean_over)
+    per_token = broadcast_over_tokens(advantage, roll.mask)
+    return train_policy(actor, roll, per_token, cfg.loss, cfg), judged.passed, judged.kl

@@ -1,0 +1,48 @@
+"""Constrained online DPO: the best response that passes all judges, against the worst that fails.
+
+Xu et al., "The Perfect Blend: Redefining RLHF with Mixture of Judges", 2024: CGPO's optimizer
+CODPO. A prompt of which no response passes is left out; where all pass, the worst is rejected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .constrained import passing_and_failing
+from .constrained_updates import Constrained, sample_and_judge
+from .losses import DPOLoss
+from .roles import PerSample, Policy, Prompts, ReferencePairBatch, Reward, TrainMetrics
+
+__all__ = ["CODPO", "codpo_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CODPO(Constrained):
+    """Options of constrained online DPO; `kl_max` and `correction` are not read."""
+
+    loss: DPOLoss = DPOLoss(sft_coef=1.0)
+    """The loss of pairs; `sft_coef` weighs the likelihood of the response that passed."""
+
+
+def codpo_step(
+    prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, judges: Reward, cfg: CODPO
+) -> tuple[TrainMetrics, PerSample, PerSample]:
+    """Sample, judge, pair, and train on the pairs; reports who passed, and the KL."""
+    judged = sample_and_judge(prompts, actor, ref, reward, judges, cfg)
+    pairs = passing_and_failing(judged.roll, judged.score, passed=judged.passed)
+    temperature = cfg.sampling.temperature
+    batch = ReferencePairBatch(
+        pair_id=pairs.pair_id,
+        tokens=pairs.tokens,
+        mask=pairs.mask,
+        chosen=pairs.chosen,
+        ref_logprob=ref.logprob(pairs.tokens, pairs.mask, temperature=temperature),
+    )
+    report = actor.train(
+        cfg.loss,
+        batch,
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+        temperature=temperature,
+    )
+    return report, judged.passed, judged.kl

@@ -1,0 +1,57 @@
+"""Constrained reward-ranked fine-tuning: imitate each prompt's best response that passes.
+
+Xu et al., "The Perfect Blend: Redefining RLHF with Mixture of Judges", 2024: CGPO's optimizer
+CRRAFT. A response counts as much as it is likely to beat the reference's own, which takes its place
+where no response passes near enough to the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .advantages import broadcast_over_tokens
+from .constrained import best_passing
+from .constrained_updates import Constrained, sample_and_judge
+from .losses import ReinforceLoss
+from .roles import PerSample, Policy, PolicyBatch, Prompts, Reward, TrainMetrics
+
+__all__ = ["CRRAFT", "crraft_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CRRAFT(Constrained):
+    """Options of constrained reward-ranked fine-tuning; `correction` is not read."""
+
+    loss: ReinforceLoss = ReinforceLoss(aggregation="seq-mean-token-sum", report_entropy=True)
+    """The log-likelihood of whole responses, weighed by their score."""
+
+
+def crraft_step(
+    prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, judges: Reward, cfg: CRRAFT
+) -> tuple[TrainMetrics, PerSample, PerSample]:
+    """Sample, judge, choose, and imitate; reports who passed, and the KL."""
+    judged = sample_and_judge(prompts, actor, ref, reward, judges, cfg)
+    other = judged.baseline
+    rows = best_passing(
+        judged.roll,
+        other,
+        score=judged.score,
+        passed=judged.passed,
+        kl=judged.kl,
+        fallback_passed=judges.score(other.tokens, other.mask, other.prompt_id),
+        kl_max=cfg.kl_max,
+    )
+    batch = PolicyBatch(
+        tokens=rows.tokens,
+        mask=rows.mask,
+        behavior_logprob=rows.behavior_logprob,
+        advantage=broadcast_over_tokens(rows.weight, rows.mask),
+    )
+    report = actor.train(
+        cfg.loss,
+        batch,
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+        temperature=cfg.sampling.temperature,
+    )
+    return report, judged.passed, judged.kl

@@ -1,0 +1,72 @@
+"""PPO with a process reward model: every step of a response is paid a little, success most.
+
+Gao et al., "On Designing Effective RL Reward at Training Time for LLM Reasoning", 2024. Step scores
+go through Clip and Delta, so that a policy gains nothing by more steps; see `process_reward`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..dataflow.ranges import check_range
+from .kl import response_kl
+from .ppo import PPO
+from .rewards import process_shaped_reward
+from .roles import PerSample, Policy, ProcessReward, Prompts, Reward, TrainMetrics, ValueModel
+from .updates import train_policy
+
+__all__ = ["ProcessPPO", "process_ppo_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessPPO(PPO):
+    """Options of PPO, and how steps are paid."""
+
+    step_coef: float = 0.02
+    """Weight of the step rewards (alpha)."""
+    step_clip: float | None = 0.5
+    """What a step must score to lose nothing, near the model's mean; None goes without Clip."""
+    step_delta: bool = True
+    """Pay a step its score less the next step's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "step_coef", "step_clip")
+        if self.no_eos == "zero" or self.score_slot == "after_last":
+            raise ValueError(
+                "steps end with the last token, so nothing can be paid or expected after it; "
+                "choose another no_eos than 'zero', and score_slot 'last_token'"
+            )
+
+
+def process_ppo_step(
+    prompts: Prompts,
+    actor: Policy,
+    critic: ValueModel,
+    ref: Policy,
+    reward: Reward,
+    prm: ProcessReward,
+    cfg: ProcessPPO,
+) -> tuple[TrainMetrics, TrainMetrics, PerSample]:
+    """As `ppo_step`, with the rewards of steps added."""
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    steps = prm.score_steps(roll.tokens, roll.mask)
+    value = critic.value(roll.tokens, roll.mask)
+    ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    shaped = process_shaped_reward(
+        cfg.token_reward(roll, score, ref_logprob),
+        roll.mask,
+        step_score=steps.step_score,
+        step_end=steps.step_end,
+        coef=cfg.step_coef,
+        clip=cfg.step_clip,
+        delta=cfg.step_delta,
+    )
+    target = cfg.targets(roll, roll.mask, reward=shaped, value=value)
+    advantage = cfg.scaled(target.advantage, roll.mask)
+    return (
+        train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
+        cfg.train_critic(critic, roll, roll.mask, value=value, target=target.value_target),
+        response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob),
+    )

@@ -7,7 +7,6 @@ the policy as it was when the stage began.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from math import lcm
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -266,11 +265,9 @@ def _model(
 ) -> ModelSpec:
     if plan.start == MODEL:
         tokenizer = data.tokenizer
-        # Tensor parallelism divides the vocabulary; nothing is ever trained to say the rest.
-        parts = lcm(*(group.tensor_parallel for group in stage.placement.groups))
         return model_spec(
             config.model,
-            vocab_size=-(-tokenizer.vocab_size // parts) * parts,
+            vocab_size=tokenizer.vocab_size,
             eos_token_id=tokenizer.eos_id,
             pad_token_id=tokenizer.pad_id,
             bos_token_id=tokenizer.bos_id,

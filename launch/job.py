@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import lcm
 
 from ..configs.schema import RunConfig
 from ..dataflow.engine import Source
@@ -73,6 +74,7 @@ def prepare(config: RunConfig, plan: Plan | None = None) -> Job:
     config, plan, note = _placed(config, plan, stages[-1])
     stages = stages_of(config, plan)
     data = load_data(config)
+    config = _with_vocabulary(config, stages[-1], data)
     reports: list[DataReport] = [data.task.report]
     sources: dict[str, Mapping[str, Source]] = {}
     for stage in stages:
@@ -94,6 +96,22 @@ def _placed(config: RunConfig, plan: Plan | None, main: Stage) -> tuple[RunConfi
         return with_threads(config, plan), plan, ""
     choice = choose(config, main.graph)
     return with_threads(config, choice.plan, choice.num_threads), choice.plan, choice.note
+
+
+def _with_vocabulary(config: RunConfig, main: Stage, data: Data) -> RunConfig:
+    """With the size of the model's vocabulary, which stays if the run goes on in another layout.
+
+    Tensor parallelism divides it; nothing is ever trained to say what was added for that.
+    """
+    model = config.model
+    if not model.architecture or "vocab_size" in model.architecture:
+        return config
+    parts = lcm(*(group.tensor_parallel for group in main.placement.groups))
+    size = -(-data.tokenizer.vocab_size // parts) * parts
+    architecture = {**model.architecture, "vocab_size": size}
+    return config.model_copy(
+        update={"model": model.model_copy(update={"architecture": architecture})}
+    )
 
 
 def _check_lengths(

@@ -31,52 +31,26 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _run(composed: dict[str, Any]) -> None:
-    resumed = composed.pop("resume")
+    resumed, moved = composed.pop("resume"), False
     if resumed is not None:
-        composed = _config_of(Path(resumed))
+        from .resume import resumed_config
+
+        composed, moved = resumed_config(Path(resumed), composed, given_overrides())
     with _plain_warnings():
-        _carry_out(composed, None if resumed is None else Path(resumed))
+        _carry_out(composed, None if resumed is None else Path(resumed), moved)
 
 
-def _config_of(path: Path) -> dict[str, Any]:
-    """The configuration of the run to resume, as it was written.
-
-    Raises:
-        ConfigError: If there is no run, it has finished, or other keys are given.
-    """
-    from .run_folder import open_run
-
-    folder = open_run(path)
-    others = [word for word in given_overrides() if not word.startswith("resume=")]
-    if others:
-        raise ConfigError(
-            f"resume={path} comes with {', '.join(others)}\n    a resumed run keeps its "
-            "configuration; leave them out, or start a new run"
-        )
-    if folder.summary.is_file():
-        raise ConfigError(
-            f"run '{folder.id}' has finished; its result is in {folder.summary}\n"
-            "    start a new run"
-        )
-    try:
-        composed: Any = yaml.safe_load(folder.config.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"'{folder.config}' cannot be read: {error}") from error
-    if not isinstance(composed, dict):
-        raise ConfigError(f"'{folder.config}' holds no configuration")
-    return composed
-
-
-def _carry_out(composed: dict[str, Any], resumed: Path | None) -> None:
+def _carry_out(composed: dict[str, Any], resumed: Path | None, moved: bool) -> None:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
     from ..planner.plan import Plan
+    from .atomic import write_text
     from .compose import dumped, run_config
     from .job import prepare
     from .memory import PeakMemory
     from .run_folder import RunFolder, code_version, create_run, open_run
 
     code = code_version()
-    file = None if resumed is None else RunFolder(resumed).plan
+    file = None if resumed is None or moved else RunFolder(resumed).plan
     placed = Plan.read(file) if file is not None and file.is_file() else None
     job = prepare(run_config(composed), placed)
     config = job.config
@@ -86,20 +60,25 @@ def _carry_out(composed: dict[str, Any], resumed: Path | None) -> None:
     for report in job.reports:
         if report.num_bad:
             console.print(str(report), highlight=False, markup=False)
+    written = yaml.safe_dump(dumped(config), sort_keys=False)
+    plan = job.plan.model_dump_json(indent=2, exclude_defaults=True)
     if resumed is None:
         folder = create_run(
             Path(config.runs),
             name=job.main.name,
             seed=config.seed,
-            config=yaml.safe_dump(dumped(config), sort_keys=False),
+            config=written,
             data=job.data.fingerprint,
-            plan=job.plan.model_dump_json(indent=2, exclude_defaults=True),
+            plan=plan,
             code=code,
         )
     else:
         folder = open_run(resumed)
         _check_unchanged(folder, job.data.fingerprint, code, console)
     with folder.locked(), _hint_to_resume(folder.path), PeakMemory() as memory:
+        if moved:
+            write_text(folder.config, written)
+            write_text(folder.plan, plan)
         _stages(job, folder, code, memory, console, resumed is not None)
 
 

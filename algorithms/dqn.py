@@ -1,0 +1,136 @@
+"""Deep Q-learning: values of actions from steps kept in a replay, towards a slower copy's word.
+
+Mnih et al., "Human-level Control through Deep Reinforcement Learning", 2015. Van Hasselt et al.,
+"Deep Reinforcement Learning with Double Q-learning", 2015, is `double`. Defaults are CleanRL's for
+classic control, whose updates are spread over the steps of an environment: here `num_updates` of
+them follow `horizon` steps of all environments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..dataflow.ranges import check_range
+from ..dataflow.record import op
+from ..dataflow.role import Loss, LossSum
+from .env_roles import Env, EnvRows
+from .loss_terms import clipped_value_loss
+from .reductions import aggregation_totals, zero_where_masked_out
+from .replay_roles import QBatch, QNetwork, Replay
+from .roles import PerStep, StepMask, TrainMetrics, ValueOutput
+from .token_losses import TokenAggregation, token_metric
+
+__all__ = ["DQN", "TemporalDifferenceLoss", "bellman_target", "dqn_step"]
+
+ErrorNorm = Literal["squared", "huber"]
+"""How an error counts: half its square, or that up to 1 and linearly beyond."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemporalDifferenceLoss(TokenAggregation, Loss[QBatch, ValueOutput]):
+    """The error of a Q-network against fixed targets.
+
+    Metrics, per drawn step: `value_loss`, and `q_mean`, the value of the action that was taken.
+    """
+
+    tolerates_lag: ClassVar[bool] = True
+
+    norm: ErrorNorm = "squared"
+    """How an error counts."""
+
+    def totals(self, batch: QBatch) -> Tensor:
+        """f64[3], see `aggregation_totals`."""
+        return aggregation_totals(batch.mask)
+
+    def __call__(self, output: ValueOutput, batch: QBatch, totals: Tensor) -> LossSum:
+        """These rows' share of the minibatch's loss."""
+        value = zero_where_masked_out(output.value, batch.mask)
+        target = zero_where_masked_out(batch.value_target, batch.mask)
+        if self.norm == "huber":
+            loss = F.huber_loss(value, target, reduction="none")
+        else:
+            loss = clipped_value_loss(value=value, old_value=value, value_target=target, eps=None)
+        metrics = {
+            "value_loss": self.reduced_metric(loss, batch.mask),
+            "q_mean": token_metric(value, batch.mask),
+        }
+        return LossSum(self.reduce(loss, batch.mask, totals), metrics)
+
+
+@op(scope="row")
+def bellman_target(
+    reward: PerStep, *, next_value: PerStep, terminated: StepMask, discount: float
+) -> PerStep:
+    """`reward + discount * next_value`, and the reward alone where nothing comes after.
+
+    Args:
+        reward: f32[rows, T].
+        next_value: f32[rows, T], of the state after each step.
+        terminated: bool[rows, T].
+        discount: gamma, per step.
+
+    Returns:
+        f32[rows, T].
+    """
+    return reward + discount * zero_where_masked_out(next_value, ~terminated)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DQN:
+    """Options of DQN."""
+
+    horizon: int = 10
+    """Steps of every environment from one training to the next."""
+    discount: float = 0.99
+    """gamma, per step."""
+    double: bool = False
+    """Let the network being trained choose the next action, whose value the slower copy says."""
+    batch_size: int = 128
+    """Drawn steps per optimizer step."""
+    num_updates: int = 1
+    """Optimizer steps per step."""
+    min_stored: int = 1000
+    """Train only once the replay holds so many steps."""
+    target_share: float = 1.0
+    """How far the slower copy moves: 1 copies the network, 0.005 follows it slowly."""
+    target_every: int = 1
+    """Steps from one such move to the next."""
+    loss: TemporalDifferenceLoss = TemporalDifferenceLoss()
+    """The network's loss."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "horizon", "batch_size", "num_updates", "target_every", at_least=1)
+        check_range(self, "min_stored", at_least=1)
+        check_range(self, "discount", at_least=0, at_most=1)
+        check_range(self, "target_share", above=0, at_most=1)
+
+
+def dqn_step(
+    envs: EnvRows, env: Env, q: QNetwork, target: QNetwork, replay: Replay, cfg: DQN
+) -> tuple[TrainMetrics, TrainMetrics]:
+    """Act, keep, draw, and train towards what the slower copy expects."""
+    steps = env.rollout(envs.env, envs.group, q, horizon=cfg.horizon)
+    stored = replay.add(steps)
+    num_steps = cfg.batch_size * cfg.num_updates
+    drawn = replay.sample(stored, num_steps=num_steps, at_least=cfg.min_stored)
+    chooser = q if cfg.double else target
+    next_value = target.value(drawn.next_obs, chooser.best(drawn.next_obs))
+    batch = QBatch(
+        obs=drawn.obs,
+        action=drawn.action,
+        mask=drawn.mask,
+        value_target=bellman_target(
+            drawn.reward,
+            next_value=next_value,
+            terminated=drawn.terminated,
+            discount=cfg.discount,
+        ),
+    )
+    return (
+        q.train(cfg.loss, batch, num_minibatches=cfg.num_updates),
+        target.follow(q, share=cfg.target_share, every=cfg.target_every),
+    )

@@ -1,0 +1,138 @@
+"""Roles that are served: who may be asked what, and which version of the weights answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from penstock.dataflow.errors import PlanError, WorkerError
+from penstock.dataflow.role import Role, call
+from penstock.dataflow.serving import Array, Holdings, Question, Served, questions
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the question returns."""
+
+    total: Array
+    rest: Array | None
+
+
+class Adder(Role):
+    @call("forward")
+    def look(self) -> None:
+        raise NotImplementedError
+
+    def add(self, left: Array, right: Array | None = None) -> Sums:
+        raise NotImplementedError
+
+
+class OneByOne(Adder):
+    def add(self, left: Array, right: Array | None = None) -> Sums:
+        if left.sum() < 0:
+            raise ValueError("no debts")
+        return Sums(left if right is None else left + right, right)
+
+
+class Together(Adder):
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def answer_all(self, method: str, calls: Sequence[tuple[Array | None, ...]]) -> Sequence[Sums]:
+        assert method == "add"
+        self.sizes.append(len(calls))
+        return [OneByOne().add(left, right) for left, right in calls if left is not None]
+
+
+def asking(number: float, version: int = 3) -> Question:
+    return Question("adder", "add", version, (np.full(2, number), None))
+
+
+def holding(worker: Role, version: int | None = 3) -> Holdings:
+    holdings = Holdings("group 'desk'")
+    holdings.add("adder", Adder, worker)
+    holdings.hold("adder", version)
+    return holdings
+
+
+def test_a_stand_in_asks_what_the_contract_says() -> None:
+    served = Served("adder", Adder, holding(OneByOne()).answer)
+    adder = served.at(3)
+    assert isinstance(adder, Adder)
+    assert adder.add(np.ones(2), right=np.ones(2)).total.tolist() == [2, 2]
+    assert adder.add(np.ones(2)).rest is None
+    with pytest.raises(NotImplementedError):
+        adder.look()
+
+
+def test_questions_are_answered_together_where_a_worker_can() -> None:
+    worker = Together()
+    answers = holding(worker).answer_all([asking(1), asking(2, version=4), asking(3)])
+    assert worker.sizes == [2]
+    assert [answers[0].total[0], answers[2].total[0]] == [1, 3]
+    assert isinstance(answers[1], WorkerError)
+
+
+def test_one_that_fails_leaves_the_others_alone() -> None:
+    good, bad = holding(OneByOne()).answer_all([asking(1), asking(-1)])
+    assert good.total.tolist() == [1, 1]
+    assert isinstance(bad, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (2, "version 3 of the weights, but group 'desk' holds version 2;"),
+        (None, "version 3 of the weights, but group 'desk' holds weights that are being changed;"),
+    ],
+)
+def test_another_version_refuses(held: int | None, message: str) -> None:
+    adder = Served("adder", Adder, holding(OneByOne(), held).answer).at(3)
+    assert isinstance(adder, Adder)
+    with pytest.raises(WorkerError) as caught:
+        adder.add(np.ones(2))
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("'adder.add' was asked for")
+
+
+def test_weights_that_change_while_they_answer_are_noticed() -> None:
+    class Fickle(OneByOne):
+        def add(self, left: Array, right: Array | None = None) -> Sums:
+            holdings.hold("adder", 4)
+            return super().add(left, right)
+
+    holdings = holding(Fickle())
+    (answer,) = holdings.answer_all([asking(1)])
+    assert "holds version 4" in str(answer)
+
+
+def test_what_is_no_question_is_refused() -> None:
+    holdings = holding(OneByOne())
+    for asked in (
+        Question("adder", "look", 3, ()),
+        Question("adder", "__init__", 3, ()),
+        Question("other", "add", 3, ()),
+        Question("adder", "__class__", 3, ()),
+        Question("adder", "missing", 3, ()),
+    ):
+        (answer,) = holdings.answer_all([asked])
+        assert isinstance(answer, WorkerError)
+    (answer,) = holdings.answer_all([Question("other", "add", 3, ())])
+    assert str(answer) == "group 'desk' does not serve 'other'; it serves adder"
+
+
+def test_a_contract_without_questions_cannot_be_served() -> None:
+    class Silent(Role):
+        @call("forward")
+        def look(self) -> None: ...
+
+    class Odd(Role):
+        def guess(self) -> float: ...
+
+    assert questions("adder", Adder) == {"add": Sums}
+    with pytest.raises(PlanError, match="role 'silent' cannot be served: its contract Silent has"):
+        questions("silent", Silent)
+    with pytest.raises(PlanError, match="'Odd.guess' returns <class 'float'>"):
+        questions("odd", Odd)

@@ -19,7 +19,7 @@ of the role's weights, through `Actor.act`, which no step function calls.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,12 +179,13 @@ class ActionSpace:
         return sum(self.sizes) if self.masked else 0
 
 
-@dataclass(frozen=True)
-class Acts:
-    """One action for each environment of a group: f32[envs, components] and f32[envs]."""
+class Acts(NamedTuple):
+    """One action for each environment of a group."""
 
     action: NDArray[np.float32]
+    """f32[envs, components]."""
     logprob: NDArray[np.float32]
+    """f32[envs]."""
 
 
 B = TypeVar("B")

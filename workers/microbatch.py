@@ -20,7 +20,7 @@ from torch import Tensor
 from ..dataflow.axes import GroupId, has_mark, spec_of
 from .data_parallel import RankGroup
 
-__all__ = ["Minibatches", "columns", "micro_batches", "take_rows"]
+__all__ = ["Minibatches", "columns", "micro_batches", "row_sizes", "take_rows"]
 
 T = TypeVar("T")
 
@@ -28,6 +28,24 @@ T = TypeVar("T")
 @cache
 def _annotations(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
+
+
+@cache
+def _ragged(kind: type) -> frozenset[str]:
+    """The ragged columns of a batch dataclass."""
+    specs = {name: spec_of(hint) for name, hint in _annotations(kind).items()}
+    return frozenset(n for n, spec in specs.items() if spec is not None and spec.ragged_axis)
+
+
+def row_sizes(batch: object) -> Tensor:
+    """What each row counts for where micro-batches are bounded, i64[rows], on the CPU.
+
+    The length of its `tokens`; in a batch without them, all steps of its `mask`, True or False.
+    """
+    found = columns(batch)
+    if "tokens" in found:
+        return (found["tokens"] >= 0).sum(1).cpu()
+    return torch.full((len(found["mask"]),), found["mask"].shape[1])
 
 
 def columns(batch: object) -> dict[str, Tensor]:
@@ -45,18 +63,17 @@ def take_rows(batch: T, rows: Tensor, device: torch.device | None = None) -> T:
     """Some rows of a batch, trimmed to the longest of them.
 
     Args:
-        batch: A batch dataclass with a `tokens` column.
+        batch: A batch dataclass, with a `tokens` column if any column is ragged.
         rows: i64[n]; at least one.
         device: Where the result goes; the batch's own device by default.
     """
     parts = {name: column[rows.to(column.device)] for name, column in columns(batch).items()}
-    annotations = _annotations(type(batch))
-    width = max(int((parts["tokens"] >= 0).sum(1).max()), 1) if len(rows) else 0
-    for name, part in parts.items():
-        spec = spec_of(annotations[name])
-        if spec is not None and spec.ragged_axis is not None:
-            part = part[:, :width]
-        parts[name] = part if device is None else part.to(device)
+    ragged = _ragged(type(batch))
+    if ragged:
+        width = max(int((parts["tokens"] >= 0).sum(1).max()), 1) if len(rows) else 0
+        parts |= {name: parts[name][:, :width] for name in ragged & parts.keys()}
+    if device is not None:
+        parts = {name: part.to(device) for name, part in parts.items()}
     whole: Any = batch
     return dataclasses.replace(whole, **parts)
 
@@ -145,13 +162,16 @@ def micro_batches(
     """Cut a minibatch's rows into micro-batches of at most `max_tokens` tokens or one unit.
 
     Args:
-        batch: Columns with `tokens`.
+        batch: Columns with `tokens`, or `mask` without them; see `row_sizes`.
         rows: i64[n]; the minibatch.
         unit: "group" keeps the rows of a group in one micro-batch.
         max_tokens: Real tokens, padding not counted.
         sort_by_length: Bring units of similar length together (worth it where padding costs).
     """
-    lengths = (columns(batch)["tokens"] >= 0).sum(1).cpu()[rows]
+    lengths = row_sizes(batch)[rows]
+    if unit == "row" and not sort_by_length and len(rows) and int(lengths.sum()) <= max_tokens:
+        yield rows
+        return
     units: dict[int, list[int]] = {}
     keys = (rows if unit == "row" else _group_ids(batch).cpu()[rows]).tolist()
     for at, key in enumerate(keys):

@@ -1,0 +1,60 @@
+"""Losses of an actor with a critic: a policy's and a value's, as language models are trained with.
+
+Both are one loss, because one optimizer takes one step on both, under one bound on the gradient.
+What their metrics mean is said in `losses`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..dataflow.role import Loss, LossSum
+from .env_roles import ActorCriticBatch, ActorCriticOutput
+from .losses import ClippedPolicyLoss, ClippedValueLoss
+from .reductions import zero_where_masked_out
+
+__all__ = ["ActorCriticLoss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorCriticLoss(Loss[ActorCriticBatch, ActorCriticOutput]):
+    """The sum of a policy's loss and a critic's, each with its own coefficients."""
+
+    policy: ClippedPolicyLoss = ClippedPolicyLoss(entropy_coef=0.01)
+    """The actor's, with the entropy bonus."""
+    value: ClippedValueLoss = ClippedValueLoss(coef=0.5)
+    """The critic's, half a squared error times its `coef`."""
+    normalise_advantages: bool = True
+    """Shift and scale the advantages of every minibatch to mean 0 and deviation 1."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the forward pass must also compute entropies."""
+        return self.policy.needs_entropy
+
+    def totals(self, batch: ActorCriticBatch) -> Tensor:
+        """f64[12]: those of the policy's loss, of the critic's, and two moments of advantages."""
+        advantage = zero_where_masked_out(batch.advantage, batch.mask).double()
+        moments = torch.stack([advantage.sum(), advantage.square().sum()])
+        return torch.cat([self.policy.totals(batch), self.value.totals(batch), moments])
+
+    def __call__(
+        self, output: ActorCriticOutput, batch: ActorCriticBatch, totals: Tensor
+    ) -> LossSum:
+        """These rows' share of the minibatch's loss."""
+        if self.normalise_advantages:
+            batch = replace(batch, advantage=_normalised(batch.advantage, totals))
+        policy = self.policy(output, batch, totals[:3])
+        value = self.value(output, batch, totals[3:10])
+        return LossSum(policy.total + value.total, {**policy.metrics, **value.metrics})
+
+
+def _normalised(advantage: Tensor, totals: Tensor) -> Tensor:
+    """Less the minibatch's mean, over its unbiased deviation plus 1e-8."""
+    steps, total, squares = totals[0], totals[10], totals[11]
+    mean = total / steps.clamp(min=1)
+    variance = (squares - steps * mean.square()).clamp(min=0) / (steps - 1).clamp(min=1)
+    return ((advantage - mean) / (variance.sqrt() + 1e-8)).to(advantage)

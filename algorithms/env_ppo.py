@@ -1,0 +1,71 @@
+"""Proximal policy optimisation in environments.
+
+Schulman et al., 2017, with the details of Huang et al., "The 37 Implementation Details of Proximal
+Policy Optimization", 2022, whose numbers for classic control are the defaults. One thing differs
+from their code: an episode that a time limit cuts off is worth what the critic says of the state it
+was left in, and the step that resets an environment is not trained on.
+
+With `epochs` 1, `num_minibatches` 1 and advantages as they are it is A2C (Huang, Kanervisto et al.,
+"A2C is a special case of PPO", 2022).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..dataflow.ranges import check_range
+from .env_losses import ActorCriticLoss
+from .env_roles import ActorCritic, ActorCriticBatch, Env, EnvRows
+from .returns import gae
+from .roles import TrainMetrics
+
+__all__ = ["EnvPPO", "env_ppo_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvPPO:
+    """Options of PPO in environments."""
+
+    horizon: int = 128
+    """Steps that every environment takes between updates."""
+    discount: float = 0.99
+    """gamma, per step."""
+    gae_lambda: float = 0.95
+    """lambda of the advantage estimate; 0 trusts the critic fully, 1 not at all."""
+    loss: ActorCriticLoss = ActorCriticLoss()
+    """The actor's and the critic's."""
+    epochs: int = 4
+    """Passes over the steps taken."""
+    num_minibatches: int = 4
+    """Optimizer steps in a pass, each on as many steps drawn at random."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "horizon", "epochs", "num_minibatches", at_least=1)
+        check_range(self, "discount", "gae_lambda", at_least=0, at_most=1)
+
+
+def env_ppo_step(rows: EnvRows, env: Env, actor: ActorCritic, cfg: EnvPPO) -> TrainMetrics:
+    """Act, estimate advantages, and train actor and critic."""
+    traj = env.rollout(rows.env, rows.group, actor, horizon=cfg.horizon)
+    values = actor.value(traj.obs, traj.last_obs)
+    target = gae(
+        traj.mask,
+        reward=traj.reward,
+        value=values.value,
+        bootstrap_value=values.bootstrap_value,
+        terminated=traj.terminated,
+        truncated=traj.truncated,
+        discount=cfg.discount,
+        lam=cfg.gae_lambda,
+    )
+    batch = ActorCriticBatch(
+        obs=traj.obs,
+        action=traj.action,
+        action_mask=traj.action_mask,
+        mask=traj.mask,
+        behavior_logprob=traj.behavior_logprob,
+        advantage=target.advantage,
+        old_value=values.value,
+        value_target=target.value_target,
+    )
+    return actor.train(cfg.loss, batch, epochs=cfg.epochs, num_minibatches=cfg.num_minibatches)

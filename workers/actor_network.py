@@ -1,0 +1,103 @@
+"""Small networks that act and criticise: multilayer perceptrons over flat observations.
+
+Initialised as in Huang et al., "The 37 Implementation Details of Proximal Policy Optimization",
+2022: orthogonal weights of gain sqrt(2), 0.01 for the actor's last layer and 1 for the critic's,
+biases 0, and a deviation of continuous actions that does not depend on the observation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..algorithms.env_roles import ActionSpace
+from ..dataflow.ranges import check_range
+
+__all__ = ["ActorCriticNetwork", "PerceptronSpec", "perceptron"]
+
+_ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerceptronSpec:
+    """Layers of an actor and of its critic, who share none."""
+
+    hidden_sizes: tuple[int, ...] = (64, 64)
+    """Width of each hidden layer."""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """After each hidden layer."""
+    init_seed: int = 0
+    """Seeds the weights."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "hidden_sizes", at_least=1)
+        if self.activation not in _ACTIVATIONS:
+            raise ValueError(f"activation is {self.activation!r}; choose 'tanh' or 'relu'")
+
+
+def perceptron(
+    spec: PerceptronSpec, num_in: int, num_out: int, gain: float, random: torch.Generator
+) -> nn.Sequential:
+    """A perceptron whose last layer has gain `gain`; weights are drawn from `random` in order."""
+    sizes = (num_in, *spec.hidden_sizes)
+    layers: list[nn.Module] = []
+    for width_in, width_out in zip(sizes[:-1], sizes[1:], strict=True):
+        layers += [_linear(width_in, width_out, math.sqrt(2), random),
+                   _ACTIVATIONS[spec.activation]()]  # fmt: skip
+    return nn.Sequential(*layers, _linear(sizes[-1], num_out, gain, random))
+
+
+def _linear(num_in: int, num_out: int, gain: float, random: torch.Generator) -> nn.Linear:
+    layer = nn.Linear(num_in, num_out)
+    nn.init.orthogonal_(layer.weight, gain, generator=random)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class ActorCriticNetwork(nn.Module):
+    """Actor and critic.
+
+    Args:
+        spec: Layers.
+        num_features: Numbers of an observation.
+        actions: What can be done.
+
+    Attributes:
+        actor: To the logits of all choices, or the means of all numbers.
+        critic: To a value.
+        log_std: f32[components] of continuous actions, else None.
+    """
+
+    def __init__(self, spec: PerceptronSpec, num_features: int, actions: ActionSpace) -> None:
+        super().__init__()
+        self.spec, self.num_features, self.actions = spec, num_features, actions
+        random = torch.Generator().manual_seed(spec.init_seed)
+        continuous = actions.kind == "continuous"
+        num_out = actions.num_components if continuous else sum(actions.sizes)
+        self.critic = perceptron(spec, num_features, 1, 1.0, random)
+        self.actor = perceptron(spec, num_features, num_out, 0.01, random)
+        self.log_std = nn.Parameter(torch.zeros(num_out)) if continuous else None
+
+    def value(self, obs: Tensor) -> Tensor:
+        """f32[rows] from f32[rows, features]."""
+        return self.critic(obs)[:, 0]
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write `config.json` and `model.safetensors`."""
+        from .weights import write_tensors
+
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder / "model.safetensors", self.state_dict())
+        config = {
+            "model_type": "perceptron_actor_critic",
+            **asdict(self.spec),
+            "num_features": self.num_features,
+            "actions": asdict(self.actions),
+        }
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,85 @@
+"""A group of environments that step together: the unit that lives in one worker.
+
+What a group does depends on its specification, the run's seed and the numbers of its environments,
+never on other groups or on which process it is in. Two kinds keep this promise: `native.py`, one
+object that steps all of them with numpy, and `loop.py`, single environments one after another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...algorithms.env_roles import ActionSpace
+
+__all__ = ["EnvGroup", "Stepped", "env_seed"]
+
+
+class Stepped(NamedTuple):
+    """What a step of a group shows; arrays may be overwritten by the next step."""
+
+    obs: NDArray[np.float32]
+    """f32[envs, features]: after the step, before any reset."""
+    reward: NDArray[Any]
+    """[envs]."""
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+
+
+class EnvGroup(Protocol):
+    """Environments that step together and are reset one step after their episode ended.
+
+    Attributes:
+        num_envs: How many.
+        num_features: Numbers of an observation.
+        actions: What can be done.
+        failures: Environments that failed since this was cleared, as (index, seed, what happened).
+            Such an environment has been restarted, and its step counts as that of a reset.
+    """
+
+    num_envs: int
+    num_features: int
+    actions: ActionSpace
+    failures: list[tuple[int, int, str]]
+
+    def start(self) -> NDArray[np.float32]:
+        """Begin the first episodes; the observations, f32[envs, features]."""
+        ...
+
+    def step(self, action: NDArray[np.float32]) -> Stepped:
+        """Step all environments by `action`, f32[envs, components]."""
+        ...
+
+    def action_mask(self) -> NDArray[np.bool_] | None:
+        """bool[envs, choices] of the states they are in; None if everything is always allowed."""
+        ...
+
+    def seed_of(self, index: int) -> int:
+        """The seed behind the current episode of an environment, for messages."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """All that `restore` needs to go on in the same way, as JSON."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises:
+            StateError: If the environments do not come to where they were.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close all of them."""
+        ...
+
+
+def env_seed(seed: int, role: str, *names: int | str) -> int:
+    """A seed below 2^31 for the thing that `names` stand for; equal names, equal seed."""
+    text = "\x1f".join(map(str, (seed, role, *names)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

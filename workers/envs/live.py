@@ -1,0 +1,252 @@
+"""A group between rollouts: where its environments are, and what is known of their episodes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...algorithms.env_roles import ActionSpace, Actor
+from ...dataflow.errors import StateError, WorkerError
+from ...dataflow.role import Metric
+from .group import EnvGroup
+from .normalise import Normalisation, Normaliser
+
+__all__ = ["LiveGroup"]
+
+_LOG = logging.getLogger("penstock.envs")
+
+
+class LiveGroup:
+    """A group with all that changes from step to step. A rollout's arrays are [horizon, envs, ...].
+
+    Args:
+        group: The environments.
+        numbers: Theirs, unique in the run.
+        normalisation: What is scaled.
+    """
+
+    def __init__(self, group: EnvGroup, numbers: list[int], normalisation: Normalisation) -> None:
+        self._group = group
+        self.numbers = numbers
+        self._normaliser = Normaliser(normalisation, group.num_envs, group.num_features)
+        self._scales_rewards = normalisation.rewards
+        self._obs = np.zeros((group.num_envs, group.num_features), np.float32)
+        self._over = np.zeros(group.num_envs, np.bool_)
+        self._return = np.zeros(group.num_envs)
+        self._length = np.zeros(group.num_envs, np.int64)
+        self._step = -1
+        self._episodes: list[tuple[float, int]] = []
+        self._num_steps = 0
+
+    @property
+    def actions(self) -> ActionSpace:
+        """What can be done in its environments."""
+        return self._group.actions
+
+    def start(self) -> None:
+        """Begin the first episodes."""
+        self._obs = self._normaliser.obs(self._group.start()).copy()
+
+    def check_order(self, step: int) -> None:
+        """Require the steps of a run one after another; 0 begins a run.
+
+        Raises:
+            StateError: If they are not.
+        """
+        if self._step >= 0 and step not in (0, self._step, self._step + 1):
+            raise StateError(
+                f"environments {self.numbers} were asked for step {step} after step {self._step}; "
+                "what they do depends on all steps before, so none may be left out or done twice"
+            )
+        self._step = step
+
+    def roll(self, actor: Actor, noise: NDArray[np.float64]) -> dict[str, NDArray[Any]]:
+        """Act for as many steps as there is noise.
+
+        Args:
+            actor: Who acts.
+            noise: f64[horizon, envs, components].
+
+        Returns:
+            Columns of `Trajectories` by name, all but `env`, rows first.
+
+        Raises:
+            WorkerError: See `EnvWorker.rollout`.
+        """
+        horizon, group = len(noise), self._group
+        group.failures.clear()
+        found = _buffers(group.num_envs, group.num_features, group.actions, horizon)
+        obs_t, action_t, logprob_t = found["obs"], found["action"], found["behavior_logprob"]
+        reward_t, terminated_t, truncated_t = (
+            found[name] for name in ("reward", "terminated", "truncated")
+        )
+        earned_t = np.empty_like(reward_t) if self._scales_rewards else reward_t
+        broken: list[tuple[int, int]] = []
+        obs, scale, masked = self._obs, self._normaliser, group.actions.masked
+        valid: NDArray[np.bool_] | None = None
+        for t in range(horizon):
+            obs_t[t] = obs
+            if masked:
+                valid = group.action_mask()
+                found["action_mask"][t] = valid
+            action, logprob = actor.act(obs, noise[t], valid)
+            action_t[t], logprob_t[t] = action, logprob
+            obs, earned, terminated, truncated = group.step(action)
+            obs = scale.obs(obs)
+            terminated_t[t], truncated_t[t], earned_t[t] = terminated, truncated, earned
+            if self._scales_rewards:
+                reward_t[t] = scale.reward(earned, terminated | truncated)
+            if len(group.failures) > len(broken):
+                broken += [(t, index) for index, _, _ in group.failures[len(broken) :]]
+        self._check_numbers(found, obs)
+        self._count(earned_t, found, self._mark(found, broken))
+        self._obs = found["last_obs"] = obs.copy()
+        rows = {name: array.swapaxes(0, 1) for name, array in found.items() if name != "last_obs"}
+        return {**rows, "last_obs": found["last_obs"]}
+
+    def _check_numbers(self, found: Mapping[str, NDArray[Any]], last_obs: NDArray[Any]) -> None:
+        """Everything must be finite; the sum is not if anything in it is not."""
+        for name, whose in (
+            ("behavior_logprob", "the actor's log-probability of an action"),
+            ("obs", "an observation"),
+            ("reward", "a reward"),
+        ):
+            if np.isfinite(found[name].sum(dtype=np.float64)):
+                continue
+            bad = ~np.isfinite(found[name]).reshape(*found[name].shape[:2], -1).all(axis=2)
+            if not bad.any():
+                continue
+            t, index = (int(place[0]) for place in np.nonzero(bad))
+            raise self._bad(t, index, f"{whose} is not finite")
+        if not np.isfinite(last_obs).all():
+            index = int(np.nonzero(~np.isfinite(last_obs).all(axis=1))[0][0])
+            raise self._bad(len(found["obs"]), index, "an observation is not finite")
+
+    def _bad(self, t: int, index: int, what: str) -> WorkerError:
+        seed = self._group.seed_of(index)
+        return WorkerError(
+            f"environment {self.numbers[index]} (seed {seed}), step {t} of the rollout of step "
+            f"{self._step}: {what}"
+        )
+
+    def _mark(
+        self, found: dict[str, NDArray[Any]], broken: list[tuple[int, int]]
+    ) -> set[tuple[int, int]]:
+        """Say which steps count, and return the last steps of episodes that were given up.
+
+        Such an episode is truncated with the step before the one that failed.
+        """
+        terminated, truncated = found["terminated"], found["truncated"]
+        mask = found["mask"]
+        mask[0] = ~self._over
+        mask[1:] = ~(terminated[:-1] | truncated[:-1])
+        given_up = {(t - 1, index) for t, index in broken if mask[t, index]}
+        for t, index in given_up:
+            if t >= 0:
+                truncated[t, index] = True
+            mask[t + 1, index] = False
+        self._over = terminated[-1] | truncated[-1]
+        return given_up
+
+    def _count(
+        self,
+        earned: NDArray[Any],
+        found: Mapping[str, NDArray[Any]],
+        given_up: set[tuple[int, int]],
+    ) -> None:
+        """Returns and lengths of the episodes that ended; those given up do not count."""
+        mask = found["mask"]
+        over = (found["terminated"] | found["truncated"]) & mask
+        self._episodes.clear()
+        self._num_steps = int(mask.sum())
+        for index in range(self._group.num_envs):
+            begin = 0
+            ends = over[:, index].nonzero()[0].tolist()
+            ends += [t for t, other in given_up if other == index and t not in ends]
+            for end in sorted(ends):
+                until = slice(begin, end + 1)
+                total = self._return[index] + earned[until, index].sum(dtype=np.float64)
+                length = int(self._length[index] + mask[until, index].sum())
+                if (end, index) not in given_up:
+                    self._episodes.append((float(total), length))
+                self._return[index], self._length[index], begin = 0.0, 0, end + 1
+            self._return[index] += earned[begin:, index].sum(dtype=np.float64)
+            self._length[index] += mask[begin:, index].sum()
+
+    def metrics(self) -> dict[str, Metric]:
+        """Of the last rollout; see `EnvWorker`."""
+        count = float(len(self._episodes))
+        for index, seed, what in self._group.failures:
+            _LOG.warning("environment %d (seed %d) %s; it was restarted", self.numbers[index], seed,
+                         what)  # fmt: skip
+        return {
+            "episode_return": Metric.mean(sum(total for total, _ in self._episodes), count),
+            "episode_length": Metric.mean(float(sum(n for _, n in self._episodes)), count),
+            "episodes": Metric.sum(count),
+            "env_steps": Metric.sum(float(self._num_steps)),
+            "env_restarts": Metric.sum(float(len(self._group.failures))),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as JSON."""
+        return {
+            "numbers": self.numbers,
+            "step": self._step,
+            "obs": self._obs.tolist(),
+            "over": self._over.tolist(),
+            "return": self._return.tolist(),
+            "length": self._length.tolist(),
+            "normaliser": self._normaliser.state(),
+            "envs": self._group.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises:
+            StateError: If it is of other environments, or they do not come to where they were.
+        """
+        if state["numbers"] != self.numbers:
+            raise StateError(
+                f"a group of environments {state['numbers']} was saved, and {self.numbers} are to "
+                "go on from there; resume with the groups the run was started with"
+            )
+        self._step = int(state["step"])
+        self._obs = np.array(state["obs"], np.float32)
+        self._over = np.array(state["over"], np.bool_)
+        self._return = np.array(state["return"], np.float64)
+        self._length = np.array(state["length"], np.int64)
+        self._normaliser.restore(state["normaliser"])
+        self._group.restore(state["envs"])
+
+    def close(self) -> None:
+        """Close the environments."""
+        self._group.close()
+
+    @staticmethod
+    def nothing(num_features: int, actions: ActionSpace, horizon: int) -> dict[str, NDArray[Any]]:
+        """What `roll` gives for no environments."""
+        found = _buffers(0, num_features, actions, horizon)
+        rows = {name: array.swapaxes(0, 1) for name, array in found.items()}
+        return {**rows, "last_obs": np.zeros((0, num_features), np.float32)}
+
+
+def _buffers(
+    num_envs: int, num_features: int, actions: ActionSpace, horizon: int
+) -> dict[str, NDArray[Any]]:
+    """Room for a rollout, [horizon, envs, ...], but for the last observation."""
+    shape = (horizon, num_envs)
+    return {
+        "obs": np.empty((*shape, num_features), np.float32),
+        "action": np.empty((*shape, actions.num_components), np.float32),
+        "action_mask": np.empty((*shape, actions.num_choices), np.bool_),
+        "behavior_logprob": np.empty(shape, np.float32),
+        "reward": np.empty(shape, np.float32),
+        "terminated": np.empty(shape, np.bool_),
+        "truncated": np.empty(shape, np.bool_),
+        "mask": np.empty(shape, np.bool_),
+    }

@@ -1,0 +1,257 @@
+"""A group of single Gymnasium environments, stepped one after another.
+
+One that raises, hangs or shows what is no observation is replaced by a new one, and its episode is
+given up. Any environment works whose episodes are a function of their seed and the actions: its
+state is saved as these, and restored by taking the actions again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from ...algorithms.env_roles import ActionSpace
+from ...dataflow.deadline import DeadlineExceeded
+from ...dataflow.errors import StateError, WorkerError
+from .alarm import StepAlarm
+from .group import Stepped, env_seed
+from .spaces import action_space, from_columns, num_features, to_features
+
+__all__ = ["LoopGroup"]
+
+
+class _BadEnv(Exception):
+    """What an environment did wrong, in words."""
+
+
+@dataclass
+class _Single:
+    """One environment and how it came to where it is."""
+
+    number: int
+    env: gym.Env[Any, Any]
+    episode: int = 0
+    over: bool = False
+    obs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    actions: list[NDArray[np.float32]] = field(default_factory=list[NDArray[np.float32]])
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class LoopGroup:
+    """An `EnvGroup` of single environments.
+
+    Args:
+        name: What messages call them.
+        make: Makes one.
+        numbers: Of the environments, unique in the run.
+        seed: The run's.
+        role: Whose environments they are.
+        alarm: Limits the time of a step; entered by whoever steps.
+        masked: Whether they say which choices are allowed, as `info["action_mask"]` or by a method
+            `action_masks`.
+        max_restarts: How many may fail before `failures` is cleared.
+
+    Raises:
+        ConfigError: If observations or actions are not numbers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], gym.Env[Any, Any]],
+        numbers: list[int],
+        seed: int,
+        role: str,
+        *,
+        alarm: StepAlarm,
+        masked: bool = False,
+        max_restarts: int = 3,
+    ) -> None:
+        self._name, self._make, self._seed, self._role = name, make, seed, role
+        self._alarm, self._max_restarts = alarm, max_restarts
+        self._all = [_Single(number, make()) for number in numbers]
+        first = self._all[0].env
+        self.num_envs = len(numbers)
+        self.num_features = num_features(first.observation_space, name)
+        self.actions: ActionSpace = action_space(first.action_space, name, masked=masked)
+        self.failures: list[tuple[int, int, str]] = []
+        self._flat = to_features(first.observation_space)
+        self._take = from_columns(first.action_space)
+        self._obs = np.zeros((self.num_envs, self.num_features), np.float32)
+        self._reward = np.zeros(self.num_envs, np.float64)
+        self._terminated = np.zeros(self.num_envs, np.bool_)
+        self._truncated = np.zeros(self.num_envs, np.bool_)
+
+    def start(self) -> NDArray[np.float32]:
+        """See `EnvGroup.start`."""
+        for index, single in enumerate(self._all):
+            self._obs[index] = self._guarded(index, single, lambda one: self._reset(one))
+        self._alarm.disarm()
+        return self._obs
+
+    def step(self, action: NDArray[np.float32]) -> Stepped:
+        """See `EnvGroup.step`.
+
+        Raises:
+            WorkerError: If more environments fail than may.
+        """
+        self._reward[:] = 0.0
+        self._terminated[:] = False
+        self._truncated[:] = False
+        for index, single in enumerate(self._all):
+            if single.over:
+                self._obs[index] = self._guarded(index, single, lambda one: self._next(one))
+                continue
+            self._obs[index] = self._guarded(
+                index, single, lambda one, i=index: self._advance(i, one, action[i])
+            )
+        self._alarm.disarm()
+        return Stepped(self._obs, self._reward, self._terminated, self._truncated)
+
+    def _advance(
+        self, index: int, single: _Single, action: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        single.actions.append(action.copy())
+        obs, reward, terminated, truncated, single.info = single.env.step(self._take(action))
+        single.obs = self._features(obs)
+        number = float(reward)
+        if not np.isfinite(number):
+            raise _BadEnv(f"gave a reward of {number}")
+        single.over = bool(terminated or truncated)
+        self._reward[index] = number
+        self._terminated[index], self._truncated[index] = terminated, truncated
+        return single.obs
+
+    def _next(self, single: _Single) -> NDArray[np.float32]:
+        single.episode += 1
+        return self._reset(single)
+
+    def _reset(self, single: _Single) -> NDArray[np.float32]:
+        single.over = False
+        single.actions.clear()
+        obs, single.info = single.env.reset(seed=self._seed_of(single))
+        single.obs = self._features(obs)
+        return single.obs
+
+    def _features(self, obs: Any) -> NDArray[np.float32]:
+        found = self._flat(obs)
+        if found.shape != (self.num_features,):
+            raise _BadEnv(
+                f"showed an observation of shape {list(np.shape(obs))}, {found.size} numbers; "
+                f"expected {self.num_features}"
+            )
+        if not np.isfinite(found).all():
+            raise _BadEnv(f"showed an observation that is not finite: {found.tolist()!s:.80}")
+        return found
+
+    def _guarded(
+        self,
+        index: int,
+        single: _Single,
+        call: Callable[[_Single], NDArray[np.float32]],
+    ) -> NDArray[np.float32]:
+        """The call's result, or that of a new environment's first reset if it fails."""
+        while True:
+            self._alarm.arm()
+            try:
+                return call(single)
+            except (Exception, DeadlineExceeded) as error:
+                self._alarm.disarm()
+                self._restart(index, single, error)
+                call = self._reset
+
+    def _restart(self, index: int, single: _Single, error: BaseException) -> None:
+        """Put a new environment in the place of one that failed, its next episode to come."""
+        seed, step = self._seed_of(single), len(single.actions)
+        if isinstance(error, DeadlineExceeded):
+            what = "did not answer in time"
+        elif isinstance(error, _BadEnv):
+            what = str(error)
+        else:
+            what = f"raised {type(error).__name__}: {error}"
+        self.failures.append((index, seed, what))
+        if len(self.failures) > self._max_restarts:
+            raise WorkerError(
+                f"environment {single.number} of '{self._name}' (seed {seed}) {what} at step "
+                f"{step} of its episode, failure {len(self.failures)} of its group in one rollout; "
+                f"{self._max_restarts} may be made good by a restart"
+            ) from error
+        with contextlib.suppress(Exception):  # it is broken already
+            single.env.close()
+        single.env = self._make()
+        single.episode += 1
+        self._reward[index] = 0.0
+        self._terminated[index] = self._truncated[index] = False
+
+    def _seed_of(self, single: _Single) -> int:
+        return env_seed(self._seed, self._role, single.number, single.episode)
+
+    def action_mask(self) -> NDArray[np.bool_] | None:
+        """See `EnvGroup.action_mask`; the masks of several components stand side by side."""
+        if not self.actions.masked:
+            return None
+        return np.stack([self._mask_of(single) for single in self._all])
+
+    def _mask_of(self, single: _Single) -> NDArray[np.bool_]:
+        found: Any = single.info.get("action_mask")
+        if found is None:
+            found = single.env.get_wrapper_attr("action_masks")()
+        parts = found if isinstance(found, tuple) else (found,)
+        mask = np.concatenate([np.asarray(part, dtype=np.bool_).reshape(-1) for part in parts])
+        starts = np.cumsum((0, *self.actions.sizes))
+        fits = len(mask) == self.actions.num_choices
+        if not fits or not np.logical_or.reduceat(mask, starts[:-1]).all():
+            raise WorkerError(
+                f"environment {single.number} of '{self._name}' (seed {self._seed_of(single)}) "
+                f"allows {mask.tolist()!s:.80} at step {len(single.actions)} of its episode; "
+                f"expected {self.actions.num_choices} booleans, one True for every component"
+            )
+        return mask
+
+    def seed_of(self, index: int) -> int:
+        """See `EnvGroup.seed_of`."""
+        return self._seed_of(self._all[index])
+
+    def state(self) -> dict[str, Any]:
+        """See `EnvGroup.state`."""
+        return {
+            "envs": [
+                {
+                    "episode": single.episode,
+                    "actions": [action.tolist() for action in single.actions],
+                    "obs": _digest(single.obs),
+                }
+                for single in self._all
+            ]
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `EnvGroup.restore`."""
+        for index, (single, saved) in enumerate(zip(self._all, state["envs"], strict=True)):
+            single.episode = int(saved["episode"])
+            self._reset(single)
+            for action in saved["actions"]:
+                self._advance(index, single, np.array(action, np.float32))
+            if _digest(single.obs) != saved["obs"]:
+                raise StateError(
+                    f"environment {single.number} of '{self._name}' (seed "
+                    f"{self._seed_of(single)}) shows something else after the "
+                    f"{len(single.actions)} actions of its episode than when it was saved; its "
+                    "episodes must depend on the seed and the actions alone"
+                )
+
+    def close(self) -> None:
+        """See `EnvGroup.close`."""
+        for single in self._all:
+            single.env.close()
+
+
+def _digest(obs: NDArray[np.float32]) -> str:
+    return hashlib.sha256(obs.tobytes()).hexdigest()

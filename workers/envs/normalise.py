@@ -1,0 +1,116 @@
+"""Observations and rewards scaled by running moments, one set for each group of environments.
+
+Kept per group, as others keep them per environment: what a group shows then depends on its own
+past alone, whichever worker it is in and however many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...dataflow.ranges import check_range
+
+__all__ = ["Moments", "Normalisation", "Normaliser"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalisation:
+    """What is scaled, and how far it may go."""
+
+    observations: bool = False
+    """Scale observations to mean 0 and variance 1."""
+    rewards: bool = False
+    """Divide rewards by the deviation of their discounted sum."""
+    discount: float = 0.99
+    """Of that sum; the algorithm's own."""
+    clip: float = 10.0
+    """Largest size of a scaled number."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "discount", at_least=0, at_most=1)
+        check_range(self, "clip", above=0)
+
+
+class Moments:
+    """Running mean and variance of rows, by Chan et al., 1979, "Updating formulae"."""
+
+    def __init__(self, width: int) -> None:
+        self.mean = np.zeros(width)
+        self.variance = np.ones(width)
+        self.count = 1e-4
+
+    def add(self, rows: NDArray[Any]) -> None:
+        """Take in f[n, width]."""
+        count = len(rows)
+        mean, variance = rows.mean(axis=0, dtype=np.float64), rows.var(axis=0, dtype=np.float64)
+        total = self.count + count
+        delta = mean - self.mean
+        squares = self.variance * self.count + variance * count
+        squares += np.square(delta) * self.count * count / total
+        self.mean = self.mean + delta * count / total
+        self.variance = squares / total
+        self.count = total
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        mean, variance = self.mean.tolist(), self.variance.tolist()
+        return {"mean": mean, "variance": variance, "count": self.count}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """What `state` gave."""
+        self.mean, self.variance = np.array(state["mean"]), np.array(state["variance"])
+        self.count = float(state["count"])
+
+
+class Normaliser:
+    """Scales what a group shows.
+
+    Args:
+        options: What is scaled.
+        num_envs: Environments of the group.
+        num_features: Numbers of an observation.
+    """
+
+    def __init__(self, options: Normalisation, num_envs: int, num_features: int) -> None:
+        self._options = options
+        self._obs = Moments(num_features)
+        self._returns = Moments(1)
+        self._sums = np.zeros(num_envs)
+
+    def obs(self, obs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """f32[envs, features], taken in and scaled."""
+        if not self._options.observations:
+            return obs
+        self._obs.add(obs)
+        scaled = (obs - self._obs.mean) / np.sqrt(self._obs.variance + 1e-8)
+        clip = self._options.clip
+        return np.clip(scaled, -clip, clip).astype(np.float32)
+
+    def reward(self, reward: NDArray[Any], over: NDArray[np.bool_]) -> NDArray[Any]:
+        """[envs], taken in and scaled; `over` says whose episode this reward ends."""
+        if not self._options.rewards:
+            return reward
+        self._sums = self._sums * self._options.discount + reward
+        self._returns.add(self._sums[:, None])
+        self._sums[over] = 0.0
+        clip = self._options.clip
+        return np.clip(reward / np.sqrt(self._returns.variance[0] + 1e-8), -clip, clip)
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "obs": self._obs.state(),
+            "returns": self._returns.state(),
+            "sums": self._sums.tolist(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """What `state` gave."""
+        self._obs.restore(state["obs"])
+        self._returns.restore(state["returns"])
+        self._sums = np.array(state["sums"])

@@ -1,0 +1,111 @@
+"""Which environment, and how groups of it are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium as gym
+
+from ...algorithms.env_roles import ActionSpace
+from ...dataflow.errors import ConfigError
+from ...dataflow.ranges import check_range
+from .alarm import StepAlarm
+from .group import EnvGroup, env_seed
+from .loop import LoopGroup
+from .native import NativeGroup
+from .normalise import Normalisation
+from .spaces import action_space, num_features
+
+__all__ = ["EnvSpec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvSpec:
+    """An environment of Gymnasium."""
+
+    id: str
+    """Its registered name, `CartPole-v1`, or `module:name` for one that a module registers."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Keyword arguments of the environment."""
+    vectorized: bool | None = None
+    """Step a group as one numpy object (True) or as single environments (False). By default as one
+    object if the environment has such a form and no options."""
+    masked: bool = False
+    """Whether it says which choices are allowed: `info["action_mask"]`, or a method
+    `action_masks`."""
+    normalisation: Normalisation = Normalisation()
+    """What is scaled by running moments."""
+    step_limit_s: float | None = 10.0
+    """Longest time of one step; an environment that takes longer is restarted. None for no limit
+    but the engine's."""
+    max_restarts: int = 3
+    """Environments of a group that may be restarted within one rollout."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "step_limit_s", above=0)
+        check_range(self, "max_restarts", at_least=0)
+
+    def make(self) -> gym.Env[Any, Any]:
+        """One environment.
+
+        Raises:
+            ConfigError: If there is none of that name, or it cannot be made.
+        """
+        try:
+            return gym.make(self.id, disable_env_checker=True, **self.options)
+        except (gym.error.Error, ImportError, TypeError) as error:
+            raise ConfigError(f"environment '{self.id}' cannot be made: {error}") from error
+
+    def spaces(self) -> tuple[int, ActionSpace]:
+        """Numbers of an observation, and what can be done.
+
+        Raises:
+            ConfigError: If no actor of ours can act in it.
+        """
+        env = self.make()
+        try:
+            found = action_space(env.action_space, self.id, masked=self.masked)
+            return num_features(env.observation_space, self.id), found
+        finally:
+            env.close()
+
+    def group(self, number: int, numbers: list[int], seed: int, role: str,
+              alarm: StepAlarm) -> EnvGroup:  # fmt: skip
+        """Group `number`, of the environments `numbers`.
+
+        Args:
+            number: Of the group, unique in the run.
+            numbers: Of its environments, unique in the run.
+            seed: The run's.
+            role: Whose environments they are.
+            alarm: Limits the time of a step.
+
+        Raises:
+            ConfigError: If the environment has no vectorized form and was asked for it.
+        """
+        if self._vectorized():
+            own = env_seed(seed, role, "group", number)
+            return NativeGroup(self.id, len(numbers), own, self.options, alarm=alarm)
+        return LoopGroup(
+            self.id,
+            self.make,
+            numbers,
+            seed,
+            role,
+            alarm=alarm,
+            masked=self.masked,
+            max_restarts=self.max_restarts,
+        )
+
+    def _vectorized(self) -> bool:
+        known = gym.spec(self.id).vector_entry_point is not None
+        if self.vectorized and (not known or self.masked):
+            raise ConfigError(
+                f"environment '{self.id}' has no vectorized form"
+                f"{' with masks' if known else ''}; leave out vectorized=true"
+            )
+        if self.vectorized is None:
+            return known and not self.options and not self.masked
+        return self.vectorized

@@ -1,0 +1,167 @@
+"""The worker of an `Env` role: groups of environments that live on, and the loop of acting in them.
+
+The loop is the same wherever the actor computes: it hands over observations and noise and gets
+actions. The noise of a step belongs to (seed, role, step, ordinal, environment, time), so neither
+the number of workers nor the placement of groups can change a rollout.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...algorithms.env_roles import ActionSpace, Actor, Env, Trajectories
+from ...dataflow.context import call_key
+from ...dataflow.errors import StateError
+from ...dataflow.role import Metric, add_metrics
+from ...dataflow.worker import WorkerContext
+from ..sampling import row_uniforms, stream_key
+from .alarm import StepAlarm
+from .live import LiveGroup
+from .spec import EnvSpec
+
+__all__ = ["EnvWorker", "EnvWorkerSpec", "action_noise"]
+
+_FORMAT = 1
+_LOG = logging.getLogger("penstock.envs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvWorkerSpec:
+    """Recipe for an `EnvWorker`."""
+
+    env: EnvSpec
+    """The environment, and how groups of it are made."""
+
+    def build(self, context: WorkerContext) -> EnvWorker:
+        """Make the worker; environments are made when their group is first asked for."""
+        return EnvWorker(self, context)
+
+
+class EnvWorker(Env):
+    """See `EnvWorkerSpec`. It is `Stateful`: every group is a file of its own.
+
+    Attributes:
+        metrics: Of the last call: return and length of the episodes that ended in it, unscaled,
+            their number, environment steps (those of resets not counted), and restarts.
+    """
+
+    def __init__(self, spec: EnvWorkerSpec, context: WorkerContext) -> None:
+        self.spec = spec
+        self.context = context
+        self.metrics: dict[str, Metric] = {}
+        self._alarm = StepAlarm(spec.env.step_limit_s)
+        self._live: dict[int, LiveGroup] = {}
+        self._saved: dict[int, dict[str, Any]] = {}
+
+    def rollout(self, env: Tensor, group: Tensor, actor: Actor, *, horizon: int) -> Trajectories:
+        """See `Env.rollout`.
+
+        Raises:
+            StateError: If a step of the run was left out or is done twice.
+            WorkerError: If an environment fails and cannot be restarted, or the actor gives no
+                numbers; names environment, seed and step.
+        """
+        key = call_key(self.context.role, "rollout")
+        stream = stream_key(self.context.seed, self.context.role, "noise", key)
+        parts: list[dict[str, NDArray[Any]]] = []
+        with self._alarm:
+            for number, numbers in _groups(env.tolist(), group.tolist()):
+                live = self._group(number, numbers)
+                live.check_order(key.step)
+                noise = action_noise(live.actions, stream, numbers, horizon)
+                parts.append(live.roll(actor, noise))
+                add_metrics(self.metrics, live.metrics())
+        if not parts:
+            num_features, actions = self.spec.env.spaces()
+            parts.append(LiveGroup.nothing(num_features, actions, horizon))
+        columns = {
+            name: torch.from_numpy(np.concatenate([part[name] for part in parts]))
+            for name in parts[0]
+        }
+        return Trajectories(env=env, **columns)
+
+    def _group(self, number: int, numbers: list[int]) -> LiveGroup:
+        live = self._live.get(number)
+        if live is None:
+            made = self.spec.env.group(
+                number, numbers, self.context.seed, self.context.role, self._alarm
+            )
+            live = LiveGroup(made, numbers, self.spec.env.normalisation)
+            saved = self._saved.pop(number, None)
+            if saved is None:
+                live.start()
+            else:
+                live.restore(saved)
+            self._live[number] = live
+        if live.numbers != numbers:
+            raise StateError(
+                f"group {number} of role '{self.context.role}' has environments {live.numbers}, "
+                f"but was asked for {numbers}; a group's environments stay the same"
+            )
+        return live
+
+    def save_state(self, folder: Path) -> None:
+        """Write a file for every group of this rank."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, live in self._live.items():
+            state = {"format": _FORMAT, "group": number, **live.state()}
+            (folder / f"group-{number}.json").write_text(json.dumps(state) + "\n")
+
+    def load_state(self, folder: Path) -> None:
+        """Read all groups; each goes on in the rank that is asked for it.
+
+        Raises:
+            ValueError: If a file is of another format.
+        """
+        self.close()
+        self._saved.clear()
+        for file in sorted(folder.glob("group-*.json")):
+            state = json.loads(file.read_text())
+            if state["format"] != _FORMAT:
+                raise ValueError(f"'{file}' has format {state['format']}, this version {_FORMAT}")
+            self._saved[int(state["group"])] = state
+
+    def close(self) -> None:
+        """Close all environments."""
+        for live in self._live.values():
+            live.close()
+        self._live.clear()
+
+
+def _groups(env: list[int], group: list[int]) -> Iterator[tuple[int, list[int]]]:
+    """Every group with its environments, in the order of the rows."""
+    start = 0
+    for at in range(1, len(group) + 1):
+        if at == len(group) or group[at] != group[start]:
+            yield group[start], env[start:at]
+            start = at
+
+
+def action_noise(
+    actions: ActionSpace, stream: NDArray[np.uint64], numbers: list[int], horizon: int
+) -> NDArray[np.float64]:
+    """All the randomness of some environments' actions, f64[horizon, envs, components].
+
+    Args:
+        actions: What can be done: choices are drawn by uniform numbers, numbers by normal ones.
+        stream: From `stream_key`.
+        numbers: Of the environments.
+        horizon: Steps.
+    """
+    rows = np.array(numbers, dtype=np.int64)
+    width = actions.num_components
+    uniform = row_uniforms(stream, rows, np.zeros_like(rows), horizon * width)
+    if actions.kind == "continuous":
+        uniform = torch.special.ndtri(uniform)
+    noise = uniform.numpy().reshape(len(numbers), horizon, width)
+    return np.ascontiguousarray(noise.swapaxes(0, 1))

@@ -1,0 +1,107 @@
+"""Acting with numpy: a perceptron's weights as views, and draws from given noise.
+
+An environment of few numbers steps in microseconds; torch needs more than that to begin a call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from ..algorithms.env_roles import ActionSpace, Acts
+
+__all__ = ["NumpyActor"]
+
+_LOG_ROOT_2PI = 0.5 * math.log(2 * math.pi)
+
+
+class NumpyActor:
+    """Draws actions from a network's actor; follows its weights wherever they are changed in place.
+
+    Args:
+        actor: Linear layers with activations between them, on the CPU.
+        actions: What can be done.
+        log_std: Of continuous actions.
+    """
+
+    def __init__(
+        self, actor: nn.Sequential, actions: ActionSpace, log_std: nn.Parameter | None
+    ) -> None:
+        self._actions = actions
+        linear = [layer for layer in actor if isinstance(layer, nn.Linear)]
+        self._layers = [
+            (layer.weight.detach().numpy().T, layer.bias.detach().numpy()) for layer in linear
+        ]
+        self._tanh = any(isinstance(layer, nn.Tanh) for layer in actor)
+        self._log_std = None if log_std is None else log_std.detach().numpy()
+        ends = np.cumsum((0, *actions.sizes)).tolist()
+        self._spans = list(zip(ends[:-1], ends[1:], strict=True))
+
+    def outputs(self, obs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Logits or means, f32[envs, outputs]."""
+        found = obs
+        for weight, bias in self._layers[:-1]:
+            found = found @ weight
+            found += bias
+            if self._tanh:
+                np.tanh(found, out=found)
+            else:
+                np.maximum(found, 0.0, out=found)
+        weight, bias = self._layers[-1]
+        found = found @ weight
+        found += bias
+        return found
+
+    def act(
+        self,
+        obs: NDArray[np.float32],
+        noise: NDArray[np.float64],
+        action_mask: NDArray[np.bool_] | None,
+    ) -> Acts:
+        """See `Actor.act`."""
+        found = self.outputs(obs)
+        if self._log_std is not None:
+            return _draw_numbers(found, self._log_std, noise)
+        if action_mask is not None:
+            found = np.where(action_mask, found, np.finfo(np.float32).min)
+        if len(self._spans) == 1:
+            choice, logprob = _draw_choice(found, noise[:, 0])
+            return Acts(choice[:, None].astype(np.float32), logprob)
+        return _draw_choices(found, noise, self._spans)
+
+
+def _draw_choice(
+    logits: NDArray[np.float32], uniform: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The choice whose stretch of the cumulative distribution the number falls in."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    cumulative = np.exp(shifted).cumsum(axis=1, dtype=np.float64)
+    total = cumulative[:, -1]
+    # The first choice strictly above the target: one of probability 0 is never drawn.
+    choice = (cumulative <= (uniform * total)[:, None]).sum(axis=1)
+    chosen = shifted[np.arange(len(choice)), choice]
+    return choice, (chosen - np.log(total)).astype(np.float32)
+
+
+def _draw_choices(
+    logits: NDArray[np.float32], noise: NDArray[np.float64], spans: Sequence[tuple[int, int]]
+) -> Acts:
+    action = np.empty((len(logits), len(spans)), np.float32)
+    logprob = np.zeros(len(logits), np.float32)
+    for component, (begin, end) in enumerate(spans):
+        choice, its = _draw_choice(logits[:, begin:end], noise[:, component])
+        action[:, component] = choice
+        logprob += its
+    return Acts(action, logprob)
+
+
+def _draw_numbers(
+    mean: NDArray[np.float32], log_std: NDArray[np.float32], noise: NDArray[np.float64]
+) -> Acts:
+    action = (mean + np.exp(log_std) * noise).astype(np.float32)
+    logprob = (-0.5 * np.square(noise) - log_std - _LOG_ROOT_2PI).sum(axis=1)
+    return Acts(action, logprob.astype(np.float32))

@@ -1,0 +1,192 @@
+"""A perceptron that acts and criticises, as an `ActorCritic`: asked, evaluated and trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..algorithms.distributions import action_logprob, entropy_of_logits
+from ..algorithms.env_roles import (
+    ActionSpace,
+    ActorCritic,
+    ActorCriticOutput,
+    Acts,
+    Evaluation,
+    Values,
+)
+from ..algorithms.roles import TrainMetrics
+from ..dataflow.ranges import check_range
+from ..dataflow.role import Loss
+from ..dataflow.worker import WorkerContext
+from .actor_network import ActorCriticNetwork, PerceptronSpec
+from .envs.spec import EnvSpec
+from .microbatch import columns
+from .numpy_actor import NumpyActor
+from .optimizer import OptimizerSpec
+from .torch_worker import TorchWorker
+from .weights import FlatParameters
+
+__all__ = ["TorchActorCritic", "TorchActorCriticSpec"]
+
+B = TypeVar("B")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchActorCriticSpec:
+    """Recipe for a `TorchActorCritic`."""
+
+    network: PerceptronSpec = PerceptronSpec()
+    """Its layers."""
+    env: EnvSpec
+    """What it acts in, for the numbers of observations and actions."""
+    optimizer: OptimizerSpec | None = None
+    """None for one that only acts."""
+    micro_batch_steps: int = 65536
+    """Steps computed at once in evaluation and training."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "micro_batch_steps", at_least=1)
+
+    def build(self, context: WorkerContext) -> TorchActorCritic:
+        """Make it on the context's device."""
+        return TorchActorCritic(self, context)
+
+
+class _FlatNetwork:
+    """The network as `TorchWorker` knows one."""
+
+    def __init__(self, module: ActorCriticNetwork) -> None:
+        self.flat = FlatParameters(module)
+
+
+class TorchActorCritic(TorchWorker, ActorCritic):
+    """See `TorchActorCriticSpec`."""
+
+    def __init__(self, spec: TorchActorCriticSpec, context: WorkerContext) -> None:
+        num_features, actions = spec.env.spaces()
+        self.spec = spec
+        self.actions: ActionSpace = actions
+        self.module = ActorCriticNetwork(spec.network, num_features, actions).to(context.device)
+        network: Any = _FlatNetwork(self.module)
+        super().__init__(context, network, spec.optimizer, spec.micro_batch_steps)
+        self._numpy = None
+        if self.device.type == "cpu":
+            self._numpy = NumpyActor(self.module.actor, actions, self.module.log_std)
+
+    def act(
+        self,
+        obs: NDArray[np.float32],
+        noise: NDArray[np.float64],
+        action_mask: NDArray[np.bool_] | None,
+    ) -> Acts:
+        """See `Actor.act`."""
+        if self._numpy is None:
+            raise NotImplementedError("acting needs the weights in host memory")
+        return self._numpy.act(obs, noise, action_mask)
+
+    def evaluate(self, obs: Tensor, action: Tensor, action_mask: Tensor) -> Evaluation:
+        """See `ActorCritic.evaluate`."""
+        shape = obs.shape[:2]
+        logprob, entropy = torch.empty(shape).flatten(), torch.empty(shape).flatten()
+        rows = (obs.flatten(0, 1), action.flatten(0, 1), action_mask.flatten(0, 1))
+        with torch.no_grad():
+            for at in torch.arange(len(logprob)).split(self.spec.micro_batch_steps):
+                part = [column[at].to(self.device) for column in rows]
+                found = self._policy(*part, needs_entropy=True)
+                logprob[at], entropy[at] = found[0].cpu(), _there(found[1]).cpu()
+        return Evaluation(logprob=logprob.view(shape), entropy=entropy.view(shape))
+
+    def value(self, obs: Tensor, last_obs: Tensor) -> Values:
+        """See `ActorCritic.value`."""
+        rows = torch.cat([obs, last_obs[:, None]], dim=1)
+        with torch.no_grad():
+            parts = [
+                self.module.value(part.to(self.device)).cpu()
+                for part in rows.flatten(0, 1).split(self.spec.micro_batch_steps)
+            ]
+        every = torch.cat(parts).view(rows.shape[:2]) if parts else torch.zeros(rows.shape[:2])
+        return Values(value=every[:, :-1].contiguous(), bootstrap_value=every[:, -1].contiguous())
+
+    def train(
+        self,
+        loss: Loss[B, ActorCriticOutput],
+        batch: B,
+        *,
+        epochs: int = 1,
+        num_minibatches: int = 1,
+    ) -> TrainMetrics:
+        """See `ActorCritic.train`. Every step is a row of its own."""
+        return self._train(self._forward, loss, _single_steps(batch), epochs, num_minibatches)
+
+    def _forward(self, rows: Any, needs_entropy: bool) -> ActorCriticOutput:
+        obs = rows.obs[:, 0]
+        logprob, entropy = self._policy(
+            obs, rows.action[:, 0], rows.action_mask[:, 0], needs_entropy=needs_entropy
+        )
+        return ActorCriticOutput(
+            value=self.module.value(obs)[:, None],
+            logprob=logprob[:, None],
+            entropy=None if entropy is None else entropy[:, None],
+        )
+
+    def _policy(
+        self, obs: Tensor, action: Tensor, action_mask: Tensor, *, needs_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probability and entropy, f32[rows] each; components add up."""
+        found = self.module.actor(obs)
+        if self.module.log_std is not None:
+            return _numbers(found, self.module.log_std, action, needs_entropy)
+        logprobs: list[Tensor] = []
+        entropies: list[Tensor] = []
+        begin = 0
+        for component, size in enumerate(self.actions.sizes):
+            span = slice(begin, begin + size)
+            valid = action_mask[:, span] if self.actions.masked else None
+            logits = found[:, span]
+            logprobs.append(action_logprob(logits, action[:, component].long(), valid))
+            if needs_entropy:
+                entropies.append(entropy_of_logits(logits, valid))
+            begin += size
+        if len(logprobs) == 1:
+            return logprobs[0], entropies[0] if needs_entropy else None
+        entropy = torch.stack(entropies).sum(dim=0) if needs_entropy else None
+        return torch.stack(logprobs).sum(dim=0), entropy
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the network to a folder (only rank 0 does)."""
+        if self.context.rank == 0:
+            self.module.save_pretrained(folder)
+
+
+def _numbers(
+    mean: Tensor, log_std: Tensor, action: Tensor, needs_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Of a normal distribution with independent components."""
+    half_log = 0.5 * math.log(2 * math.pi)
+    deviation = (action - mean) * (-log_std).exp()
+    logprob = (-0.5 * deviation.square() - log_std - half_log).sum(dim=-1)
+    if not needs_entropy:
+        return logprob, None
+    return logprob, (0.5 + half_log + log_std).sum().expand(len(mean))
+
+
+def _there(entropy: Tensor | None) -> Tensor:
+    if entropy is None:
+        raise TypeError("entropies were asked for and not computed")
+    return entropy
+
+
+def _single_steps(batch: Any) -> Any:
+    """The steps that count as rows of one step each: [rows, T, ...] to [steps, 1, ...]."""
+    found = columns(batch)
+    kept = found["mask"].flatten().nonzero()[:, 0]
+    parts = {name: column.flatten(0, 1)[kept, None] for name, column in found.items()}
+    return dataclasses.replace(batch, **parts)

@@ -110,10 +110,10 @@ class DQN:
 
 
 def dqn_step(
-    envs: EnvRows, env: Env, q: QNetwork, target: QNetwork, replay: Replay, cfg: DQN
+    rows: EnvRows, env: Env, q: QNetwork, target: QNetwork, replay: Replay, cfg: DQN
 ) -> tuple[TrainMetrics, TrainMetrics]:
     """Act, keep, draw, and train towards what the slower copy expects."""
-    steps = env.rollout(envs.env, envs.group, q, horizon=cfg.horizon)
+    steps = env.rollout(rows.env, rows.group, q, horizon=cfg.horizon)
     stored = replay.add(steps)
     num_steps = cfg.batch_size * cfg.num_updates
     drawn = replay.sample(stored, num_steps=num_steps, at_least=cfg.min_stored)

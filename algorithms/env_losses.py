@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..dataflow.role import Loss, LossSum
 from .env_roles import ActorCriticBatch, ActorCriticOutput
-from .losses import ClippedPolicyLoss, ClippedValueLoss
+from .losses import ClippedPolicyLoss, ClippedValueLoss, ReinforceLoss
 from .reductions import zero_where_masked_out
 
 __all__ = ["ActorCriticLoss"]
@@ -23,7 +23,7 @@ __all__ = ["ActorCriticLoss"]
 class ActorCriticLoss(Loss[ActorCriticBatch, ActorCriticOutput]):
     """The sum of a policy's loss and a critic's, each with its own coefficients."""
 
-    policy: ClippedPolicyLoss = ClippedPolicyLoss(entropy_coef=0.01)
+    policy: ClippedPolicyLoss | ReinforceLoss = ClippedPolicyLoss(entropy_coef=0.01)
     """The actor's, with the entropy bonus."""
     value: ClippedValueLoss = ClippedValueLoss(coef=0.5)
     """The critic's, half a squared error times its `coef`."""

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 from ..dataflow.ranges import check_range
 from .env_losses import ActorCriticLoss
-from .env_roles import ActorCritic, ActorCriticBatch, Env, EnvRows
+from .env_roles import ActorCritic, Env, EnvRows, Trajectories
+from .env_updates import train_actor_critic
 from .returns import gae
 from .roles import TrainMetrics
 
-__all__ = ["EnvPPO", "env_ppo_step"]
+__all__ = ["EnvPPO", "env_ppo_step", "learn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,11 @@ class EnvPPO:
 def env_ppo_step(rows: EnvRows, env: Env, actor: ActorCritic, cfg: EnvPPO) -> TrainMetrics:
     """Act, estimate advantages, and train actor and critic."""
     traj = env.rollout(rows.env, rows.group, actor, horizon=cfg.horizon)
+    return learn(traj, actor, cfg)
+
+
+def learn(traj: Trajectories, actor: ActorCritic, cfg: EnvPPO) -> TrainMetrics:
+    """What PPO does with trajectories, for steps that come by theirs in another way."""
     values = actor.value(traj.obs, traj.last_obs)
     target = gae(
         traj.mask,
@@ -58,14 +64,12 @@ def env_ppo_step(rows: EnvRows, env: Env, actor: ActorCritic, cfg: EnvPPO) -> Tr
         discount=cfg.discount,
         lam=cfg.gae_lambda,
     )
-    batch = ActorCriticBatch(
-        obs=traj.obs,
-        action=traj.action,
-        action_mask=traj.action_mask,
-        mask=traj.mask,
-        behavior_logprob=traj.behavior_logprob,
-        advantage=target.advantage,
-        old_value=values.value,
-        value_target=target.value_target,
+    return train_actor_critic(
+        actor,
+        traj,
+        values,
+        target,
+        cfg.loss,
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
     )
-    return actor.train(cfg.loss, batch, epochs=cfg.epochs, num_minibatches=cfg.num_minibatches)

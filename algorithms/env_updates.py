@@ -1,0 +1,46 @@
+"""What steps in environments share: training an actor with a critic on trajectories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..dataflow.role import Loss
+from .env_roles import ActorCritic, ActorCriticBatch, ActorCriticOutput, Trajectories, Values
+from .returns import GaeTargets
+from .roles import TrainMetrics
+
+__all__ = ["train_actor_critic"]
+
+
+def train_actor_critic(
+    actor: ActorCritic,
+    traj: Trajectories,
+    values: Values,
+    target: GaeTargets,
+    loss: Loss[Any, ActorCriticOutput],
+    *,
+    epochs: int = 1,
+    num_minibatches: int = 1,
+) -> TrainMetrics:
+    """Train actor and critic at once.
+
+    Args:
+        actor: Who acted.
+        traj: How.
+        values: What its critic said of the states, before the update.
+        target: Advantages of the actions, and what the critic should have said.
+        loss: Reads an `ActorCriticBatch`.
+        epochs: Passes over the steps.
+        num_minibatches: Optimizer steps in a pass.
+    """
+    batch = ActorCriticBatch(
+        obs=traj.obs,
+        action=traj.action,
+        action_mask=traj.action_mask,
+        mask=traj.mask,
+        behavior_logprob=traj.behavior_logprob,
+        advantage=target.advantage,
+        old_value=values.value,
+        value_target=target.value_target,
+    )
+    return actor.train(loss, batch, epochs=epochs, num_minibatches=num_minibatches)

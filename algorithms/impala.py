@@ -1,0 +1,76 @@
+"""IMPALA: an actor and a critic trained on steps that somewhat older weights took.
+
+Espeholt et al., "IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner
+Architectures", 2018. V-trace weighs each step by how much likelier the weights to be trained are to
+take it; `schedule.max_lag` says how much older those that took it may be. Losses are means over
+steps where the paper has sums: with Adam the two differ by the learning rate's scale alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..dataflow.ranges import check_range
+from .env_losses import ActorCriticLoss
+from .env_roles import ActorCritic, Env, EnvRows
+from .env_updates import train_actor_critic
+from .losses import ClippedValueLoss, ReinforceLoss
+from .returns import vtrace
+from .roles import TrainMetrics
+
+__all__ = ["Impala", "impala_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Impala:
+    """Options of IMPALA."""
+
+    horizon: int = 20
+    """Steps that every environment takes between updates."""
+    discount: float = 0.99
+    """gamma, per step."""
+    trace_lambda: float = 1.0
+    """lambda: how far later errors are carried back, besides the bounded ratios."""
+    rho_bar: float = 1.0
+    """Bound on the ratio of a step's own error, and of its advantage."""
+    c_bar: float = 1.0
+    """Bound on the ratio by which later errors are carried back."""
+    policy_loss: ReinforceLoss = ReinforceLoss(entropy_coef=0.01)
+    """The actor's, with the entropy bonus."""
+    value_loss: ClippedValueLoss = ClippedValueLoss(eps=None, coef=0.5)
+    """The critic's, half a squared error times its `coef`."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "horizon", at_least=1)
+        check_range(self, "discount", "trace_lambda", at_least=0, at_most=1)
+        check_range(self, "rho_bar", "c_bar", above=0)
+
+    @property
+    def loss(self) -> ActorCriticLoss:
+        """Both losses; advantages stay as V-trace has made them."""
+        return ActorCriticLoss(
+            policy=self.policy_loss, value=self.value_loss, normalise_advantages=False
+        )
+
+
+def impala_step(rows: EnvRows, env: Env, actor: ActorCritic, cfg: Impala) -> TrainMetrics:
+    """Act, see what the weights to be trained think of it, and train on V-trace's word."""
+    traj = env.rollout(rows.env, rows.group, actor, horizon=cfg.horizon)
+    now = actor.evaluate(traj.obs, traj.action, traj.action_mask)
+    values = actor.value(traj.obs, traj.last_obs)
+    target = vtrace(
+        traj.mask,
+        reward=traj.reward,
+        value=values.value,
+        logprob=now.logprob,
+        behavior_logprob=traj.behavior_logprob,
+        bootstrap_value=values.bootstrap_value,
+        terminated=traj.terminated,
+        truncated=traj.truncated,
+        discount=cfg.discount,
+        lam=cfg.trace_lambda,
+        rho_bar=cfg.rho_bar,
+        c_bar=cfg.c_bar,
+        policy_rho_bar=cfg.rho_bar,
+    )
+    return train_actor_critic(actor, traj, values, target, cfg.loss)

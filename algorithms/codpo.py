@@ -18,10 +18,14 @@ __all__ = ["CODPO", "codpo_step"]
 
 @dataclass(frozen=True, kw_only=True)
 class CODPO(Constrained):
-    """Options of constrained online DPO; `kl_max` and `correction` are not read."""
+    """Options of constrained online DPO; it takes no `correction`, and `kl_max` is not read."""
 
     loss: DPOLoss = DPOLoss(sft_coef=1.0)
     """The loss of pairs; `sft_coef` weighs the likelihood of the response that passed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_uncorrected()
 
 
 def codpo_step(

@@ -20,7 +20,7 @@ __all__ = ["OnlineDPO", "online_dpo_step"]
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineDPO(Updates):
-    """Options of online DPO; `correction` has nothing to correct and is not read."""
+    """Options of online DPO; it takes no `correction`."""
 
     sampling: Sampling = Sampling(num_samples=2, temperature=0.7, max_new_tokens=53)
     """How responses are drawn; of more than two the best and the worst make the pair."""
@@ -38,6 +38,7 @@ class OnlineDPO(Updates):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_uncorrected()
         if self.sampling.num_samples < 2:
             raise ValueError(
                 f"sampling.num_samples is {self.sampling.num_samples}, but a pair needs two "

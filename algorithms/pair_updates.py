@@ -29,11 +29,7 @@ class PairUpdates(Updates):
                 f"sampling.num_samples is {self.sampling.num_samples}, but "
                 f"{type(self).__name__} compares exactly two samples of a prompt; set it to 2"
             )
-        if self.correction is not None:
-            raise ValueError(
-                f"{type(self).__name__} takes no correction: importance weights are for "
-                "advantages of tokens, and it has none; leave correction out"
-            )
+        self.check_uncorrected()
 
 
 def train_on_pairs(

@@ -23,7 +23,16 @@ from ..dataflow.axes import Behavior, f32
 from ..dataflow.ranges import check_range
 from ..dataflow.record import op
 from .reductions import check_token_columns, zero_where_masked_out
-from .roles import SAMPLE, TOKEN, PerToken, Policy, Rollout, TokenMask
+from .roles import (
+    SAMPLE,
+    TOKEN,
+    PerToken,
+    Policy,
+    PolicyBatch,
+    ReferencePolicyBatch,
+    Rollout,
+    TokenMask,
+)
 
 __all__ = [
     "RolloutCorrection",
@@ -31,11 +40,28 @@ __all__ = [
     "effective_sample_size",
     "rollout_weight",
     "weighted_advantage",
+    "with_rollout_logprob",
 ]
 
 
 CorrectedAdvantage = Annotated[Tensor, f32(SAMPLE, TOKEN), Behavior()]
 """Advantages that already make up for the age of the weights that sampled the tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectedPolicyBatch(PolicyBatch):
+    """A `PolicyBatch` whose `behavior_logprob` is the trainer's own."""
+
+    rollout_logprob: PerToken
+    """By the engine that sampled: to tell how far the two are apart, which no loss reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectedReferencePolicyBatch(ReferencePolicyBatch):
+    """The same with reference log-probabilities."""
+
+    rollout_logprob: PerToken
+    """See `CorrectedPolicyBatch`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,3 +169,13 @@ def corrected(
         correction=correction,
     )
     return logprob, weighted_advantage(advantage, weight)
+
+
+def with_rollout_logprob(batch: PolicyBatch, rollout_logprob: PerToken) -> PolicyBatch:
+    """A corrected batch with what the engine that sampled said, for the trainer to compare."""
+    kind = (
+        CorrectedReferencePolicyBatch
+        if isinstance(batch, ReferencePolicyBatch)
+        else CorrectedPolicyBatch
+    )
+    return kind(**vars(batch), rollout_logprob=rollout_logprob)

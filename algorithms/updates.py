@@ -17,7 +17,7 @@ from .roles import (
     Sampling,
     TrainMetrics,
 )
-from .rollout_correction import RolloutCorrection, corrected
+from .rollout_correction import RolloutCorrection, corrected, with_rollout_logprob
 
 __all__ = ["Updates", "train_policy"]
 
@@ -39,6 +39,18 @@ class Updates:
     def __post_init__(self) -> None:
         self.sampling.check_explores()
         check_range(self, "epochs", "num_minibatches", at_least=1)
+
+    def check_uncorrected(self) -> None:
+        """Refuse a correction, for steps that have nothing to put its weights on.
+
+        Raises:
+            ValueError: If there is one.
+        """
+        if self.correction is not None:
+            raise ValueError(
+                f"{type(self).__name__} takes no correction: importance weights are for "
+                "advantages of tokens, and it has none; leave correction out"
+            )
 
     def check_groups(self) -> None:
         """Require several samples per prompt, for steps that compare them.
@@ -73,6 +85,8 @@ def train_policy(
     )
     if ref_logprob is not None:
         batch = ReferencePolicyBatch(**vars(batch), ref_logprob=ref_logprob)
+    if cfg.correction is not None:
+        batch = with_rollout_logprob(batch, roll.behavior_logprob)
     return actor.train(
         loss,
         batch,

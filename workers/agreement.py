@@ -63,10 +63,15 @@ class Agreement:
         self._largest = torch.zeros(1, dtype=torch.float64, device=device)
 
     def add(self, output: object, batch: object) -> None:
-        """Look at some rows; nothing if their log-probabilities are on neither or one side."""
+        """Look at some rows; nothing if their log-probabilities are on neither or one side.
+
+        `rollout_logprob` is the engine's that sampled; without it `behavior_logprob` is.
+        """
         columns: Any = batch
         logprob = getattr(output, "logprob", None)
-        behavior = getattr(batch, "behavior_logprob", None)
+        behavior = getattr(batch, "rollout_logprob", None)
+        if behavior is None:
+            behavior = getattr(batch, "behavior_logprob", None)
         if logprob is None or behavior is None or not self._context.answers:
             return
         found: Tensor = logprob

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
@@ -11,7 +13,13 @@ from penstock.algorithms.rollout_correction import (
     effective_sample_size,
     rollout_weight,
 )
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.graph import Ref
+from penstock.launch.compose import load_step, step_cfg
+from penstock.launch.stages import stages_of
 from torch import Tensor, tensor
+
+from .configured import NAMES, composed
 
 MASK = torch.ones(1, 4, dtype=torch.bool)
 BEHAVIOR = torch.full((1, 4), -1.0)
@@ -88,3 +96,32 @@ def test_effective_sample_size() -> None:
     mask = tensor([[True, True, False], [True, True, False]])
     assert float(effective_sample_size(weight, mask)) == pytest.approx(64 / (4 * 24))
     assert float(effective_sample_size(torch.ones(2, 3), mask)) == 1
+
+
+WITHOUT = {"codpo", "crraft", "online_dpo", "p3o", "rebel"}
+"""Algorithms that sample, and have no advantages of tokens to put weights on."""
+
+
+def cfg_of(name: str, *words: str) -> Any:
+    """Its options as a run has them; None if it has none."""
+    algorithm = composed(name, *words).algorithm
+    step = load_step(algorithm.step, "algorithm.step")
+    return step_cfg(step, algorithm.cfg, "algorithm.cfg").get("cfg")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_algorithm_that_samples_takes_a_correction_or_refuses_it(name: str) -> None:
+    word = "+algorithm.cfg.correction={mode: token_truncate, cap: 3.0}"
+    if not hasattr(cfg_of(name), "correction"):
+        return
+    if name in WITHOUT:
+        with pytest.raises(ConfigError, match="takes no correction: importance weights are for"):
+            cfg_of(name, word)
+        return
+    assert cfg_of(name, word).correction == RolloutCorrection(cap=3.0)
+    graph = stages_of(composed(name, word))[-1].graph
+    inputs = {node.name: dict(node.inputs) for node in graph.nodes}
+    trained, weighed = inputs["actor.train"], inputs["rollout_weight"]
+    assert trained["batch.advantage"] == Ref("weighted_advantage", "out")
+    assert trained["batch.behavior_logprob"] == weighed["logprob"] == Ref("actor.logprob", "out")
+    assert trained["batch.rollout_logprob"] == weighed["behavior_logprob"]

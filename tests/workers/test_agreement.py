@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
+from penstock.algorithms.rollout_correction import RolloutCorrection, with_rollout_logprob
 from penstock.dataflow.context import call_scope
 from penstock.dataflow.engine import Engine
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.placement import one_group
+from penstock.dataflow.record import build
 from penstock.dataflow.role import Role
 from penstock.dataflow.schedule import Schedule
 from penstock.dataflow.worker import WorkerContext
@@ -67,6 +69,15 @@ def test_a_call_that_is_refused_changes_nothing(offset: float) -> None:
     good = make_batch(policy)
     assert train(policy, good)["rollout_k3"] < 1e-8
     assert policy.weights_sha256() != before
+
+
+def test_a_corrected_call_is_compared_with_what_sampled() -> None:
+    """Its ratio is against the trainer's own log-probabilities, which say nothing of the other."""
+    policy, batch = policy_and_batch(stop_above=0.01)
+    other = batch.behavior_logprob + 0.5 * batch.mask
+    with pytest.raises(DisagreementError, match=r"disagree by 0.107 nats per token"):
+        train(policy, with_rollout_logprob(batch, other))
+    assert train(policy, batch)["rollout_k3"] < 1e-8
 
 
 @pytest.mark.parametrize("behind", [1, None])
@@ -125,3 +136,14 @@ def test_a_generator_with_garbled_weights_stops_the_run(from_step: int, max_lag:
         with pytest.raises(WorkerError, match=f"step {from_step}: 'actor' and what sampled"):
             list(engine.run(run.sources, 4))
         assert engine.ask("actor", "weights_sha256") == (trained if from_step else initial)
+
+
+def test_with_a_correction_a_run_tells_how_far_the_engines_are_apart() -> None:
+    run = runs.make("grpo")
+    graph = build(run.step, cfg=replace(run.cfg, correction=RolloutCorrection()))
+    workers = {**run.workers, "actor": GarbledSpec(run.workers["actor"], 1)}
+    with Engine(graph, one_group(graph), workers=workers) as engine:
+        good, garbled = [step.metrics for step in engine.run(run.sources, 2)]
+    assert good["actor.train/rollout_k3"] < 1e-8
+    assert garbled["actor.train/rollout_k3"] > 1e-3
+    assert garbled["actor.train/rollout_ess"] < 1

@@ -27,6 +27,7 @@ from ..workers.split_policy import SplitPolicySpec
 from ..workers.torch_policy import TorchPolicySpec
 from ..workers.torch_reward import TorchRewardModelSpec
 from ..workers.torch_value import TorchValueSpec
+from .build_envs import ENV_SPECS, FILLED_IN, env_worker, perceptron_spec
 from .compose import load_object
 from .data import Data
 from .stages import CONTRACTS, MODEL, RolePlan, Stage
@@ -159,6 +160,11 @@ def check_options(stage: Stage, config: RunConfig) -> None:
         if ":" in plan.worker:
             load_object(plan.worker, f"{stage.at}.roles.{role}.worker")
             continue
+        if plan.worker in ENV_SPECS:
+            _check(ENV_SPECS[plan.worker], plan.config.options, at, plan.worker, FILLED_IN)
+            if plan.worker != "env":
+                perceptron_spec(config)
+            continue
         if plan.worker in TASK_REWARDS:
             _check(TASK_REWARDS[plan.worker], plan.config.options, at, plan.worker, _OF_REWARDS)
             continue
@@ -239,6 +245,9 @@ def _spec(
             task_fingerprint=data.fingerprint,
             **options,
         )
+    if plan.worker in ENV_SPECS:
+        optimizer = (plan.config.optimizer or stage.config.optimizer) if plan.trained else None
+        return env_worker(plan.worker, config, data.spec, optimizer, options)
     model = _model(stage, plan, config, data, results)
     options = {**config.engine.options, **options, "model": model}
     if role in stage.micro_batch_tokens:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ..algorithms.env_roles import EnvRows
 from ..algorithms.roles import Demonstrations, PreferencePairs, Prompts, ScoredPairs
 from ..configs.schema import RunConfig
 from ..configs.validate import fields_of, validated
@@ -20,8 +21,11 @@ from ..workers.data_source import (
     PromptSource,
     ScoredPairSource,
 )
+from ..workers.envs.rows import EnvRowSource
+from ..workers.envs.task import EnvTaskSpec
 from ..workers.task import Task, TaskSpec, fingerprint, task_alphabet, task_spec
 from ..workers.tokenizer import Tokenizer, TokenizerSpec
+from .build_envs import env_task
 
 __all__ = [
     "Data",
@@ -38,6 +42,7 @@ _TABLES: Mapping[type, Any] = {
     Demonstrations: DemonstrationSource,
     PreferencePairs: PairSource,
     ScoredPairs: ScoredPairSource,
+    EnvRows: EnvRowSource,
 }
 
 
@@ -49,6 +54,11 @@ class Data:
     task: Task
     tokenizer_spec: TokenizerSpec
     tokenizer: Tokenizer
+
+    @property
+    def has_text(self) -> bool:
+        """Whether its problems are texts; those of an environment are none."""
+        return not isinstance(self.spec, EnvTaskSpec)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -115,6 +125,15 @@ def sources_of(
     sources: dict[str, Source] = {}
     reports: list[DataReport] = []
     for name, table in graph.sources.items():
+        if table is EnvRows:
+            size = env_task(data.spec, graph.name).group_size or per_step[name]
+            sources[name] = EnvRowSource(per_step[name], size)
+            continue
+        if isinstance(data.spec, EnvTaskSpec):
+            raise ConfigError(
+                f"{graph.name} reads {table.__name__}, and an environment has none\n"
+                "    choose a task with problems, such as task=chain_sum"
+            )
         options: dict[str, Any] = {
             "batch_size": per_step[name],
             "seed": config.seed,

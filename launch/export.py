@@ -42,7 +42,7 @@ class Exported:
 def export_roles(
     roles: Mapping[str, WorkerSpec | Role],
     checkpoint: Path,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     folder: Path,
     seed: int,
 ) -> Exported:
@@ -54,7 +54,7 @@ def export_roles(
     Args:
         roles: Trained role -> its spec.
         checkpoint: A checkpoint of the stage's end, with a folder per trained role.
-        tokenizer: Saved beside each model.
+        tokenizer: Saved beside each model, if they read text.
         folder: Where the model folders go, each under its role's name.
         seed: The run's.
     """
@@ -68,7 +68,8 @@ def export_roles(
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             worker.save_pretrained(draft)
-            tokenizer.save(draft)
+            if tokenizer is not None:
+                tokenizer.save(draft)
             shutil.rmtree(folder / role, ignore_errors=True)
             folders[role] = draft.rename(folder / role)
     return Exported(folders, hashes)

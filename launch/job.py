@@ -104,7 +104,7 @@ def _with_vocabulary(config: RunConfig, main: Stage, data: Data) -> RunConfig:
     Tensor parallelism divides it; nothing is ever trained to say what was added for that.
     """
     model = config.model
-    if not model.architecture or "vocab_size" in model.architecture:
+    if not data.has_text or not model.architecture or "vocab_size" in model.architecture:
         return config
     parts = lcm(*(group.tensor_parallel for group in main.placement.groups))
     size = -(-data.tokenizer.vocab_size // parts) * parts

@@ -18,6 +18,7 @@ from .train import Outcome
 __all__ = ["summary_of", "write_report"]
 
 _CURVES = (
+    ("episode_return", "episode return"),
     ("reward/mean", "mean reward"),
     ("accuracy", "accuracy"),
     ("cross_entropy", "cross-entropy, nats"),

@@ -22,6 +22,7 @@ from ..dataflow.record import build
 from ..dataflow.role import Role
 from ..planner.plan import Plan, one_group_plan
 from ..workers.rewards.mixture import TASK_REWARDS
+from .build_envs import ENV_CONTRACTS
 from .compose import load_step, step_cfg
 from .data import check_tables
 from .place import followed, placement_of, written_plan
@@ -38,6 +39,7 @@ CONTRACTS: Mapping[str, type[Role]] = {
     "reward_model": RewardModel,
     **dict.fromkeys(TASK_REWARDS, Reward),
     "process_reward": ProcessReward,
+    **ENV_CONTRACTS,
 }
 """The workers that can be named, and the contract each fulfils."""
 
@@ -215,6 +217,13 @@ def _role(
     if ":" in worker:
         return RolePlan(worker, "", given, trained)
     _check_worker(at, role, contract, worker)
+    if worker in ENV_CONTRACTS:
+        if given.start is not None or given.start_mean:
+            raise ConfigError(
+                f"'{at}' has a start, but '{worker}' begins with random weights\n"
+                "    leave it out; model.init_seed seeds them"
+            )
+        return RolePlan(worker, "", given, trained)
     if worker in TASK_REWARDS:
         if given.start is not None:
             raise ConfigError(

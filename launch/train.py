@@ -43,7 +43,15 @@ MODELS = "models"
 _BEFORE = "before.json"
 """Below a stage's folder: what was measured before its first step."""
 
-_SHOWN = ("reward/mean", "cross_entropy", "accuracy", "entropy", "loss", "grad_norm")
+_SHOWN = (
+    "episode_return",
+    "reward/mean",
+    "cross_entropy",
+    "accuracy",
+    "entropy",
+    "loss",
+    "grad_norm",
+)
 """Metrics worth a place on the progress line, best first."""
 
 
@@ -249,7 +257,8 @@ def _export(
     specs = worker_specs(stage, here, job.data, results)
     trained = {role: specs[role] for role in stage.graph.trains_per_step}
     seed = stage.seed(job.config)
-    exported = export_roles(trained, last, job.data.tokenizer, home.path / MODELS, seed)
+    tokenizer = job.data.tokenizer if job.data.has_text else None
+    exported = export_roles(trained, last, tokenizer, home.path / MODELS, seed)
     outcome.roles_sha256 = dict(exported.weights_sha256)
     outcome.weights_sha256 = combined_sha256(outcome.roles_sha256)
     if stage is not job.main:

@@ -132,6 +132,7 @@ class TaskSpec(Protocol):
 _KINDS: dict[str, str] = {
     "reasoning_gym": "penstock.workers.reasoning_task:ReasoningTaskSpec",
     "file": "penstock.workers.file_task:FileTaskSpec",
+    "gymnasium": "penstock.workers.envs.task:EnvTaskSpec",
 }
 
 

@@ -24,7 +24,7 @@ FOR_PLANS = [
     for option in OPTIONS
     if (option.parent.name == "cluster" and option.name != MEASURED)
     or option.as_posix() == "schedule/auto"
-    or (option.parent.name == "model" and option.name not in ("tiny", "folder"))
+    or (option.parent.name == "model" and option.name not in ("tiny", "mlp", "folder"))
 ]
 """What only `penstock plan` takes: clusters, a lag to be chosen, and shapes without weights."""
 FOR_RUNS = [o for o in OPTIONS if o not in FOR_PLANS and o.as_posix() != f"cluster/{MEASURED}"]
@@ -45,6 +45,7 @@ def extra(option: Path, tmp_path: Path) -> list[str]:
         "algorithm/own": ["algorithm.step=penstock.algorithms.grpo:grpo_step"],
         "model/folder": [f"model.folder={model_folder(tmp_path)}"],
         "task/file": ["task.path=problems.jsonl"],
+        "task/gymnasium": ["task.id=CartPole-v1"],
         "executor/ray_split": ["schedule=one_step_off"],
     }.get(option.as_posix(), [])
 

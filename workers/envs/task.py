@@ -1,0 +1,87 @@
+"""An environment as the task of a run: what the configuration section `task` describes.
+
+A task numbers problems. An environment is one, described by its specification, so that a run that
+goes on can tell whether it is still the same; there is nothing to imitate, score or hold out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ...dataflow.ranges import check_range
+from ..data_report import DataReport
+from ..task import VerifierSpec
+from .spec import EnvSpec
+
+__all__ = ["EnvTask", "EnvTaskSpec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvTaskSpec(EnvSpec):
+    """An environment of Gymnasium, and how many step together."""
+
+    group_size: int | None = None
+    """Environments that step together and share a worker, a seed and running moments. By default
+    all of them; with several workers each needs a group at least."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "group_size", at_least=1)
+
+    @property
+    def env(self) -> EnvSpec:
+        """Without what only a run needs to know."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(EnvSpec)}
+        return EnvSpec(**fields)
+
+    def build(self) -> EnvTask:
+        """The task."""
+        return EnvTask(self)
+
+
+class EnvTask:
+    """A `Task` without problems to solve one by one; see this module."""
+
+    train = range(1)
+    held_out = range(1, 1)
+    verifier: VerifierSpec | None = None
+    correct_score = 0.0
+
+    def __init__(self, spec: EnvTaskSpec) -> None:
+        self.spec = spec
+        self.report = DataReport(spec.id)
+
+    @property
+    def task_id(self) -> str:
+        """The environment's name."""
+        return self.spec.id
+
+    def prompt_text(self, index: int) -> str:
+        """The specification as JSON."""
+        del index
+        return json.dumps(dataclasses.asdict(self.spec), sort_keys=True, default=str)
+
+    def answer_text(self, index: int) -> str | None:
+        """There is none."""
+        del index
+
+    def pair_texts(self, index: int) -> tuple[str, str] | None:
+        """There are none."""
+        del index
+
+    def score(self, index: int, response: str) -> float:
+        """Environments reward steps, not responses."""
+        raise NotImplementedError("an environment scores no responses; see EnvWorker")
+
+    def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
+        """There is no verifier."""
+        del index, response
+        return ()
+
+    def where(self, index: int) -> str:
+        """The environment's name."""
+        del index
+        return self.spec.id

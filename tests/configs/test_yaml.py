@@ -32,6 +32,9 @@ ALGORITHMS = sorted(path.stem for path in (CONFIGS / "algorithm").glob("*.yaml")
 ALGORITHMS.remove("own")  # it is complete only with a step
 
 
+IN_ENVIRONMENTS = ["algorithm=env_ppo", "model=mlp"]
+
+
 def model_folder(path: Path) -> Path:
     folder = path / "model"
     folder.mkdir()
@@ -45,7 +48,10 @@ def extra(option: Path, tmp_path: Path) -> list[str]:
         "algorithm/own": ["algorithm.step=penstock.algorithms.grpo:grpo_step"],
         "model/folder": [f"model.folder={model_folder(tmp_path)}"],
         "task/file": ["task.path=problems.jsonl"],
-        "task/gymnasium": ["task.id=CartPole-v1"],
+        "task/gymnasium": ["task.id=CartPole-v1", *IN_ENVIRONMENTS],
+        "task/cartpole": IN_ENVIRONMENTS,
+        "task/acrobot": IN_ENVIRONMENTS,
+        "task/pendulum": IN_ENVIRONMENTS,
         "executor/ray_split": ["schedule=one_step_off"],
     }.get(option.as_posix(), [])
 

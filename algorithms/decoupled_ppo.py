@@ -40,6 +40,6 @@ def decoupled_ppo_step(
     ref: Policy,
     reward: Reward,
     cfg: DecoupledPPO,
-) -> tuple[TrainMetrics, TrainMetrics, PerSample]:
+) -> tuple[TrainMetrics, TrainMetrics, PerSample | None]:
     """`ppo_step`, whose correction brings in one forward pass of the actor for today's weights."""
     return ppo_step(prompts, actor, critic, ref, reward, cfg)

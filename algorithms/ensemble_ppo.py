@@ -32,7 +32,7 @@ def ensemble_ppo_step(
     reward_b: Reward,
     reward_c: Reward,
     cfg: EnsemblePPO,
-) -> tuple[TrainMetrics, TrainMetrics, PerSample]:
+) -> tuple[TrainMetrics, TrainMetrics, PerSample | None]:
     """`ppo_step` with three rewards for one."""
     members = Ensemble(reward, reward_b, reward_c, rule=cfg.ensemble)
     return ppo_step(prompts, actor, critic, ref, members, cfg)

@@ -16,7 +16,7 @@ class KLReward:
     """How a score and the KL to a reference become a reward per token; see `kl_shaped_reward`."""
 
     kl_coef: float = 0.05
-    """Reward taken per nat of KL to the reference."""
+    """Reward taken per nat of KL to the reference; with 0 there is no reference."""
     kl_estimator: KLEstimator = "k1"
     """Which estimate of the KL."""
     score_clip: float | None = None
@@ -40,17 +40,20 @@ class KLReward:
         self,
         roll: Rollout,
         score: PerSample,
-        ref_logprob: PerToken,
+        ref_logprob: PerToken | None,
         *,
         kl_coef: float | None = None,
         no_eos: NoEos | None = None,
     ) -> PerToken:
-        """The reward of every sampled token of a rollout; what is given goes before the options."""
+        """The reward of every sampled token of a rollout; what is given goes before the options.
+
+        Without a `ref_logprob` there is no KL to take off.
+        """
         return kl_shaped_reward(
             score,
             roll.mask,
             logprob=roll.behavior_logprob,
-            ref_logprob=ref_logprob,
+            ref_logprob=roll.behavior_logprob if ref_logprob is None else ref_logprob,
             kl_coef=self.kl_coef if kl_coef is None else kl_coef,
             finished=roll.finished,
             kl_estimator=self.kl_estimator,

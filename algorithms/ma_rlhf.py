@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .kl import response_kl
+from .kl_score import reference_logprob, reported_kl
 from .macro_actions import MacroReward, MacroValue, Termination, macro_actions, macro_gae
 from .macro_losses import MacroPolicyBatch, MacroPolicyLoss
 from .ppo import PPO
@@ -54,12 +54,12 @@ class MARLHF(PPO):
 
 def ma_rlhf_step(
     prompts: Prompts, actor: Policy, critic: ValueModel, ref: Policy, reward: Reward, cfg: MARLHF
-) -> tuple[TrainMetrics, TrainMetrics, PerSample]:
+) -> tuple[TrainMetrics, TrainMetrics, PerSample | None]:
     """As `ppo_step`, with macro actions for tokens."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
     value = critic.value(roll.tokens, roll.mask)
-    ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
     macro_id = macro_actions(
         roll.tokens,
         roll.mask,
@@ -98,5 +98,5 @@ def ma_rlhf_step(
     critic_report = cfg.train_critic(
         critic, roll, roll.mask, value=value, target=target.value_target
     )
-    kl = response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob)
+    kl = reported_kl(roll, ref_logprob)
     return actor_report, critic_report, kl

@@ -41,7 +41,7 @@ class PFPPO(PPO):
 
 def pf_ppo_step(
     prompts: Prompts, actor: Policy, critic: ValueModel, ref: Policy, reward: Reward, cfg: PFPPO
-) -> tuple[TrainMetrics, TrainMetrics, PerSample]:
+) -> tuple[TrainMetrics, TrainMetrics, PerSample | None]:
     """Sample, score, filter, and learn from what is kept as PPO does."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)

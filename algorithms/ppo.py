@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from ..dataflow.ranges import check_range
 from .advantages import GaeTargets, Masking, gae, whiten
 from .end_state import bootstrap_of, with_end
-from .kl import response_kl
 from .kl_reward import KLReward
+from .kl_score import reference_logprob, reported_kl
 from .losses import ClippedPolicyLoss, ClippedValueLoss
 from .reductions import Variance
 from .roles import (
@@ -134,7 +134,7 @@ class PPO(KLReward, Updates):
 
 def ppo_step(
     prompts: Prompts, actor: Policy, critic: ValueModel, ref: Policy, reward: Reward, cfg: PPO
-) -> tuple[TrainMetrics, TrainMetrics, PerSample]:
+) -> tuple[TrainMetrics, TrainMetrics, PerSample | None]:
     """Sample, score, estimate advantages, and train actor and critic; reports the KL as well."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
@@ -143,16 +143,16 @@ def ppo_step(
 
 def learn(
     roll: Rollout, score: PerSample, actor: Policy, critic: ValueModel, ref: Policy, cfg: PPO
-) -> tuple[TrainMetrics, TrainMetrics, PerSample]:
+) -> tuple[TrainMetrics, TrainMetrics, PerSample | None]:
     """What PPO does with scored responses, for steps that come by theirs in another way."""
     roll, states = cfg.judged(roll)
     value = critic.value(roll.tokens, states)
-    ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
     shaped = cfg.token_reward(roll, score, ref_logprob)
     target = cfg.targets(roll, states, reward=shaped, value=value)
     advantage = cfg.scaled(target.advantage, roll.mask)
     return (
         train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
         cfg.train_critic(critic, roll, states, value=value, target=target.value_target),
-        response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob),
+        reported_kl(roll, ref_logprob),
     )

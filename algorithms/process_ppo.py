@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..dataflow.ranges import check_range
-from .kl import response_kl
+from .kl_score import reference_logprob, reported_kl
 from .ppo import PPO
 from .rewards import process_shaped_reward
 from .roles import PerSample, Policy, ProcessReward, Prompts, Reward, TrainMetrics, ValueModel
@@ -47,13 +47,13 @@ def process_ppo_step(
     reward: Reward,
     prm: ProcessReward,
     cfg: ProcessPPO,
-) -> tuple[TrainMetrics, TrainMetrics, PerSample]:
+) -> tuple[TrainMetrics, TrainMetrics, PerSample | None]:
     """As `ppo_step`, with the rewards of steps added."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
     steps = prm.score_steps(roll.tokens, roll.mask)
     value = critic.value(roll.tokens, roll.mask)
-    ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
     shaped = process_shaped_reward(
         cfg.token_reward(roll, score, ref_logprob),
         roll.mask,
@@ -68,5 +68,5 @@ def process_ppo_step(
     return (
         train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
         cfg.train_critic(critic, roll, roll.mask, value=value, target=target.value_target),
-        response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob),
+        reported_kl(roll, ref_logprob),
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ..dataflow.ranges import check_range
 from .advantages import broadcast_over_tokens, group_advantage, return_to_go, whiten
 from .kl_reward import KLReward
+from .kl_score import reference_logprob
 from .losses import ClippedPolicyLoss, ReferenceKLPolicyLoss
 from .reductions import Variance
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
@@ -54,9 +55,7 @@ def reinforce_pp_step(
     """Sample, score, and train on normalised returns to go."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
-    ref_logprob = roll.behavior_logprob
-    if cfg.kl_coef:
-        ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
     shaped = cfg.token_reward(roll, score, ref_logprob)
     to_go = return_to_go(shaped, roll.mask, discount=cfg.discount)
     advantage = whiten(to_go, roll.mask, variance=cfg.whitening_variance)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from ..dataflow.ranges import check_range
 from .advantages import KLPlacement, paired_baseline, remax_advantage
-from .kl import kl_estimate, response_kl
+from .kl import kl_estimate
+from .kl_score import reference_logprob, reported_kl
 from .losses import ClippedPolicyLoss
 from .roles import (
     PerSample,
@@ -35,7 +36,7 @@ class ReMax(Updates):
     sampling: Sampling = Sampling(max_new_tokens=53)
     """How responses are drawn."""
     kl_coef: float = 0.05
-    """Reward taken per nat of KL to the reference."""
+    """Reward taken per nat of KL to the reference; with 0 there is no reference."""
     kl_placement: KLPlacement = "own_token"
     """Which KL a token pays for: its own, or its own and that of all after it ("return_to_go")."""
     difference_clip: float | None = 5.0
@@ -62,16 +63,19 @@ class ReMax(Updates):
         score: PerSample,
         greedy: Rollout,
         greedy_score: PerSample,
-        ref_logprob: PerToken,
+        ref_logprob: PerToken | None,
     ) -> PerToken:
         """How much better each sample is than the greedy one, less the KL to the reference."""
+        kl = None
+        if ref_logprob is not None:
+            kl = kl_estimate(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob)
         return remax_advantage(
             score,
             roll.mask,
             greedy_score=paired_baseline(
                 roll.prompt_id, baseline=greedy_score, baseline_prompt_id=greedy.prompt_id
             ),
-            kl=kl_estimate(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob),
+            kl=kl,
             kl_coef=self.kl_coef,
             kl_placement=self.kl_placement,
             difference_clip=self.difference_clip,
@@ -81,15 +85,15 @@ class ReMax(Updates):
 
 def remax_step(
     prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, cfg: ReMax
-) -> tuple[TrainMetrics, PerSample]:
+) -> tuple[TrainMetrics, PerSample | None]:
     """Sample, score against the greedy response, and train; reports the KL as well."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
     greedy = actor.generate(prompts.prompt, prompts.prompt_id, cfg.greedy)
     greedy_score = reward.score(greedy.tokens, greedy.mask, greedy.prompt_id)
-    ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
     advantage = cfg.advantage(roll, score, greedy, greedy_score, ref_logprob)
     return (
         train_policy(actor, roll, advantage, cfg.loss, cfg),
-        response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob),
+        reported_kl(roll, ref_logprob),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .kl import response_kl
+from .kl_score import reference_logprob, reported_kl
 from .losses import ClippedValueLoss
 from .multiplier import Ascent, Multiplier, mixed_advantage
 from .ppo import PPO
@@ -65,14 +65,14 @@ def safe_rlhf_step(
     cost: Reward,
     multiplier: Multiplier,
     cfg: SafeRLHF,
-) -> tuple[TrainMetrics, TrainMetrics, TrainMetrics, TrainMetrics, PerSample, PerSample]:
+) -> tuple[TrainMetrics, TrainMetrics, TrainMetrics, TrainMetrics, PerSample, PerSample | None]:
     """As `ppo_step`, with a second stream of rewards; reports costs and the KL as well."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
     cost_score = cost.score(roll.tokens, roll.mask, roll.prompt_id)
     value = critic.value(roll.tokens, roll.mask)
     cost_value = cost_critic.value(roll.tokens, roll.mask)
-    ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
     shaped = cfg.token_reward(roll, score, ref_logprob, kl_coef=cfg.kl_share)
     costs = cfg.token_reward(roll, cost_score, ref_logprob, kl_coef=-cfg.kl_share, no_eos="none")
     target = cfg.targets(roll, roll.mask, reward=shaped, value=value)
@@ -93,5 +93,5 @@ def safe_rlhf_step(
         ),
         ascended,
         cost_score,
-        response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob),
+        reported_kl(roll, ref_logprob),
     )

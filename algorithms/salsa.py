@@ -23,6 +23,6 @@ class SALSA(PPO):
 
 def salsa_step(
     prompts: Prompts, actor: Policy, critic: ValueModel, ref: Policy, reward: Reward, cfg: SALSA
-) -> tuple[TrainMetrics, TrainMetrics, PerSample]:
+) -> tuple[TrainMetrics, TrainMetrics, PerSample | None]:
     """`ppo_step`; `ref` is the mean of two models."""
     return ppo_step(prompts, actor, critic, ref, reward, cfg)

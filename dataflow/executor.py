@@ -18,6 +18,7 @@ from .graph import Graph
 from .host import Host
 from .placement import DeviceGroup, Placement
 from .role import Role
+from .serving import Holdings, Served
 from .turns import Turns, needs_device, sleep_workers, wake_workers
 from .work import Handle, Part, Report, Work
 from .worker import WorkerContext, WorkerSpec, close_workers
@@ -31,6 +32,7 @@ __all__ = [
     "check_workers",
     "groups_of",
     "methods_of",
+    "servers_of",
 ]
 
 
@@ -141,6 +143,16 @@ def methods_of(programs: Mapping[str, Program], group: str, role: str) -> frozen
     return frozenset[str]().union(*found)
 
 
+def servers_of(programs: Mapping[str, Program]) -> dict[str, tuple[str, ...]]:
+    """Group that serves roles in any program -> the groups that it serves."""
+    found: dict[str, dict[str, None]] = {}
+    for program in programs.values():
+        for group in program.placement.groups:
+            for server in program.placement.served_roles(program.graph, group.name).values():
+                found.setdefault(server, {})[group.name] = None
+    return {server: tuple(clients) for server, clients in found.items()}
+
+
 def build_role(name: str, worker: WorkerSpec | Role, context: WorkerContext) -> Role:
     """The worker of a role, built if it was given as a spec."""
     built = worker.build(context) if isinstance(worker, WorkerSpec) else worker
@@ -181,31 +193,44 @@ class InProcess:
         """Build the roles of every group here. See `Executor.start`."""
         self._deadline_s = deadline_s
         roles: dict[tuple[str, str], Role] = {}
-        for key, program in programs.items():
+        for program in programs.values():
             for group in program.placement.groups:
                 if group.num_processes != 1:
                     raise PlanError(
                         f"group '{group.name}' has {group.num_processes} ranks, but the in-process "
                         "executor runs one; set executor=ray or num_ranks=1"
                     )
-                hosted = program.placement.hosted_roles(program.graph, group.name)
-                for role in hosted:
+                for role in program.placement.hosted_roles(program.graph, group.name):
                     if (group.name, role) not in roles:
                         methods = methods_of(programs, group.name, role)
                         context = WorkerContext(role, seed, device=group.device, methods=methods)
                         built = self._build(role, workers[role], context)
                         roles[group.name, role] = built
                         self._roles.setdefault(group.name, []).append(built)
-                self._hosts[key, group.name] = Host(
-                    program.graph,
-                    {role: roles[group.name, role] for role in hosted},
-                    program.placement.num_chunks,
-                    fetch=lambda handle: handle,
-                )
+        self._make_hosts(programs, roles)
         self._turns = Turns(groups_of(programs))
         for name, built in self._roles.items():
             if self._turns.shares(name):
                 sleep_workers(built)
+
+    def _make_hosts(
+        self, programs: Mapping[str, Program], roles: Mapping[tuple[str, str], Role]
+    ) -> None:
+        holdings = {group.name: Holdings(f"group '{group.name}'") for group in groups_of(programs)}
+        for key, program in programs.items():
+            graph, placement = program.graph, program.placement
+            for role, server in placement.serving(graph):
+                holdings[server].add(role, graph.roles[role], roles[server, role])
+            for group in placement.groups:
+                served = placement.served_roles(graph, group.name)
+                self._hosts[key, group.name] = Host(
+                    graph,
+                    {r: roles[group.name, r] for r in placement.hosted_roles(graph, group.name)},
+                    placement.num_chunks,
+                    lambda handle: handle,
+                    {r: Served(r, graph.roles[r], holdings[g].answer) for r, g in served.items()},
+                    holdings[group.name],
+                )
 
     def _hand_over(self, group: str) -> None:
         change = self._turns.take(group)

@@ -29,11 +29,13 @@ class WeightRead:
         role: The role read. Roles that are never trained have no version.
         offset: How many train calls of the role precede the node in the step function.
         lagged: True if the read may be up to `Schedule.max_lag` steps old (rollouts).
+        at: The group whose copy is read, if that is not the node's own: it serves the node.
     """
 
     role: str
     offset: int = 0
     lagged: bool = False
+    at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,3 +185,5 @@ def _check_reads(flow: Flow, node: FlowNode, trained: Mapping[str, int]) -> None
             )
         if read.role == node.trains and read.lagged:
             raise ValueError(f"{where} trains '{read.role}' and cannot read it lagged")
+        if read.at and read.at not in flow.groups:
+            raise ValueError(f"{where} reads '{read.role}' on '{read.at}', which is no group")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from .context import call_scope
 from .errors import StateError, WorkerError
 from .graph import Argument, Constant, Graph, Node, NodeKind, OutputColumn, Ref, RoleRef
 from .role import Metric, Role
+from .serving import Holdings, Served
 from .work import (
     AskWork,
     CallWork,
     ExportSlicesWork,
     ExportWork,
+    HoldWork,
     ImportSlicesWork,
     ImportWork,
     LayoutWork,
@@ -57,15 +60,25 @@ class Host:
         roles: The workers built here, by role name.
         num_chunks: Pieces into which whole-batch outputs are cut.
         fetch: Resolves a handle to the `Part` or `Weights` it stands for.
+        served: The roles that others serve here.
+        holdings: What is served from here; told which weights there are.
     """
 
     def __init__(
-        self, graph: Graph, roles: Mapping[str, Role], num_chunks: int, fetch: Fetch
+        self,
+        graph: Graph,
+        roles: Mapping[str, Role],
+        num_chunks: int,
+        fetch: Fetch,
+        served: Mapping[str, Served] | None = None,
+        holdings: Holdings | None = None,
     ) -> None:
         self.graph = graph
         self.roles = roles
         self.num_chunks = num_chunks
         self._fetch = fetch
+        self._served = served or {}
+        self._holdings = holdings or Holdings("this group")
 
     def perform(self, work: Work) -> Result:
         """Do one piece of work.
@@ -85,7 +98,10 @@ class Host:
             case ExportWork():
                 weights = self._trainable(work.role).export_weights()
             case ImportWork():
-                self._trainable(work.role).load_weights(self._fetch(work.weights))
+                with self._holdings.changing(work.role, work.version):
+                    self._trainable(work.role).load_weights(self._fetch(work.weights))
+            case HoldWork():
+                self._holdings.hold(work.role, work.version)
             case SaveStateWork():
                 self._stateful(work.role).save_state(Path(work.folder))
             case LoadStateWork():
@@ -131,7 +147,8 @@ class Host:
     def _call(self, work: CallWork) -> tuple[tuple[Part, ...], Mapping[str, Metric]]:
         node = self.graph[work.node]
         columns = _Columns(self.graph, {n: self._parts(h) for n, h in work.inputs.items()})
-        arguments = {name: self._bind(arg, columns) for name, arg in node.arguments}
+        versions = dict(work.versions)
+        arguments = {name: self._bind(arg, columns, versions) for name, arg in node.arguments}
         with call_scope(work.step, node.ordinal, work.behind):
             if node.function is not None:
                 with torch.no_grad():
@@ -139,24 +156,34 @@ class Host:
                 stored = self._store(node, columns, returned, work.chunk)
                 return stored, _reported(self.graph, node, stored)
             worker = self.roles[node.role or ""]
-            returned = getattr(worker, node.method or "")(**arguments)
+            with self._changing(node, versions):
+                returned = getattr(worker, node.method or "")(**arguments)
         metrics = drain_metrics(worker)
         if node.kind is NodeKind.TRAIN:
             return (), {**metrics, **returned.metrics}
         stored = self._store(node, columns, returned, work.chunk)
         return stored, {**metrics, **_reported(self.graph, node, stored)}
 
+    def _changing(self, node: Node, versions: Mapping[str, int]) -> AbstractContextManager[None]:
+        """While a node trains, nobody is served what it changes."""
+        if node.kind is not NodeKind.TRAIN or node.role is None:
+            return nullcontext()
+        return self._holdings.changing(node.role, versions.get(node.role, 0) + 1)
+
     def _parts(self, handles: Sequence[Any]) -> list[Part]:
         return [self._fetch(handle) for handle in handles]
 
-    def _bind(self, argument: Argument, columns: _Columns) -> Any:
+    def _bind(self, argument: Argument, columns: _Columns, versions: Mapping[str, int]) -> Any:
         if isinstance(argument, Ref):
             return columns.dense(argument)
         if isinstance(argument, RoleRef):
+            served = self._served.get(argument.role)
+            if served is not None:
+                return served.at(versions.get(argument.role, 0))
             return self.roles[argument.role]
         if isinstance(argument, Constant):
             return argument.value
-        fields = {name: self._bind(value, columns) for name, value in argument.fields}
+        fields = {name: self._bind(value, columns, versions) for name, value in argument.fields}
         return argument.table(**fields)
 
     def _store(

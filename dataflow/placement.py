@@ -7,11 +7,12 @@ the planner's; they reduce to a `Placement`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .errors import PlanError
-from .flow import Flow, FlowNode
+from .flow import Flow, FlowNode, WeightRead
 from .graph import Graph, Node, NodeKind
+from .serving import questions
 from .standin import nearest
 
 __all__ = [
@@ -40,6 +41,8 @@ class DeviceGroup:
         pipeline_parallel: Stages of a rank's layers.
         devices: Which devices its processes are on, by process; groups that name the same take
             turns. Empty for devices that no other group has.
+        served: Role -> the group that serves it here: nodes that are given the role ask there,
+            instead of a copy of their own. Rank r asks rank `r % num_ranks` of that group.
 
     Raises:
         PlanError: If there are more or fewer devices than processes, or one has two of them.
@@ -51,6 +54,7 @@ class DeviceGroup:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     devices: tuple[int, ...] = ()
+    served: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         if self.devices and len(set(self.devices)) != self.num_processes:
@@ -109,16 +113,36 @@ class Placement:
         return next(group for group in self.groups if group.name == name)
 
     def hosted_roles(self, graph: Graph, group: str) -> tuple[str, ...]:
-        """Roles that some node of the group reads: those the group must build."""
+        """Roles that some node reads in the group, or is served by it: those it must build."""
         return tuple(
             role
             for role in graph.roles
             if any(
-                self.nodes[node.name] == group and any(read.role == role for read in node.reads)
+                self.reads_at(node, role) == group
                 for node in graph.nodes
-                if node.kind is not NodeKind.SOURCE
+                if node.kind is not NodeKind.SOURCE and any(r.role == role for r in node.reads)
             )
         )
+
+    def reads_at(self, node: Node, role: str) -> str:
+        """The group whose copy of a role a node reads."""
+        group = self.nodes[node.name]
+        return self.group(group).served.get(role, group)
+
+    def served_roles(self, graph: Graph, group: str) -> dict[str, str]:
+        """Role -> the group that serves it to nodes of `group`."""
+        return {
+            read.role: self.reads_at(node, read.role)
+            for node in graph.nodes
+            if node.kind is not NodeKind.SOURCE and self.nodes[node.name] == group
+            for read in node.reads
+            if self.reads_at(node, read.role) != group
+        }
+
+    def serving(self, graph: Graph) -> tuple[tuple[str, str], ...]:
+        """Every role that is served, with the group that serves it."""
+        found = (self.served_roles(graph, group.name).items() for group in self.groups)
+        return tuple(dict.fromkeys(pair for pairs in found for pair in pairs))
 
     def methods(self, graph: Graph, group: str, role: str) -> frozenset[str]:
         """What the nodes of a group ask of a role."""
@@ -157,6 +181,48 @@ def _check_state(graph: Graph, placement: Placement) -> None:
                 f"role '{role}' keeps state, but is asked on groups {sorted(hosts)}; its state has "
                 "one home: put all nodes that call it, or are given it, on one group"
             )
+
+
+def _check_served(graph: Graph, placement: Placement) -> None:
+    """Who serves whom must be able to, at any time."""
+    names = {group.name for group in placement.groups}
+    shares = sharing(placement.groups)
+    for group in placement.groups:
+        for role, server in group.served.items():
+            if server not in names:
+                raise PlanError(
+                    f"group '{group.name}' is served '{role}' by group '{server}', which is not "
+                    f"declared; {nearest(server, names)}"
+                )
+        for role, server in placement.served_roles(graph, group.name).items():
+            questions(role, graph.roles[role])
+            what = f"group '{server}' cannot serve '{role}' to group '{group.name}': "
+            wrong = _cannot_serve(graph, placement, role, group, placement.group(server))
+            if wrong or server in shares:
+                raise PlanError(
+                    what + (wrong or "it shares devices, so it sleeps; give it its own")
+                )
+
+
+def _cannot_serve(
+    graph: Graph, placement: Placement, role: str, group: DeviceGroup, server: DeviceGroup
+) -> str:
+    """Why a group cannot serve a role to another, or nothing."""
+    called = [
+        n.name for n in graph.nodes if n.role == role and placement.nodes[n.name] == group.name
+    ]
+    if graph.roles[role].keeps_state:
+        return "it keeps state, and is asked where that is"
+    if called:
+        return f"'{called[0]}' needs a copy there; place that node on another group"
+    if role in server.served:
+        return f"it is itself served by '{server.served[role]}'"
+    if server.num_processes != server.num_ranks:
+        return (
+            f"a rank of it is {server.num_processes // server.num_ranks} processes, and questions "
+            "are answered by one; set tensor_parallel=1 and pipeline_parallel=1"
+        )
+    return ""
 
 
 def sharing(groups: Sequence[DeviceGroup]) -> dict[str, frozenset[str]]:
@@ -230,9 +296,14 @@ def _flow_node(graph: Graph, node: Node, placement: Placement) -> FlowNode:
         chunked=node.scope != "batch",
         group="" if node.kind is NodeKind.SOURCE else placement.nodes[node.name],
         inputs=tuple(dict.fromkeys(ref.node for _, ref in node.inputs)),
-        reads=tuple(read for read in node.reads if read.role in trained),
+        reads=tuple(_read(node, read, placement) for read in node.reads if read.role in trained),
         trains=node.role if node.kind is NodeKind.TRAIN else None,
     )
+
+
+def _read(node: Node, read: WeightRead, placement: Placement) -> WeightRead:
+    at = placement.reads_at(node, read.role)
+    return read if at == placement.nodes[node.name] else replace(read, at=at)
 
 
 def check_placement(graph: Graph, placement: Placement) -> None:
@@ -265,6 +336,7 @@ def check_placement(graph: Graph, placement: Placement) -> None:
                 "all its train nodes on one group"
             )
     _check_state(graph, placement)
+    _check_served(graph, placement)
     most = max(group.num_ranks for group in placement.groups)
     if placement.num_chunks < most:
         raise PlanError(

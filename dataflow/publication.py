@@ -71,7 +71,7 @@ class Publication:
     def take(self, role: str, home: str, group: str, weights: Handle, version: int) -> Work:
         """For all ranks of a copy's group; `weights` is what the export left."""
         if role not in self._takers:
-            return ImportWork(role, weights)
+            return ImportWork(role, weights, version)
         slices = weights if isinstance(weights, tuple) else (weights,)
         return ImportSlicesWork(role, group, self._known(role, home).gives, slices, version)
 

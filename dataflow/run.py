@@ -49,6 +49,7 @@ from .spans import TaskSpan
 from .work import (
     CallWork,
     Handle,
+    HoldWork,
     LoadPartWork,
     LoadStateWork,
     Report,
@@ -158,6 +159,7 @@ class Run:
             if self._point:
                 self._restore(self._point)
             self._share_weights(list(self._trained))
+            self._say_versions()
             yield from self._drive()
 
     def _drive(self) -> Generator[StepResult]:
@@ -366,6 +368,12 @@ class Run:
             for group in replicas:
                 take = self._publication.take(role, home, group, weights, version)
                 self._now(group, self._on_all(group, take))
+
+    def _say_versions(self) -> None:
+        """Tell whoever serves a role what its weights count as in this run."""
+        for role, group in self._placement.serving(self._graph):
+            work = HoldWork(role, self.scheduler.version_of(role))
+            self._now(group, self._on_all(group, work))
 
     def _hosts(self, role: str) -> list[str]:
         """The groups where this program has a copy of the role."""

@@ -17,7 +17,7 @@ class ReadRule:
     Attributes:
         node: Index of the node in the flow.
         role: A trainable role.
-        group: Where the node runs, hence which instance it reads.
+        group: Where the copy is that it reads: where the node runs, or which group serves it.
         per_step: Versions made per step.
         offset: Versions made in the step before the node.
         lag: Steps by which the read is behind; 0 for an exact read.
@@ -83,7 +83,7 @@ def _node_rules(flow: Flow, schedule: Schedule, i: int, ahead: bool) -> tuple[Re
             ReadRule(
                 node=i,
                 role=read.role,
-                group=node.group,
+                group=read.at or node.group,
                 per_step=flow.trains_per_step[read.role],
                 offset=read.offset,
                 lag=lag,

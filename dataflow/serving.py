@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, get_type_hints, runtime_checkable
 
@@ -96,6 +97,13 @@ class Holdings:
         if role in self._workers:
             with self._lock:
                 self._versions[role] = version
+
+    @contextmanager
+    def changing(self, role: str, version: int) -> Generator[None]:
+        """While weights change nobody is answered; afterwards they are `version`."""
+        self.hold(role, None)
+        yield
+        self.hold(role, version)
 
     def answer_all(self, asked: Sequence[Question]) -> list[Any]:
         """Answer questions, in order; those that can be are answered together.

@@ -22,6 +22,7 @@ __all__ = [
     "ExportWork",
     "Handle",
     "HeldLayout",
+    "HoldWork",
     "ImportSlicesWork",
     "ImportWork",
     "LayoutWork",
@@ -76,10 +77,19 @@ class ExportWork:
 
 @dataclass(frozen=True)
 class ImportWork:
-    """Replace a role's weights by a snapshot."""
+    """Replace a role's weights by a snapshot of some version."""
 
     role: str
     weights: Handle
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class HoldWork:
+    """Count the weights of a role that is served as this version, from now on."""
+
+    role: str
+    version: int
 
 
 @dataclass(frozen=True)
@@ -188,6 +198,7 @@ Work = (
     | AskWork
     | ExportWork
     | ImportWork
+    | HoldWork
     | LayoutWork
     | ExportSlicesWork
     | ImportSlicesWork

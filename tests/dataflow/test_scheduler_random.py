@@ -84,7 +84,8 @@ def _node(
         reads = tuple(WeightRead(r, trained.get(r, 0)) for r in read if r != role)
         return FlowNode(f"n{i}", "train", False, homes[role], inputs, reads, role)
     kind: NodeKind = draw(st.sampled_from(["op", "forward", "rollout"]))
-    reads = tuple(WeightRead(r, trained.get(r, 0), kind == "rollout") for r in read)
+    served = st.sampled_from(["", "", *groups])
+    reads = tuple(WeightRead(r, trained.get(r, 0), kind == "rollout", draw(served)) for r in read)
     group, chunked = draw(st.sampled_from(groups)), draw(st.booleans())
     return FlowNode(f"n{i}", kind, chunked, group, inputs, reads if kind != "op" else ())
 
@@ -163,7 +164,7 @@ class Shell:
         self.stored: set[Output] = set()
         self.snapshots: set[tuple[str, int]] = set()
         self.holds = {
-            (read.role, node.group): first_step * flow.trains_per_step[read.role]
+            (read.role, read.at or node.group): first_step * flow.trains_per_step[read.role]
             for node in flow.nodes
             for read in (*node.reads, *([WeightRead(node.trains)] if node.trains else []))
             if read.role in flow.homes
@@ -202,9 +203,9 @@ class Shell:
         for name in node.inputs:
             for part in range(self.flow.num_chunks) if task.chunk is None else (task.chunk,):
                 assert Output(name, task.step, part) in self.stored
-        roles = {read.role for read in node.reads if read.role in self.flow.homes}
-        roles |= {node.trains} if node.trains else set()
-        assert dict(versions) == {role: self.holds[role, node.group] for role in roles}
+        where = {r.role: r.at or node.group for r in node.reads if r.role in self.flow.homes}
+        where |= {node.trains: node.group} if node.trains else {}
+        assert dict(versions) == {role: self.holds[role, group] for role, group in where.items()}
 
     def on_RunCall(self, message: RunCall) -> None:
         node = self.nodes[message.node]
@@ -295,8 +296,13 @@ def assert_only_needed_weights_move(
     flow: Flow, scheduler: Recorded, reads: dict[NodeTask, Versions]
 ) -> None:
     """Every load is read, every publication is loaded, nothing is loaded twice."""
+    at = {(node.name, read.role): read.at for node in flow.nodes for read in node.reads}
     groups = {node.name: node.group for node in flow.nodes}
-    read = {(r, v, groups[task.node]) for task, versions in reads.items() for r, v in versions}
+    read = {
+        (role, version, at.get((task.node, role)) or groups[task.node])
+        for task, versions in reads.items()
+        for role, version in versions
+    }
     done = [message.task for message in scheduler.trace if isinstance(message, TaskDone)]
     loads = [(t.role, t.version, t.group) for t in done if isinstance(t, Load)]
     published = [(t.role, t.version) for t in done if isinstance(t, Publish)]

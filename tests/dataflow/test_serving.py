@@ -7,9 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from penstock.dataflow.engine import Engine, StepResult
 from penstock.dataflow.errors import PlanError, WorkerError
+from penstock.dataflow.executor import Program
+from penstock.dataflow.placement import DeviceGroup, Placement, flow_of
 from penstock.dataflow.role import Role, call
+from penstock.dataflow.schedule import Schedule
 from penstock.dataflow.serving import Array, Holdings, Question, Served, questions
+
+from . import watched
 
 
 @dataclass(frozen=True)
@@ -136,3 +142,89 @@ def test_a_contract_without_questions_cannot_be_served() -> None:
         questions("silent", Silent)
     with pytest.raises(PlanError, match="'Odd.guess' returns <class 'float'>"):
         questions("odd", Odd)
+
+
+def seen(steps: list[StepResult]) -> list[float]:
+    return [step.metrics["model.train/seen"] for step in steps]
+
+
+@pytest.mark.parametrize("server", [None, "desk", "main"])
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def test_who_answers_changes_nothing(server: str | None, max_lag: int) -> None:
+    placement = watched.placed(server)
+    look = Program(watched.LOOK, watched.on(placement, watched.LOOK))
+    engine = Engine(
+        watched.WATCH,
+        placement,
+        workers=watched.WORKERS,
+        schedule=Schedule(max_lag=max_lag),
+        also={"look": look},
+    )
+    with engine:
+        steps = list(engine.run(watched.SOURCES, 4))
+        assert seen(steps) == [100.0 * max(0, step - max_lag) + 1.5 for step in range(4)]
+        (looked,) = engine.run(watched.SOURCES, 1, program="look")
+        assert looked.metrics["watcher.watch/mean"] == 401.5  # versions count from 0 again
+        (again,) = engine.run(watched.SOURCES, 1)
+        assert seen([again]) == [401.5]
+
+
+def test_what_is_read_is_the_serving_group_s_copy() -> None:
+    placement = watched.placed("desk")
+    assert placement.hosted_roles(watched.WATCH, "watch") == ("watcher",)
+    assert placement.hosted_roles(watched.WATCH, "desk") == ("model",)
+    assert placement.serving(watched.WATCH) == (("model", "desk"),)
+    watch = next(n for n in flow_of(watched.WATCH, placement).nodes if n.name == "watcher.watch")
+    assert [(read.role, read.at) for read in watch.reads] == [("model", "desk")]
+
+
+def moved(**groups: DeviceGroup) -> Placement:
+    placement = watched.placed("desk")
+    changed = tuple(groups.get(group.name, group) for group in placement.groups)
+    return Placement(changed, placement.nodes, num_chunks=2)
+
+
+SERVED = {"model": "desk"}
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (
+            moved(watch=DeviceGroup("watch", served={"model": "desc"})),
+            "group 'watch' is served 'model' by group 'desc', which is not declared; did you mean "
+            "'desk'?",
+        ),
+        (
+            moved(watch=DeviceGroup("watch", served={"watcher": "desk"})),
+            "role 'watcher' cannot be served: its contract Watcher has no method beside those that "
+            "steps call, so whoever is given it has nothing to ask",
+        ),
+        (
+            moved(desk=DeviceGroup("desk", tensor_parallel=2)),
+            "group 'desk' cannot serve 'model' to group 'watch': a rank of it is 2 processes, and "
+            "questions are answered by one; set tensor_parallel=1 and pipeline_parallel=1",
+        ),
+        (
+            moved(desk=DeviceGroup("desk", served={"model": "main"})),
+            "group 'desk' cannot serve 'model' to group 'watch': it is itself served by 'main'",
+        ),
+        (
+            moved(desk=DeviceGroup("desk", devices=(0,)), main=DeviceGroup("main", devices=(0,))),
+            "group 'desk' cannot serve 'model' to group 'watch': it shares devices, so it sleeps; "
+            "give it its own",
+        ),
+        (
+            Placement(
+                (DeviceGroup("all", served=SERVED), DeviceGroup("desk")),
+                {"watcher.watch": "all", "model.train": "all"},
+            ),
+            "group 'desk' cannot serve 'model' to group 'all': 'model.train' needs a copy there; "
+            "place that node on another group",
+        ),
+    ],
+)
+def test_a_group_that_cannot_serve_is_refused(placement: Placement, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        flow_of(watched.WATCH, placement)
+    assert str(caught.value) == message

@@ -1,0 +1,52 @@
+"""Actors without weights, and rollouts by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from penstock.algorithms.env_roles import Actor, Acts, Trajectories
+from penstock.dataflow.context import step_scope
+from penstock.dataflow.worker import WorkerContext
+from penstock.workers.envs.rows import EnvRowSource
+from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
+
+__all__ = ["NoisyActor", "env_worker", "roll"]
+
+
+class NoisyActor(Actor):
+    """Takes the choice that the noise falls on, whatever it sees, or the noise itself."""
+
+    def __init__(self, num_choices: int | None = 2) -> None:
+        self._num_choices = num_choices
+
+    def act(self, obs: Any, noise: Any, action_mask: Any) -> Acts:
+        scale = self._num_choices or 1
+        action = np.floor(noise * scale) if self._num_choices else noise
+        return Acts(action.astype(np.float32), np.full(len(obs), -0.5, np.float32))
+
+
+def env_worker(spec: EnvSpec, seed: int = 1) -> EnvWorker:
+    """A worker of its own."""
+    return EnvWorkerSpec(env=spec).build(WorkerContext("env", seed))
+
+
+def roll(
+    worker: EnvWorker,
+    step: int,
+    *,
+    num_envs: int = 4,
+    group_size: int = 2,
+    horizon: int = 8,
+    actor: Actor | None = None,
+    groups: tuple[int, ...] | None = None,
+) -> Trajectories:
+    """One rollout of all environments, or of some groups of them."""
+    rows = EnvRowSource(num_envs, group_size).batch(step)
+    env, group = rows.env, rows.group
+    if groups is not None:
+        chosen = (group[:, None] == group.new_tensor(groups)).any(dim=1)
+        env, group = env[chosen], group[chosen]
+    with step_scope(step):
+        return worker.rollout(env, group, actor or NoisyActor(), horizon=horizon)

@@ -1,0 +1,161 @@
+"""Rollouts: what they show at the ends of episodes, what they depend on, and going on elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from penstock.dataflow.errors import StateError
+from penstock.workers.envs.normalise import Normalisation
+from penstock.workers.envs.spec import EnvSpec
+
+from .acting import NoisyActor, env_worker, roll
+
+COUNTING = EnvSpec(id="toys/Counting-v0", options={"length": 3})
+CARTPOLE = EnvSpec(id="CartPole-v1")
+SINGLE = EnvSpec(id="CartPole-v1", vectorized=False)
+SCALED = EnvSpec(
+    id="CartPole-v1",
+    vectorized=False,
+    normalisation=Normalisation(observations=True, rewards=True),
+)
+PENDULUM = EnvSpec(id="Pendulum-v1", options={})
+ALL = pytest.mark.parametrize(
+    "spec", [COUNTING, CARTPOLE, SINGLE, SCALED, PENDULUM], ids=lambda s: s.id
+)
+
+
+def actor_for(spec: EnvSpec) -> NoisyActor:
+    return NoisyActor(None if spec is PENDULUM else 2)
+
+
+def equal(one: object, other: object) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(vars(one).values(), vars(other).values(),
+                                                 strict=True))  # fmt: skip
+
+
+def test_the_step_after_an_episode_shows_where_it_ended_and_does_not_count() -> None:
+    traj = roll(env_worker(COUNTING), 0, num_envs=1, group_size=1)
+    assert traj.obs[0, :, 0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert traj.terminated[0].tolist() == [False, False, True, False, False, False, True, False]
+    assert traj.mask[0].tolist() == [True, True, True, False, True, True, True, False]
+    assert traj.reward[0].tolist() == [1, 1, 1, 0, 1, 1, 1, 0]
+    assert not traj.truncated.any()
+    assert traj.last_obs[0, 0] == 0
+
+
+def test_an_episode_that_ends_with_a_rollout_is_reset_in_the_next() -> None:
+    worker = env_worker(COUNTING)
+    first = roll(worker, 0, num_envs=1, group_size=1, horizon=3)
+    assert first.terminated[0, -1]
+    assert first.last_obs[0, 0] == 3
+    second = roll(worker, 1, num_envs=1, group_size=1, horizon=3)
+    assert second.mask[0].tolist() == [False, True, True]
+    assert second.obs[0, :, 0].tolist() == [3, 0, 1]
+
+
+def test_time_limits_truncate() -> None:
+    limited = EnvSpec(id="toys/Counting-v0", options={"length": 3, "truncates": True})
+    traj = roll(env_worker(limited), 0, num_envs=1, group_size=1, horizon=4)
+    assert traj.truncated[0].tolist() == [False, False, True, False]
+    assert not traj.terminated.any()
+
+
+def test_metrics_count_whole_episodes_over_rollouts_without_resets() -> None:
+    worker = env_worker(COUNTING)
+    roll(worker, 0, num_envs=1, group_size=1, horizon=2)
+    assert worker.metrics["episodes"].value == 0
+    worker.metrics.clear()
+    roll(worker, 1, num_envs=1, group_size=1, horizon=6)
+    found = {name: metric.value for name, metric in worker.metrics.items()}
+    assert found == {
+        "episode_return": 3.0,
+        "episode_length": 3.0,
+        "episodes": 2.0,
+        "env_steps": 4.0,
+        "env_restarts": 0.0,
+    }
+
+
+def test_returns_are_counted_before_rewards_are_scaled() -> None:
+    worker = env_worker(SCALED)
+    traj = roll(worker, 0, horizon=64)
+    assert worker.metrics["episode_return"].value == worker.metrics["episode_length"].value
+    assert set(traj.reward.unique().tolist()) != {0.0, 1.0}
+    assert traj.obs.abs().max() <= 10
+
+
+@ALL
+def test_a_group_does_the_same_in_any_worker(spec: EnvSpec) -> None:
+    together, alone = env_worker(spec), env_worker(spec)
+    for step in range(2):
+        both = roll(together, step, actor=actor_for(spec), horizon=30)
+        second = roll(alone, step, actor=actor_for(spec), horizon=30, groups=(1,))
+        assert equal(second, type(both)(**{k: v[2:] for k, v in vars(both).items()}))
+
+
+@ALL
+def test_another_seed_does_something_else(spec: EnvSpec) -> None:
+    one = roll(env_worker(spec, 1), 0, actor=actor_for(spec))
+    other = roll(env_worker(spec, 2), 0, actor=actor_for(spec))
+    assert not torch.equal(one.obs, other.obs)
+
+
+@ALL
+def test_what_was_saved_goes_on_bit_for_bit_in_other_workers(spec: EnvSpec, tmp_path: Path) -> None:
+    worker = env_worker(spec)
+    for step in range(2):
+        roll(worker, step, actor=actor_for(spec), horizon=17)
+    worker.save_state(tmp_path)
+    expected = roll(worker, 2, actor=actor_for(spec), horizon=25)
+    parts = []
+    for group in (0, 1):
+        other = env_worker(spec)
+        other.load_state(tmp_path)
+        parts.append(roll(other, 2, actor=actor_for(spec), horizon=25, groups=(group,)))
+    assert equal(
+        expected,
+        type(expected)(**{k: torch.cat([vars(p)[k] for p in parts]) for k in vars(expected)}),
+    )
+
+
+def test_an_environment_that_does_not_repeat_itself_is_not_resumed(tmp_path: Path) -> None:
+    worker = env_worker(COUNTING)
+    roll(worker, 0, horizon=2)
+    worker.save_state(tmp_path)
+    file = tmp_path / "group-0.json"
+    state = json.loads(file.read_text())
+    state["envs"]["envs"][1]["obs"] = "of another run"
+    file.write_text(json.dumps(state))
+    worker.load_state(tmp_path)
+    with pytest.raises(StateError, match=r"environment 1 of 'toys/Counting-v0' \(seed \d+\) shows "
+                       "something else after the 2 actions of its episode"):  # fmt: skip
+        roll(worker, 1)
+
+
+def test_no_step_may_be_left_out() -> None:
+    worker = env_worker(COUNTING)
+    roll(worker, 0)
+    with pytest.raises(StateError, match="asked for step 2 after step 0"):
+        roll(worker, 2)
+
+
+def test_a_group_keeps_its_environments() -> None:
+    worker = env_worker(COUNTING)
+    roll(worker, 0)
+    with pytest.raises(StateError, match=r"group 0 of role 'env' has environments \[0, 1\], but"):
+        roll(worker, 1, num_envs=3, group_size=3)
+
+
+def test_no_rows_make_no_rows() -> None:
+    traj = roll(env_worker(COUNTING), 0, groups=())
+    assert traj.obs.shape == (0, 8, 2)
+    assert traj.action_mask.shape == (0, 8, 0)
+
+
+def test_allowed_choices_are_a_column() -> None:
+    masked = EnvSpec(id="toys/Counting-v0", masked=True)
+    traj = roll(env_worker(masked), 0, horizon=4)
+    assert traj.action_mask.tolist() == [[[True, False, True]] * 4] * 4

@@ -39,6 +39,7 @@ __all__ = [
     "corrected",
     "effective_sample_size",
     "rollout_weight",
+    "self_normalized",
     "weighted_advantage",
     "with_rollout_logprob",
 ]
@@ -68,11 +69,12 @@ class CorrectedReferencePolicyBatch(ReferencePolicyBatch):
 class RolloutCorrection:
     """How importance weights between trainer and rollout engine are bounded."""
 
-    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"] = (
         "token_truncate"
     )
     """Weights per token or of whole responses (the product over their tokens), cut off at `cap`, or
-    set to 0 outside `floor` and `cap`."""
+    set to 0 outside `floor` and `cap`. "none": no weights; the loss's ratio is against what the
+    trainer says, and nothing makes up for rollouts of older weights, which are refused."""
     cap: float | None = 2.0
     """Largest weight; None for no bound."""
     floor: float = 0.0
@@ -81,6 +83,8 @@ class RolloutCorrection:
     """Responses whose geometric mean weight per token is below this are left out as well."""
     mean_cap: float | None = None
     """So are those where it is above this; 1.01 with a floor of 0.99 is usual, None for neither."""
+    self_normalized: bool = False
+    """Divide weights by their mean over the batch's tokens."""
 
     def __post_init__(self) -> None:
         check_range(self, "floor", "mean_floor", at_least=0)
@@ -113,6 +117,8 @@ def rollout_weight(
     check_token_columns(mask, logprob=logprob, behavior_logprob=behavior_logprob)
     log_ratio = zero_where_masked_out(logprob - behavior_logprob, mask).detach()
     of_row = log_ratio.sum(1, keepdim=True)
+    if correction.mode == "none":
+        return mask.to(log_ratio)
     weight = (of_row.expand_as(log_ratio) if correction.mode.startswith("seq") else log_ratio).exp()
     if correction.mode.endswith("truncate"):
         weight = weight.clamp(max=math.inf if correction.cap is None else correction.cap)
@@ -126,6 +132,13 @@ def rollout_weight(
 
 def _between(weight: Tensor, floor: float, cap: float | None) -> Tensor:
     return (weight >= floor) & (weight <= (math.inf if cap is None else cap))
+
+
+@op(scope="batch")
+def self_normalized(weight: PerToken, mask: TokenMask) -> PerToken:
+    """Weights over their mean of all sampled tokens: f32[rows, T], as they are if all are 0."""
+    mean = weight[mask].double().mean() if bool(mask.any()) else weight.double().sum()
+    return (weight / torch.where(mean > 0, mean, 1.0)).to(weight)
 
 
 def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
@@ -162,12 +175,16 @@ def corrected(
     if correction is None:
         return roll.behavior_logprob, advantage
     logprob = actor.logprob(roll.tokens, roll.mask, temperature=temperature)
+    if correction.mode == "none":
+        return logprob, advantage
     weight = rollout_weight(
         roll.mask,
         logprob=logprob,
         behavior_logprob=roll.behavior_logprob,
         correction=correction,
     )
+    if correction.self_normalized:
+        weight = self_normalized(weight, roll.mask)
     return logprob, weighted_advantage(advantage, weight)
 
 

@@ -85,7 +85,7 @@ def train_policy(
     )
     if ref_logprob is not None:
         batch = ReferencePolicyBatch(**vars(batch), ref_logprob=ref_logprob)
-    if cfg.correction is not None:
+    if cfg.correction is not None and cfg.correction.mode != "none":
         batch = with_rollout_logprob(batch, roll.behavior_logprob)
     return actor.train(
         loss,

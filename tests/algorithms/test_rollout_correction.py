@@ -12,11 +12,13 @@ from penstock.algorithms.rollout_correction import (
     RolloutCorrection,
     effective_sample_size,
     rollout_weight,
+    self_normalized,
 )
-from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.check import check_lag
+from penstock.dataflow.errors import ConfigError, FlowError
 from penstock.dataflow.graph import Ref
 from penstock.launch.compose import load_step, step_cfg
-from penstock.launch.stages import stages_of
+from penstock.launch.stages import record, stages_of
 from torch import Tensor, tensor
 
 from .configured import NAMES, composed
@@ -125,3 +127,29 @@ def test_every_algorithm_that_samples_takes_a_correction_or_refuses_it(name: str
     assert trained["batch.advantage"] == Ref("weighted_advantage", "out")
     assert trained["batch.behavior_logprob"] == weighed["logprob"] == Ref("actor.logprob", "out")
     assert trained["batch.rollout_logprob"] == weighed["behavior_logprob"]
+
+
+def test_weights_may_be_divided_by_their_mean() -> None:
+    weight, mask = tensor([[4.0, 2, 9]]), tensor([[True, True, False]])
+    assert self_normalized(weight, mask)[mask].tolist() == pytest.approx([4 / 3, 2 / 3])
+    assert not self_normalized(0 * weight, mask).any()
+    assert not self_normalized(weight, ~mask & mask).isnan().any()
+
+
+def test_the_trainer_s_numbers_without_weights_and_weights_of_mean_1() -> None:
+    """The one has no weights, so old rollouts are refused; the other divides by a mean."""
+    word = "+algorithm.cfg.correction={mode: none}"
+    graph = record(composed("grpo", word).algorithm, "algorithm")
+    train = dict(graph["actor.train"].inputs)
+    assert train["batch.behavior_logprob"].node == "actor.logprob"
+    assert train["batch.advantage"].node == "broadcast_over_tokens"
+    check_lag(graph, 0)
+    with pytest.raises(FlowError, match="may see samples up to 1 optimizer step"):
+        check_lag(graph, 1)
+    word = "+algorithm.cfg.correction={self_normalized: true}"
+    graph = record(composed("grpo", word).algorithm, "algorithm")
+    check_lag(graph, 1)
+    assert dict(graph["weighted_advantage"].inputs)["weight"].node == "self_normalized"
+    mode_none = RolloutCorrection(mode="none")
+    weight = rollout_weight(MASK, logprob=TRAINER, behavior_logprob=BEHAVIOR, correction=mode_none)
+    assert torch.equal(weight, torch.ones(1, 4))

@@ -1,7 +1,7 @@
 """Weights that are asked where they are served, instead of where they are read.
 
 A call that is given a role asks it *questions*: methods of its contract that no step may call,
-which take arrays and return a dataclass of arrays. Usually the group that makes the call holds a
+which take arrays and return a named tuple of arrays. Usually the group that makes the call holds a
 copy of the role. It need not: another group can serve it, and the call is given a stand-in, whose
 questions go there. Either way the call reads one version of the weights. A question says which, and
 is refused by whoever holds another; the scheduler keeps the version in place until the call ends.
@@ -11,7 +11,6 @@ This module knows nothing of how a question travels: see `Ask`.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -220,7 +219,7 @@ def _asking(name: str, signature: inspect.Signature, returns: type[Any]) -> Call
 
 
 def questions(role: str, contract: type[Role]) -> Mapping[str, type[Any]]:
-    """The questions of a contract, with the dataclass that each returns.
+    """The questions of a contract, with the named tuple that each returns.
 
     Raises:
         PlanError: If there are none, or one returns something else.
@@ -230,10 +229,10 @@ def questions(role: str, contract: type[Role]) -> Mapping[str, type[Any]]:
         if name.startswith("_") or call_spec(method) is not None:
             continue
         returns = get_type_hints(method).get("return")
-        if not (isinstance(returns, type) and dataclasses.is_dataclass(returns)):
+        if not (isinstance(returns, type) and issubclass(returns, tuple)):
             raise PlanError(
                 f"role '{role}' cannot be served: '{contract.__name__}.{name}' returns "
-                f"{returns!r}, and a question returns a dataclass of arrays"
+                f"{returns!r}, and a question returns a NamedTuple of arrays"
             )
         found[name] = returns
     if not found:

@@ -11,7 +11,6 @@ with their HMAC-SHA256 under the token.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import hmac
 import json
@@ -172,18 +171,18 @@ def question_from(frame: Frame) -> Question:
 
 
 def answer_frame(answer: Any) -> bytes:
-    """An answer, a dataclass of arrays, as bytes.
+    """An answer, a named tuple of arrays, as bytes.
 
     Raises:
         WorkerError: If it is something else.
     """
-    if not dataclasses.is_dataclass(answer) or isinstance(answer, type):
-        raise WorkerError(f"the answer is a {type(answer).__name__}, no dataclass of arrays")
-    arrays = [getattr(answer, field.name) for field in dataclasses.fields(answer)]
-    for field, array in zip(dataclasses.fields(answer), arrays, strict=True):
+    if not isinstance(answer, tuple):
+        raise WorkerError(f"the answer is a {type(answer).__name__}, no named tuple of arrays")
+    arrays: tuple[Any, ...] = answer
+    for index, array in enumerate(arrays):
         if array is not None and not isinstance(array, np.ndarray):
             raise WorkerError(
-                f"'{type(answer).__name__}.{field.name}' is a {type(array).__name__}, no array"
+                f"entry {index} of the answer is a {type(array).__name__}, which is no array"
             )
     return _encode({}, arrays)
 
@@ -201,9 +200,9 @@ def answer_from(frame: Frame, returns: type[Any]) -> Any:
     """
     if "error" in frame.header:
         raise WorkerError(str(frame.header["error"]))
-    fields = dataclasses.fields(returns)
-    if len(fields) != len(frame.arrays):
+    num_fields = len(returns._fields)
+    if num_fields != len(frame.arrays):
         raise WorkerError(
-            f"an answer has {len(frame.arrays)} arrays; {returns.__name__} has {len(fields)}"
+            f"an answer has {len(frame.arrays)} arrays; {returns.__name__} has {num_fields}"
         )
     return returns(*frame.arrays)

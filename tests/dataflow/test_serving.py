@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,8 +18,7 @@ from penstock.dataflow.serving import Array, Holdings, Question, Served, questio
 from . import watched
 
 
-@dataclass(frozen=True)
-class Sums:
+class Sums(NamedTuple):
     """What the question returns."""
 
     total: Array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from penstock.dataflow.graph import Graph
@@ -18,8 +18,7 @@ from . import counter
 from .counter import AnyLoss, Batch, Counter, Key, Keys, Score
 
 
-@dataclass(frozen=True)
-class Told:
+class Told(NamedTuple):
     """f64[rows]."""
 
     value: Array

@@ -69,7 +69,6 @@ class Replay(Role):
     the order of steps, and it is part of checkpoints.
     """
 
-    default_worker: ClassVar[str | None] = "penstock.workers.replay:ReplaySpec"
     keeps_state: ClassVar[bool] = True
 
     @call("forward", scope="batch")
@@ -94,8 +93,6 @@ B = TypeVar("B")
 
 class QNetwork(Actor):
     """Values of all choices in a state: acts by the best one, or at random now and then."""
-
-    default_worker: ClassVar[str | None] = "penstock.workers.q_network:QNetworkSpec"
 
     @call("forward")
     def best(self, obs: DrawnObs) -> DrawnAction:

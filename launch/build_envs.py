@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..algorithms.env_roles import ActorCritic, Env
+from ..algorithms.replay_roles import QNetwork, Replay
 from ..configs.schema import RunConfig
 from ..configs.validate import validated
 from ..dataflow.errors import ConfigError
@@ -15,15 +16,27 @@ from ..workers.actor_network import PerceptronSpec
 from ..workers.envs.task import EnvTaskSpec
 from ..workers.envs.worker import EnvWorkerSpec
 from ..workers.optimizer import OptimizerSpec
+from ..workers.q_network import QNetworkSpec
+from ..workers.replay import ReplaySpec
 from ..workers.task import TaskSpec
 from ..workers.torch_actor_critic import TorchActorCriticSpec
 
 __all__ = ["ENV_CONTRACTS", "ENV_SPECS", "FILLED_IN", "env_task", "env_worker", "perceptron_spec"]
 
-ENV_CONTRACTS: Mapping[str, type[Role]] = {"env": Env, "actor_critic": ActorCritic}
+ENV_CONTRACTS: Mapping[str, type[Role]] = {
+    "env": Env,
+    "actor_critic": ActorCritic,
+    "q_network": QNetwork,
+    "replay": Replay,
+}
 """The workers that can be named, and the contract each fulfils."""
 
-ENV_SPECS: Mapping[str, Any] = {"env": EnvWorkerSpec, "actor_critic": TorchActorCriticSpec}
+ENV_SPECS: Mapping[str, Any] = {
+    "env": EnvWorkerSpec,
+    "actor_critic": TorchActorCriticSpec,
+    "q_network": QNetworkSpec,
+    "replay": ReplaySpec,
+}
 """And the class of its spec."""
 
 FILLED_IN = {"env", "network", "optimizer"}
@@ -90,5 +103,7 @@ def env_worker(
     env = env_task(task, f"a worker '{worker}'").env
     if worker == "env":
         return EnvWorkerSpec(env=env, **options)
+    if worker == "replay":
+        return ReplaySpec(**options)
     network = perceptron_spec(config)
     return ENV_SPECS[worker](env=env, network=network, optimizer=optimizer, **options)

@@ -43,6 +43,16 @@ _SMALL = [
     "algorithm.optimizer.lr=1e-3",
 ]
 
+_CLASSIC = ("task=cartpole", "model=mlp")
+
+_IN_ENVIRONMENTS = {
+    "a2c": _CLASSIC,
+    "dqn": (*_CLASSIC, "algorithm.cfg.min_stored=64"),
+    "env_ppo": _CLASSIC,
+    "impala": _CLASSIC,
+}
+"""Algorithms whose task is an environment, and what makes one small."""
+
 
 class ParityReward(Reward):
     """1 for a response whose first token is even, else 0."""
@@ -71,7 +81,8 @@ class Configured:
 @cache
 def composed(name: str, *overrides: str) -> RunConfig:
     """The algorithm's configuration, made small."""
-    data = compose("run", [f"algorithm={name}", *_SMALL, *overrides])
+    small = _IN_ENVIRONMENTS.get(name, _SMALL)
+    data = compose("run", [f"algorithm={name}", *small, *overrides])
     data.pop("resume")
     algorithm = data["algorithm"]
     rounds = algorithm.get("cfg", {}).get("filling", {}).get("max_rounds", 1)

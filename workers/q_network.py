@@ -1,0 +1,161 @@
+"""A Q-network as a worker: a perceptron over observations, and acting by its best choice.
+
+How often it acts at random is one of its weights, which training moves by a schedule. So whoever
+acts by a version of the weights explores as that version does, wherever it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..algorithms.env_roles import ActionSpace, Acts
+from ..algorithms.replay_roles import QNetwork
+from ..algorithms.roles import TrainMetrics, ValueOutput
+from ..dataflow.context import call_key
+from ..dataflow.errors import ConfigError
+from ..dataflow.ranges import check_range
+from ..dataflow.role import Loss, Metric
+from ..dataflow.worker import WorkerContext
+from .actor_network import PerceptronSpec, perceptron
+from .envs.spec import EnvSpec
+from .numpy_actor import NumpyActor
+from .optimizer import OptimizerSpec
+from .succession import take_over
+from .torch_worker import TorchWorker
+from .weights import FlatParameters
+
+__all__ = ["QNetworkSpec", "TorchQNetwork"]
+
+B = TypeVar("B")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QNetworkSpec:
+    """Recipe for a `TorchQNetwork`."""
+
+    network: PerceptronSpec = PerceptronSpec(hidden_sizes=(120, 84), activation="relu")
+    """Its layers. Networks of one seed start alike."""
+    env: EnvSpec
+    """What it acts in, for the numbers of observations and actions."""
+    optimizer: OptimizerSpec | None = None
+    """None for a network that only follows another one."""
+    epsilon_start: float = 1.0
+    """Share of choices drawn at random, before the first training."""
+    epsilon_end: float = 0.05
+    """What it falls to."""
+    epsilon_calls: int = 1
+    """Train calls over which it falls, in a straight line."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "epsilon_start", "epsilon_end", at_least=0, at_most=1)
+        check_range(self, "epsilon_calls", at_least=1)
+
+    def epsilon(self, calls: int) -> float:
+        """The share of random choices after so many train calls."""
+        past = min(calls / self.epsilon_calls, 1.0)
+        return self.epsilon_start + past * (self.epsilon_end - self.epsilon_start)
+
+    def build(self, context: WorkerContext) -> TorchQNetwork:
+        """Make it on the context's device.
+
+        Raises:
+            ConfigError: If an action is not one choice of several, all of them always allowed.
+        """
+        num_features, actions = self.env.spaces()
+        if actions.kind != "discrete" or len(actions.sizes) != 1 or actions.masked:
+            raise ConfigError(
+                f"role '{context.role}' values every choice there is: it needs an environment "
+                f"with one discrete action, never masked, and '{self.env.id}' has {actions}"
+            )
+        return TorchQNetwork(self, context, num_features, actions)
+
+
+class _Network(nn.Module):
+    """Values of all choices, and the share of random ones."""
+
+    def __init__(self, spec: QNetworkSpec, num_features: int, num_choices: int) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(spec.network.init_seed)
+        self.layers = perceptron(spec.network, num_features, num_choices, 1.0, random)
+        self.epsilon = nn.Parameter(torch.tensor([spec.epsilon_start]), requires_grad=False)
+
+
+class _FlatNetwork:
+    """The network as `TorchWorker` knows one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.flat = FlatParameters(module)
+
+
+class TorchQNetwork(TorchWorker, QNetwork):
+    """See `QNetworkSpec`."""
+
+    def __init__(
+        self, spec: QNetworkSpec, context: WorkerContext, num_features: int, actions: ActionSpace
+    ) -> None:
+        self.spec = spec
+        self.module = _Network(spec, num_features, actions.sizes[0]).to(context.device)
+        network: Any = _FlatNetwork(self.module)
+        super().__init__(context, network, spec.optimizer, micro_batch_tokens=1 << 16)
+        self._numpy = None
+        if self.device.type == "cpu":
+            self._numpy = NumpyActor(self.module.layers, actions, None)
+
+    def act(
+        self,
+        obs: NDArray[np.float32],
+        noise: NDArray[np.float64],
+        action_mask: NDArray[np.bool_] | None,
+    ) -> Acts:
+        """See `Actor.act`: one number decides whether a choice is random, and which one then."""
+        del action_mask
+        if self._numpy is None:
+            raise NotImplementedError("acting needs the weights in host memory")
+        value = self._numpy.outputs(obs)
+        count, best = value.shape[1], value.argmax(axis=1)
+        epsilon, uniform = float(self.module.epsilon), noise[:, 0]
+        drawn = np.minimum(uniform / max(epsilon, 1e-12) * count, count - 1).astype(np.int64)
+        choice = np.where(uniform < epsilon, drawn, best)
+        probability = epsilon / count + (1 - epsilon) * (choice == best)
+        return Acts(choice[:, None].astype(np.float32), np.log(probability).astype(np.float32))
+
+    def best(self, obs: Tensor) -> Tensor:
+        """See `QNetwork.best`."""
+        with torch.no_grad():
+            choice = self.module.layers(obs.to(self.device)).argmax(-1, keepdim=True)
+        return choice.float().to(obs.device)
+
+    def value(self, obs: Tensor, action: Tensor) -> Tensor:
+        """See `QNetwork.value`."""
+        with torch.no_grad():
+            return self._value(obs.to(self.device), action.to(self.device)).to(obs.device)
+
+    def _value(self, obs: Tensor, action: Tensor) -> Tensor:
+        return self.module.layers(obs).gather(-1, action.long()).squeeze(-1)
+
+    def train(
+        self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
+    ) -> TrainMetrics:
+        """See `QNetwork.train`."""
+
+        def forward(rows: Any, needs_entropy: bool) -> ValueOutput:
+            del needs_entropy
+            return ValueOutput(value=self._value(rows.obs, rows.action))
+
+        found = self._train(forward, loss, batch, epochs, num_minibatches)
+        epsilon = self.spec.epsilon(self._trainer.calls if self._trainer else 0)
+        self.module.epsilon.data.fill_(epsilon)
+        return TrainMetrics({**found.metrics, "epsilon": Metric.mean(epsilon, 1.0)})
+
+    def follow(self, leader: QNetwork, *, share: float = 1.0, every: int = 1) -> TrainMetrics:
+        """See `QNetwork.follow`."""
+        due = call_key(self.context.role, "follow").step % every == 0
+        if due:
+            take_over(self, leader, share)
+        return TrainMetrics({"followed": Metric.mean(float(due), 1.0)})

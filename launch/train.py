@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import statistics
 import time
@@ -218,7 +219,8 @@ def _shown(values: dict[str, float]) -> dict[str, float]:
     shown: dict[str, float] = {}
     for wanted in _SHOWN:
         for name, value in values.items():
-            if name.endswith(f"/{wanted}") and len(shown) < 3:
+            there = name.endswith(f"/{wanted}") and not math.isnan(value)
+            if there and len(shown) < 3:
                 shown.setdefault(wanted.partition("/")[0], value)
     return shown
 

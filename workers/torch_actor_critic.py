@@ -50,7 +50,7 @@ class TorchActorCriticSpec:
     optimizer: OptimizerSpec | None = None
     """None for one that only acts."""
     micro_batch_steps: int = 65536
-    """Steps computed at once in evaluation and training."""
+    """Steps computed at once in training."""
 
     def __post_init__(self) -> None:
         check_range(self, "micro_batch_steps", at_least=1)
@@ -94,25 +94,22 @@ class TorchActorCritic(TorchWorker, ActorCritic):
 
     def evaluate(self, obs: Tensor, action: Tensor, action_mask: Tensor) -> Evaluation:
         """See `ActorCritic.evaluate`."""
-        shape = obs.shape[:2]
-        logprob, entropy = torch.empty(shape).flatten(), torch.empty(shape).flatten()
-        rows = (obs.flatten(0, 1), action.flatten(0, 1), action_mask.flatten(0, 1))
+        logprob, entropy = torch.zeros(obs.shape[:2]), torch.zeros(obs.shape[:2])
         with torch.no_grad():
-            for at in torch.arange(len(logprob)).split(self.spec.micro_batch_steps):
-                part = [column[at].to(self.device) for column in rows]
-                found = self._policy(*part, needs_entropy=True)
-                logprob[at], entropy[at] = found[0].cpu(), _there(found[1]).cpu()
-        return Evaluation(logprob=logprob.view(shape), entropy=entropy.view(shape))
+            for row, columns_ in enumerate(zip(obs, action, action_mask, strict=True)):
+                part = [column.to(self.device) for column in columns_]
+                logprob[row], entropy[row] = self._policy_and_entropy(*part)
+        return Evaluation(logprob=logprob, entropy=entropy)
 
     def value(self, obs: Tensor, last_obs: Tensor) -> Values:
         """See `ActorCritic.value`."""
-        rows = torch.cat([obs, last_obs[:, None]], dim=1)
+        every = torch.zeros(obs.shape[0], obs.shape[1] + 1)
         with torch.no_grad():
-            parts = [
-                self.module.value(part.to(self.device)).cpu()
-                for part in rows.flatten(0, 1).split(self.spec.micro_batch_steps)
-            ]
-        every = torch.cat(parts).view(rows.shape[:2]) if parts else torch.zeros(rows.shape[:2])
+            # A row at a time: what a product of matrices rounds to may depend on how many there
+            # are, and rows come in other company with another number of workers.
+            for row, columns_ in enumerate(zip(obs, last_obs, strict=True)):
+                states = torch.cat([columns_[0], columns_[1][None]]).to(self.device)
+                every[row] = self.module.value(states)
         return Values(value=every[:, :-1].contiguous(), bootstrap_value=every[:, -1].contiguous())
 
     def train(
@@ -160,6 +157,12 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         entropy = torch.stack(entropies).sum(dim=0) if needs_entropy else None
         return torch.stack(logprobs).sum(dim=0), entropy
 
+    def _policy_and_entropy(
+        self, obs: Tensor, action: Tensor, action_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        logprob, entropy = self._policy(obs, action, action_mask, needs_entropy=True)
+        return logprob, torch.zeros_like(logprob) if entropy is None else entropy
+
     def save_pretrained(self, folder: Path) -> None:
         """Write the network to a folder (only rank 0 does)."""
         if self.context.rank == 0:
@@ -176,12 +179,6 @@ def _numbers(
     if not needs_entropy:
         return logprob, None
     return logprob, (0.5 + half_log + log_std).sum().expand(len(mean))
-
-
-def _there(entropy: Tensor | None) -> Tensor:
-    if entropy is None:
-        raise TypeError("entropies were asked for and not computed")
-    return entropy
 
 
 def _single_steps(batch: Any) -> Any:

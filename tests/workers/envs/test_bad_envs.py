@@ -59,10 +59,16 @@ def test_advantages_do_not_reach_over_a_restart() -> None:
     worker = env_worker(bad("raises", 0.1, max_restarts=8))
     traj = roll(worker, 0, num_envs=8, group_size=8, horizon=20)
     row, t = (int(at[0]) for at in torch.nonzero(traj.truncated, as_tuple=True))
-    ends = {"terminated": traj.terminated, "truncated": traj.truncated}
     value = torch.arange(traj.reward.numel(), dtype=torch.float32).view(traj.reward.shape)
-    target = gae(traj.mask, reward=traj.reward, value=value,
-                 bootstrap_value=torch.zeros(8), discount=1.0, lam=1.0, **ends)  # fmt: skip
+    target = gae(
+        traj.mask,
+        reward=traj.reward,
+        value=value,
+        bootstrap_value=torch.zeros(8),
+        terminated=traj.terminated,
+        truncated=traj.truncated,
+        lam=1.0,
+    )
     # Worth its reward and what the critic says of the state that the failed step was taken from.
     assert target.value_target[row, t] == traj.reward[row, t] + value[row, t + 1]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..dataflow.record import op
 from .groups import Groups, MissingScore, SingletonGroup, sum_rows
+from .multiplier import lagrangian_advantage
 from .reductions import (
     Variance,
     check_token_columns,
@@ -41,6 +42,7 @@ __all__ = [
     "broadcast_over_tokens",
     "gae",
     "group_advantage",
+    "lagrangian_advantage",
     "leave_one_out",
     "log_partition_advantage",
     "paired_baseline",

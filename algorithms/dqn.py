@@ -34,7 +34,10 @@ ErrorNorm = Literal["squared", "huber"]
 class TemporalDifferenceLoss(TokenAggregation, Loss[QBatch, ValueOutput]):
     """The error of a Q-network against fixed targets.
 
-    Metrics, per drawn step: `value_loss`, and `q_mean`, the value of the action that was taken.
+    Metrics, per drawn step:
+
+    - `value_loss`: the error, as aggregated.
+    - `q_mean`: the value of the action that was taken.
     """
 
     tolerates_lag: ClassVar[bool] = True

@@ -1,8 +1,8 @@
 """Kimi k1.5: policy mirror descent around the policy that sampled, with a reward for brevity.
 
-Kimi Team, "Kimi k1.5: Scaling Reinforcement Learning with LLMs", 2025, section 2.3. Each iteration
-starts a new optimizer; `reset_each_call: true` among the optimizer's options does that. The reward
-for brevity is for later: the report trains without it first.
+Kimi Team, "Kimi k1.5: Scaling Reinforcement Learning with LLMs", 2025, section 2.3. The report
+starts each iteration with a new optimizer; here its state goes on. The reward for brevity is for
+later: the report trains without it first.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ from .policy_losses import (
     ReferenceKLPolicyLoss,
     ReinforceLoss,
 )
+from .preference_losses import cost_model_loss, dpo_loss, kto_kl, kto_loss
 from .reductions import aggregation_totals, zero_where_masked_out
 from .roles import (
     DemonstrationBatch,
@@ -98,7 +99,11 @@ __all__ = [
     "capped_weight_loss",
     "clipped_policy_loss",
     "clipped_value_loss",
+    "cost_model_loss",
     "cross_entropy",
+    "dpo_loss",
+    "kto_kl",
+    "kto_loss",
     "mirror_descent_loss",
     "p3o_loss",
     "policy_loss",

@@ -2,7 +2,10 @@
 
 Dai et al., "Safe RLHF: Safe Reinforcement Learning from Human Feedback", 2023, section 3.3. The
 constraint is on the mean cost of responses. The multiplier is state that training changes, as
-weights are: a role, with checkpoints and a version per step.
+weights are: a role, with checkpoints and a version per step. Its metrics:
+
+- `multiplier`: the price per unit of cost after this step.
+- `recent_cost`: mean cost of the responses in the window.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..dataflow.record import op
 from .combined_score import constrained_score, weighted_sum
+from .ensembles import ensemble_score
+from .kl import finished_score, kl_shaped_reward
 from .reductions import check_token_columns, zero_where_masked_out
 from .reward_shaping import (
     OverlongForm,
@@ -35,8 +37,11 @@ __all__ = [
     "constrained_score",
     "constraint_reward",
     "delta_step_reward",
+    "ensemble_score",
+    "finished_score",
     "is_correct",
     "kl_penalized_score",
+    "kl_shaped_reward",
     "length_reward",
     "overlong_penalty",
     "process_reward",

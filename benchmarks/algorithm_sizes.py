@@ -22,7 +22,7 @@ from typing import Any
 import penstock.configs
 from penstock.dataflow.graph import Graph, NodeKind
 from penstock.launch.app import compose
-from penstock.launch.compose import load_step, run_config
+from penstock.launch.compose import load_step, run_config, step_cfg
 from penstock.launch.stages import record
 
 __all__ = ["NAMES", "RELATIVES", "Algorithm", "Difference", "algorithm", "difference"]
@@ -52,6 +52,12 @@ RELATIVES = {
     "decoupled_ppo": "ppo",
     "salsa": "ppo",
     "ensemble_ppo": "ppo",
+    "process_ppo": "ppo",
+    "a2c": "env_ppo",
+    "impala": "env_ppo",
+    "cgpo": "remax",
+    "codpo": "online_dpo",
+    "crraft": "cgpo",
     "online_dpo": "dpo",
     "ipo": "dpo",
     "dpo_norm": "dpo",
@@ -70,15 +76,17 @@ class Algorithm:
         name: Of its YAML file.
         about: The comment at the YAML's top.
         step: Its step function.
-        cfg: The class of its options; None if it has none.
+        cfg: Its options, as the YAML file sets them.
         graph: The step, recorded with the YAML's options.
+        before: The stages that run first, by name.
     """
 
     name: str
     about: str
     step: Callable[..., Any]
-    cfg: type | None
+    cfg: Any
     graph: Graph
+    before: tuple[str, ...]
 
     @property
     def calls(self) -> list[str]:
@@ -89,6 +97,11 @@ class Algorithm:
                 name = f"{node.role}.{node.method}"
                 counts[name] = counts.get(name, 0) + 1
         return [name if count == 1 else f"{name} x{count}" for name, count in counts.items()]
+
+    @property
+    def num_lines(self) -> int | None:
+        """Lines of code of its file; None if it is only a YAML file."""
+        return len(code_lines(self.file.read_text())) if self.own_file else None
 
     @property
     def file(self) -> Path:
@@ -107,14 +120,19 @@ def algorithm(name: str) -> Algorithm:
     data.pop("resume")
     config = run_config(data).algorithm
     step = load_step(config.step, "algorithm.step")
-    cfg = inspect.signature(step, eval_str=True).parameters.get("cfg")
     comment = [
         line.removeprefix("#").strip()
         for line in (CONFIGS / f"{name}.yaml").read_text().splitlines()
         if line.startswith("#")
     ]
-    kind = None if cfg is None else cfg.annotation
-    return Algorithm(name, " ".join(comment), step, kind, record(config, "algorithm"))
+    return Algorithm(
+        name=name,
+        about=" ".join(comment),
+        step=step,
+        cfg=step_cfg(step, config.cfg, "algorithm.cfg")["cfg"],
+        graph=record(config, "algorithm"),
+        before=tuple(config.before),
+    )
 
 
 def code_lines(source: str) -> list[str]:
@@ -166,6 +184,9 @@ def difference(one: Algorithm, other: Algorithm) -> tuple[Difference, Difference
         ]
         return Difference(0, 0), Difference(len(keys), 0)
     first, second = _step(one, other), _step(other, one)
+    if isinstance(other.cfg, type(one.cfg)):
+        step = _between(first, second)
+        return step, Difference(step.added + len(_options(other)), step.removed)
     return _between(first, second), _between([*_options(one), *first], [*_options(other), *second])
 
 
@@ -187,13 +208,11 @@ def _written_out(function: Callable[..., Any], own: set[str]) -> list[str]:
 
 
 def _options(algorithm: Algorithm) -> list[str]:
-    if algorithm.cfg is None:
-        return []
-    return _neutral(algorithm, code_lines(inspect.getsource(algorithm.cfg)))
+    return _neutral(algorithm, code_lines(inspect.getsource(type(algorithm.cfg))))
 
 
 def _neutral(algorithm: Algorithm, lines: list[str]) -> list[str]:
-    cfg = algorithm.cfg.__name__ if algorithm.cfg else "-"
+    cfg = type(algorithm.cfg).__name__
     return [line.replace(algorithm.step.__name__, "step").replace(cfg, "Options") for line in lines]
 
 
@@ -205,8 +224,6 @@ def _between(one: list[str], other: list[str]) -> Difference:
 if __name__ == "__main__":
     every = {name: algorithm(name) for name in NAMES}
     for name in NAMES:
-        made = every[name]
-        lines = len(code_lines(made.file.read_text())) if made.own_file else 0
-        near = RELATIVES.get(name)
+        made, near = every[name], RELATIVES.get(name)
         shown = " ".join(map(str, difference(every[near], made))) if near else ""
-        print(f"{name:24} {lines:4}  {near or '':16} {shown}")
+        print(f"{name:24} {made.num_lines or 0:4}  {near or '':16} {shown}")

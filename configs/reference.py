@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 from .key_docs import key_docs
 from .validate import fields_of
 
-__all__ = ["key_reference"]
+__all__ = ["as_yaml", "key_reference"]
 
 
 def key_reference() -> str:
@@ -103,20 +103,20 @@ def _default(kind: Any, key: str) -> str:
         return "needed"
     if fields_of(type(default)) is not None:
         return "its own"
-    return f"`{_yaml(default)}`".replace("|", "\\|")
+    return f"`{as_yaml(default)}`".replace("|", "\\|")
 
 
-def _yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """The value as one writes it in YAML or on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str) and len(value) > 40:
         return "printable ASCII"
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_yaml, typing.cast('tuple[Any, ...]', value)))}]"
+        return f"[{', '.join(map(as_yaml, typing.cast('tuple[Any, ...]', value)))}]"
     if isinstance(value, dict):
         items = typing.cast("dict[str, Any]", value).items()
-        return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in items) + "}"
+        return "{" + ", ".join(f"{key}: {as_yaml(item)}" for key, item in items) + "}"
     return str(value) if value != "" else '""'
 
 

@@ -1,4 +1,4 @@
-"""Every ```python block of README.md and docs/*.md runs as it stands."""
+"""Every ```python block of README.md and docs runs as it stands, and every link leads somewhere."""
 
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ def blocks(page: Path) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, found.start(1)) + 1, found[1]) for found in _BLOCK.finditer(text)]
 
 
-PAGES = [
-    page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if blocks(page)
-]
+ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in ALL if blocks(page)]
+
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def test_there_are_pages_with_blocks() -> None:
-    assert {"README.md", "algorithms.md", "graph.md", "planner.md"} <= {p.name for p in PAGES}
+    assert {"README.md", "index.md", "writing.md", "graph.md", "planner.md"} <= {
+        p.name for p in PAGES
+    }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_run_one_after_another(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,3 +45,22 @@ def test_the_blocks_of_a_page_run_one_after_another(
     for line, text in blocks(page):
         # Empty lines before it, so that a traceback names the line of the page.
         exec(compile("\n" * (line - 1) + text, str(page), "exec"), module.__dict__)
+
+
+def anchors(page: Path) -> set[str]:
+    """What `#...` can name in a page: its headings, in lower case and with dashes."""
+    found = _HEADING.findall(_FENCED.sub("", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    broken: list[str] = []
+    for link in _LINK.findall(_FENCED.sub("", page.read_text())):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []

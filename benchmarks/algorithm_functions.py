@@ -1,0 +1,152 @@
+"""The functions that algorithms are made of, for docs/algorithms: signatures and shapes.
+
+Shapes are read from the docstrings' lists of arguments, else from the annotations of columns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any
+
+from penstock.dataflow.axes import Spec
+
+__all__ = ["MODULES", "function_page", "function_table"]
+
+MODULES: dict[str, tuple[str, ...]] = {
+    "advantages": ("advantages",),
+    "losses": ("losses",),
+    "rewards": ("rewards",),
+    "kl": ("kl", "reductions"),
+    "parts": (
+        "multiplier", "ensembles", "constrained", "macro_actions", "filtration",
+        "rollout_correction", "dynamic_sampling", "pairs", "offline", "weight_mean",
+    ),
+}  # fmt: skip
+"""Table of docs/algorithms/index.md -> the modules of `penstock.algorithms` it lists."""
+
+_SHAPE = re.compile(r"(?:f32|f64|i64|bool|int)(?: or \w+)?\[[^\]]*\]|f\d\d scalar")
+_SECTION = re.compile(r"^(Args|Returns|Raises|Example|Attributes):$", re.MULTILINE)
+
+
+def function_table(table: str) -> str:
+    """One row per function of a table's modules."""
+    rows = [
+        f"| [`{name}`](functions.md#{name}) | `{_signature(function, in_lines=False)}` "
+        f"| {_cell(_sections(function)['about'].split(chr(10) * 2)[0])} |"
+        for name, function in _functions()[table]
+    ]
+    return "\n".join(["| function | called with | gives |", "|---|---|---|", *rows])
+
+
+def function_page() -> str:
+    """All functions with their whole documentation, one section per module."""
+    lines = [
+        "# The functions of algorithms",
+        "",
+        "Each takes plain tensors: `rows` responses, `T` tokens of whole sequences, prompt",
+        "included; see [the conventions](index.md#functions). Generated from the docstrings.",
+    ]
+    for table, functions in _functions().items():
+        lines += ["", f"## {', '.join(f'penstock.algorithms.{name}' for name in MODULES[table])}"]
+        for name, function in functions:
+            lines += ["", *_entry(name, function)]
+    return "\n".join(lines) + "\n"
+
+
+def _entry(name: str, function: Callable[..., Any]) -> Iterator[str]:
+    parts = _sections(function)
+    yield from (f"### {name}", "", "```text", _signature(function, in_lines=True), "```", "")
+    yield parts["about"]
+    arguments = list(_arguments(parts.get("Args", "")))
+    if arguments:
+        yield ""
+    yield from (f"- `{argument}`: {words}" for argument, words in arguments)
+    if "Returns" in parts:
+        yield from ("", "Returns " + " ".join(parts["Returns"].split()))
+
+
+@cache
+def _functions() -> dict[str, list[tuple[str, Callable[..., Any]]]]:
+    """For each table the functions its modules list as public; each is there once."""
+    found: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
+    seen: set[str] = set()
+    for table, names in MODULES.items():
+        modules = [importlib.import_module(f"penstock.algorithms.{name}") for name in names]
+        public = {
+            name: vars(module)[name]
+            for module in modules
+            for name in sorted(module.__all__)
+            if inspect.isfunction(vars(module)[name]) and name not in seen
+        }
+        seen |= set(public)
+        found[table] = list(public.items())
+    return found
+
+
+def _sections(function: Callable[..., Any]) -> dict[str, str]:
+    """The parts of a docstring by their titles; "about" is what stands before them."""
+    pieces = _SECTION.split(inspect.getdoc(function) or "")
+    found = {"about": pieces[0].strip()}
+    found |= dict(zip(pieces[1::2], (piece.strip("\n") for piece in pieces[2::2]), strict=True))
+    return found
+
+
+def _arguments(text: str) -> Iterator[tuple[str, str]]:
+    for one in re.split(r"\n(?=    \S)", text):
+        name, colon, words = one.strip().partition(":")
+        if colon:
+            yield name, " ".join(words.split())
+
+
+def _signature(function: Callable[..., Any], *, in_lines: bool) -> str:
+    shapes = {name: _SHAPE.match(words) for name, words in _arguments_of(function)}
+    hints = typing.get_type_hints(inspect.unwrap(function), include_extras=True)
+    parts: list[str] = []
+    starred = False
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            parts.append("*")
+            starred = True
+        shape = shapes.get(name)
+        kind = shape[0] if shape else _type_name(hints[name])
+        star = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
+        starred = starred or bool(star)
+        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        parts.append(f"{star}{name}: {kind}{default}")
+    returned = _SHAPE.match(_sections(function).get("Returns", "").strip())
+    made = f" -> {returned[0] if returned else _type_name(hints['return'])}"
+    if in_lines:
+        return "\n".join([f"{function.__name__}(", *(f"    {part}," for part in parts), f"){made}"])
+    return _cell(f"{function.__name__}({', '.join(parts)}){made}")
+
+
+def _arguments_of(function: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    yield from _arguments(_sections(function).get("Args", ""))
+
+
+def _type_name(hint: Any) -> str:
+    """A type as a reader wants it: a column's dtype and axes, or the values there are."""
+    if typing.get_origin(hint) is typing.Annotated:
+        specs = [one for one in hint.__metadata__ if isinstance(one, Spec)]
+        if specs:
+            return re.sub(r"sample|\brow\b", "rows", re.sub(r"token~|\bstep\b", "T", str(specs[0])))
+        return _type_name(hint.__origin__)
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
+    if typing.get_origin(hint) in (typing.Union, UnionType):
+        return " or ".join(map(_type_name, typing.get_args(hint)))
+    if typing.get_args(hint):
+        inner = ", ".join(_type_name(part) for part in typing.get_args(hint) if part is not ...)
+        return f"{typing.get_origin(hint).__name__}[{inner}]"
+    return "None" if hint is NoneType else getattr(hint, "__name__", str(hint))
+
+
+def _cell(text: str) -> str:
+    """Text for a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")

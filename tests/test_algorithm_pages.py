@@ -1,0 +1,55 @@
+"""docs/algorithms says what the code says."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs" / "algorithms"
+NAMES = sorted(p.stem for p in (ROOT / "configs" / "algorithm").glob("*.yaml") if p.stem != "own")
+AGAIN = "run: python benchmarks/algorithm_pages.py"
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[Any]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield importlib.import_module("algorithm_pages")
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def test_what_is_generated_is_up_to_date(scripts: Any) -> None:
+    made: dict[Path, str] = scripts.files()
+    assert len(made) > 2 * len(NAMES)
+    stale = [path.name for path, text in made.items() if path.read_text() != text]
+    assert stale == [], AGAIN
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_algorithm_has_a_page_with_all_its_parts(name: str) -> None:
+    page = (PAGES / f"{name}.md").read_text()
+    for part in ("Formula", "Paper", "Graph", "Run it", "Flags", "Metrics"):
+        assert page.count(f"\n## {part}\n") == 1, part
+    assert "To be written" not in page
+
+
+def test_a_picture_of_no_algorithm_is_left() -> None:
+    assert sorted(p.stem for p in (PAGES / "graphs").glob("*.svg")) == NAMES
+
+
+def test_from_ppo_to_remax_it_is_15_lines(scripts: Any) -> None:
+    step, _ = scripts.difference(scripts.loaded("ppo"), scripts.loaded("remax"))
+    assert step.added + step.removed <= 15
+
+
+def test_every_public_function_is_listed(scripts: Any) -> None:
+    index = (PAGES / "index.md").read_text()
+    for module in ("advantages", "losses", "rewards"):
+        names: list[str] = importlib.import_module(f"penstock.algorithms.{module}").__all__
+        functions = [n for n in names if n[0].islower()]
+        assert [n for n in functions if f"(functions.md#{n})" not in index] == [], AGAIN

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dataflow.ranges import check_range
-from .advantages import GaeTargets, Masking, gae, whiten
+from .advantages import GaeTargets
 from .end_state import bootstrap_of, with_end
+from .estimates import Estimates
 from .kl_reward import KLReward
 from .kl_score import reference_logprob, reported_kl
 from .losses import ClippedPolicyLoss, ClippedValueLoss
-from .reductions import Variance
 from .roles import (
     PerSample,
     PerToken,
@@ -39,24 +38,11 @@ __all__ = ["PPO", "learn", "ppo_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPO(KLReward, Updates):
+class PPO(KLReward, Estimates, Updates):
     """Options of PPO."""
 
     sampling: Sampling = Sampling(temperature=0.7, max_new_tokens=53)
     """How responses are drawn."""
-    whiten_rewards: bool = False
-    """Scale token rewards to variance 1 over the batch, keeping their mean."""
-    whiten_advantages: bool = True
-    """Shift advantages to mean 0 and scale them to variance 1 over the batch."""
-    whitening_variance: Variance = "biased"
-    """Whether whitening divides by n ("biased") or n - 1 ("unbiased")."""
-    discount: float = 1.0
-    """gamma, per token."""
-    gae_lambda: float = 0.95
-    """lambda of the advantage estimate; 0 trusts the critic fully, 1 not at all."""
-    gae_masking: Masking = "transparent"
-    """What tokens inside a response that the policy did not sample do: nothing ("transparent"), or
-    count as steps without reward ("zeroed")."""
     policy_loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
     """The actor's loss."""
     value_loss: ClippedValueLoss = ClippedValueLoss(coef=0.1)
@@ -66,8 +52,8 @@ class PPO(KLReward, Updates):
 
     def __post_init__(self) -> None:
         KLReward.__post_init__(self)
+        Estimates.__post_init__(self)
         Updates.__post_init__(self)
-        check_range(self, "discount", "gae_lambda", at_least=0, at_most=1)
         if self.no_eos == "zero" and self.score_slot == "after_last":
             raise ValueError(
                 "no_eos 'zero' expects what the critic says after the last token, and score_slot "
@@ -89,27 +75,11 @@ class PPO(KLReward, Updates):
         self, roll: Rollout, states: TokenMask, *, reward: PerToken, value: PerToken
     ) -> GaeTargets:
         """Advantages, not whitened, and what the critic should have said."""
-        steps = self.trained_states(roll, states)
-        if self.whiten_rewards:
-            reward = whiten(reward, steps, variance=self.whitening_variance, shift_mean=False)
         bootstrap = None
         if self.no_eos == "zero":
             bootstrap = bootstrap_of(value, roll.mask, states, roll.finished)
-        return gae(
-            steps,
-            reward=reward,
-            value=value,
-            bootstrap_value=bootstrap,
-            discount=self.discount,
-            lam=self.gae_lambda,
-            masking=self.gae_masking,
-        )
-
-    def scaled(self, advantage: PerToken, mask: TokenMask) -> PerToken:
-        """Advantages as they are trained on."""
-        if not self.whiten_advantages:
-            return advantage
-        return whiten(advantage, mask, variance=self.whitening_variance)
+        steps = self.trained_states(roll, states)
+        return self.estimated(steps, reward=reward, value=value, bootstrap_value=bootstrap)
 
     def train_critic(
         self,

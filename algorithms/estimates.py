@@ -1,0 +1,61 @@
+"""Advantages and value targets from a critic, as options of an algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..dataflow.ranges import check_range
+from .advantages import GaeTargets, Masking, gae, whiten
+from .reductions import Variance
+from .roles import PerSample, PerToken, TokenMask
+
+__all__ = ["Estimates"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimates:
+    """How rewards and a critic's values become advantages, and how these are scaled."""
+
+    whiten_rewards: bool = False
+    """Scale token rewards to variance 1 over the batch, keeping their mean."""
+    whiten_advantages: bool = True
+    """Shift advantages to mean 0 and scale them to variance 1 over the batch."""
+    whitening_variance: Variance = "biased"
+    """Whether whitening divides by n ("biased") or n - 1 ("unbiased")."""
+    discount: float = 1.0
+    """gamma, per token."""
+    gae_lambda: float = 0.95
+    """lambda of the advantage estimate; 0 trusts the critic fully, 1 not at all."""
+    gae_masking: Masking = "transparent"
+    """What tokens inside a response that the policy did not sample do: nothing ("transparent"), or
+    count as steps without reward ("zeroed")."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "discount", "gae_lambda", at_least=0, at_most=1)
+
+    def estimated(
+        self,
+        steps: TokenMask,
+        *,
+        reward: PerToken,
+        value: PerToken,
+        bootstrap_value: PerSample | None = None,
+    ) -> GaeTargets:
+        """Advantages, not whitened, and what the critic should have said; see `gae`."""
+        if self.whiten_rewards:
+            reward = whiten(reward, steps, variance=self.whitening_variance, shift_mean=False)
+        return gae(
+            steps,
+            reward=reward,
+            value=value,
+            bootstrap_value=bootstrap_value,
+            discount=self.discount,
+            lam=self.gae_lambda,
+            masking=self.gae_masking,
+        )
+
+    def scaled(self, advantage: PerToken, mask: TokenMask) -> PerToken:
+        """Advantages as they are trained on."""
+        if not self.whiten_advantages:
+            return advantage
+        return whiten(advantage, mask, variance=self.whitening_variance)

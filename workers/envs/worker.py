@@ -85,7 +85,7 @@ class EnvWorker(Env):
             num_features, actions = self.spec.env.spaces()
             parts.append(LiveGroup.nothing(num_features, actions, horizon))
         columns = {
-            name: torch.from_numpy(np.concatenate([part[name] for part in parts]))
+            name: torch.from_numpy(np.concatenate([part[name] for part in parts])).contiguous()
             for name in parts[0]
         }
         return Trajectories(env=env, **columns)

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..dataflow.errors import ConfigError, PenstockError, WorkerError
-from ..dataflow.executor import Completion, Program, groups_of
+from ..dataflow.executor import Completion, Program, groups_of, servers_of
 from ..dataflow.role import Role
 from ..dataflow.turns import Turns, needs_device
 from ..dataflow.work import CallWork, Handle, ImportSlicesWork, ImportWork, Part, Work
 from ..dataflow.worker import WorkerSpec
 from .ray_devices import SharedDevices
-from .ray_group import LEAST_START_S, ActorGroup, end_actors, start_groups
+from .ray_group import LEAST_START_S, ActorGroup, connect_groups, end_actors, start_groups
 
 if TYPE_CHECKING:
     import ray
@@ -104,9 +104,10 @@ class RayExecutor:
     to the loopback address, whatever other Ray runs here. Ray stays up between executors;
     `shutdown_ray` ends it.
 
-    A group that trains nothing is started again when one of its processes dies: it takes the
-    weights it had, and does again what was not finished. Random numbers belong to samples, so the
-    run's result is the same. What its calls had made is kept by Ray, not by the dead.
+    A group that trains nothing and keeps no state is started again when one of its processes dies:
+    it takes the weights it had, and does again what was not finished. Random numbers belong to
+    samples, so the run's result is the same. What its calls had made is kept by Ray, not by the
+    dead. A group that serves roles to another is not started again, nor is that other one.
 
     Groups that share devices sleep in turn. The processes see to it themselves: those whose turn
     it is wait for the others to sleep before they wake, and what they are asked next waits as well.
@@ -162,11 +163,20 @@ class RayExecutor:
         self._groups = {
             group.name: ActorGroup(group, threads, deadline_s, self._devices) for group in groups
         }
-        self._restartable = {group.name for group in groups if not _trains(programs, group.name)}
+        servers = servers_of(programs)
+        kept = {*servers, *(name for names in servers.values() for name in names)}
+        self._restartable = {
+            group.name
+            for group in groups
+            if group.name not in kept and not _changes(programs, group.name)
+        }
         self._hosted = ray.put((dict(programs), dict(workers)))
         self._devices.reserve(self._start_s)
         asleep = frozenset(group.name for group in groups if self._turns.shares(group.name))
-        start_groups(list(self._groups.values()), self._hosted, seed, self._start_s, asleep)
+        every = list(self._groups.values())
+        start_groups(every, self._hosted, seed, self._start_s, asleep)
+        if servers:
+            connect_groups(every, servers, self._start_s)
 
     def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
         """Ask every process of the rank. See `Executor.submit`."""
@@ -346,10 +356,10 @@ def shutdown_ray() -> None:
         ray.shutdown()
 
 
-def _trains(programs: Mapping[str, Program], group: str) -> bool:
-    """Whether any program changes weights in the group."""
+def _changes(programs: Mapping[str, Program], group: str) -> bool:
+    """Whether any program changes weights, or a state, in the group."""
     return any(
-        one.placement.home(one.graph, role) == group
+        group in {*one.placement.state_homes(one.graph).values()}
+        or any(one.placement.home(one.graph, role) == group for role in one.graph.trains_per_step)
         for one in programs.values()
-        for role in one.graph.trains_per_step
     )

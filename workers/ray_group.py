@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import secrets
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..dataflow.errors import PenstockError, WorkerError
@@ -13,7 +14,7 @@ from .ray_devices import SharedDevices
 if TYPE_CHECKING:
     import ray
 
-__all__ = ["LEAST_START_S", "ActorGroup", "end_actors", "start_groups"]
+__all__ = ["LEAST_START_S", "ActorGroup", "connect_groups", "end_actors", "start_groups"]
 
 LEAST_START_S = 300.0
 """Starting processes and loading models may take this long, however short a step's deadline is."""
@@ -111,6 +112,32 @@ def start_groups(
             "giving its devices up",
             start_s,
         )
+
+
+def connect_groups(
+    groups: Sequence[ActorGroup], servers: Mapping[str, Sequence[str]], start_s: float
+) -> None:
+    """Have groups answer questions of others, and tell those where.
+
+    Args:
+        groups: All groups; built.
+        servers: Group that serves -> the groups that it serves.
+        start_s: How long each phase may take.
+
+    Raises:
+        WorkerError: If a process fails or takes too long.
+    """
+    token = secrets.token_hex(32)
+    actors = {group.group.name: group.actors for group in groups}
+    asked = [(name, actor) for name in servers for actor in actors[name]]
+    doing = "opening a socket to answer at"
+    found = _all([actor.serve.remote(token) for _, actor in asked], doing, start_s)
+    places: dict[str, list[tuple[str, int]]] = {name: [] for name in servers}
+    for (name, _), place in zip(asked, found, strict=True):
+        places[name].append(place)
+    clients = {client for names in servers.values() for client in names}
+    calls = [actor.ask_at.remote(places, token) for name in clients for actor in actors[name]]
+    _all(calls, "being told who answers", start_s)
 
 
 def _together(

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -25,6 +25,7 @@ from ..dataflow.executor import Program, build_role, methods_of
 from ..dataflow.host import Host
 from ..dataflow.placement import DeviceGroup
 from ..dataflow.role import Role
+from ..dataflow.serving import Holdings, Served
 from ..dataflow.turns import needs_device, sleep_workers, wake_workers
 from ..dataflow.work import (
     CallWork,
@@ -37,6 +38,8 @@ from ..dataflow.work import (
     Work,
 )
 from ..dataflow.worker import WorkerContext, close_workers
+from .serving_client import AnswerClient
+from .serving_server import AnswerServer
 from .slices import SliceTraffic
 from .transfer_pack import Packet
 
@@ -92,6 +95,9 @@ class Rank:
         self._hosts: dict[str, Host] = {}
         self._roles: dict[str, Role] = {}
         self._listener: socket.socket | None = None
+        self._holdings = Holdings(f"group '{group.name}' (process {process})")
+        self._clients: dict[str, AnswerClient] = {}
+        self._server: AnswerServer | None = None
         self._sleeps = ""
 
     def listen(self) -> tuple[str, int]:
@@ -143,8 +149,35 @@ class Rank:
                 program.graph,
                 {name: self._roles[name] for name in names},
                 program.placement.num_chunks,
-                fetch=self._fetch,
+                self._fetch,
+                self._served(program),
+                self._holdings,
             )
+            for role, server in program.placement.serving(program.graph):
+                if server == self._group.name:
+                    self._holdings.add(role, program.graph.roles[role], self._roles[role])
+
+    def _served(self, program: Program) -> dict[str, Served]:
+        """The roles that others serve here."""
+        served: dict[str, Served] = {}
+        found = program.placement.served_roles(program.graph, self._group.name)
+        for role, server in found.items():
+            if server not in self._clients:
+                self._clients[server] = AnswerClient(f"group '{server}'", self._deadline_s)
+            served[role] = Served(role, program.graph.roles[role], self._clients[server].ask)
+        return served
+
+    def serve(self, token: str) -> tuple[str, int]:
+        """Answer questions from now on, on this node's own address; where that is."""
+        self._server = AnswerServer(self._holdings, ray.util.get_node_ip_address(), token)
+        return self._server.address
+
+    def ask_at(self, servers: Mapping[str, Sequence[tuple[str, int]]], token: str) -> None:
+        """Where the ranks of the groups are that serve this one."""
+        rank = self._group.rank_of(self._process)
+        for group, addresses in servers.items():
+            if group in self._clients:
+                self._clients[group].connect(addresses[rank % len(addresses)], token)
 
     def _context(self, role: str, seed: int, programs: Mapping[str, Program]) -> WorkerContext:
         group = self._group
@@ -239,7 +272,8 @@ class Rank:
                 given = [self._fetched(slices, work.group) for slices in work.slices]
                 arrived = [packet for packet in given if packet is not None]
                 worker = host.roles[work.role]
-                traffic.take(work.role, worker, work.source, arrived, work.version)
+                with self._holdings.changing(work.role, work.version):
+                    traffic.take(work.role, worker, work.source, arrived, work.version)
             case CallWork():
                 for role, version in work.versions:
                     traffic.check(role, version)
@@ -256,6 +290,8 @@ class Rank:
 
     def close(self) -> None:
         """Close the workers; the process ends next."""
+        for one in (*self._clients.values(), *([self._server] if self._server else ())):
+            one.close()
         roles, self._roles = self._roles, {}
         close_workers(roles.values())
 

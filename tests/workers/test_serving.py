@@ -119,6 +119,7 @@ def test_frames_survive_any_cutting(arrays: list[Array | None], size: int) -> No
 def test_whatever_is_waiting_is_answered_together(
     client: AnswerClient, doubler: Doubler, server: AnswerServer
 ) -> None:
+    before = 0
     with ThreadPoolExecutor(9) as pool:
         for _ in range(2):  # The first time they connect.
             before = server.num_batches

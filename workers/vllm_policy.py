@@ -26,6 +26,7 @@ from .rollout import check_prompts, report_responses, to_rollout
 from .sampling import stream_key
 from .tokenizer import TokenizerSpec
 from .vllm_engine import Drawn, EngineOptions, Request, VllmEngine
+from .vllm_kept import engine_key, keep, take
 from .weights import read_tensors, write_tensors
 
 __all__ = ["VllmPolicy", "VllmPolicySpec"]
@@ -104,10 +105,13 @@ class VllmPolicy(Policy):
         self._max_model_len = _longest(spec, config)
         _check_head_dim(context, config)
         options = self._options(config)
-        with TemporaryDirectory(prefix="penstock-vllm-") as scratch:
-            if spec.tokenizer is not None and spec.stop:
-                options = _with_tokenizer(options, spec.tokenizer, Path(scratch) / "tokenizer")
-            self.engine = VllmEngine(_model_folder(spec.model, Path(scratch)), options)
+        tokenizer = spec.tokenizer if spec.stop else None
+        self._key = engine_key(config, options, tokenizer)
+        kept = take(self._key)
+        self.engine = kept or _started(spec.model, options, tokenizer)
+        if kept is not None:  # with weights of another run
+            module = spec.model.causal_lm("cpu")
+            kept.load({name: tensor.detach() for name, tensor in module.named_parameters()}, 0)
         self._weights = ReceivedWeights(
             context.role, self._shapes, context.process, self.engine.load
         )
@@ -293,6 +297,13 @@ class VllmPolicy(Policy):
         if "slept_bytes" in self.metrics:
             self.metrics["wake_s"] = Metric(time.perf_counter() - since_s, 1.0, "max")
 
+    def park(self) -> None:
+        """Leave the engine, asleep, to the next policy of this process that can use it.
+
+        Nothing may be asked of this one afterwards.
+        """
+        keep(self._key, self.engine)
+
     def close(self) -> None:
         """End the engine."""
         self.engine.close()
@@ -364,9 +375,16 @@ def _model_folder(model: ModelSpec, scratch: Path) -> Path:
     return folder
 
 
-def _with_tokenizer(options: EngineOptions, spec: TokenizerSpec, folder: Path) -> EngineOptions:
-    spec.build().save(folder)
-    return replace(options, tokenizer=folder)
+def _started(
+    model: ModelSpec, options: EngineOptions, tokenizer: TokenizerSpec | None
+) -> VllmEngine:
+    """An engine with the model's first weights."""
+    with TemporaryDirectory(prefix="penstock-vllm-") as scratch:
+        if tokenizer is not None:
+            folder = Path(scratch) / "tokenizer"
+            tokenizer.build().save(folder)
+            options = replace(options, tokenizer=folder)
+        return VllmEngine(_model_folder(model, Path(scratch)), options)
 
 
 def _responses(drawn: list[Drawn], sampling: Sampling) -> Responses:

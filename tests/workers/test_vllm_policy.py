@@ -251,6 +251,26 @@ def test_a_sleeping_engine_frees_its_cache_and_wakes_as_it_was(policy: VllmPolic
     torch.testing.assert_close(after.behavior_logprob, before.behavior_logprob, atol=1e-5, rtol=0)
 
 
+# --- the next run
+
+
+def test_a_parked_engine_serves_the_next_policy_with_its_weights(policy: VllmPolicy, module: Any):
+    prompt, prompt_id = make_prompts(8)
+    before = generate(policy, prompt, prompt_id, SAMPLING)
+    policy.park()
+    again = start("qwen2-tied", context=WorkerContext("actor", seed=8))
+    try:
+        assert again.engine is policy.engine
+        first: Any = model_spec("qwen2-tied").causal_lm("cpu")
+        roll = generate(again, prompt, prompt_id, SAMPLING)
+        expected = hugging_face_logprob(first, roll)
+        torch.testing.assert_close(roll.behavior_logprob, expected, atol=1e-5, rtol=0)
+        assert roll.tokens.tolist() != before.tokens.tolist()
+    finally:
+        policy.load_weights(random_weights(module, 1))
+    assert torch.equal(generate(policy, prompt, prompt_id, SAMPLING).tokens, before.tokens)
+
+
 # --- refusals
 
 

@@ -79,8 +79,13 @@ def page(result: dict[str, Any]) -> str:
     ]
     lines += [
         "",
-        "Where packages disagree with each other, an option says which is meant; see the page of",
-        "the algorithm.",
+        "Differences near 1e-7 come from packages that compute in single precision, near 1e-9 from",
+        "a small number added to a denominator. Where packages disagree with each other, an option",
+        "says which is meant; see [the page of the algorithm](index.md).",
+        "",
+        "These packages have no function that stands alone for REBEL, P3O, A-LoL, Kimi's mirror",
+        "descent, MA-RLHF, Safe RLHF, Lite PPO, KTO and CGPO: those are tested against worked numbers",
+        "only.",
         "",
     ]
     return "\n".join(lines)

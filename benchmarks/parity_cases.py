@@ -2,150 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import json
-import logging
 import sys
-import types
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
-from penstock.algorithms import advantages as ours
-from penstock.algorithms import kl, loss_terms, reductions
-from torch import Tensor
-
-logging.disable(logging.WARNING)
-
-PACKAGES = ("verl", "openrlhf", "trl", "rlax", "torchrl")
-
-
-def without_init(package: str, *subpackages: str) -> None:
-    """Make a package's modules importable without its `__init__` files, which want GPUs."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit(f"{package} is not installed here; run benchmarks/parity.py")
-    folder = Path(spec.submodule_search_locations[0])
-    for name in ("", *subpackages):
-        empty = types.ModuleType(f"{package}.{name}".rstrip("."))
-        empty.__path__ = [str(folder / name)]
-        sys.modules[empty.__name__] = empty
-
-
-without_init("openrlhf", "models")
-verl: Any = importlib.import_module("verl.trainer.ppo.core_algos")
-verl_torch: Any = importlib.import_module("verl.utils.torch_functional")
-sys.modules["deepspeed"] = types.ModuleType("deepspeed")
-openrlhf_loss: Any = importlib.import_module("openrlhf.models.loss")
-openrlhf_kl: Any = importlib.import_module("openrlhf.models.utils")
-del sys.modules["deepspeed"]  # transformers looks for the real one
-
-
-ACTOR: Any = importlib.import_module("verl.workers.config").ActorConfig(
-    strategy="fsdp",
-    rollout_n=3,
-    ppo_micro_batch_size_per_gpu=1,
-    clip_ratio=0.2,
-    clip_ratio_low=0.2,
-    clip_ratio_high=0.28,
+from parity_draws import (
+    ACTOR,
+    CASES,
+    PACKAGES,
+    Difference,
+    Draw,
+    case,
+    on_masked,
+    openrlhf_kl,
+    openrlhf_loss,
+    verl,
+    verl_torch,
+    with_gradient,
 )
-
-
-class Draw:
-    """Random columns of six rows in groups of three."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = torch.Generator().manual_seed(seed)
-        self.rows, self.width = 6, 9
-        lengths = torch.randint(2, self.width + 1, (self.rows,), generator=self._random)
-        self.mask = torch.arange(self.width) < lengths[:, None]
-        self.group = torch.tensor([0, 1, 0, 1, 1, 0])
-        self.score = self.normal(self.rows)
-        behavior = -self.normal(self.rows, self.width).abs()
-        self.behavior_logprob = behavior * self.mask
-        self.logprob = (behavior + 0.3 * self.normal(self.rows, self.width)) * self.mask
-        self.ref_logprob = (behavior + 0.3 * self.normal(self.rows, self.width)) * self.mask
-        self.advantage = self.normal(self.rows, self.width) * self.mask
-        self.value = self.normal(self.rows, self.width) * self.mask
-        self.old_value = self.normal(self.rows, self.width) * self.mask
-        self.value_target = self.normal(self.rows, self.width) * self.mask
-
-    def normal(self, *shape: int) -> Tensor:
-        """Standard normal numbers, in double precision."""
-        return torch.randn(*shape, generator=self._random, dtype=torch.float64)
-
-    @property
-    def floats(self) -> Tensor:
-        """The mask as numbers."""
-        return self.mask.double()
-
-    @property
-    def paid_last(self) -> Tensor:
-        """The score on each row's last token."""
-        last = self.mask.sum(1) - 1
-        return torch.zeros(self.mask.shape, dtype=torch.float64).scatter(
-            1, last[:, None], self.score[:, None]
-        )
-
-
-Compare = Callable[[Draw], tuple[Any, Any]]
-
-
-class Case(NamedTuple):
-    """One comparison; `compare` returns ours and theirs."""
-
-    what: str
-    theirs: str
-    ours: str
-    compare: Compare
-
-
-CASES: list[Case] = []
-
-
-def case(what: str, theirs: str, our_name: str) -> Callable[[Compare], Compare]:
-    """Add a comparison to the list."""
-
-    def add(compare: Compare) -> Compare:
-        CASES.append(Case(what, theirs, our_name, compare))
-        return compare
-
-    return add
-
-
-def with_gradient(loss: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
-    """A loss and its gradient in one tensor."""
-    at = at.clone().requires_grad_()
-    value = loss(at)
-    (gradient,) = torch.autograd.grad(value, at)
-    return torch.cat([value.detach().reshape(1), gradient.flatten()])
-
-
-def on_masked(column: Tensor, draw: Draw) -> Tensor:
-    """Zero elsewhere: what stands on padding differs between packages and means nothing."""
-    return torch.where(draw.mask, column, 0)
-
-
-@dataclass
-class Difference:
-    """The largest seen."""
-
-    value: float = 0.0
-
-    def see(self, mine: Any, other: Any) -> None:
-        """Compare two results element by element."""
-        a = torch.as_tensor(np.asarray(mine), dtype=torch.float64)
-        b = torch.as_tensor(np.asarray(other), dtype=torch.float64)
-        if a.shape != b.shape:
-            raise SystemExit(f"shapes differ: {list(a.shape)} and {list(b.shape)}")
-        scale = max(1.0, float(b.abs().max()))
-        self.value = max(self.value, float((a - b).abs().max()) / scale)
-
+from penstock.algorithms import advantages as ours
+from penstock.algorithms import kl, loss_terms, losses, reductions, rewards, rollout_correction
+from torch import Tensor
 
 # Building blocks
 
@@ -260,6 +144,91 @@ def _(d: Draw) -> tuple[Any, Any]:
     return ours.broadcast_over_tokens(ours.leave_one_out(d.score, d.group), d.mask), theirs
 
 
+@case("ReMax advantage", "verl compute_remax_outcome_advantage", "advantages.remax_advantage")
+def _(d: Draw) -> tuple[Any, Any]:
+    greedy, estimate = d.normal(d.rows), (d.logprob - d.ref_logprob) * d.mask
+    theirs, _ = verl.compute_remax_outcome_advantage(
+        d.paid_last - 0.05 * estimate, greedy, d.floats
+    )
+    mine = ours.remax_advantage(
+        d.score,
+        d.mask,
+        greedy_score=greedy,
+        kl=estimate,
+        kl_coef=0.05,
+        kl_placement="return_to_go",
+    )
+    return mine, theirs
+
+
+@case(
+    "REINFORCE++ advantage",
+    "verl compute_reinforce_plus_plus_outcome_advantage",
+    "advantages.return_to_go, whiten",
+)
+def _(d: Draw) -> tuple[Any, Any]:
+    reward = d.paid_last - 0.05 * (d.logprob - d.ref_logprob) * d.mask
+    config = SimpleNamespace(gamma=0.97)
+    theirs, _ = verl.compute_reinforce_plus_plus_outcome_advantage(reward, d.floats, config)
+    return ours.whiten(ours.return_to_go(reward, d.mask, discount=0.97), d.mask), theirs
+
+
+@case(
+    "REINFORCE++ advantage with a baseline",
+    "verl compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "advantages.group_advantage, whiten",
+)
+def _(d: Draw) -> tuple[Any, Any]:
+    theirs, _ = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(
+        d.paid_last, d.floats, d.group.numpy()
+    )
+    centred = ours.group_advantage(d.score, d.group, divide_by_std=False)
+    return ours.whiten(ours.broadcast_over_tokens(centred, d.mask), d.mask), theirs
+
+
+@case("V-trace", "rlax vtrace_td_error_and_advantage", "advantages.vtrace")
+def _(d: Draw) -> tuple[Any, Any]:
+    jax: Any = importlib.import_module("jax")
+    jax.config.update("jax_enable_x64", True)
+    rlax: Any = importlib.import_module("rlax")
+    bootstrap, reward = d.normal(d.rows), d.normal(d.rows, d.width)
+    value, ratio = d.normal(d.rows, d.width), d.normal(d.rows, d.width).mul(0.5).exp()
+    next_value = torch.cat([value[:, 1:], bootstrap[:, None]], 1)
+    vtrace = functools.partial(rlax.vtrace_td_error_and_advantage, lambda_=0.9)
+    error, advantage, _ = jax.vmap(vtrace)(
+        value.numpy(),
+        next_value.numpy(),
+        reward.numpy(),
+        np.full(value.shape, 0.97),
+        ratio.numpy(),
+    )
+    mine = ours.vtrace(
+        torch.ones_like(d.mask),
+        reward=reward,
+        value=value,
+        logprob=ratio.log(),
+        behavior_logprob=torch.zeros_like(ratio),
+        bootstrap_value=bootstrap,
+        discount=0.97,
+        lam=0.9,
+    )
+    theirs = np.stack([np.asarray(advantage), np.asarray(error) + value.numpy()])
+    return torch.stack([mine.advantage, mine.value_target]), theirs
+
+
+# Rewards
+
+
+@case("overlong penalty", "trl get_soft_overlong_punishment", "rewards.overlong_penalty")
+def _(d: Draw) -> tuple[Any, Any]:
+    trl_rewards: Any = importlib.import_module("trl.rewards.other_rewards")
+    lengths = d.mask.sum(1)
+    theirs = trl_rewards.get_soft_overlong_punishment(7, 4)(
+        completion_ids=[[1] * int(length) for length in lengths]
+    )
+    return rewards.overlong_penalty(lengths.double(), max_length=7, cache=4), theirs
+
+
 # Losses, with gradients
 
 
@@ -345,6 +314,117 @@ def _(d: Draw) -> tuple[Any, Any]:
         return openrlhf_loss.PairWiseLoss()(score, rejected, margin)
 
     return with_gradient(mine, d.score), with_gradient(theirs, d.score)
+
+
+def _policy_case(theirs: Callable[..., Any], d: Draw, **options: Any) -> tuple[Any, Any]:
+    """A policy loss of verl against `losses.policy_loss`."""
+
+    def mine(logprob: Tensor) -> Tensor:
+        return losses.policy_loss(
+            logprob=logprob,
+            behavior_logprob=d.behavior_logprob,
+            advantage=d.advantage,
+            mask=d.mask,
+            **options,
+        )
+
+    def other(logprob: Tensor) -> Tensor:
+        return theirs(d.behavior_logprob, logprob, d.advantage, d.floats, config=ACTOR)[0]
+
+    return with_gradient(mine, d.logprob), with_gradient(other, d.logprob)
+
+
+@case("GSPO loss", "verl compute_policy_loss_gspo", "losses.policy_loss")
+def _(d: Draw) -> tuple[Any, Any]:
+    return _policy_case(
+        verl.compute_policy_loss_gspo,
+        d,
+        ratio_level="sequence_mean_token",
+        eps_high=0.28,
+        aggregation="seq-mean-token-mean",
+    )
+
+
+@case("GSPO loss", "openrlhf PolicyLoss", "losses.policy_loss")
+def _(d: Draw) -> tuple[Any, Any]:
+    module = openrlhf_loss.PolicyLoss(policy_loss_type="gspo")
+
+    def theirs(old: Tensor, new: Tensor, advantage: Tensor, mask: Tensor, *, config: Any) -> Any:
+        del config
+        return module(new, old, advantage, mask)
+
+    return _policy_case(theirs, d, ratio_level="sequence_mean", aggregation="seq-mean-token-mean")
+
+
+@case("CISPO loss", "verl compute_policy_loss_cispo", "losses.policy_loss")
+def _(d: Draw) -> tuple[Any, Any]:
+    return _policy_case(
+        verl.compute_policy_loss_cispo,
+        d,
+        objective="capped_weight",
+        weight_floor=0.8,
+        weight_cap=1.28,
+    )
+
+
+@case(
+    "policy loss with token weights",
+    "openrlhf PolicyLoss(is_correction_level='token')",
+    "rollout_correction.rollout_weight",
+)
+def _(d: Draw) -> tuple[Any, Any]:
+    rollout_logprob = (d.behavior_logprob + 0.3 * d.normal(d.rows, d.width)) * d.mask
+    module = openrlhf_loss.PolicyLoss(
+        is_correction_level="token", is_correction_mode="clip", is_correction_threshold=(0.0, 1.1)
+    )
+    weight = rollout_correction.rollout_weight(
+        d.mask,
+        logprob=d.behavior_logprob,
+        behavior_logprob=rollout_logprob,
+        correction=rollout_correction.RolloutCorrection(cap=1.1),
+    )
+
+    def mine(logprob: Tensor) -> Tensor:
+        return losses.policy_loss(
+            logprob=logprob,
+            behavior_logprob=d.behavior_logprob,
+            advantage=d.advantage * weight,
+            mask=d.mask,
+        )
+
+    def theirs(logprob: Tensor) -> Tensor:
+        return module(logprob, d.behavior_logprob, d.advantage, d.floats, rollout_logprob)[0]
+
+    return with_gradient(mine, d.logprob), with_gradient(theirs, d.logprob)
+
+
+@case("DPO, plain, smoothed, and IPO", "openrlhf DPOLoss", "losses.dpo_loss")
+def _(d: Draw) -> tuple[Any, Any]:
+    rejected, ref_chosen, ref_rejected = (d.normal(d.rows) for _ in range(3))
+    forms: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        ({}, {}),
+        ({"label_smoothing": 0.1}, {"label_smoothing": 0.1}),
+        ({"loss_type": "ipo"}, {"ipo": True}),
+    )
+    mine = [
+        with_gradient(
+            lambda chosen, options=options: losses.dpo_loss(
+                chosen, rejected, ref_chosen, ref_rejected, beta=0.3, **options
+            ).mean(),
+            d.score,
+        )
+        for options, _ in forms
+    ]
+    theirs = [
+        with_gradient(
+            lambda chosen, options=options: openrlhf_loss.DPOLoss(0.3, **options)(
+                chosen, rejected, ref_chosen, ref_rejected
+            )[0],
+            d.score,
+        )
+        for _, options in forms
+    ]
+    return torch.stack(mine), torch.stack(theirs)
 
 
 def main() -> None:

@@ -65,8 +65,8 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# The same numbers as other packages",
         "",
-        f"Random inputs, {result['draws']} draws each, ragged masks, groups of unequal size where",
-        "the other package takes them. The last column is the largest difference of any element,",
+        f"Random inputs, {result['draws']} draws each, ragged masks, interleaved groups, double",
+        "precision. The last column is the largest difference of any element,",
         "relative to the result's size where that is above 1; losses include their gradients.",
         f"Versions: {versions}. Made by `python benchmarks/parity.py --page FILE`.",
         "",
@@ -84,8 +84,8 @@ def page(result: dict[str, Any]) -> str:
         "says which is meant; see [the page of the algorithm](index.md).",
         "",
         "These packages have no function that stands alone for REBEL, P3O, A-LoL, Kimi's mirror",
-        "descent, MA-RLHF, Safe RLHF, Lite PPO, KTO and CGPO: those are tested against worked numbers",
-        "only.",
+        "descent, MA-RLHF, Safe RLHF, Lite PPO, KTO and CGPO: those are tested against numbers",
+        "worked out apart.",
         "",
     ]
     return "\n".join(lines)

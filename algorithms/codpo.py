@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from .constrained import passing_and_failing
 from .constrained_updates import Constrained, sample_and_judge
 from .losses import DPOLoss
-from .roles import PerSample, Policy, Prompts, ReferencePairBatch, Reward, TrainMetrics
+from .pair_updates import train_on_preferences
+from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics
 
 __all__ = ["CODPO", "codpo_step"]
 
@@ -34,19 +35,4 @@ def codpo_step(
     """Sample, judge, pair, and train on the pairs; reports who passed, and the KL."""
     judged = sample_and_judge(prompts, actor, ref, reward, judges, cfg)
     pairs = passing_and_failing(judged.roll, judged.score, passed=judged.passed)
-    temperature = cfg.sampling.temperature
-    batch = ReferencePairBatch(
-        pair_id=pairs.pair_id,
-        tokens=pairs.tokens,
-        mask=pairs.mask,
-        chosen=pairs.chosen,
-        ref_logprob=ref.logprob(pairs.tokens, pairs.mask, temperature=temperature),
-    )
-    report = actor.train(
-        cfg.loss,
-        batch,
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-        temperature=temperature,
-    )
-    return report, judged.passed, judged.kl
+    return train_on_preferences(actor, ref, pairs, cfg.loss, cfg), judged.passed, judged.kl

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..dataflow.record import op
 from .groups import Groups
-from .pairs import SelectedPairs
+from .pairs import SelectedPairs, pairs_of
 from .roles import BehaviorLogprob, PerSample, PromptId, Rollout, TokenIds, TokenMask
 
 __all__ = [
@@ -116,17 +116,9 @@ def passing_and_failing(roll: Rollout, score: PerSample, *, passed: PerSample) -
         lowest = score[members].masked_fill(~worst_of, torch.inf).flip(0).argmin()
         worst = len(members) - 1 - int(lowest)
         rows += [int(members[best]), int(members[worst])]
-        skipped += [best == worst or not bool(allowed.any())] * 2
-    kept = torch.tensor(rows, dtype=torch.int64, device=score.device)
+        skipped.append(best == worst or not bool(allowed.any()))
     tied = torch.tensor(skipped, dtype=torch.bool, device=score.device)
-    return SelectedPairs(
-        pair_id=roll.prompt_id[kept],
-        tokens=roll.tokens[kept],
-        mask=roll.mask[kept] & ~tied[:, None],
-        chosen=torch.arange(len(rows), device=score.device) % 2 == 0,
-        score=score[kept],
-        tied=tied,
-    )
+    return pairs_of(roll, score, rows, tied, dropped=tied)
 
 
 @dataclass(frozen=True, kw_only=True)

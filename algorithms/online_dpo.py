@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from .kl import NoEos, finished_score
 from .losses import DPOLoss
+from .pair_updates import train_on_preferences
 from .pairs import Ties, best_and_worst
-from .roles import PerSample, Policy, Prompts, ReferencePairBatch, Reward, Sampling, TrainMetrics
+from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics
 from .updates import Updates
 
 __all__ = ["OnlineDPO", "online_dpo_step"]
@@ -60,19 +61,4 @@ def online_dpo_step(
         no_eos_penalty=cfg.no_eos_penalty,
     )
     pairs = best_and_worst(roll, ruled, ties=cfg.ties)
-    temperature = cfg.sampling.temperature
-    batch = ReferencePairBatch(
-        pair_id=pairs.pair_id,
-        tokens=pairs.tokens,
-        mask=pairs.mask,
-        chosen=pairs.chosen,
-        ref_logprob=ref.logprob(pairs.tokens, pairs.mask, temperature=temperature),
-    )
-    report = actor.train(
-        cfg.loss,
-        batch,
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-        temperature=temperature,
-    )
-    return report, score
+    return train_on_preferences(actor, ref, pairs, cfg.loss, cfg), score

@@ -1,15 +1,17 @@
-"""What steps share that sample two responses per prompt and train on the difference."""
+"""What steps share that train on pairs of responses to one prompt."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ..dataflow.ranges import check_range
-from .roles import PerSample, Policy, Rollout, Sampling, TrainMetrics
+from .pair_losses import DPOLoss
+from .pairs import SelectedPairs
+from .roles import PerSample, Policy, ReferencePairBatch, Rollout, Sampling, TrainMetrics
 from .sequence_losses import ComparedPairBatch, PairLoss
 from .updates import Updates
 
-__all__ = ["PairUpdates", "train_on_pairs"]
+__all__ = ["PairUpdates", "train_on_pairs", "train_on_preferences"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,4 +51,25 @@ def train_on_pairs(
         epochs=cfg.epochs,
         num_minibatches=cfg.num_minibatches,
         temperature=cfg.sampling.temperature,
+    )
+
+
+def train_on_preferences(
+    actor: Policy, ref: Policy, pairs: SelectedPairs, loss: DPOLoss, cfg: Updates
+) -> TrainMetrics:
+    """Train a policy on pairs of its rollouts of which one is preferred."""
+    temperature = cfg.sampling.temperature
+    batch = ReferencePairBatch(
+        pair_id=pairs.pair_id,
+        tokens=pairs.tokens,
+        mask=pairs.mask,
+        chosen=pairs.chosen,
+        ref_logprob=ref.logprob(pairs.tokens, pairs.mask, temperature=temperature),
+    )
+    return actor.train(
+        loss,
+        batch,
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+        temperature=temperature,
     )

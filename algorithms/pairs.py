@@ -98,17 +98,31 @@ def best_and_worst(roll: Rollout, score: PerSample, *, ties: Ties = "drop") -> S
         best = int(own.argmax())
         worst = len(own) - 1 - int(own.flip(0).argmin())
         rows += [int(members[best]), int(members[worst])]
+    pair_scores = score[torch.tensor(rows, dtype=torch.int64)].reshape(-1, 2)
+    tied = pair_scores[:, 0] == pair_scores[:, 1]
+    return pairs_of(roll, score, rows, tied, dropped=tied & (ties == "drop"))
+
+
+def pairs_of(
+    roll: Rollout, score: Tensor, rows: list[int], tied: Tensor, *, dropped: Tensor
+) -> SelectedPairs:
+    """Pairs of rows of a rollout, two after another, the chosen one first.
+
+    Args:
+        roll: Responses.
+        score: f32[rows].
+        rows: Row numbers, two per pair.
+        tied: bool[pairs].
+        dropped: bool[pairs], pairs whose rows get an empty mask.
+    """
     kept = torch.tensor(rows, dtype=torch.int64, device=score.device)
-    pair_scores = score[kept].reshape(-1, 2)
-    tied = (pair_scores[:, 0] == pair_scores[:, 1]).repeat_interleave(2)
-    mask = roll.mask[kept]
     return SelectedPairs(
         pair_id=roll.prompt_id[kept],
         tokens=roll.tokens[kept],
-        mask=mask & ~tied[:, None] if ties == "drop" else mask,
+        mask=roll.mask[kept] & ~dropped.repeat_interleave(2)[:, None],
         chosen=torch.arange(len(rows), device=score.device) % 2 == 0,
         score=score[kept],
-        tied=tied,
+        tied=tied.repeat_interleave(2),
     )
 
 

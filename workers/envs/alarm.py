@@ -60,6 +60,7 @@ class StepAlarm:
     def __exit__(self, *_: object) -> None:
         if not self._able:
             return
+        self._able = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, self._outer)
         if self._outer_s:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from torch import Tensor
 from ...algorithms.env_roles import ActionSpace, Actor, Env, Trajectories
 from ...dataflow.context import call_key
 from ...dataflow.errors import StateError
+from ...dataflow.ranges import check_range
 from ...dataflow.role import Metric, add_metrics
 from ...dataflow.worker import WorkerContext
 from ..sampling import row_uniforms, stream_key
 from .alarm import StepAlarm
 from .live import LiveGroup
+from .rings import Ring, RingSize
 from .spec import EnvSpec
 
 __all__ = ["EnvWorker", "EnvWorkerSpec", "action_noise"]
@@ -41,6 +44,14 @@ class EnvWorkerSpec:
 
     env: EnvSpec
     """The environment, and how groups of it are made."""
+    ring: RingSize = "auto"
+    """Groups that a worker rolls out at the same time; `auto`: the planner chooses from what the
+    first rollout takes. Where several are, an environment that hangs ends the run instead of being
+    restarted."""
+
+    def __post_init__(self) -> None:
+        if self.ring != "auto":
+            check_range(self, "ring", at_least=1)
 
     def build(self, context: WorkerContext) -> EnvWorker:
         """Make the worker; environments are made when their group is first asked for."""
@@ -60,6 +71,7 @@ class EnvWorker(Env):
         self.context = context
         self.metrics: dict[str, Metric] = {}
         self._alarm = StepAlarm(spec.env.step_limit_s)
+        self._ring = Ring(spec.ring, spec.env.step_limit_s)
         self._live: dict[int, LiveGroup] = {}
         self._saved: dict[int, dict[str, Any]] = {}
 
@@ -73,14 +85,15 @@ class EnvWorker(Env):
         """
         key = call_key(self.context.role, "rollout")
         stream = stream_key(self.context.seed, self.context.role, "noise", key)
-        parts: list[dict[str, NDArray[Any]]] = []
         with self._alarm:
-            for number, numbers in _groups(env.tolist(), group.tolist()):
-                live = self._group(number, numbers)
-                live.check_order(key.step)
-                noise = action_noise(live.actions, stream, numbers, horizon)
-                parts.append(live.roll(actor, noise))
-                add_metrics(self.metrics, live.metrics())
+            lives = [self._group(*one) for one in _groups(env.tolist(), group.tolist())]
+        for live in lives:
+            live.check_order(key.step)
+        noises = [action_noise(live.actions, stream, live.numbers, horizon) for live in lives]
+        with nullcontext() if self._ring.uses_threads(len(lives)) else self._alarm:
+            parts = self._ring.roll(lives, noises, actor)
+        for live in lives:
+            add_metrics(self.metrics, live.metrics())
         if not parts:
             num_features, actions = self.spec.env.spaces()
             parts.append(LiveGroup.nothing(num_features, actions, horizon))
@@ -109,6 +122,10 @@ class EnvWorker(Env):
                 f"but was asked for {numbers}; a group's environments stay the same"
             )
         return live
+
+    def ring_size(self) -> RingSize:
+        """Groups rolled out at the same time; "auto" as long as nothing has been chosen."""
+        return self._ring.size
 
     def save_state(self, folder: Path) -> None:
         """Write a file for every group of this rank."""

@@ -1,12 +1,14 @@
 """Losses of an actor with a critic: a policy's and a value's, as language models are trained with.
 
-Both are one loss, because one optimizer takes one step on both, under one bound on the gradient.
+Where both share an optimizer they are one loss, because it takes one step on both, under one bound
+on the gradient.
 What their metrics mean is said in `losses`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,8 +17,54 @@ from ..dataflow.role import Loss, LossSum
 from .env_roles import ActorCriticBatch, ActorCriticOutput
 from .losses import ClippedPolicyLoss, ClippedValueLoss, ReinforceLoss
 from .reductions import zero_where_masked_out
+from .roles import PolicyOutput, ValueOutput
 
-__all__ = ["ActorCriticLoss"]
+__all__ = ["ActorCriticLoss", "ActorLoss", "CriticLoss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorLoss(Loss[ActorCriticBatch, PolicyOutput]):
+    """A policy's loss over steps of environments."""
+
+    policy: ClippedPolicyLoss | ReinforceLoss = ClippedPolicyLoss(entropy_coef=0.01)
+    """The policy's, with the entropy bonus."""
+    normalise_advantages: bool = True
+    """Shift and scale the advantages of every minibatch to mean 0 and deviation 1."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the forward pass must also compute entropies."""
+        return self.policy.needs_entropy
+
+    def totals(self, batch: ActorCriticBatch) -> Tensor:
+        """f64[5]: those of the policy's loss, and two moments of the advantages."""
+        advantage = zero_where_masked_out(batch.advantage, batch.mask).double()
+        moments = torch.stack([advantage.sum(), advantage.square().sum()])
+        return torch.cat([self.policy.totals(batch), moments])
+
+    def __call__(self, output: PolicyOutput, batch: ActorCriticBatch, totals: Tensor) -> LossSum:
+        """These rows' share of the minibatch's loss."""
+        if self.normalise_advantages:
+            batch = replace(batch, advantage=_normalised(batch.advantage, totals))
+        return self.policy(output, batch, totals[:3])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticLoss(Loss[ActorCriticBatch, ValueOutput]):
+    """A critic's loss over steps of environments."""
+
+    tolerates_lag: ClassVar[bool] = True
+
+    value: ClippedValueLoss = ClippedValueLoss(coef=0.5)
+    """Half a squared error times its `coef`."""
+
+    def totals(self, batch: ActorCriticBatch) -> Tensor:
+        """f64[7], see `ClippedValueLoss`."""
+        return self.value.totals(batch)
+
+    def __call__(self, output: ValueOutput, batch: ActorCriticBatch, totals: Tensor) -> LossSum:
+        """These rows' share of the minibatch's loss."""
+        return self.value(output, batch, totals)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,30 +79,30 @@ class ActorCriticLoss(Loss[ActorCriticBatch, ActorCriticOutput]):
     """Shift and scale the advantages of every minibatch to mean 0 and deviation 1."""
 
     @property
+    def _actor(self) -> ActorLoss:
+        return ActorLoss(policy=self.policy, normalise_advantages=self.normalise_advantages)
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether the forward pass must also compute entropies."""
         return self.policy.needs_entropy
 
     def totals(self, batch: ActorCriticBatch) -> Tensor:
-        """f64[12]: those of the policy's loss, of the critic's, and two moments of advantages."""
-        advantage = zero_where_masked_out(batch.advantage, batch.mask).double()
-        moments = torch.stack([advantage.sum(), advantage.square().sum()])
-        return torch.cat([self.policy.totals(batch), self.value.totals(batch), moments])
+        """f64[12]: those of `ActorLoss`, then those of the critic's."""
+        return torch.cat([self._actor.totals(batch), self.value.totals(batch)])
 
     def __call__(
         self, output: ActorCriticOutput, batch: ActorCriticBatch, totals: Tensor
     ) -> LossSum:
         """These rows' share of the minibatch's loss."""
-        if self.normalise_advantages:
-            batch = replace(batch, advantage=_normalised(batch.advantage, totals))
-        policy = self.policy(output, batch, totals[:3])
-        value = self.value(output, batch, totals[3:10])
+        policy = self._actor(output, batch, totals[:5])
+        value = self.value(output, batch, totals[5:])
         return LossSum(policy.total + value.total, {**policy.metrics, **value.metrics})
 
 
 def _normalised(advantage: Tensor, totals: Tensor) -> Tensor:
     """Less the minibatch's mean, over its unbiased deviation plus 1e-8."""
-    steps, total, squares = totals[0], totals[10], totals[11]
+    steps, total, squares = totals[0], totals[3], totals[4]
     mean = total / steps.clamp(min=1)
     variance = (squares - steps * mean.square()).clamp(min=0) / (steps - 1).clamp(min=1)
     return ((advantage - mean) / (variance.sqrt() + 1e-8)).to(advantage)

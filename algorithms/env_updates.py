@@ -9,7 +9,27 @@ from .env_roles import ActorCritic, ActorCriticBatch, ActorCriticOutput, Traject
 from .returns import GaeTargets
 from .roles import TrainMetrics
 
-__all__ = ["train_actor_critic"]
+__all__ = ["actor_critic_batch", "train_actor_critic"]
+
+
+def actor_critic_batch(traj: Trajectories, values: Values, target: GaeTargets) -> ActorCriticBatch:
+    """What the losses of an actor and a critic read.
+
+    Args:
+        traj: How the actor acted.
+        values: What the critic said of the states, before the update.
+        target: Advantages of the actions, and what the critic should have said.
+    """
+    return ActorCriticBatch(
+        obs=traj.obs,
+        action=traj.action,
+        action_mask=traj.action_mask,
+        mask=traj.mask,
+        behavior_logprob=traj.behavior_logprob,
+        advantage=target.advantage,
+        old_value=values.value,
+        value_target=target.value_target,
+    )
 
 
 def train_actor_critic(
@@ -27,20 +47,11 @@ def train_actor_critic(
     Args:
         actor: Who acted.
         traj: How.
-        values: What its critic said of the states, before the update.
-        target: Advantages of the actions, and what the critic should have said.
+        values: See `actor_critic_batch`.
+        target: See `actor_critic_batch`.
         loss: Reads an `ActorCriticBatch`.
         epochs: Passes over the steps.
         num_minibatches: Optimizer steps in a pass.
     """
-    batch = ActorCriticBatch(
-        obs=traj.obs,
-        action=traj.action,
-        action_mask=traj.action_mask,
-        mask=traj.mask,
-        behavior_logprob=traj.behavior_logprob,
-        advantage=target.advantage,
-        old_value=values.value,
-        value_target=target.value_target,
-    )
+    batch = actor_critic_batch(traj, values, target)
     return actor.train(loss, batch, epochs=epochs, num_minibatches=num_minibatches)

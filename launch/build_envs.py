@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..algorithms.env_roles import ActorCritic, Env
+from ..algorithms.mappo import TeamCritic
 from ..algorithms.replay_roles import QNetwork, Replay
 from ..configs.schema import RunConfig
 from ..configs.validate import validated
@@ -19,6 +20,7 @@ from ..workers.optimizer import OptimizerSpec
 from ..workers.q_network import QNetworkSpec
 from ..workers.replay import ReplaySpec
 from ..workers.task import TaskSpec
+from ..workers.team_critic import TeamCriticSpec
 from ..workers.torch_actor_critic import TorchActorCriticSpec
 
 __all__ = ["ENV_CONTRACTS", "ENV_SPECS", "FILLED_IN", "env_task", "env_worker", "perceptron_spec"]
@@ -26,6 +28,7 @@ __all__ = ["ENV_CONTRACTS", "ENV_SPECS", "FILLED_IN", "env_task", "env_worker", 
 ENV_CONTRACTS: Mapping[str, type[Role]] = {
     "env": Env,
     "actor_critic": ActorCritic,
+    "team_critic": TeamCritic,
     "q_network": QNetwork,
     "replay": Replay,
 }
@@ -34,6 +37,7 @@ ENV_CONTRACTS: Mapping[str, type[Role]] = {
 ENV_SPECS: Mapping[str, Any] = {
     "env": EnvWorkerSpec,
     "actor_critic": TorchActorCriticSpec,
+    "team_critic": TeamCriticSpec,
     "q_network": QNetworkSpec,
     "replay": ReplaySpec,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +27,9 @@ from ..dataflow.role import Loss
 from ..dataflow.worker import WorkerContext
 from .actor_network import ActorCriticNetwork, PerceptronSpec
 from .envs.spec import EnvSpec
-from .microbatch import columns
 from .numpy_actor import NumpyActor
 from .optimizer import OptimizerSpec
+from .single_steps import single_steps, state_values
 from .torch_worker import TorchWorker
 from .weights import FlatParameters
 
@@ -103,14 +102,7 @@ class TorchActorCritic(TorchWorker, ActorCritic):
 
     def value(self, obs: Tensor, last_obs: Tensor) -> Values:
         """See `ActorCritic.value`."""
-        every = torch.zeros(obs.shape[0], obs.shape[1] + 1)
-        with torch.no_grad():
-            # A row at a time: what a product of matrices rounds to may depend on how many there
-            # are, and rows come in other company with another number of workers.
-            for row, columns_ in enumerate(zip(obs, last_obs, strict=True)):
-                states = torch.cat([columns_[0], columns_[1][None]]).to(self.device)
-                every[row] = self.module.value(states)
-        return Values(value=every[:, :-1].contiguous(), bootstrap_value=every[:, -1].contiguous())
+        return state_values(self.module.value, obs, last_obs, self.device)
 
     def train(
         self,
@@ -121,7 +113,7 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         num_minibatches: int = 1,
     ) -> TrainMetrics:
         """See `ActorCritic.train`. Every step is a row of its own."""
-        return self._train(self._forward, loss, _single_steps(batch), epochs, num_minibatches)
+        return self._train(self._forward, loss, single_steps(batch), epochs, num_minibatches)
 
     def _forward(self, rows: Any, needs_entropy: bool) -> ActorCriticOutput:
         obs = rows.obs[:, 0]
@@ -179,11 +171,3 @@ def _numbers(
     if not needs_entropy:
         return logprob, None
     return logprob, (0.5 + half_log + log_std).sum().expand(len(mean))
-
-
-def _single_steps(batch: Any) -> Any:
-    """The steps that count as rows of one step each: [rows, T, ...] to [steps, 1, ...]."""
-    found = columns(batch)
-    kept = found["mask"].flatten().nonzero()[:, 0]
-    parts = {name: column.flatten(0, 1)[kept, None] for name, column in found.items()}
-    return dataclasses.replace(batch, **parts)

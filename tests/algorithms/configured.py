@@ -50,6 +50,7 @@ _IN_ENVIRONMENTS = {
     "dqn": (*_CLASSIC, "algorithm.cfg.min_stored=64"),
     "env_ppo": _CLASSIC,
     "impala": _CLASSIC,
+    "mappo": ("task=cover", "model=mlp"),
 }
 """Algorithms whose task is an environment, and what makes one small."""
 
@@ -86,7 +87,8 @@ def composed(name: str, *overrides: str) -> RunConfig:
     data.pop("resume")
     algorithm = data["algorithm"]
     rounds = algorithm.get("cfg", {}).get("filling", {}).get("max_rounds", 1)
-    algorithm["per_step"] = dict.fromkeys(algorithm["per_step"], 8 * rounds)
+    rows = 6 if name == "mappo" else 8 * rounds  # whole teams
+    algorithm["per_step"] = dict.fromkeys(algorithm["per_step"], rows)
     algorithm["before"] = {}
     for role in algorithm.get("roles", {}).values():
         role.pop("start", None)  # the stages that they start from

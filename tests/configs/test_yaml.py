@@ -52,6 +52,7 @@ def extra(option: Path, tmp_path: Path) -> list[str]:
         "task/cartpole": IN_ENVIRONMENTS,
         "task/acrobot": IN_ENVIRONMENTS,
         "task/pendulum": IN_ENVIRONMENTS,
+        "task/cover": ["algorithm=mappo", "model=mlp"],
         "executor/ray_split": ["schedule=one_step_off"],
     }.get(option.as_posix(), [])
 

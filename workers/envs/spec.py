@@ -17,6 +17,7 @@ from .loop import LoopGroup
 from .native import NativeGroup
 from .normalise import Normalisation
 from .spaces import action_space, num_features
+from .teams import CountsAgents, TeamGroup, agent_spaces, team_numbers
 
 __all__ = ["EnvSpec"]
 
@@ -32,6 +33,8 @@ class EnvSpec:
     vectorized: bool | None = None
     """Step a group as one numpy object (True) or as single environments (False). By default as one
     object if the environment has such a form and no options."""
+    num_agents: int = 1
+    """Agents of one environment, each of them a row; see `teams`."""
     masked: bool = False
     """Whether it says which choices are allowed: `info["action_mask"]`, or a method
     `action_masks`."""
@@ -46,6 +49,7 @@ class EnvSpec:
     def __post_init__(self) -> None:
         check_range(self, "step_limit_s", above=0)
         check_range(self, "max_restarts", at_least=0)
+        check_range(self, "num_agents", at_least=1)
 
     def make(self) -> gym.Env[Any, Any]:
         """One environment.
@@ -54,22 +58,26 @@ class EnvSpec:
             ConfigError: If there is none of that name, or it cannot be made.
         """
         try:
-            return gym.make(self.id, disable_env_checker=True, **self.options)
+            made = gym.make(self.id, disable_env_checker=True, **self.options)
         except (gym.error.Error, ImportError, TypeError) as error:
             raise ConfigError(f"environment '{self.id}' cannot be made: {error}") from error
+        return made if self.num_agents == 1 else CountsAgents(made, self.num_agents)
 
     def spaces(self) -> tuple[int, ActionSpace]:
-        """Numbers of an observation, and what can be done.
+        """Numbers of an observation, and what can be done: of one agent.
 
         Raises:
-            ConfigError: If no actor of ours can act in it.
+            ConfigError: If no actor of ours can act in it, or it has another number of agents.
         """
         env = self.make()
         try:
             found = action_space(env.action_space, self.id, masked=self.masked)
-            return num_features(env.observation_space, self.id), found
+            width = num_features(env.observation_space, self.id)
         finally:
             env.close()
+        if self.num_agents == 1:
+            return width, found
+        return agent_spaces(width, found, self.num_agents, self.id)
 
     def group(self, number: int, numbers: list[int], seed: int, role: str,
               alarm: StepAlarm) -> EnvGroup:  # fmt: skip
@@ -83,11 +91,18 @@ class EnvSpec:
             alarm: Limits the time of a step.
 
         Raises:
-            ConfigError: If the environment has no vectorized form and was asked for it.
+            ConfigError: If the environment has no vectorized form and was asked for it, or a team
+                is not whole.
         """
+        if self.num_agents > 1:
+            teams = self._loop(team_numbers(numbers, self.num_agents), seed, role, alarm)
+            return TeamGroup(teams, self.num_agents, self.spaces()[1])
         if self._vectorized():
             own = env_seed(seed, role, "group", number)
             return NativeGroup(self.id, len(numbers), own, self.options, alarm=alarm)
+        return self._loop(numbers, seed, role, alarm)
+
+    def _loop(self, numbers: list[int], seed: int, role: str, alarm: StepAlarm) -> LoopGroup:
         return LoopGroup(
             self.id,
             self.make,

@@ -1,0 +1,149 @@
+"""MAPPO: agents of a team that act by one policy, and a critic that sees what all of them see.
+
+Yu et al., "The Surprising Effectiveness of PPO in Cooperative Multi-Agent Games", 2022.
+
+A row is one agent of one environment; the agents of an environment are rows next to each other, in
+one group, and share policy and reward. The critic is a role of its own: for each agent it is shown
+the agent's own observation first and then the others', in the order they follow it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..dataflow.ranges import check_range
+from ..dataflow.record import op
+from ..dataflow.role import Loss, Role, call
+from .env_losses import ActorLoss, CriticLoss
+from .env_roles import (
+    ActorCritic,
+    Env,
+    EnvId,
+    EnvRows,
+    LastObservation,
+    Observations,
+    Values,
+)
+from .env_updates import actor_critic_batch
+from .returns import gae
+from .roles import TrainMetrics, ValueOutput
+
+__all__ = ["MAPPO", "Joint", "TeamCritic", "joint", "mappo_step"]
+
+B = TypeVar("B")
+
+
+class TeamCritic(Role):
+    """A critic of what a whole team sees."""
+
+    @call("forward")
+    def value(self, obs: Observations, last_obs: LastObservation) -> Values:
+        """The critic's word on every state, seen from every agent."""
+        raise NotImplementedError
+
+    @call("train")
+    def train(
+        self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
+    ) -> TrainMetrics:
+        """Take `epochs * num_minibatches` optimizer steps and make the next weight version.
+
+        Minibatches are drawn from single steps of agents, wherever the mask is True.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joint:
+    """What teams see, once for each agent: its own observation first."""
+
+    obs: Observations
+    last_obs: LastObservation
+
+
+@op(scope="group")
+def joint(env: EnvId, *, obs: Observations, last_obs: LastObservation, num_agents: int) -> Joint:
+    """Put the observations of a team side by side.
+
+    Args:
+        env: i64[rows]; agent a of environment n is number `n * num_agents + a`.
+        obs: f32[rows, T, features].
+        last_obs: f32[rows, features].
+        num_agents: In every team.
+
+    Returns:
+        f32[rows, T, num_agents * features] and f32[rows, num_agents * features].
+
+    Raises:
+        ValueError: If the agents of a team are not all there, in order.
+    """
+    first = env[::num_agents]
+    expected = (first[:, None] + torch.arange(num_agents)).flatten()
+    if bool((first % num_agents != 0).any()) or not torch.equal(env, expected):
+        raise ValueError(
+            f"rows {env.tolist()!s:.80} are not whole teams of {num_agents} agents next to each "
+            "other; the number of agents (algorithm.cfg.num_agents) must be the environment's, and "
+            "a group must hold whole teams"
+        )
+    seat = torch.arange(num_agents)
+    order = (seat[:, None] + seat[None, :]) % num_agents  # agent, then who is seen in which place
+
+    def side_by_side(column: Tensor) -> Tensor:
+        teams = column.unflatten(0, (-1, num_agents))[:, order]  # [teams, agents, places, ...]
+        return teams.movedim(2, -2).flatten(-2).flatten(0, 1)
+
+    return Joint(obs=side_by_side(obs), last_obs=side_by_side(last_obs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MAPPO:
+    """Options of MAPPO."""
+
+    num_agents: int = 3
+    """Agents of an environment; `task.num_agents` says the same."""
+    horizon: int = 128
+    """Steps that every environment takes between updates."""
+    discount: float = 0.99
+    """gamma, per step."""
+    gae_lambda: float = 0.95
+    """lambda of the advantage estimate; 0 trusts the critic fully, 1 not at all."""
+    policy_loss: ActorLoss = ActorLoss()
+    """The policy's."""
+    value_loss: CriticLoss = CriticLoss()
+    """The critic's."""
+    epochs: int = 4
+    """Passes over the steps taken."""
+    num_minibatches: int = 4
+    """Optimizer steps in a pass, each on as many steps drawn at random."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "num_agents", "horizon", "epochs", "num_minibatches", at_least=1)
+        check_range(self, "discount", "gae_lambda", at_least=0, at_most=1)
+
+
+def mappo_step(
+    rows: EnvRows, env: Env, actor: ActorCritic, critic: TeamCritic, cfg: MAPPO
+) -> tuple[TrainMetrics, TrainMetrics]:
+    """Act in teams, let the critic see whole teams, and train both."""
+    traj = env.rollout(rows.env, rows.group, actor, horizon=cfg.horizon)
+    seen = joint(traj.env, obs=traj.obs, last_obs=traj.last_obs, num_agents=cfg.num_agents)
+    values = critic.value(seen.obs, seen.last_obs)
+    target = gae(
+        traj.mask,
+        reward=traj.reward,
+        value=values.value,
+        bootstrap_value=values.bootstrap_value,
+        terminated=traj.terminated,
+        truncated=traj.truncated,
+        discount=cfg.discount,
+        lam=cfg.gae_lambda,
+    )
+    batch = actor_critic_batch(traj, values, target)
+    often = {"epochs": cfg.epochs, "num_minibatches": cfg.num_minibatches}
+    return (
+        actor.train(cfg.policy_loss, batch, **often),
+        critic.train(cfg.value_loss, replace(batch, obs=seen.obs), **often),
+    )

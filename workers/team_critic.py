@@ -1,0 +1,81 @@
+"""The critic of a team as a worker: a perceptron over what all its agents see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..algorithms.env_roles import Values
+from ..algorithms.mappo import TeamCritic
+from ..algorithms.roles import TrainMetrics, ValueOutput
+from ..dataflow.role import Loss
+from ..dataflow.worker import WorkerContext
+from .actor_network import PerceptronSpec, perceptron
+from .envs.spec import EnvSpec
+from .optimizer import OptimizerSpec
+from .single_steps import single_steps, state_values
+from .torch_worker import TorchWorker
+from .weights import FlatParameters
+
+__all__ = ["TeamCriticSpec", "TorchTeamCritic"]
+
+B = TypeVar("B")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeamCriticSpec:
+    """Recipe for a `TorchTeamCritic`."""
+
+    network: PerceptronSpec = PerceptronSpec()
+    """Its layers."""
+    env: EnvSpec
+    """What the team acts in, for the numbers of observations and agents."""
+    optimizer: OptimizerSpec | None = None
+    """None for one that is never trained."""
+
+    def build(self, context: WorkerContext) -> TorchTeamCritic:
+        """Make it on the context's device."""
+        return TorchTeamCritic(self, context)
+
+
+class _Network(nn.Module):
+    """From what a team sees to a value."""
+
+    def __init__(self, spec: TeamCriticSpec) -> None:
+        super().__init__()
+        self.flat: Any = None
+        num_in = spec.env.spaces()[0] * spec.env.num_agents
+        random = torch.Generator().manual_seed(spec.network.init_seed)
+        self.critic = perceptron(spec.network, num_in, 1, 1.0, random)
+
+    def value(self, obs: Tensor) -> Tensor:
+        """f32[rows] from f32[rows, features]."""
+        return self.critic(obs)[:, 0]
+
+
+class TorchTeamCritic(TorchWorker, TeamCritic):
+    """See `TeamCriticSpec`."""
+
+    def __init__(self, spec: TeamCriticSpec, context: WorkerContext) -> None:
+        self.module = _Network(spec).to(context.device)
+        self.module.flat = FlatParameters(self.module)
+        network: Any = self.module
+        super().__init__(context, network, spec.optimizer, micro_batch_tokens=1 << 16)
+
+    def value(self, obs: Tensor, last_obs: Tensor) -> Values:
+        """See `TeamCritic.value`."""
+        return state_values(self.module.value, obs, last_obs, self.device)
+
+    def train(
+        self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
+    ) -> TrainMetrics:
+        """See `TeamCritic.train`."""
+
+        def forward(rows: Any, needs_entropy: bool) -> ValueOutput:
+            del needs_entropy
+            return ValueOutput(value=self.module.value(rows.obs[:, 0])[:, None])
+
+        return self._train(forward, loss, single_steps(batch), epochs, num_minibatches)

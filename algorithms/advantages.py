@@ -21,9 +21,9 @@ from .groups import Groups, MissingScore, SingletonGroup, sum_rows
 from .multiplier import lagrangian_advantage
 from .reductions import (
     Variance,
+    WeightedBy,
     check_token_columns,
-    masked_mean,
-    masked_variance,
+    mean_and_variance,
     variance_correction,
     zero_where_masked_out,
 )
@@ -68,29 +68,37 @@ def whiten(
     *,
     variance: Variance = "unbiased",
     eps: float = 1e-8,
+    eps_on: Literal["variance", "std"] = "variance",
+    weighted_by: WeightedBy = "token",
     shift_mean: bool = True,
 ) -> PerStep:
     """Scale to variance 1 and, unless `shift_mean` is False, shift to mean 0 over the whole batch.
 
-    `(x - mean) / sqrt(variance + eps)`, with statistics over all sampled tokens of the batch: long
-    rows weigh more. Without the shift the mean is added back, as is done for rewards.
+    `(x - mean) / sqrt(variance + eps)`, with statistics over all sampled tokens of the batch.
+    Without the shift the mean is added back, as is done for rewards. Published recipes differ in
+    the variance, in `eps` and where it stands, and in what weighs alike.
 
     Args:
         value: f32[rows, T].
         mask: bool[rows, T].
-        variance: "unbiased" divides by n - 1, "biased" by n. Published recipes differ here.
-        eps: Added to the variance.
+        variance: "unbiased" divides by n - 1, "biased" by n.
+        eps: Added to the variance, or to its root.
+        eps_on: Which of the two.
+        weighted_by: Whether every token weighs the same, so that long rows count more, or every
+            row.
         shift_mean: Whether the mean becomes 0.
 
     Returns:
         f32[rows, T].
 
     Raises:
-        ValueError: If shapes differ, there are too few tokens for a variance, or `variance` is
+        ValueError: If shapes differ, there are too few tokens for a variance, or a choice is
             unknown.
     """
-    mean = masked_mean(value, mask)
-    scale = torch.rsqrt(masked_variance(value, mask, variance=variance) + eps)
+    mean, spread = mean_and_variance(value, mask, variance=variance, weighted_by=weighted_by)
+    if eps_on not in ("variance", "std"):
+        raise ValueError(f"eps_on {eps_on!r} is unknown; choose 'variance' or 'std'")
+    scale = torch.rsqrt(spread + eps) if eps_on == "variance" else 1 / (spread.sqrt() + eps)
     whitened = (value.double() - mean) * scale
     if not shift_mean:
         whitened = whitened + mean

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..dataflow.ranges import check_range
 from .advantages import GaeTargets, Masking, gae, whiten
-from .reductions import Variance
+from .reductions import Variance, WeightedBy
 from .roles import PerSample, PerToken, TokenMask
 
 __all__ = ["Estimates"]
@@ -22,6 +22,10 @@ class Estimates:
     """Shift advantages to mean 0 and scale them to variance 1 over the batch."""
     whitening_variance: Variance = "biased"
     """Whether whitening divides by n ("biased") or n - 1 ("unbiased")."""
+    whitening_eps: float = 1e-8
+    """Added to the variance."""
+    whitening_weighted_by: WeightedBy = "token"
+    """Whether every token weighs the same in these statistics, or every response ("row")."""
     discount: float = 1.0
     """gamma, per token."""
     gae_lambda: float = 0.95
@@ -32,6 +36,7 @@ class Estimates:
 
     def __post_init__(self) -> None:
         check_range(self, "discount", "gae_lambda", at_least=0, at_most=1)
+        check_range(self, "whitening_eps", at_least=0)
 
     def estimated(
         self,
@@ -43,7 +48,7 @@ class Estimates:
     ) -> GaeTargets:
         """Advantages, not whitened, and what the critic should have said; see `gae`."""
         if self.whiten_rewards:
-            reward = whiten(reward, steps, variance=self.whitening_variance, shift_mean=False)
+            reward = self._whitened(reward, steps, shift_mean=False)
         return gae(
             steps,
             reward=reward,
@@ -58,4 +63,14 @@ class Estimates:
         """Advantages as they are trained on."""
         if not self.whiten_advantages:
             return advantage
-        return whiten(advantage, mask, variance=self.whitening_variance)
+        return self._whitened(advantage, mask, shift_mean=True)
+
+    def _whitened(self, column: PerToken, mask: TokenMask, *, shift_mean: bool) -> PerToken:
+        return whiten(
+            column,
+            mask,
+            variance=self.whitening_variance,
+            eps=self.whitening_eps,
+            weighted_by=self.whitening_weighted_by,
+            shift_mean=shift_mean,
+        )

@@ -28,6 +28,7 @@ from torch import Tensor
 __all__ = [
     "Aggregation",
     "Variance",
+    "WeightedBy",
     "aggregate",
     "aggregation_denominator",
     "aggregation_numerator",
@@ -35,6 +36,7 @@ __all__ = [
     "check_token_columns",
     "masked_mean",
     "masked_variance",
+    "mean_and_variance",
     "variance_correction",
     "zero_where_masked_out",
 ]
@@ -44,6 +46,10 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 Variance = Literal["biased", "unbiased"]
 """Divide squared deviations by n ("biased") or by n - 1 ("unbiased")."""
+
+
+WeightedBy = Literal["token", "row"]
+"""Whether statistics weigh every token alike, so that long rows count more, or every row."""
 
 
 def check_token_columns(mask: Tensor, **columns: Tensor) -> None:
@@ -120,6 +126,42 @@ def masked_variance(x: Tensor, mask: Tensor, *, variance: Variance = "unbiased")
             "pass variance='biased' or give at least 2 tokens"
         )
     return tokens.var(correction=correction)
+
+
+def mean_and_variance(
+    x: Tensor, mask: Tensor, *, variance: Variance = "unbiased", weighted_by: WeightedBy = "token"
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance over masked tokens, in two passes and double precision.
+
+    Args:
+        x: f32[rows, T].
+        mask: bool[rows, T].
+        variance: Divide by n ("biased") or n - 1 ("unbiased"), n tokens or rows.
+        weighted_by: Whether every token weighs the same, or every row that has any: its tokens
+            then share the row's weight.
+
+    Returns:
+        f64 scalars.
+
+    Raises:
+        ValueError: As `masked_variance`, or if `weighted_by` is unknown.
+    """
+    if weighted_by == "token":
+        return masked_mean(x, mask), masked_variance(x, mask, variance=variance)
+    if weighted_by != "row":
+        raise ValueError(f"weighted_by {weighted_by!r} is unknown; choose 'token' or 'row'")
+    lengths = mask.sum(dim=1)
+    rows = int((lengths > 0).sum())
+    correction = variance_correction(variance)
+    if rows <= correction:
+        raise ValueError(
+            f"{rows} rows have sampled tokens; the {variance} variance over rows needs at least "
+            f"{correction + 1}"
+        )
+    share = (1 / lengths.clamp(min=1).double())[:, None].expand(mask.shape)[mask]
+    tokens = _tokens_of(x, mask)
+    mean = (tokens * share).sum() / rows
+    return mean, ((tokens - mean).square() * share).sum() / (rows - correction)
 
 
 def variance_correction(variance: Variance) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +71,22 @@ def test_whiten(variance: Variance, shift_mean: bool, expected: Rows, prompt: in
 
 def test_whiten_is_unbiased_by_default() -> None:
     assert torch.equal(whiten(X, X_MASK), whiten(X, X_MASK, variance="unbiased", eps=1e-8))
+
+
+def test_rows_may_weigh_alike_and_eps_may_stand_outside_the_root() -> None:
+    """Row means 2 and 4.5; squared deviations from 3.25 average 2.229167 and 1.8125 a row."""
+    by_row = whiten(X, X_MASK, variance="biased", weighted_by="row", eps=0)
+    spread = (((1 - 3.25) ** 2 + (2 - 3.25) ** 2 + (3 - 3.25) ** 2) / 3 + 1.8125) / 2
+    root = math.sqrt(spread)
+    expected: Rows = [[(x - 3.25) / root for x in (1, 2, 3)], [0.75 / root, 1.75 / root, 0]]
+    assert_close(by_row, expected)
+    unbiased = whiten(X, X_MASK, variance="unbiased", weighted_by="row", eps=0)
+    assert_close(unbiased * 2**0.5, expected)
+    outside = whiten(X, X_MASK, variance="biased", eps=1.0, eps_on="std")
+    scale = 1 + 2**0.5
+    assert_close(outside, [[-2 / scale, -1 / scale, 0], [1 / scale, 2 / scale, 0]])
+    with pytest.raises(ValueError, match="variance over rows needs at least 2"):
+        whiten(X, X_MASK & torch.tensor([[True], [False]]), weighted_by="row")
 
 
 @given(

@@ -55,6 +55,7 @@ RELATIVES = {
     "process_ppo": "ppo",
     "a2c": "env_ppo",
     "impala": "env_ppo",
+    "mappo": "env_ppo",
     "cgpo": "remax",
     "codpo": "online_dpo",
     "crraft": "cgpo",

@@ -242,6 +242,28 @@ class ActorCritic(Actor):
         """
         raise NotImplementedError
 
+    @call("train")
+    def inherit(
+        self,
+        rival: ActorCritic,
+        *,
+        fitness: PerEnv,
+        rival_fitness: PerEnv,
+        mutation: float = 0.0,
+        every: int = 1,
+    ) -> TrainMetrics:
+        """Give way to a fitter rival: go on with its weights, changed a little.
+
+        Args:
+            rival: Whose weights, as they are at this line of the step.
+            fitness: f32[envs], whose mean is how fit this one is.
+            rival_fitness: f32[envs], of other environments, the rival's.
+            mutation: Every weight w that is taken over becomes `w (1 + mutation * noise)`, with
+                standard normal noise.
+            every: Only in every so many steps, the last of them.
+        """
+        raise NotImplementedError
+
 
 class Env(Role):
     """Environments, which live on from step to step; see this module for what they show."""

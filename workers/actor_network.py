@@ -11,7 +11,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from ..algorithms.env_roles import ActionSpace
 from ..dataflow.ranges import check_range
 
-__all__ = ["ActorCriticNetwork", "PerceptronSpec", "perceptron"]
+__all__ = ["ActorCriticNetwork", "HasSpaces", "PerceptronSpec", "perceptron"]
+
+
+class HasSpaces(Protocol):
+    """What an actor acts in: an environment's specification, or a game's."""
+
+    def spaces(self) -> tuple[int, ActionSpace]:
+        """Numbers of an observation, and what can be done."""
+        ...
+
 
 _ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 

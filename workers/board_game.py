@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..algorithms.env_roles import ActionSpace, Actor, Trajectories
-from ..algorithms.self_play import BoardGame
+from ..algorithms.self_play import BoardGame, GameRows
 from ..dataflow.context import call_key
 from ..dataflow.errors import WorkerError
 from ..dataflow.ranges import check_range
@@ -24,7 +24,7 @@ from ..dataflow.role import Metric, add_metrics
 from ..dataflow.worker import WorkerContext
 from .sampling import row_uniforms, stream_key
 
-__all__ = ["CONNECT_FOUR", "TIC_TAC_TOE", "BoardGameWorker", "BoardSpec"]
+__all__ = ["CONNECT_FOUR", "TIC_TAC_TOE", "BoardGameWorker", "BoardSpec", "GameRowSource"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +225,31 @@ class BoardGameWorker(BoardGame):
                 "games": Metric.sum(count),
             },
         )
+
+
+class GameRowSource:
+    """As many games in every step, all of them new.
+
+    Args:
+        num_games: How many.
+        group_size: How many are played together; the last group may have fewer.
+
+    Raises:
+        ValueError: If either is below 1.
+    """
+
+    def __init__(self, num_games: int, group_size: int) -> None:
+        if num_games < 1 or group_size < 1:
+            raise ValueError(
+                f"num_games is {num_games} and group_size {group_size}; expected at least 1"
+            )
+        game = torch.arange(num_games)
+        self._rows = GameRows(game=game, group=game // group_size)
+
+    def batch(self, step: int) -> GameRows:
+        """All of them, whatever the step."""
+        del step
+        return self._rows
 
 
 def _rooms(spec: BoardSpec, count: int) -> dict[str, NDArray[Any]]:

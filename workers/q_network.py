@@ -157,5 +157,5 @@ class TorchQNetwork(TorchWorker, QNetwork):
         """See `QNetwork.follow`."""
         due = call_key(self.context.role, "follow").step % every == 0
         if due:
-            take_over(self, leader, share)
+            take_over(self, leader, share=share)
         return TrainMetrics({"followed": Metric.mean(float(due), 1.0)})

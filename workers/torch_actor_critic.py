@@ -22,14 +22,16 @@ from ..algorithms.env_roles import (
     Values,
 )
 from ..algorithms.roles import TrainMetrics
+from ..dataflow.context import call_key
 from ..dataflow.ranges import check_range
-from ..dataflow.role import Loss
+from ..dataflow.role import Loss, Metric
 from ..dataflow.worker import WorkerContext
-from .actor_network import ActorCriticNetwork, PerceptronSpec
-from .envs.spec import EnvSpec
+from .actor_network import ActorCriticNetwork, HasSpaces, PerceptronSpec
 from .numpy_actor import NumpyActor
 from .optimizer import OptimizerSpec
+from .sampling import stream_generator
 from .single_steps import single_steps, state_values
+from .succession import take_over
 from .torch_worker import TorchWorker
 from .weights import FlatParameters
 
@@ -44,7 +46,7 @@ class TorchActorCriticSpec:
 
     network: PerceptronSpec = PerceptronSpec()
     """Its layers."""
-    env: EnvSpec
+    env: HasSpaces
     """What it acts in, for the numbers of observations and actions."""
     optimizer: OptimizerSpec | None = None
     """None for one that only acts."""
@@ -114,6 +116,25 @@ class TorchActorCritic(TorchWorker, ActorCritic):
     ) -> TrainMetrics:
         """See `ActorCritic.train`. Every step is a row of its own."""
         return self._train(self._forward, loss, single_steps(batch), epochs, num_minibatches)
+
+    def inherit(
+        self,
+        rival: ActorCritic,
+        *,
+        fitness: Tensor,
+        rival_fitness: Tensor,
+        mutation: float = 0.0,
+        every: int = 1,
+    ) -> TrainMetrics:
+        """See `ActorCritic.inherit`. Moments of the optimizer stay."""
+        key = call_key(self.context.role, "inherit")
+        own, its = (float(column.double().mean()) for column in (fitness, rival_fitness))
+        gives_way = (key.step + 1) % every == 0 and its > own
+        if gives_way:
+            random = stream_generator(self.context.seed, self.context.role, "mutation", key)
+            take_over(self, rival, mutation=mutation, random=random)
+        replaced = Metric.mean(float(gives_way), 1.0)
+        return TrainMetrics({"fitness": Metric.mean(own, 1.0), "replaced": replaced})
 
     def _forward(self, rows: Any, needs_entropy: bool) -> ActorCriticOutput:
         obs = rows.obs[:, 0]

@@ -30,6 +30,7 @@ from ..dataflow.work import CallWork, Handle, ImportSlicesWork, ImportWork, Part
 from ..dataflow.worker import WorkerSpec
 from .ray_devices import SharedDevices
 from .ray_group import LEAST_START_S, ActorGroup, connect_groups, end_actors, start_groups
+from .ray_parked import forget_parked, park_groups, take_parked
 
 if TYPE_CHECKING:
     import ray
@@ -109,6 +110,9 @@ class RayExecutor:
     samples, so the run's result is the same. What its calls had made is kept by Ray, not by the
     dead. A group that serves roles to another is not started again, nor is that other one.
 
+    A group that generates with an engine that is dear to start (vLLM) is put by when the executor
+    stops. The next executor takes it if it needs one like it, and ends it if not.
+
     Groups that share devices sleep in turn. The processes see to it themselves: those whose turn
     it is wait for the others to sleep before they wake, and what they are asked next waits as well.
 
@@ -171,6 +175,7 @@ class RayExecutor:
             if group.name not in kept and not _changes(programs, group.name)
         }
         self._hosted = ray.put((dict(programs), dict(workers)))
+        take_parked(list(self._groups.values()))
         self._devices.reserve(self._start_s)
         asleep = frozenset(group.name for group in groups if self._turns.shares(group.name))
         every = list(self._groups.values())
@@ -309,11 +314,19 @@ class RayExecutor:
 
     def stop(self) -> None:
         """Ask every rank to close its workers, wait a little, and end it. See `Executor.stop`."""
+        is_idle = not self._pending
         self._pending.clear()
         self._loaded.clear()
         groups, self._groups = self._groups, {}
-        end_actors([a for group in groups.values() for a in group.actors], closing=True)
+        kept = [g for g in groups.values() if is_idle and self._may_be_parked(g)]
+        ending = [*(g for g in groups.values() if g not in kept), *park_groups(kept)]
+        end_actors([actor for group in ending for actor in group.actors], closing=True)
         self._devices.release()
+
+    def _may_be_parked(self, group: ActorGroup) -> bool:
+        """Those that train nothing, and hold no part of a GPU that is given back."""
+        shares_gpu = group.group.device.startswith("cuda") and self._turns.shares(group.group.name)
+        return group.group.name in self._restartable and not shares_gpu
 
     @property
     def controller_bytes(self) -> int:
@@ -352,6 +365,7 @@ def shutdown_ray() -> None:
     """End the Ray that `RayExecutor` started on this machine, or leave the cluster it joined."""
     import ray
 
+    forget_parked()
     if ray.is_initialized():
         ray.shutdown()
 

@@ -32,6 +32,7 @@ class ActorGroup:
     Attributes:
         actors: By process.
         num_starts: How often they were started.
+        is_parked: Whether they run since an executor before this one, and have no roles.
     """
 
     def __init__(
@@ -40,9 +41,15 @@ class ActorGroup:
         self.group = group
         self.actors: list[Any] = []
         self.num_starts = 0
+        self.is_parked = False
         self._num_threads = num_threads
         self._deadline_s = deadline_s
         self._devices = devices
+
+    @property
+    def key(self) -> object:
+        """Equal for groups whose processes can stand in for each other."""
+        return self.group, self._num_threads, self._deadline_s
 
     def create(self, start_s: float) -> None:
         """Ask Ray for the processes; comes back before they run."""
@@ -83,9 +90,12 @@ def start_groups(
         WorkerError: If a process fails or takes too long.
         PenstockError: Whatever of ours building a worker raises.
     """
+    new = [group for group in groups if not group.is_parked]
     for group in groups:
+        group.is_parked = False
+    for group in new:
         group.create(start_s)
-    several = [group for group in groups if len(group.actors) > 1]
+    several = [group for group in new if len(group.actors) > 1]
     addresses = _all(
         [group.actors[0].listen.remote() for group in several],
         "opening a socket for its group",

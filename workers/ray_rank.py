@@ -38,6 +38,7 @@ from ..dataflow.work import (
     Work,
 )
 from ..dataflow.worker import WorkerContext, close_workers
+from .ray_parked import Parkable
 from .serving_client import AnswerClient
 from .serving_server import AnswerServer
 from .slices import SliceTraffic
@@ -287,6 +288,19 @@ class Rank:
         """What one exporting process has for this one."""
         handle = slices.get((group, self._process))
         return None if handle is None else ray.get(handle, timeout=self._deadline_s)
+
+    def park(self) -> bool:
+        """Get ready for another run, if every worker can be parked; says whether it is."""
+        if not self._roles or not all(isinstance(r, Parkable) for r in self._roles.values()):
+            return False
+        if self._clients or self._server:
+            return False  # Others may still be connected.
+        for role in self._roles.values():
+            if isinstance(role, Parkable):
+                role.park()
+        threads = torch.get_num_threads()
+        Rank.__init__(self, self._group, self._process, threads, self._deadline_s, self._start_s)
+        return True
 
     def close(self) -> None:
         """Close the workers; the process ends next."""

@@ -146,6 +146,9 @@ class ExecutorConfig(Section):
     devices: dict[str, list[Count]] = Field(default_factory=dict[str, list[int]])
     """Worker group -> which devices its processes have; groups that name the same take turns on
     them. By default devices of its own."""
+    served: dict[str, dict[str, str]] = Field(default_factory=dict[str, "dict[str, str]"])
+    """Worker group -> role -> the group that serves it there, instead of a copy: `{acting: {actor:
+    policy}}`."""
     num_threads: AtLeastOne | None = None
     """Torch threads per process; by default the cores are shared out among the ranks."""
 

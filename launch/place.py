@@ -64,7 +64,7 @@ def _hand_written(config: RunConfig) -> Plan:
             f"'placement' is '{config.placement}', but there are executor.groups as well\n"
             "    leave one of them out"
         )
-    for key in ("tensor_parallel", "pipeline_parallel", "devices"):
+    for key in ("tensor_parallel", "pipeline_parallel", "devices", "served"):
         for group, size in getattr(section, key).items():
             if group not in section.groups:
                 raise ConfigError(
@@ -73,7 +73,7 @@ def _hand_written(config: RunConfig) -> Plan:
                     f"    executor.groups has: {', '.join(section.groups) or 'none'}"
                 )
             torch_only = config.engine.kind == "torch" and config.rollout.kind != "vllm"
-            if torch_only and key != "devices" and size > 1:
+            if torch_only and key.endswith("parallel") and size > 1:
                 raise ConfigError(
                     f"'executor.{key}.{group}' is {size}, but the torch engine is data-parallel "
                     "only\n    set engine=fsdp or engine=megatron, or 1"
@@ -106,6 +106,7 @@ def _group(config: RunConfig, name: str) -> GroupPlan:
         tensor_parallel=tensor,
         pipeline_parallel=stages,
         devices=tuple(devices),
+        served=section.served.get(name, {}),
     )
 
 
@@ -152,8 +153,14 @@ def placement_of(graph: Graph, config: RunConfig, plan: Plan) -> Placement:
 
 
 def _idle(graph: Graph, placement: Placement) -> list[str]:
-    used = {placement.nodes[n.name] for n in graph.nodes if n.kind is not NodeKind.SOURCE}
+    used = _used(graph, placement)
     return [group.name for group in placement.groups if group.name not in used]
+
+
+def _used(graph: Graph, placement: Placement) -> set[str]:
+    """Groups that have something to do."""
+    nodes = {placement.nodes[n.name] for n in graph.nodes if n.kind is not NodeKind.SOURCE}
+    return nodes | {server for _, server in placement.serving(graph)}
 
 
 def followed(
@@ -178,9 +185,10 @@ def followed(
     """
     whole = follow(graph, main, placement)
     items = train_items(graph, per_step)
+    used = _used(graph, whole)
     groups: list[DeviceGroup] = []
     for group in whole.groups:
-        if group.name not in whole.nodes.values():
+        if group.name not in used:
             continue
         shared = [n for name, n in items.items() if whole.nodes[name] == group.name]
         ranks = group.num_ranks

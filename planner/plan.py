@@ -41,6 +41,9 @@ class GroupPlan(BaseModel):
     """Ranks among which every model's layers are divided."""
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Which devices of the cluster, in rank order; nothing is said about them if empty."""
+    served: Mapping[str, str] = Field(default_factory=dict[str, str])
+    """Role -> the group that serves it here: nodes that are given the role ask there, instead of a
+    copy of their own."""
 
     @model_validator(mode="before")
     @classmethod
@@ -69,7 +72,8 @@ class GroupPlan(BaseModel):
         """What the engine needs of it; there a rank is a data-parallel one."""
         tensor, stages = self.tensor_parallel, self.pipeline_parallel
         num_ranks = self.num_ranks // (tensor * stages)
-        return DeviceGroup(self.name, num_ranks, self.device, tensor, stages, self.devices)
+        served = dict(self.served)
+        return DeviceGroup(self.name, num_ranks, self.device, tensor, stages, self.devices, served)
 
 
 class Plan(BaseModel):
@@ -154,8 +158,18 @@ class Plan(BaseModel):
         num_chunks = self.chunks_per_rank * max(group.num_ranks for group in groups)
         placement = Placement(groups, {**nodes, **unknown}, num_chunks)
         check_placement(graph, placement)
+        self._check_served(graph, placement)
         self._check_layouts(graph)
         return placement
+
+    def _check_served(self, graph: Graph, placement: Placement) -> None:
+        for group in self.groups:
+            given = placement.served_roles(graph, group.name)
+            for role in group.served.keys() - given.keys():
+                raise PlanError(
+                    f"group '{group.name}' is served '{role}', which no node there is given"
+                    + (f"; they are given {', '.join(given)}" if given else "")
+                )
 
     def _check_layouts(self, graph: Graph) -> None:
         named = {node.name: node for node in graph.nodes if node.role}

@@ -8,15 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
 from penstock.configs.schema import RunConfig
 from penstock.dataflow.errors import ConfigError, PlanError
+from penstock.dataflow.record import build
 from penstock.dataflow.spans import TaskSpan
 from penstock.launch.app import compose
 from penstock.launch.auto_place import Choice, choose
 from penstock.launch.compose import run_config
 from penstock.launch.machine import threads_of
 from penstock.launch.measured import comparison_text, node_seconds, nodes_summary
-from penstock.launch.place import with_threads, written_plan
+from penstock.launch.place import placement_of, with_threads, written_plan
 from penstock.launch.stages import Stage, stages_of
 from penstock.planner.calibration import Calibration
 from penstock.planner.cluster import ClusterSpec
@@ -293,6 +295,25 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
         "a step                    30.0 s    25.0 s   +20%",
         "predicted with: analytic defaults",
     ]
+
+
+def test_groups_can_be_served_by_others() -> None:
+    words = (
+        *("algorithm=env_ppo", "task=cartpole", "model=mlp", "executor=ray"),
+        "executor.groups={main: 1, acting: 2, policy: 1}",
+        "executor.nodes={env: acting}",
+    )
+    config = config_of(*words, "executor.served={acting: {actor: policy}}")
+    plan = written_plan(config)
+    assert plan is not None
+    assert [group.served for group in plan.groups] == [{}, {"actor": "policy"}, {}]
+    graph = build(env_ppo_step, cfg=EnvPPO())
+    assert placement_of(graph, config, plan).serving(graph) == (("actor", "policy"),)
+    idle = config_of(*words)
+    with pytest.raises(PlanError, match=r"'executor.groups.policy' would have nothing to do"):
+        placement_of(graph, idle, written_plan(idle) or plan)
+    with pytest.raises(ConfigError, match=r"'executor.served.acting2': there is no group"):
+        written_plan(config_of(*words, "executor.served={acting2: {actor: policy}}"))
 
 
 def test_without_a_prediction_there_is_no_table() -> None:

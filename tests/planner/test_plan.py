@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
 from penstock.dataflow.errors import PlanError
 from penstock.dataflow.placement import flow_of
+from penstock.dataflow.record import build
 from penstock.planner.layout import Layout
 from penstock.planner.plan import GroupPlan, Plan, one_group_plan
 from penstock.planner.prediction import GroupMemory, Prediction
@@ -118,3 +120,32 @@ def test_the_gap_is_the_share_of_the_time_that_might_be_saved() -> None:
 
 def test_everything_on_one_group() -> None:
     assert set(one_group_plan(2).placement(ppo()).nodes.values()) == {"all"}
+
+
+SERVED = Plan(
+    groups=(
+        GroupPlan(name="main"),
+        GroupPlan(name="acting", num_ranks=2, served={"actor": "policy"}),
+        GroupPlan(name="policy"),
+    ),
+    nodes={"env": "acting"},
+)
+
+
+def test_a_plan_says_which_group_serves_which() -> None:
+    graph = build(env_ppo_step, cfg=EnvPPO())
+    placement = SERVED.placement(graph)
+    assert placement.serving(graph) == (("actor", "policy"),)
+    assert placement.hosted_roles(graph, "policy") == ("actor",)
+    assert placement.hosted_roles(graph, "acting") == ("env",)
+    assert Plan.model_validate_json(SERVED.model_dump_json()) == SERVED
+
+
+def test_a_role_that_nobody_is_given_cannot_be_served() -> None:
+    acting = GroupPlan(name="acting", served={"actor": "policy", "critic": "policy"})
+    groups = (SERVED.groups[0], acting, SERVED.groups[2])
+    with pytest.raises(PlanError) as caught:
+        SERVED.model_copy(update={"groups": groups}).placement(build(env_ppo_step, cfg=EnvPPO()))
+    assert str(caught.value) == (
+        "group 'acting' is served 'critic', which no node there is given; they are given actor"
+    )

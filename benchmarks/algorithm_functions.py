@@ -36,12 +36,13 @@ _SECTION = re.compile(r"^(Args|Returns|Raises|Example|Attributes):$", re.MULTILI
 
 def function_table(table: str) -> str:
     """One row per function of a table's modules."""
-    rows = [
-        f"| [`{name}`](functions.md#{name}) | `{_signature(function, in_lines=False)}` "
-        f"| {_cell(_sections(function)['about'].split(chr(10) * 2)[0])} |"
-        for name, function in _functions()[table]
-    ]
-    return "\n".join(["| function | called with | gives |", "|---|---|---|", *rows])
+    lines = ["| function | called with | gives |", "|---|---|---|"]
+    for module, name, function in _functions()[table]:
+        shown = f"{module}.{name}" if len(MODULES[table]) > 1 else name
+        called = _signature(function, in_lines=False)
+        gives = _cell(_sections(function)["about"].split("\n\n")[0])
+        lines.append(f"| [`{shown}`](functions.md#{name}) | `{called}` | {gives} |")
+    return "\n".join(lines)
 
 
 def function_page() -> str:
@@ -54,14 +55,15 @@ def function_page() -> str:
     ]
     for table, functions in _functions().items():
         lines += ["", f"## {', '.join(f'penstock.algorithms.{name}' for name in MODULES[table])}"]
-        for name, function in functions:
-            lines += ["", *_entry(name, function)]
+        for module, name, function in functions:
+            lines += ["", *_entry(module, name, function)]
     return "\n".join(lines) + "\n"
 
 
-def _entry(name: str, function: Callable[..., Any]) -> Iterator[str]:
+def _entry(module: str, name: str, function: Callable[..., Any]) -> Iterator[str]:
     parts = _sections(function)
-    yield from (f"### {name}", "", "```text", _signature(function, in_lines=True), "```", "")
+    yield from (f"### {name}", "", f"`from penstock.algorithms.{module} import {name}`", "")
+    yield from ("```text", _signature(function, in_lines=True), "```", "")
     yield parts["about"]
     arguments = list(_arguments(parts.get("Args", "")))
     if arguments:
@@ -72,20 +74,18 @@ def _entry(name: str, function: Callable[..., Any]) -> Iterator[str]:
 
 
 @cache
-def _functions() -> dict[str, list[tuple[str, Callable[..., Any]]]]:
-    """For each table the functions its modules list as public; each is there once."""
-    found: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
+def _functions() -> dict[str, list[tuple[str, str, Callable[..., Any]]]]:
+    """For each table module, name and function of all that is public; each is there once."""
+    found: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {}
     seen: set[str] = set()
     for table, names in MODULES.items():
-        modules = [importlib.import_module(f"penstock.algorithms.{name}") for name in names]
-        public = {
-            name: vars(module)[name]
-            for module in modules
-            for name in sorted(module.__all__)
-            if inspect.isfunction(vars(module)[name]) and name not in seen
-        }
-        seen |= set(public)
-        found[table] = list(public.items())
+        found[table] = []
+        for module in names:
+            members = vars(importlib.import_module(f"penstock.algorithms.{module}"))
+            for name in sorted(set(members["__all__"]) - seen):
+                if inspect.isfunction(members[name]):
+                    found[table].append((module, name, members[name]))
+                    seen.add(name)
     return found
 
 
@@ -120,7 +120,9 @@ def _signature(function: Callable[..., Any], *, in_lines: bool) -> str:
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
         parts.append(f"{star}{name}: {kind}{default}")
     returned = _SHAPE.match(_sections(function).get("Returns", "").strip())
-    made = f" -> {returned[0] if returned else _type_name(hints['return'])}"
+    kind = _type_name(hints["return"])
+    column = returned is not None and kind.startswith(("Tensor", "f32", "i64", "bool["))
+    made = f" -> {returned[0] if returned is not None and column else kind}"
     if in_lines:
         return "\n".join([f"{function.__name__}(", *(f"    {part}," for part in parts), f"){made}"])
     return _cell(f"{function.__name__}({', '.join(parts)}){made}")

@@ -16,6 +16,9 @@ from penstock.algorithms.constrained import (
 )
 from penstock.algorithms.rewards import calibrated_score
 from penstock.algorithms.roles import Rollout
+from penstock.launch.app import compose
+from penstock.launch.compose import run_config
+from penstock.launch.stages import stages_of
 from torch import Tensor
 
 
@@ -142,6 +145,21 @@ def test_rows_of_both_rollouts_are_padded_and_every_prompt_needs_a_fallback() ->
             fallback_passed=f64(1),
             **columns,  # pyright: ignore[reportArgumentType]
         )
+
+
+def test_the_configured_judges_say_whether_all_constraints_hold() -> None:
+    data = compose("run", ["algorithm=cgpo"])
+    data.pop("resume")
+    config = run_config(data)
+    judges = config.algorithm.roles["judges"]
+    assert judges.worker == "mixture"
+    assert judges.options["output"] == "passed"
+    assert judges.options["parts"] == {"correct": {"worker": "rule", "at_least": 1.0}}
+    stages = {stage.name: stage for stage in stages_of(config)}
+    assert list(stages) == ["sft", "reward_modelling", "cgpo"]
+    roles = stages["cgpo"].roles
+    assert (roles["reward"].worker, roles["reward"].start) == ("reward_model", "reward_modelling")
+    assert (roles["ref"].start, roles["actor"].start) == ("sft", "sft")
 
 
 SCORES = st.lists(st.tuples(st.floats(-50, 50), st.booleans()), min_size=1, max_size=6)

@@ -271,5 +271,6 @@ def test_ppo_learns_the_rewarded_token_and_its_value() -> None:
     assert "value_loss" in critic_report.metrics
     assert actor_report.metrics["ratio_mean"].value == pytest.approx(1, abs=0.3)
     assert critic.parameter[3].item() > 0.3
+    assert kl is not None
     assert kl.shape == (len(PROMPTS.prompt) * 16,)
     assert kl.mean().item() > 0.1

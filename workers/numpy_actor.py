@@ -16,6 +16,9 @@ from ..algorithms.env_roles import ActionSpace, Acts
 
 __all__ = ["NumpyActor"]
 
+_Call = tuple[NDArray[np.float32], NDArray[np.float64], NDArray[np.bool_] | None]
+"""Arguments of `act`."""
+
 _LOG_ROOT_2PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -42,7 +45,7 @@ class NumpyActor:
         self._spans = list(zip(ends[:-1], ends[1:], strict=True))
 
     def outputs(self, obs: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Logits or means, f32[envs, outputs]."""
+        """Logits or means, f32[..., envs, outputs], of f32[..., envs, features]."""
         found = obs
         for weight, bias in self._layers[:-1]:
             found = found @ weight
@@ -63,7 +66,14 @@ class NumpyActor:
         action_mask: NDArray[np.bool_] | None,
     ) -> Acts:
         """See `Actor.act`."""
-        found = self.outputs(obs)
+        return self._draw(self.outputs(obs), noise, action_mask)
+
+    def _draw(
+        self,
+        found: NDArray[np.float32],
+        noise: NDArray[np.float64],
+        action_mask: NDArray[np.bool_] | None,
+    ) -> Acts:
         if self._log_std is not None:
             return _draw_numbers(found, self._log_std, noise)
         if action_mask is not None:
@@ -72,6 +82,44 @@ class NumpyActor:
             choice, logprob = _draw_choice(found, noise[:, 0])
             return Acts(choice[:, None].astype(np.float32), logprob)
         return _draw_choices(found, noise, self._spans)
+
+    def act_all(
+        self,
+        calls: Sequence[_Call],
+    ) -> list[Acts]:
+        """What `act` says to each of these arguments, bit for bit; of equal shapes together.
+
+        Groups are stacked, not joined: numpy multiplies each by the weights as it would alone, so
+        that the order of its sums is the same. All else concerns single rows.
+        """
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for index, (obs, _, mask) in enumerate(calls):
+            alike.setdefault((obs.shape, mask is None), []).append(index)
+        found: dict[int, Acts] = {}
+        for indices in alike.values():
+            some = [calls[index] for index in indices]
+            for index, acts in zip(indices, self._act_alike(some), strict=True):
+                found[index] = acts
+        return [found[index] for index in range(len(calls))]
+
+    def _act_alike(
+        self,
+        calls: Sequence[_Call],
+    ) -> list[Acts]:
+        if len(calls) == 1:
+            return [self.act(*calls[0])]
+        masks = [mask for _, _, mask in calls if mask is not None]
+        stacked = self.outputs(np.stack([obs for obs, _, _ in calls]))
+        action, logprob = self._draw(
+            stacked.reshape(-1, stacked.shape[-1]),
+            np.concatenate([noise for _, noise, _ in calls]),
+            np.concatenate(masks) if masks else None,
+        )
+        count = len(calls)
+        return [
+            Acts(*one)
+            for one in zip(np.split(action, count), np.split(logprob, count), strict=True)
+        ]
 
 
 def _draw_choice(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,6 +93,12 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         if self._numpy is None:
             raise NotImplementedError("acting needs the weights in host memory")
         return self._numpy.act(obs, noise, action_mask)
+
+    def answer_all(self, method: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Acts]:
+        """See `Gathers`: what is waiting for actions is computed together."""
+        if self._numpy is None or method != "act":
+            return [getattr(self, method)(*arguments) for arguments in calls]
+        return self._numpy.act_all(calls)
 
     def evaluate(self, obs: Tensor, action: Tensor, action_mask: Tensor) -> Evaluation:
         """See `ActorCritic.evaluate`."""

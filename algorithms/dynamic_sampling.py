@@ -223,8 +223,8 @@ def filled_batch(
             "choose other prompts, raise sampling.num_samples, or raise max_rounds and with it the "
             "prompts per step"
         )
-    order = torch.unique_consecutive(kept.prompt_id)[:wanted]
-    rows = torch.isin(kept.prompt_id, order)
+    first = list(dict.fromkeys(kept.prompt_id.tolist()))[:wanted]
+    rows = torch.isin(kept.prompt_id, kept.prompt_id.new_tensor(first))
     columns = {name: column[rows] for name, column in vars(kept).items()}
     if finished_only:
         columns["mask"] = columns["mask"] & columns["finished"][:, None]

@@ -142,3 +142,10 @@ def test_dapo_samples_until_its_batch_is_full() -> None:
 def test_a_zone_longer_than_the_longest_response_is_refused() -> None:
     with pytest.raises(ValueError, match="overlong_cache is 9; expected at least 1 and at most 8"):
         DAPO(sampling=Sampling(num_samples=2, max_new_tokens=8), overlong_cache=9)
+
+
+def test_groups_of_a_full_batch_may_be_interleaved() -> None:
+    got = filled_batch(rollout(10, 11, 10, 11, 12, 12), prompts(3), max_rounds=1)
+    assert got.prompt_id.tolist() == [10, 11, 10, 11, 12, 12]
+    two = filled_batch(rollout(12, 11, 12, 11, 10, 10), prompts(2), max_rounds=1)
+    assert two.prompt_id.tolist() == [12, 11, 12, 11]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..dataflow.record import op
-from .groups import Groups, MissingScore, SingletonGroup, sum_rows
+from .groups import Groups, MissingScore, SingletonGroup, floating, sum_rows
 from .multiplier import lagrangian_advantage
 from .reductions import (
     Variance,
@@ -117,8 +117,9 @@ def broadcast_over_tokens(value: PerSample, mask: TokenMask) -> PerToken:
         f32[rows, T].
 
     Raises:
-        ValueError: If `value` does not have one entry per row.
+        ValueError: If `value` does not have one entry per row, or the mask is not boolean.
     """
+    check_token_columns(mask)
     if value.shape != mask.shape[:1]:
         raise ValueError(
             f"value must have one entry per row of the mask, [{len(mask)}], got {list(value.shape)}"
@@ -199,6 +200,7 @@ def leave_one_out(
 @op(scope="batch")
 def batch_centred(score: PerSample) -> PerSample:
     """Score minus the mean of the whole batch: f32[rows]."""
+    score = floating(score)
     return (score.double() - score.double().mean()).to(score)
 
 
@@ -233,13 +235,12 @@ def batch_std_advantage(
     """
     if std_of not in ("raw", "centred"):
         raise ValueError(f"std_of {std_of!r} is unknown; choose 'raw' or 'centred'")
-    centred = (
-        Groups(score, prompt_id)
-        .per_row(Groups(score, prompt_id).centred(), singleton_group)
-        .double()
-    )
+    score = floating(score)
+    groups = Groups(score, prompt_id)
+    centred = groups.per_row(groups.centred(), singleton_group).double()
     spread = score.double() if std_of == "raw" else centred
-    std = spread.std(correction=variance_correction(variance)) if len(score) > 1 else spread.sum()
+    correction = variance_correction(variance)
+    std = spread.std(correction=correction) if len(score) > 1 else spread.new_zeros(())
     return (centred / torch.where(std > 0, std + eps, 1.0)).to(score)
 
 
@@ -257,6 +258,7 @@ def log_partition_advantage(score: PerSample, prompt_id: PromptId, *, tau: float
     Returns:
         f32[rows].
     """
+    score = floating(score)
     groups = Groups(score, prompt_id)
     return (score.double() - groups.per_group_row(groups.log_mean_exp(tau))).to(score)
 
@@ -323,6 +325,7 @@ def remax_advantage(
     Raises:
         ValueError: If shapes differ or `kl_placement` is unknown.
     """
+    score, greedy_score = floating(score), floating(greedy_score)
     penalty = torch.zeros(mask.shape, dtype=score.dtype) if kl is None else -kl_coef * kl.detach()
     penalty = penalty.to(score)
     check_token_columns(mask, kl=penalty)
@@ -370,7 +373,7 @@ def step_advantage(
     Raises:
         ValueError: If shapes differ.
     """
-    there = step_end >= 0
+    step_reward, there = floating(step_reward), step_end >= 0
     of_row = prompt_id[:, None].expand(step_end.shape)[there]
     normalised = torch.zeros_like(step_reward)
     normalised[there] = group_advantage(

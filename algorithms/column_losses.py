@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from .groups import floating
 from .kl import KLEstimator
 from .loss_terms import RatioLevel
 from .policy_losses import (
@@ -15,7 +16,7 @@ from .policy_losses import (
     ReferenceKLPolicyLoss,
     ReinforceLoss,
 )
-from .reductions import Aggregation
+from .reductions import Aggregation, check_token_columns
 from .roles import PolicyBatch, PolicyOutput, ReferencePolicyBatch
 
 __all__ = ["Objective", "policy_loss"]
@@ -56,7 +57,8 @@ def policy_loss(
         eps_low: How far the ratio may fall below 1.
         eps_high: How far it may rise above 1.
         dual_clip: Bound, in multiples of the advantage, for bad tokens; None for none.
-        ratio_level: Of what the ratio is taken; see `RatioLevel`.
+        ratio_level: Of what the ratio is taken; see `RatioLevel`. With a ratio of whole responses
+            take aggregation "seq-mean-token-mean", the mean over responses.
         weight_cap: Largest weight.
         weight_floor: Smallest weight.
         log_ratio_clamp: Bound on the log of the ratio.
@@ -73,6 +75,11 @@ def policy_loss(
     Raises:
         ValueError: If shapes differ or options do not fit.
     """
+    of_tokens = advantage[:, None].expand(mask.shape) if advantage.ndim == 1 else advantage
+    of_tokens = floating(of_tokens)
+    check_token_columns(
+        mask, logprob=logprob, behavior_logprob=behavior_logprob, advantage=of_tokens
+    )
     common: dict[str, Any] = {
         "aggregation": aggregation,
         "aggregation_length": aggregation_length,
@@ -82,7 +89,7 @@ def policy_loss(
         "tokens": mask.long(),
         "mask": mask,
         "behavior_logprob": behavior_logprob,
-        "advantage": advantage[:, None].expand(mask.shape) if advantage.ndim == 1 else advantage,
+        "advantage": of_tokens,
     }
     batch = PolicyBatch(**columns)
     output = PolicyOutput(logprob=logprob)

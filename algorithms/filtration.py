@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..dataflow.record import op
 from .draws import uniforms
+from .groups import floating
 from .roles import PerSample, PromptId, Rollout
 
 __all__ = [
@@ -62,6 +63,7 @@ def selection_weights(
         raise ValueError(
             f"score and group must both be [rows], got {list(score.shape)} and {list(group.shape)}"
         )
+    score = floating(score)
     weight = torch.zeros_like(score, dtype=torch.float64)
     for one in group.unique():
         own = score[group == one].double()

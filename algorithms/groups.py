@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Groups", "MissingScore", "SingletonGroup", "sum_rows"]
+__all__ = ["Groups", "MissingScore", "SingletonGroup", "floating", "sum_rows"]
 
 SingletonGroup = Literal["error", "score", "zero"]
 """Advantage of a sample alone in its group: refuse, the score itself, or 0."""
@@ -15,6 +15,14 @@ SingletonGroup = Literal["error", "score", "zero"]
 MissingScore = Literal["propagate", "zero"]
 """What a score that is nan does: leaves no finite number in its group, or is left out of all
 statistics and gets advantage 0."""
+
+
+def floating(column: Tensor) -> Tensor:
+    """The column, in single precision if it holds integers or booleans.
+
+    Verdicts and lengths come as such; a result that is cast back to them would lose its fractions.
+    """
+    return column if column.is_floating_point() else column.float()
 
 
 def sum_rows(table: Tensor) -> Tensor:
@@ -30,7 +38,7 @@ class Groups:
     """Scores laid out as `[groups, widest group]`, whatever order the rows are in.
 
     Args:
-        score: f32[rows].
+        score: f32[rows]; integers and booleans are read as f32.
         prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
         missing: What scores that are nan do.
 
@@ -51,7 +59,7 @@ class Groups:
             )
         if missing not in ("propagate", "zero"):
             raise ValueError(f"missing {missing!r} is unknown; choose 'propagate' or 'zero'")
-        self._score = score
+        self._score = floating(score)
         self._prompt_id = prompt_id
         self._group = torch.unique(prompt_id, return_inverse=True)[1]
         rows = torch.bincount(self._group)

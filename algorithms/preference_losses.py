@@ -161,8 +161,8 @@ def kto_loss(
             f"{str(desirable.dtype).removeprefix('torch.')}{list(desirable.shape)}"
         )
     signed = torch.where(desirable, log_ratio - kl, kl - log_ratio)
-    weight = torch.where(desirable, desirable_weight, undesirable_weight)
-    return weight.to(log_ratio) * (1 - torch.sigmoid(beta * signed))
+    loss = 1 - torch.sigmoid(beta * signed)
+    return torch.where(desirable, desirable_weight * loss, undesirable_weight * loss)
 
 
 def cost_model_loss(

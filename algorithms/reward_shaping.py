@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..dataflow.record import op
-from .groups import Groups
+from .groups import Groups, floating
 from .roles import PerSample, PromptId, SampleFlag, TokenMask
 
 __all__ = [
@@ -77,8 +77,7 @@ def overlong_penalty(
         )
     if form not in ("piecewise", "linear"):
         raise ValueError(f"form {form!r} is unknown; choose 'piecewise' or 'linear'")
-    exact = length if length.is_floating_point() else length.float()
-    penalty = ((max_length - cache - exact) / cache).clamp(max=0)
+    penalty = ((max_length - cache - floating(length)) / cache).clamp(max=0)
     return penalty.clamp(min=-1) if form == "piecewise" else penalty
 
 
@@ -105,7 +104,7 @@ def length_reward(length: PerSample, prompt_id: PromptId, *, correct: SampleFlag
         raise ValueError(
             f"correct must have one entry per row, {list(length.shape)}, got {list(correct.shape)}"
         )
-    exact = length if length.is_floating_point() else length.float()
+    exact = floating(length)
     groups = Groups(exact, prompt_id)
     low, high = groups.per_group_row(groups.lowest()), groups.per_group_row(groups.highest())
     spread = high - low
@@ -147,7 +146,7 @@ def combine_rewards(rewards: Sequence[Tensor], *, weights: Sequence[float] | Non
         )
     table = torch.stack([w * reward for w, reward in zip(weights, rewards, strict=True)])
     said = ~table.isnan()
-    return torch.where(said.any(dim=0), table.nan_to_num(nan=0.0).sum(dim=0), torch.nan)
+    return torch.where(said.any(dim=0), torch.where(said, table, 0.0).sum(dim=0), torch.nan)
 
 
 def prompt_priority(success_rate: Tensor) -> Tensor:

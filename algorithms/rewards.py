@@ -13,6 +13,7 @@ from torch import Tensor
 from ..dataflow.record import op
 from .combined_score import constrained_score, weighted_sum
 from .ensembles import ensemble_score
+from .groups import floating
 from .kl import finished_score, kl_shaped_reward
 from .reductions import check_token_columns, zero_where_masked_out
 from .reward_shaping import (
@@ -198,7 +199,7 @@ def verifiable_reward(
     reward = torch.where(verified > 0, scale, torch.zeros_like(verified))
     if finished is None or no_eos_reward is None:
         return reward
-    return torch.where(finished, reward, torch.full_like(reward, no_eos_reward))
+    return torch.where(finished.bool(), reward, torch.full_like(reward, no_eos_reward))
 
 
 def constraint_reward(
@@ -249,6 +250,7 @@ def blended_with_model(
     Returns:
         f32[rows].
     """
+    verified = floating(verified)
     change = torch.where(model_score > threshold, bonus, -penalty).to(verified)
     return torch.where(verified > 0, verified + change, verified)
 

@@ -1,0 +1,36 @@
+"""The examples in environments run for five steps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def ran(name: str) -> list[str]:
+    found = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), "5"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout.splitlines()
+
+
+def test_self_play_runs() -> None:
+    lines = ran("self_play.py")
+    assert sum(line.startswith("step") for line in lines) == 5
+    assert sum("against" in line for line in lines) == 4
+    first, second = (line.split()[-1] for line in lines[-2:])
+    assert len(first) == len(second) == 16
+    assert first != second
+
+
+def test_a_population_runs() -> None:
+    lines = ran("population.py")
+    assert lines[0].startswith("step   5")
+    assert len({line.split()[-1] for line in lines[1:]}) == 4

@@ -62,7 +62,8 @@ def entropy_of_logits(logits: Tensor, valid: Tensor | None = None) -> Tensor:
         f32[...].
     """
     logprob = masked_logits(logits, valid).log_softmax(dim=-1)
-    term = logprob.exp() * logprob
+    # A logit may be -inf; 0 times it would be nan, and so would its gradient.
+    term = logprob.exp() * logprob.clamp(min=torch.finfo(logprob.dtype).min)
     return -(term if valid is None else torch.where(valid, term, torch.zeros_like(term))).sum(-1)
 
 

@@ -82,7 +82,8 @@ def best_and_worst(roll: Rollout, score: PerSample, *, ties: Ties = "drop") -> S
             which losses on pairs do not count.
 
     Raises:
-        ValueError: If a prompt has a single response, or `ties` is unknown.
+        ValueError: If a prompt has a single response or a score that is not a number, or `ties` is
+            unknown.
     """
     if ties not in ("drop", "first"):
         raise ValueError(f"ties {ties!r} is unknown; choose 'drop' or 'first'")
@@ -95,6 +96,11 @@ def best_and_worst(roll: Rollout, score: PerSample, *, ties: Ties = "drop") -> S
                 "Sampling.num_samples to 2 or more"
             )
         own = score[members]
+        if bool(own.isnan().any()):
+            raise ValueError(
+                f"prompt {prompt} has a response whose score is not a number, so none is its best; "
+                "see what the reward says of it"
+            )
         best = int(own.argmax())
         worst = len(own) - 1 - int(own.flip(0).argmin())
         rows += [int(members[best]), int(members[worst])]

@@ -131,7 +131,8 @@ def rollout_weight(
 
 
 def _between(weight: Tensor, floor: float, cap: float | None) -> Tensor:
-    return (weight >= floor) & (weight <= (math.inf if cap is None else cap))
+    # What is not a number stays in, and goes on to the optimizer, which refuses it.
+    return ~((weight < floor) | (weight > (math.inf if cap is None else cap)))
 
 
 @op(scope="batch")

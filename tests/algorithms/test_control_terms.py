@@ -160,3 +160,12 @@ def test_the_n_plus_estimate_of_how_far_an_update_went() -> None:
     )
     assert k2.mean().item() == pytest.approx(0.231667, abs=1e-6)
     assert math.isclose(k2.sum().item(), log_ratio.square().sum().item() / 2)
+
+
+def test_entropy_of_logits_that_are_minus_infinity() -> None:
+    logits = torch.tensor([0.5, 0.5, -math.inf], requires_grad=True)
+    entropy = entropy_of_logits(logits)
+    entropy.backward()
+    assert entropy.item() == pytest.approx(math.log(2))
+    assert logits.grad is not None
+    assert logits.grad.abs().max() < 1e-6

@@ -153,3 +153,14 @@ def test_the_trainer_s_numbers_without_weights_and_weights_of_mean_1() -> None:
     mode_none = RolloutCorrection(mode="none")
     weight = rollout_weight(MASK, logprob=TRAINER, behavior_logprob=BEHAVIOR, correction=mode_none)
     assert torch.equal(weight, torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_mask"])
+def test_a_log_probability_that_is_no_number_is_not_hidden(mode: Any) -> None:
+    found = rollout_weight(
+        tensor([[True, True]]),
+        logprob=tensor([[-1.0, -1.0]]),
+        behavior_logprob=tensor([[-1.0, float("nan")]]),
+        correction=RolloutCorrection(mode=mode),
+    )
+    assert found[0, 1].isnan()

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..dataflow.axes import GroupId, has_mark, spec_of
 from .data_parallel import RankGroup
 
-__all__ = ["Minibatches", "columns", "micro_batches", "row_sizes", "take_rows"]
+__all__ = ["Minibatches", "columns", "micro_batches", "on_device", "row_sizes", "take_rows"]
 
 T = TypeVar("T")
 
@@ -72,10 +72,18 @@ def take_rows(batch: T, rows: Tensor, device: torch.device | None = None) -> T:
     if ragged:
         width = max(int((parts["tokens"] >= 0).sum(1).max()), 1) if len(rows) else 0
         parts |= {name: parts[name][:, :width] for name in ragged & parts.keys()}
-    if device is not None:
-        parts = {name: part.to(device) for name, part in parts.items()}
     whole: Any = batch
-    return dataclasses.replace(whole, **parts)
+    found: T = dataclasses.replace(whole, **parts)
+    return found if device is None else on_device(found, device)
+
+
+def on_device(batch: T, device: torch.device) -> T:
+    """A batch with all columns on a device; the same one if they are."""
+    found = columns(batch)
+    if all(column.device == device for column in found.values()):
+        return batch
+    whole: Any = batch
+    return dataclasses.replace(whole, **{name: part.to(device) for name, part in found.items()})
 
 
 def _group_ids(batch: object) -> Tensor:

@@ -21,7 +21,7 @@ from ..dataflow.role import Loss, LossSum, Metric
 from ..dataflow.worker import WorkerContext
 from .agreement import Agreement, AgreementLimits, check_agreement
 from .data_parallel import RankGroup, rank_group
-from .microbatch import Minibatches, columns, micro_batches, take_rows
+from .microbatch import Minibatches, columns, micro_batches, on_device, take_rows
 from .optimizer import AdamW, OptimizerSpec
 from .sampling import stream_generator
 from .weights import FlatParameters
@@ -213,7 +213,10 @@ class Trainer(TrainLoop[O]):
         )
         one = torch.ones((), device=self._device)
         for part in parts:
-            micro = take_rows(batch, part, self._device)
+            whole = part is rows  # one micro-batch: its rows have been taken already
+            micro = (
+                on_device(local, self._device) if whole else take_rows(batch, part, self._device)
+            )
             self._loss(forward, loss, micro, totals, sums).backward()
             if exact is not grad:
                 # bfloat16 gradients of micro-batches are added up in float32.

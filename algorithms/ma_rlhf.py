@@ -46,6 +46,11 @@ class MARLHF(PPO):
                 "macro actions end with the last token, so nothing can be paid or expected after "
                 "it; choose another no_eos than 'zero', and score_slot 'last_token'"
             )
+        if self.whiten_rewards or self.gae_masking != "transparent":
+            raise ValueError(
+                "macro actions take their tokens' rewards as they are, and pass over what the "
+                "policy did not sample; leave whiten_rewards and gae_masking out"
+            )
         if self.macro_ratio == "joint" and self.correction is not None:
             raise ValueError(
                 "a correction weighs tokens; set macro_ratio to 'token' or leave it out"

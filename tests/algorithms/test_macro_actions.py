@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.advantages import gae
 from penstock.algorithms.losses import ClippedPolicyLoss
+from penstock.algorithms.ma_rlhf import MARLHF
 from penstock.algorithms.macro_actions import macro_actions, macro_gae, macro_mask, sum_over_macros
 from penstock.algorithms.macro_losses import MacroPolicyBatch, MacroPolicyLoss
 from penstock.algorithms.roles import PolicyBatch, PolicyOutput
@@ -165,3 +166,9 @@ def test_joint_ratios_of_single_tokens_are_the_token_loss() -> None:
     joint = loss(PolicyOutput(logprob), batch, loss.totals(batch)).total
     token = loss.policy(PolicyOutput(logprob), plain, loss.policy.totals(plain)).total
     assert float(joint) == pytest.approx(float(token), abs=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"whiten_rewards": True}, {"gae_masking": "zeroed"}])
+def test_options_of_ppo_that_macro_actions_do_not_read_are_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match="leave whiten_rewards and gae_masking out"):
+        MARLHF(**options)

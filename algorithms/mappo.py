@@ -10,14 +10,12 @@ the agent's own observation first and then the others', in the order they follow
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..dataflow.ranges import check_range
 from ..dataflow.record import op
-from ..dataflow.role import Loss, Role, call
 from .env_losses import ActorLoss, CriticLoss
 from .env_roles import (
     ActorCritic,
@@ -26,34 +24,13 @@ from .env_roles import (
     EnvRows,
     LastObservation,
     Observations,
-    Values,
 )
 from .env_updates import actor_critic_batch
 from .returns import gae
-from .roles import TrainMetrics, ValueOutput
+from .roles import TrainMetrics
+from .team_roles import TeamCritic
 
-__all__ = ["MAPPO", "Joint", "TeamCritic", "joint", "mappo_step"]
-
-B = TypeVar("B")
-
-
-class TeamCritic(Role):
-    """A critic of what a whole team sees."""
-
-    @call("forward")
-    def value(self, obs: Observations, last_obs: LastObservation) -> Values:
-        """The critic's word on every state, seen from every agent."""
-        raise NotImplementedError
-
-    @call("train")
-    def train(
-        self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
-    ) -> TrainMetrics:
-        """Take `epochs * num_minibatches` optimizer steps and make the next weight version.
-
-        Minibatches are drawn from single steps of agents, wherever the mask is True.
-        """
-        raise NotImplementedError
+__all__ = ["MAPPO", "Joint", "joint", "mappo_step"]
 
 
 @dataclass(frozen=True, kw_only=True)

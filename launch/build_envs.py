@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..algorithms.env_roles import ActorCritic, Env
-from ..algorithms.mappo import TeamCritic
 from ..algorithms.replay_roles import QNetwork, Replay
+from ..algorithms.team_roles import TeamCritic
 from ..configs.schema import RunConfig
 from ..configs.validate import validated
 from ..dataflow.errors import ConfigError

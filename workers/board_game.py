@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..algorithms.env_roles import ActionSpace, Actor, Trajectories
-from ..algorithms.self_play import BoardGame, GameRows
+from ..algorithms.game_roles import BoardGame, GameRows
 from ..dataflow.context import call_key
 from ..dataflow.errors import WorkerError
 from ..dataflow.ranges import check_range

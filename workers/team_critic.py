@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..algorithms.env_roles import Values
-from ..algorithms.mappo import TeamCritic
 from ..algorithms.roles import TrainMetrics, ValueOutput
+from ..algorithms.team_roles import TeamCritic
 from ..dataflow.role import Loss
 from ..dataflow.worker import WorkerContext
 from .actor_network import PerceptronSpec, perceptron

@@ -1,0 +1,229 @@
+"""Where acting happens is the plan's choice, and nothing else: weights and schedule stay the same.
+
+With real Ray, several workers, and delays that nobody can foresee.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
+from penstock.dataflow.engine import Engine, StepResult
+from penstock.dataflow.errors import WorkerError
+from penstock.dataflow.executor import Executor, InProcess
+from penstock.dataflow.placement import DeviceGroup, Placement
+from penstock.dataflow.record import build
+from penstock.dataflow.role import Role
+from penstock.dataflow.schedule import Schedule
+from penstock.dataflow.worker import WorkerContext
+from penstock.launch.checkpoint import CheckpointStore
+from penstock.workers.envs.rings import RingSize
+from penstock.workers.envs.rows import EnvRowSource
+from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.worker import EnvWorkerSpec
+from penstock.workers.optimizer import OptimizerSpec
+from penstock.workers.ray_executor import RayExecutor, connect_ray, shutdown_ray
+from penstock.workers.torch_actor_critic import TorchActorCriticSpec
+
+CFG = EnvPPO(horizon=16, epochs=2, num_minibatches=2)
+GRAPH = build(env_ppo_step, cfg=CFG)
+SOURCES = {"rows": EnvRowSource(8, 2)}
+CARTPOLE = EnvSpec(id="CartPole-v1")
+STEPS = 4
+
+Order = Literal["step", "arrival"]
+Found = tuple[str, tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """Now and then lets a call of the worker it wraps wait, for a time that nobody can foresee."""
+
+    spec: Any
+    methods: tuple[str, ...]
+    random_s: float
+    least_s: float = 0.0
+
+    def build(self, context: WorkerContext) -> Role:
+        worker = self.spec.build(context)
+        for name in self.methods:
+            setattr(worker, name, self._delayed(getattr(worker, name)))
+        return worker
+
+    def _delayed(self, method: Any) -> Any:
+        system = random.SystemRandom()
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(self.least_s)
+            if system.random() < 0.3:
+                time.sleep(system.random() * self.random_s)
+            return method(*args, **kwargs)
+
+        return call
+
+
+@dataclass(frozen=True)
+class Mortal:
+    """The worker's process ends when it is trained for the third time, unless `mark` exists."""
+
+    spec: Any
+    mark: str
+
+    def build(self, context: WorkerContext) -> Role:
+        worker = self.spec.build(context)
+        train = worker.train
+        count = 0
+
+        def mortal(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == 3 and not Path(self.mark).exists():
+                Path(self.mark).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return train(*args, **kwargs)
+
+        worker.train = mortal
+        return worker
+
+
+def workers(ring: RingSize = 1, random_s: float = 0.0, least_s: float = 0.0) -> dict[str, Any]:
+    actor = TorchActorCriticSpec(env=CARTPOLE, optimizer=OptimizerSpec(lr=1e-2, max_grad_norm=0.5))
+    env = EnvWorkerSpec(env=CARTPOLE, ring=ring)
+    if not random_s:
+        return {"env": env, "actor": actor}
+    return {
+        "env": Delayed(env, ("rollout",), 10 * random_s, least_s),
+        "actor": Delayed(actor, ("act", "answer_all", "value", "train"), random_s),
+    }
+
+
+def placed(server: str, num_workers: int) -> Placement:
+    """Acting inline in the only group, decoupled from it, or served by it or by another."""
+    acting = {"inline": "main", "decoupled": "acting"}.get(server, "acting")
+    served = {"actor": server} if server in ("main", "policy") else {}
+    groups = [DeviceGroup("main")]
+    if acting == "acting":
+        groups.append(DeviceGroup("acting", num_workers, served=served))
+    if server == "policy":
+        groups.append(DeviceGroup("policy"))
+    nodes = {"env.rollout": acting} | {
+        node.name: "main"
+        for node in GRAPH.nodes
+        if node.name not in (*GRAPH.sources, "env.rollout")
+    }
+    return Placement(tuple(groups), nodes, num_chunks=2)
+
+
+def schedule_of(steps: list[StepResult]) -> tuple[Any, ...]:
+    """Which task read which versions."""
+    spans = [span for step in steps for span in step.spans]
+    return tuple(sorted((span.node, span.step, span.chunk or 0, span.versions) for span in spans))
+
+
+def finish(
+    executor: Executor,
+    server: str,
+    max_lag: int,
+    *,
+    num_workers: int = 1,
+    order: Order = "step",
+    **options: Any,
+) -> Found:
+    """Weights after all steps, and the schedule."""
+    engine = Engine(
+        GRAPH,
+        placed(server, num_workers),
+        workers=workers(**options),
+        schedule=Schedule(max_lag=max_lag, order=order, deadline_s=120.0),
+        executor=executor,
+        seed=3,
+    )
+    with engine:
+        steps = list(engine.run(SOURCES, STEPS))
+        return engine.ask("actor", "weights_sha256"), schedule_of(steps)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[int, Found]:
+    """By lag: what one process with one worker does."""
+    return {max_lag: finish(InProcess(), "inline", max_lag) for max_lag in (0, 1)}
+
+
+@pytest.mark.parametrize("server", ["decoupled", "main", "policy"])
+@pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.parametrize("ring", [1, 2])
+def test_in_one_process(
+    server: str, max_lag: int, ring: RingSize, expected: dict[int, Found]
+) -> None:
+    assert finish(InProcess(), server, max_lag, ring=ring) == expected[max_lag]
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    connect_ray()
+    yield
+    shutdown_ray()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray")
+@pytest.mark.parametrize(
+    ("server", "max_lag", "num_workers"),
+    [
+        ("decoupled", 0, 2),
+        ("decoupled", 1, 1),
+        ("main", 0, 1),
+        ("main", 1, 2),
+        ("policy", 0, 1),
+        ("policy", 1, 2),
+    ],
+)
+def test_in_processes_of_their_own(
+    server: str, max_lag: int, num_workers: int, expected: dict[int, Found]
+) -> None:
+    executor = RayExecutor(num_threads=1)
+    options: dict[str, Any] = {"num_workers": num_workers, "ring": 2, "random_s": 0.01}
+    assert finish(executor, server, max_lag, **options) == expected[max_lag]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray")
+def test_in_order_of_arrival_it_is_another_run(expected: dict[int, Found]) -> None:
+    """The control: whatever weights are there. By the second chunk they are newer."""
+    options: dict[str, Any] = {"order": "arrival", "random_s": 0.01, "least_s": 0.7}
+    found = finish(RayExecutor(num_threads=1), "decoupled", 1, **options)
+    assert found[1] != expected[1][1]
+    assert found[0] != expected[1][0]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray")
+def test_killed_and_resumed_it_ends_the_same(expected: dict[int, Found], tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    given = workers(ring=2)
+
+    def engine(executor: Executor) -> Engine:
+        return Engine(
+            GRAPH,
+            placed("policy", 2 if isinstance(executor, RayExecutor) else 1),
+            workers={**given, "actor": Mortal(given["actor"], str(tmp_path / "died"))},
+            schedule=Schedule(max_lag=1, deadline_s=120.0),
+            executor=executor,
+            seed=3,
+        )
+
+    saving: dict[str, Any] = {"checkpoint_every": 2, "checkpoints": store}
+    with engine(RayExecutor(num_threads=1)) as killed, pytest.raises(WorkerError, match="died"):
+        list(killed.run(SOURCES, STEPS, **saving))
+    with engine(InProcess()) as resumed:
+        steps = list(resumed.run(SOURCES, STEPS, **saving))
+        assert [step.step for step in steps] == [2, 3]
+        assert resumed.ask("actor", "weights_sha256") == expected[1][0]

@@ -18,6 +18,7 @@ from .env_roles import ActorCriticBatch, ActorCriticOutput
 from .losses import ClippedPolicyLoss, ClippedValueLoss, ReinforceLoss
 from .reductions import zero_where_masked_out
 from .roles import PolicyOutput, ValueOutput
+from .value_transforms import two_hot_loss, value_bins
 
 __all__ = ["ActorCriticLoss", "ActorLoss", "CriticLoss"]
 
@@ -77,6 +78,9 @@ class ActorCriticLoss(Loss[ActorCriticBatch, ActorCriticOutput]):
     """The critic's, half a squared error times its `coef`."""
     normalise_advantages: bool = True
     """Shift and scale the advantages of every minibatch to mean 0 and deviation 1."""
+    two_hot: bool = False
+    """Train a critic that weighs values, by cross-entropy: `model.architecture.value_bins`. Of
+    `value`, only `coef` and the aggregation count then."""
 
     @property
     def _actor(self) -> ActorLoss:
@@ -97,7 +101,20 @@ class ActorCriticLoss(Loss[ActorCriticBatch, ActorCriticOutput]):
         """These rows' share of the minibatch's loss."""
         policy = self._actor(output, batch, totals[:5])
         value = self.value(output, batch, totals[5:])
-        return LossSum(policy.total + value.total, {**policy.metrics, **value.metrics})
+        total = self._two_hot(output, batch, totals[5:]) if self.two_hot else value.total
+        return LossSum(policy.total + total, {**policy.metrics, **value.metrics})
+
+    def _two_hot(
+        self, output: ActorCriticOutput, batch: ActorCriticBatch, totals: Tensor
+    ) -> Tensor:
+        logits = output.value_logits
+        if logits is None:
+            raise ValueError(
+                "the loss is two_hot, and the critic says one value; give the network value_bins"
+            )
+        target = zero_where_masked_out(batch.value_target, batch.mask)
+        loss = two_hot_loss(logits, target, value_bins(logits.shape[-1]).to(logits))
+        return self.value.coef * self.value.reduce(loss, batch.mask, totals)
 
 
 def _normalised(advantage: Tensor, totals: Tensor) -> Tensor:

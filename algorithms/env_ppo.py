@@ -17,6 +17,7 @@ from ..dataflow.ranges import check_range
 from .env_losses import ActorCriticLoss
 from .env_roles import ActorCritic, Env, EnvRows, Trajectories
 from .env_updates import train_actor_critic
+from .return_scaling import percentile_scaled
 from .returns import gae
 from .roles import TrainMetrics
 
@@ -33,6 +34,9 @@ class EnvPPO:
     """gamma, per step."""
     gae_lambda: float = 0.95
     """lambda of the advantage estimate; 0 trusts the critic fully, 1 not at all."""
+    percentile_scaling: bool = False
+    """Divide advantages by the distance between the 5th and the 95th percentile of the batch's
+    value targets, where it is above 1. Instead of `loss.normalise_advantages`."""
     loss: ActorCriticLoss = ActorCriticLoss()
     """The actor's and the critic's."""
     epochs: int = 4
@@ -43,6 +47,11 @@ class EnvPPO:
     def __post_init__(self) -> None:
         check_range(self, "horizon", "epochs", "num_minibatches", at_least=1)
         check_range(self, "discount", "gae_lambda", at_least=0, at_most=1)
+        if self.percentile_scaling and self.loss.normalise_advantages:
+            raise ValueError(
+                "percentile_scaling and loss.normalise_advantages both scale advantages; turn one "
+                "of them off"
+            )
 
 
 def env_ppo_step(rows: EnvRows, env: Env, actor: ActorCritic, cfg: EnvPPO) -> TrainMetrics:
@@ -64,6 +73,10 @@ def learn(traj: Trajectories, actor: ActorCritic, cfg: EnvPPO) -> TrainMetrics:
         discount=cfg.discount,
         lam=cfg.gae_lambda,
     )
+    if cfg.percentile_scaling:
+        target = percentile_scaled(
+            traj.mask, advantage=target.advantage, value_target=target.value_target
+        )
     return train_actor_critic(
         actor,
         traj,

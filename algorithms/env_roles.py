@@ -147,7 +147,13 @@ class ActorCriticBatch:
 
 @dataclass(frozen=True)
 class ActorCriticOutput(PolicyOutput, ValueOutput):
-    """The forward pass over some rows: f32[rows, T] each; entropies if the loss asked for them."""
+    """The forward pass over some rows: f32[rows, T] each; entropies if the loss asked for them.
+
+    Attributes:
+        value_logits: f32[rows, T, bins] of a critic that weighs values instead of saying one.
+    """
+
+    value_logits: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..algorithms.env_roles import ActionSpace
+from ..algorithms.value_transforms import two_hot_value, value_bins
 from ..dataflow.ranges import check_range
 
 __all__ = ["ActorCriticNetwork", "HasSpaces", "PerceptronSpec", "perceptron"]
@@ -43,9 +44,13 @@ class PerceptronSpec:
     """After each hidden layer."""
     init_seed: int = 0
     """Seeds the weights."""
+    value_bins: int | None = None
+    """Let the critic weigh so many values between -20 and 20, in the scale of `symlog`, instead of
+    saying one; 255 is usual. Its loss is `two_hot` then."""
 
     def __post_init__(self) -> None:
         check_range(self, "hidden_sizes", at_least=1)
+        check_range(self, "value_bins", at_least=2)
         if self.activation not in _ACTIVATIONS:
             raise ValueError(f"activation is {self.activation!r}; choose 'tanh' or 'relu'")
 
@@ -89,13 +94,22 @@ class ActorCriticNetwork(nn.Module):
         random = torch.Generator().manual_seed(spec.init_seed)
         continuous = actions.kind == "continuous"
         num_out = actions.num_components if continuous else sum(actions.sizes)
-        self.critic = perceptron(spec, num_features, 1, 1.0, random)
+        # A critic that weighs values starts with equal weights: 0.
+        count = spec.value_bins
+        self.critic = perceptron(spec, num_features, count or 1, 0.0 if count else 1.0, random)
         self.actor = perceptron(spec, num_features, num_out, 0.01, random)
         self.log_std = nn.Parameter(torch.zeros(num_out)) if continuous else None
 
     def value(self, obs: Tensor) -> Tensor:
         """f32[rows] from f32[rows, features]."""
-        return self.critic(obs)[:, 0]
+        return self.value_and_logits(obs)[0]
+
+    def value_and_logits(self, obs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Also the weights of the values, f32[rows, bins], if there are any."""
+        found = self.critic(obs)
+        if self.spec.value_bins is None:
+            return found[:, 0], None
+        return two_hot_value(found, value_bins(found.shape[1]).to(found)), found
 
     def save_pretrained(self, folder: Path) -> None:
         """Write `config.json` and `model.safetensors`."""

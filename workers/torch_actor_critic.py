@@ -148,8 +148,10 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         logprob, entropy = self._policy(
             obs, rows.action[:, 0], rows.action_mask[:, 0], needs_entropy=needs_entropy
         )
+        value, logits = self.module.value_and_logits(obs)
         return ActorCriticOutput(
-            value=self.module.value(obs)[:, None],
+            value=value[:, None],
+            value_logits=None if logits is None else logits[:, None],
             logprob=logprob[:, None],
             entropy=None if entropy is None else entropy[:, None],
         )

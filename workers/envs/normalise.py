@@ -24,6 +24,8 @@ class Normalisation:
 
     observations: bool = False
     """Scale observations to mean 0 and variance 1."""
+    symlog: bool = False
+    """Squeeze large observations by `sign(x) ln(1 + |x|)`, before anything else."""
     rewards: bool = False
     """Divide rewards by the deviation of their discounted sum."""
     discount: float = 0.99
@@ -84,6 +86,8 @@ class Normaliser:
 
     def obs(self, obs: NDArray[np.float32]) -> NDArray[np.float32]:
         """f32[envs, features], taken in and scaled."""
+        if self._options.symlog:
+            obs = np.copysign(np.log1p(np.abs(obs)), obs)
         if not self._options.observations:
             return obs
         self._obs.add(obs)

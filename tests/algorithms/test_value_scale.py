@@ -1,0 +1,120 @@
+"""PPO whose critic, advantages and observations do not depend on the scale of rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from penstock.algorithms.env_losses import ActorCriticLoss
+from penstock.algorithms.env_ppo import EnvPPO
+from penstock.algorithms.env_roles import ActorCriticBatch, ActorCriticOutput
+from penstock.algorithms.losses import ClippedValueLoss
+from penstock.algorithms.return_scaling import percentile_scaled
+from penstock.algorithms.value_transforms import two_hot_loss, value_bins
+from penstock.dataflow.context import step_scope
+from penstock.dataflow.worker import WorkerContext
+from penstock.workers.actor_network import PerceptronSpec
+from penstock.workers.envs.normalise import Normalisation, Normaliser
+from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.optimizer import OptimizerSpec
+from penstock.workers.torch_actor_critic import TorchActorCritic, TorchActorCriticSpec
+
+from .configured import configured
+from .eager import check_eager_equals_graph
+
+FLAGS = (
+    "algorithm.cfg.loss.two_hot=true",
+    "+model.architecture.value_bins=51",
+    "algorithm.cfg.percentile_scaling=true",
+    "algorithm.cfg.loss.normalise_advantages=false",
+    "task.normalisation.symlog=true",
+)
+
+
+def batch(target: float, rows: int = 6) -> ActorCriticBatch:
+    zeros = torch.zeros(rows, 1)
+    return ActorCriticBatch(
+        obs=torch.randn(rows, 1, 4, generator=torch.Generator().manual_seed(0)),
+        action=torch.zeros(rows, 1, 1),
+        action_mask=torch.ones(rows, 1, 0, dtype=torch.bool),
+        mask=torch.ones(rows, 1, dtype=torch.bool),
+        behavior_logprob=zeros,
+        advantage=zeros,
+        old_value=zeros,
+        value_target=torch.full((rows, 1), target),
+    )
+
+
+def critic(bins: int | None) -> TorchActorCritic:
+    return TorchActorCriticSpec(
+        env=EnvSpec(id="CartPole-v1"),
+        network=PerceptronSpec(hidden_sizes=(32,), value_bins=bins),
+        optimizer=OptimizerSpec(lr=1e-2),
+    ).build(WorkerContext("actor"))
+
+
+def test_with_all_flags_by_hand_equals_the_graph() -> None:
+    check_eager_equals_graph(configured("env_ppo", *FLAGS))
+
+
+def test_a_critic_of_weights_begins_with_zero() -> None:
+    values = critic(255).value(torch.randn(2, 3, 4), torch.randn(2, 4))
+    assert values.value.abs().max() < 1e-5
+    assert values.bootstrap_value.shape == (2,)
+
+
+@pytest.mark.parametrize(("bins", "near"), [(255, True), (None, False)])
+def test_it_learns_values_of_any_scale_in_as_many_updates(bins: int | None, near: bool) -> None:
+    """300 updates bring a critic over bins to 5000; one that says its value gets nowhere near."""
+    actor = critic(bins)
+    loss = ActorCriticLoss(
+        two_hot=bins is not None, value=ClippedValueLoss(eps=None), normalise_advantages=False
+    )
+    learned = batch(5000.0)
+    for step in range(300):
+        with step_scope(step):
+            actor.train(loss, learned)
+    found = actor.value(learned.obs, learned.obs[:, 0]).value
+    assert (float((found / 5000 - 1).abs().max()) < 0.1) is near
+
+
+def test_the_two_hot_loss_is_the_cross_entropy_times_coef() -> None:
+    loss = ActorCriticLoss(two_hot=True, value=ClippedValueLoss(coef=0.25))
+    logits = torch.randn(6, 1, 15)
+    zeros = torch.zeros(6, 1)
+    output = ActorCriticOutput(logprob=zeros, entropy=zeros, value=zeros, value_logits=logits)
+    both = batch(3.0)
+    total = loss(output, both, loss.totals(both)).total
+    expected = 0.25 * two_hot_loss(logits, both.value_target, value_bins(15)).mean()
+    assert float(total) == pytest.approx(float(expected))
+
+
+def test_a_two_hot_loss_needs_weights() -> None:
+    with pytest.raises(ValueError, match="give the network value_bins"), step_scope(0):
+        critic(None).train(ActorCriticLoss(two_hot=True), batch(1.0))
+
+
+def test_advantages_are_divided_by_the_spread_of_returns() -> None:
+    mask = torch.ones(1, 101, dtype=torch.bool)
+    returns = torch.arange(101.0)[None]
+    found = percentile_scaled(mask, advantage=returns + 1, value_target=returns)
+    assert torch.allclose(found.advantage, (returns + 1) / 90)
+    assert torch.equal(found.value_target, returns)
+    small = percentile_scaled(mask, advantage=returns, value_target=returns / 1000)
+    assert torch.equal(small.advantage, returns)  # scaled down, never up
+    nothing = percentile_scaled(~mask, advantage=returns, value_target=returns)
+    assert torch.equal(nothing.advantage, returns)
+
+
+def test_two_ways_of_scaling_advantages_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="turn one of them off"):
+        EnvPPO(percentile_scaling=True)
+
+
+def test_observations_are_squeezed() -> None:
+    normaliser = Normaliser(Normalisation(symlog=True), 1, 3)
+    seen: Any = normaliser.obs(np.array([[-10.0, 0.0, 100.0]], np.float32))
+    assert seen.dtype == np.float32
+    assert np.allclose(seen, [[-2.397895, 0.0, 4.615121]])

@@ -90,7 +90,10 @@ def test_the_planner_chooses_from_the_first_rollout() -> None:
     alone = worker(EnvSpec(id="toys/Sleepy-v0"), "auto")
     roll(alone, 0, num_envs=3, group_size=3, horizon=5)
     assert alone.ring_size() == "auto"  # There is nothing to choose from.
-    for one in (sleeps, alone):
+    computes = worker(EnvSpec(id="CartPole-v1"), "auto")
+    roll(computes, 0, num_envs=6, group_size=2, horizon=200)
+    assert computes.ring_size() == 1  # However busy the machine is.
+    for one in (sleeps, alone, computes):
         one.close()
     with pytest.raises(ValueError, match="ring is 0; expected at least 1"):
         EnvWorkerSpec(env=EnvSpec(id="CartPole-v1"), ring=0)

@@ -59,7 +59,7 @@ run: setup
 	$(BIN)/penstock run
 
 test: lint
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: engines
 	$(BIN)/ruff check

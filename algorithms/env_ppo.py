@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from ..dataflow.ranges import check_range
 from .env_losses import ActorCriticLoss
 from .env_roles import ActorCritic, Env, EnvRows, Trajectories
-from .env_updates import train_actor_critic
+from .env_updates import gae_of, train_actor_critic
 from .return_scaling import percentile_scaled
-from .returns import gae
 from .roles import TrainMetrics
 
 __all__ = ["EnvPPO", "env_ppo_step", "learn"]
@@ -63,16 +62,7 @@ def env_ppo_step(rows: EnvRows, env: Env, actor: ActorCritic, cfg: EnvPPO) -> Tr
 def learn(traj: Trajectories, actor: ActorCritic, cfg: EnvPPO) -> TrainMetrics:
     """What PPO does with trajectories, for steps that come by theirs in another way."""
     values = actor.value(traj.obs, traj.last_obs)
-    target = gae(
-        traj.mask,
-        reward=traj.reward,
-        value=values.value,
-        bootstrap_value=values.bootstrap_value,
-        terminated=traj.terminated,
-        truncated=traj.truncated,
-        discount=cfg.discount,
-        lam=cfg.gae_lambda,
-    )
+    target = gae_of(traj, values, discount=cfg.discount, gae_lambda=cfg.gae_lambda)
     if cfg.percentile_scaling:
         target = percentile_scaled(
             traj.mask, advantage=target.advantage, value_target=target.value_target

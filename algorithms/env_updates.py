@@ -1,4 +1,4 @@
-"""What steps in environments share: training an actor with a critic on trajectories."""
+"""What steps in environments share: advantages of trajectories, and training on them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,31 @@ from typing import Any
 
 from ..dataflow.role import Loss
 from .env_roles import ActorCritic, ActorCriticBatch, ActorCriticOutput, Trajectories, Values
-from .returns import GaeTargets
+from .returns import GaeTargets, gae
 from .roles import TrainMetrics
 
-__all__ = ["actor_critic_batch", "train_actor_critic"]
+__all__ = ["actor_critic_batch", "gae_of", "train_actor_critic"]
+
+
+def gae_of(traj: Trajectories, values: Values, *, discount: float, gae_lambda: float) -> GaeTargets:
+    """Advantages of trajectories, across the ends of their episodes; see `gae`.
+
+    Args:
+        traj: How the actor acted.
+        values: What the critic says of the states.
+        discount: gamma, per step.
+        gae_lambda: lambda.
+    """
+    return gae(
+        traj.mask,
+        reward=traj.reward,
+        value=values.value,
+        bootstrap_value=values.bootstrap_value,
+        terminated=traj.terminated,
+        truncated=traj.truncated,
+        discount=discount,
+        lam=gae_lambda,
+    )
 
 
 def actor_critic_batch(traj: Trajectories, values: Values, target: GaeTargets) -> ActorCriticBatch:

@@ -25,8 +25,7 @@ from .env_roles import (
     LastObservation,
     Observations,
 )
-from .env_updates import actor_critic_batch
-from .returns import gae
+from .env_updates import actor_critic_batch, gae_of
 from .roles import TrainMetrics
 from .team_roles import TeamCritic
 
@@ -108,16 +107,7 @@ def mappo_step(
     traj = env.rollout(rows.env, rows.group, actor, horizon=cfg.horizon)
     seen = joint(traj.env, obs=traj.obs, last_obs=traj.last_obs, num_agents=cfg.num_agents)
     values = critic.value(seen.obs, seen.last_obs)
-    target = gae(
-        traj.mask,
-        reward=traj.reward,
-        value=values.value,
-        bootstrap_value=values.bootstrap_value,
-        terminated=traj.terminated,
-        truncated=traj.truncated,
-        discount=cfg.discount,
-        lam=cfg.gae_lambda,
-    )
+    target = gae_of(traj, values, discount=cfg.discount, gae_lambda=cfg.gae_lambda)
     batch = actor_critic_batch(traj, values, target)
     often = {"epochs": cfg.epochs, "num_minibatches": cfg.num_minibatches}
     return (

@@ -1,4 +1,4 @@
-"""A2C is PPO with one pass, one minibatch and advantages as they are.
+"""A2C is PPO with one pass, one minibatch and advantages as they are, and IMPALA without lag.
 
 Huang, Kanervisto et al., "A2C is a special case of PPO", 2022. The other side is A2C as it is
 written: returns of n steps, and one step of torch's own Adam on its own loss.
@@ -13,8 +13,13 @@ import torch
 from penstock.algorithms.env_losses import ActorCriticLoss
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
 from penstock.algorithms.env_roles import Trajectories
-from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
+from penstock.algorithms.impala import Impala, impala_step
+from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss, ReinforceLoss
 from penstock.dataflow.context import step_scope
+from penstock.dataflow.engine import Engine
+from penstock.dataflow.placement import DeviceGroup, Placement
+from penstock.dataflow.record import build
+from penstock.dataflow.schedule import Schedule
 from penstock.dataflow.worker import WorkerContext
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
@@ -40,12 +45,12 @@ def flat(actor: TorchActorCritic) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in actor.export_weights().values()])
 
 
-def by_ppo(cfg: EnvPPO) -> list[Tensor]:
+def by_step(step_function: Any, cfg: Any) -> list[Tensor]:
     env, actor = workers()
     rows, found = EnvRowSource(NUM_ENVS, NUM_ENVS), list[Tensor]()
     for step in range(UPDATES):
         with step_scope(step):
-            env_ppo_step(rows.batch(step), env, actor, cfg)
+            step_function(rows.batch(step), env, actor, cfg)
         found.append(flat(actor))
     return found
 
@@ -97,7 +102,7 @@ def a2c(**other: Any) -> EnvPPO:
 
 
 def test_ppo_so_configured_has_the_weights_of_a2c() -> None:
-    ours, its = by_ppo(a2c()), by_a2c()
+    ours, its = by_step(env_ppo_step, a2c()), by_a2c()
     for ppo, direct in zip(ours, its, strict=True):
         assert torch.allclose(ppo, direct, rtol=0, atol=2e-5)
     assert float((ours[-1] - ours[0]).abs().max()) > 1e-3, "nothing was learned"
@@ -105,5 +110,47 @@ def test_ppo_so_configured_has_the_weights_of_a2c() -> None:
 
 @pytest.mark.parametrize("other", [{"epochs": 2}, {"gae_lambda": 0.95}])
 def test_with_other_options_it_is_not_a2c(other: dict[str, Any]) -> None:
-    ours, its = by_ppo(a2c(**other)), by_a2c()
+    ours, its = by_step(env_ppo_step, a2c(**other)), by_a2c()
     assert float((ours[-1] - its[-1]).abs().max()) > 1e-3
+
+
+def impala() -> Impala:
+    return Impala(
+        horizon=HORIZON,
+        discount=DISCOUNT,
+        policy_loss=ReinforceLoss(entropy_coef=ENTROPY),
+        value_loss=ClippedValueLoss(eps=None, coef=VALUE),
+    )
+
+
+def test_impala_on_its_own_steps_has_the_weights_of_a2c() -> None:
+    """With equal policies V-trace's targets are returns of n steps."""
+    for ours, direct in zip(by_step(impala_step, impala()), by_a2c(), strict=True):
+        assert torch.allclose(ours, direct, rtol=0, atol=2e-5)
+
+
+def with_lag(max_lag: int) -> tuple[str, float]:
+    """The hash of the weights that ten steps of a graph end with, and the last ratio."""
+    graph = build(impala_step, cfg=impala())
+    optimizer = OptimizerSpec(lr=0.01)
+    specs = {
+        "env": EnvWorkerSpec(env=ENV),
+        "actor": TorchActorCriticSpec(env=ENV, optimizer=optimizer),
+    }
+    nodes = {node.name: "learner" for node in graph.nodes if node.role or node.function}
+    placement = Placement(
+        (DeviceGroup("learner"), DeviceGroup("actors")), {**nodes, "env.rollout": "actors"}
+    )
+    rows = {"rows": EnvRowSource(NUM_ENVS, NUM_ENVS)}
+    with Engine(graph, placement, workers=specs, schedule=Schedule(max_lag=max_lag)) as engine:
+        metrics = [step.metrics for step in engine.run(rows, 10)]
+        return engine.ask("actor", "weights_sha256"), metrics[-1]["actor.train/ratio_mean"]
+
+
+def test_impala_corrects_for_steps_of_older_weights_and_repeats_itself() -> None:
+    fresh, ratio = with_lag(0)
+    assert ratio == pytest.approx(1, abs=1e-6)
+    lagging, ratio = with_lag(1)
+    assert abs(ratio - 1) > 1e-5
+    assert lagging != fresh
+    assert with_lag(1) == (lagging, ratio)

@@ -289,7 +289,8 @@ def check_lag(graph: Graph, max_lag: int) -> None:
                 f"(Schedule.max_lag={max_lag}) but reads no '{name}', so the update "
                 "cannot correct for it.",
                 where=node.where,
-                fix=f"Pass {name} from '{rollout.name}', or set Schedule(max_lag=0).",
+                fix=f"Pass {name} from '{rollout.name}', annotated as Behavior() in every table "
+                "it goes through, or set Schedule(max_lag=0).",
             )
 
 

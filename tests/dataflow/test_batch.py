@@ -162,7 +162,7 @@ def test_no_tensor_shares_memory_with_what_is_stored(
             f32(SAMPLE, TOKEN),
             [4, 1],
             "'gae.advantage' is f32[sample, token~], with 2 rows of up to 4 tokens, but the call "
-            "returned float32[3, 4]",
+            "returned float32[3, 4]; an op that drops or adds rows says @op(..., makes_rows=True)",
         ),
     ],
     ids=["dtype", "axes", "lengths", "width", "rows"],

@@ -525,7 +525,8 @@ def test_lag_needs_the_behavior_log_probabilities() -> None:
         "    return actor.train(LOSS, batch)\n"
         "'actor.train' may see samples up to 2 optimizer step(s) old (Schedule.max_lag=2) but "
         "reads no 'behavior_logprob', so the update cannot correct for it.\n"
-        "    Pass behavior_logprob from 'actor.generate', or set Schedule(max_lag=0)."
+        "    Pass behavior_logprob from 'actor.generate', annotated as Behavior() in every table it "
+        "goes through, or set Schedule(max_lag=0)."
     )
 
 

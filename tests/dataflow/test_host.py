@@ -375,7 +375,7 @@ class Wrong(Model):
         (
             torch.zeros(3, 3),
             "'model.value.out' is f32[row, step~], with 2 rows of up to 3 steps, but the call "
-            "returned float32[3, 3]",
+            "returned float32[3, 3]; an op that drops or adds rows says @op(..., makes_rows=True)",
         ),
         (
             torch.zeros(2, 2),

@@ -1,10 +1,13 @@
 """Rewards from tests: programs in responses are run in the sandbox and their answers compared.
 
-What a test expects never enters the sandbox, except for assertions, which are code themselves.
+What a test expects never enters the sandbox: a program that shares a process with its judge can
+have it say anything. So an assertion that compares a call with a literal is taken apart, and any
+other is refused, unless `run_asserts` accepts that a response can forge it.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -12,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ...dataflow.errors import ConfigError
 from .sandbox import Limits, run_python
+from .sandbox_child import typed
 
 __all__ = ["CodeTests", "code_tests", "program_in", "tests_of"]
 
@@ -24,9 +29,10 @@ class CodeTests:
     streams: Sequence[tuple[str, str]] = ()
     """What a program reads, and what it must then write; each in a run of its own."""
     calls: Sequence[Mapping[str, Any]] = ()
-    """`{"function", "args", "kwargs", "expected"}`; all in one run."""
+    """`{"function", "args", "kwargs", "expected"}`; all in one run. With `"typed"`, which
+    assertions become, arguments and `expected` are as `sandbox_child.typed` makes them."""
     asserts: Sequence[str] = ()
-    """Statements that must not raise; all in one run."""
+    """Statements that must not raise; all in one run. A response can forge that."""
     setup: str = ""
     """Source that comes before the program."""
 
@@ -36,7 +42,7 @@ class CodeTests:
         return len(self.streams) + len(self.calls) + len(self.asserts)
 
 
-def tests_of(answer: str | Sequence[Any] | Mapping[str, Any]) -> CodeTests:
+def tests_of(answer: str | Sequence[Any] | Mapping[str, Any], *, run_asserts: bool) -> CodeTests:
     """Read a problem's tests.
 
     Args:
@@ -44,9 +50,11 @@ def tests_of(answer: str | Sequence[Any] | Mapping[str, Any]) -> CodeTests:
             `{"function", "args", "expected"}`; an object with `asserts`, `streams` and `calls` of
             those forms and a `setup`; or `{"inputs", "outputs", "fn_name"}`, where `fn_name` is
             left out for programs that read and write.
+        run_asserts: Take assertions of other forms than `assert f(LITERALS) == LITERAL` too.
 
     Raises:
         ValueError: If it is none of these, or holds no test.
+        ConfigError: If an assertion has another form, and `run_asserts` is not set.
     """
     read: Any = json.loads(answer) if isinstance(answer, str) else answer
     if isinstance(read, Mapping):
@@ -61,12 +69,67 @@ def tests_of(answer: str | Sequence[Any] | Mapping[str, Any]) -> CodeTests:
             '[{"stdin": "1", "stdout": "2"}] or [{"function": "f", "args": [1], "expected": 2}]; '
             f"got {answer!r:.200}"
         )
+    asserts = {text: _call_of(text) for text in parts if isinstance(text, str)}
+    opaque = [text for text, call in asserts.items() if call is None]
+    if opaque and not run_asserts:
+        raise ConfigError(_OPAQUE.format(opaque[0][:200]))
+    calls = [call for call in asserts.values() if call is not None]
     return CodeTests(
         streams=[(str(t["stdin"]), str(t["stdout"])) for t in parts if "stdout" in t],
-        calls=[t for t in parts if isinstance(t, Mapping) and "function" in t],
-        asserts=[t for t in parts if isinstance(t, str)],
+        calls=[*(t for t in parts if isinstance(t, Mapping) and "function" in t), *calls],
+        asserts=opaque,
         setup=setup,
     )
+
+
+_OPAQUE = (
+    "the assertion {!r} would have to be run beside the response's program, which could forge that "
+    "it holds\n    write it as assert f(LITERALS) == LITERAL, as a call "
+    '{{"function", "args", "expected"}} or as {{"stdin", "stdout"}}; or accept forged rewards: '
+    "run_asserts=true"
+)
+
+
+def _call_of(text: str) -> dict[str, Any] | None:
+    """The call and what it must return, of `assert f(LITERALS) == LITERAL`; None of other forms."""
+    try:
+        match ast.parse(text.strip()).body:
+            case [
+                ast.Assert(
+                    test=ast.Compare(
+                        left=ast.Call(func=ast.Name(id=name), args=args, keywords=named),
+                        ops=[ast.Eq()],
+                        comparators=[expected],
+                    )
+                )
+            ] if all(one.arg for one in named):
+                return {
+                    "function": name,
+                    "args": [typed(_literal(arg)) for arg in args],
+                    "kwargs": {one.arg: typed(_literal(one.value)) for one in named},
+                    "expected": typed(_literal(expected)),
+                    "typed": True,
+                }
+            case _:
+                return None
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # not literals
+        return None
+
+
+def _literal(node: ast.expr) -> Any:
+    """Its value.
+
+    Raises:
+        ValueError: If it is none, or one that JSON cannot say.
+    """
+    value = ast.literal_eval(node)
+    json.dumps(typed(value), allow_nan=False)
+    if any(isinstance(one, ast.Constant) and type(one.value) in _UNSAID for one in ast.walk(node)):
+        raise ValueError("it holds a complex number or an ellipsis")
+    return value
+
+
+_UNSAID = (complex, type(...))
 
 
 def _is_test(item: Any) -> bool:
@@ -105,6 +168,7 @@ def code_tests(
     time_s: float = 4.0,
     memory_mb: int = 512,
     allow_unconfined: bool = False,
+    run_asserts: bool = False,
 ) -> float:
     """A verifier: whether the program in a response passes the tests that the answer lists.
 
@@ -116,15 +180,17 @@ def code_tests(
         time_s: Seconds per run; give the reward's `time_limit_s` room for all runs of a problem.
         memory_mb: Of each run.
         allow_unconfined: See `run_python`.
+        run_asserts: Run assertions that are not of the form `assert f(LITERALS) == LITERAL` in the
+            sandbox, where a response can forge that they hold.
 
     Raises:
         ValueError: If the answer lists no tests.
-        ConfigError: If programs cannot be confined here.
+        ConfigError: If programs cannot be confined here, or assertions could be forged.
     """
     del prompt
     if answer is None:
         raise ValueError("code_tests needs an answer that lists tests as JSON")
-    tests = tests_of(answer)
+    tests = tests_of(answer, run_asserts=run_asserts)
     limits = Limits(time_s=time_s, memory_mb=memory_mb)
     program = f"{tests.setup}\n{program_in(response)}"
     passed = 0

@@ -89,9 +89,10 @@ def run_python(
         stdin: What it reads.
         calls: `{"function", "args", "kwargs"}` each; a function is looked for at the top of the
             program, then in a class `Solution`. What it returns must not be trusted to be true, but
-            the program never sees what is expected.
-        asserts: Statements, run one by one among the program's names. A program that does not want
-            to be tested could find its way to their results; calls and output leave it none.
+            the program never sees what is expected. With `"typed": True` arguments and the value
+            are as `sandbox_child.typed` makes them.
+        asserts: Statements, run one by one among the program's names. A program can make them hold
+            that do not: it shares a process with them. Calls and output leave it no such way.
         limits: The default ones if not given.
         allow_unconfined: Run with limits alone where the kernel offers nothing else.
 

@@ -59,8 +59,12 @@ def _called(namespace: dict[str, Any], call: dict[str, Any]) -> dict[str, Any]:
             function = getattr(namespace["Solution"](), call["function"], None)
         if function is None:
             return {"error": f"there is no function {call['function']}"}
-        value = function(*call.get("args", ()), **call.get("kwargs", {}))
-        return {"value": json.loads(json.dumps(value, default=_plain))}
+        args, kwargs = call.get("args", ()), call.get("kwargs", {})
+        if call.get("typed"):
+            args = [untyped(arg) for arg in args]
+            kwargs = {name: untyped(arg) for name, arg in kwargs.items()}
+            return {"value": json.loads(json.dumps(typed(function(*args, **kwargs))))}
+        return {"value": json.loads(json.dumps(function(*args, **kwargs), default=_plain))}
     except Exception as error:  # a wrong program is a result
         return {"error": f"{type(error).__name__}: {error}"[:500]}
 
@@ -68,6 +72,40 @@ def _called(namespace: dict[str, Any], call: dict[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """What JSON has no word for: sets as sorted lists, all else as its text."""
     return sorted(value) if isinstance(value, (set, frozenset)) else repr(value)
+
+
+def typed(value: Any) -> Any:
+    """A literal as JSON that keeps its type: lists and scalars as they are, the rest named.
+
+    Sets and dicts are put into an order of their own. What is no literal is its text, which no
+    literal becomes.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [typed(one) for one in value]
+    if isinstance(value, tuple):
+        return {"tuple": [typed(one) for one in value]}
+    if isinstance(value, (set, frozenset)):
+        return {"set": sorted(map(typed, value), key=json.dumps)}
+    if isinstance(value, dict):
+        pairs = [[typed(key), typed(one)] for key, one in value.items()]
+        return {"dict": sorted(pairs, key=lambda pair: json.dumps(pair[0]))}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    return {"repr": repr(value)}
+
+
+def untyped(value: Any) -> Any:
+    """The reverse of `typed`, for literals."""
+    if isinstance(value, list):
+        return [untyped(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if "bytes" in value:
+        return bytes.fromhex(value["bytes"])
+    ((kind, parts),) = value.items()
+    return {"tuple": tuple, "set": set, "dict": dict}[kind](untyped(part) for part in parts)
 
 
 def _asserted(namespace: dict[str, Any], test: str) -> dict[str, Any]:

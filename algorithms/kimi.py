@@ -2,7 +2,8 @@
 
 Kimi Team, "Kimi k1.5: Scaling Reinforcement Learning with LLMs", 2025, section 2.3. The report
 starts each iteration with a new optimizer; here its state goes on. The reward for brevity is for
-later: the report trains without it first.
+later: the report trains without it first. The loss's pull to the policy that sampled is no multiple
+of the advantage, so a correction's weights would not weigh it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Kimi(Updates):
         check_range(self, "length_weight", at_least=0)
         check_range(self, "correct_score")
         self.check_groups()
+        self.check_uncorrected()
 
 
 def kimi_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: Kimi) -> TrainMetrics:

@@ -48,8 +48,9 @@ class Updates:
         """
         if self.correction is not None:
             raise ValueError(
-                f"{type(self).__name__} takes no correction: importance weights are for "
-                "advantages of tokens, and it has none; leave correction out"
+                f"{type(self).__name__} takes no correction: importance weights are put on "
+                "advantages of tokens, which its loss lacks or is not proportional to; leave "
+                "correction out"
             )
 
     def check_groups(self) -> None:

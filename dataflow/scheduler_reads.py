@@ -21,7 +21,8 @@ class ReadRule:
         per_step: Versions made per step.
         offset: Versions made in the step before the node.
         lag: Steps by which the read is behind; 0 for an exact read.
-        loose: True if any version up to the step's own will do (arrival order).
+        loose: True if any version up to the step's own will do (arrival order); of a copy on other
+            ranks it never will, because those may be given another while the node runs.
         lagged: True if the read was declared lagged; such reads are counted in the lag histogram.
     """
 
@@ -79,6 +80,8 @@ def _node_rules(flow: Flow, schedule: Schedule, i: int, ahead: bool) -> tuple[Re
         if read.role not in flow.homes or read.role == node.trains:
             continue
         lag = schedule.max_lag if read.lagged and ahead else 0
+        # A copy elsewhere does not stay as it is merely because the node's own ranks are busy.
+        is_loose = schedule.order == "arrival" and lag > 0 and not read.at
         rules.append(
             ReadRule(
                 node=i,
@@ -87,7 +90,7 @@ def _node_rules(flow: Flow, schedule: Schedule, i: int, ahead: bool) -> tuple[Re
                 per_step=flow.trains_per_step[read.role],
                 offset=read.offset,
                 lag=lag,
-                loose=schedule.order == "arrival" and lag > 0,
+                loose=is_loose,
                 lagged=read.lagged,
             )
         )

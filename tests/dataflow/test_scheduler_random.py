@@ -203,6 +203,10 @@ class Shell:
         for name in node.inputs:
             for part in range(self.flow.num_chunks) if task.chunk is None else (task.chunk,):
                 assert Output(name, task.step, part) in self.stored
+        self.check_held(node, versions)
+
+    def check_held(self, node: FlowNode, versions: Versions) -> None:
+        """What a node reads is there, when it begins and still when it ends."""
         where = {r.role: r.at or node.group for r in node.reads if r.role in self.flow.homes}
         where |= {node.trains: node.group} if node.trains else {}
         assert dict(versions) == {role: self.holds[role, group] for role, group in where.items()}
@@ -238,6 +242,7 @@ class Shell:
         self.ended.append(message.task)
         match work:
             case RunCall():
+                self.check_held(self.nodes[work.node], work.versions)
                 self.store(work.node, work.step, work.chunk)
             case RunTrain():
                 role = self.nodes[work.node].trains

@@ -14,6 +14,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any
 
+from penstock.algorithms.rollout_correction import RolloutCorrection
+from penstock.configs.key_docs import key_docs
 from penstock.dataflow.axes import Spec
 
 __all__ = ["MODULES", "function_page", "function_table"]
@@ -26,9 +28,13 @@ MODULES: dict[str, tuple[str, ...]] = {
     "parts": (
         "multiplier", "ensembles", "constrained", "macro_actions", "filtration",
         "rollout_correction", "dynamic_sampling", "pairs", "offline", "weight_mean",
+        "distributions", "value_transforms", "novelty", "end_state",
     ),
 }  # fmt: skip
 """Table of docs/algorithms/index.md -> the modules of `penstock.algorithms` it lists."""
+
+_OPTIONS: dict[str, type] = {"rollout_correction": RolloutCorrection}
+"""Module -> the class of options that its functions take, which has an entry among them."""
 
 _SHAPE = re.compile(r"(?:f32|f64|i64|bool|int)(?: or \w+)?\[[^\]]*\]|f\d\d scalar")
 _SECTION = re.compile(r"^(Args|Returns|Raises|Example|Attributes):$", re.MULTILINE)
@@ -57,6 +63,9 @@ def function_page() -> str:
         lines += ["", f"## {', '.join(f'penstock.algorithms.{name}' for name in MODULES[table])}"]
         for module, name, function in functions:
             lines += ["", *_entry(module, name, function)]
+        for module in MODULES[table]:
+            if module in _OPTIONS:
+                lines += ["", *_options_entry(module, _OPTIONS[module])]
     return "\n".join(lines) + "\n"
 
 
@@ -71,6 +80,14 @@ def _entry(module: str, name: str, function: Callable[..., Any]) -> Iterator[str
     yield from (f"- `{argument}`: {words}" for argument, words in arguments)
     if "Returns" in parts:
         yield from ("", "Returns " + " ".join(parts["Returns"].split()))
+
+
+def _options_entry(module: str, kind: type) -> Iterator[str]:
+    name = kind.__name__
+    yield from (f"### {name}", "", f"`from penstock.algorithms.{module} import {name}`", "")
+    yield from (inspect.getdoc(kind) or "", "")
+    for key, words in key_docs(kind).items():
+        yield f"- `{key}`, `{getattr(kind, key)!r}` by default: {words}"
 
 
 @cache

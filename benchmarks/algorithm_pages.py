@@ -160,10 +160,20 @@ def _options(default: Any, here: Any, at: str = "") -> Iterator[tuple[str, str, 
     for key in fields_of(kind) or {}:
         given, usual, path = getattr(here, key), getattr(default, key), f"{at}{key}"
         meaning = _meaning(kind, key, hints[key])
+        if RolloutCorrection in typing.get_args(hints[key]) and not _takes_correction(here):
+            meaning = "This algorithm takes none: any value but `null` is refused."
         if fields_of(type(given)) is None:
             yield path, f"`{as_yaml(usual)}`", f"`{as_yaml(given)}`", meaning
         else:
             yield from _options(usual, given, f"{path}.")
+
+
+def _takes_correction(cfg: Any) -> bool:
+    try:
+        dataclasses.replace(cfg, correction=RolloutCorrection())
+    except ValueError:
+        return False
+    return True
 
 
 def _meaning(kind: type, key: str, hint: Any) -> str:

@@ -53,3 +53,19 @@ def test_every_public_function_is_listed(scripts: Any) -> None:
         names: list[str] = importlib.import_module(f"penstock.algorithms.{module}").__all__
         functions = [n for n in names if n[0].islower()]
         assert [n for n in functions if f"(functions.md#{n})" not in index] == [], AGAIN
+
+
+def test_modules_used_one_by_one_have_entries_with_their_imports() -> None:
+    page = (PAGES / "functions.md").read_text()
+    named = {"distributions": "unimix", "value_transforms": "symlog", "novelty": "switch_rewards"}
+    named |= {"end_state": "with_end", "rollout_correction": "RolloutCorrection"}
+    lines = [f"`from penstock.algorithms.{m} import {name}`" for m, name in named.items()]
+    assert [line for line in lines if line not in page] == [], AGAIN
+
+
+@pytest.mark.parametrize("name", ["codpo", "crraft", "kimi", "online_dpo", "p3o", "rebel"])
+def test_a_page_says_that_a_correction_is_refused(name: str) -> None:
+    line = (
+        "| `correction` | `null` |  | This algorithm takes none: any value but `null` is refused. |"
+    )
+    assert line in (PAGES / f"{name}.md").read_text(), AGAIN

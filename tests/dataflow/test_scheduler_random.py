@@ -494,3 +494,27 @@ def test_memory_does_not_grow_with_steps(max_lag: int) -> None:
     rehearse(scheduler, timing(0), after_event=measure)
     assert max(sizes[len(sizes) // 2 :]) <= max(sizes[: len(sizes) // 2])
     assert len(scheduler.log.entries) == 100
+
+
+@pytest.mark.parametrize("at", ["desk", "main"])
+def test_a_served_copy_stays_in_order_of_arrival_too(at: str) -> None:
+    """Its ranks are free while the reader's work, so nothing else would keep it."""
+    read = WeightRead("actor", lagged=True, at=at)
+    rollout = FlowNode("rollout", "rollout", True, "acting", ("prompts",), (read,))
+    train = FlowNode("train", "train", False, "main", ("rollout",), (), "actor")
+    flow = Flow(
+        "served",
+        (FlowNode("prompts", "source"), rollout, train),
+        {"main": 1, "acting": 1, "desk": 1},
+        {"actor": "main"},
+        {"actor": 1},
+        num_chunks=2,
+    )
+    schedule = Schedule(max_lag=1, order="arrival")
+    scheduler = Recorded(flow, schedule, 4)
+    rehearsal = rehearse(scheduler, lambda work: 10.0 if isinstance(work, RunCall) else 0.1)
+    shell = Shell(flow, schedule)
+    for message in scheduler.trace:
+        shell.take(message)
+    assert scheduler.done
+    assert rehearsal.reads == expected_reads(flow, schedule, 4)

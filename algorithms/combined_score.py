@@ -21,15 +21,19 @@ __all__ = ["constrained_score", "weighted_sum"]
 def constrained_score(
     score: PerSample, passed: PerSample, *, violation_score: float = 0.0
 ) -> PerSample:
-    """The score where the constraints hold, else `violation_score`: f32[rows].
+    """The score where the constraints hold, else `violation_score`; nan where nobody knows.
 
     Args:
         score: f32[rows].
         passed: f32[rows], above 0.5 where all constraints hold.
         violation_score: What a violation is worth. To choose among samples use -inf, as 0 would
             win over negative scores.
+
+    Returns:
+        f32[rows]. A `passed` of nan stays nan, for the optimizer to refuse.
     """
-    return torch.where(passed > 0.5, score, torch.full_like(score, violation_score))
+    paid = torch.where(passed > 0.5, score, torch.full_like(score, violation_score))
+    return torch.where(passed.isnan(), torch.nan, paid)
 
 
 def weighted_sum(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:

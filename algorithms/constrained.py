@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..dataflow.record import op
 from .groups import Groups
 from .pairs import SelectedPairs, pairs_of
+from .reward_shaping import check_known
 from .roles import BehaviorLogprob, PerSample, PromptId, Rollout, TokenIds, TokenMask
 
 __all__ = [
@@ -56,7 +57,8 @@ def constrained_reward(score: PerSample, *, passed: PerSample, allowance: PerSam
         passed: f32[rows], above 0.5 where all constraints hold.
         allowance: f32[rows], see `kl_allowance`.
     """
-    return torch.where(passed > 0.5, score * allowance, torch.zeros_like(score))
+    paid = torch.where(passed > 0.5, score * allowance, torch.zeros_like(score))
+    return torch.where(passed.isnan(), torch.nan, paid)
 
 
 @op(scope="batch")
@@ -106,7 +108,11 @@ def passing_and_failing(roll: Rollout, score: PerSample, *, passed: PerSample) -
         roll: Responses; groups may be interleaved.
         score: f32[rows].
         passed: f32[rows], above 0.5 where all constraints hold.
+
+    Raises:
+        FloatingPointError: If a verdict is not a number.
     """
+    check_known("verdict", passed)
     rows: list[int] = []
     skipped: list[bool] = []
     for members in _members(roll.prompt_id):
@@ -162,7 +168,10 @@ def best_passing(
 
     Raises:
         ValueError: If a prompt has no fallback.
+        FloatingPointError: If a verdict is not a number.
     """
+    check_known("verdict", passed)
+    check_known("verdict on a fallback", fallback_passed)
     eligible = (passed > 0.5) & (kl <= kl_max)
     instead = {prompt: row for row, prompt in enumerate(fallback.prompt_id.tolist())}
     sides = (roll, fallback)

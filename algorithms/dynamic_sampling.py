@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from ..dataflow.ranges import check_range
 from ..dataflow.record import op
 from .groups import Groups
+from .reward_shaping import is_correct
 from .roles import PerSample, Policy, PromptId, Prompts, Reward, Rollout, Sampling
 
 __all__ = [
@@ -125,8 +126,13 @@ def is_mixed(
         score: f32[rows].
         prompt_id: i64[rows], the group of each row, in any order.
         correct_score: Only whether a score is at least this counts; None: scores themselves do.
+
+    Raises:
+        FloatingPointError: If a score is not a number and only that counts.
     """
-    metric = score if correct_score is None else (score >= correct_score).to(score)
+    metric = score
+    if correct_score is not None:
+        metric = is_correct(score, threshold=correct_score).to(score)
     groups = Groups(metric, prompt_id)
     return groups.per_group_row((groups.highest() != groups.lowest()).double()).to(score)
 

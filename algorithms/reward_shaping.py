@@ -17,6 +17,7 @@ from .roles import PerSample, PromptId, SampleFlag, TokenMask
 
 __all__ = [
     "OverlongForm",
+    "check_known",
     "combine_rewards",
     "is_correct",
     "kl_penalized_score",
@@ -39,8 +40,27 @@ def response_length(mask: TokenMask) -> PerSample:
 
 @op(scope="row")
 def is_correct(score: PerSample, *, threshold: float = 1.0) -> SampleFlag:
-    """Which responses a verifier accepts: bool[rows], `score >= threshold`."""
+    """Which responses a verifier accepts: bool[rows], `score >= threshold`.
+
+    Raises:
+        FloatingPointError: If a score is not a number, which a flag could not say.
+    """
+    check_known("score", score)
     return score >= threshold
+
+
+def check_known(what: str, column: Tensor) -> None:
+    """Refuse numbers that are none, where a yes or no is made of them.
+
+    Raises:
+        FloatingPointError: If there is one; it names the first row.
+    """
+    unknown = column.isnan()
+    if bool(unknown.any()):
+        raise FloatingPointError(
+            f"the {what} of row {int(unknown.nonzero()[0])} is nan, which is neither right nor "
+            "wrong; give every response a number"
+        )
 
 
 @op(scope="row")

@@ -62,6 +62,16 @@ def test_the_policy_gradient_is_paid_for_what_passes_near_the_reference() -> Non
     assert_close(advantage, 0.331157, -0.203393, 0.07563, -0.203393)
 
 
+def test_a_verdict_that_is_no_number_is_not_a_failure() -> None:
+    passed, near = PASSED * torch.tensor([1, torch.nan, 1, 1]), torch.ones(4)
+    unsure = constrained_reward(CALIBRATED, passed=passed, allowance=near)
+    assert unsure.isnan().tolist() == [False, True, False, False]
+    with pytest.raises(FloatingPointError, match="the verdict of row 1 is nan"):
+        pair_of(SCORE, passed)
+    with pytest.raises(FloatingPointError, match="the verdict of row 1 is nan"):
+        chosen(SCORE, passed, KL, fallback=True)
+
+
 @pytest.mark.parametrize(
     ("mean_over", "means"),
     [("batch", (3.0, 3.0)), ("passing", (4.0, 4.0)), ("prompt", (1.5, 6.0))],

@@ -133,6 +133,7 @@ def test_scores_are_combined_and_gated() -> None:
     passed = torch.tensor([0.0, 1])
     close(constrained_score(score, passed), 0, -2)
     assert constrained_score(score, passed, violation_score=-torch.inf)[0] == -torch.inf
+    assert constrained_score(score, passed * torch.nan).isnan().all()
     with pytest.raises(ValueError, match="weights are given for c, scores are: a"):
         weighted_sum({"a": score}, {"c": 1.0})
 

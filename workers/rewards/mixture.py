@@ -204,22 +204,25 @@ class Mixture(Reward):
         """
         scores: dict[str, torch.Tensor] = {}
         rows = float(len(tokens))
-        passed = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
+        passed = torch.ones(len(tokens), device=tokens.device)
         for name, reward in self._rewards.items():
             scores[name] = reward.score(tokens, mask, prompt_id).float()
             own = {"mean": Metric.mean(float(scores[name].double().sum()), rows)}
             own |= {n.removeprefix("reward/"): m for n, m in drain_metrics(reward).items()}
             bound = self._parts[name].at_least
             if bound is not None:
-                keeps = scores[name] >= bound
-                passed &= keeps
+                # A score that is not a number says neither; it stays one, for all to see.
+                keeps = torch.where(
+                    scores[name].isnan(), torch.nan, (scores[name] >= bound).float()
+                )
+                passed = passed * keeps
                 own["passed"] = Metric.mean(float(keeps.sum()), rows)
             add_metrics(self.metrics, {f"reward/{name}/{n}": m for n, m in own.items()})
         if self._output == "passed":
-            result = passed.float()
+            result = passed
         else:
             total = weighted_sum(scores, {n: part.weight for n, part in self._parts.items()})
-            result = constrained_score(total, passed.float(), violation_score=self._violation_score)
+            result = constrained_score(total, passed, violation_score=self._violation_score)
         exact = result.double()
         sums = {
             "mean": float(exact.sum()),

@@ -82,6 +82,8 @@ def test_the_sum_is_weighted_and_constraints_gate_it() -> None:
     )
     only = Mixture({"good": good, "safe": safe}, parts, output="passed")
     assert only.score(*rows("a", "b", "c")).tolist() == [0, 1, 1]
+    unsure = Mixture({"safe": Fixed(float("nan"), 0.1)}, {"safe": parts["safe"]})
+    assert unsure.score(*rows("a", "b")).isnan().tolist() == [True, False]
     mixture.close()
     assert good.closed
     assert safe.closed

@@ -59,8 +59,8 @@ class _Rows:
         if batch_size > len(problems):
             raise ConfigError(
                 f"batch_size is {batch_size} {what}s per step, but task '{task.task_id}' has only "
-                f"{len(problems)}\n    use batch_size <= {len(problems)} (a stage's `per_step` key), "
-                "or more problems"
+                f"{len(problems)}\n    use batch_size <= {len(problems)} (a stage's `per_step` "
+                "key), or more problems"
             )
         self._problems = np.asarray(problems, dtype=np.int64)
         self._batch_size = batch_size

@@ -2,6 +2,8 @@
 
 One thread reads what has arrived on all connections, answers everything that is waiting at once,
 and sends the answers. So questions gather while it is busy, and nobody waits for a batch to fill.
+It never waits for a connection to take an answer: one that has not taken its answers is asked no
+further question until it has, and is dropped if it takes nothing for a while.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class _Peer:
         since_s: When it connected.
         given: What has come of the proof.
         reader: Its questions.
+        unsent: Answers it has not taken yet.
+        took_s: When it last took some, or they began to wait.
     """
 
     link: socket.socket
@@ -58,6 +62,8 @@ class _Peer:
     since_s: float
     given: bytes = b""
     reader: FrameReader = field(default_factory=FrameReader)
+    unsent: bytearray = field(default_factory=bytearray)
+    took_s: float = 0.0
 
 
 class AnswerServer:
@@ -121,14 +127,19 @@ class AnswerServer:
     def _gather(self) -> list[tuple[_Peer, Question]]:
         """Wait until something arrives; the questions that are complete."""
         waiting: list[tuple[_Peer, Question]] = []
-        for key, _ in self._selector.select(_PATIENCE_S):
+        for key, events in self._selector.select(_PATIENCE_S):
             if key.fileobj is self._listener:
                 self._accept()
-            elif key.fileobj is not self._woken:
+            elif key.fileobj is self._woken:
+                continue
+            elif events & selectors.EVENT_WRITE:
+                self._flush(self._peers[key.fd])
+            else:
                 waiting += self._read(self._peers[key.fd])
-        now = time.monotonic()
-        for peer in [p for p in self._peers.values() if p.expected]:
-            if now - peer.since_s > _PATIENCE_S:
+        longest_ago = time.monotonic() - _PATIENCE_S
+        for peer in list(self._peers.values()):
+            unproven = peer.expected and peer.since_s < longest_ago
+            if unproven or (peer.unsent and peer.took_s < longest_ago):
                 self._drop(peer)
         return waiting
 
@@ -141,13 +152,15 @@ class AnswerServer:
         peer = _Peer(link, proof(self._token, challenge), time.monotonic())
         self._peers[link.fileno()] = peer
         self._selector.register(link, selectors.EVENT_READ)
-        link.settimeout(_PATIENCE_S)
+        link.setblocking(False)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send(peer, challenge)
 
     def _read(self, peer: _Peer) -> list[tuple[_Peer, Question]]:
         try:
             piece = peer.link.recv(_PIECE)
+        except BlockingIOError:
+            return []
         except OSError:
             piece = b""
         if not piece:
@@ -186,10 +199,24 @@ class AnswerServer:
             self._send(peer, _frame_of(asked, answer))
 
     def _send(self, peer: _Peer, data: bytes) -> None:
+        """Send what the connection takes now, and the rest when it takes more."""
+        if not peer.unsent:
+            peer.took_s = time.monotonic()
+        peer.unsent += data
+        self._flush(peer)
+
+    def _flush(self, peer: _Peer) -> None:
         try:
-            peer.link.sendall(data)
+            while peer.unsent:
+                del peer.unsent[: peer.link.send(peer.unsent)]
+                peer.took_s = time.monotonic()
+        except BlockingIOError:
+            pass
         except OSError:
-            self._drop(peer)  # It has gone, or takes nothing; whoever asked will notice.
+            self._drop(peer)  # It has gone; whoever asked will notice.
+            return
+        wanted = selectors.EVENT_WRITE if peer.unsent else selectors.EVENT_READ
+        self._selector.modify(peer.link, wanted)
 
     def _drop(self, peer: _Peer) -> None:
         number = peer.link.fileno()

@@ -107,7 +107,7 @@ def _frame(whole: bytearray, begin: int, arrays: int, end: int) -> Frame:
             array = None if spec is None else _array(whole, arrays, spec)
             found.append(array)
             arrays += 0 if array is None else array.nbytes
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WorkerError(f"a message cannot be read: {error}") from error
     if arrays != end:
         raise WorkerError(f"a message has {end - arrays} bytes more than its arrays")

@@ -20,7 +20,7 @@ from penstock.dataflow.serving import Array, Holdings, Question, Served
 from penstock.workers import serving_server
 from penstock.workers.serving_client import AnswerClient
 from penstock.workers.serving_server import AnswerServer
-from penstock.workers.serving_wire import FrameReader, question_frame, question_from
+from penstock.workers.serving_wire import FrameReader, proof, question_frame, question_from
 
 TOKEN = "open sesame"
 
@@ -204,6 +204,30 @@ def test_strangers_are_sent_away(
     assert at(client).double(np.ones(1), None).value.tolist() == [2]
 
 
+def test_who_reads_slowly_holds_up_nobody_and_is_dropped(
+    server: AnswerServer, client: AnswerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = np.ones(4 << 20, np.float32)
+    with socket.create_connection(server.address, 20.0) as slow:
+        slow.sendall(proof(TOKEN, slow.recv(16)))
+        slow.sendall(question_frame(Question("doubler", "double", 7, (large, None))))
+        began = time.monotonic()
+        while server.num_questions < 1:
+            assert time.monotonic() - began < 20
+            time.sleep(0.01)
+        began = time.monotonic()
+        assert at(client).double(np.ones(1), None).value.tolist() == [2]
+        assert time.monotonic() - began < 8  # the connection that takes nothing has 10 s
+        monkeypatch.setattr(serving_server, "_PATIENCE_S", 0.1)
+        time.sleep(0.3)
+        at(client).double(np.ones(1), None)
+        at(client).double(np.ones(1), None)
+        taken = 0
+        while piece := slow.recv(1 << 20):
+            taken += len(piece)
+        assert taken < large.nbytes
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -216,6 +240,7 @@ def test_strangers_are_sent_away(
         (b"\x15\0\0\0\0" + b"\0" * 7 + b'{"arrays":[["O8",1]]}', "it has an array of 'O8'"),
         (b"\x16\0\0\0\0" + b"\0" * 7 + b'{"arrays":[["f4",-1]]}', r"array of shape \[-1\]"),
         (b"\x15\0\0\0\0" + b"\0" * 7 + b'{"arrays":[["f4",9]]}', "cannot be read"),
+        (b"\xa0\x86\x01\0" + b"\0" * 8 + b"[" * 100_000, "cannot be read: maximum recursion"),
     ],
 )
 def test_a_message_that_is_none_is_refused(data: bytes, message: str) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from types import TracebackType
 
 import psutil
 
+from ..dataflow.worker import CLOSE_S
+
 __all__ = ["PeakMemory"]
+
+_LOG = logging.getLogger("penstock.launch")
 
 
 class PeakMemory:
@@ -56,5 +61,10 @@ class PeakMemory:
         traceback: TracebackType | None,
     ) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            _LOG.warning(
+                "taking a sample of memory has not ended in %g s; its peak is left out", CLOSE_S
+            )
+            return
         self.sample()

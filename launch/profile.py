@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..dataflow.errors import ConfigError, WorkerError
+from ..dataflow.worker import CLOSE_S
 from .app import hydra_app
 
 if TYPE_CHECKING:
@@ -179,7 +180,24 @@ def _run(requests: Sequence[str], deadline_s: float, threads: int) -> None:
         for process in processes:
             if process.poll() is None:
                 process.kill()
-            process.communicate()
+        for rank, process in enumerate(processes):
+            _reap(rank, process)
+
+
+def _reap(rank: int, process: subprocess.Popen[str]) -> None:
+    """Wait for a process that has ended or was killed, and close its pipes."""
+    try:
+        # Not communicate: what it started may hold its pipes open for ever.
+        process.wait(CLOSE_S)
+    except subprocess.TimeoutExpired as error:
+        raise WorkerError(
+            f"rank {rank} of the profile, process {process.pid}, is still there {CLOSE_S:g} s "
+            "after it was killed"
+        ) from error
+    finally:
+        for pipe in (process.stdin, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 # --- from measurements to data

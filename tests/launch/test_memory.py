@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 
+import pytest
 import torch
+from penstock.launch import memory as memory_module
 from penstock.launch.memory import PeakMemory
 
 
@@ -29,3 +32,22 @@ def test_children_are_counted() -> None:
             time.sleep(0.01)
         child.communicate(b"\n", timeout=30)
     assert memory.peak_bytes - before > 48 * 2**20
+
+
+def test_a_sample_that_hangs_holds_up_no_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    going_on, hangs = threading.Event(), threading.Event()
+
+    class Hangs(PeakMemory):
+        def sample(self) -> int:
+            if threading.current_thread() is not threading.main_thread():
+                hangs.set()
+                going_on.wait(30)
+            return 0
+
+    monkeypatch.setattr(memory_module, "CLOSE_S", 0.05)
+    with Hangs(every_s=0.01):
+        assert hangs.wait(30)
+    going_on.set()
+    assert "taking a sample of memory has not ended in 0.05 s" in caplog.text

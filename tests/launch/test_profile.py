@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -160,3 +163,26 @@ def _mesh(num_devices: int, link: object) -> Mesh:
     made = cluster(num_devices)
     node = made.node_groups[0].model_copy(update={"within": link})
     return Mesh(made.model_copy(update={"node_groups": (node,)}), (num_devices,))
+
+
+def test_a_rank_s_own_children_hold_up_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that it leaves behind keeps its pipe open."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import subprocess, sys, time\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(20)'])\n"
+        "time.sleep(60)\n"
+    )
+    start = subprocess.Popen
+
+    def started(command: list[str], **options: object) -> subprocess.Popen[str]:
+        del command
+        return start([sys.executable, str(script)], **options)  # pyright: ignore[reportArgumentType,reportCallIssue]
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 0 of the profile did not end within 3 s"):
+        profile(ProfileConfig(num_ranks=1, dispatch="in_process", deadline_s=3))
+    assert time.monotonic() - began < 15

@@ -3,7 +3,8 @@
 Espeholt et al., "IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner
 Architectures", 2018. V-trace weighs each step by how much likelier the weights to be trained are to
 take it; `schedule.max_lag` says how much older those that took it may be. Losses are means over
-steps where the paper has sums: with Adam the two differ by the learning rate's scale alone.
+steps where the paper has sums: Adam does not see the scale, but a bound on the gradient's norm, and
+Adam's epsilon, do.
 """
 
 from __future__ import annotations

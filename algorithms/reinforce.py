@@ -1,8 +1,7 @@
 """REINFORCE: the plain policy gradient, with the batch's mean score as baseline or none.
 
 Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement
-Learning", 1992. There is no ratio and no clip, so take one optimizer step per rollout, of fresh
-rollouts.
+Learning", 1992. There is no ratio and no clip, so a step is one optimizer step on fresh rollouts.
 """
 
 from __future__ import annotations
@@ -28,6 +27,15 @@ class Reinforce(Updates):
     """What is taken off every score."""
     loss: ReinforceLoss = ReinforceLoss(aggregation="seq-mean-token-sum", report_entropy=True)
     """How tokens and rows are weighed; the sum over tokens is the response's log-probability."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.epochs > 1 or self.num_minibatches > 1:
+            raise ValueError(
+                f"epochs is {self.epochs} and num_minibatches {self.num_minibatches}, but the loss "
+                "has no ratio, so from the second update on its gradient would be another "
+                "policy's; leave both at 1, or use an algorithm with a ratio, such as rloo or grpo"
+            )
 
 
 def reinforce_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: Reinforce) -> TrainMetrics:

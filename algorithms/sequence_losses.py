@@ -1,7 +1,7 @@
 """Losses that take a whole response as one action: mirror descent, pairs, offline advantages.
 
-What their metrics mean is said in `losses`. A mean is over responses, or over pairs, that have at
-least one sampled token.
+What their metrics mean is said in `losses`. A mean over responses is over those with at least one
+sampled token; one over pairs is over all of them, as each response of a pair counts.
 """
 
 from __future__ import annotations

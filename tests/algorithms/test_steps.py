@@ -14,6 +14,7 @@ from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.losses import ClippedPolicyLoss, ReferenceKLPolicyLoss
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.algorithms.reference_grpo import ReferenceGRPO, reference_grpo_step
+from penstock.algorithms.reinforce import Reinforce
 from penstock.algorithms.reward_modelling import RewardModelling, reward_modelling_step
 from penstock.algorithms.roles import (
     Demonstrations,
@@ -219,6 +220,12 @@ def test_every_algorithm_takes_at_least_one_optimizer_step(options: type, name: 
 def test_options_out_of_range(options: type, name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"^{name} (is|must be positive, got) {value};"):
         options(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["epochs", "num_minibatches"])
+def test_reinforce_has_no_ratio_for_a_second_update(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} (is )?2.*but the loss has no ratio"):
+        Reinforce(**{name: 2})  # pyright: ignore[reportArgumentType]
 
 
 def test_grpo_refuses_groups_of_one_before_anything_is_built() -> None:

@@ -26,6 +26,8 @@ from ...dataflow.ranges import check_range
 __all__ = ["ChatClient", "ChatError", "ChatOptions", "ChatRefused", "ChatTimeout"]
 
 _MAX_REPLY_BYTES = 4 << 20
+_MAX_SHOWN_BYTES = 64 << 10
+"""Of a reply in a message, looked through for the key before it is cut to what is shown."""
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _NEVER = frozenset({401, 403, 404, 405})
 
@@ -144,7 +146,7 @@ class ChatClient:
                 reason, wait = f"{type(error).__name__}: {error}", None
             else:
                 if status == 200:
-                    return _content(reply)
+                    return self._content(reply)
                 reason = f"status {status}: {self._shown(reply)}"
                 if status in _NEVER:
                     raise ChatRefused(reason)
@@ -195,8 +197,22 @@ class ChatClient:
             watchdog.cancel()
             connection.close()
 
+    def _content(self, reply: bytes) -> str:
+        try:
+            read = json.loads(reply)
+            content = read["choices"][0]["message"]["content"]
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+            raise ChatError(f"the reply is no chat completion: {self._shown(reply)!r}") from None
+        if not isinstance(content, str):
+            raise ChatError("the reply has no text")
+        return self._masked(content)  # whoever asked may show it
+
     def _shown(self, reply: bytes) -> str:
-        text = " ".join(reply[:2000].decode("utf-8", errors="replace").split())[:200]
+        """The beginning of a reply, for messages; the key is masked before anything is cut."""
+        text = self._masked(reply[:_MAX_SHOWN_BYTES].decode("utf-8", errors="replace"))
+        return " ".join(text.split())[:200]
+
+    def _masked(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
 
 
@@ -224,14 +240,3 @@ def _retry_after(value: str | None) -> float | None:
         return None if value is None else max(0.0, float(value))
     except ValueError:  # a date; the usual pause will do
         return None
-
-
-def _content(reply: bytes) -> str:
-    try:
-        read = json.loads(reply)
-        content = read["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        raise ChatError(f"the reply is no chat completion: {reply[:200]!r}") from None
-    if not isinstance(content, str):
-        raise ChatError("the reply has no text")
-    return content

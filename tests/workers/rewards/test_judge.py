@@ -19,6 +19,7 @@ from penstock.algorithms.roles import Reward
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.worker import WorkerContext, WorkerSpec, drain_metrics
 from penstock.workers.file_task import FileTaskSpec
+from penstock.workers.rewards.chat_client import ChatClient, ChatError, ChatOptions
 from penstock.workers.rewards.judge import Judge, JudgeSpec, filled, read_score
 from penstock.workers.tokenizer import TokenizerSpec, pad_rows
 
@@ -295,6 +296,24 @@ def test_the_key_comes_from_the_environment_and_is_in_no_message(
     assert caplog.records
     assert "secret" not in caplog.text
     assert "secret" not in f"{reward!r}{vars(reward)}"
+
+
+def test_what_a_server_says_is_shown_without_the_key(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
+    client = ChatClient(ChatOptions(url=server.url, model="m", api_key_env="JUDGE_KEY"))
+    for text, shown in {
+        "a sk-very-secret": "a ***'",
+        "x" * 193 + " sk-very-secret": "x ***'",
+    }.items():
+        server.reply = fails(200, text.encode())  # of the second, the cut is amid the key
+        with pytest.raises(ChatError) as error:
+            client.ask([])
+        assert str(error.value).startswith("the reply is no chat completion: '")
+        assert str(error.value).endswith(shown)
+    server.reply = says("I was given sk-very-secret.")
+    assert client.ask([]) == "I was given ***."
 
 
 def test_a_judge_that_never_works_ends_the_run(server: Server, task: FileTaskSpec) -> None:

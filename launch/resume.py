@@ -27,7 +27,8 @@ def resumed_config(
         path: The run's folder.
         composed: What the command line comes to.
         given: Its words, `key=value`. A section that is chosen anew, `executor=ray`, replaces the
-            run's; a key below one, `executor.num_threads=2`, changes that key alone.
+            run's; a key below one, `executor.num_threads=2`, changes that key alone. None is
+            taken away, `~executor.groups`.
 
     Raises:
         ConfigError: If there is no run, it has finished, or other keys are given.
@@ -36,6 +37,13 @@ def resumed_config(
     words = [word for word in given if not word.startswith("resume=")]
     keys = [word.partition("=")[0] for word in words]
     others = [word for word in words if re.split("[.=]", word)[0] not in _ELSEWHERE]
+    gone = [word for word in others if word.startswith("~")]
+    if gone:
+        raise ConfigError(
+            f"resume={path} comes with {', '.join(gone)}\n    keys of a run are not taken away; "
+            "name the section anew, such as executor=ray, with all of its keys that are to differ "
+            "from that option's own"
+        )
     if others:
         raise ConfigError(
             f"resume={path} comes with {', '.join(others)}\n    a resumed run keeps its "

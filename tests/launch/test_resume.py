@@ -59,3 +59,13 @@ def test_everything_else_stays(tmp_path: Path) -> None:
         "configuration but for engine, rollout, executor, placement; leave the rest out, or start "
         "a new run"
     )
+
+
+def test_a_key_is_not_taken_away(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        resumed(tmp_path, "executor=ray", "~executor.device")
+    assert str(error.value) == (
+        f"resume={tmp_path} comes with ~executor.device\n    keys of a run are not taken away; "
+        "name the section anew, such as executor=ray, with all of its keys that are to differ from "
+        "that option's own"
+    )

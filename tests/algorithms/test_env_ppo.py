@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.algorithms import env_ppo, macro_actions, ppo, returns
+from penstock.algorithms import env_updates, macro_actions, ppo, returns
 from penstock.algorithms.env_losses import ActorCriticLoss
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
 from penstock.algorithms.env_roles import ActorCritic, Env, EnvRows
@@ -115,6 +115,6 @@ def test_environments_have_one_home() -> None:
 
 
 def test_what_language_models_learn_by_is_what_is_used_here() -> None:
-    assert vars(env_ppo)["gae"] is returns.gae is vars(macro_actions)["gae"]
+    assert vars(env_updates)["gae"] is returns.gae is vars(macro_actions)["gae"]
     assert type(ActorCriticLoss().policy) is type(ppo.PPO().policy_loss)
     assert type(ActorCriticLoss().value) is type(ppo.PPO().value_loss)

@@ -56,7 +56,7 @@ def completions(line: str, commands: Path) -> list[str]:
         ("penstock ", ["run", "graph", "plan", "profile", "--help", "--version"]),
         ("penstock g", ["graph"]),
         ("penstock run alg", ["algorithm.", "algorithm="]),
-        ("penstock run algorithm=p", ["algorithm=ppo"]),
+        ("penstock run algorithm=pp", ["algorithm=ppo"]),
         ("penstock run algorithm=sft sched", ["schedule.", "schedule="]),
         ("penstock run schedule.m", ["schedule.max_lag="]),
         ("penstock run algorithm=sft algorithm.per_step.", ["algorithm.per_step.demos="]),

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import penstock.configs
 import pytest
 
 from .conftest import Penstock
 
+CONFIGS = Path(str(penstock.configs.__file__)).parent
+ALGORITHMS = ", ".join(sorted(path.stem for path in CONFIGS.glob("algorithm/*.yaml")))
 STEPS = '''\
 """Steps with a mistake in each."""
 
@@ -111,7 +114,7 @@ def test_an_unknown_command_is_refused_with_the_nearest_one(penstock: Penstock) 
 def test_the_commands_help_names_groups_and_keys(penstock: Penstock) -> None:
     said = penstock("run", "--help")
     assert said.code == 0
-    assert "algorithm: grpo, own, ppo, reference_grpo, reward_modelling, sft" in said.out
+    assert f"algorithm: {ALGORITHMS}\n" in said.out
     assert "max_lag: 0" in said.out
 
 
@@ -126,8 +129,8 @@ def test_cfg_job_prints_the_composition(penstock: Penstock) -> None:
 def test_a_misspelt_key(penstock: Penstock) -> None:
     assert refused(penstock, "algorithm.cfg.samplng.num_samples=4") == (
         "there is no key 'algorithm.cfg.samplng'; did you mean 'algorithm.cfg.sampling'?\n"
-        "    algorithm.cfg has: sampling, divide_by_std, std_variance, std_eps, loss, correction, "
-        "epochs, num_minibatches"
+        "    algorithm.cfg has: sampling, correction, epochs, num_minibatches, divide_by_std, "
+        "std_variance, std_eps, loss"
     )
 
 
@@ -148,7 +151,7 @@ def test_a_misspelt_option_of_the_task(penstock: Penstock) -> None:
 def test_an_unknown_algorithm(penstock: Penstock) -> None:
     assert refused(penstock, "algorithm=gropo") == (
         "there is no algorithm 'gropo'; did you mean 'grpo'?\n"
-        "    algorithm is one of: grpo, own, ppo, reference_grpo, reward_modelling, sft"
+        f"    algorithm is one of: {ALGORITHMS}"
     )
 
 

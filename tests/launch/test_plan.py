@@ -273,7 +273,7 @@ def test_a_model_that_fits_nowhere_names_what_is_lacking(penstock: Penstock) -> 
         (
             "plan.models.critic=llama-8b",
             "'plan.models.critic': there is no model 'llama-8b'; did you mean 'llama-7b'?\n"
-            "    give one of llama-13b, llama-34b, llama-70b, llama-7b, mixtral-8x7b, "
+            "    give one of llama-13b, llama-34b, llama-70b, llama-7b, mixtral-8x7b, mlp, "
             "qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-14b, qwen2.5-32b, qwen2.5-3b, qwen2.5-72b, "
             "qwen2.5-7b, tiny, or a folder with a config.json",
         ),

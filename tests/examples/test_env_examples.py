@@ -1,4 +1,4 @@
-"""The examples in environments run for five steps."""
+"""The examples in environments run for two steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 def ran(name: str) -> list[str]:
     found = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), "5"],
+        [sys.executable, str(EXAMPLES / name), "2"],
         capture_output=True,
         text=True,
         timeout=240,
@@ -23,7 +23,7 @@ def ran(name: str) -> list[str]:
 
 def test_self_play_runs() -> None:
     lines = ran("self_play.py")
-    assert sum(line.startswith("step") for line in lines) == 5
+    assert sum(line.startswith("step") for line in lines) == 2
     assert sum("against" in line for line in lines) == 4
     first, second = (line.split()[-1] for line in lines[-2:])
     assert len(first) == len(second) == 16
@@ -32,5 +32,5 @@ def test_self_play_runs() -> None:
 
 def test_a_population_runs() -> None:
     lines = ran("population.py")
-    assert lines[0].startswith("step   5")
+    assert lines[0].startswith("step   2")
     assert len({line.split()[-1] for line in lines[1:]}) == 4

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Generator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import transformers
 from penstock.dataflow.worker import WorkerContext
 from penstock.launch.main import main
 from penstock.launch.metrics import read_metrics
+from penstock.planner.layout import Layout
+from penstock.planner.plan import GroupPlan, Plan
 from penstock.workers.model import ModelSpec
 from penstock.workers.ray_executor import shutdown_ray
 from penstock.workers.torch_policy import TorchPolicy, TorchPolicySpec
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 WORDS = (
     "algorithm=grpo",
@@ -64,6 +67,11 @@ class Lengths(Reward):
     def score(self, tokens, mask, prompt_id):
         return -mask.sum(1).float() - (tokens.clamp(min=0) % 7).sum(1) / 10
 '''
+SHARED = Plan(
+    groups=(GroupPlan(name="all", devices=(0, 1)),),
+    layouts={"actor.train": Layout(tp=2), "actor.generate": Layout(dp=2)},
+)
+"""One group in two layouts."""
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +114,34 @@ def test_both_engines_agree_and_weights_go_past_the_controller(made: Path) -> No
         assert 0 < row["actor.train/rollout_logprob_max_diff"] < 1e-4
         assert row["actor.train/rollout_k3"] < 1e-8
         assert row["run/controller_bytes"] < 60_000  # the weights are 340 kB
+
+
+def spans(run: Path) -> list[tuple[str, float, float]]:
+    """Group, start and end of every call."""
+    trace: Any = json.loads((run / "trace.json").read_text())
+    events = trace["traceEvents"] if isinstance(trace, dict) else trace
+    groups = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    calls = [e for e in events if e["ph"] == "X"]
+    return [(groups[e["pid"]], e["ts"], e["ts"] + e["dur"]) for e in calls]
+
+
+def test_on_the_same_devices_the_same_is_learnt_in_turns(made: Path) -> None:
+    folder = made.parent.parent
+    (folder / "plan.json").write_text(SHARED.model_dump_json(exclude_defaults=True))
+    words = [word for word in WORDS if not word.startswith(("executor=", "executor.tensor"))]
+    words += ["executor=ray", f"placement={folder / 'plan.json'}", f"runs={folder / 'shared'}"]
+    assert main(["run", *words]) == 0
+    (shared,) = (folder / "shared").iterdir()
+    found = spans(shared)
+    assert {group for group, _, _ in found} == {"all", "all-rollout"}
+    for (one, began, ended), (other, then_began, then_ended) in combinations(found, 2):
+        assert one == other or ended <= then_began or then_ended <= began
+    for row in read_metrics(shared / "metrics.jsonl"):
+        assert row["actor.generate/slept_bytes"] > 1 << 20  # of two replicas
+        assert 0 < row["actor.train/rollout_logprob_max_diff"] < 1e-4
+    for row in read_metrics(made / "metrics.jsonl"):
+        assert "actor.generate/slept_bytes" not in row
+    assert summary_of(shared)["roles_sha256"] == summary_of(made)["roles_sha256"]
 
 
 def resumed(made: Path, name: str, *words: str) -> Path:

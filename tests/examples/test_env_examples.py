@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -30,6 +32,7 @@ def test_self_play_runs() -> None:
     assert first != second
 
 
+@pytest.mark.nightly
 def test_a_population_runs() -> None:
     lines = ran("population.py")
     assert lines[0].startswith("step   2")

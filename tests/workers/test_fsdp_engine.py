@@ -41,7 +41,7 @@ from penstock.workers.torch_value import TorchValueSpec
 from torch import Tensor
 from torch_models import architecture
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 RANK = Path(__file__).parent / "fsdp_rank.py"
 SHARDS, TENSOR, RANKS, BOTH = "r1s2t1", "r1s1t2", "r2s1t1", "r1s2t2"

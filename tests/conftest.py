@@ -30,7 +30,7 @@ from hypothesis import settings
 
 # The same examples in every run, so that a green run stays green; HYPOTHESIS_PROFILE=explore looks
 # for new ones. No per-example deadline: machines are shared, and pytest's timeout bounds a test.
-settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=40)
+settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=25)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 

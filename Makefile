@@ -20,6 +20,10 @@ INSTALL := UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" $(BIN)/uv pip
 SOURCES := $(sort __init__.py $(shell find dataflow algorithms planner workers configs launch \
 	-name '__pycache__' -prune -o -type f -print 2>/dev/null))
 
+# Nearly every test and every process of a run begins with importing torch and transformers, which
+# takes two to three times as long where Python may not keep what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := setup
 .PHONY: setup run engines test test-all lint format requirements clean FORCE
 

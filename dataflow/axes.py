@@ -1,7 +1,7 @@
 """Axes and column specs: what a named tensor of a step looks like.
 
 A **column** is a tensor with a `Spec`: a dtype and axes. An **axis** is an object, not a string, so
-two columns agree about "token" only if they name the same `Axis`. The first axis of a column counts
+two columns agree about "item" only if they name the same `Axis`. The first axis of a column counts
 its rows; a ragged axis may follow it, whose length differs from row to row; further axes are fixed.
 
 Inside a step (ops, losses, role methods) a ragged column is a padded dense tensor; on the wire it
@@ -39,16 +39,16 @@ class Axis:
     """One axis of a column.
 
     Attributes:
-        name: What it counts, in the singular: "prompt", "sample", "token".
-        within: The axis whose elements this one is grouped by: samples within a prompt.
+        name: What it counts, in the singular: "query", "sample", "item".
+        within: The axis whose elements this one is grouped by: samples within a query.
         ragged: True if its length differs from row to row.
         free: True if it stands for whatever axis a column has in its place, the same one throughout
             a call: an op over free axes serves columns of any kind.
 
     Example:
-        >>> PROMPT = Axis("prompt")
-        >>> str(f32(Axis("sample", within=PROMPT), Axis("token", ragged=True)))
-        'f32[sample, token~]'
+        >>> QUERY = Axis("query")
+        >>> str(f32(Axis("sample", within=QUERY), Axis("item", ragged=True)))
+        'f32[sample, item~]'
     """
 
     name: str
@@ -80,7 +80,7 @@ class DType(Enum):
 
 @dataclass(frozen=True)
 class Spec:
-    """Dtype and axes of a column; prints as `f32[sample, token~]`.
+    """Dtype and axes of a column; prints as `f32[sample, item~]`.
 
     Raises:
         ValueError: If a ragged axis stands anywhere but second.

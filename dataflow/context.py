@@ -39,11 +39,11 @@ _UNSCOPED = _Scope(step=0)
 
 @contextmanager
 def _entered(scope: _Scope) -> Generator[None]:
-    token = _SCOPE.set(scope)
+    before = _SCOPE.set(scope)
     try:
         yield
     finally:
-        _SCOPE.reset(token)
+        _SCOPE.reset(before)
 
 
 def step_scope(step: int) -> AbstractContextManager[None]:
@@ -74,8 +74,8 @@ def call_behind() -> int | None:
 def call_key(role: str, method: str) -> CallKey:
     """The key of the call being served; every worker method that draws randomness asks for it once.
 
-    Outside any scope, calls count up over the life of the process, so that repeated calls at a
-    prompt do not repeat their random numbers.
+    Outside any scope, calls count up over the life of the process, so that calls repeated by
+    hand do not repeat their random numbers.
     """
     scope = _SCOPE.get() or _UNSCOPED
     if scope.ordinal is not None:

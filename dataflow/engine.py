@@ -48,7 +48,7 @@ class Engine:
 
     Example:
         >>> with Engine(graph, one_group(graph), workers={"actor": spec, "reward": rule}) as engine:
-        ...     for step in engine.run({"prompts": source}, num_steps=200):
+        ...     for step in engine.run({"rows": source}, num_steps=200):
         ...         print(step.metrics)
     """
 

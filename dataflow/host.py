@@ -286,7 +286,7 @@ def _returned_columns(node: Node, returned: Any) -> list[Tensor]:
 def _reported(graph: Graph, node: Node, parts: Sequence[Part]) -> dict[str, Metric]:
     """Means of the output columns that the step returned and that hold one number per row.
 
-    A ragged column has entries that mean nothing (prompt tokens), so it is not averaged.
+    A ragged column has entries that nobody wrote, so it is not averaged.
     """
     metrics: dict[str, Metric] = {}
     for index, output in enumerate(node.outputs):

@@ -136,11 +136,11 @@ def build(step: Callable[..., Any], *, name: str | None = None, **constants: Any
                 where=_defined_at(step),
                 fix=f"pass it: build({step.__name__}, {parameter.name}=...)",
             )
-    token = _RECORDER.set(recorder)
+    before = _RECORDER.set(recorder)
     try:
         result = step(**arguments)
     finally:
-        _RECORDER.reset(token)
+        _RECORDER.reset(before)
     graph = recorder.finish(result)
     check_unused(graph)
     return graph

@@ -1,4 +1,4 @@
-"""Role contracts: what a model or environment can be asked to do, and what a loss is.
+"""Role contracts: what a model, or anything else, can be asked to do, and what a loss is.
 
 A contract is a plain typed class deriving from `Role`; the methods a step may call carry `@call`.
 The same class is what the recorder imitates when a step is built and what a worker implements, so
@@ -173,7 +173,7 @@ class Loss(Generic[B, O]):
 
     Attributes:
         unit: "group" if rows of one group must meet in one micro-batch (pairs), else "row".
-        needs_entropy: True if `O` must carry the entropy of every token's distribution.
+        needs_entropy: True if `O` must carry the entropy of every choice.
         tolerates_lag: True if the loss is sound on rollouts of older weights without behaviour
             log-probabilities (regression on fixed targets, for instance).
     """
@@ -187,7 +187,7 @@ class Loss(Generic[B, O]):
         return False
 
     def totals(self, batch: B) -> Tensor:
-        """Additive totals of some rows, such as the number of trained tokens.
+        """Additive totals of some rows, such as the number of trained entries.
 
         Returns:
             f64[K]; element-wise sums over rows, so that `totals(a ++ b) == totals(a) + totals(b)`.

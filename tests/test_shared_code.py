@@ -1,0 +1,117 @@
+"""One engine for environments and language: what both need is written once and shared."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("dataflow", "algorithms", "planner", "workers", "configs", "launch")
+
+OF_ENVIRONMENTS = ("env_ppo", "impala", "dqn", "mappo", "self_play", "population")
+OF_LANGUAGE = ("ppo", "grpo", "remax", "decoupled_ppo", "online_dpo")
+
+SHARED = {
+    "gae": ("algorithms.returns", "gae"),
+    "vtrace": ("algorithms.returns", "vtrace"),
+    "PPO's loss": ("algorithms.policy_losses", "ClippedPolicyLoss"),
+    "the critic's loss": ("algorithms.losses", "ClippedValueLoss"),
+}
+
+# What the engine must not know of. Axis and column names come from the algorithms.
+KINDS = re.compile(
+    r"\b(env|envs|environments?|episodes?|gym\w*|games?|languages?|prompts?|tokens?)\b",
+    re.IGNORECASE,
+)
+
+
+def _imports(path: Path) -> set[str]:
+    """Modules of ours that a file imports, as "package.module"; names inside them as well."""
+    here = path.relative_to(ROOT).with_suffix("").parts
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = here[: len(here) - node.level]
+            module = (*base, *(node.module or "").split(".")) if node.module else base
+            found.add(".".join(module))
+            found |= {".".join((*module, alias.name)) for alias in node.names}
+    return found
+
+
+def _reached(start: str) -> set[str]:
+    """Everything that importing a module imports, as far as it is ours."""
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        module = waiting.pop()
+        path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+        if module in seen or not path.is_file():
+            seen.add(module)
+            continue
+        seen.add(module)
+        waiting += _imports(path)
+    return seen
+
+
+def _definitions(name: str) -> list[str]:
+    """Files that define a function or class of that name."""
+    return [
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
+    ]
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_maths_is_one_object_for_both(what: str):
+    module, name = SHARED[what]
+    users = {
+        algorithm
+        for algorithm in (*OF_ENVIRONMENTS, *OF_LANGUAGE)
+        if f"{module}.{name}" in _reached(f"algorithms.{algorithm}")
+    }
+    assert len(_definitions(name)) == 1
+    assert users & set(OF_ENVIRONMENTS)
+    assert users & set(OF_LANGUAGE)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "dataflow.engine",
+        "dataflow.scheduler",
+        "dataflow.host",
+        "dataflow.serving",
+        "workers.ray_executor",
+        "workers.trainer",
+        "workers.optimizer",
+        "workers.data_parallel",
+        "workers.transfer",
+        "launch.checkpoint",
+        "launch.resume",
+    ],
+)
+def test_what_runs_a_graph_imports_neither_kind(module: str):
+    reached = _reached(module)
+    assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+    assert not [found for found in reached if found.startswith("workers.envs")]
+    assert not [
+        found
+        for found in reached
+        if found in {f"algorithms.{name}" for name in (*OF_ENVIRONMENTS, *OF_LANGUAGE)}
+    ]
+
+
+def test_the_engine_mentions_neither_environments_nor_language():
+    said = [
+        f"{path.name}:{number}: {line.strip()}"
+        for path in sorted((ROOT / "dataflow").rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if KINDS.search(line)
+    ]
+    assert said == []

@@ -4,7 +4,6 @@
 #   make run           set up, then train the default run
 #   make engines       set up, and install Megatron and vLLM for CPUs beside (Linux)
 #   make test          engines, then lint, types, import rules and the tests (what CI does)
-#   make test-all      the same and the tests that take minutes each
 #   make lint          engines, then the linters alone
 #   make format        let ruff rewrite what it can
 #   make requirements  compile requirements.txt and requirements-engines.txt anew
@@ -25,7 +24,7 @@ SOURCES := $(sort __init__.py $(shell find dataflow algorithms planner workers c
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run engines test test-all lint format requirements clean FORCE
+.PHONY: setup run engines test lint format requirements clean FORCE
 
 setup: .venv/.package
 
@@ -65,10 +64,6 @@ run: setup
 
 test: lint
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-
-# The tests of `make test`, and those that take minutes each.
-test-all: lint
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "nightly or not nightly"
 
 lint: engines
 	$(BIN)/ruff check

@@ -32,7 +32,6 @@ def test_self_play_runs() -> None:
     assert first != second
 
 
-@pytest.mark.nightly
 def test_a_population_runs() -> None:
     lines = ran("population.py")
     assert lines[0].startswith("step   2")

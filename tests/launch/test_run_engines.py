@@ -23,7 +23,7 @@ from penstock.workers.ray_executor import shutdown_ray
 from penstock.workers.torch_policy import TorchPolicy, TorchPolicySpec
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 WORDS = (
     "algorithm=grpo",

@@ -20,7 +20,7 @@ from penstock.workers.ray_executor import RayExecutor, connect_ray, shutdown_ray
 from ..dataflow import watched
 from ..dataflow.counter import seen
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)

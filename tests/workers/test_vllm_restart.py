@@ -21,7 +21,7 @@ from penstock.workers.vllm_policy import VllmPolicySpec
 
 from ..algorithms import runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_STEPS = 3
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -174,7 +174,6 @@ def ray() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.usefixtures("ray")
 @pytest.mark.parametrize(
     ("server", "max_lag", "num_workers"),
@@ -196,7 +195,6 @@ def test_in_processes_of_their_own(
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.usefixtures("ray")
 def test_in_order_of_arrival_it_is_another_run(expected: dict[int, Found]) -> None:
     """The control: whatever weights are there. By the second chunk they are newer."""
@@ -207,7 +205,6 @@ def test_in_order_of_arrival_it_is_another_run(expected: dict[int, Found]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.usefixtures("ray")
 def test_killed_and_resumed_it_ends_the_same(expected: dict[int, Found], tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)

@@ -1,9 +1,9 @@
 """Kimi k1.5: policy mirror descent around the policy that sampled, with a reward for brevity.
 
 Kimi Team, "Kimi k1.5: Scaling Reinforcement Learning with LLMs", 2025, section 2.3. The report
-starts each iteration with a new optimizer; here its state goes on. The reward for brevity is for
-later: the report trains without it first. The loss's pull to the policy that sampled is no multiple
-of the advantage, so a correction's weights would not weigh it.
+starts each iteration with a new optimizer: an option of the optimizer, on in the configuration. The
+reward for brevity is for later: the report trains without it first. The loss's pull to the policy
+that sampled is no multiple of the advantage, so a correction's weights would not weigh it.
 """
 
 from __future__ import annotations

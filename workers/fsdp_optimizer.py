@@ -15,7 +15,13 @@ from torch import Tensor
 
 from .data_parallel import RankGroup
 from .fsdp_network import FsdpNetwork
-from .optimizer import OptimizerSpec, clip_gradient, optimizer_buffers, update_weights
+from .optimizer import (
+    OptimizerSpec,
+    clip_gradient,
+    forget_moments,
+    optimizer_buffers,
+    update_weights,
+)
 
 __all__ = ["FsdpAdamW"]
 
@@ -84,6 +90,11 @@ class FsdpAdamW:
         if not self._buffers:
             self._buffers |= self.new_state()
         return self._buffers
+
+    def restart(self) -> None:
+        """Forget all steps taken; the weights stay."""
+        self.steps = 0
+        forget_moments(self._buffers)
 
     @property
     def buffers(self) -> list[Tensor]:

@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .data_parallel import RankGroup
-from .optimizer import OptimizerSpec, clip_gradient, optimizer_buffers, update_weights
+from .optimizer import (
+    OptimizerSpec,
+    clip_gradient,
+    forget_moments,
+    optimizer_buffers,
+    update_weights,
+)
 
 __all__ = ["SharedAdamW"]
 
@@ -118,6 +124,11 @@ class SharedAdamW:
         if not self._buffers:
             self._buffers |= optimizer_buffers(self._data[self._begin : self._end])
         return self._buffers
+
+    def restart(self) -> None:
+        """Forget all steps taken; the weights stay."""
+        self.steps = 0
+        forget_moments(self._buffers)
 
     @property
     def buffers(self) -> list[Tensor]:

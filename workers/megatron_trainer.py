@@ -48,6 +48,9 @@ class MegatronTrainer(TrainLoop[O]):
         self._micro_batch_tokens = micro_batch_tokens
         self.optimizer = optimizer
 
+    def _restart(self) -> None:
+        self.optimizer.restart()
+
     def _step(self, grad: Tensor, lr: float) -> float:
         return self.optimizer.step(grad, lr)
 

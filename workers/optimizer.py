@@ -17,6 +17,7 @@ __all__ = [
     "AdamW",
     "OptimizerSpec",
     "clip_gradient",
+    "forget_moments",
     "optimizer_buffers",
     "update_weights",
 ]
@@ -44,6 +45,8 @@ class OptimizerSpec:
     """Train calls of the run, warm-up included; needed unless the schedule is constant."""
     min_lr_ratio: float = 0.0
     """Where a falling schedule ends, as a fraction of the peak."""
+    restart_every_call: bool = False
+    """Begin every train call without moments, as the first one does (Kimi k1.5, section 2.3.2)."""
 
     def __post_init__(self) -> None:
         check_range(self, "lr", "weight_decay", "max_grad_norm", at_least=0)
@@ -87,6 +90,13 @@ def optimizer_buffers(data: Tensor) -> dict[str, Tensor]:
     if data.dtype != torch.float32:
         buffers["master"] = data.float()
     return buffers
+
+
+def forget_moments(buffers: Mapping[str, Tensor]) -> None:
+    """Make an optimizer's state, from `optimizer_buffers`, that of one that has taken no step."""
+    for kind, buffer in buffers.items():
+        if kind != "master":
+            buffer.zero_()
 
 
 def clip_gradient(grad: Tensor, norm: float, spec: OptimizerSpec, step: int) -> None:
@@ -174,6 +184,11 @@ class AdamW:
         self.steps += 1
         update_weights(self._flat.data, grad, self._allocated(), self._spec, lr, self.steps)
         return norm
+
+    def restart(self) -> None:
+        """Forget all steps taken; the weights stay."""
+        self.steps = 0
+        forget_moments(self._buffers)
 
     @property
     def buffers(self) -> list[Tensor]:

@@ -106,6 +106,8 @@ class TrainLoop(Generic[O]):
             raise ValueError(f"epochs is {epochs}; expected at least 1")
         cut = Minibatches(batch, loss.unit, num_minibatches, self._holders)
         lr = self._spec.lr_at(self.calls)
+        if self._spec.restart_every_call:
+            self._restart()
         sums = Sums()
         norms: list[float] = []
         limits = limits or AgreementLimits()
@@ -162,6 +164,10 @@ class TrainLoop(Generic[O]):
             sums.add(name, total, weight)
         return result.total
 
+    def _restart(self) -> None:
+        """Have the optimizer forget the steps it has taken."""
+        raise NotImplementedError
+
     def _step(self, grad: Tensor, lr: float) -> float:
         """Clip the gradient, take an optimizer step, return the norm before clipping."""
         raise NotImplementedError
@@ -192,6 +198,9 @@ class Trainer(TrainLoop[O]):
         self._micro_batch_tokens = micro_batch_tokens
         self._sort_by_length = sort_by_length
         self.optimizer = AdamW(flat, spec)
+
+    def _restart(self) -> None:
+        self.optimizer.restart()
 
     def _step(self, grad: Tensor, lr: float) -> float:
         return self.optimizer.step(grad, lr)

@@ -23,10 +23,12 @@ from megatron_models import (
     FAMILIES,
     OPTIMIZER,
     load_batch,
+    optimizer_of,
     tiny,
     train_pairs,
     train_policy,
     train_value,
+    train_with_a_nap,
 )
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.worker import WorkerContext
@@ -101,8 +103,9 @@ def logits(part: Part) -> None:
 
 
 def learn(part: Part, family: str, prefix: str, **options: Any) -> FsdpPolicy:
-    policy = part.policy(family, optimizer=OPTIMIZER, **options)
-    part.keep(f"{prefix}/metric", train_policy(policy, part.rows(load_batch(part.folder))))
+    policy = part.policy(family, optimizer=optimizer_of(family), **options)
+    train = train_with_a_nap if family == "qwen3" else train_policy
+    part.keep(f"{prefix}/metric", train(policy, part.rows(load_batch(part.folder))))
     part.keep(prefix, policy.export_weights())
     return policy
 

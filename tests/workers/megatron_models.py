@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss, Clip
 from penstock.algorithms.roles import PairBatch, PolicyBatch, TrainMetrics, ValueBatch
 from penstock.dataflow.context import call_scope
 from penstock.dataflow.worker import WorkerContext
+from penstock.workers.host_copy import HostCopy
 from penstock.workers.model import ModelSpec
 from penstock.workers.optimizer import OptimizerSpec
 from penstock.workers.torch_policy import TorchPolicy, TorchPolicySpec
@@ -22,10 +24,25 @@ from torch import Tensor
 from torch_models import architecture, make_prompts
 
 RANK = Path(__file__).parent / "megatron_rank.py"
-FAMILIES = ("llama", "llama-all-heads", "qwen2", "qwen2-tied", "qwen3")
+FAMILIES = (
+    "llama",
+    "llama-all-heads",
+    "llama-tied",
+    "qwen2",
+    "qwen2-all-heads",
+    "qwen2-tied",
+    "qwen3",
+)
 # A larger eps than usual; see `test_trainer`. A small bound on the norm, so that clipping counts.
 OPTIMIZER = OptimizerSpec(lr=1e-3, weight_decay=0.01, eps=1e-5, max_grad_norm=0.3)
+# Between its calls "qwen3" sleeps, and its optimizer forgets what it has done.
+RESTARTING = dataclasses.replace(OPTIMIZER, restart_every_call=True)
 EOS = 2
+
+
+def optimizer_of(family: str) -> OptimizerSpec:
+    """How a family's policy is trained."""
+    return RESTARTING if family == "qwen3" else OPTIMIZER
 
 
 def tiny(family: str) -> dict[str, Any]:
@@ -108,6 +125,17 @@ def train_policy(
         with call_scope(step, 0, behind):
             found = policy.train(loss, columns, num_minibatches=2, temperature=0.9)
     return values_of(found)
+
+
+def train_with_a_nap(policy: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`train_policy`, with all that the worker has on its device taken away between the calls."""
+    train_policy(policy, batch, range(1))
+    weights = policy.local_tensors()
+    kept = HostCopy(policy.device_tensors(), device="cpu")
+    for name, tensor in weights.items():
+        assert tensor.untyped_storage().nbytes() == 0, name
+    kept.restore()
+    return train_policy(policy, batch, range(1, 2))
 
 
 def train_value(critic: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:

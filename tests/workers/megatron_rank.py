@@ -22,11 +22,13 @@ from megatron_models import (
     FAMILIES,
     OPTIMIZER,
     load_batch,
+    optimizer_of,
     read_weights,
     tiny,
     train_pairs,
     train_policy,
     train_value,
+    train_with_a_nap,
 )
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.worker import WorkerContext
@@ -104,8 +106,9 @@ def logits(part: Part) -> None:
 
 
 def learn(part: Part, family: str, **options: Any) -> MegatronPolicy:
-    policy = part.policy(family, optimizer=OPTIMIZER, **options)
-    part.keep(f"{family}/metric", train_policy(policy, part.rows(load_batch(part.folder))))
+    policy = part.policy(family, optimizer=optimizer_of(family), **options)
+    train = train_with_a_nap if family == "qwen3" else train_policy
+    part.keep(f"{family}/metric", train(policy, part.rows(load_batch(part.folder))))
     part.keep(family, policy.export_weights())
     return policy
 

@@ -20,6 +20,7 @@ from megatron_models import (
     FAMILIES,
     OPTIMIZER,
     load_batch,
+    optimizer_of,
     read_weights,
     run_group,
     torch_policy,
@@ -41,7 +42,7 @@ from penstock.workers.torch_value import TorchValueSpec
 from torch import Tensor
 from torch_models import architecture
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RANK = Path(__file__).parent / "fsdp_rank.py"
 SHARDS, TENSOR, RANKS, BOTH = "r1s2t1", "r1s1t2", "r2s1t1", "r1s2t2"
@@ -141,7 +142,8 @@ def expected(folder: Path) -> dict[str, tuple[dict[str, Tensor], dict[str, Tenso
     batch = load_batch(folder)
     learnt: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
     for family in ("qwen2-tied", "qwen3"):
-        policy = torch_policy(ModelSpec(folder=str(folder / family)), optimizer=OPTIMIZER)
+        model = ModelSpec(folder=str(folder / family))
+        policy = torch_policy(model, optimizer=optimizer_of(family))
         metrics = train_policy(policy, batch)
         learnt[family] = policy.export_weights(), metrics
     learnt["coarse"] = learnt["qwen2-tied"]

@@ -18,6 +18,7 @@ from megatron_models import (
     FAMILIES,
     OPTIMIZER,
     load_batch,
+    optimizer_of,
     read_found,
     read_weights,
     run_group,
@@ -146,7 +147,7 @@ def expected(folder: Path) -> dict[str, tuple[dict[str, Tensor], dict[str, Tenso
     learnt: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
     for family in TRAINED:
         model = ModelSpec(folder=str(folder / family))
-        policy = torch_policy(model, optimizer=OPTIMIZER)
+        policy = torch_policy(model, optimizer=optimizer_of(family))
         metrics = train_policy(policy, batch)
         learnt[family] = policy.export_weights(), metrics
     options: dict[str, Any] = {

@@ -35,6 +35,24 @@ def test_steps_equal_torch_adamw():
         torch.testing.assert_close(module.bias, twin.bias, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_that_restarts_goes_on_as_a_new_one_would(dtype: torch.dtype):
+    old, new = FlatParameters(nn.Linear(4, 4).to(dtype)), FlatParameters(nn.Linear(4, 4).to(dtype))
+    optimizer = AdamW(old, OptimizerSpec())
+    for size in (3.0, -1.0):
+        optimizer.step(torch.full_like(old.data, size, dtype=torch.float32), 0.1)
+    optimizer.restart()
+    new.data.copy_(old.data)
+    fresh = AdamW(new, OptimizerSpec())
+    for taken in (optimizer, fresh):
+        for size in (0.5, 2.0):
+            taken.step(torch.full_like(old.data, size, dtype=torch.float32), 0.01)
+    assert taken.steps == optimizer.steps == 2
+    torch.testing.assert_close(
+        old.data, new.data, atol=1e-3 if dtype != torch.float32 else 0, rtol=0
+    )
+
+
 def test_clipping_can_be_off_and_a_short_gradient_is_left_alone():
     flat = FlatParameters(nn.Linear(2, 1))
     for limit, expected in ((0.0, 30.0), (100.0, 30.0), (3.0, 3.0)):

@@ -27,7 +27,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**BASE, "model_type": "llama", "tie_word_embeddings": False},
     "llama-biased": {**BASE, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-all-heads": {**BASE, "model_type": "llama", "num_key_value_heads": 4},
+    "llama-tied": {**BASE, "model_type": "llama", "tie_word_embeddings": True},
     "qwen2": {**BASE, "model_type": "qwen2", "tie_word_embeddings": False},
+    "qwen2-all-heads": {**BASE, "model_type": "qwen2", "num_key_value_heads": 4},
     "qwen2-tied": {**BASE, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**BASE, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
 }

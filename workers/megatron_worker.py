@@ -20,7 +20,7 @@ from .model import ModelSpec
 from .model_source import model_source
 from .sharded_worker import ShardedWorker, chunks_of, group_of
 from .state_files import WholeTensors
-from .torch_worker import check_columns
+from .train_calls import check_columns
 
 __all__ = ["MegatronWorker"]
 

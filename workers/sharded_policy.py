@@ -14,8 +14,7 @@ from ..dataflow.role import Loss
 from .agreement import AgreementLimits
 from .model import quiet_transformers
 from .sharded_worker import ShardedWorker
-from .torch_policy import check_temperature
-from .torch_worker import check_columns
+from .train_calls import check_temperature, policy_forward
 from .vocabulary_parallel import vocabulary_logprob
 
 __all__ = ["ShardedPolicy"]
@@ -66,12 +65,7 @@ class ShardedPolicy(ShardedWorker):
         temperature: float = 1.0,
     ) -> TrainMetrics:
         """See `Policy.train`."""
-        check_temperature(temperature)
-
-        def forward(rows: Any, needs_entropy: bool) -> PolicyOutput:
-            check_columns(rows.tokens, rows.mask)
-            return self._output(rows.tokens, rows.mask, temperature, needs_entropy=needs_entropy)
-
+        forward = policy_forward(self._output, temperature)
         return self._train(forward, loss, batch, epochs, num_minibatches, self.limits)
 
     def _output(

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..algorithms.roles import ScoreOutput, TrainMetrics, ValueOutput
-from ..dataflow.role import Loss, Metric, add_metrics
+from ..dataflow.role import Loss
 from ..dataflow.worker import WorkerContext
 from .model import ModelSpec, ScoreNetwork, ValueNetwork, load_head, save_headed, seeded_heads
 from .sharded_worker import ShardedWorker
-from .torch_worker import check_columns
+from .train_calls import column_forward, report_scores
 
 __all__ = ["ShardedReward", "ShardedValue", "score_head", "value_head"]
 
@@ -51,12 +51,7 @@ class ShardedValue(ShardedWorker):
         self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
     ) -> TrainMetrics:
         """See `ValueModel.train`."""
-
-        def forward(rows: Any, needs_entropy: bool) -> ValueOutput:
-            del needs_entropy
-            check_columns(rows.tokens, rows.mask)
-            return ValueOutput(self._values(rows.tokens, rows.mask))
-
+        forward = column_forward(self._values, ValueOutput)
         return self._train(forward, loss, batch, epochs, num_minibatches)
 
     def _values(self, tokens: Tensor, mask: Tensor) -> Tensor:
@@ -84,24 +79,14 @@ class ShardedReward(ShardedWorker):
         """See `Reward.score`; a learned score does not look at `prompt_id`."""
         del prompt_id
         score = self._evaluate(tokens, mask, self._scores, per_token=False)
-        sums = {
-            "reward/mean": float(score.double().sum()),
-            "reward/mean_square": float(score.double().square().sum()),
-        }
-        rows = float(len(score))
-        add_metrics(self.metrics, {name: Metric.mean(sums[name], rows) for name in sums})
+        report_scores(self.metrics, score)
         return score
 
     def train(
         self, loss: Loss[B, ScoreOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
     ) -> TrainMetrics:
         """See `RewardModel.train`."""
-
-        def forward(rows: Any, needs_entropy: bool) -> ScoreOutput:
-            del needs_entropy
-            check_columns(rows.tokens, rows.mask)
-            return ScoreOutput(self._scores(rows.tokens, rows.mask))
-
+        forward = column_forward(self._scores, ScoreOutput)
         return self._train(forward, loss, batch, epochs, num_minibatches)
 
     def _scores(self, tokens: Tensor, mask: Tensor) -> Tensor:

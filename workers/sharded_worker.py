@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..algorithms.roles import TrainMetrics
-from ..dataflow.context import call_key
 from ..dataflow.placement import DeviceGroup
 from ..dataflow.role import Loss, Metric
 from ..dataflow.worker import WorkerContext
@@ -25,6 +24,7 @@ from .megatron_gather import gather_weights
 from .megatron_layout import pieces_on, stored_view
 from .model import ModelSpec
 from .state_files import TensorSource, WholeTensors, box_key, open_state, read_state_json
+from .train_calls import train_call
 from .trainer import Forward
 from .weights import tensors_sha256, write_tensors
 
@@ -242,19 +242,8 @@ class ShardedWorker:
         num_minibatches: int,
         limits: AgreementLimits | None = None,
     ) -> TrainMetrics:
-        if self._trainer is None:
-            raise RuntimeError(
-                f"'{self.context.role}' is frozen and cannot train; give its spec an optimizer= "
-                "(OptimizerSpec)"
-            )
-        return self._trainer.train(
-            forward,
-            loss,
-            batch,
-            epochs=epochs,
-            num_minibatches=num_minibatches,
-            key=call_key(self.context.role, "train"),
-            limits=limits,
+        return train_call(
+            self._trainer, self.context, forward, loss, batch, epochs, num_minibatches, limits
         )
 
 

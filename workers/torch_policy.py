@@ -22,7 +22,8 @@ from .network import LeanNetwork, make_network
 from .optimizer import OptimizerSpec
 from .rollout import check_prompts, report_responses, to_rollout
 from .sampling import row_uniforms, stream_key
-from .torch_worker import TorchWorker, check_columns, first_masked, no_outputs
+from .torch_worker import TorchWorker, first_masked, no_outputs
+from .train_calls import check_temperature, policy_forward
 
 __all__ = ["TorchPolicy", "TorchPolicySpec", "check_temperature"]
 
@@ -118,12 +119,7 @@ class TorchPolicy(TorchWorker, Policy):
         temperature: float = 1.0,
     ) -> TrainMetrics:
         """See `Policy.train`."""
-        check_temperature(temperature)
-
-        def forward(rows: Any, needs_entropy: bool) -> PolicyOutput:
-            check_columns(rows.tokens, rows.mask)
-            return self._output(rows.tokens, rows.mask, temperature, needs_entropy=needs_entropy)
-
+        forward = policy_forward(self._output, temperature)
         limits = self.spec.agreement
         return self._train(forward, loss, batch, epochs, num_minibatches, limits)
 
@@ -150,15 +146,6 @@ class TorchPolicy(TorchWorker, Policy):
         if self.context.rank == 0:
             with quiet_transformers():
                 self.module.save_pretrained(folder)
-
-
-def check_temperature(temperature: float) -> None:
-    """Require a temperature above 0."""
-    if temperature <= 0:
-        raise ValueError(
-            f"temperature is {temperature}; log-probabilities need a positive one (greedy "
-            "decoding has no distribution to evaluate)"
-        )
 
 
 def _joined(waves: list[Responses], max_new: int) -> Responses:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..algorithms.roles import RewardModel, ScoreOutput, TrainMetrics
 from ..dataflow.ranges import check_range
-from ..dataflow.role import Loss, Metric, add_metrics
+from ..dataflow.role import Loss
 from ..dataflow.worker import WorkerContext
 from .model import ModelSpec, ScoreNetwork, load_head, save_headed, seeded_heads
 from .network import make_network
 from .optimizer import OptimizerSpec
-from .torch_worker import TorchWorker, check_columns, first_masked, no_outputs
+from .torch_worker import TorchWorker, first_masked, no_outputs
+from .train_calls import column_forward, report_scores
 
 __all__ = ["TorchRewardModel", "TorchRewardModelSpec"]
 
@@ -58,24 +59,14 @@ class TorchRewardModel(TorchWorker, RewardModel):
         """See `Reward.score`; a learned score does not look at `prompt_id`."""
         del prompt_id
         score = self._evaluate(tokens, mask, self._scores, per_token=False)
-        sums = {
-            "reward/mean": float(score.double().sum()),
-            "reward/mean_square": float(score.double().square().sum()),
-        }
-        rows = float(len(score))
-        add_metrics(self.metrics, {name: Metric.mean(sums[name], rows) for name in sums})
+        report_scores(self.metrics, score)
         return score
 
     def train(
         self, loss: Loss[B, ScoreOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
     ) -> TrainMetrics:
         """See `RewardModel.train`."""
-
-        def forward(rows: Any, needs_entropy: bool) -> ScoreOutput:
-            del needs_entropy
-            check_columns(rows.tokens, rows.mask)
-            return ScoreOutput(self._scores(rows.tokens, rows.mask))
-
+        forward = column_forward(self._scores, ScoreOutput)
         return self._train(forward, loss, batch, epochs, num_minibatches)
 
     def _scores(self, tokens: Tensor, mask: Tensor) -> Tensor:

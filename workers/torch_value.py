@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from ..dataflow.worker import WorkerContext
 from .model import ModelSpec, ValueNetwork, load_head, save_headed, seeded_heads
 from .network import make_network
 from .optimizer import OptimizerSpec
-from .torch_worker import TorchWorker, check_columns, first_masked, no_outputs
+from .torch_worker import TorchWorker, first_masked, no_outputs
+from .train_calls import column_forward
 
 __all__ = ["TorchValue", "TorchValueSpec"]
 
@@ -64,12 +65,7 @@ class TorchValue(TorchWorker, ValueModel):
         self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
     ) -> TrainMetrics:
         """See `ValueModel.train`."""
-
-        def forward(rows: Any, needs_entropy: bool) -> ValueOutput:
-            del needs_entropy
-            check_columns(rows.tokens, rows.mask)
-            return ValueOutput(self._values(rows.tokens, rows.mask))
-
+        forward = column_forward(self._values, ValueOutput)
         return self._train(forward, loss, batch, epochs, num_minibatches)
 
     def _values(self, tokens: Tensor, mask: Tensor) -> Tensor:

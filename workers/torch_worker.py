@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..algorithms.roles import TrainMetrics
-from ..dataflow.context import call_key
 from ..dataflow.role import Loss, Metric
 from ..dataflow.worker import WorkerContext
 from ..planner.sharding import Sharding, whole
@@ -21,10 +20,11 @@ from .host_copy import SleepsInHostMemory
 from .network import Network, PlainNetwork
 from .optimizer import OptimizerSpec
 from .state_files import open_state, read_state_json, read_whole
+from .train_calls import check_columns, train_call
 from .trainer import Forward, Trainer
 from .weights import tensors_sha256, write_tensors
 
-__all__ = ["TorchWorker", "check_columns", "first_masked", "no_outputs"]
+__all__ = ["TorchWorker", "first_masked", "no_outputs"]
 
 B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
@@ -153,19 +153,8 @@ class TorchWorker(SleepsInHostMemory):
         num_minibatches: int,
         limits: AgreementLimits | None = None,
     ) -> TrainMetrics:
-        if self._trainer is None:
-            raise RuntimeError(
-                f"'{self.context.role}' is frozen and cannot train; give its spec an optimizer= "
-                "(OptimizerSpec)"
-            )
-        return self._trainer.train(
-            forward,
-            loss,
-            batch,
-            epochs=epochs,
-            num_minibatches=num_minibatches,
-            key=call_key(self.context.role, "train"),
-            limits=limits,
+        return train_call(
+            self._trainer, self.context, forward, loss, batch, epochs, num_minibatches, limits
         )
 
     def _evaluate(
@@ -208,29 +197,6 @@ class TorchWorker(SleepsInHostMemory):
             rows = order[begin:end]
             yield rows, int(lengths[rows].max())
             begin = end
-
-
-def check_columns(tokens: Tensor, mask: Tensor) -> None:
-    """Require i64[rows, T] tokens and a bool mask of that shape that leaves column 0 alone.
-
-    Raises:
-        ValueError: Saying what came instead.
-    """
-    if (
-        tokens.ndim != 2
-        or tokens.dtype != torch.int64
-        or mask.dtype != torch.bool
-        or mask.shape != tokens.shape
-    ):
-        raise ValueError(
-            f"expected tokens i64[rows, T] and mask bool of the same shape, got "
-            f"{tokens.dtype}{list(tokens.shape)} and {mask.dtype}{list(mask.shape)}"
-        )
-    if mask.shape[1] and bool(mask[:, 0].any()):
-        raise ValueError(
-            "mask is True at a row's first token, which nothing precedes and so no model can "
-            "predict; every row must begin with at least one prompt token"
-        )
 
 
 def first_masked(mask: Tensor) -> Tensor:

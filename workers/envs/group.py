@@ -1,22 +1,28 @@
 """A group of environments that step together: the unit that lives in one worker.
 
 What a group does depends on its specification, the run's seed and the numbers of its environments,
-never on other groups or on which process it is in. Two kinds keep this promise: `native.py`, one
-object that steps all of them with numpy, and `loop.py`, single environments one after another.
+never on other groups or on which process it is in. Three kinds keep this promise: `native.py`, one
+object that steps all of them with numpy, `pool.py`, EnvPool's threads, and `loop.py`, single
+environments one after another.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
+from ...dataflow.deadline import DeadlineExceeded
+from ...dataflow.errors import WorkerError
+from .alarm import StepAlarm
 
-__all__ = ["EnvGroup", "Stepped", "env_seed"]
+__all__ = ["EnvGroup", "Stepped", "digest", "env_seed", "flat_rows", "step_together"]
+
+T = TypeVar("T")
 
 
 class Stepped(NamedTuple):
@@ -83,3 +89,53 @@ def env_seed(seed: int, role: str, *names: int | str) -> int:
     """A seed below 2^31 for the thing that `names` stand for; equal names, equal seed."""
     text = "\x1f".join(map(str, (seed, role, *names)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
+
+
+def step_together(named: Callable[[], str], alarm: StepAlarm, step: Callable[[], T]) -> T:
+    """A step of environments that cannot be told apart if it fails.
+
+    Args:
+        named: Says what messages call them, with their seeds.
+        alarm: Limits its time.
+        step: Takes it.
+
+    Raises:
+        WorkerError: If it raises or takes too long.
+    """
+    alarm.arm()
+    try:
+        return step()
+    except (Exception, DeadlineExceeded) as error:
+        what = "did not answer in time"
+        if not isinstance(error, DeadlineExceeded):
+            what = f"raised {type(error).__name__}: {error}"
+        raise WorkerError(f"{named()} {what}") from error
+    finally:
+        alarm.disarm()
+
+
+def flat_rows(
+    named: Callable[[], str], obs: NDArray[Any], num_envs: int, num_features: int
+) -> NDArray[np.float32]:
+    """Observations of several environments as f32[num_envs, num_features].
+
+    Args:
+        named: Says what messages call them.
+        obs: As they show them.
+        num_envs: How many there are.
+        num_features: Numbers that each should show.
+
+    Raises:
+        WorkerError: If there are more or fewer numbers.
+    """
+    if obs.shape[0] != num_envs or obs.size != num_envs * num_features:
+        raise WorkerError(
+            f"{named()} showed observations of shape {list(obs.shape)}; expected [{num_envs}, "
+            f"{num_features}]"
+        )
+    return obs.reshape(num_envs, num_features).astype(np.float32, copy=False)
+
+
+def digest(obs: NDArray[np.float32]) -> str:
+    """A hash of what environments show."""
+    return hashlib.sha256(obs.tobytes()).hexdigest()

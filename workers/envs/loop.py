@@ -8,7 +8,6 @@ state is saved as these, and restored by taking the actions again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ from ...algorithms.env_roles import ActionSpace
 from ...dataflow.deadline import DeadlineExceeded
 from ...dataflow.errors import StateError, WorkerError
 from .alarm import StepAlarm
-from .group import Stepped, env_seed
+from .group import Stepped, digest, env_seed
 from .spaces import action_space, from_columns, num_features, to_features
 
 __all__ = ["LoopGroup"]
@@ -226,7 +225,7 @@ class LoopGroup:
                 {
                     "episode": single.episode,
                     "actions": [action.tolist() for action in single.actions],
-                    "obs": _digest(single.obs),
+                    "obs": digest(single.obs),
                 }
                 for single in self._all
             ]
@@ -239,7 +238,7 @@ class LoopGroup:
             self._reset(single)
             for action in saved["actions"]:
                 self._advance(index, single, np.array(action, np.float32))
-            if _digest(single.obs) != saved["obs"]:
+            if digest(single.obs) != saved["obs"]:
                 raise StateError(
                     f"environment {single.number} of '{self._name}' (seed "
                     f"{self._seed_of(single)}) shows something else after the "
@@ -251,7 +250,3 @@ class LoopGroup:
         """See `EnvGroup.close`."""
         for single in self._all:
             single.env.close()
-
-
-def _digest(obs: NDArray[np.float32]) -> str:
-    return hashlib.sha256(obs.tobytes()).hexdigest()

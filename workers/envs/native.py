@@ -15,10 +15,9 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
-from ...dataflow.deadline import DeadlineExceeded
-from ...dataflow.errors import ConfigError, WorkerError
+from ...dataflow.errors import ConfigError
 from .alarm import StepAlarm
-from .group import Stepped
+from .group import Stepped, flat_rows, step_together
 from .spaces import action_space, from_columns, num_features
 
 __all__ = ["NativeGroup"]
@@ -71,25 +70,16 @@ class NativeGroup:
 
     def step(self, action: NDArray[np.float32]) -> Stepped:
         """See `EnvGroup.step`."""
-        self._alarm.arm()
-        try:
-            obs, reward, terminated, truncated, _ = self._env.step(self._take(action))
-        except (Exception, DeadlineExceeded) as error:
-            what = "did not answer in time"
-            if not isinstance(error, DeadlineExceeded):
-                what = f"raised {type(error).__name__}: {error}"
-            raise WorkerError(f"environments '{self._id}' (seed {self._seed}) {what}") from error
-        finally:
-            self._alarm.disarm()
+        obs, reward, terminated, truncated, _ = step_together(
+            self._named, self._alarm, lambda: self._env.step(self._take(action))
+        )
         return Stepped(self._flat(obs), reward, terminated, truncated)
 
+    def _named(self) -> str:
+        return f"environments '{self._id}' (seed {self._seed})"
+
     def _flat(self, obs: NDArray[np.float32]) -> NDArray[np.float32]:
-        if obs.shape[0] != self.num_envs or obs.size != self.num_envs * self.num_features:
-            raise WorkerError(
-                f"environments '{self._id}' (seed {self._seed}) showed observations of shape "
-                f"{list(obs.shape)}; expected [{self.num_envs}, {self.num_features}]"
-            )
-        return obs.reshape(self.num_envs, self.num_features)
+        return flat_rows(self._named, obs, self.num_envs, self.num_features)
 
     def action_mask(self) -> None:
         """Everything is always allowed."""

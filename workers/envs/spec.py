@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 
@@ -16,6 +16,7 @@ from .group import EnvGroup, env_seed
 from .loop import LoopGroup
 from .native import NativeGroup
 from .normalise import Normalisation
+from .pool import PoolGroup, pool_spaces
 from .spaces import action_space, num_features
 from .teams import CountsAgents, TeamGroup, agent_spaces, team_numbers
 
@@ -24,12 +25,15 @@ __all__ = ["EnvSpec"]
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSpec:
-    """An environment of Gymnasium."""
+    """An environment of Gymnasium or EnvPool."""
 
     id: str
     """Its registered name, `CartPole-v1`, or `module:name` for one that a module registers."""
+    backend: Literal["gymnasium", "envpool"] = "gymnasium"
+    """Whose it is. EnvPool's are computed in threads of their own, and single ones cannot be
+    restarted."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Keyword arguments of the environment."""
+    """Keyword arguments of the environment; of EnvPool also those of the pool, as `num_threads`."""
     vectorized: bool | None = None
     """Step a group as one numpy object (True) or as single environments (False). By default as one
     object if the environment has such a form and no options."""
@@ -37,7 +41,7 @@ class EnvSpec:
     """Agents of one environment, each of them a row; see `teams`."""
     masked: bool = False
     """Whether it says which choices are allowed: `info["action_mask"]`, or a method
-    `action_masks`."""
+    `action_masks`; of EnvPool also `info["legal_action_mask"]`."""
     normalisation: Normalisation = Normalisation()
     """What is scaled by running moments."""
     step_limit_s: float | None = 10.0
@@ -50,6 +54,11 @@ class EnvSpec:
         check_range(self, "step_limit_s", above=0)
         check_range(self, "max_restarts", at_least=0)
         check_range(self, "num_agents", at_least=1)
+        if self.backend == "envpool" and (self.vectorized is not None or self.num_agents > 1):
+            raise ValueError(
+                "backend is envpool, which steps groups in a way of its own and has no teams; "
+                "leave out vectorized and num_agents, or the backend"
+            )
 
     def make(self) -> gym.Env[Any, Any]:
         """One environment.
@@ -69,6 +78,8 @@ class EnvSpec:
         Raises:
             ConfigError: If no actor of ours can act in it, or it has another number of agents.
         """
+        if self.backend == "envpool":
+            return pool_spaces(self.id, self.options, masked=self.masked)
         env = self.make()
         try:
             found = action_space(env.action_space, self.id, masked=self.masked)
@@ -94,6 +105,10 @@ class EnvSpec:
             ConfigError: If the environment has no vectorized form and was asked for it, or a team
                 is not whole.
         """
+        if self.backend == "envpool":
+            return PoolGroup(
+                self.id, numbers, seed, role, self.options, alarm=alarm, masked=self.masked
+            )
         if self.num_agents > 1:
             teams = self._loop(team_numbers(numbers, self.num_agents), seed, role, alarm)
             return TeamGroup(teams, self.num_agents, self.spaces()[1])

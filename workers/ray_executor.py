@@ -165,7 +165,10 @@ class RayExecutor:
         self._turns = Turns(groups)
         self._devices = SharedDevices(groups)
         self._groups = {
-            group.name: ActorGroup(group, threads, deadline_s, self._devices) for group in groups
+            group.name: ActorGroup(
+                group, threads, deadline_s, self._devices, _hosted(programs, workers, group.name)
+            )
+            for group in groups
         }
         servers = servers_of(programs)
         kept = {*servers, *(name for names in servers.values() for name in names)}
@@ -368,6 +371,16 @@ def shutdown_ray() -> None:
     forget_parked()
     if ray.is_initialized():
         ray.shutdown()
+
+
+def _hosted(
+    programs: Mapping[str, Program], workers: Mapping[str, WorkerSpec | Role], group: str
+) -> bytes:
+    """All that a group builds, pickled."""
+    roles = {
+        role for one in programs.values() for role in one.placement.hosted_roles(one.graph, group)
+    }
+    return pickle.dumps([(role, workers.get(role)) for role in sorted(roles)])
 
 
 def _changes(programs: Mapping[str, Program], group: str) -> bool:

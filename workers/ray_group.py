@@ -28,6 +28,8 @@ class ActorGroup:
         num_threads: Torch threads per process.
         deadline_s: How long a process waits for another in a call.
         devices: What to ask Ray for.
+        hosted: What it builds, as bytes. Processes that share a model stay for the same again only:
+            an engine that ends takes with it what they have in common.
 
     Attributes:
         actors: By process.
@@ -36,7 +38,12 @@ class ActorGroup:
     """
 
     def __init__(
-        self, group: DeviceGroup, num_threads: int, deadline_s: float, devices: SharedDevices
+        self,
+        group: DeviceGroup,
+        num_threads: int,
+        deadline_s: float,
+        devices: SharedDevices,
+        hosted: bytes,
     ) -> None:
         self.group = group
         self.actors: list[Any] = []
@@ -45,11 +52,12 @@ class ActorGroup:
         self._num_threads = num_threads
         self._deadline_s = deadline_s
         self._devices = devices
+        self._hosted = hosted if group.num_processes > group.num_ranks else b""
 
     @property
     def key(self) -> object:
         """Equal for groups whose processes can stand in for each other."""
-        return self.group, self._num_threads, self._deadline_s
+        return self.group, self._num_threads, self._deadline_s, self._hosted
 
     def create(self, start_s: float) -> None:
         """Ask Ray for the processes; comes back before they run."""

@@ -281,6 +281,10 @@ def _start(folder: Path, options: EngineOptions) -> Any:
         batch = max(options.max_model_len, 2048)
         cpu = {"enable_chunked_prefill": False, "max_num_batched_tokens": batch, "block_size": 32}
     backend = "external_launcher" if torch.distributed.is_initialized() else None
+    if backend and device == "cpu":
+        from .vllm_cpu_worker import agree_on_name
+
+        cpu["worker_cls"] = agree_on_name()
     args = EngineArgs(
         model=str(folder),
         tokenizer=None if options.tokenizer is None else str(options.tokenizer),

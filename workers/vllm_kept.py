@@ -10,6 +10,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from .tokenizer import TokenizerSpec
 from .vllm_engine import EngineOptions, VllmEngine
 
@@ -45,8 +47,17 @@ def take(key: str) -> VllmEngine | None:
     """The engine that was kept under this key, awake, with the weights it had; None if none was.
 
     One that was kept under another key is closed: a process has one engine.
+
+    Raises:
+        RuntimeError: If that one is shared with other processes.
     """
     engine = _kept.pop(key, None)
+    if _kept and torch.distributed.is_initialized():
+        # It would end torch.distributed with it, and so the next engine's way to its peers.
+        raise RuntimeError(
+            "processes that share a vLLM engine were kept for a model that has changed since; end "
+            "them with shutdown_ray() and start again"
+        )
     while _kept:
         _kept.popitem()[1].close()
     if engine is not None:

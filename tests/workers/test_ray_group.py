@@ -1,0 +1,26 @@
+"""Which processes can stand in for each other."""
+
+from __future__ import annotations
+
+import pytest
+from penstock.dataflow.placement import DeviceGroup
+from penstock.workers.ray_devices import SharedDevices
+from penstock.workers.ray_group import ActorGroup
+
+
+def key(group: DeviceGroup, hosted: bytes, *, threads: int = 1) -> object:
+    return ActorGroup(group, threads, 60.0, SharedDevices([group]), hosted).key
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_process_that_shares_no_model_can_take_on_another(num_ranks: int):
+    group = DeviceGroup("rollout", num_ranks=num_ranks)
+    assert key(group, b"one model") == key(group, b"another")
+    assert key(group, b"one model") != key(group, b"one model", threads=2)
+    assert key(group, b"one model") != key(DeviceGroup("judges"), b"one model")
+
+
+def test_processes_that_share_a_model_stay_with_it():
+    group = DeviceGroup("rollout", tensor_parallel=2)
+    assert key(group, b"one model") == key(group, b"one model")
+    assert key(group, b"one model") != key(group, b"another")

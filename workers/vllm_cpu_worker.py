@@ -1,0 +1,41 @@
+"""vLLM's worker on CPUs, for processes that share a model.
+
+They exchange activations through shared memory whose name vLLM makes of how they meet. Where they
+have met already, that is "env://" for all on the machine: a second group of processes, or one whose
+predecessor was killed and left its memory behind, would not start. This worker adds a name of the
+group's own.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+import torch
+import torch.distributed as dist
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+__all__ = ["NamedCPUWorker", "agree_on_name"]
+
+_NAME = "PENSTOCK_VLLM_SHARED_MEMORY"
+
+
+def agree_on_name() -> str:
+    """Give all processes of the default group one random name, before their engines start.
+
+    Returns:
+        The class that reads it, as vLLM's `worker_cls`.
+    """
+    drawn = torch.tensor([secrets.randbits(62)])
+    dist.broadcast(drawn, 0)
+    os.environ[_NAME] = f"{int(drawn):016x}"
+    return f"{__name__}.{NamedCPUWorker.__name__}"
+
+
+class NamedCPUWorker(CPUWorker):
+    """See this module."""
+
+    def init_device(self) -> None:
+        """As vLLM's own."""
+        self.distributed_init_method = f"{self.distributed_init_method}:{os.environ[_NAME]}"
+        super().init_device()

@@ -47,7 +47,7 @@ FAMILIES: dict[str, list[str]] = {
         "sft", "dpo", "dpo_norm", "ipo", "kto", "online_dpo", "codpo", "reward_modelling",
         "margin_modelling", "cost_modelling",
     ],
-    "Environments": ["env_ppo", "a2c", "impala", "mappo", "dqn"],
+    "Environments": ["env_ppo", "a2c", "impala", "mappo", "self_play", "population", "dqn"],
 }  # fmt: skip
 
 _BLOCK = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", re.DOTALL)

@@ -56,6 +56,8 @@ RELATIVES = {
     "a2c": "env_ppo",
     "impala": "env_ppo",
     "mappo": "env_ppo",
+    "self_play": "env_ppo",
+    "population": "env_ppo",
     "cgpo": "remax",
     "codpo": "online_dpo",
     "crraft": "cgpo",

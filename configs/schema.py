@@ -53,6 +53,9 @@ class RoleConfig(Section):
     """Where its weights come from: `model`, the name of an earlier stage, or a model folder."""
     start_mean: dict[str, float] = Field(default_factory=dict[str, float])
     """Instead of `start`: several of these and how much of each, for the mean of their weights."""
+    init_offset: Count = 0
+    """Added to `model.init_seed` for this role: several that start from random weights start from
+    different ones."""
     optimizer: OptimizerSpec | None = None
     """Of a trained role; the algorithm's by default."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -70,6 +73,8 @@ class AlgorithmConfig(Section):
     """Steps to take."""
     per_step: dict[str, AtLeastOne]
     """For each table the step reads, how many of its items one step takes: `prompts: 32`."""
+    num_groups: dict[str, AtLeastOne] = Field(default_factory=dict[str, int])
+    """For a table of environments or games, the least number of groups that they fall into."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Of every trained role that has none of its own."""
     seed: Count | None = None
@@ -190,12 +195,16 @@ class AgreementConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Greedy accuracy on held-out problems, before and after training."""
+    """Before and after training: greedy accuracy on problems, or the return of episodes."""
 
     num_prompts: Count = 512
-    """Held-out problems; 0 turns evaluation off."""
+    """Held-out problems; 0 turns evaluation on problems off."""
     num_examples: Count = 4
     """Problems whose responses are shown and kept."""
+    num_episodes: Count = 20
+    """Held-out episodes in environments, rounded up to as many in each; 0 plays none."""
+    max_episode_steps: AtLeastOne = 10_000
+    """A held-out episode that is longer counts with what was earned by then."""
 
 
 class TrackerConfig(Section):

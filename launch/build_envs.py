@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..algorithms.env_roles import ActorCritic, Env
+from ..algorithms.game_roles import BoardGame
 from ..algorithms.replay_roles import QNetwork, Replay
 from ..algorithms.team_roles import TeamCritic
 from ..configs.schema import RunConfig
@@ -14,7 +15,9 @@ from ..dataflow.errors import ConfigError
 from ..dataflow.role import Role
 from ..dataflow.worker import WorkerSpec
 from ..workers.actor_network import PerceptronSpec
-from ..workers.envs.task import EnvTaskSpec
+from ..workers.board_game import BoardSpec
+from ..workers.envs.spec import EnvSpec
+from ..workers.envs.task import BoardTaskSpec, EnvTaskSpec
 from ..workers.envs.worker import EnvWorkerSpec
 from ..workers.optimizer import OptimizerSpec
 from ..workers.q_network import QNetworkSpec
@@ -23,10 +26,20 @@ from ..workers.task import TaskSpec
 from ..workers.team_critic import TeamCriticSpec
 from ..workers.torch_actor_critic import TorchActorCriticSpec
 
-__all__ = ["ENV_CONTRACTS", "ENV_SPECS", "FILLED_IN", "env_task", "env_worker", "perceptron_spec"]
+__all__ = [
+    "ENV_CONTRACTS",
+    "ENV_SPECS",
+    "FILLED_IN",
+    "acted_in",
+    "env_task",
+    "env_worker",
+    "game_task",
+    "perceptron_spec",
+]
 
 ENV_CONTRACTS: Mapping[str, type[Role]] = {
     "env": Env,
+    "board": BoardGame,
     "actor_critic": ActorCritic,
     "team_critic": TeamCritic,
     "q_network": QNetwork,
@@ -36,6 +49,7 @@ ENV_CONTRACTS: Mapping[str, type[Role]] = {
 
 ENV_SPECS: Mapping[str, Any] = {
     "env": EnvWorkerSpec,
+    "board": BoardSpec,
     "actor_critic": TorchActorCriticSpec,
     "team_critic": TeamCriticSpec,
     "q_network": QNetworkSpec,
@@ -43,7 +57,7 @@ ENV_SPECS: Mapping[str, Any] = {
 }
 """And the class of its spec."""
 
-FILLED_IN = {"env", "network", "optimizer"}
+FILLED_IN = {"env", "network", "optimizer", *BoardSpec.__dataclass_fields__}
 """Fields of these specs that the run fills in; the others may be set as `options`."""
 
 MODEL_TYPE = "perceptron"
@@ -68,8 +82,27 @@ def env_task(spec: TaskSpec, reader: str) -> EnvTaskSpec:
     )
 
 
-def perceptron_spec(config: RunConfig) -> PerceptronSpec:
+def acted_in(spec: TaskSpec) -> EnvTaskSpec | BoardTaskSpec | None:
+    """The task if it is an environment or a game, which has no problems to solve one by one."""
+    return spec if isinstance(spec, (EnvTaskSpec, BoardTaskSpec)) else None
+
+
+def game_task(spec: TaskSpec, reader: str) -> BoardTaskSpec:
+    """The task as a game; raises as `env_task`."""
+    if isinstance(spec, BoardTaskSpec):
+        return spec
+    raise ConfigError(
+        f"{reader} plays a game, and the task is none ({type(spec).__name__})\n"
+        "    choose one: task=tic_tac_toe or task=connect_four"
+    )
+
+
+def perceptron_spec(config: RunConfig, init_offset: int = 0) -> PerceptronSpec:
     """The networks that the section `model` describes.
+
+    Args:
+        config: The run's configuration.
+        init_offset: Added to their seed.
 
     Raises:
         ConfigError: If it describes something else.
@@ -81,7 +114,7 @@ def perceptron_spec(config: RunConfig) -> PerceptronSpec:
             f"'model' is {'a folder' if kind is None else repr(kind)}, and an actor in an "
             f"environment needs model_type {MODEL_TYPE!r}\n    choose model=mlp"
         )
-    seeded = {"init_seed": config.model.init_seed, **architecture}
+    seeded = {"init_seed": config.model.init_seed + init_offset, **architecture}
     return validated(PerceptronSpec, seeded, "model.architecture")
 
 
@@ -91,6 +124,7 @@ def env_worker(
     task: TaskSpec,
     optimizer: OptimizerSpec | None,
     options: Mapping[str, Any],
+    init_offset: int = 0,
 ) -> WorkerSpec:
     """The spec of a worker.
 
@@ -100,14 +134,21 @@ def env_worker(
         task: Its task.
         optimizer: Of a trained role.
         options: Further fields of the spec.
+        init_offset: Of the seed of its weights.
 
     Raises:
         ConfigError: If task or model are none for it.
     """
-    env = env_task(task, f"a worker '{worker}'").env
-    if worker == "env":
-        return EnvWorkerSpec(env=env, **options)
+    reader = f"a worker '{worker}'"
+    if worker == "board":
+        return game_task(task, reader).env
     if worker == "replay":
         return ReplaySpec(**options)
-    network = perceptron_spec(config)
+    if worker == "env":
+        return EnvWorkerSpec(env=env_task(task, reader).env, **options)
+    if worker == "actor_critic" and isinstance(task, BoardTaskSpec):
+        env: EnvSpec | BoardSpec = task.env
+    else:
+        env = env_task(task, reader).env
+    network = perceptron_spec(config, init_offset)
     return ENV_SPECS[worker](env=env, network=network, optimizer=optimizer, **options)

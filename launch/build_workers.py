@@ -7,6 +7,7 @@ the policy as it was when the stage began.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -162,7 +163,7 @@ def check_options(stage: Stage, config: RunConfig) -> None:
             continue
         if plan.worker in ENV_SPECS:
             _check(ENV_SPECS[plan.worker], plan.config.options, at, plan.worker, FILLED_IN)
-            if plan.worker != "env":
+            if plan.worker not in ("env", "board", "replay"):
                 perceptron_spec(config)
             continue
         if plan.worker in TASK_REWARDS:
@@ -192,14 +193,15 @@ def _check(
         if key not in free:
             raise ConfigError(
                 f"there is no key '{at}.{key}'{nearest_key(key, free, at)}\n"
-                f"    a '{worker}' worker has: {', '.join(free)}"
+                f"    a '{worker}' worker has: {', '.join(free) or 'none'}"
             )
         try:
             TypeAdapter(hints[key]).validate_python(value, strict=True)
         except ValidationError as error:
             raise ConfigError(f"'{at}.{key}': {error.errors()[0]['msg']}, got {value!r}") from None
     # What the run fills in is not known yet; the spec itself says which values it takes.
-    unknown = {name: None for name in hints if name in ours}
+    required = (f for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
+    unknown = {field.name: None for field in required if field.name in ours}
     try:
         kind(**unknown, **options)
     except ValueError as error:
@@ -247,7 +249,8 @@ def _spec(
         )
     if plan.worker in ENV_SPECS:
         optimizer = (plan.config.optimizer or stage.config.optimizer) if plan.trained else None
-        return env_worker(plan.worker, config, data.spec, optimizer, options)
+        offset = plan.config.init_offset
+        return env_worker(plan.worker, config, data.spec, optimizer, options, offset)
     model = _model(stage, plan, config, data, results)
     options = {**config.engine.options, **options, "model": model}
     if role in stage.micro_batch_tokens:
@@ -274,13 +277,14 @@ def _model(
 ) -> ModelSpec:
     if plan.start == MODEL:
         tokenizer = data.tokenizer
-        return model_spec(
+        made = model_spec(
             config.model,
             vocab_size=tokenizer.vocab_size,
             eos_token_id=tokenizer.eos_id,
             pad_token_id=tokenizer.pad_id,
             bos_token_id=tokenizer.bos_id,
         )
+        return replace(made, init_seed=made.init_seed + plan.config.init_offset)
     folders = {
         _folder(start, plan.worker, results): share
         for start, share in (plan.start_mean or {plan.start: 1.0}).items()

@@ -8,12 +8,14 @@ from functools import cached_property
 from typing import Any
 
 from ..algorithms.env_roles import EnvRows
+from ..algorithms.game_roles import GameRows
 from ..algorithms.roles import Demonstrations, PreferencePairs, Prompts, ScoredPairs
 from ..configs.schema import RunConfig
 from ..configs.validate import fields_of, validated
 from ..dataflow.engine import Source
 from ..dataflow.errors import ConfigError
 from ..dataflow.graph import Graph
+from ..workers.board_game import GameRowSource
 from ..workers.data_report import DataReport
 from ..workers.data_source import (
     DemonstrationSource,
@@ -25,7 +27,7 @@ from ..workers.envs.rows import EnvRowSource
 from ..workers.envs.task import EnvTaskSpec
 from ..workers.task import Task, TaskSpec, fingerprint, task_alphabet, task_spec
 from ..workers.tokenizer import Tokenizer, TokenizerSpec
-from .build_envs import env_task
+from .build_envs import acted_in, env_task, game_task
 
 __all__ = [
     "Data",
@@ -43,6 +45,7 @@ _TABLES: Mapping[type, Any] = {
     PreferencePairs: PairSource,
     ScoredPairs: ScoredPairSource,
     EnvRows: EnvRowSource,
+    GameRows: GameRowSource,
 }
 
 
@@ -58,7 +61,7 @@ class Data:
     @property
     def has_text(self) -> bool:
         """Whether its problems are texts; those of an environment are none."""
-        return not isinstance(self.spec, EnvTaskSpec)
+        return acted_in(self.spec) is None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -115,23 +118,35 @@ def check_tables(graph: Graph, at: str) -> None:
 
 
 def sources_of(
-    graph: Graph, per_step: Mapping[str, int], config: RunConfig, data: Data
+    graph: Graph,
+    per_step: Mapping[str, int],
+    config: RunConfig,
+    data: Data,
+    num_groups: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, Source], list[DataReport]]:
     """A source for every table, and what was left out while reading.
 
+    Args:
+        graph: What reads them.
+        per_step: Items of each that one step takes.
+        config: The run's configuration.
+        data: Its task and tokenizer.
+        num_groups: For tables of environments or games, the least number of groups.
+
     Raises:
-        ConfigError: If too many rows are bad, or fewer are left than one step takes.
+        ConfigError: If too many rows are bad, or fewer are left than one step takes; or there are
+            too few groups.
     """
     sources: dict[str, Source] = {}
     reports: list[DataReport] = []
     for name, table in graph.sources.items():
-        if table is EnvRows:
-            size = env_task(data.spec, graph.name).group_size or per_step[name]
-            sources[name] = EnvRowSource(per_step[name], size)
+        if table in (EnvRows, GameRows):
+            least = (num_groups or {}).get(name, 1)
+            sources[name] = _acting_rows(graph, name, per_step[name], least, data)
             continue
-        if isinstance(data.spec, EnvTaskSpec):
+        if acted_in(data.spec) is not None:
             raise ConfigError(
-                f"{graph.name} reads {table.__name__}, and an environment has none\n"
+                f"{graph.name} reads {table.__name__}, and an environment or a game has none\n"
                 "    choose a task with problems, such as task=chain_sum"
             )
         options: dict[str, Any] = {
@@ -146,6 +161,23 @@ def sources_of(
         sources[name] = source
         reports.append(source.report)
     return sources, reports
+
+
+def _acting_rows(graph: Graph, name: str, count: int, least: int, data: Data) -> Source:
+    """The table of environments or games called `name`: `count` rows in `least` groups or more."""
+    table = graph.sources[name]
+    wanted = env_task if table is EnvRows else game_task
+    spec = wanted(data.spec, graph.name)
+    whole = spec.num_agents if isinstance(spec, EnvTaskSpec) else 1
+    size = spec.group_size or count // least // whole * whole
+    if size == 0 or -(-count // size) < least:
+        raise ConfigError(
+            f"{graph.name} needs {least} groups of '{name}', and {count} rows in groups of "
+            f"{size or whole} are {-(-count // (size or whole))}\n"
+            f"    raise algorithm.per_step.{name}, or set task.group_size to {count // least} or "
+            "less"
+        )
+    return _TABLES[table](count, size)
 
 
 def longest_rows(sources: Mapping[str, Source]) -> dict[str, int]:

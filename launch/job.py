@@ -79,7 +79,9 @@ def prepare(config: RunConfig, plan: Plan | None = None) -> Job:
     sources: dict[str, Mapping[str, Source]] = {}
     for stage in stages:
         seeded = config.model_copy(update={"seed": stage.seed(config)})
-        made, left_out = sources_of(stage.graph, stage.config.per_step, seeded, data)
+        made, left_out = sources_of(
+            stage.graph, stage.config.per_step, seeded, data, stage.config.num_groups
+        )
         sources[stage.name] = made
         reports += left_out
     if any(plan.worker == "rule" for stage in stages for plan in stage.roles.values()):

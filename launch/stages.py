@@ -232,7 +232,13 @@ def _role(
             )
         return RolePlan(worker, "", given, trained)
     if not given.start_mean:
-        return RolePlan(worker, _start(config, at, worker, given, earlier), given, trained)
+        start = _start(config, at, worker, given, earlier)
+        if given.init_offset and (start != MODEL or config.model.folder is not None):
+            raise ConfigError(
+                f"'{at}.init_offset' is set, but the role starts from '{start}', which is trained\n"
+                "    leave it out; it seeds random weights"
+            )
+        return RolePlan(worker, start, given, trained)
     _check_mean(at, given)
     mean = {
         _start(config, f"{at}.start_mean", worker, RoleConfig(start=start), earlier): share

@@ -133,6 +133,7 @@ _KINDS: dict[str, str] = {
     "reasoning_gym": "penstock.workers.reasoning_task:ReasoningTaskSpec",
     "file": "penstock.workers.file_task:FileTaskSpec",
     "gymnasium": "penstock.workers.envs.task:EnvTaskSpec",
+    "board_game": "penstock.workers.envs.task:BoardTaskSpec",
 }
 
 

@@ -51,6 +51,8 @@ _IN_ENVIRONMENTS = {
     "env_ppo": _CLASSIC,
     "impala": _CLASSIC,
     "mappo": ("task=cover", "model=mlp"),
+    "population": (*_CLASSIC, "algorithm.cfg.learning.horizon=16", "algorithm.cfg.select_every=2"),
+    "self_play": ("task=tic_tac_toe", "model=mlp"),
 }
 """Algorithms whose task is an environment, and what makes one small."""
 
@@ -111,7 +113,8 @@ def configured(name: str, *overrides: str) -> Configured:
                 config.algorithm.roles[role] = _reward()
     stage = stages_of(config)[-1]
     data = load_data(config)
-    sources, _ = sources_of(stage.graph, config.algorithm.per_step, config, data)
+    given = config.algorithm
+    sources, _ = sources_of(stage.graph, given.per_step, config, data, given.num_groups)
     step = load_step(config.algorithm.step, "algorithm.step")
     return Configured(
         step=step,

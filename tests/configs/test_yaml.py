@@ -53,6 +53,8 @@ def extra(option: Path, tmp_path: Path) -> list[str]:
         "task/acrobot": IN_ENVIRONMENTS,
         "task/pendulum": IN_ENVIRONMENTS,
         "task/cover": ["algorithm=mappo", "model=mlp"],
+        "task/tic_tac_toe": ["algorithm=self_play", "model=mlp"],
+        "task/connect_four": ["algorithm=self_play", "model=mlp"],
         "executor/ray_split": ["schedule=one_step_off"],
     }.get(option.as_posix(), [])
 

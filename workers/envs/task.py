@@ -1,4 +1,4 @@
-"""An environment as the task of a run: what the configuration section `task` describes.
+"""An environment or a game as the task of a run: what the configuration section `task` describes.
 
 A task numbers problems. An environment is one, described by its specification, so that a run that
 goes on can tell whether it is still the same; there is nothing to imitate, score or hold out.
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...dataflow.ranges import check_range
+from ..board_game import BoardSpec
 from ..data_report import DataReport
 from ..task import VerifierSpec
 from .spec import EnvSpec
 
-__all__ = ["EnvTask", "EnvTaskSpec"]
+__all__ = ["BoardTaskSpec", "EnvTask", "EnvTaskSpec"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,25 +40,51 @@ class EnvTaskSpec(EnvSpec):
 
     def build(self) -> EnvTask:
         """The task."""
-        return EnvTask(self)
+        return EnvTask(self.id, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoardTaskSpec:
+    """A game of two players on a board, and how many games are played together."""
+
+    game: BoardSpec = BoardSpec()
+    """Its rules."""
+    group_size: int | None = None
+    """Games that are played together: their players are asked about all of them at once. By default
+    all of them; with several workers each needs a group at least."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "group_size", at_least=1)
+
+    @property
+    def env(self) -> BoardSpec:
+        """What players see and can do."""
+        return self.game
+
+    def build(self) -> EnvTask:
+        """The task."""
+        game = self.game
+        falls = " falling" if game.gravity else ""
+        return EnvTask(f"{game.in_line} in line on {game.height}x{game.width}{falls}", self)
 
 
 class EnvTask:
-    """A `Task` without problems to solve one by one; see this module."""
+    """A `Task` without problems to solve one by one; see this module.
+
+    Args:
+        task_id: Its name.
+        spec: What describes it, a dataclass of JSON.
+    """
 
     train = range(1)
     held_out = range(1, 1)
     verifier: VerifierSpec | None = None
     correct_score = 0.0
 
-    def __init__(self, spec: EnvTaskSpec) -> None:
+    def __init__(self, task_id: str, spec: EnvTaskSpec | BoardTaskSpec) -> None:
+        self.task_id = task_id
         self.spec = spec
-        self.report = DataReport(spec.id)
-
-    @property
-    def task_id(self) -> str:
-        """The environment's name."""
-        return self.spec.id
+        self.report = DataReport(task_id)
 
     def prompt_text(self, index: int) -> str:
         """The specification as JSON."""
@@ -82,6 +109,6 @@ class EnvTask:
         return ()
 
     def where(self, index: int) -> str:
-        """The environment's name."""
+        """Its name."""
         del index
-        return self.spec.id
+        return self.task_id

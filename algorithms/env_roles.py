@@ -11,6 +11,8 @@ Conventions (they hold for every table here):
 - Actions are numbers whatever they are: the index of a choice, or a real number, per component.
 - `FEATURE` counts the numbers of an observation laid out flat, `CHOICE` the choices of all discrete
   components one after another; there are none where every action is always allowed.
+- An actor may remember what it has seen. Then what a row began with is a column, and an episode
+  begins after each step whose mask is False, with nothing remembered.
 
 The loop of observing and acting is one node, `Env.rollout`. It asks the actor it is given, a copy
 of the role's weights, through `Actor.act`, which no step function calls.
@@ -46,6 +48,7 @@ __all__ = [
     "EnvMask",
     "EnvRows",
     "Evaluation",
+    "Memories",
     "Observations",
     "PerEnv",
     "PerEnvStep",
@@ -58,6 +61,7 @@ TIME = Axis("time")
 FEATURE = Axis("feature")
 COMPONENT = Axis("component")
 CHOICE = Axis("choice")
+UNIT = Axis("unit")
 
 EnvId = Annotated[Tensor, i64(ENV)]
 """Which environment a row is, the same throughout a run."""
@@ -71,6 +75,9 @@ Actions = Annotated[Tensor, f32(ENV, TIME, COMPONENT)]
 """Choices or numbers, as the actor drew them; numbers are clipped by the environment only."""
 ActionMask = Annotated[Tensor, boolean(ENV, TIME, CHOICE)]
 """True where a choice was allowed; no choices at all if everything always is."""
+Memories = Annotated[Tensor, f32(ENV, UNIT)]
+"""What is remembered before a row's first step; no numbers if the actor remembers nothing, or no
+row does yet."""
 EnvMask = Annotated[Tensor, boolean(ENV, TIME)]
 """True on steps that something is true of."""
 PerEnvStep = Annotated[Tensor, f32(ENV, TIME)]
@@ -111,6 +118,7 @@ class Trajectories:
     terminated: EnvMask
     truncated: EnvMask
     mask: EnvMask
+    memory: Memories
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +147,7 @@ class ActorCriticBatch:
     action: Actions
     action_mask: ActionMask
     mask: EnvMask
+    memory: Memories
     behavior_logprob: PerEnvStep
     advantage: PerEnvStep
     old_value: PerEnvStep
@@ -192,6 +201,8 @@ class Acts(NamedTuple):
     """f32[envs, components]."""
     logprob: NDArray[np.float32]
     """f32[envs]."""
+    memory: NDArray[np.float32] | None = None
+    """f32[envs, units] to be given back in the next step; None of an actor that has no memory."""
 
 
 B = TypeVar("B")
@@ -205,6 +216,7 @@ class Actor(Role):
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
+        memory: NDArray[np.float32] | None = None,
     ) -> Acts:
         """Act once in all environments of a group; whoever rolls out asks, never a step function.
 
@@ -216,6 +228,8 @@ class Actor(Role):
             noise: f64[envs, components], all the randomness there is: uniform in (0, 1) for
                 discrete actions, standard normal for continuous ones.
             action_mask: bool[envs, choices], if the environment has one.
+            memory: f32[envs, units]: what came out of the step before, 0 where an episode begins;
+                None if all begin, or the actor has no memory.
         """
         raise NotImplementedError
 
@@ -224,13 +238,29 @@ class ActorCritic(Actor):
     """An actor with a critic: acts, says what states are worth, and learns from both."""
 
     @call("forward")
-    def evaluate(self, obs: Observations, action: Actions, action_mask: ActionMask) -> Evaluation:
-        """Log-probability of each action, and the entropy there."""
+    def evaluate(
+        self,
+        obs: Observations,
+        action: Actions,
+        action_mask: ActionMask,
+        memory: Memories | None = None,
+        mask: EnvMask | None = None,
+    ) -> Evaluation:
+        """Log-probability of each action, and the entropy there.
+
+        `memory` and `mask` may be left out where no network has a memory.
+        """
         raise NotImplementedError
 
     @call("forward")
-    def value(self, obs: Observations, last_obs: LastObservation) -> Values:
-        """The critic's word on every state."""
+    def value(
+        self,
+        obs: Observations,
+        last_obs: LastObservation,
+        memory: Memories | None = None,
+        mask: EnvMask | None = None,
+    ) -> Values:
+        """The critic's word on every state; see `evaluate` for `memory` and `mask`."""
         raise NotImplementedError
 
     @call("train")
@@ -244,7 +274,8 @@ class ActorCritic(Actor):
     ) -> TrainMetrics:
         """Take `epochs * num_minibatches` optimizer steps and make the next weight version.
 
-        Minibatches are drawn from single steps, wherever the mask is True.
+        Minibatches are drawn from single steps, wherever the mask is True; from whole rows if the
+        network has a memory.
         """
         raise NotImplementedError
 

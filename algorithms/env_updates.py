@@ -46,6 +46,7 @@ def actor_critic_batch(traj: Trajectories, values: Values, target: GaeTargets) -
         action=traj.action,
         action_mask=traj.action_mask,
         mask=traj.mask,
+        memory=traj.memory,
         behavior_logprob=traj.behavior_logprob,
         advantage=target.advantage,
         old_value=values.value,

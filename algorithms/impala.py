@@ -57,8 +57,8 @@ class Impala:
 def impala_step(rows: EnvRows, env: Env, actor: ActorCritic, cfg: Impala) -> TrainMetrics:
     """Act, see what the weights to be trained think of it, and train on V-trace's word."""
     traj = env.rollout(rows.env, rows.group, actor, horizon=cfg.horizon)
-    now = actor.evaluate(traj.obs, traj.action, traj.action_mask)
-    values = actor.value(traj.obs, traj.last_obs)
+    now = actor.evaluate(traj.obs, traj.action, traj.action_mask, traj.memory, traj.mask)
+    values = actor.value(traj.obs, traj.last_obs, traj.memory, traj.mask)
     target = vtrace(
         traj.mask,
         reward=traj.reward,

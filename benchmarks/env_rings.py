@@ -160,8 +160,8 @@ class _Asker:
         import ray
 
         class Remote(Actor):
-            def act(self, obs: Any, noise: Any, action_mask: Any) -> Any:
-                return ray.get(policy.act.remote(obs, noise, action_mask))
+            def act(self, obs: Any, noise: Any, action_mask: Any, memory: Any = None) -> Any:
+                return ray.get(policy.act.remote(obs, noise, action_mask, memory))
 
         return question_us(Remote())
 

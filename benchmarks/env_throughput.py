@@ -108,9 +108,10 @@ class Trivial(Actor):
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
+        memory: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`."""
-        del noise, action_mask
+        del noise, action_mask, memory
         self.count += 1
         action = np.full((len(obs), 1), self.count % 2, np.float32)
         return Acts(action=action, logprob=np.zeros(len(obs), np.float32))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..algorithms.env_roles import ActionSpace
 from ..algorithms.value_transforms import two_hot_value, value_bins
 from ..dataflow.ranges import check_range
+from .memory import Memory
 
 __all__ = ["ActorCriticNetwork", "HasSpaces", "PerceptronSpec", "perceptron"]
 
@@ -36,12 +37,15 @@ _ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
 @dataclass(frozen=True, kw_only=True)
 class PerceptronSpec:
-    """Layers of an actor and of its critic, who share none."""
+    """Layers of an actor and of its critic, who share none but the memory."""
 
     hidden_sizes: tuple[int, ...] = (64, 64)
     """Width of each hidden layer."""
     activation: Literal["tanh", "relu"] = "tanh"
     """After each hidden layer."""
+    memory: int = 0
+    """Units of a recurrent memory (GRU) of what was observed in an episode, which actor and critic
+    see beside the observation; 0 for none. Training unrolls it over whole rows."""
     init_seed: int = 0
     """Seeds the weights."""
     value_bins: int | None = None
@@ -51,6 +55,7 @@ class PerceptronSpec:
     def __post_init__(self) -> None:
         check_range(self, "hidden_sizes", at_least=1)
         check_range(self, "value_bins", at_least=2)
+        check_range(self, "memory", at_least=0)
         if self.activation not in _ACTIVATIONS:
             raise ValueError(f"activation is {self.activation!r}; choose 'tanh' or 'relu'")
 
@@ -85,6 +90,7 @@ class ActorCriticNetwork(nn.Module):
     Attributes:
         actor: To the logits of all choices, or the means of all numbers.
         critic: To a value.
+        memory: What both see beside the observation; None if nothing.
         log_std: f32[components] of continuous actions, else None.
     """
 
@@ -96,12 +102,14 @@ class ActorCriticNetwork(nn.Module):
         num_out = actions.num_components if continuous else sum(actions.sizes)
         # A critic that weighs values starts with equal weights: 0.
         count = spec.value_bins
-        self.critic = perceptron(spec, num_features, count or 1, 0.0 if count else 1.0, random)
-        self.actor = perceptron(spec, num_features, num_out, 0.01, random)
+        width = num_features + spec.memory
+        self.critic = perceptron(spec, width, count or 1, 0.0 if count else 1.0, random)
+        self.actor = perceptron(spec, width, num_out, 0.01, random)
+        self.memory = Memory(num_features, spec.memory, random) if spec.memory else None
         self.log_std = nn.Parameter(torch.zeros(num_out)) if continuous else None
 
     def value(self, obs: Tensor) -> Tensor:
-        """f32[rows] from f32[rows, features]."""
+        """f32[rows] from f32[rows, features], or features and units."""
         return self.value_and_logits(obs)[0]
 
     def value_and_logits(self, obs: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -171,12 +171,15 @@ class BoardGameWorker(BoardGame):
         noise = row_uniforms(stream, numbers, np.zeros_like(numbers), spec.num_places).numpy()
         found = _rooms(spec, count)
         boards = Boards(spec, count)
+        memories: list[NDArray[np.float32] | None] = [None, None]
         for t in range(spec.num_places if count else 0):
             if boards.over.all():
                 break
             side, turn = t % 2, t // 2
             obs, allowed, live = boards.obs(), boards.allowed(), ~boards.over
-            action, logprob = players[side].act(obs, noise[:, t : t + 1], allowed)
+            action, logprob, memories[side] = players[side].act(
+                obs, noise[:, t : t + 1], allowed, memories[side]
+            )
             choice = action[:, 0].astype(np.int64)
             self._check(numbers, t, live, allowed, choice)
             for name, column in (
@@ -265,6 +268,7 @@ def _rooms(spec: BoardSpec, count: int) -> dict[str, NDArray[Any]]:
         "terminated": np.zeros(shape, np.bool_),
         "truncated": np.zeros(shape, np.bool_),
         "mask": np.zeros(shape, np.bool_),
+        "memory": np.zeros((count, 2, 0), np.float32),  # players begin with nothing remembered
     }
 
 

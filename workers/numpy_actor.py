@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..algorithms.env_roles import ActionSpace, Acts
+from .memory import NumpyMemory
 
 __all__ = ["NumpyActor"]
 
-_Call = tuple[NDArray[np.float32], NDArray[np.float64], NDArray[np.bool_] | None]
+_Call = tuple[
+    NDArray[np.float32], NDArray[np.float64], NDArray[np.bool_] | None, NDArray[np.float32] | None
+]
 """Arguments of `act`."""
 
 _LOG_ROOT_2PI = 0.5 * math.log(2 * math.pi)
@@ -29,12 +32,17 @@ class NumpyActor:
         actor: Linear layers with activations between them, on the CPU.
         actions: What can be done.
         log_std: Of continuous actions.
+        memory: What the actor sees beside observations, if it has one.
     """
 
     def __init__(
-        self, actor: nn.Sequential, actions: ActionSpace, log_std: nn.Parameter | None
+        self,
+        actor: nn.Sequential,
+        actions: ActionSpace,
+        log_std: nn.Parameter | None,
+        memory: NumpyMemory | None = None,
     ) -> None:
-        self._actions = actions
+        self._actions, self._memory = actions, memory
         linear = [layer for layer in actor if isinstance(layer, nn.Linear)]
         self._layers = [
             (layer.weight.detach().numpy().T, layer.bias.detach().numpy()) for layer in linear
@@ -64,9 +72,14 @@ class NumpyActor:
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
+        memory: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`."""
-        return self._draw(self.outputs(obs), noise, action_mask)
+        if self._memory is None:
+            return self._draw(self.outputs(obs), noise, action_mask)
+        held = self._memory.step(obs, memory)
+        acts = self._draw(self.outputs(np.concatenate([obs, held], axis=-1)), noise, action_mask)
+        return acts._replace(memory=held)
 
     def _draw(
         self,
@@ -93,7 +106,7 @@ class NumpyActor:
         that the order of its sums is the same. All else concerns single rows.
         """
         alike: dict[tuple[object, ...], list[int]] = {}
-        for index, (obs, _, mask) in enumerate(calls):
+        for index, (obs, _, mask, _) in enumerate(calls):
             alike.setdefault((obs.shape, mask is None), []).append(index)
         found: dict[int, Acts] = {}
         for indices in alike.values():
@@ -108,18 +121,22 @@ class NumpyActor:
     ) -> list[Acts]:
         if len(calls) == 1:
             return [self.act(*calls[0])]
-        masks = [mask for _, _, mask in calls if mask is not None]
-        stacked = self.outputs(np.stack([obs for obs, _, _ in calls]))
-        action, logprob = self._draw(
-            stacked.reshape(-1, stacked.shape[-1]),
-            np.concatenate([noise for _, noise, _ in calls]),
-            np.concatenate(masks) if masks else None,
+        obs, noise, masks, memories = zip(*calls, strict=True)
+        seen, count = np.stack(obs), len(calls)
+        held: Sequence[NDArray[np.float32] | None] = [None] * count
+        if self._memory is not None:
+            before = [self._memory.blank(len(obs[0])) if m is None else m for m in memories]
+            after = self._memory.step(seen, np.stack(before))
+            seen, held = np.concatenate([seen, after], axis=-1), list(after)
+        found = self.outputs(seen)
+        allowed = [mask for mask in masks if mask is not None]
+        acts = self._draw(
+            found.reshape(-1, found.shape[-1]),
+            np.concatenate(noise),
+            np.concatenate(allowed) if allowed else None,
         )
-        count = len(calls)
-        return [
-            Acts(*one)
-            for one in zip(np.split(action, count), np.split(logprob, count), strict=True)
-        ]
+        parts = np.split(acts.action, count), np.split(acts.logprob, count), held
+        return [Acts(*one) for one in zip(*parts, strict=True)]
 
 
 def _draw_choice(

@@ -24,6 +24,7 @@ from ..dataflow.role import Loss, Metric
 from ..dataflow.worker import WorkerContext
 from .actor_network import PerceptronSpec, perceptron
 from .envs.spec import EnvSpec
+from .memory import refuse_memory
 from .numpy_actor import NumpyActor
 from .optimizer import OptimizerSpec
 from .succession import take_over
@@ -37,7 +38,7 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, kw_only=True)
 class QNetworkSpec:
-    """Recipe for a `TorchQNetwork`."""
+    """Recipe for a `TorchQNetwork`; a `ConfigError` if its network has a memory."""
 
     network: PerceptronSpec = PerceptronSpec(hidden_sizes=(120, 84), activation="relu")
     """Its layers. Networks of one seed start alike."""
@@ -53,6 +54,7 @@ class QNetworkSpec:
     """Train calls over which it falls, in a straight line."""
 
     def __post_init__(self) -> None:
+        refuse_memory(self.network.memory, "a Q-network", "a replay keeps single steps")
         check_range(self, "epsilon_start", "epsilon_end", at_least=0, at_most=1)
         check_range(self, "epsilon_calls", at_least=1)
 
@@ -112,9 +114,10 @@ class TorchQNetwork(TorchWorker, QNetwork):
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
+        memory: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`: one number decides whether a choice is random, and which one then."""
-        del action_mask
+        del action_mask, memory
         if self._numpy is None:
             raise NotImplementedError("acting needs the weights in host memory")
         value = self._numpy.outputs(obs)

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
-from ..algorithms.env_roles import Values
+from ..algorithms.env_roles import TIME, Values
+from ..dataflow.axes import spec_of
 from .microbatch import columns
 
 __all__ = ["single_steps", "state_values"]
 
 
 def single_steps(batch: Any) -> Any:
-    """The steps that count as rows of one step each: [rows, T, ...] to [steps, 1, ...]."""
-    found = columns(batch)
+    """The steps that count as rows of one step each: [rows, T, ...] to [steps, 1, ...].
+
+    Columns without steps, [rows, ...], become [steps, ...].
+    """
+    found, stepless = columns(batch), _stepless(type(batch))
+    width = found["mask"].shape[1]
     kept = found["mask"].flatten().nonzero()[:, 0]
-    parts = {name: column.flatten(0, 1)[kept, None] for name, column in found.items()}
+    parts = {
+        name: column[kept // width] if name in stepless else column.flatten(0, 1)[kept, None]
+        for name, column in found.items()
+    }
     return dataclasses.replace(batch, **parts)
+
+
+@cache
+def _stepless(kind: type) -> frozenset[str]:
+    """The columns of a batch dataclass that have no axis of time."""
+    specs = {name: spec_of(hint) for name, hint in get_type_hints(kind, None, None, True).items()}
+    return frozenset(name for name, spec in specs.items() if spec and TIME not in spec.axes)
 
 
 def state_values(

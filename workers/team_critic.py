@@ -15,6 +15,7 @@ from ..dataflow.role import Loss
 from ..dataflow.worker import WorkerContext
 from .actor_network import PerceptronSpec, perceptron
 from .envs.spec import EnvSpec
+from .memory import refuse_memory
 from .optimizer import OptimizerSpec
 from .single_steps import single_steps, state_values
 from .torch_worker import TorchWorker
@@ -27,7 +28,7 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, kw_only=True)
 class TeamCriticSpec:
-    """Recipe for a `TorchTeamCritic`."""
+    """Recipe for a `TorchTeamCritic`; a `ConfigError` if its network has a memory."""
 
     network: PerceptronSpec = PerceptronSpec()
     """Its layers."""
@@ -35,6 +36,9 @@ class TeamCriticSpec:
     """What the team acts in, for the numbers of observations and agents."""
     optimizer: OptimizerSpec | None = None
     """None for one that is never trained."""
+
+    def __post_init__(self) -> None:
+        refuse_memory(self.network.memory, "a team's critic", "it is shown single states")
 
     def build(self, context: WorkerContext) -> TorchTeamCritic:
         """Make it on the context's device."""

@@ -24,10 +24,12 @@ from ..algorithms.env_roles import (
 )
 from ..algorithms.roles import TrainMetrics
 from ..dataflow.context import call_key
+from ..dataflow.errors import WorkerError
 from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss, Metric
 from ..dataflow.worker import WorkerContext
 from .actor_network import ActorCriticNetwork, HasSpaces, PerceptronSpec
+from .memory import NumpyMemory
 from .numpy_actor import NumpyActor
 from .optimizer import OptimizerSpec
 from .sampling import stream_generator
@@ -81,18 +83,20 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         super().__init__(context, network, spec.optimizer, spec.micro_batch_steps)
         self._numpy = None
         if self.device.type == "cpu":
-            self._numpy = NumpyActor(self.module.actor, actions, self.module.log_std)
+            memory = None if self.module.memory is None else NumpyMemory(self.module.memory)
+            self._numpy = NumpyActor(self.module.actor, actions, self.module.log_std, memory)
 
     def act(
         self,
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
+        memory: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`."""
         if self._numpy is None:
             raise NotImplementedError("acting needs the weights in host memory")
-        return self._numpy.act(obs, noise, action_mask)
+        return self._numpy.act(obs, noise, action_mask, memory)
 
     def answer_all(self, method: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Acts]:
         """See `Gathers`: what is waiting for actions is computed together."""
@@ -100,18 +104,49 @@ class TorchActorCritic(TorchWorker, ActorCritic):
             return [getattr(self, method)(*arguments) for arguments in calls]
         return self._numpy.act_all(calls)
 
-    def evaluate(self, obs: Tensor, action: Tensor, action_mask: Tensor) -> Evaluation:
+    def evaluate(
+        self,
+        obs: Tensor,
+        action: Tensor,
+        action_mask: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Evaluation:
         """See `ActorCritic.evaluate`."""
         logprob, entropy = torch.zeros(obs.shape[:2]), torch.zeros(obs.shape[:2])
         with torch.no_grad():
-            for row, columns_ in enumerate(zip(obs, action, action_mask, strict=True)):
+            seen = self._seen(obs, memory, mask)
+            for row, columns_ in enumerate(zip(seen, action, action_mask, strict=True)):
                 part = [column.to(self.device) for column in columns_]
                 logprob[row], entropy[row] = self._policy_and_entropy(*part)
         return Evaluation(logprob=logprob, entropy=entropy)
 
-    def value(self, obs: Tensor, last_obs: Tensor) -> Values:
+    def value(
+        self,
+        obs: Tensor,
+        last_obs: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Values:
         """See `ActorCritic.value`."""
+        if self.module.memory is not None:
+            with torch.no_grad():
+                seen = self._seen(torch.cat([obs, last_obs[:, None]], dim=1), memory, mask)
+            obs, last_obs = seen[:, :-1], seen[:, -1]
         return state_values(self.module.value, obs, last_obs, self.device)
+
+    def _seen(self, obs: Tensor, memory: Tensor | None, mask: Tensor | None) -> Tensor:
+        """What actor and critic see, a row at a time as in `state_values`."""
+        net = self.module.memory
+        if net is None or not len(obs):
+            return obs
+        if memory is None or mask is None:
+            raise WorkerError(
+                f"'{self.context.role}' has a memory, and was not told what rows begin with; pass "
+                "on memory=traj.memory, mask=traj.mask"
+            )
+        columns_ = zip(*(c.to(self.device).split(1) for c in (obs, memory, mask)), strict=True)
+        return torch.cat([net.beside(*row) for row in columns_])
 
     def train(
         self,
@@ -121,8 +156,9 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         epochs: int = 1,
         num_minibatches: int = 1,
     ) -> TrainMetrics:
-        """See `ActorCritic.train`. Every step is a row of its own."""
-        return self._train(self._forward, loss, single_steps(batch), epochs, num_minibatches)
+        """See `ActorCritic.train`. Every step is a row of its own if nothing is remembered."""
+        rows = single_steps(batch) if self.module.memory is None else batch
+        return self._train(self._forward, loss, rows, epochs, num_minibatches)
 
     def inherit(
         self,
@@ -144,16 +180,16 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         return TrainMetrics({"fitness": Metric.mean(own, 1.0), "replaced": replaced})
 
     def _forward(self, rows: Any, needs_entropy: bool) -> ActorCriticOutput:
-        obs = rows.obs[:, 0]
-        logprob, entropy = self._policy(
-            obs, rows.action[:, 0], rows.action_mask[:, 0], needs_entropy=needs_entropy
-        )
-        value, logits = self.module.value_and_logits(obs)
+        shape, net = rows.mask.shape, self.module.memory
+        seen = rows.obs if net is None else net.beside(rows.obs, rows.memory, rows.mask)
+        seen, action, allowed = (c.flatten(0, 1) for c in (seen, rows.action, rows.action_mask))
+        logprob, entropy = self._policy(seen, action, allowed, needs_entropy=needs_entropy)
+        value, logits = self.module.value_and_logits(seen)
         return ActorCriticOutput(
-            value=value[:, None],
-            value_logits=None if logits is None else logits[:, None],
-            logprob=logprob[:, None],
-            entropy=None if entropy is None else entropy[:, None],
+            value=value.unflatten(0, shape),
+            value_logits=None if logits is None else logits.unflatten(0, shape),
+            logprob=logprob.unflatten(0, shape),
+            entropy=None if entropy is None else entropy.unflatten(0, shape),
         )
 
     def _policy(

@@ -46,7 +46,7 @@ def test_it_takes_the_best_choice_but_for_a_share() -> None:
     q = built(epsilon_start=0.25)
     obs = np.random.default_rng(0).normal(size=(1000, 4)).astype(np.float32)
     uniform = (np.arange(1000) + 0.5)[:, None] / 1000
-    action, logprob = q.act(obs, uniform, None)
+    action, logprob, _ = q.act(obs, uniform, None)
     best = q.best(torch.from_numpy(obs)[:, None]).numpy()[:, 0]
     assert np.array_equal(action[250:], best[250:])
     assert action[:250, 0].tolist() == [0.0] * 125 + [1.0] * 125

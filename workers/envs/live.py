@@ -36,6 +36,7 @@ class LiveGroup:
         self._scales_rewards = normalisation.rewards
         self._obs = np.zeros((group.num_envs, group.num_features), np.float32)
         self._over = np.zeros(group.num_envs, np.bool_)
+        self._memory: NDArray[np.float32] | None = None  # the actor's, if it has one
         self._return = np.zeros(group.num_envs)
         self._length = np.zeros(group.num_envs, np.int64)
         self._step = -1
@@ -88,12 +89,13 @@ class LiveGroup:
         broken: list[tuple[int, int]] = []
         obs, scale, masked = self._obs, self._normaliser, group.actions.masked
         valid: NDArray[np.bool_] | None = None
+        memory = self._memory
         for t in range(horizon):
             obs_t[t] = obs
             if masked:
                 valid = group.action_mask()
                 found["action_mask"][t] = valid
-            action, logprob = actor.act(obs, noise[t], valid)
+            action, logprob, memory = actor.act(obs, noise[t], valid, memory)
             action_t[t], logprob_t[t] = action, logprob
             obs, earned, terminated, truncated = group.step(action)
             obs = scale.obs(obs)
@@ -102,11 +104,32 @@ class LiveGroup:
                 reward_t[t] = scale.reward(earned, terminated | truncated)
             if len(group.failures) > len(broken):
                 broken += [(t, index) for index, _, _ in group.failures[len(broken) :]]
+            if memory is not None:
+                memory = self._kept(memory, t, found, broken)
         self._check_numbers(found, obs)
         self._count(earned_t, found, self._mark(found, broken))
-        self._obs = found["last_obs"] = obs.copy()
-        rows = {name: array.swapaxes(0, 1) for name, array in found.items() if name != "last_obs"}
-        return {**rows, "last_obs": found["last_obs"]}
+        self._obs = obs.copy()
+        rows = {name: array.swapaxes(0, 1) for name, array in found.items()}
+        return {**rows, "last_obs": self._obs, "memory": self._remember(memory)}
+
+    def _kept(
+        self,
+        memory: NDArray[np.float32],
+        t: int,
+        found: Mapping[str, NDArray[Any]],
+        broken: list[tuple[int, int]],
+    ) -> NDArray[np.float32]:
+        """What is remembered after step t: nothing where it has reset an environment."""
+        ended = found["terminated"][t - 1] | found["truncated"][t - 1] if t else self._over.copy()
+        ended[[index for at, index in broken if at == t]] = True
+        return np.where(ended[:, None], np.float32(0), memory)
+
+    def _remember(self, memory: NDArray[np.float32] | None) -> NDArray[np.float32]:
+        """Keep what is remembered after a rollout; what was before it, f32[envs, units]."""
+        began, self._memory = self._memory, memory
+        if began is not None:
+            return began
+        return np.zeros((len(self._obs), 0 if memory is None else memory.shape[1]), np.float32)
 
     def _check_numbers(self, found: Mapping[str, NDArray[Any]], last_obs: NDArray[Any]) -> None:
         """Everything must be finite; the sum is not if anything in it is not."""
@@ -198,6 +221,7 @@ class LiveGroup:
             "step": self._step,
             "obs": self._obs.tolist(),
             "over": self._over.tolist(),
+            "memory": None if self._memory is None else self._memory.tolist(),
             "return": self._return.tolist(),
             "length": self._length.tolist(),
             "normaliser": self._normaliser.state(),
@@ -218,6 +242,8 @@ class LiveGroup:
         self._step = int(state["step"])
         self._obs = np.array(state["obs"], np.float32)
         self._over = np.array(state["over"], np.bool_)
+        memory = state.get("memory")  # not there in states that were saved before actors had one
+        self._memory = None if memory is None else np.array(memory, np.float32)
         self._return = np.array(state["return"], np.float64)
         self._length = np.array(state["length"], np.int64)
         self._normaliser.restore(state["normaliser"])
@@ -228,11 +254,18 @@ class LiveGroup:
         self._group.close()
 
     @staticmethod
-    def nothing(num_features: int, actions: ActionSpace, horizon: int) -> dict[str, NDArray[Any]]:
+    def nothing(
+        num_features: int, actions: ActionSpace, horizon: int, actor: Actor
+    ) -> dict[str, NDArray[Any]]:
         """What `roll` gives for no environments."""
         found = _buffers(0, num_features, actions, horizon)
         rows = {name: array.swapaxes(0, 1) for name, array in found.items()}
-        return {**rows, "last_obs": np.zeros((0, num_features), np.float32)}
+        nobody = np.zeros((0, num_features), np.float32)
+        noise = np.zeros((0, actions.num_components))
+        allowed = found["action_mask"][0] if actions.masked else None
+        memory = actor.act(nobody, noise, allowed).memory
+        width = 0 if memory is None else memory.shape[1]
+        return {**rows, "last_obs": nobody, "memory": np.zeros((0, width), np.float32)}
 
 
 def _buffers(

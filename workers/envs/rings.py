@@ -69,10 +69,11 @@ class _Timed(Actor):
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
+        memory: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`."""
         before_s, before_cpu_s = time.perf_counter(), time.thread_time()
-        found = self._actor.act(obs, noise, action_mask)
+        found = self._actor.act(obs, noise, action_mask, memory)
         self.ask_s += time.perf_counter() - before_s
         self.ask_cpu_s += time.thread_time() - before_cpu_s
         self.num_turns += 1
@@ -121,12 +122,13 @@ class _Slot(Actor):
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
+        memory: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`."""
         self.stepping_s = None
         if self.ended.is_set():
             raise _Ended
-        found = self.actor.act(obs, noise, action_mask)
+        found = self.actor.act(obs, noise, action_mask, memory)
         self.stepping_s = time.monotonic()
         return found
 

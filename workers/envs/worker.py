@@ -96,7 +96,7 @@ class EnvWorker(Env):
             add_metrics(self.metrics, live.metrics())
         if not parts:
             num_features, actions = self.spec.env.spaces()
-            parts.append(LiveGroup.nothing(num_features, actions, horizon))
+            parts.append(LiveGroup.nothing(num_features, actions, horizon, actor))
         columns = {
             name: torch.from_numpy(np.concatenate([part[name] for part in parts])).contiguous()
             for name in parts[0]

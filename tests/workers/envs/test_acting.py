@@ -25,6 +25,7 @@ from penstock.dataflow.role import Role
 from penstock.dataflow.schedule import Schedule
 from penstock.dataflow.worker import WorkerContext
 from penstock.launch.checkpoint import CheckpointStore
+from penstock.workers.actor_network import PerceptronSpec
 from penstock.workers.envs.rings import RingSize
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
@@ -94,8 +95,14 @@ class Mortal:
         return worker
 
 
-def workers(ring: RingSize = 1, random_s: float = 0.0, least_s: float = 0.0) -> dict[str, Any]:
-    actor = TorchActorCriticSpec(env=CARTPOLE, optimizer=OptimizerSpec(lr=1e-2, max_grad_norm=0.5))
+def workers(
+    ring: RingSize = 1, random_s: float = 0.0, least_s: float = 0.0, memory: int = 0
+) -> dict[str, Any]:
+    actor = TorchActorCriticSpec(
+        env=CARTPOLE,
+        network=PerceptronSpec(memory=memory),
+        optimizer=OptimizerSpec(lr=1e-2, max_grad_norm=0.5),
+    )
     env = EnvWorkerSpec(env=CARTPOLE, ring=ring)
     if not random_s:
         return {"env": env, "actor": actor}
@@ -167,6 +174,17 @@ def test_in_one_process(
 
 
 @pytest.fixture(scope="module")
+def remembering() -> Found:
+    """The same, of an actor that remembers."""
+    return finish(InProcess(), "inline", 1, memory=8)
+
+
+@pytest.mark.parametrize("server", ["decoupled", "main", "policy"])
+def test_with_a_memory_in_one_process(server: str, remembering: Found) -> None:
+    assert finish(InProcess(), server, 1, ring=2, memory=8) == remembering
+
+
+@pytest.fixture(scope="module")
 def ray() -> Iterator[None]:
     connect_ray()
     yield
@@ -192,6 +210,13 @@ def test_in_processes_of_their_own(
     executor = RayExecutor(num_threads=1)
     options: dict[str, Any] = {"num_workers": num_workers, "ring": 2, "random_s": 0.01}
     assert finish(executor, server, max_lag, **options) == expected[max_lag]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray")
+def test_with_a_memory_in_processes_of_their_own(remembering: Found) -> None:
+    options: dict[str, Any] = {"num_workers": 2, "ring": 2, "random_s": 0.01, "memory": 8}
+    assert finish(RayExecutor(num_threads=1), "policy", 1, **options) == remembering
 
 
 @pytest.mark.slow

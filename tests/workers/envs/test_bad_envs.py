@@ -75,7 +75,7 @@ def test_advantages_do_not_reach_over_a_restart() -> None:
 
 def test_what_the_actor_says_must_be_numbers() -> None:
     class Lost(NoisyActor):
-        def act(self, obs: Any, noise: Any, action_mask: Any) -> Acts:
+        def act(self, obs: Any, noise: Any, action_mask: Any, memory: Any = None) -> Acts:
             acts = super().act(obs, noise, action_mask)
             acts.logprob[1] = float("nan")
             return acts

@@ -101,7 +101,7 @@ def test_the_planner_chooses_from_the_first_rollout() -> None:
 
 def test_a_slot_that_fails_ends_the_others() -> None:
     class Waits(NoisyActor):
-        def act(self, obs: Any, noise: Any, action_mask: Any) -> Acts:
+        def act(self, obs: Any, noise: Any, action_mask: Any, memory: Any = None) -> Acts:
             if threading.current_thread().name == "penstock-ring-1":
                 raise ValueError("no answer")
             return super().act(obs, noise, action_mask)

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-__all__ = ["Bad", "Counting", "register"]
+__all__ = ["Bad", "Counting", "Recall", "register"]
 
 
 class Counting(gym.Env[Any, Any]):
@@ -69,8 +69,35 @@ class Bad(Counting):
         return obs, reward, terminated, truncated, info
 
 
+class Recall(gym.Env[Any, Any]):
+    """Shows which of two choices is right when an episode begins, and asks `delay` steps later.
+
+    The last action earns 1 if it is the right one; whoever cannot remember earns 0.5 on average.
+    """
+
+    def __init__(self, delay: int = 3) -> None:
+        self.observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self._delay, self._steps, self._right = delay, 0, 0
+
+    def _obs(self) -> Any:
+        cue = 0.0 if self._steps else 2.0 * self._right - 1.0
+        return np.array([cue, float(self._steps == self._delay)], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps, self._right = 0, int(self.np_random.integers(2))
+        return self._obs(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        over = self._steps == self._delay
+        self._steps += 1
+        return self._obs(), float(over and action == self._right), over, False, {}
+
+
 def register() -> None:
     """Make them known to Gymnasium under `toys/NAME-v0`."""
     if "toys/Counting-v0" not in gym.registry:
         gym.register("toys/Counting-v0", lambda **options: Counting(**options))
         gym.register("toys/Bad-v0", lambda **options: Bad(**options))
+        gym.register("toys/Recall-v0", lambda **options: Recall(**options))

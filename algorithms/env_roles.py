@@ -318,3 +318,30 @@ class Env(Role):
             horizon: Steps to take.
         """
         raise NotImplementedError
+
+    @call("forward", scope="group")
+    def evaluate(
+        self,
+        env: EnvId,
+        group: EnvGroup,
+        actor: Actor,
+        *,
+        num_episodes: int,
+        max_episode_steps: int,
+    ) -> PerEnv:
+        """Play held-out episodes, the same ones at every call; rollouts are not touched by it.
+
+        They show and take what the environments of `rollout` do, scaled as those are by now, and
+        actions are drawn as there.
+
+        Args:
+            env: i64[envs].
+            group: i64[envs]; the rows of a group are next to each other.
+            actor: Whose weights are read.
+            num_episodes: Episodes for each environment.
+            max_episode_steps: A longer episode counts with what was earned by then.
+
+        Returns:
+            f32[envs], the mean return of an episode, unscaled.
+        """
+        raise NotImplementedError

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ..workers.rule_reward import RuleRewardSpec
 from .data import Data, HeldOut
 from .stages import Stage
 
-__all__ = ["Evaluator", "Measured", "evaluation_graph"]
+__all__ = ["Evaluator", "Measured", "evaluation_graph", "renamed"]
 
 _PROGRAM = "evaluate"
 _VERIFIER, _OBSERVER = "verifier", "observer"
@@ -37,24 +37,28 @@ class Measured:
     """What one evaluation found.
 
     Attributes:
-        accuracy: Share of held-out problems answered right, 0 to 1.
         metrics: Everything it reported.
+        accuracy: Share of held-out problems answered right, 0 to 1; None if there are no problems.
         examples: The first responses: prompt_id, prompt, response, score.
+        episode_return: Actor -> what it earned in a held-out episode, on average.
+        num_episodes: Episodes of each.
     """
 
-    accuracy: float
     metrics: dict[str, float]
-    examples: list[dict[str, Any]]
+    accuracy: float | None = None
+    examples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    episode_return: dict[str, float] = field(default_factory=dict[str, float])
+    num_episodes: int = 0
 
     @property
-    def errors(self) -> float:
+    def errors(self) -> float | None:
         """Share of the answers on which the verifier failed, 0 to 1; they count as wrong."""
-        return self.metrics[f"{_SHARES}/errors"]
+        return self.metrics.get(f"{_SHARES}/errors")
 
     @property
-    def timeouts(self) -> float:
+    def timeouts(self) -> float | None:
         """Share of the answers on which the verifier ran out of time; they count as wrong."""
-        return self.metrics[f"{_SHARES}/timeouts"]
+        return self.metrics.get(f"{_SHARES}/timeouts")
 
 
 def evaluation_graph(config: RunConfig) -> Graph:
@@ -83,9 +87,7 @@ class Evaluator:
         names = {"actor": stage.policy or "actor"}
         for role in (_VERIFIER, _OBSERVER):
             names[role] = f"evaluation_{role}" if role in stage.graph.roles else role
-        for old, new in names.items():
-            graph = _with_role(graph, old, new)
-        self._graph = graph
+        self._graph = renamed(graph, names)
         self._program = Program(self._graph, follow(self._graph, stage.graph, stage.placement))
         self._held_out = held_out
         self._examples = folder / "examples.jsonl"
@@ -115,7 +117,7 @@ class Evaluator:
         if self._examples.is_file():
             examples = [json.loads(line) for line in self._examples.read_text().splitlines()]
             self._examples.unlink()
-        return Measured(metrics[f"{_SHARES}/correct"], metrics, examples)
+        return Measured(metrics, metrics[f"{_SHARES}/correct"], examples)
 
 
 def _rule(stage: Stage) -> Callable[..., RuleRewardSpec]:
@@ -125,11 +127,11 @@ def _rule(stage: Stage) -> Callable[..., RuleRewardSpec]:
     return partial(RULES[plan.worker], **plan.config.options) if plan else RuleRewardSpec
 
 
-def _with_role(graph: Graph, old: str, new: str) -> Graph:
-    """The same graph with a role renamed: the role's workers are found by name."""
+def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
+    """The same graph with roles renamed, old name -> new: their workers are found by name."""
 
     def named(role: str) -> str:
-        return new if role == old else role
+        return names.get(role, role)
 
     def argument(value: Argument) -> Argument:
         return RoleRef(named(value.role)) if isinstance(value, RoleRef) else value

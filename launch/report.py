@@ -58,6 +58,9 @@ def summary_of(
         "accuracy_before_rl": outcome.before.accuracy if outcome.before else None,
         "accuracy_after_rl": outcome.after.accuracy if outcome.after else None,
         "num_held_out": job.held_out.num_prompts if job.held_out else 0,
+        "episode_return_before": outcome.before.episode_return if outcome.before else {},
+        "episode_return_after": outcome.after.episode_return if outcome.after else {},
+        "num_episodes": outcome.after.num_episodes if outcome.after else 0,
         "verifier_errors": outcome.after.errors if outcome.after else None,
         "verifier_timeouts": outcome.after.timeouts if outcome.after else None,
         "samples_per_s": outcome.samples_per_s,
@@ -124,8 +127,8 @@ def _examples(outcome: Outcome) -> list[str]:
 def _unverified(outcome: Outcome) -> list[str]:
     """Answers whose score says nothing about them, because the verifier gave none."""
     return [
-        f"accuracy {when} training: the verifier failed on {measured.errors:.1%} of the answers "
-        f"and ran out of time on {measured.timeouts:.1%}; they count as wrong"
+        f"accuracy {when} training: the verifier failed on {measured.errors or 0:.1%} of the "
+        f"answers and ran out of time on {measured.timeouts or 0:.1%}; they count as wrong"
         for when, measured in (("before", outcome.before), ("after", outcome.after))
         if measured is not None and (measured.errors or measured.timeouts)
     ]
@@ -137,6 +140,12 @@ def _summary_line(job: Job, folder: RunFolder, summary: dict[str, Any]) -> str:
         before, after = summary["accuracy_before_rl"], summary["accuracy_after_rl"]
         parts.append(
             f"accuracy {before:.1%} -> {after:.1%} on {summary['num_held_out']} held-out problems"
+        )
+    for role, after in summary["episode_return_after"].items():
+        before = summary["episode_return_before"][role]
+        parts.append(
+            f"{role}'s return {before:.4g} -> {after:.4g} in {summary['num_episodes']} held-out "
+            "episodes"
         )
     parts.append(f"{summary['samples_per_s']:.4g} samples/s")
     parts.append(f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB")

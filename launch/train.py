@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +18,7 @@ from ..configs.schema import EngineConfig, RolloutConfig
 from ..dataflow.checkpoint import read_resume_point
 from ..dataflow.engine import Engine, StepResult
 from ..dataflow.errors import StateError
+from ..dataflow.executor import Program
 from ..dataflow.graph import NodeKind
 from ..dataflow.role import Role
 from ..dataflow.worker import WorkerSpec
@@ -25,6 +26,7 @@ from .agreement import AgreementGuard
 from .atomic import write_json
 from .build_workers import Results, worker_specs
 from .checkpoint import CheckpointStore
+from .env_evaluation import EnvEvaluator, env_actors
 from .evaluation import Evaluator, Measured
 from .export import combined_sha256, export_roles
 from .job import Job
@@ -67,7 +69,7 @@ class Outcome:
         node_times_s: Node -> how long its busiest rank worked on it, in each of those steps.
         first_step: The step it began at: above 0 if it went on from a checkpoint.
         num_samples: Rows made by those steps.
-        before: Accuracy and examples before the first step, if measured.
+        before: What was measured before the first step, if anything is.
         after: And after the last.
         wall_time_s: From the first model built to the last file written.
     """
@@ -109,9 +111,7 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
     started_s = time.monotonic()
     config = job.config
     specs = worker_specs(stage, config, job.data, results)
-    evaluator = None
-    if stage is job.main and job.held_out is not None:
-        evaluator = Evaluator(stage, config, job.data, job.held_out, home.path)
+    evaluator = _evaluator(job, stage, home)
     store = CheckpointStore(home.checkpoints, keep=config.keep_checkpoints)
     point = read_resume_point(store, stage.graph, stage.seed(config))
     first_step = point.state.step if point else 0
@@ -120,6 +120,7 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
     with engine, _logs(job, stage, home, first_step) as logs:
         if evaluator is not None:
             outcome.before = _before(home, evaluator, engine)
+            logs.note(0, outcome.before)
         steps = engine.run(
             job.sources[stage.name],
             stage.config.num_steps,
@@ -132,13 +133,37 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
             guard.check(result)
         if evaluator is not None:
             outcome.after = evaluator.measure(engine)
+            logs.note(stage.config.num_steps, outcome.after)
     _export(job, stage, home, results, store, outcome)
     outcome.wall_time_s = time.monotonic() - started_s
     return outcome
 
 
+class _Evaluates(Protocol):
+    """Whoever measures what a stage has learnt."""
+
+    @property
+    def programs(self) -> dict[str, Program]: ...
+
+    @property
+    def workers(self) -> dict[str, WorkerSpec | Role]: ...
+
+    def measure(self, engine: Engine) -> Measured: ...
+
+
+def _evaluator(job: Job, stage: Stage, home: RunFolder) -> _Evaluates | None:
+    """Who measures the stage, if there is anything to measure."""
+    if stage is not job.main:
+        return None
+    if job.held_out is not None:
+        return Evaluator(stage, job.config, job.data, job.held_out, home.path)
+    if job.config.evaluation.num_episodes and env_actors(stage):
+        return EnvEvaluator(stage, job.config.evaluation, job.sources[stage.name], job.data.spec)
+    return None
+
+
 def _engine(
-    job: Job, stage: Stage, specs: dict[str, WorkerSpec | Role], evaluator: Evaluator | None
+    job: Job, stage: Stage, specs: dict[str, WorkerSpec | Role], evaluator: _Evaluates | None
 ) -> Engine:
     config = job.config
     if config.executor.num_threads is not None:
@@ -154,7 +179,7 @@ def _engine(
     )
 
 
-def _before(home: RunFolder, evaluator: Evaluator, engine: Engine) -> Measured:
+def _before(home: RunFolder, evaluator: _Evaluates, engine: Engine) -> Measured:
     """Measured once: a resumed run no longer has the weights it began with."""
     file = home.path / _BEFORE
     if file.is_file():
@@ -195,6 +220,15 @@ class _Logs:
         self._display = display
         self._trace = trace
         self._numbers = numbers
+
+    def note(self, step: int, measured: Measured) -> None:
+        """Write what was measured after so many steps, where steps need not follow each other."""
+        values = {f"evaluation/{role}/return": x for role, x in measured.episode_return.items()}
+        if measured.accuracy is not None:
+            values["evaluation/accuracy"] = measured.accuracy
+        for log in self._numbers:
+            if isinstance(log, TensorBoardLog):
+                log.write(step, values)
 
     def write(self, result: StepResult, outcome: Outcome) -> None:
         """Write one step everywhere."""

@@ -48,6 +48,11 @@ class LiveGroup:
         """What can be done in its environments."""
         return self._group.actions
 
+    def see_as(self, state: Mapping[str, Any]) -> None:
+        """Scale observations as the group did that gave `state`, from now on and unchanged."""
+        self._normaliser.restore(state["normaliser"])
+        self._normaliser.frozen = True
+
     def start(self) -> None:
         """Begin the first episodes."""
         self._obs = self._normaliser.obs(self._group.start()).copy()
@@ -214,6 +219,10 @@ class LiveGroup:
             "env_restarts": Metric.sum(float(len(self._group.failures))),
         }
 
+    def moments(self) -> dict[str, Any]:
+        """The part of `state` that `see_as` needs."""
+        return {"normaliser": self._normaliser.state()}
+
     def state(self) -> dict[str, Any]:
         """All of it, as JSON."""
         return {
@@ -224,7 +233,7 @@ class LiveGroup:
             "memory": None if self._memory is None else self._memory.tolist(),
             "return": self._return.tolist(),
             "length": self._length.tolist(),
-            "normaliser": self._normaliser.state(),
+            **self.moments(),
             "envs": self._group.state(),
         }
 

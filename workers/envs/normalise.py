@@ -76,21 +76,26 @@ class Normaliser:
         options: What is scaled.
         num_envs: Environments of the group.
         num_features: Numbers of an observation.
+
+    Attributes:
+        frozen: Whether moments stay as they are.
     """
 
     def __init__(self, options: Normalisation, num_envs: int, num_features: int) -> None:
+        self.frozen = False
         self._options = options
         self._obs = Moments(num_features)
         self._returns = Moments(1)
         self._sums = np.zeros(num_envs)
 
     def obs(self, obs: NDArray[np.float32]) -> NDArray[np.float32]:
-        """f32[envs, features], taken in and scaled."""
+        """f32[envs, features], taken in (unless frozen) and scaled."""
         if self._options.symlog:
             obs = np.copysign(np.log1p(np.abs(obs)), obs)
         if not self._options.observations:
             return obs
-        self._obs.add(obs)
+        if not self.frozen:
+            self._obs.add(obs)
         scaled = (obs - self._obs.mean) / np.sqrt(self._obs.variance + 1e-8)
         clip = self._options.clip
         return np.clip(scaled, -clip, clip).astype(np.float32)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...algorithms.env_roles import ActionSpace, Actor, Env, Trajectories
-from ...dataflow.context import call_key
+from ...dataflow.context import CallKey, call_key
 from ...dataflow.errors import StateError
 from ...dataflow.ranges import check_range
 from ...dataflow.role import Metric, add_metrics
 from ...dataflow.worker import WorkerContext
 from ..sampling import row_uniforms, stream_key
 from .alarm import StepAlarm
+from .held_out import PIECE, play
 from .live import LiveGroup
 from .rings import Ring, RingSize
 from .spec import EnvSpec
@@ -102,6 +103,56 @@ class EnvWorker(Env):
             for name in parts[0]
         }
         return Trajectories(env=env, **columns)
+
+    def evaluate(
+        self,
+        env: Tensor,
+        group: Tensor,
+        actor: Actor,
+        *,
+        num_episodes: int,
+        max_episode_steps: int,
+    ) -> Tensor:
+        """See `Env.evaluate`; raises as `rollout`."""
+        key = call_key(self.context.role, "evaluate")
+        found: list[NDArray[np.float64]] = [np.zeros(0)]
+        for number, numbers in _groups(env.tolist(), group.tolist()):
+            with self._alarm:
+                live = self._held_out(number, numbers)
+                try:
+                    episodes = play(
+                        live,
+                        actor,
+                        self._noise(live, key),
+                        num_episodes=num_episodes,
+                        max_episode_steps=max_episode_steps,
+                    )
+                finally:
+                    live.close()
+            add_metrics(self.metrics, episodes.metrics())
+            found.append(episodes.total / episodes.count)
+        return torch.from_numpy(np.concatenate(found)).float()
+
+    def _held_out(self, number: int, numbers: list[int]) -> LiveGroup:
+        """A new group that shows things as group `number` of the run does now."""
+        spec, context = self.spec.env, self.context
+        made = spec.group(number, numbers, context.seed, f"{context.role}/held-out", self._alarm)
+        live = LiveGroup(made, numbers, replace(spec.normalisation, rewards=False))
+        if number in self._live:
+            live.see_as(self._live[number].moments())
+        elif number in self._saved:
+            live.see_as(self._saved[number])
+        live.start()
+        return live
+
+    def _noise(self, live: LiveGroup, key: CallKey) -> Callable[[int], NDArray[np.float64]]:
+        """Of a held-out group's actions, piece by piece."""
+
+        def noise(piece: int) -> NDArray[np.float64]:
+            stream = stream_key(self.context.seed, self.context.role, "held-out", key, piece)
+            return action_noise(live.actions, stream, live.numbers, PIECE)
+
+        return noise
 
     def _group(self, number: int, numbers: list[int]) -> LiveGroup:
         live = self._live.get(number)

@@ -1,0 +1,38 @@
+"""Evaluation in environments: play whole held-out episodes. Trains nothing.
+
+A graph of its own on the workers of another: environments and actor have the same names and are the
+same workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..dataflow.ranges import check_range
+from .env_roles import Actor, Env, EnvRows, PerEnv
+
+__all__ = ["EnvEvaluation", "env_evaluate_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvEvaluation:
+    """Options of evaluation in environments."""
+
+    num_episodes: int = 1
+    """Episodes of every environment."""
+    max_episode_steps: int = 10_000
+    """An episode that is longer counts with what was earned by then."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "num_episodes", "max_episode_steps", at_least=1)
+
+
+def env_evaluate_step(rows: EnvRows, env: Env, actor: Actor, cfg: EnvEvaluation) -> PerEnv:
+    """What an actor earns for an episode in each environment."""
+    return env.evaluate(
+        rows.env,
+        rows.group,
+        actor,
+        num_episodes=cfg.num_episodes,
+        max_episode_steps=cfg.max_episode_steps,
+    )

@@ -1,0 +1,143 @@
+"""Runs in environments and of games, from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from penstock.configs.schema import RunConfig
+from penstock.launch.app import compose
+from penstock.launch.build_workers import worker_specs
+from penstock.launch.compose import run_config
+from penstock.launch.job import Job, prepare
+
+from .conftest import Penstock
+
+MLP = ("model=mlp", "tracker=none")
+PPO = ("algorithm=env_ppo", "task=cartpole", *MLP, "algorithm.num_steps=2")
+SELF_PLAY = ("algorithm=self_play", "task=tic_tac_toe", *MLP, "algorithm.per_step.rows=8")
+POPULATION = ("algorithm=population", "task=cartpole", *MLP, "algorithm.cfg.learning.horizon=16")
+
+
+def config(*words: str) -> RunConfig:
+    composed = compose("run", list(words))
+    composed.pop("resume")
+    return run_config(composed)
+
+
+def job(*words: str) -> Job:
+    return prepare(config(*words))
+
+
+def finished(penstock: Penstock, folder: Path, *words: str) -> dict[str, Any]:
+    """The summary of a run, which is the only one in its folder."""
+    said = penstock("run", *words, f"runs={folder}")
+    assert said.code == 0, said.err
+    (summary,) = folder.glob("*/summary.json")
+    return {**json.loads(summary.read_text()), "said": said.err, "run": summary.parent}
+
+
+def test_players_begin_with_different_weights_and_play_the_tasks_game() -> None:
+    made = job(*SELF_PLAY)
+    specs: dict[str, Any] = worker_specs(made.main, made.config, made.data, {})
+    first, second = (specs[name] for name in ("first", "second"))
+    assert second.network.init_seed == first.network.init_seed + 1
+    assert specs["board"] == first.env == second.env
+    assert (specs["board"].height, specs["board"].in_line) == (3, 3)
+    assert len(made.sources["self_play"]["rows"].batch(0).game) == 8
+
+
+def test_members_have_groups_of_their_own() -> None:
+    rows = job(*POPULATION).sources["population"]["rows"].batch(0)
+    assert torch.bincount(rows.group).tolist() == [4, 4, 4, 4]
+    by_hand = job(*POPULATION, "task.group_size=2").sources["population"]["rows"].batch(0)
+    assert torch.bincount(by_hand.group).tolist() == [2] * 8
+
+
+def test_a_language_model_can_begin_elsewhere_too() -> None:
+    words = ("algorithm=sft", "task.num_train=200", "evaluation.num_prompts=0")
+    seeds: list[int] = []
+    for offset in ("0", "5"):
+        made = job(*words, f"algorithm.roles.actor.init_offset={offset}")
+        specs: dict[str, Any] = worker_specs(made.main, made.config, made.data, {})
+        seeds.append(specs["actor"].model.init_seed)
+    assert seeds[1] == seeds[0] + 5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            (*POPULATION, "task.group_size=16"),
+            "population needs 4 groups of 'rows', and 16 rows in groups of 16 are 1\n"
+            "    raise algorithm.per_step.rows, or set task.group_size to 4 or less",
+        ),
+        (
+            ("algorithm=self_play", "task=cartpole", *MLP),
+            "self_play plays a game, and the task is none (EnvTaskSpec)\n"
+            "    choose one: task=tic_tac_toe or task=connect_four",
+        ),
+        (
+            ("algorithm=env_ppo", "task=tic_tac_toe", *MLP),
+            "env_ppo acts in environments, and the task is none (BoardTaskSpec)\n"
+            "    choose one: task=cartpole, or task=gymnasium task.id=NAME",
+        ),
+        (
+            (*SELF_PLAY, "algorithm.roles.board.options.height=4"),
+            "there is no key 'algorithm.roles.board.options.height'\n"
+            "    a 'board' worker has: none",
+        ),
+        (
+            ("algorithm=ppo", "algorithm.roles.critic.init_offset=1"),
+            "'algorithm.roles.critic.init_offset' is set, but the role starts from 'sft', which is "
+            "trained\n    leave it out; it seeds random weights",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(
+    penstock: Penstock, words: tuple[str, ...], said: str
+) -> None:
+    found = penstock("run", *words)
+    assert (found.code, found.err) == (2, f"penstock: {said}\n")
+
+
+@pytest.mark.slow
+def test_a_game_is_learnt_from_the_command_line(penstock: Penstock, tmp_path: Path) -> None:
+    summary = finished(penstock, tmp_path, *SELF_PLAY, "algorithm.num_steps=2")
+    assert summary["task"] == "3 in line on 3x3"
+    assert sorted(summary["roles_sha256"]) == ["first", "second"]
+    assert summary["roles_sha256"]["first"] != summary["roles_sha256"]["second"]
+    assert (summary["num_episodes"], summary["episode_return_after"]) == (0, {})
+    assert (summary["run"] / "models" / "second" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_every_member_is_measured_in_held_out_episodes(penstock: Penstock, tmp_path: Path) -> None:
+    words = (*POPULATION, "algorithm.num_steps=2", "evaluation.num_episodes=17")
+    summary = finished(penstock, tmp_path, *words)
+    members = ["first", "fourth", "second", "third"]
+    assert sorted(summary["episode_return_before"]) == members
+    assert sorted(summary["episode_return_after"]) == members
+    assert summary["num_episodes"] == 32  # as many in each of 16 environments
+
+
+@pytest.mark.slow
+def test_returns_are_measured_said_and_written_and_change_nothing(
+    penstock: Penstock, tmp_path: Path
+) -> None:
+    found = finished(penstock, tmp_path / "with", *PPO)
+    without = finished(penstock, tmp_path / "without", *PPO, "evaluation.num_episodes=0")
+    before, after = (found[f"episode_return_{when}"]["actor"] for when in ("before", "after"))
+    assert 9 <= before <= 500
+    assert 9 <= after <= 500
+    assert before != after
+    said = f"actor's return {before:.4g} -> {after:.4g} in 20 held-out episodes"
+    assert said in found["said"]
+    kept = json.loads((found["run"] / "before.json").read_text())
+    assert kept["episode_return"] == {"actor": before}
+    assert kept["metrics"]["actor/env.evaluate/episode_length"] == before
+    assert without["episode_return_after"] == {}
+    assert found["weights_sha256"] == without["weights_sha256"]

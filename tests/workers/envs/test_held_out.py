@@ -1,0 +1,139 @@
+"""Held-out episodes: what they are, and that they leave no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from penstock.algorithms.env_evaluate import EnvEvaluation, env_evaluate_step
+from penstock.algorithms.env_roles import Actor, Acts
+from penstock.dataflow.context import step_scope
+from penstock.dataflow.engine import Engine
+from penstock.dataflow.executor import InProcess, Program
+from penstock.dataflow.placement import follow
+from penstock.dataflow.record import build
+from penstock.workers.envs.normalise import Normalisation
+from penstock.workers.envs.rows import EnvRowSource
+from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.worker import EnvWorker
+from torch import Tensor
+
+from .acting import NoisyActor, env_worker, roll
+from .test_acting import CARTPOLE, GRAPH, SOURCES, placed, workers
+
+SCALED = EnvSpec(id="CartPole-v1", normalisation=Normalisation(observations=True, rewards=True))
+TEAMS = EnvSpec(id="penstock.workers.envs.cover:penstock/Cover-v0", num_agents=3)
+
+
+class Notes(NoisyActor):
+    """Also keeps what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.seen: list[Any] = []
+
+    def act(self, obs: Any, noise: Any, action_mask: Any, memory: Any = None) -> Acts:
+        self.seen.append(obs.copy())
+        return super().act(obs, noise, action_mask, memory)
+
+
+def evaluated(
+    worker: EnvWorker,
+    *,
+    num_envs: int = 4,
+    group_size: int = 2,
+    group: int | None = None,
+    actor: Actor | None = None,
+    num_episodes: int = 2,
+    max_episode_steps: int = 10_000,
+) -> Tensor:
+    rows = EnvRowSource(num_envs, group_size).batch(0)
+    own = rows.group >= 0 if group is None else rows.group == group
+    with step_scope(0):
+        return worker.evaluate(
+            rows.env[own],
+            rows.group[own],
+            actor or NoisyActor(2),
+            num_episodes=num_episodes,
+            max_episode_steps=max_episode_steps,
+        )
+
+
+def test_whole_episodes_are_counted() -> None:
+    worker = env_worker(EnvSpec(id="toys/Counting-v0", options={"length": 70}))
+    assert evaluated(worker, num_episodes=3).tolist() == [70.0] * 4
+    shown = {name: metric.value for name, metric in worker.metrics.items()}
+    assert shown == {"episode_return": 70.0, "episode_length": 70.0, "episodes": 12.0}
+
+
+def test_an_episode_without_end_is_cut_off() -> None:
+    worker = env_worker(EnvSpec(id="toys/Counting-v0", options={"length": 10**9}))
+    assert evaluated(worker, max_episode_steps=150).tolist() == [150.0] * 4
+    assert worker.metrics["episodes"].value == 4
+
+
+def test_agents_of_a_team_earn_the_same() -> None:
+    found = evaluated(env_worker(TEAMS), num_envs=12, group_size=6, actor=NoisyActor(3))
+    assert found.view(4, 3).eq(found[::3, None]).all()
+
+
+@pytest.mark.parametrize("spec", [CARTPOLE, SCALED], ids=["plain", "scaled"])
+def test_they_are_the_same_each_time_and_rollouts_go_on_as_without(spec: EnvSpec) -> None:
+    one, other = env_worker(spec), env_worker(spec)
+    before = evaluated(one)
+    for step in range(3):
+        with_, without = roll(one, step, horizon=40), roll(other, step, horizon=40)
+        assert all(torch.equal(a, b) for a, b in zip(vars(with_).values(), vars(without).values(),
+                                                     strict=True))  # fmt: skip
+        assert torch.equal(evaluated(one), before)  # for the actor does not look at what it sees
+
+
+def test_they_are_other_episodes_than_those_of_rollouts() -> None:
+    worker, actor = env_worker(CARTPOLE), Notes()
+    traj = roll(worker, 0)
+    evaluated(worker, actor=actor)
+    assert not np.isin(actor.seen[0], traj.obs.numpy()).any()
+
+
+def test_it_does_not_matter_which_worker_plays_which_group() -> None:
+    every = evaluated(env_worker(CARTPOLE))
+    apart = [evaluated(env_worker(CARTPOLE), group=group) for group in (0, 1)]
+    assert torch.equal(every, torch.cat(apart))
+
+
+def test_observations_are_scaled_as_by_now_and_returns_are_not() -> None:
+    worker, plain, scaled = env_worker(SCALED), Notes(), Notes()
+    evaluated(env_worker(CARTPOLE), group=0, actor=plain)
+    roll(worker, 0, horizon=300)
+    found = evaluated(worker, group=0, actor=scaled)
+    state: Any = worker._live[0].moments()["normaliser"]["obs"]  # pyright: ignore[reportPrivateUsage]
+    expected = (plain.seen[0] - state["mean"]) / np.sqrt(np.array(state["variance"]) + 1e-8)
+    assert scaled.seen[0] == pytest.approx(expected, abs=1e-5)
+    assert torch.equal(found, evaluated(env_worker(CARTPOLE), group=0))
+
+
+def returns_of(server: str) -> list[float]:
+    """Of an evaluation before training, and of one after it."""
+    graph = build(env_evaluate_step, cfg=EnvEvaluation(num_episodes=2))
+    placement = placed(server, 1)
+    also = {"evaluate": Program(graph, follow(graph, GRAPH, placement))}
+    with Engine(
+        GRAPH, placement, workers=workers(), executor=InProcess(), seed=3, also=also
+    ) as engine:
+        (before,) = engine.run(SOURCES, 1, program="evaluate")
+        list(engine.run(SOURCES, 4))
+        (after,) = engine.run(SOURCES, 1, program="evaluate")
+    return [step.metrics["env.evaluate/episode_return"] for step in (before, after)]
+
+
+@pytest.fixture(scope="module")
+def inline() -> list[float]:
+    return returns_of("inline")
+
+
+@pytest.mark.parametrize("server", ["decoupled", "main", "policy"])
+def test_the_newest_weights_act_wherever_acting_happens(server: str, inline: list[float]) -> None:
+    assert inline[0] != inline[1]
+    assert returns_of(server) == inline

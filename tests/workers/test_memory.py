@@ -81,6 +81,31 @@ def test_numpy_says_what_torch_says(features: int, units: int, envs: int, seed: 
         assert state == pytest.approx(expected.numpy(), abs=1e-6)
 
 
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(0, 99))
+def test_unrolled_it_is_torchs_unit_with_its_gradient(
+    rows: int, length: int, units: int, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    memory = Memory(3, units, random).double()
+    obs = torch.randn(rows, length, 3, generator=random).double().requires_grad_()
+    state = torch.randn(rows, units, generator=random).double()
+    mask = torch.rand(rows, length, generator=random) < 0.6
+    weigh = torch.randn(rows, length, 3 + units, generator=random).double()
+
+    steps, held = list[torch.Tensor](), state
+    for t in range(length):
+        held = memory.cell(obs[:, t], held * mask[:, t - 1, None] if t else held)
+        steps.append(torch.cat([obs[:, t], held], dim=-1))
+    expected = torch.stack(steps, dim=1)
+    found = memory.beside(obs, state, mask)
+    assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
+    inputs = [obs, *memory.parameters()]
+    theirs = torch.autograd.grad((expected * weigh).sum(), inputs)
+    ours = torch.autograd.grad((found * weigh).sum(), inputs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
 @ENVS
 def test_what_was_done_is_evaluated_as_it_was_done(env: EnvSpec) -> None:
     """Over rows with ends of episodes, which begin within episodes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -130,7 +131,10 @@ class EnvSpec:
         )
 
     def _vectorized(self) -> bool:
-        known = gym.spec(self.id).vector_entry_point is not None
+        module, _, name = self.id.rpartition(":")
+        if module:
+            import_module(module)  # which registers it
+        known = gym.spec(name).vector_entry_point is not None
         if self.vectorized and (not known or self.masked):
             raise ConfigError(
                 f"environment '{self.id}' has no vectorized form"

@@ -56,6 +56,12 @@ def test_an_episode_that_ends_with_a_rollout_is_reset_in_the_next() -> None:
     assert second.obs[0, :, 0].tolist() == [3, 0, 1]
 
 
+def test_an_environment_may_come_with_the_module_that_registers_it() -> None:
+    named = EnvSpec(id="toys:toys/Counting-v0")
+    traj = roll(env_worker(named), 0, num_envs=1, group_size=1, horizon=3)
+    assert traj.obs[0, :, 0].tolist() == [0, 1, 2]
+
+
 def test_time_limits_truncate() -> None:
     limited = EnvSpec(id="toys/Counting-v0", options={"length": 3, "truncates": True})
     traj = roll(env_worker(limited), 0, num_envs=1, group_size=1, horizon=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,18 @@ def test_an_episode_that_ends_with_a_rollout_is_reset_in_the_next() -> None:
     assert second.obs[0, :, 0].tolist() == [3, 0, 1]
 
 
-def test_an_environment_may_come_with_the_module_that_registers_it() -> None:
-    named = EnvSpec(id="toys:toys/Counting-v0")
-    traj = roll(env_worker(named), 0, num_envs=1, group_size=1, horizon=3)
-    assert traj.obs[0, :, 0].tolist() == [0, 1, 2]
+def test_an_environment_may_come_with_the_module_that_registers_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+        import gymnasium as gym
+        from gymnasium.envs.classic_control.cartpole import CartPoleEnv
+        gym.register("OwnCartPole-v0", CartPoleEnv, max_episode_steps=500)
+    """
+    (tmp_path / "own_cartpole.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(tmp_path)
+    own = roll(env_worker(EnvSpec(id="own_cartpole:OwnCartPole-v0")), 0)
+    assert equal(own, roll(env_worker(SINGLE), 0))
 
 
 def test_time_limits_truncate() -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from ..algorithms.value_transforms import two_hot_value, value_bins
 from ..dataflow.ranges import check_range
 from .memory import Memory
 
-__all__ = ["ActorCriticNetwork", "HasSpaces", "PerceptronSpec", "perceptron"]
+__all__ = ["ActorCriticNetwork", "HasSpaces", "PerceptronSpec", "perceptron", "save_network"]
 
 
 class HasSpaces(Protocol):
@@ -121,14 +122,25 @@ class ActorCriticNetwork(nn.Module):
 
     def save_pretrained(self, folder: Path) -> None:
         """Write `config.json` and `model.safetensors`."""
-        from .weights import write_tensors
+        more = {"num_features": self.num_features, "actions": asdict(self.actions)}
+        save_network(folder, self, "perceptron_actor_critic", self.spec, more)
 
-        folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(folder / "model.safetensors", self.state_dict())
-        config = {
-            "model_type": "perceptron_actor_critic",
-            **asdict(self.spec),
-            "num_features": self.num_features,
-            "actions": asdict(self.actions),
-        }
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+def save_network(
+    folder: Path, network: nn.Module, model_type: str, spec: PerceptronSpec, more: Mapping[str, Any]
+) -> None:
+    """Write `config.json` and `model.safetensors` of a network made of perceptrons.
+
+    Args:
+        folder: Made if it is not there.
+        network: Its weights, by the names they have in it.
+        model_type: What the configuration calls it.
+        spec: Its layers.
+        more: What else must be known to make it: numbers of what it sees and says.
+    """
+    from .weights import write_tensors
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / "model.safetensors", network.state_dict())
+    config = {"model_type": model_type, **asdict(spec), **more}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

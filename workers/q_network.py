@@ -6,7 +6,8 @@ acts by a version of the weights explores as that version does, wherever it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from ..dataflow.errors import ConfigError
 from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss, Metric
 from ..dataflow.worker import WorkerContext
-from .actor_network import PerceptronSpec, perceptron
+from .actor_network import PerceptronSpec, perceptron, save_network
 from .envs.spec import EnvSpec
 from .memory import refuse_memory
 from .numpy_actor import NumpyActor
@@ -101,7 +102,7 @@ class TorchQNetwork(TorchWorker, QNetwork):
     def __init__(
         self, spec: QNetworkSpec, context: WorkerContext, num_features: int, actions: ActionSpace
     ) -> None:
-        self.spec = spec
+        self.spec, self.num_features, self.actions = spec, num_features, actions
         self.module = _Network(spec, num_features, actions.sizes[0]).to(context.device)
         network: Any = _FlatNetwork(self.module)
         super().__init__(context, network, spec.optimizer, micro_batch_tokens=1 << 16)
@@ -162,3 +163,9 @@ class TorchQNetwork(TorchWorker, QNetwork):
         if due:
             take_over(self, leader, share=share)
         return TrainMetrics({"followed": Metric.mean(float(due), 1.0)})
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write `config.json` and `model.safetensors` (only rank 0 does)."""
+        if self.context.rank == 0:
+            more = {"num_features": self.num_features, "actions": asdict(self.actions)}
+            save_network(folder, self.module, "perceptron_q_network", self.spec.network, more)

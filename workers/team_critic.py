@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from ..algorithms.roles import TrainMetrics, ValueOutput
 from ..algorithms.team_roles import TeamCritic
 from ..dataflow.role import Loss
 from ..dataflow.worker import WorkerContext
-from .actor_network import PerceptronSpec, perceptron
+from .actor_network import PerceptronSpec, perceptron, save_network
 from .envs.spec import EnvSpec
 from .memory import refuse_memory
 from .optimizer import OptimizerSpec
@@ -64,6 +65,7 @@ class TorchTeamCritic(TorchWorker, TeamCritic):
     """See `TeamCriticSpec`."""
 
     def __init__(self, spec: TeamCriticSpec, context: WorkerContext) -> None:
+        self.spec = spec
         self.module = _Network(spec).to(context.device)
         self.module.flat = FlatParameters(self.module)
         network: Any = self.module
@@ -83,3 +85,10 @@ class TorchTeamCritic(TorchWorker, TeamCritic):
             return ValueOutput(value=self.module.value(rows.obs[:, 0])[:, None])
 
         return self._train(forward, loss, single_steps(batch), epochs, num_minibatches)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write `config.json` and `model.safetensors` (only rank 0 does)."""
+        if self.context.rank == 0:
+            env = self.spec.env
+            more = {"num_features": env.spaces()[0], "num_agents": env.num_agents}
+            save_network(folder, self.module, "perceptron_team_critic", self.spec.network, more)

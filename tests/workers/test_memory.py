@@ -12,7 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.algorithms.env_losses import ActorCriticLoss
-from penstock.algorithms.env_roles import ActorCritic, ActorCriticBatch, Trajectories
+from penstock.algorithms.env_roles import ActorCritic, ActorCriticBatch, Trajectories, Values
+from penstock.algorithms.env_updates import actor_critic_batch
+from penstock.algorithms.returns import GaeTargets
 from penstock.dataflow.context import call_scope
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.serving import Holdings, Served
@@ -165,17 +167,8 @@ def test_rows_are_seen_alike_in_any_company() -> None:
 def batch_of(traj: Trajectories) -> ActorCriticBatch:
     random = torch.Generator().manual_seed(1)
     advantage, old, target = torch.randn((3, *traj.mask.shape), generator=random)
-    return ActorCriticBatch(
-        obs=traj.obs,
-        action=traj.action,
-        action_mask=traj.action_mask,
-        mask=traj.mask,
-        memory=traj.memory,
-        behavior_logprob=traj.behavior_logprob,
-        advantage=advantage,
-        old_value=old,
-        value_target=target,
-    )
+    values = Values(value=old, bootstrap_value=old[:, 0])
+    return actor_critic_batch(traj, values, GaeTargets(advantage=advantage, value_target=target))
 
 
 @ENVS

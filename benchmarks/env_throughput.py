@@ -43,6 +43,7 @@ SETTINGS = (
     "algorithm.optimizer.lr=1e-3",
     "executor.num_threads=1",
     "checkpoint_every=1000",
+    "evaluation.num_episodes=0",
 )
 ACTING_ENVS, ACTING_STEPS, REPEATS = 8, 2_000, 7
 

@@ -64,6 +64,7 @@ def summary_of(
         "verifier_errors": outcome.after.errors if outcome.after else None,
         "verifier_timeouts": outcome.after.timeouts if outcome.after else None,
         "samples_per_s": outcome.samples_per_s,
+        "env_steps_per_s": outcome.env_steps_per_s,
         "step_time_s": outcome.step_time_s,
         "predicted_step_time_s": prediction.step_time_s if prediction else None,
         "calibration": prediction.calibration if prediction else None,
@@ -148,6 +149,8 @@ def _summary_line(job: Job, folder: RunFolder, summary: dict[str, Any]) -> str:
             "episodes"
         )
     parts.append(f"{summary['samples_per_s']:.4g} samples/s")
+    if summary["env_steps_per_s"] is not None:
+        parts.append(f"{summary['env_steps_per_s']:.4g} environment steps/s")
     parts.append(f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB")
     parts.append(format_duration(summary["wall_time_s"]))
     return ", ".join(parts)

@@ -46,6 +46,9 @@ MODELS = "models"
 _BEFORE = "before.json"
 """Below a stage's folder: what was measured before its first step."""
 
+_ENV_STEPS = "env_steps"
+"""Of a rollout: the metric that counts steps of environments, those of resets left out."""
+
 _SHOWN = (
     "episode_return",
     "reward/mean",
@@ -69,6 +72,7 @@ class Outcome:
         node_times_s: Node -> how long its busiest rank worked on it, in each of those steps.
         first_step: The step it began at: above 0 if it went on from a checkpoint.
         num_samples: Rows made by those steps.
+        num_env_steps: Steps of environments, or moves of games, taken in them.
         before: What was measured before the first step, if anything is.
         after: And after the last.
         wall_time_s: From the first model built to the last file written.
@@ -80,6 +84,7 @@ class Outcome:
     node_times_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     first_step: int = 0
     num_samples: int = 0
+    num_env_steps: float = 0.0
     before: Measured | None = None
     after: Measured | None = None
     wall_time_s: float = 0.0
@@ -87,8 +92,16 @@ class Outcome:
     @property
     def samples_per_s(self) -> float:
         """Rows made per second of stepping; nan if this process took no step."""
+        return self._per_s(self.num_samples)
+
+    @property
+    def env_steps_per_s(self) -> float | None:
+        """Steps of environments per second of stepping; None if there are none."""
+        return self._per_s(self.num_env_steps) if self.num_env_steps else None
+
+    def _per_s(self, count: float) -> float:
         total_s = sum(self.step_times_s)
-        return self.num_samples / total_s if total_s else float("nan")
+        return count / total_s if total_s else float("nan")
 
     @property
     def step_time_s(self) -> float:
@@ -196,6 +209,7 @@ def _timed(steps: Iterator[StepResult], stage: Stage, outcome: Outcome) -> Itera
         now_s = time.monotonic()
         outcome.step_times_s.append(now_s - mark_s)
         outcome.num_samples += num_samples(stage, result)
+        outcome.num_env_steps += num_env_steps(result)
         for node, seconds in node_seconds(result.spans).items():
             outcome.node_times_s.setdefault(node, []).append(seconds)
         yield result
@@ -208,6 +222,11 @@ def num_samples(stage: Stage, result: StepResult) -> int:
     if rollouts:
         return sum(result.num_rows.get(name, 0) for name in rollouts)
     return sum(stage.config.per_step.values())
+
+
+def num_env_steps(result: StepResult) -> float:
+    """Steps of environments, or moves of games, that a step's rollouts counted."""
+    return sum(value for name, value in result.metrics.items() if name.endswith(f"/{_ENV_STEPS}"))
 
 
 class _Logs:
@@ -232,7 +251,7 @@ class _Logs:
 
     def write(self, result: StepResult, outcome: Outcome) -> None:
         """Write one step everywhere."""
-        samples = num_samples(self._stage, result)
+        samples, env_steps = num_samples(self._stage, result), num_env_steps(result)
         took_s = outcome.step_times_s[-1]
         values = {
             **result.metrics,
@@ -241,6 +260,8 @@ class _Logs:
             "run/controller_bytes": float(result.controller_bytes),
             "run/lag_max": float(max((lag for lag, _ in result.lag), default=0)),
         }
+        if env_steps:
+            values["run/env_steps_per_s"] = env_steps / took_s if took_s else 0.0
         for log in self._numbers:
             log.write(result.step, values)
         self._trace.write(result.spans)
@@ -311,6 +332,7 @@ def _write_stage_summary(stage: Stage, home: RunFolder, outcome: Outcome) -> Non
             "weights_sha256": outcome.weights_sha256,
             "roles_sha256": outcome.roles_sha256,
             "samples_per_s": outcome.samples_per_s,
+            "env_steps_per_s": outcome.env_steps_per_s,
             "step_time_s": outcome.step_time_s,
         }
     )

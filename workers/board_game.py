@@ -137,8 +137,8 @@ class BoardGameWorker(BoardGame):
     """See `BoardSpec`.
 
     Attributes:
-        metrics: Of the last call: shares of games that the first and the second player won, and
-            how many moves a game took.
+        metrics: Of the last call: shares of games that the first and the second player won, how
+            many moves a game took, and how many all of them (`env_steps`).
     """
 
     def __init__(self, spec: BoardSpec, context: WorkerContext) -> None:
@@ -226,6 +226,7 @@ class BoardGameWorker(BoardGame):
                 "second_wins": Metric.mean(wins[1], count),
                 "num_moves": Metric.mean(float(found["mask"].sum()), count),
                 "games": Metric.sum(count),
+                "env_steps": Metric.sum(float(found["mask"].sum())),
             },
         )
 

@@ -13,6 +13,7 @@ from penstock.launch.app import compose
 from penstock.launch.build_workers import worker_specs
 from penstock.launch.compose import run_config
 from penstock.launch.job import Job, prepare
+from penstock.launch.metrics import read_metrics
 
 from .conftest import Penstock
 
@@ -111,6 +112,9 @@ def test_a_game_is_learnt_from_the_command_line(penstock: Penstock, tmp_path: Pa
     assert sorted(summary["roles_sha256"]) == ["first", "second"]
     assert summary["roles_sha256"]["first"] != summary["roles_sha256"]["second"]
     assert (summary["num_episodes"], summary["episode_return_after"]) == (0, {})
+    rows = read_metrics(summary["run"] / "metrics.jsonl")
+    for row in rows:  # a game takes 5 to 9 moves
+        assert 5 <= row["run/env_steps_per_s"] / row["run/samples_per_s"] * 2 <= 9
     assert (summary["run"] / "models" / "second" / "model.safetensors").is_file()
 
 
@@ -140,4 +144,6 @@ def test_returns_are_measured_said_and_written_and_change_nothing(
     assert kept["episode_return"] == {"actor": before}
     assert kept["metrics"]["actor/env.evaluate/episode_length"] == before
     assert without["episode_return_after"] == {}
+    steps = [row["env.rollout/env_steps"] for row in read_metrics(found["run"] / "metrics.jsonl")]
+    assert found["env_steps_per_s"] / found["samples_per_s"] == pytest.approx(sum(steps) / 8)
     assert found["weights_sha256"] == without["weights_sha256"]

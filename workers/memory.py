@@ -38,8 +38,8 @@ def refuse_memory(units: int, who: str, why: str) -> None:
     if units:
         raise ConfigError(
             f"{who} cannot have a memory (of {units} units): {why}\n"
-            "    leave out model.architecture.memory; env_ppo, a2c, impala and self_play learn "
-            "with one"
+            "    leave out model.architecture.memory; env_ppo, a2c, impala, self_play and "
+            "population learn with one"
         )
 
 

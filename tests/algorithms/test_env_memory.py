@@ -87,8 +87,8 @@ def test_who_cannot_remember_refuses(name: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         configured(name, "model.architecture.memory=8")
     assert str(caught.value) == (
-        f"{said}\n    leave out model.architecture.memory; env_ppo, a2c, impala and self_play "
-        "learn with one"
+        f"{said}\n    leave out model.architecture.memory; env_ppo, a2c, impala, self_play and "
+        "population learn with one"
     )
 
 

@@ -151,7 +151,8 @@ def task_spec(kind: str, **options: Any) -> TaskSpec:
     """The spec of a registered kind with its options.
 
     Raises:
-        ConfigError: If the kind or an option is unknown, or a needed option is missing.
+        ConfigError: If the kind or an option is unknown, a needed option is missing, or a value is
+            out of range.
     """
     if kind not in _KINDS:
         raise ConfigError(
@@ -169,7 +170,7 @@ def task_spec(kind: str, **options: Any) -> TaskSpec:
             )
     try:
         return spec_class(**options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"a '{kind}' task cannot be made: {error}") from error
 
 

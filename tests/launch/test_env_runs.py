@@ -77,6 +77,16 @@ def test_a_language_model_can_begin_elsewhere_too() -> None:
             "    raise algorithm.per_step.rows, or set task.group_size to 4 or less",
         ),
         (
+            (*PPO, "task.id=CartPool-v1"),
+            "environment 'CartPool-v1' cannot be made: Environment `CartPool` doesn't exist. Did "
+            "you mean: `CartPole`?",
+        ),
+        (
+            (*PPO, "task.vectorized=true", "task.backend=envpool"),
+            "a 'gymnasium' task cannot be made: backend is envpool, which steps groups in a way of "
+            "its own and has no teams; leave out vectorized and num_agents, or the backend",
+        ),
+        (
             ("algorithm=self_play", "task=cartpole", *MLP),
             "self_play plays a game, and the task is none (EnvTaskSpec)\n"
             "    choose one: task=tic_tac_toe or task=connect_four",
@@ -103,6 +113,7 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     found = penstock("run", *words)
     assert (found.code, found.err) == (2, f"penstock: {said}\n")
+    assert not Path("runs").exists()
 
 
 @pytest.mark.slow

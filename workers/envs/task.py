@@ -39,7 +39,12 @@ class EnvTaskSpec(EnvSpec):
         return EnvSpec(**fields)
 
     def build(self) -> EnvTask:
-        """The task."""
+        """The task.
+
+        Raises:
+            ConfigError: If there is no such environment, or no actor can act in it.
+        """
+        self.spaces()
         return EnvTask(self.id, self)
 
 

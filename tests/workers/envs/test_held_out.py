@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,16 @@ def test_they_are_other_episodes_than_those_of_rollouts() -> None:
     traj = roll(worker, 0)
     evaluated(worker, actor=actor)
     assert not np.isin(actor.seen[0], traj.obs.numpy()).any()
+
+
+def test_after_a_resume_they_are_the_same(tmp_path: Path) -> None:
+    worker, resumed, seen = env_worker(SCALED), env_worker(SCALED), [Notes(), Notes()]
+    roll(worker, 0, horizon=50)
+    worker.save_state(tmp_path)
+    resumed.load_state(tmp_path)
+    for one, notes in zip((worker, resumed), seen, strict=True):
+        evaluated(one, actor=notes)
+    assert np.array_equal(np.concatenate(seen[0].seen), np.concatenate(seen[1].seen))
 
 
 def test_it_does_not_matter_which_worker_plays_which_group() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from algorithm_functions import MODULES, function_page, function_table
 from algorithm_sizes import CONFIGS, NAMES, RELATIVES, Algorithm, algorithm, difference
-from penstock.algorithms import losses, multiplier, pair_losses
+from penstock.algorithms import kl_controller, losses, multiplier, pair_losses
 from penstock.algorithms.rollout_correction import RolloutCorrection
 from penstock.configs.key_docs import key_docs
 from penstock.configs.reference import as_yaml
@@ -40,8 +40,8 @@ FAMILIES: dict[str, list[str]] = {
         "cgpo", "crraft",
     ],
     "With a critic": [
-        "ppo", "safe_rlhf", "ma_rlhf", "pf_ppo", "decoupled_ppo", "salsa", "ensemble_ppo",
-        "process_ppo", "a_lol",
+        "ppo", "adaptive_ppo", "safe_rlhf", "ma_rlhf", "pf_ppo", "decoupled_ppo", "salsa",
+        "ensemble_ppo", "process_ppo", "a_lol",
     ],
     "Preferences and supervision": [
         "sft", "dpo", "dpo_norm", "ipo", "kto", "online_dpo", "codpo", "reward_modelling",
@@ -49,6 +49,12 @@ FAMILIES: dict[str, list[str]] = {
     ],
     "Environments": ["env_ppo", "a2c", "impala", "mappo", "self_play", "population", "dqn"],
 }  # fmt: skip
+
+_OF_CONTROLLERS = {
+    "update": ["multiplier", "recent_cost"],
+    "follow": ["kl_coef", "observed_kl"],
+}
+"""Metrics of what is adjusted by a rule instead of a loss, by method."""
 
 _BLOCK = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 _NEW_PAGE = """# {title}
@@ -233,7 +239,7 @@ def metric_names(node: Node) -> list[str]:
     arguments = dict(node.arguments)
     loss, batch = arguments.get("loss"), arguments.get("batch")
     if not isinstance(loss, Constant) or not isinstance(batch, TableArgument):
-        return ["multiplier", "recent_cost"] if node.method == "update" else []
+        return _OF_CONTROLLERS.get(node.method or "", [])
     columns = batch.table(**{name: _column(name, spec) for name, spec in _specs(batch.table)})
     zeros = torch.zeros(2, 3)
     entropy = zeros if loss.value.needs_entropy else None
@@ -264,7 +270,8 @@ def _meanings(node: Node) -> dict[str, str]:
     found: dict[str, str] = {}
     loss = dict(node.arguments).get("loss")
     own = inspect.getdoc(type(loss.value)) if isinstance(loss, Constant) else None
-    for text in (losses.__doc__, pair_losses.__doc__, multiplier.__doc__, own):
+    modules = (losses, pair_losses, multiplier, kl_controller)
+    for text in (*(module.__doc__ for module in modules), own):
         flat = re.sub(r"\n  +", " ", text or "")
         for line in re.findall(r"^- (.*)$", flat, re.MULTILINE):
             for names, meaning in re.findall(r"(`\w+`(?:, `\w+`)*): (.*?)(?:\.$|; (?=`)|$)", line):

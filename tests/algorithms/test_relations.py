@@ -38,9 +38,9 @@ def test_many_algorithms_have_a_kl_to_a_reference() -> None:
     assert {"ppo", "rloo", "remax", "reinforce_pp", "p3o", "rebel", "safe_rlhf"} <= {*WITH_KL}
 
 
-@pytest.mark.parametrize("name", sorted({*WITH_KL} - {"reference_grpo"}))
+@pytest.mark.parametrize("name", sorted({*WITH_KL} - {"reference_grpo", "adaptive_ppo"}))
 def test_without_a_kl_there_is_no_reference(name: str) -> None:
-    """Of `reference_grpo` without a KL one says `grpo`; it refuses."""
+    """Of `reference_grpo` without a KL one says `grpo`, of `adaptive_ppo` `ppo`; they refuse."""
     assert "ref" in record(composed(name).algorithm, "algorithm").roles
     graph = record(composed(name, "algorithm.cfg.kl_coef=0.0").algorithm, "algorithm")
     assert "ref" not in graph.roles

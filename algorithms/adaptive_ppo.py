@@ -1,0 +1,67 @@
+"""PPO whose KL coefficient follows the KL, as the first PPO on language models had it.
+
+Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, section 2.2: a
+controller raises the coefficient while responses are further from the reference than a target, and
+lowers it while they are closer. All else is PPO's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .kl import response_kl
+from .kl_controller import KLController, KLTarget, less_priced_kl
+from .ppo import PPO
+from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
+from .updates import train_policy
+
+__all__ = ["AdaptivePPO", "adaptive_ppo_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptivePPO(PPO):
+    """Options of PPO with an adaptive KL coefficient."""
+
+    kl_coef: float = 0.15
+    """Reward taken per nat of KL to the reference, in the first step."""
+    kl_target: KLTarget = KLTarget()
+    """How the coefficient is adapted."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.kl_coef:
+            raise ValueError("kl_coef is 0, which stays 0 however it is adapted; use ppo_step")
+
+
+def adaptive_ppo_step(
+    prompts: Prompts,
+    actor: Policy,
+    critic: ValueModel,
+    ref: Policy,
+    reward: Reward,
+    controller: KLController,
+    cfg: AdaptivePPO,
+) -> tuple[TrainMetrics, TrainMetrics, TrainMetrics, PerSample]:
+    """As `ppo_step`, with this step's coefficient, which then moves; reports the KL as well."""
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    roll, states = cfg.judged(roll)
+    value = critic.value(roll.tokens, states)
+    ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    kl = response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob)
+    shaped = less_priced_kl(
+        cfg.token_reward(roll, score, None),
+        roll.mask,
+        logprob=roll.behavior_logprob,
+        ref_logprob=ref_logprob,
+        kl_coef=controller.coefficient(kl, cfg.kl_coef),
+        kl_estimator=cfg.kl_estimator,
+    )
+    target = cfg.targets(roll, states, reward=shaped, value=value)
+    advantage = cfg.scaled(target.advantage, roll.mask)
+    return (
+        train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
+        cfg.train_critic(critic, roll, states, value=value, target=target.value_target),
+        controller.follow(kl, cfg.kl_coef, cfg.kl_target),
+        kl,
+    )

@@ -133,7 +133,8 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
     with engine, _logs(job, stage, home, first_step) as logs:
         if evaluator is not None:
             outcome.before = _before(home, evaluator, engine)
-            logs.note(0, outcome.before)
+            if not first_step:
+                logs.note(0, outcome.before)
         steps = engine.run(
             job.sources[stage.name],
             stage.config.num_steps,

@@ -18,7 +18,7 @@ from penstock.launch.metrics import read_metrics
 from .conftest import Penstock
 
 MLP = ("model=mlp", "tracker=none")
-PPO = ("algorithm=env_ppo", "task=cartpole", *MLP, "algorithm.num_steps=2")
+PPO = ("algorithm=env_ppo", "task=cartpole", "model=mlp", "algorithm.num_steps=2")
 SELF_PLAY = ("algorithm=self_play", "task=tic_tac_toe", *MLP, "algorithm.per_step.rows=8")
 POPULATION = ("algorithm=population", "task=cartpole", *MLP, "algorithm.cfg.learning.horizon=16")
 
@@ -39,6 +39,14 @@ def finished(penstock: Penstock, folder: Path, *words: str) -> dict[str, Any]:
     assert said.code == 0, said.err
     (summary,) = folder.glob("*/summary.json")
     return {**json.loads(summary.read_text()), "said": said.err, "run": summary.parent}
+
+
+def noted(folder: Path) -> dict[int, float]:
+    """Steps and returns of an actor in TensorBoard's files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events: Any = EventAccumulator(str(folder)).Reload()
+    return {event.step: event.value for event in events.Scalars("evaluation/actor/return")}
 
 
 def test_players_begin_with_different_weights_and_play_the_tasks_game() -> None:
@@ -154,6 +162,7 @@ def test_returns_are_measured_said_and_written_and_change_nothing(
     kept = json.loads((found["run"] / "before.json").read_text())
     assert kept["episode_return"] == {"actor": before}
     assert kept["metrics"]["actor/env.evaluate/episode_length"] == before
+    assert noted(found["run"] / "tensorboard") == pytest.approx({0: before, 2: after})
     assert without["episode_return_after"] == {}
     steps = [row["env.rollout/env_steps"] for row in read_metrics(found["run"] / "metrics.jsonl")]
     assert found["env_steps_per_s"] / found["samples_per_s"] == pytest.approx(sum(steps) / 8)

@@ -27,6 +27,7 @@ from .actor_network import PerceptronSpec, perceptron, save_network
 from .envs.spec import EnvSpec
 from .memory import refuse_memory
 from .numpy_actor import NumpyActor
+from .on_host import OnHost
 from .optimizer import OptimizerSpec
 from .succession import take_over
 from .torch_worker import TorchWorker
@@ -106,9 +107,8 @@ class TorchQNetwork(TorchWorker, QNetwork):
         self.module = _Network(spec, num_features, actions.sizes[0]).to(context.device)
         network: Any = _FlatNetwork(self.module)
         super().__init__(context, network, spec.optimizer, micro_batch_tokens=1 << 16)
-        self._numpy = None
-        if self.device.type == "cpu":
-            self._numpy = NumpyActor(self.module.layers, actions, None)
+        self._on_host = OnHost(self.module, self.network.flat)
+        self._numpy = NumpyActor(self._on_host.module.layers, actions, None)
 
     def act(
         self,
@@ -119,15 +119,19 @@ class TorchQNetwork(TorchWorker, QNetwork):
     ) -> Acts:
         """See `Actor.act`: one number decides whether a choice is random, and which one then."""
         del action_mask, memory
-        if self._numpy is None:
-            raise NotImplementedError("acting needs the weights in host memory")
+        self._on_host.follow()
         value = self._numpy.outputs(obs)
         count, best = value.shape[1], value.argmax(axis=1)
-        epsilon, uniform = float(self.module.epsilon), noise[:, 0]
+        epsilon, uniform = float(self._on_host.module.epsilon), noise[:, 0]
         drawn = np.minimum(uniform / max(epsilon, 1e-12) * count, count - 1).astype(np.int64)
         choice = np.where(uniform < epsilon, drawn, best)
         probability = epsilon / count + (1 - epsilon) * (choice == best)
         return Acts(choice[:, None].astype(np.float32), np.log(probability).astype(np.float32))
+
+    def weights_changed(self) -> None:
+        """See `TorchWorker.weights_changed`."""
+        super().weights_changed()
+        self._on_host.is_stale = True
 
     def best(self, obs: Tensor) -> Tensor:
         """See `QNetwork.best`."""
@@ -152,6 +156,7 @@ class TorchQNetwork(TorchWorker, QNetwork):
             del needs_entropy
             return ValueOutput(value=self._value(rows.obs, rows.action))
 
+        self._on_host.is_stale = True
         found = self._train(forward, loss, batch, epochs, num_minibatches)
         epsilon = self.spec.epsilon(self._trainer.calls if self._trainer else 0)
         self.module.epsilon.data.fill_(epsilon)

@@ -31,6 +31,7 @@ from ..dataflow.worker import WorkerContext
 from .actor_network import ActorCriticNetwork, HasSpaces, PerceptronSpec
 from .memory import NumpyMemory
 from .numpy_actor import NumpyActor
+from .on_host import OnHost
 from .optimizer import OptimizerSpec
 from .sampling import stream_generator
 from .single_steps import single_steps, state_values
@@ -81,10 +82,10 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         self.module = ActorCriticNetwork(spec.network, num_features, actions).to(context.device)
         network: Any = _FlatNetwork(self.module)
         super().__init__(context, network, spec.optimizer, spec.micro_batch_steps)
-        self._numpy = None
-        if self.device.type == "cpu":
-            memory = None if self.module.memory is None else NumpyMemory(self.module.memory)
-            self._numpy = NumpyActor(self.module.actor, actions, self.module.log_std, memory)
+        self._on_host = OnHost(self.module, self.network.flat)
+        acting = self._on_host.module
+        memory = None if acting.memory is None else NumpyMemory(acting.memory)
+        self._numpy = NumpyActor(acting.actor, actions, acting.log_std, memory)
 
     def act(
         self,
@@ -94,15 +95,20 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         memory: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`."""
-        if self._numpy is None:
-            raise NotImplementedError("acting needs the weights in host memory")
+        self._on_host.follow()
         return self._numpy.act(obs, noise, action_mask, memory)
 
     def answer_all(self, method: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Acts]:
         """See `Gathers`: what is waiting for actions is computed together."""
-        if self._numpy is None or method != "act":
+        if method != "act":
             return [getattr(self, method)(*arguments) for arguments in calls]
+        self._on_host.follow()
         return self._numpy.act_all(calls)
+
+    def weights_changed(self) -> None:
+        """See `TorchWorker.weights_changed`."""
+        super().weights_changed()
+        self._on_host.is_stale = True
 
     def evaluate(
         self,
@@ -158,6 +164,7 @@ class TorchActorCritic(TorchWorker, ActorCritic):
     ) -> TrainMetrics:
         """See `ActorCritic.train`. Every step is a row of its own if nothing is remembered."""
         rows = single_steps(batch) if self.module.memory is None else batch
+        self._on_host.is_stale = True
         return self._train(self._forward, loss, rows, epochs, num_minibatches)
 
     def inherit(

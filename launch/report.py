@@ -19,6 +19,7 @@ __all__ = ["summary_of", "write_report"]
 
 _CURVES = (
     ("episode_return", "episode return"),
+    ("first_wins", "share of games that who begins has won"),
     ("reward/mean", "mean reward"),
     ("accuracy", "accuracy"),
     ("cross_entropy", "cross-entropy, nats"),

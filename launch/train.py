@@ -51,6 +51,8 @@ _ENV_STEPS = "env_steps"
 
 _SHOWN = (
     "episode_return",
+    "first_wins",
+    "second_wins",
     "reward/mean",
     "cross_entropy",
     "accuracy",

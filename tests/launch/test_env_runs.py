@@ -131,6 +131,7 @@ def test_a_game_is_learnt_from_the_command_line(penstock: Penstock, tmp_path: Pa
     assert sorted(summary["roles_sha256"]) == ["first", "second"]
     assert summary["roles_sha256"]["first"] != summary["roles_sha256"]["second"]
     assert (summary["num_episodes"], summary["episode_return_after"]) == (0, {})
+    assert "share of games" in (summary["run"] / "curve.svg").read_text()
     rows = read_metrics(summary["run"] / "metrics.jsonl")
     for row in rows:  # a game takes 5 to 9 moves
         assert 5 <= row["run/env_steps_per_s"] / row["run/samples_per_s"] * 2 <= 9

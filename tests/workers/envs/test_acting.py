@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
 from penstock.dataflow.engine import Engine, StepResult
 from penstock.dataflow.errors import WorkerError
@@ -33,6 +34,7 @@ from penstock.workers.envs.worker import EnvWorkerSpec
 from penstock.workers.optimizer import OptimizerSpec
 from penstock.workers.ray_executor import RayExecutor, connect_ray, shutdown_ray
 from penstock.workers.torch_actor_critic import TorchActorCriticSpec
+from safetensors.torch import load_file
 
 CFG = EnvPPO(horizon=16, epochs=2, num_minibatches=2)
 GRAPH = build(env_ppo_step, cfg=CFG)
@@ -112,11 +114,11 @@ def workers(
     }
 
 
-def placed(server: str, num_workers: int) -> Placement:
+def placed(server: str, num_workers: int, num_trainers: int = 1) -> Placement:
     """Acting inline in the only group, decoupled from it, or served by it or by another."""
     acting = {"inline": "main", "decoupled": "acting"}.get(server, "acting")
     served = {"actor": server} if server in ("main", "policy") else {}
-    groups = [DeviceGroup("main")]
+    groups = [DeviceGroup("main", num_trainers)]
     if acting == "acting":
         groups.append(DeviceGroup("acting", num_workers, served=served))
     if server == "policy":
@@ -126,7 +128,7 @@ def placed(server: str, num_workers: int) -> Placement:
         for node in GRAPH.nodes
         if node.name not in (*GRAPH.sources, "env.rollout")
     }
-    return Placement(tuple(groups), nodes, num_chunks=2)
+    return Placement(tuple(groups), nodes, num_chunks=max(2, num_workers))
 
 
 def schedule_of(steps: list[StepResult]) -> tuple[Any, ...]:
@@ -210,6 +212,30 @@ def test_in_processes_of_their_own(
     executor = RayExecutor(num_threads=1)
     options: dict[str, Any] = {"num_workers": num_workers, "ring": 2, "random_s": 0.01}
     assert finish(executor, server, max_lag, **options) == expected[max_lag]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray")
+def test_two_trainers_learn_from_three_workers_what_one_does(tmp_path: Path) -> None:
+    """Gradients of two ranks are added up: the same up to rounding."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, executor, placement in (
+        ("one", InProcess(), placed("inline", 1)),
+        ("several", RayExecutor(num_threads=1), placed("policy", 3, 2)),
+    ):
+        engine = Engine(
+            GRAPH,
+            placement,
+            workers=workers(),
+            schedule=Schedule(max_lag=1, deadline_s=120.0),
+            executor=executor,
+            seed=3,
+        )
+        with engine:
+            assert len(list(engine.run(SOURCES, STEPS))) == STEPS
+            engine.ask("actor", "save_pretrained", tmp_path / name)
+        found[name] = load_file(tmp_path / name / "model.safetensors")
+    torch.testing.assert_close(found["several"], found["one"], atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow

@@ -104,6 +104,12 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     options = asked.plan
     inputs = PlanInputs(config, model_name)
     models = inputs.models(options.models)
+    if not any(models.values()):
+        raise ConfigError(
+            f"'{inputs.graph.name}' has no role with a language model, and the planner knows the "
+            "memory and time of no other\n    place its nodes by hand: placement=PLAN.json, or "
+            "executor.groups and executor.nodes; or say what a role computes: plan.models.ROLE"
+        )
     file = options.calibration
     calibration = None if file is None else Calibration.read(Path(file))
     cluster = cluster_spec(asked.cluster, calibration and calibration.cluster)

@@ -430,3 +430,13 @@ def test_a_group_that_is_given_null(penstock: Penstock) -> None:
     assert refused(penstock, "cluster=null") == (
         "a group was given null; leave it out, or choose an option"
     )
+
+
+def test_a_step_without_language_models_is_not_planned(penstock: Penstock) -> None:
+    said = penstock("plan", "algorithm=env_ppo", "task=cartpole", "model=mlp")
+    assert said.code == 2
+    assert said.err == (
+        "penstock: 'env_ppo' has no role with a language model, and the planner knows the memory "
+        "and time of no other\n    place its nodes by hand: placement=PLAN.json, or "
+        "executor.groups and executor.nodes; or say what a role computes: plan.models.ROLE\n"
+    )

@@ -16,7 +16,7 @@ from typing import ClassVar
 from ..dataflow.ranges import check_range
 from ..dataflow.record import op
 from ..dataflow.role import Role, call
-from .kl import KLEstimator, kl_estimate
+from .kl import KLEstimator, adaptive_kl_coef, kl_estimate
 from .reductions import check_token_columns
 from .roles import PerSample, PerToken, TokenMask, TrainMetrics
 
@@ -37,6 +37,17 @@ class KLTarget:
     def __post_init__(self) -> None:
         check_range(self, "target_kl", "max_change", above=0)
         check_range(self, "horizon", at_least=1)
+
+    def next_coef(self, kl_coef: float, *, observed_kl: float, num_sequences: int) -> float:
+        """The coefficient after a step; see `adaptive_kl_coef`."""
+        return adaptive_kl_coef(
+            kl_coef,
+            observed_kl=observed_kl,
+            target_kl=self.target_kl,
+            num_sequences=num_sequences,
+            horizon=self.horizon,
+            max_change=self.max_change,
+        )
 
 
 class KLController(Role):

@@ -161,7 +161,7 @@ def overlap(spans: Sequence[TaskSpan]) -> float:
 
 def main() -> None:
     """Run all, draw them under each other, and say how they differ."""
-    options = parser(__doc__)
+    options = parser(__doc__ or "")
     options.add_argument("--svg", type=Path, help="where to draw the traces")
     args = options.parse_args()
     mpl.rcParams["svg.hashsalt"] = "penstock"

@@ -20,4 +20,9 @@ class WaitingCartPole(CartPoleEnv):
         return super().step(action)
 
 
-gym.register("WaitingCartPole-v0", WaitingCartPole, max_episode_steps=500)
+def made(**options: Any) -> WaitingCartPole:
+    """One of them."""
+    return WaitingCartPole(**options)
+
+
+gym.register("WaitingCartPole-v0", made, max_episode_steps=500)

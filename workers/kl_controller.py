@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..algorithms.kl import adaptive_kl_coef
 from ..algorithms.kl_controller import KLController, KLTarget
 from ..algorithms.roles import TrainMetrics
 from ..dataflow.role import Metric
@@ -45,13 +44,8 @@ class AdaptiveKL(KLController):
         gathered = self._group.gather(kl.detach().double().cpu().view(torch.int64))
         values = [value for part in gathered for value in part.view(torch.float64).tolist()]
         observed = sum(values) / max(len(values), 1)
-        self._factor = adaptive_kl_coef(
-            self._factor,
-            observed_kl=observed,
-            target_kl=target.target_kl,
-            num_sequences=len(values),
-            horizon=target.horizon,
-            max_change=target.max_change,
+        self._factor = target.next_coef(
+            self._factor, observed_kl=observed, num_sequences=len(values)
         )
         return TrainMetrics(
             {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,12 +75,14 @@ class EnvWorker(Env):
         self._ring = Ring(spec.ring, spec.env.step_limit_s)
         self._live: dict[int, LiveGroup] = {}
         self._saved: dict[int, dict[str, Any]] = {}
+        self._resumed = False
 
     def rollout(self, env: Tensor, group: Tensor, actor: Actor, *, horizon: int) -> Trajectories:
         """See `Env.rollout`.
 
         Raises:
-            StateError: If a step of the run was left out or is done twice.
+            StateError: If a step of the run was left out or is done twice, or the checkpoint that
+                the run goes on from has no such group.
             WorkerError: If an environment fails and cannot be restarted, or the actor gives no
                 numbers; names environment, seed and step.
         """
@@ -157,6 +159,12 @@ class EnvWorker(Env):
     def _group(self, number: int, numbers: list[int]) -> LiveGroup:
         live = self._live.get(number)
         if live is None:
+            if self._resumed and number not in self._saved:
+                raise StateError(
+                    f"the checkpoint has no state of group {number} of role "
+                    f"'{self.context.role}', environments {numbers}; resume with the number of "
+                    "environments and the group size that the run was started with"
+                )
             made = self.spec.env.group(
                 number, numbers, self.context.seed, self.context.role, self._alarm
             )
@@ -179,11 +187,20 @@ class EnvWorker(Env):
         return self._ring.size
 
     def save_state(self, folder: Path) -> None:
-        """Write a file for every group of this rank."""
+        """Write a file for every group of this rank, and for those not asked for since a load.
+
+        All ranks hold the latter, and in one of them such a group may have gone on: its file
+        replaces another, and a file of those that did not go on leaves one that is there alone.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         for number, live in self._live.items():
             state = {"format": _FORMAT, "group": number, **live.state()}
-            (folder / f"group-{number}.json").write_text(json.dumps(state) + "\n")
+            draft = folder / f"group-{number}.draft"
+            draft.write_text(json.dumps(state) + "\n")
+            draft.replace(_file(folder, number))
+        for number, state in self._saved.items():
+            with suppress(FileExistsError), _file(folder, number).open("x") as file:
+                file.write(json.dumps(state) + "\n")
 
     def load_state(self, folder: Path) -> None:
         """Read all groups; each goes on in the rank that is asked for it.
@@ -193,6 +210,7 @@ class EnvWorker(Env):
         """
         self.close()
         self._saved.clear()
+        self._resumed = True
         for file in sorted(folder.glob("group-*.json")):
             state = json.loads(file.read_text())
             if state["format"] != _FORMAT:
@@ -204,6 +222,11 @@ class EnvWorker(Env):
         for live in self._live.values():
             live.close()
         self._live.clear()
+
+
+def _file(folder: Path, number: int) -> Path:
+    """Of a group's state."""
+    return folder / f"group-{number}.json"
 
 
 def _groups(env: list[int], group: list[int]) -> Iterator[tuple[int, list[int]]]:

@@ -150,6 +150,38 @@ def test_an_environment_that_does_not_repeat_itself_is_not_resumed(tmp_path: Pat
         roll(worker, 1)
 
 
+def test_groups_that_nobody_asked_for_stay_in_checkpoints(tmp_path: Path) -> None:
+    long = EnvSpec(id="toys/Counting-v0", options={"length": 100})
+    worker, one, other = (env_worker(long) for _ in range(3))
+    roll(worker, 0, horizon=5)
+    worker.save_state(tmp_path / "first")
+    for rank in (one, other):
+        rank.load_state(tmp_path / "first")
+    roll(other, 1, horizon=5, groups=(1,))
+    for order in ((one, other), (other, one)):
+        folder = tmp_path / str(order.index(one))
+        for rank in order:  # every rank writes to the same folder
+            rank.save_state(folder)
+        last = env_worker(long)
+        last.load_state(folder)
+        assert sorted(file.name for file in folder.iterdir()) == ["group-0.json", "group-1.json"]
+        assert roll(last, 1, groups=(0,)).obs[:, 0, 0].tolist() == [5, 5]
+        assert roll(last, 2, groups=(1,)).obs[:, 0, 0].tolist() == [10, 10]
+
+
+def test_a_group_that_a_checkpoint_lacks_is_not_begun_anew(tmp_path: Path) -> None:
+    worker = env_worker(COUNTING)
+    roll(worker, 0, groups=(0,))
+    worker.save_state(tmp_path)
+    worker.load_state(tmp_path)
+    with pytest.raises(
+        StateError,
+        match=r"^the checkpoint has no state of group 1 of role 'env', environments \[2, 3\]; "
+        "resume with the number of environments and the group size that the run was started with$",
+    ):
+        roll(worker, 1)
+
+
 def test_no_step_may_be_left_out() -> None:
     worker = env_worker(COUNTING)
     roll(worker, 0)

@@ -29,6 +29,7 @@ from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss, Metric
 from ..dataflow.worker import WorkerContext
 from .actor_network import ActorCriticNetwork, HasSpaces, PerceptronSpec
+from .data_parallel import rank_group
 from .memory import NumpyMemory
 from .numpy_actor import NumpyActor
 from .on_host import OnHost
@@ -176,15 +177,35 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         mutation: float = 0.0,
         every: int = 1,
     ) -> TrainMetrics:
-        """See `ActorCritic.inherit`. Moments of the optimizer stay."""
+        """See `ActorCritic.inherit`. Moments of the optimizer stay.
+
+        Raises:
+            WorkerError: If one of the two has no rows that say how fit it is.
+        """
         key = call_key(self.context.role, "inherit")
-        own, its = (float(column.double().mean()) for column in (fitness, rival_fitness))
+        own, its = self._means(fitness, rival_fitness)
         gives_way = (key.step + 1) % every == 0 and its > own
         if gives_way:
             random = stream_generator(self.context.seed, self.context.role, "mutation", key)
             take_over(self, rival, mutation=mutation, random=random)
         replaced = Metric.mean(float(gives_way), 1.0)
         return TrainMetrics({"fitness": Metric.mean(own, 1.0), "replaced": replaced})
+
+    def _means(self, *columns_: Tensor) -> list[float]:
+        """Of columns f32[rows], over all ranks: each of them must come to the same decision."""
+        sums = torch.tensor(
+            [[float(column.double().sum()), len(column)] for column in columns_],
+            dtype=torch.float64,
+            device=self.device,
+        )
+        table: list[list[float]] = rank_group(self.context, self.device).sum_(sums).tolist()
+        if not all(rows for _, rows in table):
+            raise WorkerError(
+                f"'{self.context.role}.inherit' compares two that have both acted, and was given "
+                f"{' and '.join(f'{rows:g}' for _, rows in table)} rows of fitness; raise the "
+                "number of rows, or lower the rows of a group"
+            )
+        return [total / rows for total, rows in table]
 
     def _forward(self, rows: Any, needs_entropy: bool) -> ActorCriticOutput:
         shape, net = rows.mask.shape, self.module.memory

@@ -176,3 +176,13 @@ def test_only_workers_with_weights_have_heirs() -> None:
     one, _ = members()
     with pytest.raises(WorkerError, match="'first' was to take over weights of a Role, which"):
         take_over(one, Role())
+
+
+def test_fitness_of_nobody_is_refused() -> None:
+    one, other = members()
+    with pytest.raises(WorkerError) as caught, step_scope(0):
+        one.inherit(other, fitness=torch.ones(2), rival_fitness=torch.ones(0))
+    assert str(caught.value) == (
+        "'first.inherit' compares two that have both acted, and was given 2 and 0 rows of fitness; "
+        "raise the number of rows, or lower the rows of a group"
+    )

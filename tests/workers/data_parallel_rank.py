@@ -5,24 +5,60 @@ SPLIT is how many of the batch's prompts rank 0 holds. Writes its tokens and wei
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from penstock.algorithms.env_roles import ActionSpace
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss
 from penstock.algorithms.roles import PairBatch, Sampling
 from penstock.dataflow.context import call_scope
 from penstock.dataflow.worker import WorkerContext
+from penstock.workers.actor_network import PerceptronSpec
 from penstock.workers.model import ModelSpec
 from penstock.workers.optimizer import OptimizerSpec
+from penstock.workers.torch_actor_critic import TorchActorCriticSpec
 from penstock.workers.torch_reward import TorchRewardModelSpec
+from torch import Tensor
 from torch_models import architecture, make_policy, make_prompts, to_batch
 
 NUM_PROMPTS = 6
 SAMPLING = Sampling(num_samples=4, max_new_tokens=12)
+
+
+class Nowhere:
+    """Something to act in."""
+
+    def spaces(self) -> tuple[int, ActionSpace]:
+        return 3, ActionSpace("discrete", sizes=(2,))
+
+
+def selected(context: WorkerContext, part: slice) -> Mapping[str, Tensor]:
+    """Weights and metrics of two members after each has been compared with the other.
+
+    The first one is fitter, but less fit in the rows 0 and 1 alone.
+    """
+    members = [
+        TorchActorCriticSpec(
+            env=Nowhere(), network=PerceptronSpec(hidden_sizes=(4,), init_seed=seed)
+        ).build(dataclasses.replace(context, role=role))
+        for seed, role in enumerate(("first", "second"))
+    ]
+    fitness = torch.tensor([0.0, 0, 9, 9, 9, 9])[part], torch.full((6,), 5.0)[part]
+    saved: dict[str, Tensor] = {}
+    for at, (member, rival) in enumerate((members, members[::-1])):
+        own, its = fitness[at], fitness[1 - at]
+        with call_scope(0, 0):
+            found = member.inherit(rival, fitness=own, rival_fitness=its, mutation=0.1).metrics
+        role = member.context.role
+        saved |= {f"{role}/{name}": weight for name, weight in member.export_weights().items()}
+        saved |= {f"metric/{role}/{n}": torch.tensor(m.value) for n, m in found.items()}
+    return saved
 
 
 def main(rank: int, num_ranks: int, folder: Path, split: int) -> None:
@@ -71,6 +107,7 @@ def main(rank: int, num_ranks: int, folder: Path, split: int) -> None:
     saved = {f"actor/{n}": w for n, w in policy.export_weights().items()}
     saved |= {f"reward/{n}": w for n, w in reward.export_weights().items()}
     saved |= {f"metric/{n}": torch.tensor(v, dtype=torch.float64) for n, v in metrics.items()}
+    saved |= selected(context, part)
     saved["tokens"] = torch.nn.functional.pad(tokens, (0, 40 - tokens.shape[1]), value=-1)
     safetensors.torch.save_file(saved, folder / f"{num_ranks}-{rank}.safetensors")
     if num_ranks > 1:

@@ -43,6 +43,8 @@ def test_two_ranks_train_as_one(tmp_path: Path, split: int):
     ranks = run(tmp_path, 2, split)
     tokens = torch.cat([rank.pop("tokens") for rank in ranks])
     assert torch.equal(tokens, alone.pop("tokens"))
+    assert alone["metric/first/replaced"] == 0
+    assert alone["metric/second/replaced"] == 1
     weights = {name for name in alone if not name.startswith("metric/")}
     for rank in ranks:
         assert rank.keys() == alone.keys()

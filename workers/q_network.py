@@ -24,8 +24,10 @@ from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss, Metric
 from ..dataflow.worker import WorkerContext
 from .actor_network import PerceptronSpec, perceptron, save_network
+from .data_parallel import rank_group
 from .envs.spec import EnvSpec
 from .memory import refuse_memory
+from .microbatch import columns
 from .numpy_actor import NumpyActor
 from .on_host import OnHost
 from .optimizer import OptimizerSpec
@@ -150,17 +152,33 @@ class TorchQNetwork(TorchWorker, QNetwork):
     def train(
         self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
     ) -> TrainMetrics:
-        """See `QNetwork.train`."""
+        """See `QNetwork.train`.
+
+        As long as the batch has no step that counts, on any rank, no optimizer step is taken: the
+        first of them is not to find moments that have been averaged over nothing. The call counts
+        all the same, so schedules of learning rate and exploration go on.
+        """
 
         def forward(rows: Any, needs_entropy: bool) -> ValueOutput:
             del needs_entropy
             return ValueOutput(value=self._value(rows.obs, rows.action))
 
         self._on_host.is_stale = True
-        found = self._train(forward, loss, batch, epochs, num_minibatches)
+        if self._trainer is None or self._any_counts(batch):
+            found = self._train(forward, loss, batch, epochs, num_minibatches)
+        else:
+            found = self._trainer.skip()
         epsilon = self.spec.epsilon(self._trainer.calls if self._trainer else 0)
         self.module.epsilon.data.fill_(epsilon)
         return TrainMetrics({**found.metrics, "epsilon": Metric.mean(epsilon, 1.0)})
+
+    def _any_counts(self, batch: object) -> bool:
+        """Whether any rank has a step to learn from; all of them must ask."""
+        mask = columns(batch).get("mask")
+        if mask is None:
+            return True
+        count = mask.sum().double().to(self.device)
+        return bool(rank_group(self.context, self.device).sum_(count) > 0)
 
     def follow(self, leader: QNetwork, *, share: float = 1.0, every: int = 1) -> TrainMetrics:
         """See `QNetwork.follow`."""

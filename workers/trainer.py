@@ -135,6 +135,20 @@ class TrainLoop(Generic[O]):
         metrics["tokens"] = Metric.mean(metrics["tokens"].total, float(epochs))
         return TrainMetrics(metrics)
 
+    def skip(self) -> TrainMetrics:
+        """Serve a train call that has nothing to learn from: only the schedule goes on."""
+        lr = self._spec.lr_at(self.calls)
+        self.calls += 1
+        nothing = Metric.mean(0.0, 0.0)
+        return TrainMetrics(
+            {
+                "loss": nothing,
+                "grad_norm": nothing,
+                "lr": Metric.mean(lr, 1.0),
+                "tokens": Metric.mean(0.0, 1.0),
+            }
+        )
+
     def _end_comparing(self, key: CallKey, limits: AgreementLimits) -> dict[str, Metric]:
         """What the minibatch just looked at says of its sampler; refuses one that disagrees."""
         if self._agreement is None:

@@ -82,14 +82,30 @@ def test_it_learns_the_targets() -> None:
 
 
 def test_nothing_is_learned_of_steps_that_are_masked_out() -> None:
-    q = built()
+    q = built(epsilon_calls=2)
     before = weights_of(q)
     nothing = batch(8)
     nothing.mask[:] = False
     with step_scope(0):
-        q.train(TemporalDifferenceLoss(), nothing, num_minibatches=2)
+        found = q.train(TemporalDifferenceLoss(), nothing, num_minibatches=2).metrics
     after = weights_of(q)
     assert {name for name in before if before[name] != after[name]} == {"epsilon"}
+    assert found["epsilon"].value == pytest.approx(0.525)
+    assert (found["lr"].value, found["tokens"].value) == (1e-2, 0)
+
+
+def test_the_first_optimizer_step_is_the_same_whenever_it_comes() -> None:
+    learned: list[dict[str, bytes]] = []
+    for waits in (0, 100):
+        q, nothing = built(), batch(8)
+        nothing.mask[:] = False
+        for _ in range(waits):
+            with step_scope(0):
+                q.train(TemporalDifferenceLoss(), nothing)
+        with step_scope(0):
+            q.train(TemporalDifferenceLoss(), batch(8))
+        learned.append(weights_of(q))
+    assert learned[0] == learned[1]
 
 
 def test_a_large_error_counts_linearly_with_huber() -> None:

@@ -141,7 +141,7 @@ class Holdings:
             worker = self._check(one)
             with torch.no_grad():
                 if isinstance(worker, Gathers):
-                    answers = worker.answer_all(one.method, [each.arguments for each in asked])
+                    answers = _answer_together(worker, asked)
                 else:
                     answers = [_answer_one(worker, each) for each in asked]
             self._check(one)
@@ -166,6 +166,27 @@ class Holdings:
                 "report it"
             )
         return worker
+
+
+def _answer_together(worker: Gathers, asked: Sequence[Question]) -> Sequence[Any]:
+    """The answers; each question by itself if that fails, so that only its own fault harms it.
+
+    Raises:
+        WorkerError: If there are more answers than questions, or fewer.
+    """
+    one = asked[0]
+    try:
+        answers = worker.answer_all(one.method, [each.arguments for each in asked])
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
+        if len(asked) == 1:
+            return [error]
+        return [_answer_together(worker, [each])[0] for each in asked]
+    if len(answers) != len(asked):
+        raise WorkerError(
+            f"'{one.role}' gave {len(answers)} answers to {len(asked)} questions '{one.method}'; "
+            f"{type(worker).__name__}.answer_all must return one for each, in order"
+        )
+    return answers
 
 
 def _answer_one(worker: Role, asked: Question) -> Any:

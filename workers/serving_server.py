@@ -8,6 +8,7 @@ further question until it has, and is dropped if it takes nothing for a while.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import os
@@ -88,6 +89,7 @@ class AnswerServer:
         self.num_questions = self.num_batches = 0
         self._wake, self._woken = socket.socketpair()
         self._closing = False
+        self._failure: Exception | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -99,16 +101,23 @@ class AnswerServer:
         """Stop answering and close all connections; idempotent.
 
         Raises:
-            WorkerError: If an answer is still being computed after `CLOSE_S`.
+            WorkerError: If an answer is still being computed after `CLOSE_S`, or answering has
+                ended by a fault.
         """
         if self._closing:
             return
         self._closing = True
-        self._wake.send(b"x")
+        with contextlib.suppress(BrokenPipeError):  # the thread has ended before
+            self._wake.send(b"x")
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             raise WorkerError(f"an answer is still being computed after {CLOSE_S:g} s")
         self._wake.close()
+        if self._failure is not None:
+            raise WorkerError(
+                "the thread that answers questions has ended by a fault of its own, so whoever "
+                f"asked lost the connection: {self._failure!r}"
+            ) from self._failure
 
     def _run(self) -> None:
         try:
@@ -116,8 +125,9 @@ class AnswerServer:
                 waiting = self._gather()
                 if waiting:
                     self._answer(waiting)
-        except Exception:
+        except Exception as error:
             _LOG.exception("answering questions has ended")
+            self._failure = error
         finally:
             for peer in list(self._peers.values()):
                 self._drop(peer)

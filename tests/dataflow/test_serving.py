@@ -86,6 +86,28 @@ def test_one_that_fails_leaves_the_others_alone() -> None:
     assert isinstance(bad, ValueError)
 
 
+class Miscounting(Adder):
+    def answer_all(self, method: str, calls: Sequence[tuple[Array | None, ...]]) -> Sequence[Sums]:
+        return []
+
+
+def test_one_that_fails_among_several_leaves_the_others_alone() -> None:
+    worker = Together()
+    good, bad, more = holding(worker).answer_all([asking(1), asking(-1), asking(2)])
+    assert (good.total[0], more.total[0]) == (1, 2)
+    assert isinstance(bad, ValueError)
+    assert worker.sizes == [3, 1, 1, 1]
+
+
+def test_whoever_does_not_answer_every_question_is_told() -> None:
+    for answer in holding(Miscounting()).answer_all([asking(1), asking(2)]):
+        assert isinstance(answer, WorkerError)
+        assert str(answer) == (
+            "'adder' gave 0 answers to 2 questions 'add'; Miscounting.answer_all must return one "
+            "for each, in order"
+        )
+
+
 @pytest.mark.parametrize(
     ("held", "message"),
     [

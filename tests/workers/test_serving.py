@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -186,6 +186,31 @@ def test_a_server_that_has_gone_is_named(server: AnswerServer, client: AnswerCli
     server.close()
     with pytest.raises(WorkerError, match="of group 'math' failed: .*; has its process ended"):
         at(client).double(np.ones(1), None)
+
+
+class Faulty(Holdings):
+    """Fails itself, and not the worker that it asks."""
+
+    def answer_all(self, asked: Sequence[Question]) -> list[object]:
+        raise ZeroDivisionError(f"{len(asked)} questions")
+
+
+def test_a_server_that_fails_says_why_when_it_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    server = AnswerServer(Faulty("group 'math'"), "127.0.0.1", TOKEN)
+    client = AnswerClient("group 'math'", 20.0)
+    client.connect(server.address, TOKEN)
+    with pytest.raises(WorkerError, match="of group 'math' failed: .*; has its process ended"):
+        at(client).double(np.ones(1), None)
+    client.close()
+    with pytest.raises(WorkerError) as caught:
+        server.close()
+    assert str(caught.value) == (
+        "the thread that answers questions has ended by a fault of its own, so whoever asked lost "
+        "the connection: ZeroDivisionError('1 questions')"
+    )
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "answering questions has ended" in caplog.text
+    server.close()
 
 
 def test_strangers_are_sent_away(

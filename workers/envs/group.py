@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
-from ...dataflow.deadline import DeadlineExceeded
 from ...dataflow.errors import WorkerError
-from .alarm import StepAlarm
+from .alarm import StepAlarm, StepTooLong
 
 __all__ = ["EnvGroup", "Stepped", "digest", "env_seed", "flat_rows", "step_together"]
 
@@ -105,9 +104,9 @@ def step_together(named: Callable[[], str], alarm: StepAlarm, step: Callable[[],
     alarm.arm()
     try:
         return step()
-    except (Exception, DeadlineExceeded) as error:
+    except (Exception, StepTooLong) as error:
         what = "did not answer in time"
-        if not isinstance(error, DeadlineExceeded):
+        if not isinstance(error, StepTooLong):
             what = f"raised {type(error).__name__}: {error}"
         raise WorkerError(f"{named()} {what}") from error
     finally:

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
-from ...dataflow.deadline import DeadlineExceeded
 from ...dataflow.errors import StateError, WorkerError
-from .alarm import StepAlarm
+from .alarm import StepAlarm, StepTooLong
 from .group import Stepped, digest, env_seed
 from .spaces import action_space, from_columns, num_features, to_features
 
@@ -161,7 +160,7 @@ class LoopGroup:
             self._alarm.arm()
             try:
                 return call(single)
-            except (Exception, DeadlineExceeded) as error:
+            except (Exception, StepTooLong) as error:
                 self._alarm.disarm()
                 self._restart(index, single, error)
                 call = self._reset
@@ -169,12 +168,7 @@ class LoopGroup:
     def _restart(self, index: int, single: _Single, error: BaseException) -> None:
         """Put a new environment in the place of one that failed, its next episode to come."""
         seed, step = self._seed_of(single), len(single.actions)
-        if isinstance(error, DeadlineExceeded):
-            what = "did not answer in time"
-        elif isinstance(error, _BadEnv):
-            what = str(error)
-        else:
-            what = f"raised {type(error).__name__}: {error}"
+        what = _described(error)
         self.failures.append((index, seed, what))
         if len(self.failures) > self._max_restarts:
             raise WorkerError(
@@ -182,8 +176,10 @@ class LoopGroup:
                 f"{step} of its episode, failure {len(self.failures)} of its group in one rollout; "
                 f"{self._max_restarts} may be made good by a restart"
             ) from error
-        with contextlib.suppress(Exception):  # it is broken already
+        self._alarm.arm()
+        with contextlib.suppress(Exception, StepTooLong):  # it is broken already
             single.env.close()
+        self._alarm.disarm()
         single.env = self._make()
         single.episode += 1
         self._reward[index] = 0.0
@@ -235,9 +231,17 @@ class LoopGroup:
         """See `EnvGroup.restore`."""
         for index, (single, saved) in enumerate(zip(self._all, state["envs"], strict=True)):
             single.episode = int(saved["episode"])
-            self._reset(single)
-            for action in saved["actions"]:
-                self._advance(index, single, np.array(action, np.float32))
+            try:
+                self._replay(index, single, saved["actions"])
+            except (Exception, StepTooLong) as error:
+                raise StateError(
+                    f"environment {single.number} of '{self._name}' (seed "
+                    f"{self._seed_of(single)}) {_described(error)} at step {len(single.actions)} "
+                    f"of its episode, where its {len(saved['actions'])} actions since it was "
+                    "seeded were taken again; it had not when it was saved"
+                ) from error
+            finally:
+                self._alarm.disarm()
             if digest(single.obs) != saved["obs"]:
                 raise StateError(
                     f"environment {single.number} of '{self._name}' (seed "
@@ -246,7 +250,23 @@ class LoopGroup:
                     "episodes must depend on the seed and the actions alone"
                 )
 
+    def _replay(self, index: int, single: _Single, actions: list[list[float]]) -> None:
+        self._alarm.arm()
+        self._reset(single)
+        for action in actions:
+            self._alarm.arm()
+            self._advance(index, single, np.array(action, np.float32))
+
     def close(self) -> None:
         """See `EnvGroup.close`."""
         for single in self._all:
             single.env.close()
+
+
+def _described(error: BaseException) -> str:
+    """What an environment did, after its name."""
+    if isinstance(error, StepTooLong):
+        return "did not answer in time"
+    if isinstance(error, _BadEnv):
+        return str(error)
+    return f"raised {type(error).__name__}: {error}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from penstock.algorithms.env_roles import Acts
 from penstock.algorithms.returns import gae
-from penstock.dataflow.errors import ConfigError, WorkerError
+from penstock.dataflow.errors import ConfigError, StateError, WorkerError
 from penstock.workers.envs.spec import EnvSpec
 
 from .acting import NoisyActor, env_worker, roll
@@ -87,6 +88,21 @@ def test_what_the_actor_says_must_be_numbers() -> None:
         "log-probability of an action is not finite",
     ):
         roll(worker, 0, actor=Lost())
+
+
+@pytest.mark.parametrize("how", ["raises", "hangs"])
+def test_one_that_fails_where_it_did_not_before_is_not_resumed(how: str, tmp_path: Path) -> None:
+    worker = env_worker(bad(how, 0))
+    roll(worker, 0, horizon=3)
+    worker.save_state(tmp_path)
+    worse = env_worker(bad(how, 1.1, step_limit_s=0.2))
+    worse.load_state(tmp_path)
+    with pytest.raises(
+        StateError,
+        match=rf"^environment 0 of 'toys/Bad-v0' \(seed \d+\) {SAID[how]} at step 2 of its "
+        "episode, where its 3 actions since it was seeded were taken again; it had not when it was saved$",
+    ):
+        roll(worse, 1)
 
 
 @pytest.mark.parametrize("vectorized", [True, False])

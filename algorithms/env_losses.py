@@ -98,7 +98,17 @@ class ActorCriticLoss(Loss[ActorCriticBatch, ActorCriticOutput]):
     def __call__(
         self, output: ActorCriticOutput, batch: ActorCriticBatch, totals: Tensor
     ) -> LossSum:
-        """These rows' share of the minibatch's loss."""
+        """These rows' share of the minibatch's loss.
+
+        Raises:
+            ValueError: If the critic weighs values and the loss is not `two_hot`, or the reverse.
+        """
+        if output.value_logits is not None and not self.two_hot:
+            raise ValueError(
+                "the critic weighs values, and the loss is not two_hot; set algorithm.cfg.loss."
+                "two_hot=true (env_ppo and a2c; learning.loss of self_play and population), or "
+                "leave out model.architecture.value_bins"
+            )
         policy = self._actor(output, batch, totals[:5])
         value = self.value(output, batch, totals[5:])
         total = self._two_hot(output, batch, totals[5:]) if self.two_hot else value.total

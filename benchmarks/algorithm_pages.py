@@ -243,7 +243,9 @@ def metric_names(node: Node) -> list[str]:
     columns = batch.table(**{name: _column(name, spec) for name, spec in _specs(batch.table)})
     zeros = torch.zeros(2, 3)
     entropy = zeros if loss.value.needs_entropy else None
-    output = SimpleNamespace(logprob=zeros, entropy=entropy, value=zeros, score=zeros[:, 0])
+    output = SimpleNamespace(
+        logprob=zeros, entropy=entropy, value=zeros, value_logits=None, score=zeros[:, 0]
+    )
     return list(loss.value(output, columns, loss.value.totals(columns)).metrics)
 
 

@@ -19,10 +19,20 @@ from torch import Tensor, nn
 
 from ..algorithms.env_roles import ActionSpace
 from ..algorithms.value_transforms import two_hot_value, value_bins
+from ..dataflow.errors import ConfigError
 from ..dataflow.ranges import check_range
 from .memory import Memory
+from .weights import FlatParameters
 
-__all__ = ["ActorCriticNetwork", "HasSpaces", "PerceptronSpec", "perceptron", "save_network"]
+__all__ = [
+    "ActorCriticNetwork",
+    "FlatNetwork",
+    "HasSpaces",
+    "PerceptronSpec",
+    "perceptron",
+    "refuse_value_bins",
+    "save_network",
+]
 
 
 class HasSpaces(Protocol):
@@ -59,6 +69,35 @@ class PerceptronSpec:
         check_range(self, "memory", at_least=0)
         if self.activation not in _ACTIVATIONS:
             raise ValueError(f"activation is {self.activation!r}; choose 'tanh' or 'relu'")
+
+
+def refuse_value_bins(spec: PerceptronSpec, who: str) -> None:
+    """Require a network that says each value as one number.
+
+    Args:
+        spec: Its layers.
+        who: Whose network it is.
+
+    Raises:
+        ConfigError: If it is to weigh several.
+    """
+    if spec.value_bins is not None:
+        raise ConfigError(
+            f"{who} cannot weigh values ({spec.value_bins} of them): its loss is a squared error\n"
+            "    leave out model.architecture.value_bins; env_ppo, a2c, self_play and population "
+            "have a loss for it, two_hot"
+        )
+
+
+class FlatNetwork:
+    """A network as `TorchWorker` knows one; its weights move into one flat buffer.
+
+    Attributes:
+        flat: They.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.flat = FlatParameters(module)
 
 
 def perceptron(

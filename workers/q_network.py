@@ -23,7 +23,13 @@ from ..dataflow.errors import ConfigError
 from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss, Metric
 from ..dataflow.worker import WorkerContext
-from .actor_network import PerceptronSpec, perceptron, save_network
+from .actor_network import (
+    FlatNetwork,
+    PerceptronSpec,
+    perceptron,
+    refuse_value_bins,
+    save_network,
+)
 from .data_parallel import rank_group
 from .envs.spec import EnvSpec
 from .memory import refuse_memory
@@ -33,7 +39,6 @@ from .on_host import OnHost
 from .optimizer import OptimizerSpec
 from .succession import take_over
 from .torch_worker import TorchWorker
-from .weights import FlatParameters
 
 __all__ = ["QNetworkSpec", "TorchQNetwork"]
 
@@ -42,7 +47,7 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, kw_only=True)
 class QNetworkSpec:
-    """Recipe for a `TorchQNetwork`; a `ConfigError` if its network has a memory."""
+    """Recipe for a `TorchQNetwork`; a `ConfigError` if its network has a memory or weighs values."""
 
     network: PerceptronSpec = PerceptronSpec(hidden_sizes=(120, 84), activation="relu")
     """Its layers. Networks of one seed start alike."""
@@ -59,6 +64,7 @@ class QNetworkSpec:
 
     def __post_init__(self) -> None:
         refuse_memory(self.network.memory, "a Q-network", "a replay keeps single steps")
+        refuse_value_bins(self.network, "a Q-network")
         check_range(self, "epsilon_start", "epsilon_end", at_least=0, at_most=1)
         check_range(self, "epsilon_calls", at_least=1)
 
@@ -92,13 +98,6 @@ class _Network(nn.Module):
         self.epsilon = nn.Parameter(torch.tensor([spec.epsilon_start]), requires_grad=False)
 
 
-class _FlatNetwork:
-    """The network as `TorchWorker` knows one."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.flat = FlatParameters(module)
-
-
 class TorchQNetwork(TorchWorker, QNetwork):
     """See `QNetworkSpec`."""
 
@@ -107,7 +106,7 @@ class TorchQNetwork(TorchWorker, QNetwork):
     ) -> None:
         self.spec, self.num_features, self.actions = spec, num_features, actions
         self.module = _Network(spec, num_features, actions.sizes[0]).to(context.device)
-        network: Any = _FlatNetwork(self.module)
+        network: Any = FlatNetwork(self.module)
         super().__init__(context, network, spec.optimizer, micro_batch_tokens=1 << 16)
         self._on_host = OnHost(self.module, self.network.flat)
         self._numpy = NumpyActor(self._on_host.module.layers, actions, None)

@@ -14,13 +14,18 @@ from ..algorithms.roles import TrainMetrics, ValueOutput
 from ..algorithms.team_roles import TeamCritic
 from ..dataflow.role import Loss
 from ..dataflow.worker import WorkerContext
-from .actor_network import PerceptronSpec, perceptron, save_network
+from .actor_network import (
+    FlatNetwork,
+    PerceptronSpec,
+    perceptron,
+    refuse_value_bins,
+    save_network,
+)
 from .envs.spec import EnvSpec
 from .memory import refuse_memory
 from .optimizer import OptimizerSpec
 from .single_steps import single_steps, state_values
 from .torch_worker import TorchWorker
-from .weights import FlatParameters
 
 __all__ = ["TeamCriticSpec", "TorchTeamCritic"]
 
@@ -29,7 +34,7 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, kw_only=True)
 class TeamCriticSpec:
-    """Recipe for a `TorchTeamCritic`; a `ConfigError` if its network has a memory."""
+    """Recipe for a `TorchTeamCritic`; a `ConfigError` if its network has a memory or weighs values."""
 
     network: PerceptronSpec = PerceptronSpec()
     """Its layers."""
@@ -40,6 +45,7 @@ class TeamCriticSpec:
 
     def __post_init__(self) -> None:
         refuse_memory(self.network.memory, "a team's critic", "it is shown single states")
+        refuse_value_bins(self.network, "a team's critic")
 
     def build(self, context: WorkerContext) -> TorchTeamCritic:
         """Make it on the context's device."""
@@ -51,7 +57,6 @@ class _Network(nn.Module):
 
     def __init__(self, spec: TeamCriticSpec) -> None:
         super().__init__()
-        self.flat: Any = None
         num_in = spec.env.spaces()[0] * spec.env.num_agents
         random = torch.Generator().manual_seed(spec.network.init_seed)
         self.critic = perceptron(spec.network, num_in, 1, 1.0, random)
@@ -67,8 +72,7 @@ class TorchTeamCritic(TorchWorker, TeamCritic):
     def __init__(self, spec: TeamCriticSpec, context: WorkerContext) -> None:
         self.spec = spec
         self.module = _Network(spec).to(context.device)
-        self.module.flat = FlatParameters(self.module)
-        network: Any = self.module
+        network: Any = FlatNetwork(self.module)
         super().__init__(context, network, spec.optimizer, micro_batch_tokens=1 << 16)
 
     def value(self, obs: Tensor, last_obs: Tensor) -> Values:

@@ -28,7 +28,7 @@ from ..dataflow.errors import WorkerError
 from ..dataflow.ranges import check_range
 from ..dataflow.role import Loss, Metric
 from ..dataflow.worker import WorkerContext
-from .actor_network import ActorCriticNetwork, HasSpaces, PerceptronSpec
+from .actor_network import ActorCriticNetwork, FlatNetwork, HasSpaces, PerceptronSpec
 from .data_parallel import rank_group
 from .memory import NumpyMemory
 from .numpy_actor import NumpyActor
@@ -38,7 +38,6 @@ from .sampling import stream_generator
 from .single_steps import single_steps, state_values
 from .succession import take_over
 from .torch_worker import TorchWorker
-from .weights import FlatParameters
 
 __all__ = ["TorchActorCritic", "TorchActorCriticSpec"]
 
@@ -66,13 +65,6 @@ class TorchActorCriticSpec:
         return TorchActorCritic(self, context)
 
 
-class _FlatNetwork:
-    """The network as `TorchWorker` knows one."""
-
-    def __init__(self, module: ActorCriticNetwork) -> None:
-        self.flat = FlatParameters(module)
-
-
 class TorchActorCritic(TorchWorker, ActorCritic):
     """See `TorchActorCriticSpec`."""
 
@@ -81,7 +73,7 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         self.spec = spec
         self.actions: ActionSpace = actions
         self.module = ActorCriticNetwork(spec.network, num_features, actions).to(context.device)
-        network: Any = _FlatNetwork(self.module)
+        network: Any = FlatNetwork(self.module)
         super().__init__(context, network, spec.optimizer, spec.micro_batch_steps)
         self._on_host = OnHost(self.module, self.network.flat)
         acting = self._on_host.module

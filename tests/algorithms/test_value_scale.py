@@ -10,10 +10,12 @@ import torch
 from penstock.algorithms.env_losses import ActorCriticLoss
 from penstock.algorithms.env_ppo import EnvPPO
 from penstock.algorithms.env_roles import ActorCriticBatch, ActorCriticOutput
+from penstock.algorithms.impala import Impala
 from penstock.algorithms.losses import ClippedValueLoss
 from penstock.algorithms.return_scaling import percentile_scaled
 from penstock.algorithms.value_transforms import two_hot_loss, value_bins
 from penstock.dataflow.context import step_scope
+from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.worker import WorkerContext
 from penstock.workers.actor_network import PerceptronSpec
 from penstock.workers.envs.normalise import Normalisation, Normaliser
@@ -95,6 +97,24 @@ def test_the_two_hot_loss_is_the_cross_entropy_times_coef() -> None:
 def test_a_two_hot_loss_needs_weights() -> None:
     with pytest.raises(ValueError, match="give the network value_bins"), step_scope(0):
         critic(None).train(ActorCriticLoss(two_hot=True), batch(1.0))
+
+
+@pytest.mark.parametrize("algorithm", ["env_ppo", "impala"])
+def test_weights_need_a_two_hot_loss(algorithm: str) -> None:
+    cfg = EnvPPO() if algorithm == "env_ppo" else Impala()
+    with pytest.raises(ValueError, match="set algorithm.cfg.loss.two_hot=true"), step_scope(0):
+        critic(15).train(cfg.loss, batch(1.0))
+
+
+@pytest.mark.parametrize(("name", "who"), [("dqn", "a Q-network"), ("mappo", "a team's critic")])
+def test_who_says_one_value_refuses_weights(name: str, who: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configured(name, "+model.architecture.value_bins=51")
+    assert str(caught.value) == (
+        f"{who} cannot weigh values (51 of them): its loss is a squared error\n"
+        "    leave out model.architecture.value_bins; env_ppo, a2c, self_play and population have "
+        "a loss for it, two_hot"
+    )
 
 
 def test_advantages_are_divided_by_the_spread_of_returns() -> None:

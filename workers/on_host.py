@@ -36,7 +36,11 @@ class OnHost(Generic[N]):
             self._copy = FlatParameters(self.module)
 
     def follow(self) -> None:
-        """Take the copy anew if need be: one transfer for all weights."""
-        if self._copy is not None and self.is_stale:
+        """Take the copy anew if need be: one transfer for all weights.
+
+        Whoever changes the network meanwhile, in another thread, is not missed: the copy counts as
+        fresh before it is taken, so the change makes it stale again.
+        """
+        stale, self.is_stale = self.is_stale, False
+        if self._copy is not None and stale:
             self._copy.data.copy_(self._flat.data)
-        self.is_stale = False

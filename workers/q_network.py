@@ -47,7 +47,7 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, kw_only=True)
 class QNetworkSpec:
-    """Recipe for a `TorchQNetwork`; a `ConfigError` if its network has a memory or weighs values."""
+    """Recipe for a `TorchQNetwork`; a `ConfigError` if its network has a memory or value bins."""
 
     network: PerceptronSpec = PerceptronSpec(hidden_sizes=(120, 84), activation="relu")
     """Its layers. Networks of one seed start alike."""
@@ -162,13 +162,15 @@ class TorchQNetwork(TorchWorker, QNetwork):
             del needs_entropy
             return ValueOutput(value=self._value(rows.obs, rows.action))
 
-        self._on_host.is_stale = True
-        if self._trainer is None or self._any_counts(batch):
-            found = self._train(forward, loss, batch, epochs, num_minibatches)
-        else:
-            found = self._trainer.skip()
-        epsilon = self.spec.epsilon(self._trainer.calls if self._trainer else 0)
-        self.module.epsilon.data.fill_(epsilon)
+        try:
+            if self._trainer is None or self._any_counts(batch):
+                found = self._train(forward, loss, batch, epochs, num_minibatches)
+            else:
+                found = self._trainer.skip()
+            epsilon = self.spec.epsilon(self._trainer.calls if self._trainer else 0)
+            self.module.epsilon.data.fill_(epsilon)
+        finally:  # and not before: who is asked meanwhile would copy what is half trained
+            self._on_host.is_stale = True
         return TrainMetrics({**found.metrics, "epsilon": Metric.mean(epsilon, 1.0)})
 
     def _any_counts(self, batch: object) -> bool:

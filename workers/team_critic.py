@@ -34,7 +34,7 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, kw_only=True)
 class TeamCriticSpec:
-    """Recipe for a `TorchTeamCritic`; a `ConfigError` if its network has a memory or weighs values."""
+    """Recipe for a `TorchTeamCritic`; a `ConfigError` if its network has a memory or value bins."""
 
     network: PerceptronSpec = PerceptronSpec()
     """Its layers."""

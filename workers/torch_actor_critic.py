@@ -117,7 +117,9 @@ class TorchActorCritic(TorchWorker, ActorCritic):
             seen = self._seen(obs, memory, mask)
             for row, columns_ in enumerate(zip(seen, action, action_mask, strict=True)):
                 part = [column.to(self.device) for column in columns_]
-                logprob[row], entropy[row] = self._policy_and_entropy(*part)
+                logprob[row], its = self._policy(*part, needs_entropy=True)
+                assert its is not None  # as asked
+                entropy[row] = its
         return Evaluation(logprob=logprob, entropy=entropy)
 
     def value(
@@ -157,8 +159,10 @@ class TorchActorCritic(TorchWorker, ActorCritic):
     ) -> TrainMetrics:
         """See `ActorCritic.train`. Every step is a row of its own if nothing is remembered."""
         rows = single_steps(batch) if self.module.memory is None else batch
-        self._on_host.is_stale = True
-        return self._train(self._forward, loss, rows, epochs, num_minibatches)
+        try:
+            return self._train(self._forward, loss, rows, epochs, num_minibatches)
+        finally:  # and not before: who is asked meanwhile would copy what is half trained
+            self._on_host.is_stale = True
 
     def inherit(
         self,
@@ -234,12 +238,6 @@ class TorchActorCritic(TorchWorker, ActorCritic):
             return logprobs[0], entropies[0] if needs_entropy else None
         entropy = torch.stack(entropies).sum(dim=0) if needs_entropy else None
         return torch.stack(logprobs).sum(dim=0), entropy
-
-    def _policy_and_entropy(
-        self, obs: Tensor, action: Tensor, action_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        logprob, entropy = self._policy(obs, action, action_mask, needs_entropy=True)
-        return logprob, torch.zeros_like(logprob) if entropy is None else entropy
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the network to a folder (only rank 0 does)."""

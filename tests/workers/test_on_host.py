@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,15 @@ import torch
 from penstock.algorithms.env_losses import ActorCriticLoss
 from penstock.algorithms.env_roles import ActorCriticBatch
 from penstock.dataflow.context import call_scope
+from penstock.dataflow.role import LossSum
 from penstock.dataflow.worker import WorkerContext
 from penstock.workers import torch_actor_critic
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.on_host import OnHost
 from penstock.workers.optimizer import OptimizerSpec
 from penstock.workers.torch_actor_critic import TorchActorCritic, TorchActorCriticSpec
+from penstock.workers.weights import FlatParameters
+from torch import nn
 
 SPEC = TorchActorCriticSpec(env=EnvSpec(id="CartPole-v1"), optimizer=OptimizerSpec(lr=0.1))
 
@@ -67,11 +71,58 @@ def check_it_acts_as(copied: TorchActorCritic, plain: TorchActorCritic, atol: fl
     assert not np.allclose(acts(copied), after, atol=1e-3)
 
 
-def test_a_copy_follows_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:  # as they are from a GPU
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> TorchActorCritic:
+    """Acts with a copy, as one on a GPU does."""
+    with monkeypatch.context() as patch:
         patch.setattr(torch_actor_critic, "OnHost", partial(OnHost, always=True))
-        copied = SPEC.build(WorkerContext("actor"))
+        return SPEC.build(WorkerContext("actor"))
+
+
+def test_a_copy_follows_its_network(copied: TorchActorCritic) -> None:
     check_it_acts_as(copied, SPEC.build(WorkerContext("actor")), 0.0)
+
+
+def test_a_change_while_the_copy_is_taken_is_not_missed() -> None:
+    class Changing(FlatParameters):
+        """Weights that another thread changes as soon as they have been read."""
+
+        def __getattribute__(self, name: str) -> Any:
+            found = super().__getattribute__(name)
+            if name != "data" or meanwhile.empty():
+                return found
+            meanwhile.get()
+            before = found.clone()
+            found.add_(1)
+            host.is_stale = True
+            return before
+
+    meanwhile: SimpleQueue[None] = SimpleQueue()
+    flat = Changing(module := nn.Linear(2, 2))
+    host = OnHost(module, flat, always=True)
+    meanwhile.put(None)
+    host.is_stale = True
+    host.follow()
+    assert not torch.equal(host.module.weight, module.weight)
+    host.follow()
+    assert torch.equal(host.module.weight, module.weight)
+
+
+def test_who_is_asked_during_training_does_not_keep_what_is_half_trained(
+    copied: TorchActorCritic,
+) -> None:
+    class Asking(ActorCriticLoss):
+        """Looks at what the actor would do, each time before the weights change."""
+
+        def __call__(self, *args: Any) -> LossSum:
+            acts(copied)
+            return super().__call__(*args)
+
+    plain = SPEC.build(WorkerContext("actor"))
+    for worker, loss in ((copied, Asking()), (plain, ActorCriticLoss())):
+        with call_scope(0, 0):
+            worker.train(loss, batch())
+    assert acts(copied).tobytes() == acts(plain).tobytes()
 
 
 @pytest.mark.gpu

@@ -42,6 +42,7 @@ class EnvGroup(Protocol):
         num_envs: How many.
         num_features: Numbers of an observation.
         actions: What can be done.
+        num_agents: Rows next to each other that are one environment, which fail together.
         failures: Environments that failed since this was cleared, as (index, seed, what happened).
             Such an environment has been restarted, and its step counts as that of a reset.
     """
@@ -49,6 +50,7 @@ class EnvGroup(Protocol):
     num_envs: int
     num_features: int
     actions: ActionSpace
+    num_agents: int
     failures: list[tuple[int, int, str]]
 
     def start(self) -> NDArray[np.float32]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...algorithms.env_roles import Actor
+from ...dataflow.errors import WorkerError
 from ...dataflow.role import Metric
 from .live import LiveGroup
 
@@ -19,6 +20,9 @@ __all__ = ["Episodes", "play"]
 
 PIECE = 128
 """Steps between looks at whether all episodes are over."""
+
+MAX_GIVEN_UP = 8
+"""Episodes in a row that one environment may give up."""
 
 
 class Episodes:
@@ -34,12 +38,16 @@ class Episodes:
         total: f64[envs], what was earned in those that are over.
         length: i64[envs], steps of them.
         count: i64[envs], how many are over.
+        given_up: i64[envs], how many were given up since the last that was not.
+        restarts: Environments that had to be restarted.
     """
 
     def __init__(self, num_envs: int, num_episodes: int, max_steps: int) -> None:
         self.total = np.zeros(num_envs)
         self.length = np.zeros(num_envs, np.int64)
         self.count = np.zeros(num_envs, np.int64)
+        self.given_up = np.zeros(num_envs, np.int64)
+        self.restarts = 0
         self._left, self._max_steps = np.full(num_envs, num_episodes), max_steps
         self._earned = np.zeros(num_envs)
         self._steps = np.zeros(num_envs, np.int64)
@@ -50,7 +58,11 @@ class Episodes:
         return not self._left.any()
 
     def add(
-        self, reward: NDArray[np.float32], mask: NDArray[np.bool_], ended: NDArray[np.bool_]
+        self,
+        reward: NDArray[np.float32],
+        mask: NDArray[np.bool_],
+        ended: NDArray[np.bool_],
+        failed: NDArray[np.bool_],
     ) -> None:
         """Take in steps of all environments, [envs, steps].
 
@@ -58,8 +70,13 @@ class Episodes:
             reward: Of each step.
             mask: False on those of resets.
             ended: True on the last step of an episode.
+            failed: True on the step after it if the episode was given up, which does not count.
         """
+        given_up = np.zeros_like(failed)
+        given_up[:, :-1] = failed[:, 1:]
+        ended = ended & ~given_up
         for step in range(reward.shape[1]):
+            self._give_up(failed[:, step])
             counts = mask[:, step] & (self._left > 0)
             self._earned[counts] += reward[counts, step]
             self._steps += counts
@@ -69,20 +86,27 @@ class Episodes:
             self._left[long] = 0
 
     def metrics(self) -> dict[str, Metric]:
-        """Return and length of the episodes that are over, and their number."""
+        """Return and length of the episodes that are over, their number, and restarts."""
         count = float(self.count.sum())
         return {
             "episode_return": Metric.mean(float(self.total.sum()), count),
             "episode_length": Metric.mean(float(self.length.sum()), count),
             "episodes": Metric.sum(count),
+            "env_restarts": Metric.sum(float(self.restarts)),
         }
 
     def _close(self, over: NDArray[np.bool_]) -> None:
         self.total[over] += self._earned[over]
         self.length[over] += self._steps[over]
         self.count[over] += 1
+        self.given_up[over] = 0
         self._left[over] -= 1
         self._earned[over], self._steps[over] = 0.0, 0
+
+    def _give_up(self, failed: NDArray[np.bool_]) -> None:
+        failed = failed & (self._left > 0)
+        self.given_up[failed] += 1
+        self._earned[failed], self._steps[failed] = 0.0, 0
 
 
 def play(
@@ -103,11 +127,20 @@ def play(
         max_episode_steps: Of an episode.
 
     Raises:
-        WorkerError: See `EnvWorker.rollout`.
+        WorkerError: See `EnvWorker.rollout`. Or an environment gave up too many in a row.
     """
     found, piece = Episodes(len(live.numbers), num_episodes, max_episode_steps), 0
     while not found.over:
         part = live.roll(actor, noise(piece))
-        found.add(part["reward"], part["mask"], part["terminated"] | part["truncated"])
+        ended = part["terminated"] | part["truncated"]
+        found.add(part["reward"], part["mask"], ended, live.given_up(PIECE))
+        restarts = live.restarts()
+        found.restarts += len(restarts)
+        if found.given_up.max(initial=0) >= MAX_GIVEN_UP:
+            index = int(found.given_up.argmax())
+            raise WorkerError(
+                f"{live.named(index)} had to be restarted in {found.given_up[index]} held-out "
+                f"episodes in a row; the last time one of its group {restarts[-1]}"
+            )
         piece += 1
     return found

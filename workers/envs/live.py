@@ -42,6 +42,11 @@ class LiveGroup:
         self._step = -1
         self._episodes: list[tuple[float, int]] = []
         self._num_steps = 0
+        self._given_up: set[tuple[int, int]] = set()
+
+    def named(self, index: int) -> str:
+        """What messages call an environment."""
+        return f"environment {self.numbers[index]} (seed {self._group.seed_of(index)})"
 
     @property
     def actions(self) -> ActionSpace:
@@ -112,7 +117,8 @@ class LiveGroup:
             if memory is not None:
                 memory = self._kept(memory, t, found, broken)
         self._check_numbers(found, obs)
-        self._count(earned_t, found, self._mark(found, broken))
+        self._given_up = self._mark(found, broken)
+        self._count(earned_t, found)
         self._obs = obs.copy()
         rows = {name: array.swapaxes(0, 1) for name, array in found.items()}
         return {**rows, "last_obs": self._obs, "memory": self._remember(memory)}
@@ -155,10 +161,8 @@ class LiveGroup:
             raise self._bad(len(found["obs"]), index, "an observation is not finite")
 
     def _bad(self, t: int, index: int, what: str) -> WorkerError:
-        seed = self._group.seed_of(index)
         return WorkerError(
-            f"environment {self.numbers[index]} (seed {seed}), step {t} of the rollout of step "
-            f"{self._step}: {what}"
+            f"{self.named(index)}, step {t} of the rollout of step {self._step}: {what}"
         )
 
     def _mark(
@@ -180,13 +184,9 @@ class LiveGroup:
         self._over = terminated[-1] | truncated[-1]
         return given_up
 
-    def _count(
-        self,
-        earned: NDArray[Any],
-        found: Mapping[str, NDArray[Any]],
-        given_up: set[tuple[int, int]],
-    ) -> None:
+    def _count(self, earned: NDArray[Any], found: Mapping[str, NDArray[Any]]) -> None:
         """Returns and lengths of the episodes that ended; those given up do not count."""
+        given_up = self._given_up
         mask = found["mask"]
         over = (found["terminated"] | found["truncated"]) & mask
         self._episodes.clear()
@@ -205,18 +205,30 @@ class LiveGroup:
             self._return[index] += earned[begin:, index].sum(dtype=np.float64)
             self._length[index] += mask[begin:, index].sum()
 
+    def given_up(self, num_steps: int) -> NDArray[np.bool_]:
+        """Steps of the last rollout that failed and gave up an episode, bool[envs, num_steps]."""
+        found = np.zeros((self._group.num_envs, num_steps), np.bool_)
+        for last, index in self._given_up:
+            found[index, last + 1] = True
+        return found
+
+    def restarts(self) -> list[str]:
+        """What the environments did that were restarted in the last rollout; it is logged."""
+        each = self._group.failures[:: self._group.num_agents]
+        for index, seed, what in each:
+            _LOG.warning("environment %d (seed %d) %s; it was restarted", self.numbers[index], seed,
+                         what)  # fmt: skip
+        return [what for _, _, what in each]
+
     def metrics(self) -> dict[str, Metric]:
         """Of the last rollout; see `EnvWorker`."""
         count = float(len(self._episodes))
-        for index, seed, what in self._group.failures:
-            _LOG.warning("environment %d (seed %d) %s; it was restarted", self.numbers[index], seed,
-                         what)  # fmt: skip
         return {
             "episode_return": Metric.mean(sum(total for total, _ in self._episodes), count),
             "episode_length": Metric.mean(float(sum(n for _, n in self._episodes)), count),
             "episodes": Metric.sum(count),
             "env_steps": Metric.sum(float(self._num_steps)),
-            "env_restarts": Metric.sum(float(len(self._group.failures))),
+            "env_restarts": Metric.sum(float(len(self.restarts()))),
         }
 
     def moments(self) -> dict[str, Any]:

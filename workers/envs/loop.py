@@ -79,6 +79,7 @@ class LoopGroup:
         self.num_envs = len(numbers)
         self.num_features = num_features(first.observation_space, name)
         self.actions: ActionSpace = action_space(first.action_space, name, masked=masked)
+        self.num_agents = 1
         self.failures: list[tuple[int, int, str]] = []
         self._flat = to_features(first.observation_space)
         self._take = from_columns(first.action_space)

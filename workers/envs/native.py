@@ -60,6 +60,7 @@ class NativeGroup:
         self.num_envs = num_envs
         self.num_features = num_features(made.single_observation_space, env_id)
         self.actions: ActionSpace = action_space(made.single_action_space, env_id)
+        self.num_agents = 1
         self.failures: list[tuple[int, int, str]] = []
         self._take = from_columns(made.single_action_space)
 

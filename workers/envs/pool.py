@@ -62,6 +62,7 @@ class PoolGroup:
         self._seeds = [env_seed(seed, role, "envpool", number) for number in numbers]
         self.num_envs = len(numbers)
         self.num_features, self.actions = pool_spaces(env_id, options, masked=masked)
+        self.num_agents = 1
         self.failures: list[tuple[int, int, str]] = []
         self._env: Any = _asked(
             env_id, "make_gymnasium", options, num_envs=self.num_envs, seed=self._seeds

@@ -100,7 +100,8 @@ def test_one_that_fails_where_it_did_not_before_is_not_resumed(how: str, tmp_pat
     with pytest.raises(
         StateError,
         match=rf"^environment 0 of 'toys/Bad-v0' \(seed \d+\) {SAID[how]} at step 2 of its "
-        "episode, where its 3 actions since it was seeded were taken again; it had not when it was saved$",
+        "episode, where its 3 actions since it was seeded were taken again; it had not "
+        "when it was saved$",
     ):
         roll(worse, 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -12,9 +13,11 @@ from penstock.algorithms.env_evaluate import EnvEvaluation, env_evaluate_step
 from penstock.algorithms.env_roles import Actor, Acts
 from penstock.dataflow.context import step_scope
 from penstock.dataflow.engine import Engine
+from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.executor import InProcess, Program
 from penstock.dataflow.placement import follow
 from penstock.dataflow.record import build
+from penstock.workers.envs.held_out import PIECE
 from penstock.workers.envs.normalise import Normalisation
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from .acting import NoisyActor, env_worker, roll
 from .test_acting import CARTPOLE, GRAPH, SOURCES, placed, workers
+from .toys import Counting
 
 SCALED = EnvSpec(id="CartPole-v1", normalisation=Normalisation(observations=True, rewards=True))
 TEAMS = EnvSpec(id="penstock.workers.envs.cover:penstock/Cover-v0", num_agents=3)
@@ -66,7 +70,52 @@ def test_whole_episodes_are_counted() -> None:
     worker = env_worker(EnvSpec(id="toys/Counting-v0", options={"length": 70}))
     assert evaluated(worker, num_episodes=3).tolist() == [70.0] * 4
     shown = {name: metric.value for name, metric in worker.metrics.items()}
-    assert shown == {"episode_return": 70.0, "episode_length": 70.0, "episodes": 12.0}
+    assert shown == {
+        "episode_return": 70.0,
+        "episode_length": 70.0,
+        "episodes": 12.0,
+        "env_restarts": 0.0,
+    }
+
+
+class FailsOnce(Counting):
+    """One in the process fails at its step `at`."""
+
+    failed = False
+
+    def __init__(self, at: int) -> None:
+        super().__init__(length=200)
+        self._at = at
+
+    def step(self, action: Any) -> Any:
+        if self._steps + 1 == self._at and not FailsOnce.failed:
+            FailsOnce.failed = True
+            raise RuntimeError("out of coffee")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("at", [50, PIECE, PIECE + 1, PIECE + 2])
+def test_an_episode_that_is_given_up_does_not_count(at: int) -> None:
+    if "toys/FailsOnce-v0" not in gym.registry:
+        gym.register("toys/FailsOnce-v0", lambda **options: FailsOnce(**options))
+    FailsOnce.failed = False
+    worker = env_worker(EnvSpec(id="toys/FailsOnce-v0", options={"at": at}))
+    assert evaluated(worker, num_envs=2).tolist() == [200.0, 200.0]
+    shown = {name: metric.value for name, metric in worker.metrics.items()}
+    assert shown["episode_length"] == 200.0
+    assert shown["episodes"] == 4.0
+    assert shown["env_restarts"] == 1.0
+
+
+def test_an_environment_whose_episodes_never_end_well_is_named() -> None:
+    options = {"how": "raises", "share": 1.1, "at": 100, "length": 200}
+    worker = env_worker(EnvSpec(id="toys/Bad-v0", options=options, max_restarts=4))
+    with pytest.raises(
+        WorkerError,
+        match=r"^environment 0 \(seed \d+\) had to be restarted in 8 held-out episodes in a row; "
+        "the last time one of its group raised RuntimeError: out of coffee$",
+    ):
+        evaluated(worker, num_envs=2)
 
 
 def test_an_episode_without_end_is_cut_off() -> None:

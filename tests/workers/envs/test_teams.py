@@ -93,9 +93,10 @@ def test_one_bad_team_of_many_is_restarted_with_all_its_agents() -> None:
     worker = env_worker(deserted(0, max_restarts=20))
     traj = roll(worker, 0, num_envs=24, group_size=24, horizon=20)
     restarts = int(worker.metrics["env_restarts"].value)
-    assert restarts > 0
-    assert restarts % 3 == 0
-    assert int((~traj.mask).sum()) >= restarts
+    # Whole episodes have 12 steps: one of a single step was given up in its second.
+    begun = torch.cat([torch.ones(24, 1, dtype=torch.bool), ~traj.mask[:, :-1]], dim=1)
+    given_up = traj.truncated & begun
+    assert restarts == int(given_up[::3].sum()) > 0
     assert torch.equal(traj.truncated[::3], traj.truncated[1::3])
 
 

@@ -51,8 +51,8 @@ class Counting(gym.Env[Any, Any]):
 class Bad(Counting):
     """Goes wrong at one step of an episode, if a number drawn when it began is below `share`."""
 
-    def __init__(self, how: str, at: int = 2, share: float = 0.5) -> None:
-        super().__init__(length=5)
+    def __init__(self, how: str, at: int = 2, share: float = 0.5, length: int = 5) -> None:
+        super().__init__(length=length)
         self._how, self._at, self._share = how, at, share
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:

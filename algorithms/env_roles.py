@@ -298,6 +298,11 @@ class ActorCritic(Actor):
             mutation: Every weight w that is taken over becomes `w (1 + mutation * noise)`, with
                 standard normal noise.
             every: Only in every so many steps, the last of them.
+
+        Its metrics:
+
+        - `fitness`: how fit this one was.
+        - `replaced`: 1 if it gave way in this step, else 0.
         """
         raise NotImplementedError
 

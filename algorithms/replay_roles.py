@@ -73,7 +73,12 @@ class Replay(Role):
 
     @call("forward", scope="batch")
     def add(self, steps: Trajectories) -> NumStored:
-        """Keep all steps that count; how many are held then, once per environment."""
+        """Keep all steps that count; how many are held then, once per environment.
+
+        Its metric:
+
+        - `stored`: steps held after the call.
+        """
         raise NotImplementedError
 
     @call("rollout", scope="batch")
@@ -108,7 +113,13 @@ class QNetwork(Actor):
     def train(
         self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
     ) -> TrainMetrics:
-        """Take `epochs * num_minibatches` optimizer steps and make the next weight version."""
+        """Take `epochs * num_minibatches` optimizer steps and make the next weight version.
+
+        A batch without a step that counts makes the next version too, by no optimizer step.
+        Its metric, besides the loss's:
+
+        - `epsilon`: the share of random choices after the call.
+        """
         raise NotImplementedError
 
     @call("train")
@@ -119,5 +130,9 @@ class QNetwork(Actor):
             leader: Whose weights, as they are at this line of the step.
             share: How far: 1 copies them, less is a running mean.
             every: Only in every so many calls, the first of them included.
+
+        Its metric:
+
+        - `followed`: 1 if the weights have been moved in this step, else 0.
         """
         raise NotImplementedError

@@ -23,12 +23,16 @@ import torch
 from algorithm_functions import MODULES, function_page, function_table
 from algorithm_sizes import CONFIGS, NAMES, RELATIVES, Algorithm, algorithm, difference
 from penstock.algorithms import kl_controller, losses, multiplier, pair_losses
+from penstock.algorithms.env_roles import ActorCritic
+from penstock.algorithms.kl_controller import KLController
+from penstock.algorithms.multiplier import Multiplier
+from penstock.algorithms.replay_roles import QNetwork, Replay
 from penstock.algorithms.rollout_correction import RolloutCorrection
 from penstock.configs.key_docs import key_docs
 from penstock.configs.reference import as_yaml
 from penstock.configs.validate import fields_of
 from penstock.dataflow.axes import Spec
-from penstock.dataflow.graph import Constant, Graph, Node, NodeKind, TableArgument
+from penstock.dataflow.graph import Constant, Graph, Node, TableArgument
 from penstock.dataflow.render import to_svg
 from torch import Tensor
 
@@ -50,11 +54,15 @@ FAMILIES: dict[str, list[str]] = {
     "Environments": ["env_ppo", "a2c", "impala", "mappo", "self_play", "population", "dqn"],
 }  # fmt: skip
 
-_OF_CONTROLLERS = {
-    "update": ["multiplier", "recent_cost"],
-    "follow": ["kl_coef", "observed_kl"],
+_OF_CALLS: dict[tuple[type, str], list[str]] = {
+    (Multiplier, "update"): ["multiplier", "recent_cost"],
+    (KLController, "follow"): ["kl_coef", "observed_kl"],
+    (ActorCritic, "inherit"): ["fitness", "replaced"],
+    (QNetwork, "train"): ["epsilon"],
+    (QNetwork, "follow"): ["followed"],
+    (Replay, "add"): ["stored"],
 }
-"""Metrics of what is adjusted by a rule instead of a loss, by method."""
+"""What calls report beside their losses, by contract and method."""
 
 _BLOCK = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 _NEW_PAGE = """# {title}
@@ -205,10 +213,9 @@ def _choices(hint: Any) -> list[Any]:
 def _metrics(name: str) -> str:
     graph = loaded(name).graph
     rows = [
-        f"| `{node.name}/{metric}` | {_cell(_meanings(node)[metric])} |"
+        f"| `{node.name}/{metric}` | {_cell(_meanings(graph, node)[metric])} |"
         for node in graph.nodes
-        if node.kind is NodeKind.TRAIN
-        for metric in metric_names(node)
+        for metric in metric_names(graph, node)
     ]
     rows += [f"| `{metric}` | {meaning} |" for metric, meaning in _means(graph)]
     return "\n".join(
@@ -234,12 +241,19 @@ def _means(graph: Graph) -> Iterator[tuple[str, str]]:
         yield f"{ref.node}/{column}", f"Mean of: {_cell(line)}"
 
 
-def metric_names(node: Node) -> list[str]:
-    """What the loss of a train call reports, found by computing it on two short rows."""
+def metric_names(graph: Graph, node: Node) -> list[str]:
+    """What a call reports: its loss, found by computing it on two short rows, and itself."""
+    if node.role is None:
+        return []
+    own = _OF_CALLS.get((graph.roles[node.role], node.method or ""), [])
+    return [*_loss_metrics(node), *own]
+
+
+def _loss_metrics(node: Node) -> list[str]:
     arguments = dict(node.arguments)
     loss, batch = arguments.get("loss"), arguments.get("batch")
     if not isinstance(loss, Constant) or not isinstance(batch, TableArgument):
-        return _OF_CONTROLLERS.get(node.method or "", [])
+        return []
     columns = batch.table(**{name: _column(name, spec) for name, spec in _specs(batch.table)})
     zeros = torch.zeros(2, 3)
     entropy = zeros if loss.value.needs_entropy else None
@@ -267,13 +281,14 @@ def _column(name: str, spec: Spec) -> Tensor:
     return torch.full(shape, value, dtype=kinds[spec.dtype.value])
 
 
-def _meanings(node: Node) -> dict[str, str]:
-    """Metric -> meaning, from the lists in docstrings: of the modules of losses, or the loss."""
+def _meanings(graph: Graph, node: Node) -> dict[str, str]:
+    """Metric -> meaning, from lists in docstrings: of modules, of the loss, of the method."""
     found: dict[str, str] = {}
     loss = dict(node.arguments).get("loss")
     own = inspect.getdoc(type(loss.value)) if isinstance(loss, Constant) else None
+    asked = getattr(graph.roles[node.role or ""], node.method or "")
     modules = (losses, pair_losses, multiplier, kl_controller)
-    for text in (*(module.__doc__ for module in modules), own):
+    for text in (*(module.__doc__ for module in modules), own, inspect.getdoc(asked)):
         flat = re.sub(r"\n  +", " ", text or "")
         for line in re.findall(r"^- (.*)$", flat, re.MULTILINE):
             for names, meaning in re.findall(r"(`\w+`(?:, `\w+`)*): (.*?)(?:\.$|; (?=`)|$)", line):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from penstock.dataflow.engine import Engine
+from penstock.dataflow.placement import one_group
+
+from .algorithms.configured import configured
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "algorithms"
@@ -61,6 +66,20 @@ def test_modules_used_one_by_one_have_entries_with_their_imports() -> None:
     named |= {"end_state": "with_end", "rollout_correction": "RolloutCorrection"}
     lines = [f"`from penstock.algorithms.{m} import {name}`" for m, name in named.items()]
     assert [line for line in lines if line not in page] == [], AGAIN
+
+
+@pytest.mark.parametrize("name", ["dqn", "population"])
+def test_the_metrics_of_a_page_are_those_that_its_calls_log(name: str) -> None:
+    small = configured(name)
+    with Engine(small.graph, one_group(small.graph), workers=small.workers) as engine:
+        *_, last = engine.run(small.sources, 4)
+    page = (PAGES / f"{name}.md").read_text()
+    listed = set(re.findall(r"^\| `([\w.]+/\w+)` \|", page, re.MULTILINE))
+    calls = {metric.split("/")[0] for metric in listed}
+    index = (PAGES / "index.md").read_text()
+    always = set(re.findall(r"^\| `\w+\.train/(\w+)` \|", index, re.MULTILINE))
+    logged = {metric for metric in last.metrics if metric.split("/")[0] in calls}
+    assert listed == {metric for metric in logged if metric.split("/")[-1] not in always}
 
 
 @pytest.mark.parametrize("name", ["codpo", "crraft", "kimi", "online_dpo", "p3o", "rebel"])

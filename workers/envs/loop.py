@@ -38,8 +38,8 @@ class _Single:
     episode: int = 0
     over: bool = False
     obs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    mask: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     actions: list[NDArray[np.float32]] = field(default_factory=list[NDArray[np.float32]])
-    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class LoopGroup:
@@ -99,7 +99,8 @@ class LoopGroup:
         """See `EnvGroup.step`.
 
         Raises:
-            WorkerError: If more environments fail than may.
+            WorkerError: If more environments fail than may, or one does not say as it should what
+                is allowed.
         """
         self._reward[:] = 0.0
         self._terminated[:] = False
@@ -118,12 +119,13 @@ class LoopGroup:
         self, index: int, single: _Single, action: NDArray[np.float32]
     ) -> NDArray[np.float32]:
         single.actions.append(action.copy())
-        obs, reward, terminated, truncated, single.info = single.env.step(self._take(action))
+        obs, reward, terminated, truncated, info = single.env.step(self._take(action))
         single.obs = self._features(obs)
         number = float(reward)
         if not np.isfinite(number):
             raise _BadEnv(f"gave a reward of {number}")
         single.over = bool(terminated or truncated)
+        self._ask_mask(single, info)
         self._reward[index] = number
         self._terminated[index], self._truncated[index] = terminated, truncated
         return single.obs
@@ -135,8 +137,9 @@ class LoopGroup:
     def _reset(self, single: _Single) -> NDArray[np.float32]:
         single.over = False
         single.actions.clear()
-        obs, single.info = single.env.reset(seed=self._seed_of(single))
+        obs, info = single.env.reset(seed=self._seed_of(single))
         single.obs = self._features(obs)
+        self._ask_mask(single, info)
         return single.obs
 
     def _features(self, obs: Any) -> NDArray[np.float32]:
@@ -161,30 +164,38 @@ class LoopGroup:
             self._alarm.arm()
             try:
                 return call(single)
+            except WorkerError:  # a new one would be no better
+                raise
             except (Exception, StepTooLong) as error:
                 self._alarm.disarm()
-                self._restart(index, single, error)
-                call = self._reset
+                self._note_failure(index, single, error)
+                call = self._replace
 
-    def _restart(self, index: int, single: _Single, error: BaseException) -> None:
-        """Put a new environment in the place of one that failed, its next episode to come."""
-        seed, step = self._seed_of(single), len(single.actions)
+    def _note_failure(self, index: int, single: _Single, error: BaseException) -> None:
+        """Count it, and see that no more fail than may."""
         what = _described(error)
-        self.failures.append((index, seed, what))
+        self.failures.append((index, self._seed_of(single), what))
         if len(self.failures) > self._max_restarts:
             raise WorkerError(
-                f"environment {single.number} of '{self._name}' (seed {seed}) {what} at step "
-                f"{step} of its episode, failure {len(self.failures)} of its group in one rollout; "
+                f"{self._named(single)} {what} at step {len(single.actions)} of its episode, "
+                f"failure {len(self.failures)} of its group in one rollout; "
                 f"{self._max_restarts} may be made good by a restart"
             ) from error
-        self._alarm.arm()
+        self._reward[index] = 0.0
+        self._terminated[index] = self._truncated[index] = False
+
+    def _replace(self, single: _Single) -> NDArray[np.float32]:
+        """Put a new environment in the place of one that failed, and begin its next episode."""
         with contextlib.suppress(Exception, StepTooLong):  # it is broken already
             single.env.close()
         self._alarm.disarm()
-        single.env = self._make()
+        try:
+            single.env = self._make()
+        except Exception as error:
+            raise _BadEnv(f"cannot be made anew, which {_described(error)}") from error
+        self._alarm.arm()
         single.episode += 1
-        self._reward[index] = 0.0
-        self._terminated[index] = self._truncated[index] = False
+        return self._reset(single)
 
     def _seed_of(self, single: _Single) -> int:
         return env_seed(self._seed, self._role, single.number, single.episode)
@@ -193,23 +204,36 @@ class LoopGroup:
         """See `EnvGroup.action_mask`; the masks of several components stand side by side."""
         if not self.actions.masked:
             return None
-        return np.stack([self._mask_of(single) for single in self._all])
+        return np.stack([single.mask for single in self._all])
 
-    def _mask_of(self, single: _Single) -> NDArray[np.bool_]:
-        found: Any = single.info.get("action_mask")
+    def _ask_mask(self, single: _Single, info: Mapping[str, Any]) -> None:
+        """Note what is allowed now; where the episode is over, it may be nothing."""
+        if not self.actions.masked:
+            return
+        found: Any = info.get("action_mask")
         if found is None:
+            if not single.env.has_wrapper_attr("action_masks"):
+                raise WorkerError(
+                    f"{self._named(single)} has no method action_masks, and no action_mask among "
+                    f"what it says, which is {', '.join(info) or 'nothing'}; set task.masked=false"
+                )
             found = single.env.get_wrapper_attr("action_masks")()
         parts = found if isinstance(found, tuple) else (found,)
         mask = np.concatenate([np.asarray(part, dtype=np.bool_).reshape(-1) for part in parts])
         starts = np.cumsum((0, *self.actions.sizes))
         fits = len(mask) == self.actions.num_choices
         if not fits or not np.logical_or.reduceat(mask, starts[:-1]).all():
-            raise WorkerError(
-                f"environment {single.number} of '{self._name}' (seed {self._seed_of(single)}) "
-                f"allows {mask.tolist()!s:.80} at step {len(single.actions)} of its episode; "
-                f"expected {self.actions.num_choices} booleans, one True for every component"
-            )
-        return mask
+            if not fits or not single.over:
+                raise WorkerError(
+                    f"{self._named(single)} allows {mask.tolist()!s:.80} at step "
+                    f"{len(single.actions)} of its episode; expected {self.actions.num_choices} "
+                    "booleans, one True for every component"
+                )
+            mask[:] = True
+        single.mask = mask
+
+    def _named(self, single: _Single) -> str:
+        return f"environment {single.number} of '{self._name}' (seed {self._seed_of(single)})"
 
     def seed_of(self, index: int) -> int:
         """See `EnvGroup.seed_of`."""
@@ -236,8 +260,7 @@ class LoopGroup:
                 self._replay(index, single, saved["actions"])
             except (Exception, StepTooLong) as error:
                 raise StateError(
-                    f"environment {single.number} of '{self._name}' (seed "
-                    f"{self._seed_of(single)}) {_described(error)} at step {len(single.actions)} "
+                    f"{self._named(single)} {_described(error)} at step {len(single.actions)} "
                     f"of its episode, where its {len(saved['actions'])} actions since it was "
                     "seeded were taken again; it had not when it was saved"
                 ) from error
@@ -245,8 +268,7 @@ class LoopGroup:
                 self._alarm.disarm()
             if digest(single.obs) != saved["obs"]:
                 raise StateError(
-                    f"environment {single.number} of '{self._name}' (seed "
-                    f"{self._seed_of(single)}) shows something else after the "
+                    f"{self._named(single)} shows something else after the "
                     f"{len(single.actions)} actions of its episode than when it was saved; its "
                     "episodes must depend on the seed and the actions alone"
                 )

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import pytest
 import torch
 from penstock.algorithms.env_roles import Acts
@@ -14,6 +15,7 @@ from penstock.dataflow.errors import ConfigError, StateError, WorkerError
 from penstock.workers.envs.spec import EnvSpec
 
 from .acting import NoisyActor, env_worker, roll
+from .toys import Bad
 
 SAID = {
     "raises": "raised RuntimeError: out of coffee",
@@ -132,3 +134,63 @@ def test_a_mask_that_allows_nothing() -> None:
         "step 0 of its episode; expected 5 booleans, one True for every component",
     ):
         roll(env_worker(spec), 0)
+
+
+def test_a_method_that_fails_to_say_what_is_allowed_is_a_failure_as_any_other() -> None:
+    worker = env_worker(EnvSpec(id="toys/Masks-v0", options={"at": 2}, masked=True, max_restarts=2))
+    with pytest.raises(
+        WorkerError,
+        match=r"^environment 0 of 'toys/Masks-v0' \(seed \d+\) raised RuntimeError: out of tea at "
+        "step 2 of its episode, failure 3 of its group in one rollout; 2 may be made good by a "
+        "restart$",
+    ):
+        roll(worker, 0)
+
+
+def test_when_an_episode_is_over_nothing_need_be_allowed() -> None:
+    traj = roll(env_worker(EnvSpec(id="toys/Masks-v0", masked=True)), 0)
+    assert traj.action_mask.all()
+
+
+def test_masks_that_are_not_there() -> None:
+    with pytest.raises(
+        WorkerError,
+        match=r"^environment 0 of 'Acrobot-v1' \(seed \d+\) has no method action_masks, and no "
+        "action_mask among what it says, which is nothing; set task.masked=false$",
+    ):
+        roll(env_worker(EnvSpec(id="Acrobot-v1", masked=True)), 0)
+
+
+class Licensed(Bad):
+    """Only so many can be made."""
+
+    left = 0
+    closed = 0
+
+    def __init__(self) -> None:
+        if not Licensed.left:
+            raise OSError("no more licences")
+        Licensed.left -= 1
+        super().__init__(how="raises", share=1.1)
+
+    def close(self) -> None:
+        Licensed.closed += 1
+
+
+@pytest.fixture
+def licensed() -> EnvSpec:
+    """Of an environment that always fails."""
+    if "toys/Licensed-v0" not in gym.registry:
+        gym.register("toys/Licensed-v0", lambda **options: Licensed(**options))
+    Licensed.left = Licensed.closed = 0
+    return EnvSpec(id="toys/Licensed-v0", max_restarts=3)
+
+
+def test_one_that_cannot_be_made_anew_is_named(licensed: EnvSpec) -> None:
+    Licensed.left = 4
+    with pytest.raises(
+        WorkerError,
+        match=r"^environment 0 of 'toys/Licensed-v0' \(seed \d+\) cannot be made anew, which "
+        "raised OSError: no more licences at step 2 of its episode, failure 4 of its group in one",
+    ):
+        roll(env_worker(licensed), 0, num_envs=2)

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-__all__ = ["Bad", "Counting", "Recall", "register"]
+__all__ = ["Bad", "Counting", "Masks", "Recall", "register"]
 
 
 class Counting(gym.Env[Any, Any]):
@@ -95,9 +95,30 @@ class Recall(gym.Env[Any, Any]):
         return self._obs(), float(over and action == self._right), over, False, {}
 
 
+class Masks(Counting):
+    """Says by a method what is allowed, nothing at the end, and fails to after `at` steps."""
+
+    def __init__(self, at: int = 10**9, length: int = 3) -> None:
+        super().__init__(length=length)
+        self._at = at
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        obs, _ = super().reset(seed=seed)
+        return obs, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return *super().step(action)[:-1], {}
+
+    def action_masks(self) -> Any:
+        if self._steps == self._at:
+            raise RuntimeError("out of tea")
+        return np.full(3, self._steps < self._length)
+
+
 def register() -> None:
     """Make them known to Gymnasium under `toys/NAME-v0`."""
     if "toys/Counting-v0" not in gym.registry:
         gym.register("toys/Counting-v0", lambda **options: Counting(**options))
         gym.register("toys/Bad-v0", lambda **options: Bad(**options))
+        gym.register("toys/Masks-v0", lambda **options: Masks(**options))
         gym.register("toys/Recall-v0", lambda **options: Recall(**options))

@@ -4,6 +4,9 @@ Every member acts in environments of its own. From time to time each is compared
 in a ring, and goes on with its weights, changed a little, if that one has earned more: a tournament
 of two, as in Jaderberg et al., "Population Based Training of Neural Networks", 2017, of weights
 alone. Members are roles, so a plan may train them on devices of their own.
+
+Their environments must give rewards as they are: scaled by running moments, those of one member
+could not be compared with those of another.
 """
 
 from __future__ import annotations

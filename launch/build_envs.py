@@ -12,6 +12,7 @@ from ..algorithms.team_roles import TeamCritic
 from ..configs.schema import RunConfig
 from ..configs.validate import validated
 from ..dataflow.errors import ConfigError
+from ..dataflow.graph import Graph
 from ..dataflow.role import Role
 from ..dataflow.worker import WorkerSpec
 from ..workers.actor_network import PerceptronSpec
@@ -35,6 +36,7 @@ __all__ = [
     "env_worker",
     "game_task",
     "perceptron_spec",
+    "refuse_scaled_fitness",
 ]
 
 ENV_CONTRACTS: Mapping[str, type[Role]] = {
@@ -85,6 +87,25 @@ def env_task(spec: TaskSpec, reader: str) -> EnvTaskSpec:
 def acted_in(spec: TaskSpec) -> EnvTaskSpec | BoardTaskSpec | None:
     """The task if it is an environment or a game, which has no problems to solve one by one."""
     return spec if isinstance(spec, (EnvTaskSpec, BoardTaskSpec)) else None
+
+
+def refuse_scaled_fitness(graph: Graph, spec: EnvTaskSpec | BoardTaskSpec) -> None:
+    """Require rewards as they are of a step that compares what its actors have earned.
+
+    Raises:
+        ConfigError: If each group of environments scales rewards by what it has seen itself.
+    """
+    compares = any(
+        node.role is not None
+        and issubclass(graph.roles[node.role], ActorCritic)
+        and node.method == ActorCritic.inherit.__name__
+        for node in graph.nodes
+    )
+    if compares and isinstance(spec, EnvTaskSpec) and spec.normalisation.rewards:
+        raise ConfigError(
+            f"{graph.name} compares what its members have earned, and every group of environments "
+            "scales rewards by what it has seen itself\n    set task.normalisation.rewards=false"
+        )
 
 
 def game_task(spec: TaskSpec, reader: str) -> BoardTaskSpec:

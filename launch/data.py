@@ -27,7 +27,7 @@ from ..workers.envs.rows import EnvRowSource
 from ..workers.envs.task import EnvTaskSpec
 from ..workers.task import Task, TaskSpec, fingerprint, task_alphabet, task_spec
 from ..workers.tokenizer import Tokenizer, TokenizerSpec
-from .build_envs import acted_in, env_task, game_task
+from .build_envs import acted_in, env_task, game_task, refuse_scaled_fitness
 
 __all__ = [
     "Data",
@@ -168,6 +168,7 @@ def _acting_rows(graph: Graph, name: str, count: int, least: int, data: Data) ->
     table = graph.sources[name]
     wanted = env_task if table is EnvRows else game_task
     spec = wanted(data.spec, graph.name)
+    refuse_scaled_fitness(graph, spec)
     whole = spec.num_agents if isinstance(spec, EnvTaskSpec) else 1
     size = spec.group_size or count // least // whole * whole
     if size == 0 or -(-count // size) < least:

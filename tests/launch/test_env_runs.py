@@ -85,6 +85,11 @@ def test_a_language_model_can_begin_elsewhere_too() -> None:
             "    raise algorithm.per_step.rows, or set task.group_size to 4 or less",
         ),
         (
+            (*POPULATION, "task.normalisation.rewards=true"),
+            "population compares what its members have earned, and every group of environments "
+            "scales rewards by what it has seen itself\n    set task.normalisation.rewards=false",
+        ),
+        (
             (*PPO, "task.id=CartPool-v1"),
             "environment 'CartPool-v1' cannot be made: Environment `CartPool` doesn't exist. Did "
             "you mean: `CartPole`?",

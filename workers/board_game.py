@@ -150,7 +150,8 @@ class BoardGameWorker(BoardGame):
         """See `BoardGame.play`.
 
         Raises:
-            WorkerError: If a player makes a move that is not allowed; names game and move.
+            WorkerError: If a player makes a move that is not allowed, or says what is no number;
+                names game and move.
         """
         key = call_key(self.context.role, "play")
         stream = stream_key(self.context.seed, self.context.role, "noise", key)
@@ -180,7 +181,8 @@ class BoardGameWorker(BoardGame):
             action, logprob, memories[side] = players[side].act(
                 obs, noise[:, t : t + 1], allowed, memories[side]
             )
-            choice = action[:, 0].astype(np.int64)
+            self._check_numbers(numbers, t, live, action, logprob)
+            choice = np.where(live, action[:, 0], 0).astype(np.int64)
             self._check(numbers, t, live, allowed, choice)
             for name, column in (
                 ("obs", obs),
@@ -196,6 +198,22 @@ class BoardGameWorker(BoardGame):
         found["env"] = np.stack([2 * numbers, 2 * numbers + 1], axis=1)
         self._count(found)
         return {name: array.reshape(2 * count, *array.shape[2:]) for name, array in found.items()}
+
+    def _check_numbers(
+        self,
+        numbers: NDArray[np.int64],
+        move: int,
+        live: NDArray[np.bool_],
+        action: NDArray[np.float32],
+        logprob: NDArray[np.float32],
+    ) -> None:
+        for found, what in ((action[:, 0], "action"), (logprob, "log-probability of an action")):
+            bad = live & ~np.isfinite(found)
+            if bad.any():
+                raise WorkerError(
+                    f"game {numbers[bad.argmax()]} of '{self.context.role}' (seed "
+                    f"{self.context.seed}), move {move}: the actor's {what} is not finite"
+                )
 
     def _check(
         self,

@@ -160,3 +160,25 @@ def test_a_move_that_is_not_allowed_names_game_and_move() -> None:
         "game 0 of 'board' (seed 7), move 1: choice 0 is not allowed, which are [1, 2, 3, 4, 5, 6, "
         "7, 8]; an actor must heed its action_mask"
     )
+
+
+@pytest.mark.parametrize("action", [True, False])
+def test_what_a_player_says_must_be_numbers(action: bool) -> None:
+    class Lost(Random):
+        def act(
+            self,
+            obs: NDArray[np.float32],
+            noise: NDArray[np.float64],
+            action_mask: NDArray[np.bool_] | None,
+            memory: NDArray[np.float32] | None = None,
+        ) -> Acts:
+            acts = super().act(obs, noise, action_mask)
+            (acts.action[:, 0] if action else acts.logprob)[2] = np.nan
+            return acts
+
+    said = "action" if action else "log-probability of an action"
+    with pytest.raises(WorkerError) as raised:
+        play(TIC_TAC_TOE, Random(), Lost(), games=4, seed=7)
+    assert (
+        str(raised.value) == f"game 2 of 'board' (seed 7), move 1: the actor's {said} is not finite"
+    )

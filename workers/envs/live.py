@@ -106,6 +106,8 @@ class LiveGroup:
                 valid = group.action_mask()
                 found["action_mask"][t] = valid
             action, logprob, memory = actor.act(obs, noise[t], valid, memory)
+            if not (np.isfinite(action).all() and np.isfinite(logprob).all()):
+                raise self._not_said(t, action, logprob)
             action_t[t], logprob_t[t] = action, logprob
             obs, earned, terminated, truncated = group.step(action)
             obs = scale.obs(obs)
@@ -145,7 +147,6 @@ class LiveGroup:
     def _check_numbers(self, found: Mapping[str, NDArray[Any]], last_obs: NDArray[Any]) -> None:
         """Everything must be finite; the sum is not if anything in it is not."""
         for name, whose in (
-            ("behavior_logprob", "the actor's log-probability of an action"),
             ("obs", "an observation"),
             ("reward", "a reward"),
         ):
@@ -159,6 +160,16 @@ class LiveGroup:
         if not np.isfinite(last_obs).all():
             index = int(np.nonzero(~np.isfinite(last_obs).all(axis=1))[0][0])
             raise self._bad(len(found["obs"]), index, "an observation is not finite")
+
+    def _not_said(
+        self, t: int, action: NDArray[np.float32], logprob: NDArray[np.float32]
+    ) -> WorkerError:
+        """Environments are not shown such actions: they would be blamed for what they do then."""
+        bad = ~np.isfinite(action).all(axis=1)
+        if bad.any():
+            return self._bad(t, int(bad.argmax()), "the actor's action is not finite")
+        index = int(np.isfinite(logprob).argmin())
+        return self._bad(t, index, "the actor's log-probability of an action is not finite")
 
     def _bad(self, t: int, index: int, what: str) -> WorkerError:
         return WorkerError(

@@ -76,20 +76,33 @@ def test_advantages_do_not_reach_over_a_restart() -> None:
     assert target.value_target[row, t] == traj.reward[row, t] + value[row, t + 1]
 
 
-def test_what_the_actor_says_must_be_numbers() -> None:
-    class Lost(NoisyActor):
-        def act(self, obs: Any, noise: Any, action_mask: Any, memory: Any = None) -> Acts:
-            acts = super().act(obs, noise, action_mask)
-            acts.logprob[1] = float("nan")
-            return acts
+class Lost(NoisyActor):
+    """Gives no numbers for environment 1, and then no choice that there is."""
 
-    worker = env_worker(EnvSpec(id="CartPole-v1"))
+    def __init__(self, *, action: bool, logprob: bool) -> None:
+        super().__init__()
+        self._action, self._logprob = action, logprob
+
+    def act(self, obs: Any, noise: Any, action_mask: Any, memory: Any = None) -> Acts:
+        acts = super().act(obs, noise, action_mask)
+        acts.action[1] = float("nan") if self._action else 99
+        if self._logprob:
+            acts.logprob[1] = float("nan")
+        return acts
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", "toys/Counting-v0"])
+@pytest.mark.parametrize("action", [True, False])
+def test_what_the_actor_says_must_be_numbers(env: str, action: bool) -> None:
+    """And nobody else is blamed, as environments that raise where they are given no numbers."""
+    worker = env_worker(EnvSpec(id=env))
+    said = "the actor's action" if action else "the actor's log-probability of an action"
     with pytest.raises(
         WorkerError,
-        match=r"environment 1 \(seed \d+\), step 0 of the rollout of step 0: the actor's "
-        "log-probability of an action is not finite",
+        match=rf"^environment 1 \(seed \d+\), step 0 of the rollout of step 0: {said} is not "
+        "finite$",
     ):
-        roll(worker, 0, actor=Lost())
+        roll(worker, 0, actor=Lost(action=action, logprob=not action))
 
 
 @pytest.mark.parametrize("how", ["raises", "hangs"])

@@ -62,7 +62,7 @@ class Gathers(Protocol):
     """
 
     def answer_all(self, method: str, calls: Sequence[tuple[Array | None, ...]]) -> Sequence[Any]:
-        """What `method` returns for each of the calls' arguments."""
+        """What `method` returns for each of the calls' arguments; one by one if this raises."""
         ...
 
 

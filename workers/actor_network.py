@@ -161,8 +161,16 @@ class ActorCriticNetwork(nn.Module):
 
     def save_pretrained(self, folder: Path) -> None:
         """Write `config.json` and `model.safetensors`."""
-        more = {"num_features": self.num_features, "actions": asdict(self.actions)}
-        save_network(folder, self, "perceptron_actor_critic", self.spec, more)
+        save_network(folder, self, "perceptron_actor_critic", self.spec, self._spaces())
+
+    def load_pretrained(self, folder: Path | str) -> None:
+        """Take the weights that were written to a folder; raises as `load_network`."""
+        from .saved_network import load_network
+
+        load_network(folder, self, "perceptron_actor_critic", self.spec, self._spaces())
+
+    def _spaces(self) -> dict[str, Any]:
+        return {"num_features": self.num_features, "actions": asdict(self.actions)}
 
 
 def save_network(

@@ -37,12 +37,15 @@ from .microbatch import columns
 from .numpy_actor import NumpyActor
 from .on_host import OnHost
 from .optimizer import OptimizerSpec
+from .saved_network import load_network
 from .succession import take_over
 from .torch_worker import TorchWorker
 
 __all__ = ["QNetworkSpec", "TorchQNetwork"]
 
 B = TypeVar("B")
+
+_MODEL_TYPE = "perceptron_q_network"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,10 @@ class QNetworkSpec:
     """Its layers. Networks of one seed start alike."""
     env: EnvSpec
     """What it acts in, for the numbers of observations and actions."""
+    start: str | None = None
+    """A folder that such a worker saved, whose weights it begins with: of the same layers, for the
+    same observations and actions. Until it is trained it also acts at random as often as that
+    one did. None for random weights."""
     optimizer: OptimizerSpec | None = None
     """None for a network that only follows another one."""
     epsilon_start: float = 1.0
@@ -77,7 +84,8 @@ class QNetworkSpec:
         """Make it on the context's device.
 
         Raises:
-            ConfigError: If an action is not one choice of several, all of them always allowed.
+            ConfigError: If an action is not one choice of several, all of them always allowed; or
+                `start` is no such folder, or its network does not fit.
         """
         num_features, actions = self.env.spaces()
         if actions.kind != "discrete" or len(actions.sizes) != 1 or actions.masked:
@@ -106,6 +114,8 @@ class TorchQNetwork(TorchWorker, QNetwork):
     ) -> None:
         self.spec, self.num_features, self.actions = spec, num_features, actions
         self.module = _Network(spec, num_features, actions.sizes[0]).to(context.device)
+        if spec.start is not None:
+            load_network(spec.start, self.module, _MODEL_TYPE, spec.network, self._spaces())
         network: Any = FlatNetwork(self.module)
         super().__init__(context, network, spec.optimizer, micro_batch_tokens=1 << 16)
         self._on_host = OnHost(self.module, self.network.flat)
@@ -191,5 +201,7 @@ class TorchQNetwork(TorchWorker, QNetwork):
     def save_pretrained(self, folder: Path) -> None:
         """Write `config.json` and `model.safetensors` (only rank 0 does)."""
         if self.context.rank == 0:
-            more = {"num_features": self.num_features, "actions": asdict(self.actions)}
-            save_network(folder, self.module, "perceptron_q_network", self.spec.network, more)
+            save_network(folder, self.module, _MODEL_TYPE, self.spec.network, self._spaces())
+
+    def _spaces(self) -> dict[str, Any]:
+        return {"num_features": self.num_features, "actions": asdict(self.actions)}

@@ -24,12 +24,15 @@ from .actor_network import (
 from .envs.spec import EnvSpec
 from .memory import refuse_memory
 from .optimizer import OptimizerSpec
+from .saved_network import load_network
 from .single_steps import single_steps, state_values
 from .torch_worker import TorchWorker
 
 __all__ = ["TeamCriticSpec", "TorchTeamCritic"]
 
 B = TypeVar("B")
+
+_MODEL_TYPE = "perceptron_team_critic"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,9 @@ class TeamCriticSpec:
     """Its layers."""
     env: EnvSpec
     """What the team acts in, for the numbers of observations and agents."""
+    start: str | None = None
+    """A folder that such a worker saved, whose weights it begins with: of the same layers, for the
+    same observations and agents. None for random ones."""
     optimizer: OptimizerSpec | None = None
     """None for one that is never trained."""
 
@@ -48,7 +54,11 @@ class TeamCriticSpec:
         refuse_value_bins(self.network, "a team's critic")
 
     def build(self, context: WorkerContext) -> TorchTeamCritic:
-        """Make it on the context's device."""
+        """Make it on the context's device.
+
+        Raises:
+            ConfigError: If `start` is no such folder, or its network does not fit.
+        """
         return TorchTeamCritic(self, context)
 
 
@@ -72,6 +82,8 @@ class TorchTeamCritic(TorchWorker, TeamCritic):
     def __init__(self, spec: TeamCriticSpec, context: WorkerContext) -> None:
         self.spec = spec
         self.module = _Network(spec).to(context.device)
+        if spec.start is not None:
+            load_network(spec.start, self.module, _MODEL_TYPE, spec.network, self._spaces())
         network: Any = FlatNetwork(self.module)
         super().__init__(context, network, spec.optimizer, micro_batch_tokens=1 << 16)
 
@@ -93,6 +105,8 @@ class TorchTeamCritic(TorchWorker, TeamCritic):
     def save_pretrained(self, folder: Path) -> None:
         """Write `config.json` and `model.safetensors` (only rank 0 does)."""
         if self.context.rank == 0:
-            env = self.spec.env
-            more = {"num_features": env.spaces()[0], "num_agents": env.num_agents}
-            save_network(folder, self.module, "perceptron_team_critic", self.spec.network, more)
+            save_network(folder, self.module, _MODEL_TYPE, self.spec.network, self._spaces())
+
+    def _spaces(self) -> dict[str, Any]:
+        env = self.spec.env
+        return {"num_features": env.spaces()[0], "num_agents": env.num_agents}

@@ -52,6 +52,9 @@ class TorchActorCriticSpec:
     """Its layers."""
     env: HasSpaces
     """What it acts in, for the numbers of observations and actions."""
+    start: str | None = None
+    """A folder that such a worker saved, whose weights it begins with: of the same layers, for the
+    same observations and actions. None for random ones."""
     optimizer: OptimizerSpec | None = None
     """None for one that only acts."""
     micro_batch_steps: int = 65536
@@ -61,7 +64,11 @@ class TorchActorCriticSpec:
         check_range(self, "micro_batch_steps", at_least=1)
 
     def build(self, context: WorkerContext) -> TorchActorCritic:
-        """Make it on the context's device."""
+        """Make it on the context's device.
+
+        Raises:
+            ConfigError: If `start` is no such folder, or its network does not fit.
+        """
         return TorchActorCritic(self, context)
 
 
@@ -73,6 +80,8 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         self.spec = spec
         self.actions: ActionSpace = actions
         self.module = ActorCriticNetwork(spec.network, num_features, actions).to(context.device)
+        if spec.start is not None:
+            self.module.load_pretrained(spec.start)
         network: Any = FlatNetwork(self.module)
         super().__init__(context, network, spec.optimizer, spec.micro_batch_steps)
         self._on_host = OnHost(self.module, self.network.flat)

@@ -13,6 +13,7 @@ from ..planner.plan import Plan
 from ..workers.data_report import DataReport
 from ..workers.rule_reward import RuleRewardSpec
 from .auto_place import choose
+from .build_envs import MODEL_TYPE
 from .build_workers import check_options, model_positions
 from .data import Data, HeldOut, load_data, longest_rows, sources_of, task_spec_of
 from .evaluation import evaluation_graph
@@ -93,11 +94,25 @@ def prepare(config: RunConfig, plan: Plan | None = None) -> Job:
 
 def _placed(config: RunConfig, plan: Plan | None, main: Stage) -> tuple[RunConfig, Plan, str]:
     """The plan of the main stage, with the threads of its ranks, and a line about it."""
+    if config.model.architecture.get("model_type") == MODEL_TYPE:
+        config = _on_one_thread(config)
     plan = plan or written_plan(config)
     if plan is not None:
         return with_threads(config, plan), plan, ""
     choice = choose(config, main.graph)
     return with_threads(config, choice.plan, choice.num_threads), choice.plan, choice.note
+
+
+def _on_one_thread(config: RunConfig) -> RunConfig:
+    """For perceptrons, which one thread computes fastest.
+
+    The order of a sum, and so its last bits, depends on how many threads share it: with one each,
+    results do not depend on how many ranks share the machine's cores.
+    """
+    if config.executor.num_threads is not None:
+        return config
+    executor = config.executor.model_copy(update={"num_threads": 1})
+    return config.model_copy(update={"executor": executor})
 
 
 def _with_vocabulary(config: RunConfig, main: Stage, data: Data) -> RunConfig:

@@ -55,7 +55,8 @@ class ProgressDisplay:
         self.num_done = first_step
         self._every_s = every_s
         self._clock = clock
-        self._recent: deque[tuple[float, int]] = deque(maxlen=_WINDOW_STEPS)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW_STEPS)
+        self._unit = "samples"
         self._started_s = self._mark_s = clock()
         self._said_s = -math.inf
         self._live: tuple[Progress, TaskID] | None = None
@@ -87,15 +88,24 @@ class ProgressDisplay:
             self._live[0].stop()
             self._live = None
 
-    def update(self, step: int, *, num_samples: int, values: Mapping[str, float]) -> None:
+    def update(
+        self,
+        step: int,
+        *,
+        num_samples: float,
+        values: Mapping[str, float],
+        unit: str = "samples",
+    ) -> None:
         """Show that a step is complete.
 
         Args:
             step: Its index.
-            num_samples: Rows it made.
+            num_samples: Rows it made, or whatever else is counted.
             values: Short name -> number, in the order shown.
+            unit: What is counted.
         """
         now_s = self._clock()
+        self._unit = unit
         self._recent.append((now_s - self._mark_s, num_samples))
         self._mark_s = now_s
         self.num_done = step + 1
@@ -116,10 +126,10 @@ class ProgressDisplay:
 
     @property
     def rate(self) -> str:
-        """Samples per second over the latest steps; empty before the first."""
+        """Samples, or what is counted, per second over the latest steps; empty before the first."""
         elapsed_s = sum(seconds for seconds, _ in self._recent)
         num_samples = sum(samples for _, samples in self._recent)
-        return f"{num_samples / elapsed_s:.4g} samples/s" if elapsed_s > 0 else ""
+        return f"{num_samples / elapsed_s:.4g} {self._unit}/s" if elapsed_s > 0 else ""
 
     @property
     def time_left(self) -> str:

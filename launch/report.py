@@ -149,9 +149,10 @@ def _summary_line(job: Job, folder: RunFolder, summary: dict[str, Any]) -> str:
             f"{role}'s return {before:.4g} -> {after:.4g} in {summary['num_episodes']} held-out "
             "episodes"
         )
-    parts.append(f"{summary['samples_per_s']:.4g} samples/s")
     if summary["env_steps_per_s"] is not None:
-        parts.append(f"{summary['env_steps_per_s']:.4g} environment steps/s")
+        parts.append(f"{summary['env_steps_per_s']:,.0f} environment steps/s")
+    else:
+        parts.append(f"{summary['samples_per_s']:.4g} samples/s")
     parts.append(f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB")
     parts.append(format_duration(summary["wall_time_s"]))
     return ", ".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 import warnings
@@ -75,7 +76,7 @@ def _carry_out(composed: dict[str, Any], resumed: Path | None, moved: bool) -> N
     else:
         folder = open_run(resumed)
         _check_unchanged(folder, job.data.fingerprint, code, console)
-    with folder.locked(), _hint_to_resume(folder.path), PeakMemory() as memory:
+    with folder.locked(), _ended_early(folder, resumed is None), PeakMemory() as memory:
         if moved:
             write_text(folder.config, written)
             write_text(folder.plan, plan)
@@ -150,11 +151,20 @@ def _stages(
 
 
 @contextmanager
-def _hint_to_resume(path: Path) -> Generator[None]:
+def _ended_early(folder: RunFolder, is_new: bool) -> Generator[None]:
+    """Say how a run that has ended early goes on; a new one that is refused leaves nothing.
+
+    Some of what cannot be is found only when workers are built; no step has been taken then.
+    """
     try:
         yield
-    except BaseException:
-        print(f"penstock: to continue: penstock run resume={path}", file=sys.stderr)
+    except BaseException as error:
+        metrics, stages = folder.metrics, folder.path / "stages"
+        begun = stages.is_dir() or (metrics.is_file() and metrics.stat().st_size > 0)
+        if isinstance(error, ConfigError) and is_new and not begun:
+            shutil.rmtree(folder.path)
+        else:
+            print(f"penstock: to continue: penstock run resume={folder.path}", file=sys.stderr)
         raise
 
 

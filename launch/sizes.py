@@ -47,9 +47,11 @@ def check_sizes(graph: Graph, placement: Placement, per_step: Mapping[str, int],
     """
     for name in per_step:
         if name not in graph.sources:
+            typo = nearest_key(name, graph.sources)
+            other = f"; '~{at}.per_step.{name}' takes away what the algorithm's YAML says"
             raise ConfigError(
-                f"'{at}.per_step' names a table '{name}', which {graph.name} does not read"
-                f"{nearest_key(name, graph.sources)}\n    it reads: {', '.join(graph.sources)}"
+                f"'{at}.per_step' names a table '{name}', which {graph.name} does not read{typo}\n"
+                f"    it reads: {', '.join(graph.sources)}{'' if typo else other}"
             )
     for name, table in graph.sources.items():
         if name not in per_step:

@@ -269,7 +269,12 @@ class _Logs:
             log.write(result.step, values)
         self._trace.write(result.spans)
         self._trace.write_counters(result.step, time.time(), _shown(values))
-        self._display.update(result.step, num_samples=samples, values=_shown(values))
+        self._display.update(
+            result.step,
+            num_samples=env_steps or samples,
+            values=_shown(values),
+            unit="environment steps" if env_steps else "samples",
+        )
 
 
 def _shown(values: dict[str, float]) -> dict[str, float]:

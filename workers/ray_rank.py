@@ -304,10 +304,12 @@ class Rank:
 
     def close(self) -> None:
         """Close the workers; the process ends next."""
-        for one in (*self._clients.values(), *([self._server] if self._server else ())):
-            one.close()
-        roles, self._roles = self._roles, {}
-        close_workers(roles.values())
+        try:
+            for one in (*self._clients.values(), *([self._server] if self._server else ())):
+                one.close()
+        finally:
+            roles, self._roles = self._roles, {}
+            close_workers(roles.values())
 
     def _fetch(self, handle: Any) -> Any:
         """Pull a stored part or snapshot; copied, because Ray's arrays are shared and read-only."""

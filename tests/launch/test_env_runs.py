@@ -173,3 +173,27 @@ def test_returns_are_measured_said_and_written_and_change_nothing(
     steps = [row["env.rollout/env_steps"] for row in read_metrics(found["run"] / "metrics.jsonl")]
     assert found["env_steps_per_s"] / found["samples_per_s"] == pytest.approx(sum(steps) / 8)
     assert found["weights_sha256"] == without["weights_sha256"]
+
+
+def test_the_last_line_counts_steps_of_environments(penstock: Penstock, tmp_path: Path) -> None:
+    found = finished(penstock, tmp_path, *PPO)
+    last = found["said"].strip().splitlines()[-1]
+    assert f"{found['env_steps_per_s']:,.0f} environment steps/s" in last
+    assert "samples/s" not in found["said"]
+
+
+def test_perceptrons_are_computed_by_one_thread_unless_more_are_asked_for() -> None:
+    assert job(*PPO).config.executor.num_threads == 1
+    assert job(*PPO, "executor.num_threads=2").config.executor.num_threads == 2
+    assert job("algorithm=grpo").config.executor.num_threads is None
+
+
+def test_a_run_that_is_refused_when_it_is_built_leaves_nothing(
+    penstock: Penstock, tmp_path: Path
+) -> None:
+    words = ("algorithm=dqn", "task=cartpole", "model=mlp", "model.architecture.memory=16")
+    said = penstock("run", *words, f"runs={tmp_path}")
+    assert said.code == 2
+    assert said.err.startswith("penstock: a Q-network cannot have a memory (of 16 units)")
+    assert "resume" not in said.err
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []

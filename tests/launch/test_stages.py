@@ -118,6 +118,11 @@ def test_split_groups_place_warm_ups_on_the_groups_they_use() -> None:
             "'prompts'?\n    it reads: prompts",
         ),
         (
+            ["+algorithm.per_step.rows=8"],
+            "'algorithm.per_step' names a table 'rows', which grpo does not read\n    it reads: "
+            "prompts; '~algorithm.per_step.rows' takes away what the algorithm's YAML says",
+        ),
+        (
             ["executor=ray_split", "executor.nodes={actor.generate: rolout}"],
             "'executor.nodes.actor.generate': there is no group 'rolout'; did you mean 'rollout'?\n"
             "    executor.groups has: train, rollout",

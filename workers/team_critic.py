@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..algorithms.env_roles import Values
 from ..algorithms.roles import TrainMetrics, ValueOutput
 from ..algorithms.team_roles import TeamCritic
+from ..dataflow.errors import ConfigError
 from ..dataflow.role import Loss
 from ..dataflow.worker import WorkerContext
 from .actor_network import (
@@ -67,9 +68,9 @@ class _Network(nn.Module):
 
     def __init__(self, spec: TeamCriticSpec) -> None:
         super().__init__()
-        num_in = spec.env.spaces()[0] * spec.env.num_agents
+        self.width = spec.env.spaces()[0] * spec.env.num_agents
         random = torch.Generator().manual_seed(spec.network.init_seed)
-        self.critic = perceptron(spec.network, num_in, 1, 1.0, random)
+        self.critic = perceptron(spec.network, self.width, 1, 1.0, random)
 
     def value(self, obs: Tensor) -> Tensor:
         """f32[rows] from f32[rows, features]."""
@@ -88,7 +89,18 @@ class TorchTeamCritic(TorchWorker, TeamCritic):
         super().__init__(context, network, spec.optimizer, micro_batch_tokens=1 << 16)
 
     def value(self, obs: Tensor, last_obs: Tensor) -> Values:
-        """See `TeamCritic.value`."""
+        """See `TeamCritic.value`.
+
+        Raises:
+            ConfigError: If the step joins the observations of another number of agents.
+        """
+        width, agents = self.module.width, self.spec.env.num_agents
+        if obs.shape[-1] != width:
+            raise ConfigError(
+                f"role '{self.context.role}' sees {agents} agent(s) of '{self.spec.env.id}', "
+                f"{width} numbers in all, but the step shows it {obs.shape[-1]}\n"
+                f"    set algorithm.cfg.num_agents={agents}, or task.num_agents"
+            )
         return state_values(self.module.value, obs, last_obs, self.device)
 
     def train(

@@ -10,8 +10,10 @@ import pytest
 import torch
 from penstock.algorithms.mappo import joint
 from penstock.dataflow.errors import ConfigError, WorkerError
+from penstock.dataflow.worker import WorkerContext
 from penstock.workers.envs.cover import Cover
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.team_critic import TeamCriticSpec
 
 from .acting import NoisyActor, env_worker, roll
 
@@ -131,3 +133,14 @@ def test_each_agent_has_a_choice_of_its_own() -> None:
     traj = roll(worker, 0, num_envs=6, group_size=6, horizon=30, actor=NoisyActor(3))
     assert set(traj.action.flatten().tolist()) == {0.0, 1.0, 2.0}
     assert not torch.equal(traj.action[0], traj.action[1])
+
+
+def test_a_critic_of_a_team_of_another_size_says_so() -> None:
+    critic = TeamCriticSpec(env=COVER).build(WorkerContext("critic"))
+    with pytest.raises(ConfigError) as caught:
+        critic.value(torch.zeros(4, 5, 24), torch.zeros(4, 24))
+    assert str(caught.value) == (
+        "role 'critic' sees 3 agent(s) of 'penstock.workers.envs.cover:penstock/Cover-v0', 18 "
+        "numbers in all, but the step shows it 24\n"
+        "    set algorithm.cfg.num_agents=3, or task.num_agents"
+    )

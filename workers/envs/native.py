@@ -1,26 +1,30 @@
 """A group stepped by one numpy object, such as Gymnasium's own vector CartPole.
 
-Its state is its numbers: every array and number among the object's attributes, and its random
-generator. All else about it must be fixed once it is made.
+Its state is its numbers: every array, number and text among the object's attributes, and its random
+generator. All else about it must be fixed once it is made; what is not is refused when it is saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorWrapper
 from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
-from ...dataflow.errors import ConfigError
+from ...dataflow.errors import ConfigError, StateError
 from .alarm import StepAlarm
+from .attributes import can_save, copied, from_json, same, to_json
 from .group import Stepped, flat_rows, step_together
 from .spaces import action_space, from_columns, num_features
 
 __all__ = ["NativeGroup"]
+
+_NOT_SAVED = ("_np_random", "env")
+"""Attributes that are saved otherwise: the random generator, and what a wrapper is around."""
 
 
 class NativeGroup:
@@ -63,6 +67,10 @@ class NativeGroup:
         self.num_agents = 1
         self.failures: list[tuple[int, int, str]] = []
         self._take = from_columns(made.single_action_space)
+        self._fixed = [
+            {name: copied(value) for name, value in vars(layer).items() if not can_save(value)}
+            for layer in self._layers()
+        ]
 
     def start(self) -> NDArray[np.float32]:
         """See `EnvGroup.start`."""
@@ -91,26 +99,61 @@ class NativeGroup:
         return self._seed
 
     def state(self) -> dict[str, Any]:
-        """See `EnvGroup.state`."""
-        unwrapped = self._env.unwrapped
+        """See `EnvGroup.state`.
+
+        Raises:
+            StateError: If something has changed that cannot be saved.
+        """
+        *wrappers, values = [
+            self._saved(vars(layer), fixed)
+            for layer, fixed in zip(self._layers(), self._fixed, strict=True)
+        ]
+        random = self._env.unwrapped.np_random.bit_generator.state
+        return {"values": values, "wrappers": wrappers, "random": random}
+
+    def _layers(self) -> list[Any]:
+        """The object that steps all, last, and what it is wrapped in."""
+        layers = [self._env]
+        while isinstance(layers[-1], VectorWrapper):
+            layers.append(layers[-1].env)
+        return layers
+
+    def _saved(self, now: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        for name, value in vars(unwrapped).items():
-            if isinstance(value, np.ndarray):
-                values[name] = {"dtype": value.dtype.str, "shape": value.shape,
-                                "values": value.reshape(-1).tolist()}  # fmt: skip
-            elif isinstance(value, (bool, int, float)):
-                values[name] = value
-        return {"values": values, "random": unwrapped.np_random.bit_generator.state}
+        for name, value in now.items():
+            if can_save(value):
+                values[name] = to_json(value)
+            elif name not in _NOT_SAVED and not (name in fixed and same(value, fixed[name])):
+                raise StateError(
+                    f"{self._named()} cannot be saved: attribute '{name}', a "
+                    f"{type(value).__name__}, has changed since they were made, and only arrays, "
+                    "numbers and texts are saved\n"
+                    "    set task.vectorized=false to step single environments"
+                )
+        return values
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `EnvGroup.restore`."""
-        unwrapped = self._env.unwrapped
         self._env.reset(seed=self._seed)  # makes the generator
-        for name, value in state["values"].items():
-            if isinstance(value, dict):
-                value = np.array(value["values"], dtype=value["dtype"]).reshape(value["shape"])
-            setattr(unwrapped, name, value)
-        unwrapped.np_random.bit_generator.state = dict(state["random"])
+        layers = self._layers()
+        all_values = [*state.get("wrappers", []), state["values"]]
+        if len(all_values) != len(layers):
+            self._refuse(f"they have {len(layers) - 1} wrappers, and had {len(all_values) - 1}")
+        for layer, values in zip(layers, all_values, strict=True):
+            for name, value in values.items():
+                if name not in vars(layer):
+                    self._refuse(f"they have no attribute '{name}'")
+                setattr(layer, name, from_json(value))
+        generator = self._env.unwrapped.np_random.bit_generator
+        if generator.state["bit_generator"] != state["random"]["bit_generator"]:
+            self._refuse(f"their random generator was a {state['random']['bit_generator']}")
+        generator.state = dict(state["random"])
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise StateError(
+            f"{self._named()} do not come to where they were when they were saved: {what}; they "
+            "may be of another version"
+        )
 
     def close(self) -> None:
         """See `EnvGroup.close`."""

@@ -31,6 +31,7 @@ __all__ = [
     "ENV_CONTRACTS",
     "ENV_SPECS",
     "FILLED_IN",
+    "NETWORKS",
     "acted_in",
     "env_task",
     "env_worker",
@@ -59,7 +60,10 @@ ENV_SPECS: Mapping[str, Any] = {
 }
 """And the class of its spec."""
 
-FILLED_IN = {"env", "network", "optimizer", *BoardSpec.__dataclass_fields__}
+NETWORKS = {name for name, spec in ENV_SPECS.items() if hasattr(spec, "network")}
+"""Those that have weights."""
+
+FILLED_IN = {"env", "network", "start", "optimizer", *BoardSpec.__dataclass_fields__}
 """Fields of these specs that the run fills in; the others may be set as `options`."""
 
 MODEL_TYPE = "perceptron"
@@ -146,6 +150,7 @@ def env_worker(
     optimizer: OptimizerSpec | None,
     options: Mapping[str, Any],
     init_offset: int = 0,
+    start: str | None = None,
 ) -> WorkerSpec:
     """The spec of a worker.
 
@@ -156,6 +161,7 @@ def env_worker(
         optimizer: Of a trained role.
         options: Further fields of the spec.
         init_offset: Of the seed of its weights.
+        start: A folder from which its weights come instead.
 
     Raises:
         ConfigError: If task or model are none for it.
@@ -172,4 +178,5 @@ def env_worker(
     else:
         env = env_task(task, reader).env
     network = perceptron_spec(config, init_offset)
-    return ENV_SPECS[worker](env=env, network=network, optimizer=optimizer, **options)
+    made = ENV_SPECS[worker]
+    return made(env=env, network=network, start=start, optimizer=optimizer, **options)

@@ -18,7 +18,7 @@ from ..configs.validate import nearest_key
 from ..dataflow.errors import ConfigError
 from ..dataflow.graph import NodeKind
 from ..dataflow.role import Role
-from ..dataflow.worker import WorkerSpec
+from ..dataflow.worker import WorkerContext, WorkerSpec
 from ..workers.agreement import AgreementLimits
 from ..workers.mean_folder import mean_folder
 from ..workers.model import ModelSpec
@@ -28,9 +28,9 @@ from ..workers.split_policy import SplitPolicySpec
 from ..workers.torch_policy import TorchPolicySpec
 from ..workers.torch_reward import TorchRewardModelSpec
 from ..workers.torch_value import TorchValueSpec
-from .build_envs import ENV_SPECS, FILLED_IN, env_worker, perceptron_spec
+from .build_envs import ENV_SPECS, FILLED_IN, NETWORKS, env_worker, perceptron_spec
 from .compose import load_object
-from .data import Data
+from .data import Data, task_spec_of
 from .stages import CONTRACTS, MODEL, RolePlan, Stage
 
 __all__ = ["Results", "check_options", "model_positions", "worker_specs"]
@@ -163,8 +163,9 @@ def check_options(stage: Stage, config: RunConfig) -> None:
             continue
         if plan.worker in ENV_SPECS:
             _check(ENV_SPECS[plan.worker], plan.config.options, at, plan.worker, FILLED_IN)
-            if plan.worker not in ("env", "board", "replay"):
+            if plan.worker in NETWORKS:
                 perceptron_spec(config)
+                _check_start(stage, role, plan, config)
             continue
         if plan.worker in TASK_REWARDS:
             _check(TASK_REWARDS[plan.worker], plan.config.options, at, plan.worker, _OF_REWARDS)
@@ -172,6 +173,17 @@ def check_options(stage: Stage, config: RunConfig) -> None:
         kind = _kind(specs, plan.worker, config)
         _check(kind, plan.config.options, at, plan.worker)
         _check(kind, config.engine.options, "engine.options", plan.worker)
+
+
+def _check_start(stage: Stage, role: str, plan: RolePlan, config: RunConfig) -> None:
+    """Refuse a folder whose network does not fit; that of an earlier stage is not there yet."""
+    if not plan.start or plan.start in config.algorithm.before:
+        return
+    spec = env_worker(plan.worker, config, task_spec_of(config), None, {}, start=plan.start)
+    try:
+        spec.build(WorkerContext(role))
+    except ConfigError as error:
+        raise ConfigError(f"'{stage.at}.roles.{role}.start': {error}") from error
 
 
 def _kind(specs: Mapping[str, Any], worker: str, config: RunConfig) -> Any:
@@ -249,8 +261,9 @@ def _spec(
         )
     if plan.worker in ENV_SPECS:
         optimizer = (plan.config.optimizer or stage.config.optimizer) if plan.trained else None
+        start = _folder(plan.start, plan.worker, results) if plan.start else None
         offset = plan.config.init_offset
-        return env_worker(plan.worker, config, data.spec, optimizer, options, offset)
+        return env_worker(plan.worker, config, data.spec, optimizer, options, offset, start)
     model = _model(stage, plan, config, data, results)
     options = {**config.engine.options, **options, "model": model}
     if role in stage.micro_batch_tokens:
@@ -323,6 +336,8 @@ def model_positions(stage: Stage, stages: Mapping[str, Stage], config: RunConfig
     """
     found: dict[str, int] = {}
     for role, plan in stage.roles.items():
+        if plan.worker in ENV_SPECS:
+            continue
         while plan.start in stages:
             earlier = stages[plan.start]
             plan = earlier.roles[_started_from(earlier, plan.worker)]

@@ -22,7 +22,7 @@ from ..dataflow.record import build
 from ..dataflow.role import Role
 from ..planner.plan import Plan, one_group_plan
 from ..workers.rewards.mixture import TASK_REWARDS
-from .build_envs import ENV_CONTRACTS
+from .build_envs import ENV_CONTRACTS, NETWORKS
 from .compose import load_step, step_cfg
 from .data import check_tables
 from .place import followed, placement_of, written_plan
@@ -50,7 +50,8 @@ class RolePlan:
 
     Attributes:
         worker: A name of `CONTRACTS`, or `module:factory`.
-        start: `MODEL`, the name of an earlier stage, a folder, or "" for a worker without weights.
+        start: `MODEL`, the name of an earlier stage, a folder, or "" for a worker without weights,
+            or with those that its own seed draws.
         config: What was configured for the role.
         trained: Whether the step trains it.
         start_mean: Starts and their shares, the first of them `start`, whose weights' mean the role
@@ -218,12 +219,8 @@ def _role(
         return RolePlan(worker, "", given, trained)
     _check_worker(at, role, contract, worker)
     if worker in ENV_CONTRACTS:
-        if given.start is not None or given.start_mean:
-            raise ConfigError(
-                f"'{at}' has a start, but '{worker}' begins with random weights\n"
-                "    leave it out; model.init_seed seeds them"
-            )
-        return RolePlan(worker, "", given, trained)
+        start = _env_start(at, worker, graph, role, algorithm, earlier)
+        return RolePlan(worker, start, given, trained)
     if worker in TASK_REWARDS:
         if given.start is not None:
             raise ConfigError(
@@ -293,12 +290,7 @@ def _start(config: RunConfig, at: str, worker: str, given: RoleConfig, earlier: 
             )
         return str(given.start)
     if given.start is not None:
-        if not (Path(given.start) / "config.json").is_file():
-            raise ConfigError(
-                f"'{at}.start': '{given.start}' is neither a stage nor a model folder"
-                f"{nearest_key(given.start, [MODEL, *names])}\n    stages are: "
-                f"{', '.join(names) or 'none'}; a model folder holds config.json and safetensors"
-            )
+        _check_folder(at, given.start, names)
         return given.start
     if worker in ("reward_model", "process_reward"):
         learned = [stage.name for stage in earlier if stage.trained(RewardModel)]
@@ -307,6 +299,53 @@ def _start(config: RunConfig, at: str, worker: str, given: RoleConfig, earlier: 
     if config.model.folder is not None:
         return MODEL
     return policies[-1] if policies else MODEL
+
+
+def _check_folder(at: str, start: str, names: list[str]) -> None:
+    if not (Path(start) / "config.json").is_file():
+        raise ConfigError(
+            f"'{at}.start': '{start}' is neither a stage nor a model folder"
+            f"{nearest_key(start, [MODEL, *names])}\n    stages are: "
+            f"{', '.join(names) or 'none'}; a model folder holds config.json and safetensors"
+        )
+
+
+def _env_start(
+    at: str,
+    worker: str,
+    graph: Graph,
+    role: str,
+    algorithm: AlgorithmConfig,
+    earlier: list[Stage],
+) -> str:
+    """Where an actor or a critic in environments begins; "" for random weights, or for none.
+
+    By default at the latest earlier stage that trained such a one. A role that learns from no loss
+    begins where the one of its contract does that learns: it is a copy of that, or follows it.
+    """
+    given = algorithm.roles.get(role, RoleConfig())
+    if given.start_mean or (given.start is not None and worker not in NETWORKS):
+        has = "starts from one folder or stage" if worker in NETWORKS else "has no weights"
+        raise ConfigError(
+            f"'{at}.{'start_mean' if given.start_mean else 'start'}' is set, but '{worker}' {has}"
+            "\n    leave it out"
+        )
+    if worker not in NETWORKS:
+        return ""
+    learning = {node.role or "" for node in graph.nodes if node.method == "train"}
+    alike = [name for name in graph.roles if graph.roles[name] is graph.roles[role]]
+    leaders = [] if role in learning else [name for name in alike if name in learning]
+    starts = [algorithm.roles[name].start for name in (role, *leaders) if name in algorithm.roles]
+    learned = [stage.name for stage in earlier if stage.trained(CONTRACTS[worker])]
+    start = next((start for start in starts if start is not None), "".join(learned[-1:]))
+    if start in {stage.name for stage in earlier} - set(learned):
+        raise ConfigError(
+            f"'{at}.start': stage '{start}' trains no '{worker}', so none can start from it\n"
+            f"    stages that do: {', '.join(learned) or 'none'}"
+        )
+    if start and start not in (MODEL, *learned):
+        _check_folder(at, start, [stage.name for stage in earlier])
+    return "" if start == MODEL else start
 
 
 def _wanted(main: Stage, earlier: list[Stage]) -> set[str]:

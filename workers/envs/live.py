@@ -112,12 +112,14 @@ class LiveGroup:
             obs, earned, terminated, truncated = group.step(action)
             obs = scale.obs(obs)
             terminated_t[t], truncated_t[t], earned_t[t] = terminated, truncated, earned
-            if self._scales_rewards:
-                reward_t[t] = scale.reward(earned, terminated | truncated)
             if len(group.failures) > len(broken):
                 broken += [(t, index) for index, _, _ in group.failures[len(broken) :]]
+            if self._scales_rewards:
+                counts = ~self._began(t, found, broken)
+                reward_t[t] = scale.reward(earned, terminated | truncated, counts)
             if memory is not None:
-                memory = self._kept(memory, t, found, broken)
+                began = self._began(t, found, broken)[:, None]
+                memory = np.where(began, np.float32(0), memory)
         self._check_numbers(found, obs)
         self._given_up = self._mark(found, broken)
         self._count(earned_t, found)
@@ -125,17 +127,13 @@ class LiveGroup:
         rows = {name: array.swapaxes(0, 1) for name, array in found.items()}
         return {**rows, "last_obs": self._obs, "memory": self._remember(memory)}
 
-    def _kept(
-        self,
-        memory: NDArray[np.float32],
-        t: int,
-        found: Mapping[str, NDArray[Any]],
-        broken: list[tuple[int, int]],
-    ) -> NDArray[np.float32]:
-        """What is remembered after step t: nothing where it has reset an environment."""
-        ended = found["terminated"][t - 1] | found["truncated"][t - 1] if t else self._over.copy()
-        ended[[index for at, index in broken if at == t]] = True
-        return np.where(ended[:, None], np.float32(0), memory)
+    def _began(
+        self, t: int, found: Mapping[str, NDArray[Any]], broken: list[tuple[int, int]]
+    ) -> NDArray[np.bool_]:
+        """Environments that step t has reset, bool[envs]."""
+        began = found["terminated"][t - 1] | found["truncated"][t - 1] if t else self._over.copy()
+        began[[index for at, index in broken if at == t]] = True
+        return began
 
     def _remember(self, memory: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """Keep what is remembered after a rollout; what was before it, f32[envs, units]."""
@@ -165,7 +163,7 @@ class LiveGroup:
         self, t: int, action: NDArray[np.float32], logprob: NDArray[np.float32]
     ) -> WorkerError:
         """Environments are not shown such actions: they would be blamed for what they do then."""
-        bad = ~np.isfinite(action).all(axis=1)
+        bad = ~np.isfinite(action).reshape(len(action), -1).all(axis=1)
         if bad.any():
             return self._bad(t, int(bad.argmax()), "the actor's action is not finite")
         index = int(np.isfinite(logprob).argmin())

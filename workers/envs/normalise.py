@@ -100,12 +100,21 @@ class Normaliser:
         clip = self._options.clip
         return np.clip(scaled, -clip, clip).astype(np.float32)
 
-    def reward(self, reward: NDArray[Any], over: NDArray[np.bool_]) -> NDArray[Any]:
-        """[envs], taken in and scaled; `over` says whose episode this reward ends."""
+    def reward(
+        self, reward: NDArray[Any], over: NDArray[np.bool_], counts: NDArray[np.bool_]
+    ) -> NDArray[Any]:
+        """[envs], taken in and scaled.
+
+        Args:
+            reward: As the environments give it; 0 where it does not count.
+            over: Whose episode this reward ends.
+            counts: Whose step counts: elsewhere an episode begins with the next one.
+        """
         if not self._options.rewards:
             return reward
-        self._sums = self._sums * self._options.discount + reward
-        self._returns.add(self._sums[:, None])
+        self._sums = np.where(counts, self._sums * self._options.discount + reward, 0.0)
+        if counts.any():
+            self._returns.add(self._sums[counts, None])
         self._sums[over] = 0.0
         clip = self._options.clip
         return np.clip(reward / np.sqrt(self._returns.variance[0] + 1e-8), -clip, clip)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from penstock.workers.envs.normalise import Moments, Normalisation, Normaliser
+from penstock.workers.envs.spec import EnvSpec
+
+from .acting import env_worker, roll
 
 
 def test_moments_are_those_of_all_rows() -> None:
@@ -18,11 +24,35 @@ def test_moments_are_those_of_all_rows() -> None:
 
 def test_rewards_are_divided_by_the_deviation_of_their_discounted_sum() -> None:
     scaled = Normaliser(Normalisation(rewards=True, discount=0.5), 2, 1)
-    nobody = np.array([False, False])
-    scaled.reward(np.array([1.0, 3.0]), np.array([True, False]))
-    found = scaled.reward(np.array([1.0, 1.0]), nobody)
+    nobody, everyone = np.array([False, False]), np.array([True, True])
+    scaled.reward(np.array([1.0, 3.0]), np.array([True, False]), everyone)
+    found = scaled.reward(np.array([1.0, 1.0]), nobody, everyone)
     # Sums so far: 1 and 3, then 1 (its episode was over) and 0.5 * 3 + 1.
     assert found == pytest.approx(1 / np.std([1, 3, 1, 2.5]), abs=1e-3)
+    # A step that does not count leaves no trace, and ends the sum.
+    found = scaled.reward(np.array([0.0, 1.0]), nobody, np.array([False, True]))
+    assert found[0] == 0
+    found = scaled.reward(np.array([2.0, 2.0]), nobody, everyone)
+    assert found == pytest.approx(2 / np.std([1, 3, 1, 2.5, 2.25, 2, 3.125]), abs=1e-3)
+    assert np.array_equal(scaled.reward(np.zeros(2), nobody, nobody), np.zeros(2))
+
+
+def test_steps_of_resets_and_episodes_given_up_do_not_scale_rewards() -> None:
+    bad = EnvSpec(
+        id="toys/Bad-v0", options={"how": "raises", "share": 0.2, "at": 4}, max_restarts=20
+    )
+    scaled = replace(bad, normalisation=Normalisation(rewards=True, discount=0.5))
+    worker = env_worker(bad)
+    plain = roll(worker, 0, num_envs=8, group_size=8, horizon=40)
+    found = roll(env_worker(scaled), 0, num_envs=8, group_size=8, horizon=40)
+    assert worker.metrics["env_restarts"].value > 0
+    sums, current = [], np.zeros(8)
+    for reward, counts in zip(plain.reward.numpy().T, plain.mask.numpy().T, strict=True):
+        current = np.where(counts, 0.5 * current + reward, 0.0)
+        sums += current[counts].tolist()
+    assert torch.equal(found.mask, plain.mask)
+    last = found.reward[:, -1][found.mask[:, -1]]
+    assert last.numpy() == pytest.approx(1 / np.std(sums), abs=1e-3)
 
 
 def test_nothing_is_scaled_unless_asked() -> None:

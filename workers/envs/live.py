@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace, Actor
+from ...dataflow.context import CallKey
 from ...dataflow.errors import StateError, WorkerError
 from ...dataflow.role import Metric
 from .group import EnvGroup
@@ -39,7 +40,7 @@ class LiveGroup:
         self._memory: NDArray[np.float32] | None = None  # the actor's, if it has one
         self._return = np.zeros(group.num_envs)
         self._length = np.zeros(group.num_envs, np.int64)
-        self._step = -1
+        self._call = CallKey(-1, 0)
         self._episodes: list[tuple[float, int]] = []
         self._num_steps = 0
         self._given_up: set[tuple[int, int]] = set()
@@ -62,18 +63,21 @@ class LiveGroup:
         """Begin the first episodes."""
         self._obs = self._normaliser.obs(self._group.start()).copy()
 
-    def check_order(self, step: int) -> None:
-        """Require the steps of a run one after another; 0 begins a run.
+    def check_order(self, call: CallKey) -> None:
+        """Require the calls of a run one after another; step 0 begins a run.
 
         Raises:
             StateError: If they are not.
         """
-        if self._step >= 0 and step not in (0, self._step, self._step + 1):
+        step, last = call.step, self._call
+        again = step == last.step and call.ordinal > last.ordinal
+        if last.step >= 0 and step not in (0, last.step + 1) and not again:
             raise StateError(
-                f"environments {self.numbers} were asked for step {step} after step {self._step}; "
-                "what they do depends on all steps before, so none may be left out or done twice"
+                f"environments {self.numbers} were asked for call {call.ordinal} of step {step} "
+                f"after call {last.ordinal} of step {last.step}; what they do depends on all steps "
+                "before, so none may be left out or done twice"
             )
-        self._step = step
+        self._call = call
 
     def roll(self, actor: Actor, noise: NDArray[np.float64]) -> dict[str, NDArray[Any]]:
         """Act for as many steps as there is noise.
@@ -171,7 +175,7 @@ class LiveGroup:
 
     def _bad(self, t: int, index: int, what: str) -> WorkerError:
         return WorkerError(
-            f"{self.named(index)}, step {t} of the rollout of step {self._step}: {what}"
+            f"{self.named(index)}, step {t} of the rollout of step {self._call.step}: {what}"
         )
 
     def _mark(
@@ -248,7 +252,8 @@ class LiveGroup:
         """All of it, as JSON."""
         return {
             "numbers": self.numbers,
-            "step": self._step,
+            "step": self._call.step,
+            "ordinal": self._call.ordinal,
             "obs": self._obs.tolist(),
             "over": self._over.tolist(),
             "memory": None if self._memory is None else self._memory.tolist(),
@@ -269,7 +274,7 @@ class LiveGroup:
                 f"a group of environments {state['numbers']} was saved, and {self.numbers} are to "
                 "go on from there; resume with the groups the run was started with"
             )
-        self._step = int(state["step"])
+        self._call = CallKey(int(state["step"]), int(state.get("ordinal", 0)))
         self._obs = np.array(state["obs"], np.float32)
         self._over = np.array(state["over"], np.bool_)
         memory = state.get("memory")  # not there in states that were saved before actors had one

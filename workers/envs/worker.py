@@ -91,7 +91,7 @@ class EnvWorker(Env):
         with self._alarm:
             lives = [self._group(*one) for one in _groups(env.tolist(), group.tolist())]
         for live in lives:
-            live.check_order(key.step)
+            live.check_order(key)
         noises = [action_noise(live.actions, stream, live.numbers, horizon) for live in lives]
         with nullcontext() if self._ring.uses_threads(len(lives)) else self._alarm:
             parts = self._ring.roll(lives, noises, actor)

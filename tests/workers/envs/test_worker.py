@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from penstock.dataflow.context import call_scope
 from penstock.dataflow.errors import StateError
 from penstock.workers.envs.normalise import Normalisation
+from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 
 from .acting import NoisyActor, env_worker, roll
@@ -185,8 +187,28 @@ def test_a_group_that_a_checkpoint_lacks_is_not_begun_anew(tmp_path: Path) -> No
 def test_no_step_may_be_left_out() -> None:
     worker = env_worker(COUNTING)
     roll(worker, 0)
-    with pytest.raises(StateError, match="asked for step 2 after step 0"):
+    with pytest.raises(StateError, match="asked for call 0 of step 2 after call 0 of step 0"):
         roll(worker, 2)
+
+
+def test_no_step_may_be_done_twice(tmp_path: Path) -> None:
+    worker = env_worker(COUNTING)
+    for step in (0, 1):
+        roll(worker, step)
+    worker.save_state(tmp_path)
+    resumed = env_worker(COUNTING)
+    resumed.load_state(tmp_path)
+    for one in (worker, resumed):
+        with pytest.raises(
+            StateError,
+            match=r"^environments \[0, 1\] were asked for call 0 of step 1 after call 0 of step 1; "
+            "what they do depends on all steps before, so none may be left out or done twice$",
+        ):
+            roll(one, 1)
+        rows = EnvRowSource(4, 2).batch(1)
+        with call_scope(1, 1):  # a second call of the same step, as its graph may have
+            one.rollout(rows.env, rows.group, NoisyActor(), horizon=8)
+    roll(worker, 0)  # 0 begins a run
 
 
 def test_a_group_keeps_its_environments() -> None:

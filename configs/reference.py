@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import BaseModel
@@ -26,6 +26,9 @@ def key_reference() -> str:
     from ..algorithms.reference_grpo import ReferenceGRPO
     from ..algorithms.reward_modelling import RewardModelling
     from ..algorithms.sft import SFT
+    from ..launch.build_envs import ENV_SPECS, FILLED_IN
+    from ..workers.actor_network import PerceptronSpec
+    from ..workers.envs.task import BoardTaskSpec, EnvTaskSpec
     from ..workers.file_task import FileTaskSpec
     from ..workers.reasoning_task import ReasoningTaskSpec
     from .plan_schema import ClusterConfig, PlanOptions, WorkloadConfig
@@ -37,6 +40,9 @@ def key_reference() -> str:
         (RunConfig, ""),
         (ReasoningTaskSpec, "task (kind: reasoning_gym)"),
         (FileTaskSpec, "task (kind: file)"),
+        (EnvTaskSpec, "task (kind: gymnasium)"),
+        (BoardTaskSpec, "task (kind: board_game)"),
+        (PerceptronSpec, "model.architecture (model_type: perceptron)"),
         (SFT, "algorithm.cfg (algorithm=sft)"),
         (RewardModelling, "algorithm.cfg (algorithm=reward_modelling)"),
         (GRPO, "algorithm.cfg (algorithm=grpo)"),
@@ -50,6 +56,11 @@ def key_reference() -> str:
         for found, where in _below(kind, at):
             owners.setdefault(found, where)
     tables = [_table(kind, where) for kind, where in owners.items()]
+    for worker, kind in ENV_SPECS.items():
+        options = [key for key in fields_of(kind) or {} if key not in FILLED_IN]
+        if options:
+            at = f"algorithm.roles.ROLE.options (worker: {worker})"
+            tables.append(_table(kind, at, options))
     return "# All keys\n\n" + "\n".join(tables)
 
 
@@ -70,7 +81,8 @@ def _parts(annotation: Any) -> Iterator[type]:
         yield from _parts(argument)
 
 
-def _table(kind: type, at: str) -> str:
+def _table(kind: type, at: str, keys: Iterable[str] | None = None) -> str:
+    """Of all keys of a class, or of some."""
     title = f"`{at}`" if at and " " not in at else at or "The run"
     lines = [
         f"## {title}",
@@ -81,7 +93,7 @@ def _table(kind: type, at: str) -> str:
         "|---|---|---|",
     ]
     docs = key_docs(kind)
-    for key in fields_of(kind) or {}:
+    for key in fields_of(kind) or {} if keys is None else keys:
         doc = docs.get(key, "").replace("|", "\\|")
         lines.append(f"| `{key}` | {_default(kind, key)} | {doc} |")
     return "\n".join([*lines, ""])

@@ -23,6 +23,23 @@ def test_every_key_of_the_reference_has_a_meaning() -> None:
     assert [row for row in rows if not row.removesuffix("|").rpartition("|")[2].strip()] == []
 
 
+def test_what_environments_and_their_actors_take_is_in_the_reference() -> None:
+    tables = {part.partition("\n")[0]: part for part in key_reference().split("\n## ")}
+    for title, keys in {
+        "task (kind: gymnasium)": ("id", "backend", "masked", "normalisation", "group_size"),
+        "`task.normalisation`": ("observations", "symlog", "rewards", "discount", "clip"),
+        "task (kind: board_game)": ("game", "group_size"),
+        "`task.game`": ("height", "gravity"),
+        "model.architecture (model_type: perceptron)": ("hidden_sizes", "memory", "value_bins"),
+        "algorithm.roles.ROLE.options (worker: q_network)": ("epsilon_start", "epsilon_calls"),
+        "algorithm.roles.ROLE.options (worker: replay)": ("capacity",),
+        "algorithm.roles.ROLE.options (worker: env)": ("ring",),
+    }.items():
+        assert all(f"\n| `{key}` |" in tables[title] for key in keys), title
+    # What a run fills in is nobody's to set.
+    assert "\n| `network` |" not in key_reference()
+
+
 def test_every_group_and_option_is_in_the_guide() -> None:
     guide = (DOCS / "configuration.md").read_text()
     configs = Path(__file__).parents[2] / "configs"

@@ -25,8 +25,9 @@ class EnvTaskSpec(EnvSpec):
     """An environment of Gymnasium, and how many step together."""
 
     group_size: int | None = None
-    """Environments that step together and share a worker, a seed and running moments. By default
-    all of them; with several workers each needs a group at least."""
+    """Rows that step together and share a worker, a seed and running moments; results depend on
+    it. By default all rows, or an equal part where the algorithm needs several groups. Workers
+    without a group have nothing to do."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +57,7 @@ class BoardTaskSpec:
     """Its rules."""
     group_size: int | None = None
     """Games that are played together: their players are asked about all of them at once. By default
-    all of them; with several workers each needs a group at least."""
+    all of them. Workers without a group have nothing to do."""
 
     def __post_init__(self) -> None:
         check_range(self, "group_size", at_least=1)

@@ -8,8 +8,9 @@ environments one after another.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -19,7 +20,16 @@ from ...algorithms.env_roles import ActionSpace
 from ...dataflow.errors import WorkerError
 from .alarm import StepAlarm, StepTooLong
 
-__all__ = ["EnvGroup", "Stepped", "digest", "env_seed", "flat_rows", "step_together"]
+__all__ = [
+    "EnvGroup",
+    "Stepped",
+    "close_all",
+    "closed_on_error",
+    "digest",
+    "env_seed",
+    "flat_rows",
+    "step_together",
+]
 
 T = TypeVar("T")
 
@@ -135,6 +145,36 @@ def flat_rows(
             f"{num_features}]"
         )
     return obs.reshape(num_envs, num_features).astype(np.float32, copy=False)
+
+
+def close_all(closes: Iterable[Callable[[], None]]) -> None:
+    """Close several things; one that raises does not keep the others open.
+
+    Raises:
+        Exception: What the first one raised that did, once all have been closed.
+    """
+    errors: list[Exception] = []
+    for close in closes:
+        try:
+            close()
+        except Exception as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+@contextlib.contextmanager
+def closed_on_error(close: Callable[[], None]) -> Generator[None]:
+    """Close something if the body raises, which is what is told, whatever closing raises then.
+
+    After an interruption it is left as it is: nobody could interrupt closing again.
+    """
+    try:
+        yield
+    except Exception:
+        with contextlib.suppress(Exception):
+            close()
+        raise
 
 
 def digest(obs: NDArray[np.float32]) -> str:

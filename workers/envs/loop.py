@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ...algorithms.env_roles import ActionSpace
 from ...dataflow.errors import StateError, WorkerError
 from .alarm import StepAlarm, StepTooLong
-from .group import Stepped, digest, env_seed
+from .group import Stepped, close_all, closed_on_error, digest, env_seed
 from .spaces import action_space, from_columns, num_features, to_features
 
 __all__ = ["LoopGroup"]
@@ -74,11 +74,14 @@ class LoopGroup:
     ) -> None:
         self._name, self._make, self._seed, self._role = name, make, seed, role
         self._alarm, self._max_restarts = alarm, max_restarts
-        self._all = [_Single(number, make()) for number in numbers]
-        first = self._all[0].env
+        self._all: list[_Single] = []
+        with closed_on_error(self.close):
+            for number in numbers:
+                self._all.append(_Single(number, make()))
+            first = self._all[0].env
+            self.num_features = num_features(first.observation_space, name)
+            self.actions: ActionSpace = action_space(first.action_space, name, masked=masked)
         self.num_envs = len(numbers)
-        self.num_features = num_features(first.observation_space, name)
-        self.actions: ActionSpace = action_space(first.action_space, name, masked=masked)
         self.num_agents = 1
         self.failures: list[tuple[int, int, str]] = []
         self._flat = to_features(first.observation_space)
@@ -282,8 +285,7 @@ class LoopGroup:
 
     def close(self) -> None:
         """See `EnvGroup.close`."""
-        for single in self._all:
-            single.env.close()
+        close_all(single.env.close for single in self._all)
 
 
 def _described(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from ...algorithms.env_roles import ActionSpace
 from ...dataflow.errors import ConfigError, StateError
 from .alarm import StepAlarm
 from .attributes import can_save, copied, from_json, same, to_json
-from .group import Stepped, flat_rows, step_together
+from .group import Stepped, closed_on_error, flat_rows, step_together
 from .spaces import action_space, from_columns, num_features
 
 __all__ = ["NativeGroup"]
@@ -55,15 +55,16 @@ class NativeGroup:
             env_id, num_envs, vectorization_mode="vector_entry_point", **(options or {})
         )
         self._env: Any = made
-        mode = made.metadata.get("autoreset_mode")
-        if mode is not AutoresetMode.NEXT_STEP:
-            raise ConfigError(
-                f"vector environment '{env_id}' resets by {mode}; expected NEXT_STEP\n"
-                "    set vectorized=false to step single environments"
-            )
+        with closed_on_error(made.close):
+            mode = made.metadata.get("autoreset_mode")
+            if mode is not AutoresetMode.NEXT_STEP:
+                raise ConfigError(
+                    f"vector environment '{env_id}' resets by {mode}; expected NEXT_STEP\n"
+                    "    set vectorized=false to step single environments"
+                )
+            self.num_features = num_features(made.single_observation_space, env_id)
+            self.actions: ActionSpace = action_space(made.single_action_space, env_id)
         self.num_envs = num_envs
-        self.num_features = num_features(made.single_observation_space, env_id)
-        self.actions: ActionSpace = action_space(made.single_action_space, env_id)
         self.num_agents = 1
         self.failures: list[tuple[int, int, str]] = []
         self._take = from_columns(made.single_action_space)

@@ -111,8 +111,9 @@ class EnvSpec:
                 self.id, numbers, seed, role, self.options, alarm=alarm, masked=self.masked
             )
         if self.num_agents > 1:
+            of_one = self.spaces()[1]
             teams = self._loop(team_numbers(numbers, self.num_agents), seed, role, alarm)
-            return TeamGroup(teams, self.num_agents, self.spaces()[1])
+            return TeamGroup(teams, self.num_agents, of_one)
         if self._vectorized():
             own = env_seed(seed, role, "group", number)
             return NativeGroup(self.id, len(numbers), own, self.options, alarm=alarm)

@@ -28,6 +28,7 @@ from ...dataflow.role import Metric, add_metrics
 from ...dataflow.worker import WorkerContext
 from ..sampling import row_uniforms, stream_key
 from .alarm import StepAlarm
+from .group import close_all, closed_on_error
 from .held_out import PIECE, play
 from .live import LiveGroup
 from .rings import Ring, RingSize
@@ -121,7 +122,7 @@ class EnvWorker(Env):
         for number, numbers in _groups(env.tolist(), group.tolist()):
             with self._alarm:
                 live = self._held_out(number, numbers)
-                try:
+                with closed_on_error(live.close):
                     episodes = play(
                         live,
                         actor,
@@ -129,8 +130,7 @@ class EnvWorker(Env):
                         num_episodes=num_episodes,
                         max_episode_steps=max_episode_steps,
                     )
-                finally:
-                    live.close()
+                live.close()
             add_metrics(self.metrics, episodes.metrics())
             found.append(episodes.total / episodes.count)
         return torch.from_numpy(np.concatenate(found)).float()
@@ -144,7 +144,8 @@ class EnvWorker(Env):
             live.see_as(self._live[number].moments())
         elif number in self._saved:
             live.see_as(self._saved[number])
-        live.start()
+        with closed_on_error(live.close):
+            live.start()
         return live
 
     def _noise(self, live: LiveGroup, key: CallKey) -> Callable[[int], NDArray[np.float64]]:
@@ -169,11 +170,12 @@ class EnvWorker(Env):
                 number, numbers, self.context.seed, self.context.role, self._alarm
             )
             live = LiveGroup(made, numbers, self.spec.env.normalisation)
-            saved = self._saved.pop(number, None)
-            if saved is None:
-                live.start()
-            else:
-                live.restore(saved)
+            with closed_on_error(live.close):
+                if number in self._saved:
+                    live.restore(self._saved[number])
+                else:
+                    live.start()
+            self._saved.pop(number, None)
             self._live[number] = live
         if live.numbers != numbers:
             raise StateError(
@@ -218,10 +220,13 @@ class EnvWorker(Env):
             self._saved[int(state["group"])] = state
 
     def close(self) -> None:
-        """Close all environments."""
-        for live in self._live.values():
-            live.close()
-        self._live.clear()
+        """Close all environments.
+
+        Raises:
+            Exception: What closing one of them raised, once all have been closed.
+        """
+        live, self._live = self._live, {}
+        close_all(group.close for group in live.values())
 
 
 def _file(folder: Path, number: int) -> Path:

@@ -303,10 +303,12 @@ def _start(config: RunConfig, at: str, worker: str, given: RoleConfig, earlier: 
 
 def _check_folder(at: str, start: str, names: list[str]) -> None:
     if not (Path(start) / "config.json").is_file():
+        inside = sorted(str(file.parent) for file in Path(start).glob("*/config.json"))
         raise ConfigError(
             f"'{at}.start': '{start}' is neither a stage nor a model folder"
             f"{nearest_key(start, [MODEL, *names])}\n    stages are: "
             f"{', '.join(names) or 'none'}; a model folder holds config.json and safetensors"
+            f"{', as do: ' if inside else ''}{', '.join(inside)}"
         )
 
 

@@ -113,6 +113,12 @@ def test_players_begin_apart_unless_both_are_told(actor: Path, tmp_path: Path) -
             "    stages are: none; a model folder holds config.json and safetensors",
         ),
         (
+            (*PPO, "algorithm.roles.actor.start=ACTOR/.."),
+            "'algorithm.roles.actor.start': 'ACTOR/..' is neither a stage nor a model folder\n    "
+            "stages are: none; a model folder holds config.json and safetensors, as do: "
+            "ACTOR/../actor",
+        ),
+        (
             (*DQN, "algorithm.roles.replay.start=ACTOR"),
             "'algorithm.roles.replay.start' is set, but 'replay' has no weights\n    leave it out",
         ),

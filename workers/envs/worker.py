@@ -139,12 +139,12 @@ class EnvWorker(Env):
         """A new group that shows things as group `number` of the run does now."""
         spec, context = self.spec.env, self.context
         made = spec.group(number, numbers, context.seed, f"{context.role}/held-out", self._alarm)
-        live = LiveGroup(made, numbers, replace(spec.normalisation, rewards=False))
-        if number in self._live:
-            live.see_as(self._live[number].moments())
-        elif number in self._saved:
-            live.see_as(self._saved[number])
-        with closed_on_error(live.close):
+        with closed_on_error(made.close):
+            live = LiveGroup(made, numbers, replace(spec.normalisation, rewards=False))
+            if number in self._live:
+                live.see_as(self._live[number].moments())
+            elif number in self._saved:
+                live.see_as(self._saved[number])
             live.start()
         return live
 
@@ -169,8 +169,8 @@ class EnvWorker(Env):
             made = self.spec.env.group(
                 number, numbers, self.context.seed, self.context.role, self._alarm
             )
-            live = LiveGroup(made, numbers, self.spec.env.normalisation)
-            with closed_on_error(live.close):
+            with closed_on_error(made.close):
+                live = LiveGroup(made, numbers, self.spec.env.normalisation)
                 if number in self._saved:
                     live.restore(self._saved[number])
                 else:

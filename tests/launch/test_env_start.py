@@ -164,6 +164,24 @@ def test_a_run_goes_on_from_what_another_has_trained(penstock: Penstock, tmp_pat
 
 
 @pytest.mark.slow
+def test_what_saw_scaled_observations_sees_them_alike(penstock: Penstock, tmp_path: Path) -> None:
+    words = ("algorithm=env_ppo", "task=pendulum", "model=mlp", "tracker=none")
+    few = "evaluation.num_episodes=4"
+    first, trained = finished(penstock, tmp_path / "first", *words, few, "algorithm.num_steps=2")
+    started = (
+        *words,
+        few,
+        "algorithm.num_steps=1",
+        f"algorithm.roles.actor.start={first / 'models' / 'actor'}",
+    )
+    moments = f"task.normalisation.start={first / 'checkpoints' / 'step-00000002' / 'env'}"
+    _, same = finished(penstock, tmp_path / "same", *started, moments)
+    _, other = finished(penstock, tmp_path / "other", *started)
+    assert same["episode_return_before"] == trained["episode_return_after"]
+    assert other["episode_return_before"] != trained["episode_return_after"]
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_from_an_earlier_stage(penstock: Penstock, tmp_path: Path) -> None:
     words = (*PPO, WARM_UP, "algorithm.num_steps=1", "algorithm.optimizer.lr=1e-12")
     run, summary = finished(penstock, tmp_path, *words)

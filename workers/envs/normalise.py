@@ -6,13 +6,16 @@ past alone, whichever worker it is in and however many there are.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...dataflow.errors import ConfigError
 from ...dataflow.ranges import check_range
 
 __all__ = ["Moments", "Normalisation", "Normaliser"]
@@ -32,6 +35,9 @@ class Normalisation:
     """Of that sum; the algorithm's own."""
     clip: float = 10.0
     """Largest size of a scaled number."""
+    start: str | None = None
+    """The folder of the environments in another run's checkpoint, `checkpoints/step-N/env`: every
+    group begins with the moments that all groups there had together. By default with none."""
 
     def __post_init__(self) -> None:
         check_range(self, "discount", at_least=0, at_most=1)
@@ -48,8 +54,14 @@ class Moments:
 
     def add(self, rows: NDArray[Any]) -> None:
         """Take in f[n, width]."""
-        count = len(rows)
         mean, variance = rows.mean(axis=0, dtype=np.float64), rows.var(axis=0, dtype=np.float64)
+        self._merge(mean, variance, len(rows))
+
+    def join(self, other: Moments) -> None:
+        """Take in what others have taken in."""
+        self._merge(other.mean, other.variance, other.count)
+
+    def _merge(self, mean: NDArray[Any], variance: NDArray[Any], count: float) -> None:
         total = self.count + count
         delta = mean - self.mean
         squares = self.variance * self.count + variance * count
@@ -79,6 +91,9 @@ class Normaliser:
 
     Attributes:
         frozen: Whether moments stay as they are.
+
+    Raises:
+        ConfigError: If `options.start` holds no environments, or such of other observations.
     """
 
     def __init__(self, options: Normalisation, num_envs: int, num_features: int) -> None:
@@ -87,6 +102,31 @@ class Normaliser:
         self._obs = Moments(num_features)
         self._returns = Moments(1)
         self._sums = np.zeros(num_envs)
+        if options.start is not None:
+            self._begin(Path(options.start), num_features)
+
+    def _begin(self, folder: Path, num_features: int) -> None:
+        files = sorted(folder.glob("group-*.json"))
+        if not files:
+            raise ConfigError(
+                f"'task.normalisation.start': '{folder}' holds no environments\n    give the "
+                "folder of the role in a checkpoint, as runs/ID/checkpoints/step-N/env"
+            )
+        for number, file in enumerate(files):
+            state = json.loads(file.read_text())["normaliser"]
+            width = len(state["obs"]["mean"])
+            if width != num_features:
+                raise ConfigError(
+                    f"'task.normalisation.start': environments in '{folder}' show {width} numbers, "
+                    f"and here {num_features}\n    use the task that was trained on there"
+                )
+            for own, name, size in ((self._obs, "obs", width), (self._returns, "returns", 1)):
+                its = Moments(size)
+                its.restore(state[name])
+                if number:
+                    own.join(its)
+                else:
+                    own.restore(state[name])
 
     def obs(self, obs: NDArray[np.float32]) -> NDArray[np.float32]:
         """f32[envs, features], taken in (unless frozen) and scaled."""

@@ -15,6 +15,7 @@ from ...dataflow.ranges import check_range
 from ..board_game import BoardSpec
 from ..data_report import DataReport
 from ..task import VerifierSpec
+from .normalise import Normaliser
 from .spec import EnvSpec
 
 __all__ = ["BoardTaskSpec", "EnvTask", "EnvTaskSpec"]
@@ -43,9 +44,10 @@ class EnvTaskSpec(EnvSpec):
         """The task.
 
         Raises:
-            ConfigError: If there is no such environment, or no actor can act in it.
+            ConfigError: If there is no such environment, no actor can act in it, or it is not what
+                moments to begin with are of.
         """
-        self.spaces()
+        Normaliser(self.normalisation, 1, self.spaces()[0])
         return EnvTask(self.id, self)
 
 

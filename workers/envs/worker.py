@@ -145,6 +145,8 @@ class EnvWorker(Env):
                 live.see_as(self._live[number].moments())
             elif number in self._saved:
                 live.see_as(self._saved[number])
+            elif spec.normalisation.start is not None:
+                live.see_as(live.moments())
             live.start()
         return live
 

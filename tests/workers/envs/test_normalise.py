@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from penstock.dataflow.errors import ConfigError
 from penstock.workers.envs.normalise import Moments, Normalisation, Normaliser
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvTaskSpec
 
 from .acting import env_worker, roll
 
@@ -59,3 +63,49 @@ def test_nothing_is_scaled_unless_asked() -> None:
     plain = Normaliser(Normalisation(), 1, 2)
     obs = np.array([[100.0, -100.0]], np.float32)
     assert plain.obs(obs) is obs
+
+
+def test_groups_begin_with_the_moments_that_others_had_together(tmp_path: Path) -> None:
+    scaled = Normalisation(observations=True, rewards=True, discount=0.5)
+    cartpole = EnvSpec(id="CartPole-v1", normalisation=scaled)
+    worker = env_worker(cartpole)
+    roll(worker, 0, num_envs=6, group_size=2, horizon=50)
+    worker.save_state(tmp_path)
+    plain = env_worker(replace(cartpole, normalisation=Normalisation()))
+    found = roll(plain, 0, num_envs=6, group_size=2, horizon=50)
+    seen = torch.cat([found.obs, found.last_obs[:, None]], dim=1).flatten(0, 1).numpy()
+    begun = Normaliser(replace(scaled, start=str(tmp_path)), 1, 4).state()
+    assert begun["obs"]["mean"] == pytest.approx(seen.mean(0), abs=1e-5)
+    assert begun["obs"]["variance"] == pytest.approx(seen.var(0), rel=1e-3)
+    assert begun["obs"]["count"] == pytest.approx(len(seen), abs=1e-2)
+    assert begun["returns"]["count"] == pytest.approx(int(found.mask.sum()), abs=1e-2)
+
+
+def test_one_groups_moments_are_begun_with_as_they_are(tmp_path: Path) -> None:
+    scaled = Normalisation(observations=True, rewards=True)
+    worker = env_worker(EnvSpec(id="CartPole-v1", normalisation=scaled))
+    roll(worker, 0, num_envs=2, group_size=2)
+    worker.save_state(tmp_path)
+    saved = json.loads((tmp_path / "group-0.json").read_text())["normaliser"]
+    begun = Normaliser(replace(scaled, start=str(tmp_path)), 2, 4).state()
+    assert (begun["obs"], begun["returns"]) == (saved["obs"], saved["returns"])
+
+
+def test_moments_of_other_environments_are_refused(tmp_path: Path) -> None:
+    start = Normalisation(observations=True, start=str(tmp_path))
+    acrobot = EnvTaskSpec(id="Acrobot-v1", normalisation=start)
+    with pytest.raises(ConfigError) as nothing:
+        acrobot.build()
+    assert str(nothing.value) == (
+        f"'task.normalisation.start': '{tmp_path}' holds no environments\n"
+        "    give the folder of the role in a checkpoint, as runs/ID/checkpoints/step-N/env"
+    )
+    worker = env_worker(EnvSpec(id="CartPole-v1"))
+    roll(worker, 0)
+    worker.save_state(tmp_path)
+    with pytest.raises(ConfigError) as other:
+        acrobot.build()
+    assert str(other.value) == (
+        f"'task.normalisation.start': environments in '{tmp_path}' show 4 numbers, and here 6\n"
+        "    use the task that was trained on there"
+    )

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
-from ...dataflow.errors import WorkerError
+from ...dataflow.errors import WorkerError, raised_at
 from .alarm import StepAlarm, StepTooLong
 
 __all__ = [
@@ -102,6 +102,13 @@ def env_seed(seed: int, role: str, *names: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
 
 
+def described(error: BaseException) -> str:
+    """What an environment did that failed, after its name."""
+    if isinstance(error, StepTooLong):
+        return "did not answer in time (task.step_limit_s)"
+    return f"raised {type(error).__name__}: {error} ({raised_at(error).short})"
+
+
 def step_together(named: Callable[[], str], alarm: StepAlarm, step: Callable[[], T]) -> T:
     """A step of environments that cannot be told apart if it fails.
 
@@ -117,10 +124,7 @@ def step_together(named: Callable[[], str], alarm: StepAlarm, step: Callable[[],
     try:
         return step()
     except (Exception, StepTooLong) as error:
-        what = "did not answer in time"
-        if not isinstance(error, StepTooLong):
-            what = f"raised {type(error).__name__}: {error}"
-        raise WorkerError(f"{named()} {what}") from error
+        raise WorkerError(f"{named()} {described(error)}") from error
     finally:
         alarm.disarm()
 

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
-from ...dataflow.errors import StateError, WorkerError
+from ...dataflow.errors import ConfigError, StateError, WorkerError
 from .alarm import StepAlarm, StepTooLong
-from .group import Stepped, close_all, closed_on_error, digest, env_seed
+from .group import Stepped, close_all, closed_on_error, described, digest, env_seed
 from .spaces import action_space, from_columns, num_features, to_features
 
 __all__ = ["LoopGroup"]
@@ -182,7 +182,7 @@ class LoopGroup:
             raise WorkerError(
                 f"{self._named(single)} {what} at step {len(single.actions)} of its episode, "
                 f"failure {len(self.failures)} of its group in one rollout; "
-                f"{self._max_restarts} may be made good by a restart"
+                f"{self._max_restarts} may be made good by a restart (task.max_restarts)"
             ) from error
         self._reward[index] = 0.0
         self._terminated[index] = self._truncated[index] = False
@@ -194,6 +194,8 @@ class LoopGroup:
         self._alarm.disarm()
         try:
             single.env = self._make()
+        except ConfigError as error:
+            raise _BadEnv(f"was to be made anew, but {error},") from error
         except Exception as error:
             raise _BadEnv(f"cannot be made anew, which {_described(error)}") from error
         self._alarm.arm()
@@ -290,8 +292,4 @@ class LoopGroup:
 
 def _described(error: BaseException) -> str:
     """What an environment did, after its name."""
-    if isinstance(error, StepTooLong):
-        return "did not answer in time"
-    if isinstance(error, _BadEnv):
-        return str(error)
-    return f"raised {type(error).__name__}: {error}"
+    return str(error) if isinstance(error, _BadEnv) else described(error)

@@ -13,7 +13,7 @@ from ...algorithms.env_roles import ActionSpace
 from ...dataflow.errors import ConfigError
 from ...dataflow.ranges import check_range
 from .alarm import StepAlarm
-from .group import EnvGroup, env_seed
+from .group import EnvGroup, described, env_seed
 from .loop import LoopGroup
 from .native import NativeGroup
 from .normalise import Normalisation
@@ -71,6 +71,10 @@ class EnvSpec:
             made = gym.make(self.id, disable_env_checker=True, **self.options)
         except (gym.error.Error, ImportError, TypeError) as error:
             raise ConfigError(f"environment '{self.id}' cannot be made: {error}") from error
+        except Exception as error:
+            raise ConfigError(
+                f"environment '{self.id}' cannot be made: it {described(error)}"
+            ) from error
         return made if self.num_agents == 1 else CountsAgents(made, self.num_agents)
 
     def spaces(self) -> tuple[int, ActionSpace]:

@@ -18,11 +18,11 @@ from .acting import NoisyActor, env_worker, roll
 from .toys import Bad
 
 SAID = {
-    "raises": "raised RuntimeError: out of coffee",
+    "raises": r"raised RuntimeError: out of coffee \(toys.py:\d+\)",
     "nan": r"showed an observation that is not finite: \[nan, nan\]",
     "shape": r"showed an observation of shape \[5\], 5 numbers; expected 2",
     "reward": "gave a reward of nan",
-    "hangs": "did not answer in time",
+    "hangs": r"did not answer in time \(task.step_limit_s\)",
 }
 
 
@@ -36,7 +36,8 @@ def test_one_that_always_fails_is_named_with_seed_and_step(how: str) -> None:
     with pytest.raises(
         WorkerError,
         match=rf"^environment \d of 'toys/Bad-v0' \(seed \d+\) {SAID[how]} at step 2 of its "
-        "episode, failure 2 of its group in one rollout; 1 may be made good by a restart$",
+        r"episode, failure 2 of its group in one rollout; 1 may be made good by a restart "
+        r"\(task.max_restarts\)$",
     ):
         roll(worker, 0)
 
@@ -153,9 +154,9 @@ def test_a_method_that_fails_to_say_what_is_allowed_is_a_failure_as_any_other() 
     worker = env_worker(EnvSpec(id="toys/Masks-v0", options={"at": 2}, masked=True, max_restarts=2))
     with pytest.raises(
         WorkerError,
-        match=r"^environment 0 of 'toys/Masks-v0' \(seed \d+\) raised RuntimeError: out of tea at "
-        "step 2 of its episode, failure 3 of its group in one rollout; 2 may be made good by a "
-        "restart$",
+        match=r"^environment 0 of 'toys/Masks-v0' \(seed \d+\) raised RuntimeError: out of tea "
+        r"\(toys.py:\d+\) at step 2 of its episode, failure 3 of its group in one rollout; 2 may "
+        r"be made good by a restart \(task.max_restarts\)$",
     ):
         roll(worker, 0)
 
@@ -203,7 +204,24 @@ def test_one_that_cannot_be_made_anew_is_named(licensed: EnvSpec) -> None:
     Licensed.left = 4
     with pytest.raises(
         WorkerError,
-        match=r"^environment 0 of 'toys/Licensed-v0' \(seed \d+\) cannot be made anew, which "
-        "raised OSError: no more licences at step 2 of its episode, failure 4 of its group in one",
+        match=r"^environment 0 of 'toys/Licensed-v0' \(seed \d+\) was to be made anew, but "
+        r"environment 'toys/Licensed-v0' cannot be made: it raised OSError: no more licences "
+        r"\(test_bad_envs.py:\d+\), at step 2 of its episode, failure 4 of its group in one",
     ):
         roll(env_worker(licensed), 0, num_envs=2)
+
+
+def test_one_whose_constructor_fails_is_refused_with_the_place() -> None:
+    def broken(**options: object) -> gym.Env[object, object]:
+        raise FileNotFoundError("no map.txt")
+
+    gym.register("toys/Unmade-v0", broken)
+    try:
+        with pytest.raises(
+            ConfigError,
+            match=r"^environment 'toys/Unmade-v0' cannot be made: it raised FileNotFoundError: no "
+            r"map.txt \(test_bad_envs.py:\d+\)$",
+        ):
+            EnvSpec(id="toys/Unmade-v0").spaces()
+    finally:
+        del gym.registry["toys/Unmade-v0"]

@@ -113,7 +113,8 @@ def test_an_environment_whose_episodes_never_end_well_is_named() -> None:
     with pytest.raises(
         WorkerError,
         match=r"^environment 0 \(seed \d+\) had to be restarted in 8 held-out episodes in a row; "
-        "the last time one of its group raised RuntimeError: out of coffee$",
+        "the last time one of its group raised RuntimeError: out of coffee "
+        r"\(toys.py:\d+\)$",
     ):
         evaluated(worker, num_envs=2)
 

@@ -16,7 +16,6 @@ from penstock.workers.envs.spec import EnvSpec
 from .acting import NoisyActor, env_worker, roll
 from .toys import Counting
 
-
 STUCK = r"it is stuck \(test_closing.py:\d+\) at step 0"
 
 

@@ -21,6 +21,13 @@ def ran(name: str) -> list[str]:
     return found.stdout.splitlines()
 
 
+def test_cartpole_runs_and_gives_the_same_weights_twice() -> None:
+    first, second = ran("cartpole.py"), ran("cartpole.py")
+    assert first[0].startswith("  4,096 steps ")
+    assert first[-1] == second[-1]
+    assert len(first[-1].split()[-1]) == 16
+
+
 def test_self_play_runs() -> None:
     lines = ran("self_play.py")
     assert sum(line.startswith("step") for line in lines) == 2

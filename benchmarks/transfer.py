@@ -1,10 +1,12 @@
 """Transfer plans carried out by four processes over gloo, against the wire and against a gather.
 
-Three things take turns, repeat by repeat, in the same processes:
+Four things take turns, repeat by repeat, in the same processes:
 
 - the plan, with packing, checksums, verification, writing, and copies of what stays on a device;
 - the wire: the same messages, each in one send, between the same processes, as many at once, from
   buffers that are already full to buffers that nobody reads;
+- point to point: one process sends as many bytes to one other while the rest wait, in messages of
+  the size that was fastest of three: what the transport can do on this machine by itself;
 - gather then broadcast: the first process collects whole weights and broadcasts every tensor to all
   receivers, which keep their part.
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,6 +44,7 @@ from torch import Tensor
 
 NUM_PROCESSES = 4
 DEADLINE_S = 300.0
+PAIR_BYTES = (4 * 2**20, 16 * 2**20, 64 * 2**20)
 BUCKET_BYTES = 64 * 2**20
 """An eighth of the planner's: the largest of the models goes in several, the smallest in one."""
 
@@ -147,6 +151,40 @@ class Wire:
         return [work for work in works if work is not None]
 
 
+class Pair:
+    """Process 0 sends to process 1, two messages under way at once; the others wait."""
+
+    def __init__(self, message_bytes: int) -> None:
+        self.message_bytes = message_bytes
+        self._buffers = [torch.ones(message_bytes, dtype=torch.uint8) for _ in range(2)]
+
+    def run(self, num_bytes: int) -> None:
+        """Send that many."""
+        rank = dist.get_rank()
+        if rank > 1:
+            return
+        under_way: list[dist.Work] = []
+        for number, begin in enumerate(range(0, num_bytes, self.message_bytes)):
+            if len(under_way) == len(self._buffers):
+                under_way.pop(0).wait(timedelta(seconds=DEADLINE_S))
+            message = self._buffers[number % 2][: num_bytes - begin]
+            work = dist.isend(message, 1) if rank == 0 else dist.irecv(message, 0)
+            assert work is not None
+            under_way.append(work)
+        for work in under_way:
+            work.wait(timedelta(seconds=DEADLINE_S))
+
+    @classmethod
+    def fastest(cls, num_bytes: int = 2**29, repeats: int = 5) -> Pair:
+        """With the size of messages that sends so many soonest, by the median."""
+        pairs = [cls(size) for size in PAIR_BYTES]
+        took = [
+            statistics.median(timed(lambda p=pair: p.run(num_bytes)) for _ in range(repeats))
+            for pair in pairs
+        ]
+        return pairs[took.index(min(took))]
+
+
 class GatherBroadcast:
     """Whole weights on process 0, from there to every receiver."""
 
@@ -204,7 +242,7 @@ def timed(what: Callable[[], object]) -> float:
     return took.item()
 
 
-def measure(case: Case, repeats: int) -> dict[str, Any]:
+def measure(case: Case, pair: Pair, repeats: int) -> dict[str, Any]:
     """One case, in one process of four; all of them return the same times."""
     rank = dist.get_rank()
     source, destination = shardings(case)
@@ -217,16 +255,18 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     done = transfer.run(0, deadline_s=DEADLINE_S)
     wire.run()
     baseline.run()
-    times: dict[str, list[float]] = {"plan": [], "wire": [], "gather": []}
+    moved = plan.lower_bound_bytes
+    times: dict[str, list[float]] = {"plan": [], "wire": [], "pair": [], "gather": []}
     for version in range(1, repeats + 1):
         times["wire"].append(timed(wire.run))
+        times["pair"].append(timed(lambda: pair.run(moved)))
         times["plan"].append(timed(lambda v=version: transfer.run(v, deadline_s=DEADLINE_S)))
         times["gather"].append(timed(baseline.run))
     totals = torch.tensor([done.received_bytes, done.header_bytes])
     staging = torch.tensor(done.staging_bytes)
     dist.all_reduce(totals)
     dist.all_reduce(staging, dist.ReduceOp.MAX)
-    assert totals[0] == plan.lower_bound_bytes
+    assert totals[0] == moved
     return row(case, plan, times, totals.tolist(), int(staging), baseline)
 
 
@@ -236,6 +276,7 @@ def row(
 ) -> dict[str, Any]:  # fmt: skip
     """A result: ratios are of one repeat each, then their median."""
     of_wire = [w / p for w, p in zip(times["wire"], times["plan"], strict=True)]
+    of_pair = [w / p for w, p in zip(times["pair"], times["plan"], strict=True)]
     faster = [g / p for g, p in zip(times["gather"], times["plan"], strict=True)]
     seconds = {name: spread(values) for name, values in times.items()}
     return {
@@ -249,7 +290,9 @@ def row(
         "seconds": seconds,
         "plan_bytes_per_s": totals[0] / seconds["plan"]["median"],
         "wire_bytes_per_s": totals[0] / seconds["wire"]["median"],
+        "pair_bytes_per_s": totals[0] / seconds["pair"]["median"],
         "share_of_wire_bandwidth": spread(of_wire),
+        "share_of_pair_bandwidth": spread(of_pair),
         "gather_broadcast_bytes": baseline.moved_bytes,
         "gather_broadcast_bytes_ratio": baseline.moved_bytes / totals[0],
         "gather_broadcast_time_ratio": spread(faster),
@@ -265,14 +308,16 @@ def rank_main(rank: int, folder: Path, repeats: int) -> None:
         "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=NUM_PROCESSES,
         timeout=timedelta(seconds=DEADLINE_S),
     )  # fmt: skip
-    rows = [measure(case, repeats) for case in CASES]
+    pair = Pair.fastest()
+    rows = [measure(case, pair, repeats) for case in CASES]
     if rank == 0:
-        (folder / "rows.json").write_text(json.dumps(rows))
+        result = {"pair_message_bytes": pair.message_bytes, "cases": rows}
+        (folder / "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_processes(repeats: int) -> list[dict[str, Any]]:
+def run_processes(repeats: int) -> dict[str, Any]:
     """Start four of this script and wait for the result."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -290,7 +335,12 @@ def run_processes(repeats: int) -> list[dict[str, Any]]:
                 process.wait()
         if any(codes):
             raise SystemExit(f"processes ended with {codes}")
-        return json.loads((Path(folder) / "rows.json").read_text())
+        return json.loads((Path(folder) / "result.json").read_text())
+
+
+def shares(found: dict[str, float]) -> tuple[str, str]:
+    """Median and quartiles as a table has them."""
+    return f"{found['median']:.2f}", f"{found['quartile_1']:.2f}-{found['quartile_3']:.2f}"
 
 
 def main() -> None:
@@ -303,10 +353,12 @@ def main() -> None:
     if args.rank is not None:
         rank_main(args.rank, args.folder, args.repeats)
         return
-    rows = run_processes(args.repeats)
+    measured = run_processes(args.repeats)
+    rows = measured["cases"]
     print(
         table(
-            ["case", "MB moved", "plan GB/s", "wire GB/s", "share of wire", "quartiles",
+            ["case", "MB moved", "plan GB/s", "wire GB/s", "pair GB/s",
+             "share of wire", "quartiles", "share of pair", "quartiles",
              "bytes of gather", "time of gather"],
             [
                 [
@@ -314,9 +366,9 @@ def main() -> None:
                     f"{one['moved_bytes'] / 1e6:.1f}",
                     f"{one['plan_bytes_per_s'] / 1e9:.2f}",
                     f"{one['wire_bytes_per_s'] / 1e9:.2f}",
-                    f"{one['share_of_wire_bandwidth']['median']:.2f}",
-                    f"{one['share_of_wire_bandwidth']['quartile_1']:.2f}-"
-                    f"{one['share_of_wire_bandwidth']['quartile_3']:.2f}",
+                    f"{one['pair_bytes_per_s'] / 1e9:.2f}",
+                    *shares(one["share_of_wire_bandwidth"]),
+                    *shares(one["share_of_pair_bandwidth"]),
                     f"{one['gather_broadcast_bytes_ratio']:.2f} x",
                     f"{one['gather_broadcast_time_ratio']['median']:.2f} x",
                 ]
@@ -324,13 +376,16 @@ def main() -> None:
             ],
         )
     )  # fmt: skip
-    shares = [one["share_of_wire_bandwidth"]["median"] for one in rows]
     result = {
-        "smallest_share_of_wire_bandwidth": min(shares),
+        f"smallest_share_of_{what}_bandwidth": min(
+            one[f"share_of_{what}_bandwidth"]["median"] for one in rows
+        )
+        for what in ("wire", "pair")
+    } | {
         "repeats": args.repeats,
         "bucket_bytes": BUCKET_BYTES,
         "num_processes": NUM_PROCESSES,
-        "cases": rows,
+        **measured,
     }
     report(result, args.json)
 

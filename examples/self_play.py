@@ -27,7 +27,8 @@ from penstock.dataflow.context import step_scope
 from penstock.dataflow.executor import InProcess
 from penstock.dataflow.worker import WorkerContext
 from penstock.workers.actor_network import PerceptronSpec
-from penstock.workers.board_game import TIC_TAC_TOE, GameRowSource
+from penstock.workers.games.rows import GameRowSource
+from penstock.workers.games.stones import TIC_TAC_TOE
 from penstock.workers.optimizer import OptimizerSpec
 from penstock.workers.torch_actor_critic import TorchActorCriticSpec
 

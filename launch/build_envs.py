@@ -16,10 +16,10 @@ from ..dataflow.graph import Graph
 from ..dataflow.role import Role
 from ..dataflow.worker import WorkerSpec
 from ..workers.actor_network import PerceptronSpec
-from ..workers.board_game import BoardSpec
 from ..workers.envs.spec import EnvSpec
 from ..workers.envs.task import BoardTaskSpec, EnvTaskSpec
 from ..workers.envs.worker import EnvWorkerSpec
+from ..workers.games.stones import BoardSpec
 from ..workers.optimizer import OptimizerSpec
 from ..workers.q_network import QNetworkSpec
 from ..workers.replay import ReplaySpec

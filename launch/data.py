@@ -15,7 +15,6 @@ from ..configs.validate import fields_of, validated
 from ..dataflow.engine import Source
 from ..dataflow.errors import ConfigError
 from ..dataflow.graph import Graph
-from ..workers.board_game import GameRowSource
 from ..workers.data_report import DataReport
 from ..workers.data_source import (
     DemonstrationSource,
@@ -25,6 +24,7 @@ from ..workers.data_source import (
 )
 from ..workers.envs.rows import EnvRowSource
 from ..workers.envs.task import EnvTaskSpec
+from ..workers.games.rows import GameRowSource
 from ..workers.task import Task, TaskSpec, fingerprint, task_alphabet, task_spec
 from ..workers.tokenizer import Tokenizer, TokenizerSpec
 from .build_envs import acted_in, env_task, game_task, refuse_scaled_fitness

@@ -14,10 +14,11 @@ from penstock.dataflow.placement import one_group
 from penstock.dataflow.record import build
 from penstock.launch.checkpoint import CheckpointStore
 from penstock.workers.actor_network import PerceptronSpec
-from penstock.workers.board_game import TIC_TAC_TOE, GameRowSource
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
+from penstock.workers.games.rows import GameRowSource
+from penstock.workers.games.stones import TIC_TAC_TOE
 from penstock.workers.optimizer import OptimizerSpec
 from penstock.workers.torch_actor_critic import TorchActorCriticSpec
 

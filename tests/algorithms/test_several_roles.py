@@ -19,10 +19,11 @@ from penstock.dataflow.record import build
 from penstock.dataflow.role import Role
 from penstock.dataflow.worker import WorkerContext
 from penstock.workers.actor_network import PerceptronSpec
-from penstock.workers.board_game import CONNECT_FOUR, BoardSpec, GameRowSource
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
+from penstock.workers.games.rows import GameRowSource
+from penstock.workers.games.stones import CONNECT_FOUR, BoardSpec
 from penstock.workers.optimizer import OptimizerSpec
 from penstock.workers.succession import take_over
 from penstock.workers.torch_actor_critic import TorchActorCritic, TorchActorCriticSpec

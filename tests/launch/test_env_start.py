@@ -82,7 +82,7 @@ def test_the_slower_copy_begins_where_the_trained_network_does(q: Path) -> None:
 
 
 def test_players_begin_apart_unless_both_are_told(actor: Path, tmp_path: Path) -> None:
-    from penstock.workers.board_game import TIC_TAC_TOE
+    from penstock.workers.games.stones import TIC_TAC_TOE
 
     folder = tmp_path / "player"
     spec = TorchActorCriticSpec(env=TIC_TAC_TOE, network=network())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...dataflow.ranges import check_range
-from ..board_game import BoardSpec
+from ..games.stones import BoardSpec
 from ..data_report import DataReport
 from ..task import VerifierSpec
 from .normalise import Normaliser

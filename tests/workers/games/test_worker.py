@@ -11,7 +11,8 @@ from penstock.algorithms.self_play import side_of
 from penstock.dataflow.context import call_scope
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.worker import WorkerContext
-from penstock.workers.board_game import CONNECT_FOUR, TIC_TAC_TOE, BoardGameWorker, BoardSpec
+from penstock.workers.games.stones import CONNECT_FOUR, TIC_TAC_TOE, BoardSpec
+from penstock.workers.games.worker import BoardGameWorker
 
 
 class Scripted(Actor):

@@ -1,0 +1,1 @@
+"""Games of two players: whose rules they are, and the worker that plays them."""

@@ -1,0 +1,34 @@
+"""The table of games: how many a step plays, and which are played together."""
+
+from __future__ import annotations
+
+import torch
+
+from ...algorithms.game_roles import GameRows
+
+__all__ = ["GameRowSource"]
+
+
+class GameRowSource:
+    """As many games in every step, all of them new.
+
+    Args:
+        num_games: How many.
+        group_size: How many are played together; the last group may have fewer.
+
+    Raises:
+        ValueError: If either is below 1.
+    """
+
+    def __init__(self, num_games: int, group_size: int) -> None:
+        if num_games < 1 or group_size < 1:
+            raise ValueError(
+                f"num_games is {num_games} and group_size {group_size}; expected at least 1"
+            )
+        game = torch.arange(num_games)
+        self._rows = GameRows(game=game, group=game // group_size)
+
+    def batch(self, step: int) -> GameRows:
+        """All of them, whatever the step."""
+        del step
+        return self._rows

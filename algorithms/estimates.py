@@ -47,17 +47,21 @@ class Estimates:
         bootstrap_value: PerSample | None = None,
     ) -> GaeTargets:
         """Advantages, not whitened, and what the critic should have said; see `gae`."""
-        if self.whiten_rewards:
-            reward = self._whitened(reward, steps, shift_mean=False)
         return gae(
             steps,
-            reward=reward,
+            reward=self.scaled_reward(reward, steps),
             value=value,
             bootstrap_value=bootstrap_value,
             discount=self.discount,
             lam=self.gae_lambda,
             masking=self.gae_masking,
         )
+
+    def scaled_reward(self, reward: PerToken, steps: TokenMask) -> PerToken:
+        """Token rewards as they are estimated from."""
+        if not self.whiten_rewards:
+            return reward
+        return self._whitened(reward, steps, shift_mean=False)
 
     def scaled(self, advantage: PerToken, mask: TokenMask) -> PerToken:
         """Advantages as they are trained on."""

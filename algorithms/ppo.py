@@ -75,11 +75,15 @@ class PPO(KLReward, Estimates, Updates):
         self, roll: Rollout, states: TokenMask, *, reward: PerToken, value: PerToken
     ) -> GaeTargets:
         """Advantages, not whitened, and what the critic should have said."""
-        bootstrap = None
-        if self.no_eos == "zero":
-            bootstrap = bootstrap_of(value, roll.mask, states, roll.finished)
         steps = self.trained_states(roll, states)
+        bootstrap = self.after_last(roll, states, value)
         return self.estimated(steps, reward=reward, value=value, bootstrap_value=bootstrap)
+
+    def after_last(self, roll: Rollout, states: TokenMask, value: PerToken) -> PerSample | None:
+        """What is expected after a response that was cut off; None if nothing is."""
+        if self.no_eos != "zero":
+            return None
+        return bootstrap_of(value, roll.mask, states, roll.finished)
 
     def train_critic(
         self,

@@ -44,8 +44,8 @@ FAMILIES: dict[str, list[str]] = {
         "cgpo", "crraft",
     ],
     "With a critic": [
-        "ppo", "adaptive_ppo", "safe_rlhf", "ma_rlhf", "pf_ppo", "decoupled_ppo", "salsa",
-        "ensemble_ppo", "process_ppo", "a_lol",
+        "ppo", "adaptive_ppo", "safe_rlhf", "ma_rlhf", "pf_ppo", "decoupled_ppo",
+        "vtrace_ppo", "salsa", "ensemble_ppo", "process_ppo", "a_lol",
     ],
     "Preferences and supervision": [
         "sft", "dpo", "dpo_norm", "ipo", "kto", "online_dpo", "codpo", "reward_modelling",

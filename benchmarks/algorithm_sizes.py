@@ -50,6 +50,7 @@ RELATIVES = {
     "ma_rlhf": "ppo",
     "pf_ppo": "ppo",
     "decoupled_ppo": "ppo",
+    "vtrace_ppo": "ppo",
     "salsa": "ppo",
     "ensemble_ppo": "ppo",
     "process_ppo": "ppo",

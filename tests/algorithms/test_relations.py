@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -11,12 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.pairs import best_and_worst
+from penstock.algorithms.ppo import PPO
+from penstock.algorithms.returns import GaeTargets
 from penstock.algorithms.roles import PolicyBatch, PolicyOutput, Rollout
 from penstock.algorithms.rollout_correction import (
     RolloutCorrection,
     rollout_weight,
     weighted_advantage,
 )
+from penstock.algorithms.vtrace_ppo import VtracePPO
+from penstock.dataflow.check import check_lag
 from penstock.launch.compose import load_step, step_cfg
 from penstock.launch.stages import record
 
@@ -74,6 +79,74 @@ def test_decoupled_ppo_on_fresh_rollouts_is_ppo(seed: int, cap: float | None) ->
     corrected = weighted_advantage(data.columns["advantage"], weight)
     plain = loss_of(data, behavior, data.columns["advantage"])
     torch.testing.assert_close(loss_of(data, behavior, corrected), plain)
+
+
+OPTIONS = [
+    {},
+    {"discount": 0.9, "gae_lambda": 0.5, "whiten_rewards": True},
+    {"no_eos": "zero"},
+    {"score_slot": "after_last", "rho_bar": None, "c_bar": None},
+]
+
+
+def targets_of(data: Data, cfg: PPO, age: float) -> GaeTargets:
+    """Of rollouts whose weights thought of a token by up to `age` nats otherwise than today's."""
+    columns = data.columns
+    named = ("prompt_id", "tokens", "mask", "behavior_logprob")
+    roll = Rollout(**{name: columns[name] for name in named}, finished=columns["chosen"])
+    roll, states = cfg.judged(roll)
+    noise = torch.rand(2, *roll.mask.shape, generator=torch.Generator().manual_seed(3)) - 0.5
+    if not isinstance(cfg, VtracePPO):
+        return cfg.targets(roll, states, reward=noise[0], value=noise[1])
+    logprob = roll.behavior_logprob + age * noise[0]
+    return cfg.traced(roll, states, reward=noise[0], value=noise[1], logprob=logprob)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@settings(max_examples=15)
+@given(seed=SEEDS)
+def test_vtrace_ppo_on_fresh_rollouts_is_ppo(seed: int, options: dict[str, Any]) -> None:
+    """Advantages and the critic's targets are those of GAE, whatever the bounds."""
+    data = draw(seed)
+    plain = {name: value for name, value in options.items() if not name.endswith("_bar")}
+    traced = targets_of(data, VtracePPO(**options), age=0.0)
+    expected = targets_of(data, PPO(**plain), age=0.0)
+    torch.testing.assert_close(traced.advantage, expected.advantage)
+    torch.testing.assert_close(traced.value_target, expected.value_target)
+
+
+def test_vtrace_ppo_on_old_rollouts_has_other_targets_than_ppo() -> None:
+    data = draw(0)
+    traced = targets_of(data, VtracePPO(), age=1.0)
+    expected = targets_of(data, PPO(), age=1.0)
+    assert (traced.value_target - expected.value_target).abs().max() > 0.01
+    assert (traced.advantage - expected.advantage).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"correction": RolloutCorrection()},
+            "V-trace corrects for the weights that sampled by itself; leave correction out, or "
+            "take decoupled_ppo_step, which has nothing else",
+        ),
+        (
+            {"gae_masking": "zeroed"},
+            "gae_masking is 'zeroed', but V-trace passes over what was not sampled; leave it at "
+            "'transparent'",
+        ),
+        ({"rho_bar": 0.0}, "rho_bar is 0.0; expected above 0"),
+    ],
+)
+def test_options_that_vtrace_ppo_has_no_use_for(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        VtracePPO(**options)
+
+
+def test_vtrace_ppo_takes_old_rollouts() -> None:
+    algorithm = composed("vtrace_ppo", "schedule=one_step_off").algorithm
+    check_lag(record(algorithm, "algorithm"), 2)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

@@ -1,0 +1,119 @@
+"""PPO for old rollouts, whose critic and advantages V-trace corrects: IMPALA's targets for tokens.
+
+Espeholt et al., "IMPALA", 2018. Decoupled PPO weighs each token by how much likelier today's
+weights are to sample it than those that did; V-trace weighs so as well what is carried back from
+later tokens, so that the critic learns the values of today's policy. The loss's ratio is against
+today's weights, before the update. Run it with `schedule=one_step_off` or a larger
+`schedule.max_lag`; on fresh rollouts it is PPO, to the last token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..dataflow.ranges import check_range
+from ..dataflow.record import op
+from .advantages import GaeTargets
+from .kl_score import reference_logprob, reported_kl
+from .ppo import PPO
+from .reductions import zero_where_masked_out
+from .returns import vtrace
+from .roles import (
+    PerSample,
+    PerToken,
+    Policy,
+    PolicyBatch,
+    Prompts,
+    Reward,
+    Rollout,
+    TokenMask,
+    TrainMetrics,
+    ValueModel,
+)
+from .rollout_correction import with_rollout_logprob
+
+__all__ = ["VtracePPO", "vtrace_ppo_step"]
+
+
+@op(scope="row")
+def of_sampled(logprob: PerToken, mask: TokenMask) -> PerToken:
+    """f32[rows, T], 0 where nothing was sampled: a state after the last token has ratio 1."""
+    return zero_where_masked_out(logprob, mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VtracePPO(PPO):
+    """Options of PPO with V-trace."""
+
+    rho_bar: float | None = 1.0
+    """Bound on the ratio of a token's own error, and of its advantage; None for no bound."""
+    c_bar: float | None = 1.0
+    """Bound on the ratio by which later errors are carried back; None for no bound."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "rho_bar", "c_bar", above=0)
+        if self.correction is not None:
+            raise ValueError(
+                "V-trace corrects for the weights that sampled by itself; leave correction out, or "
+                "take decoupled_ppo_step, which has nothing else"
+            )
+        if self.gae_masking != "transparent":
+            raise ValueError(
+                f"gae_masking is '{self.gae_masking}', but V-trace passes over what was not "
+                "sampled; leave it at 'transparent'"
+            )
+
+    def traced(
+        self,
+        roll: Rollout,
+        states: TokenMask,
+        *,
+        reward: PerToken,
+        value: PerToken,
+        logprob: PerToken,
+    ) -> GaeTargets:
+        """As `PPO.targets`; `logprob` is of the weights to be trained."""
+        steps = self.trained_states(roll, states)
+        return vtrace(
+            steps,
+            reward=self.scaled_reward(reward, steps),
+            value=value,
+            logprob=of_sampled(logprob, roll.mask),
+            behavior_logprob=of_sampled(roll.behavior_logprob, roll.mask),
+            bootstrap_value=self.after_last(roll, states, value),
+            discount=self.discount,
+            lam=self.gae_lambda,
+            rho_bar=self.rho_bar,
+            c_bar=self.c_bar,
+            policy_rho_bar=self.rho_bar,
+        )
+
+
+def vtrace_ppo_step(
+    prompts: Prompts, actor: Policy, critic: ValueModel, ref: Policy, reward: Reward, cfg: VtracePPO
+) -> tuple[TrainMetrics, TrainMetrics, PerSample | None]:
+    """Sample, score, see what today's weights think of it, and train on V-trace's word."""
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    roll, states = cfg.judged(roll)
+    value = critic.value(roll.tokens, states)
+    now = actor.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
+    shaped = cfg.token_reward(roll, score, ref_logprob)
+    target = cfg.traced(roll, states, reward=shaped, value=value, logprob=now)
+    advantage = cfg.scaled(target.advantage, roll.mask)
+    batch = PolicyBatch(
+        tokens=roll.tokens, mask=roll.mask, behavior_logprob=now, advantage=advantage
+    )
+    return (
+        actor.train(
+            cfg.policy_loss,
+            with_rollout_logprob(batch, roll.behavior_logprob),
+            epochs=cfg.epochs,
+            num_minibatches=cfg.num_minibatches,
+            temperature=cfg.sampling.temperature,
+        ),
+        cfg.train_critic(critic, roll, states, value=value, target=target.value_target),
+        reported_kl(roll, ref_logprob),
+    )

@@ -28,8 +28,9 @@ def key_reference() -> str:
     from ..algorithms.sft import SFT
     from ..launch.build_envs import ENV_SPECS, FILLED_IN
     from ..workers.actor_network import PerceptronSpec
-    from ..workers.envs.task import BoardTaskSpec, EnvTaskSpec
+    from ..workers.envs.task import EnvTaskSpec
     from ..workers.file_task import FileTaskSpec
+    from ..workers.games.task import BoardTaskSpec, LibraryGameTaskSpec
     from ..workers.reasoning_task import ReasoningTaskSpec
     from .plan_schema import ClusterConfig, PlanOptions, WorkloadConfig
     from .profile_schema import ProfileConfig
@@ -42,6 +43,7 @@ def key_reference() -> str:
         (FileTaskSpec, "task (kind: file)"),
         (EnvTaskSpec, "task (kind: gymnasium)"),
         (BoardTaskSpec, "task (kind: board_game)"),
+        (LibraryGameTaskSpec, "task (kind: library_game)"),
         (PerceptronSpec, "model.architecture (model_type: perceptron)"),
         (SFT, "algorithm.cfg (algorithm=sft)"),
         (RewardModelling, "algorithm.cfg (algorithm=reward_modelling)"),

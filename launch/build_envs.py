@@ -17,9 +17,11 @@ from ..dataflow.role import Role
 from ..dataflow.worker import WorkerSpec
 from ..workers.actor_network import PerceptronSpec
 from ..workers.envs.spec import EnvSpec
-from ..workers.envs.task import BoardTaskSpec, EnvTaskSpec
+from ..workers.envs.task import EnvTaskSpec
 from ..workers.envs.worker import EnvWorkerSpec
+from ..workers.games.boards import GameSpec
 from ..workers.games.stones import BoardSpec
+from ..workers.games.task import BoardTaskSpec, LibraryGameTaskSpec
 from ..workers.optimizer import OptimizerSpec
 from ..workers.q_network import QNetworkSpec
 from ..workers.replay import ReplaySpec
@@ -66,6 +68,9 @@ NETWORKS = {name for name, spec in ENV_SPECS.items() if hasattr(spec, "network")
 FILLED_IN = {"env", "network", "start", "optimizer", *BoardSpec.__dataclass_fields__}
 """Fields of these specs that the run fills in; the others may be set as `options`."""
 
+GameTaskSpec = BoardTaskSpec | LibraryGameTaskSpec
+"""A task that is a game of two players."""
+
 MODEL_TYPE = "perceptron"
 """As `model.architecture.model_type`: the networks of actors and critics."""
 
@@ -88,12 +93,12 @@ def env_task(spec: TaskSpec, reader: str) -> EnvTaskSpec:
     )
 
 
-def acted_in(spec: TaskSpec) -> EnvTaskSpec | BoardTaskSpec | None:
+def acted_in(spec: TaskSpec) -> EnvTaskSpec | GameTaskSpec | None:
     """The task if it is an environment or a game, which has no problems to solve one by one."""
-    return spec if isinstance(spec, (EnvTaskSpec, BoardTaskSpec)) else None
+    return spec if isinstance(spec, EnvTaskSpec | GameTaskSpec) else None
 
 
-def refuse_scaled_fitness(graph: Graph, spec: EnvTaskSpec | BoardTaskSpec) -> None:
+def refuse_scaled_fitness(graph: Graph, spec: EnvTaskSpec | GameTaskSpec) -> None:
     """Require rewards as they are of a step that compares what its actors have earned.
 
     Raises:
@@ -112,13 +117,13 @@ def refuse_scaled_fitness(graph: Graph, spec: EnvTaskSpec | BoardTaskSpec) -> No
         )
 
 
-def game_task(spec: TaskSpec, reader: str) -> BoardTaskSpec:
+def game_task(spec: TaskSpec, reader: str) -> GameTaskSpec:
     """The task as a game; raises as `env_task`."""
-    if isinstance(spec, BoardTaskSpec):
+    if isinstance(spec, GameTaskSpec):
         return spec
     raise ConfigError(
         f"{reader} plays a game, and the task is none ({type(spec).__name__})\n"
-        "    choose one: task=tic_tac_toe or task=connect_four"
+        "    choose one: task=tic_tac_toe, task=connect_four, or task=envpool_game task.id=NAME"
     )
 
 
@@ -173,8 +178,8 @@ def env_worker(
         return ReplaySpec(**options)
     if worker == "env":
         return EnvWorkerSpec(env=env_task(task, reader).env, **options)
-    if worker == "actor_critic" and isinstance(task, BoardTaskSpec):
-        env: EnvSpec | BoardSpec = task.env
+    if worker == "actor_critic" and isinstance(task, GameTaskSpec):
+        env: EnvSpec | GameSpec = task.env
     else:
         env = env_task(task, reader).env
     network = perceptron_spec(config, init_offset)

@@ -133,7 +133,8 @@ _KINDS: dict[str, str] = {
     "reasoning_gym": "penstock.workers.reasoning_task:ReasoningTaskSpec",
     "file": "penstock.workers.file_task:FileTaskSpec",
     "gymnasium": "penstock.workers.envs.task:EnvTaskSpec",
-    "board_game": "penstock.workers.envs.task:BoardTaskSpec",
+    "board_game": "penstock.workers.games.task:BoardTaskSpec",
+    "library_game": "penstock.workers.games.task:LibraryGameTaskSpec",
 }
 
 

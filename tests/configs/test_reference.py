@@ -29,6 +29,7 @@ def test_what_environments_and_their_actors_take_is_in_the_reference() -> None:
         "task (kind: gymnasium)": ("id", "backend", "masked", "normalisation", "group_size"),
         "`task.normalisation`": ("observations", "symlog", "rewards", "discount", "clip"),
         "task (kind: board_game)": ("game", "group_size"),
+        "task (kind: library_game)": ("id", "backend", "options", "max_turns", "group_size"),
         "`task.game`": ("height", "gravity"),
         "model.architecture (model_type: perceptron)": ("hidden_sizes", "memory", "value_bins"),
         "algorithm.roles.ROLE.options (worker: q_network)": ("epsilon_start", "epsilon_calls"),

@@ -55,6 +55,8 @@ def extra(option: Path, tmp_path: Path) -> list[str]:
         "task/cover": ["algorithm=mappo", "model=mlp"],
         "task/tic_tac_toe": ["algorithm=self_play", "model=mlp"],
         "task/connect_four": ["algorithm=self_play", "model=mlp"],
+        "task/envpool_game": ["algorithm=self_play", "model=mlp", "task.id=Hex-v1"],
+        "task/pettingzoo_game": ["algorithm=self_play", "model=mlp", "task.id=tictactoe_v3"],
         "executor/ray_split": ["schedule=one_step_off"],
     }.get(option.as_posix(), [])
 

@@ -102,7 +102,7 @@ def test_a_language_model_can_begin_elsewhere_too() -> None:
         (
             ("algorithm=self_play", "task=cartpole", *MLP),
             "self_play plays a game, and the task is none (EnvTaskSpec)\n"
-            "    choose one: task=tic_tac_toe or task=connect_four",
+            "    choose one: task=tic_tac_toe, task=connect_four, or task=envpool_game task.id=NAME",
         ),
         (
             ("algorithm=env_ppo", "task=tic_tac_toe", *MLP),

@@ -36,7 +36,7 @@ def test_errors() -> None:
         task_spec("reasoning_gim")
     assert str(kind.value) == (
         "there is no task kind 'reasoning_gim'; did you mean 'reasoning_gym'?\n"
-        "    task kinds are: board_game, file, gymnasium, reasoning_gym"
+        "    task kinds are: board_game, file, gymnasium, library_game, reasoning_gym"
     )
     with pytest.raises(ConfigError) as option:
         task_spec("reasoning_gym", nam="gcd")

@@ -1,7 +1,8 @@
-"""An environment or a game as the task of a run: what the configuration section `task` describes.
+"""An environment as the task of a run: what the configuration section `task` describes.
 
-A task numbers problems. An environment is one, described by its specification, so that a run that
-goes on can tell whether it is still the same; there is nothing to imitate, score or hold out.
+A task numbers problems. An environment is one, and so is a game, described by its specification so
+that a run that goes on can tell whether it is still the same; there is nothing to imitate, score or
+hold out.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...dataflow.ranges import check_range
-from ..games.stones import BoardSpec
 from ..data_report import DataReport
-from ..task import VerifierSpec
+from ..task import TaskSpec, VerifierSpec
 from .normalise import Normaliser
 from .spec import EnvSpec
 
-__all__ = ["BoardTaskSpec", "EnvTask", "EnvTaskSpec"]
+__all__ = ["EnvTask", "EnvTaskSpec"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,31 +51,6 @@ class EnvTaskSpec(EnvSpec):
         return EnvTask(self.id, self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BoardTaskSpec:
-    """A game of two players on a board, and how many games are played together."""
-
-    game: BoardSpec = BoardSpec()
-    """Its rules."""
-    group_size: int | None = None
-    """Games that are played together: their players are asked about all of them at once. By default
-    all of them. Workers without a group have nothing to do."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "group_size", at_least=1)
-
-    @property
-    def env(self) -> BoardSpec:
-        """What players see and can do."""
-        return self.game
-
-    def build(self) -> EnvTask:
-        """The task."""
-        game = self.game
-        falls = " falling" if game.gravity else ""
-        return EnvTask(f"{game.in_line} in line on {game.height}x{game.width}{falls}", self)
-
-
 class EnvTask:
     """A `Task` without problems to solve one by one; see this module.
 
@@ -89,7 +64,7 @@ class EnvTask:
     verifier: VerifierSpec | None = None
     correct_score = 0.0
 
-    def __init__(self, task_id: str, spec: EnvTaskSpec | BoardTaskSpec) -> None:
+    def __init__(self, task_id: str, spec: TaskSpec) -> None:
         self.task_id = task_id
         self.spec = spec
         self.report = DataReport(task_id)
@@ -97,7 +72,8 @@ class EnvTask:
     def prompt_text(self, index: int) -> str:
         """The specification as JSON."""
         del index
-        return json.dumps(dataclasses.asdict(self.spec), sort_keys=True, default=str)
+        described: Any = self.spec
+        return json.dumps(dataclasses.asdict(described), sort_keys=True, default=str)
 
     def answer_text(self, index: int) -> str | None:
         """There is none."""

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
 from ...dataflow.context import CallKey
-from ...dataflow.errors import WorkerError
+from ...dataflow.errors import WorkerError, raised_at
+from ..envs.alarm import StepAlarm, StepTooLong
 from ..envs.group import env_seed
 
-__all__ = ["Boards", "GameNames", "GameSpec"]
+__all__ = ["Boards", "GameNames", "GameSpec", "answered"]
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -70,18 +73,47 @@ class GameNames:
             raise WorkerError(f"{self.of(index)}: {what(index)}")
 
 
-class Boards(Protocol):
-    """Games side by side, each of which has begun when they are made and is played once.
+def answered(named: Callable[[], str], alarm: StepAlarm, ask: Callable[[], T]) -> T:
+    """What a game of somebody else's answers.
 
-    Attributes:
-        over: bool[games]: ended, by the rules or a limit of the game's own.
-        cut: bool[games]: ended by such a limit, where it would have gone on.
-        turn: i64[games]: the side to move, where the game goes on.
+    Args:
+        named: Says what messages call it.
+        alarm: Limits the time of the answer.
+        ask: Asks.
+
+    Raises:
+        WorkerError: If it raises or takes too long.
     """
+    alarm.arm()
+    try:
+        return ask()
+    except StepTooLong as error:
+        raise WorkerError(f"{named()} did not answer in time (task.step_limit_s)") from error
+    except Exception as error:
+        raise WorkerError(
+            f"{named()} raised {type(error).__name__}: {error} ({raised_at(error).short})"
+        ) from error
+    finally:
+        alarm.disarm()
 
-    over: NDArray[np.bool_]
-    cut: NDArray[np.bool_]
-    turn: NDArray[np.int64]
+
+class Boards(Protocol):
+    """Games side by side, each of which has begun when they are made and is played once."""
+
+    @property
+    def over(self) -> NDArray[np.bool_]:
+        """bool[games]: ended, by the rules or a limit of the game's own."""
+        ...
+
+    @property
+    def cut(self) -> NDArray[np.bool_]:
+        """bool[games]: ended by such a limit, where it would have gone on."""
+        ...
+
+    @property
+    def turn(self) -> NDArray[np.int64]:
+        """i64[games]: the side to move, where the game goes on."""
+        ...
 
     def obs(self, side: NDArray[np.int64]) -> NDArray[np.float32]:
         """f32[games, features], as `side` of each game, i64[games], sees it."""

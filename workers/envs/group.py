@@ -11,27 +11,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
-from ...dataflow.errors import WorkerError, raised_at
-from .alarm import StepAlarm, StepTooLong
 
 __all__ = [
     "EnvGroup",
+    "Failure",
     "Stepped",
     "close_all",
     "closed_on_error",
     "digest",
     "env_seed",
-    "flat_rows",
-    "step_together",
 ]
-
-T = TypeVar("T")
 
 
 class Stepped(NamedTuple):
@@ -45,6 +40,15 @@ class Stepped(NamedTuple):
     truncated: NDArray[np.bool_]
 
 
+class Failure(NamedTuple):
+    """An environment went wrong, or several that nobody can tell apart."""
+
+    said: str
+    """Who did what, and when."""
+    rows: tuple[int, ...]
+    """What had to be restarted: the step of these rows counts as that of a reset."""
+
+
 class EnvGroup(Protocol):
     """Environments that step together and are reset one step after their episode ended.
 
@@ -52,16 +56,13 @@ class EnvGroup(Protocol):
         num_envs: How many.
         num_features: Numbers of an observation.
         actions: What can be done.
-        num_agents: Rows next to each other that are one environment, which fail together.
-        failures: Environments that failed since this was cleared, as (index, seed, what happened).
-            Such an environment has been restarted, and its step counts as that of a reset.
+        failures: What has failed and was restarted since this was cleared.
     """
 
     num_envs: int
     num_features: int
     actions: ActionSpace
-    num_agents: int
-    failures: list[tuple[int, int, str]]
+    failures: list[Failure]
 
     def start(self) -> NDArray[np.float32]:
         """Begin the first episodes; the observations, f32[envs, features]."""
@@ -100,55 +101,6 @@ def env_seed(seed: int, role: str, *names: int | str) -> int:
     """A seed below 2^31 for the thing that `names` stand for; equal names, equal seed."""
     text = "\x1f".join(map(str, (seed, role, *names)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
-
-
-def described(error: BaseException) -> str:
-    """What an environment did that failed, after its name."""
-    if isinstance(error, StepTooLong):
-        return "did not answer in time (task.step_limit_s)"
-    return f"raised {type(error).__name__}: {error} ({raised_at(error).short})"
-
-
-def step_together(named: Callable[[], str], alarm: StepAlarm, step: Callable[[], T]) -> T:
-    """A step of environments that cannot be told apart if it fails.
-
-    Args:
-        named: Says what messages call them, with their seeds.
-        alarm: Limits its time.
-        step: Takes it.
-
-    Raises:
-        WorkerError: If it raises or takes too long.
-    """
-    alarm.arm()
-    try:
-        return step()
-    except (Exception, StepTooLong) as error:
-        raise WorkerError(f"{named()} {described(error)}") from error
-    finally:
-        alarm.disarm()
-
-
-def flat_rows(
-    named: Callable[[], str], obs: NDArray[Any], num_envs: int, num_features: int
-) -> NDArray[np.float32]:
-    """Observations of several environments as f32[num_envs, num_features].
-
-    Args:
-        named: Says what messages call them.
-        obs: As they show them.
-        num_envs: How many there are.
-        num_features: Numbers that each should show.
-
-    Raises:
-        WorkerError: If there are more or fewer numbers.
-    """
-    if obs.shape[0] != num_envs or obs.size != num_envs * num_features:
-        raise WorkerError(
-            f"{named()} showed observations of shape {list(obs.shape)}; expected [{num_envs}, "
-            f"{num_features}]"
-        )
-    return obs.reshape(num_envs, num_features).astype(np.float32, copy=False)
 
 
 def close_all(closes: Iterable[Callable[[], None]]) -> None:

@@ -139,8 +139,8 @@ def play(
         if found.given_up.max(initial=0) >= MAX_GIVEN_UP:
             index = int(found.given_up.argmax())
             raise WorkerError(
-                f"{live.named(index)} had to be restarted in {found.given_up[index]} held-out "
-                f"episodes in a row; the last time one of its group {restarts[-1]}"
+                f"{live.named(index)} gave up {found.given_up[index]} held-out episodes in a row; "
+                f"last of all, {restarts[-1]}"
             )
         piece += 1
     return found

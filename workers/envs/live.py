@@ -15,6 +15,7 @@ from ...dataflow.errors import StateError, WorkerError
 from ...dataflow.role import Metric
 from .group import EnvGroup
 from .normalise import Normalisation, Normaliser
+from .restarts import all_finite
 
 __all__ = ["LiveGroup"]
 
@@ -93,7 +94,7 @@ class LiveGroup:
             WorkerError: See `EnvWorker.rollout`.
         """
         horizon, group = len(noise), self._group
-        group.failures.clear()
+        num_failures = len(group.failures)  # of the first episodes' beginning
         found = _buffers(group.num_envs, group.num_features, group.actions, horizon)
         obs_t, action_t, logprob_t = found["obs"], found["action"], found["behavior_logprob"]
         reward_t, terminated_t, truncated_t = (
@@ -110,21 +111,21 @@ class LiveGroup:
                 valid = group.action_mask()
                 found["action_mask"][t] = valid
             action, logprob, memory = actor.act(obs, noise[t], valid, memory)
-            if not (np.isfinite(action).all() and np.isfinite(logprob).all()):
+            if not (all_finite(action) and all_finite(logprob)):
                 raise self._not_said(t, action, logprob)
             action_t[t], logprob_t[t] = action, logprob
             obs, earned, terminated, truncated = group.step(action)
             obs = scale.obs(obs)
             terminated_t[t], truncated_t[t], earned_t[t] = terminated, truncated, earned
-            if len(group.failures) > len(broken):
-                broken += [(t, index) for index, _, _ in group.failures[len(broken) :]]
+            if len(group.failures) > num_failures:
+                new, num_failures = group.failures[num_failures:], len(group.failures)
+                broken += [(t, row) for failure in new for row in failure.rows]
             if self._scales_rewards:
                 counts = ~self._began(t, found, broken)
                 reward_t[t] = scale.reward(earned, terminated | truncated, counts)
             if memory is not None:
                 began = self._began(t, found, broken)[:, None]
                 memory = np.where(began, np.float32(0), memory)
-        self._check_numbers(found, obs)
         self._given_up = self._mark(found, broken)
         self._count(earned_t, found)
         self._obs = obs.copy()
@@ -145,23 +146,6 @@ class LiveGroup:
         if began is not None:
             return began
         return np.zeros((len(self._obs), 0 if memory is None else memory.shape[1]), np.float32)
-
-    def _check_numbers(self, found: Mapping[str, NDArray[Any]], last_obs: NDArray[Any]) -> None:
-        """Everything must be finite; the sum is not if anything in it is not."""
-        for name, whose in (
-            ("obs", "an observation"),
-            ("reward", "a reward"),
-        ):
-            if np.isfinite(found[name].sum(dtype=np.float64)):
-                continue
-            bad = ~np.isfinite(found[name]).reshape(*found[name].shape[:2], -1).all(axis=2)
-            if not bad.any():
-                continue
-            t, index = (int(place[0]) for place in np.nonzero(bad))
-            raise self._bad(t, index, f"{whose} is not finite")
-        if not np.isfinite(last_obs).all():
-            index = int(np.nonzero(~np.isfinite(last_obs).all(axis=1))[0][0])
-            raise self._bad(len(found["obs"]), index, "an observation is not finite")
 
     def _not_said(
         self, t: int, action: NDArray[np.float32], logprob: NDArray[np.float32]
@@ -226,15 +210,16 @@ class LiveGroup:
         return found
 
     def restarts(self) -> list[str]:
-        """What the environments did that were restarted in the last rollout; it is logged."""
-        each = self._group.failures[:: self._group.num_agents]
-        for index, seed, what in each:
-            _LOG.warning("environment %d (seed %d) %s; it was restarted", self.numbers[index], seed,
-                         what)  # fmt: skip
-        return [what for _, _, what in each]
+        """What went wrong up to the end of the last rollout and was restarted; it is logged."""
+        failures = self._group.failures
+        for said, rows in failures:
+            _LOG.warning("%s; restarted: %s", said, [self.numbers[row] for row in rows])
+        said = [failure.said for failure in failures]
+        failures.clear()
+        return said
 
     def metrics(self) -> dict[str, Metric]:
-        """Of the last rollout; see `EnvWorker`."""
+        """Of the last rollout, asked for once; see `EnvWorker`."""
         count = float(len(self._episodes))
         return {
             "episode_return": Metric.mean(sum(total for total, _ in self._episodes), count),

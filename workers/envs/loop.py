@@ -7,9 +7,9 @@ state is saved as these, and restored by taking the actions again.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -17,16 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
-from ...dataflow.errors import ConfigError, StateError, WorkerError
+from ...dataflow.errors import StateError, WorkerError
 from .alarm import StepAlarm, StepTooLong
-from .group import Stepped, close_all, closed_on_error, described, digest, env_seed
+from .group import Stepped, close_all, closed_on_error, digest, env_seed
+from .restarts import LARGEST, BadEnv, Restarts, all_finite, described, not_finite
 from .spaces import action_space, from_columns, num_features, to_features
 
 __all__ = ["LoopGroup"]
-
-
-class _BadEnv(Exception):
-    """What an environment did wrong, in words."""
 
 
 @dataclass
@@ -73,7 +70,7 @@ class LoopGroup:
         max_restarts: int = 3,
     ) -> None:
         self._name, self._make, self._seed, self._role = name, make, seed, role
-        self._alarm, self._max_restarts = alarm, max_restarts
+        self._alarm, self._restarts = alarm, Restarts(alarm, max_restarts)
         self._all: list[_Single] = []
         with closed_on_error(self.close):
             for number in numbers:
@@ -82,8 +79,7 @@ class LoopGroup:
             self.num_features = num_features(first.observation_space, name)
             self.actions: ActionSpace = action_space(first.action_space, name, masked=masked)
         self.num_envs = len(numbers)
-        self.num_agents = 1
-        self.failures: list[tuple[int, int, str]] = []
+        self.failures = self._restarts.failures
         self._flat = to_features(first.observation_space)
         self._take = from_columns(first.action_space)
         self._obs = np.zeros((self.num_envs, self.num_features), np.float32)
@@ -94,7 +90,7 @@ class LoopGroup:
     def start(self) -> NDArray[np.float32]:
         """See `EnvGroup.start`."""
         for index, single in enumerate(self._all):
-            self._obs[index] = self._guarded(index, single, lambda one: self._reset(one))
+            self._obs[index] = self._guarded(index, single, partial(self._reset, single))
         self._alarm.disarm()
         return self._obs
 
@@ -110,11 +106,10 @@ class LoopGroup:
         self._truncated[:] = False
         for index, single in enumerate(self._all):
             if single.over:
-                self._obs[index] = self._guarded(index, single, lambda one: self._next(one))
-                continue
-            self._obs[index] = self._guarded(
-                index, single, lambda one, i=index: self._advance(i, one, action[i])
-            )
+                call = partial(self._next, single)
+            else:
+                call = partial(self._advance, index, single, action[index])
+            self._obs[index] = self._guarded(index, single, call)
         self._alarm.disarm()
         return Stepped(self._obs, self._reward, self._terminated, self._truncated)
 
@@ -125,8 +120,8 @@ class LoopGroup:
         obs, reward, terminated, truncated, info = single.env.step(self._take(action))
         single.obs = self._features(obs)
         number = float(reward)
-        if not np.isfinite(number):
-            raise _BadEnv(f"gave a reward of {number}")
+        if not abs(number) <= LARGEST:
+            raise BadEnv(f"gave a reward of {number}")
         single.over = bool(terminated or truncated)
         self._ask_mask(single, info)
         self._reward[index] = number
@@ -148,59 +143,33 @@ class LoopGroup:
     def _features(self, obs: Any) -> NDArray[np.float32]:
         found = self._flat(obs)
         if found.shape != (self.num_features,):
-            raise _BadEnv(
+            raise BadEnv(
                 f"showed an observation of shape {list(np.shape(obs))}, {found.size} numbers; "
                 f"expected {self.num_features}"
             )
-        if not np.isfinite(found).all():
-            raise _BadEnv(f"showed an observation that is not finite: {found.tolist()!s:.80}")
+        if not all_finite(found):
+            raise BadEnv(not_finite(found))
         return found
 
     def _guarded(
-        self,
-        index: int,
-        single: _Single,
-        call: Callable[[_Single], NDArray[np.float32]],
+        self, index: int, single: _Single, call: Callable[[], NDArray[np.float32]]
     ) -> NDArray[np.float32]:
         """The call's result, or that of a new environment's first reset if it fails."""
-        while True:
-            self._alarm.arm()
-            try:
-                return call(single)
-            except WorkerError:  # a new one would be no better
-                raise
-            except (Exception, StepTooLong) as error:
-                self._alarm.disarm()
-                self._note_failure(index, single, error)
-                call = self._replace
+        return self._restarts.guarded(call, partial(self._failed, index, single))
 
-    def _note_failure(self, index: int, single: _Single, error: BaseException) -> None:
-        """Count it, and see that no more fail than may."""
-        what = _described(error)
-        self.failures.append((index, self._seed_of(single), what))
-        if len(self.failures) > self._max_restarts:
-            raise WorkerError(
-                f"{self._named(single)} {what} at step {len(single.actions)} of its episode, "
-                f"failure {len(self.failures)} of its group in one rollout; "
-                f"{self._max_restarts} may be made good by a restart (task.max_restarts)"
-            ) from error
+    def _failed(
+        self, index: int, single: _Single, error: BaseException
+    ) -> Callable[[], NDArray[np.float32]]:
+        said = f"{self._named(single)} {described(error)} at step {len(single.actions)} of its"
+        self._restarts.note(f"{said} episode", (index,), error)
         self._reward[index] = 0.0
         self._terminated[index] = self._truncated[index] = False
+        return partial(self._replace, single)
 
     def _replace(self, single: _Single) -> NDArray[np.float32]:
         """Put a new environment in the place of one that failed, and begin its next episode."""
-        with contextlib.suppress(Exception, StepTooLong):  # it is broken already
-            single.env.close()
-        self._alarm.disarm()
-        try:
-            single.env = self._make()
-        except ConfigError as error:
-            raise _BadEnv(f"was to be made anew, but {error},") from error
-        except Exception as error:
-            raise _BadEnv(f"cannot be made anew, which {_described(error)}") from error
-        self._alarm.arm()
-        single.episode += 1
-        return self._reset(single)
+        single.env = self._restarts.remade(single.env.close, self._make)
+        return self._next(single)
 
     def _seed_of(self, single: _Single) -> int:
         return env_seed(self._seed, self._role, single.number, single.episode)
@@ -265,7 +234,7 @@ class LoopGroup:
                 self._replay(index, single, saved["actions"])
             except (Exception, StepTooLong) as error:
                 raise StateError(
-                    f"{self._named(single)} {_described(error)} at step {len(single.actions)} "
+                    f"{self._named(single)} {described(error)} at step {len(single.actions)} "
                     f"of its episode, where its {len(saved['actions'])} actions since it was "
                     "seeded were taken again; it had not when it was saved"
                 ) from error
@@ -288,8 +257,3 @@ class LoopGroup:
     def close(self) -> None:
         """See `EnvGroup.close`."""
         close_all(single.env.close for single in self._all)
-
-
-def _described(error: BaseException) -> str:
-    """What an environment did, after its name."""
-    return str(error) if isinstance(error, _BadEnv) else described(error)

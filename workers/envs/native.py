@@ -2,11 +2,15 @@
 
 Its state is its numbers: every array, number and text among the object's attributes, and its random
 generator. All else about it must be fixed once it is made; what is not is refused when it is saved.
+
+Where one of its environments goes wrong, another object takes its place, and the episodes of all of
+them are given up: Gymnasium asks no object that resets by itself to reset some of its environments
+when it is told to, and its CartPole then resets all of them without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import gymnasium as gym
@@ -16,12 +20,15 @@ from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
 from ...dataflow.errors import ConfigError, StateError
-from .alarm import StepAlarm
+from .alarm import StepAlarm, StepTooLong
 from .attributes import can_save, copied, from_json, same, to_json
-from .group import Stepped, closed_on_error, flat_rows, step_together
+from .group import Stepped, closed_on_error, env_seed
+from .restarts import BadRows, Restarts, began, described, finite, laid_out
 from .spaces import action_space, from_columns, num_features
 
 __all__ = ["NativeGroup"]
+
+_ADVICE = "\n    with task.vectorized=false only what goes wrong is restarted, not its whole group"
 
 _NOT_SAVED = ("_np_random", "env")
 """Attributes that are saved otherwise: the random generator, and what a wrapper is around."""
@@ -32,10 +39,12 @@ class NativeGroup:
 
     Args:
         env_id: Gymnasium's name of it.
-        num_envs: How many.
-        seed: Of its random generator.
+        numbers: Of the environments, unique in the run.
+        seed: Of its random generator; of an object that takes its place, another that follows from
+            this one.
         options: Keyword arguments of the environment.
         alarm: Limits the time of a step; entered by whoever steps.
+        max_restarts: How many environments may fail before `failures` is cleared.
 
     Raises:
         ConfigError: If its observations or actions are not numbers, or it resets otherwise.
@@ -44,52 +53,91 @@ class NativeGroup:
     def __init__(
         self,
         env_id: str,
-        num_envs: int,
+        numbers: list[int],
         seed: int,
         options: Mapping[str, Any] | None = None,
         *,
         alarm: StepAlarm,
+        max_restarts: int = 3,
     ) -> None:
-        self._id, self._seed, self._alarm = env_id, seed, alarm
+        self._id, self._numbers, self._first_seed, self._alarm = env_id, numbers, seed, alarm
+        self._options = options or {}
+        self.num_envs = len(numbers)
+        self._num_made, self._num_steps = 1, 0
+        self._env = made = self._make()
+        with closed_on_error(made.close):
+            self.num_features = num_features(made.single_observation_space, env_id)
+            self.actions: ActionSpace = action_space(made.single_action_space, env_id)
+        self._restarts = Restarts(alarm, max_restarts, _ADVICE)
+        self.failures = self._restarts.failures
+        self._take = from_columns(made.single_action_space)
+        self._fixed = self._not_saved()
+
+    def _make(self) -> Any:
         made: Any = gym.make_vec(
-            env_id, num_envs, vectorization_mode="vector_entry_point", **(options or {})
+            self._id, self.num_envs, vectorization_mode="vector_entry_point", **self._options
         )
-        self._env: Any = made
         with closed_on_error(made.close):
             mode = made.metadata.get("autoreset_mode")
             if mode is not AutoresetMode.NEXT_STEP:
                 raise ConfigError(
-                    f"vector environment '{env_id}' resets by {mode}; expected NEXT_STEP\n"
+                    f"vector environment '{self._id}' resets by {mode}; expected NEXT_STEP\n"
                     "    set vectorized=false to step single environments"
                 )
-            self.num_features = num_features(made.single_observation_space, env_id)
-            self.actions: ActionSpace = action_space(made.single_action_space, env_id)
-        self.num_envs = num_envs
-        self.num_agents = 1
-        self.failures: list[tuple[int, int, str]] = []
-        self._take = from_columns(made.single_action_space)
-        self._fixed = [
-            {name: copied(value) for name, value in vars(layer).items() if not can_save(value)}
-            for layer in self._layers()
-        ]
+        return made
+
+    @property
+    def _seed(self) -> int:
+        again = self._num_made - 1
+        return env_seed(self._first_seed, "restarted", again) if again else self._first_seed
 
     def start(self) -> NDArray[np.float32]:
         """See `EnvGroup.start`."""
-        obs, _ = self._env.reset(seed=self._seed)
-        return self._flat(obs)
+        return self._guarded(self._begin).obs
 
     def step(self, action: NDArray[np.float32]) -> Stepped:
-        """See `EnvGroup.step`."""
-        obs, reward, terminated, truncated, _ = step_together(
-            self._named, self._alarm, lambda: self._env.step(self._take(action))
-        )
-        return Stepped(self._flat(obs), reward, terminated, truncated)
+        """See `EnvGroup.step`.
 
-    def _named(self) -> str:
-        return f"environments '{self._id}' (seed {self._seed})"
+        Raises:
+            WorkerError: If more environments fail than may.
+        """
+        return self._guarded(lambda: self._advance(action))
 
-    def _flat(self, obs: NDArray[np.float32]) -> NDArray[np.float32]:
-        return flat_rows(self._named, obs, self.num_envs, self.num_features)
+    def _guarded(self, call: Callable[[], Stepped]) -> Stepped:
+        found = self._restarts.guarded(call, self._failed)
+        self._alarm.disarm()
+        return found
+
+    def _begin(self) -> Stepped:
+        obs, _ = self._env.reset(seed=self._seed)
+        return began(obs, self.num_envs, self.num_features)
+
+    def _advance(self, action: NDArray[np.float32]) -> Stepped:
+        self._num_steps += 1
+        shown = self._env.step(self._take(action))
+        return finite(laid_out(shown[:4], self.num_envs, self.num_features))
+
+    def _failed(self, error: BaseException) -> Callable[[], Stepped]:
+        named, what, since = self._named(), described(error), "they were"
+        if isinstance(error, BadRows):
+            named, what = self._named(*error.what), next(iter(error.what.values()))
+            since = "it was" if len(error.what) == 1 else since
+        said = f"{named} {what} at step {self._num_steps} since {since} made"
+        self._restarts.note(said, range(self.num_envs), error)
+        return self._replace
+
+    def _replace(self) -> Stepped:
+        """Put another object in the place of one that failed, and begin all episodes anew."""
+        self._env = self._restarts.remade(self._env.close, self._make)
+        self._fixed = self._not_saved()
+        self._num_made, self._num_steps = self._num_made + 1, 0
+        return self._begin()
+
+    def _named(self, *rows: int) -> str:
+        """What messages call some of the environments, by default all."""
+        numbers = [self._numbers[row] for row in rows] or self._numbers
+        which = f"environment {numbers[0]}" if len(rows) == 1 else f"environments {numbers!s:.80}"
+        return f"{which} of '{self._id}' (seed {self._seed})"
 
     def action_mask(self) -> None:
         """Everything is always allowed."""
@@ -110,7 +158,20 @@ class NativeGroup:
             for layer, fixed in zip(self._layers(), self._fixed, strict=True)
         ]
         random = self._env.unwrapped.np_random.bit_generator.state
-        return {"values": values, "wrappers": wrappers, "random": random}
+        return {
+            "values": values,
+            "wrappers": wrappers,
+            "random": random,
+            "made": self._num_made,
+            "steps": self._num_steps,
+        }
+
+    def _not_saved(self) -> list[dict[str, Any]]:
+        """By layer, what must stay as it is now."""
+        return [
+            {name: copied(value) for name, value in vars(layer).items() if not can_save(value)}
+            for layer in self._layers()
+        ]
 
     def _layers(self) -> list[Any]:
         """The object that steps all, last, and what it is wrapped in."""
@@ -135,7 +196,14 @@ class NativeGroup:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `EnvGroup.restore`."""
-        self._env.reset(seed=self._seed)  # makes the generator
+        self._num_made, self._num_steps = int(state.get("made", 1)), int(state.get("steps", 0))
+        self._alarm.arm()
+        try:
+            self._env.reset(seed=self._seed)  # makes the generator
+        except (Exception, StepTooLong) as error:
+            self._refuse(f"they {described(error)}, reset", error)
+        finally:
+            self._alarm.disarm()
         layers = self._layers()
         all_values = [*state.get("wrappers", []), state["values"]]
         if len(all_values) != len(layers):
@@ -150,11 +218,11 @@ class NativeGroup:
             self._refuse(f"their random generator was a {state['random']['bit_generator']}")
         generator.state = dict(state["random"])
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, what: str, error: BaseException | None = None) -> NoReturn:
         raise StateError(
             f"{self._named()} do not come to where they were when they were saved: {what}; they "
             "may be of another version"
-        )
+        ) from error
 
     def close(self) -> None:
         """See `EnvGroup.close`."""

@@ -2,15 +2,20 @@
 
 EnvPool seeds an environment once, when it is made, so what one shows depends on all of its actions
 since. They are kept, a byte for a choice, and a group that was saved takes them again.
+
+An environment that shows what is no number is reset, and goes on with its own random numbers. Where
+the pool as a whole fails, another takes its place, with other seeds.
 """
 
 from __future__ import annotations
 
 import base64
+import copy
 import importlib
 import warnings
 import zlib
-from collections.abc import Generator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,14 +25,17 @@ from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
 from ...dataflow.errors import ConfigError, StateError, WorkerError, nearest
-from .alarm import StepAlarm
-from .group import Stepped, digest, env_seed, flat_rows, step_together
+from .alarm import StepAlarm, StepTooLong
+from .group import Stepped, digest, env_seed
+from .restarts import BadRows, Restarts, began, described, finite, laid_out
 from .spaces import action_space, from_columns, num_features
 
 __all__ = ["PoolGroup", "pool_spaces"]
 
 _MASKS = ("action_mask", "legal_action_mask")
 """What EnvPool's environments call the choices that are allowed."""
+
+_ADVICE = "\n    without task.backend=envpool they are stepped, and restarted, one by one"
 
 
 class PoolGroup:
@@ -42,6 +50,7 @@ class PoolGroup:
         alarm: Limits the time of a step; entered by whoever steps. What is being computed when it
             rings is not interrupted.
         masked: Whether they say which choices are allowed.
+        max_restarts: How many environments may fail before `failures` is cleared.
 
     Raises:
         ConfigError: If EnvPool is not installed or does not have it, or no actor can act in it.
@@ -57,46 +66,105 @@ class PoolGroup:
         *,
         alarm: StepAlarm,
         masked: bool = False,
+        max_restarts: int = 3,
     ) -> None:
         self._id, self._numbers, self._alarm = env_id, numbers, alarm
-        self._seeds = [env_seed(seed, role, "envpool", number) for number in numbers]
+        self._options, self._names = options, (seed, role)
         self.num_envs = len(numbers)
         self.num_features, self.actions = pool_spaces(env_id, options, masked=masked)
-        self.num_agents = 1
-        self.failures: list[tuple[int, int, str]] = []
-        self._env: Any = _asked(
-            env_id, "make_gymnasium", options, num_envs=self.num_envs, seed=self._seeds
-        )
+        self._restarts = Restarts(alarm, max_restarts, _ADVICE)
+        self.failures = self._restarts.failures
+        self._begin_anew(1)
+        self._env = self._make()
         with _quiet():
-            _ = self._env.observation_space  # which it asks itself for at every step
             self._take = from_columns(self._env.action_space)
         small = self.actions.kind == "discrete" and max(self.actions.sizes) <= 256
         self._kept = np.dtype(np.uint8 if small else np.float32)
-        self._actions = bytearray()
         self._obs = np.zeros((self.num_envs, self.num_features), np.float32)
         self._over = np.zeros(self.num_envs, np.bool_)
         self._info: Mapping[str, Any] = {}
 
+    def _begin_anew(self, num_made: int) -> None:
+        """Note that the next pool is the first, the second, ...: what it is seeded by."""
+        self._num_made = num_made
+        again = () if num_made == 1 else (num_made - 1,)
+        self._seeds = [
+            env_seed(*self._names, "envpool", number, *again) for number in self._numbers
+        ]
+        self._actions, self._num_steps = bytearray(), 0
+        self._resets: list[tuple[int, list[int]]] = []
+
+    def _make(self) -> Any:
+        made = _asked(
+            self._id, "make_gymnasium", self._options, num_envs=self.num_envs, seed=self._seeds
+        )
+        with _quiet():
+            _ = made.observation_space  # which it asks itself for at every step
+        return made
+
     def start(self) -> NDArray[np.float32]:
         """See `EnvGroup.start`."""
-        obs, self._info = self._env.reset()
-        self._obs = self._flat(obs)
-        return self._obs
+        return self._guarded(self._begin).obs
 
     def step(self, action: NDArray[np.float32]) -> Stepped:
         """See `EnvGroup.step`.
 
         Raises:
-            WorkerError: If EnvPool fails or takes too long: single environments of it cannot be
-                restarted. Or if an action is none, by which the process might end.
+            WorkerError: If more environments fail than may. Or if an action is none, by which the
+                process might end.
         """
         self._check(action)
+        return self._guarded(lambda: self._advance(action))
+
+    def _guarded(self, call: Callable[[], Stepped]) -> Stepped:
+        found = self._restarts.guarded(call, self._failed)
+        self._alarm.disarm()
+        self._obs, self._over = found.obs, found.terminated | found.truncated
+        return found
+
+    def _begin(self) -> Stepped:
+        obs, self._info = self._env.reset()
+        return began(obs, self.num_envs, self.num_features)
+
+    def _advance(self, action: NDArray[np.float32]) -> Stepped:
+        return finite(self._taken(action))
+
+    def _taken(self, action: NDArray[np.float32]) -> Stepped:
+        """A step, whatever it shows."""
         self._actions += action.astype(self._kept).tobytes()
-        obs, reward, terminated, truncated, self._info = step_together(
-            self._named, self._alarm, lambda: self._env.step(self._take(action))
-        )
-        self._obs, self._over = self._flat(obs), terminated | truncated
-        return Stepped(self._obs, reward, terminated, truncated)
+        self._num_steps += 1
+        *shown, self._info = self._env.step(self._take(action))
+        return laid_out(shown, self.num_envs, self.num_features)
+
+    def _failed(self, error: BaseException) -> Callable[[], Stepped]:
+        step = self._num_steps
+        if not isinstance(error, BadRows):
+            said = f"{self._named()} {described(error)} at step {step} since they were made"
+            self._restarts.note(said, range(self.num_envs), error)
+            return self._replace
+        for row, what in error.what.items():
+            whose = f"of EnvPool's '{self._id}' (seed {self._seeds[row]})"
+            said = f"environment {self._numbers[row]} {whose} {what} at step {step} since it was"
+            self._restarts.note(f"{said} made", (row,), error)
+        return lambda: finite(self._reset(list(error.what), error.stepped))
+
+    def _replace(self) -> Stepped:
+        """Put another pool in the place of one that failed, and begin all episodes anew."""
+        close = self._env.close
+        self._begin_anew(self._num_made + 1)
+        self._env = self._restarts.remade(close, self._make)
+        return self._begin()
+
+    def _reset(self, rows: list[int], stepped: Stepped) -> Stepped:
+        """The same step, but that of `rows` was a reset; whatever it shows."""
+        self._resets.append((self._num_steps, rows))
+        shown, info = self._env.reset(np.array(rows, np.int32))
+        found = copy.deepcopy(stepped)
+        found.obs[rows] = shown.reshape(len(rows), self.num_features)
+        found.reward[rows] = found.terminated[rows] = found.truncated[rows] = 0
+        for name in self._mask_names():
+            self._info[name][rows] = info[name]
+        return found
 
     def _check(self, action: NDArray[np.float32]) -> None:
         sizes = self.actions.sizes
@@ -111,9 +179,6 @@ class PoolGroup:
     def _named(self) -> str:
         return f"EnvPool's environments {self._numbers} of '{self._id}' (seeds {self._seeds})"
 
-    def _flat(self, obs: NDArray[Any]) -> NDArray[np.float32]:
-        return flat_rows(self._named, obs, self.num_envs, self.num_features)
-
     def action_mask(self) -> NDArray[np.bool_] | None:
         """See `EnvGroup.action_mask`; where an episode is over, everything is allowed.
 
@@ -122,13 +187,17 @@ class PoolGroup:
         """
         if not self.actions.masked:
             return None
-        found = next((self._info[name] for name in _MASKS if name in self._info), None)
-        if found is None:
+        names = self._mask_names()
+        if not names:
             raise WorkerError(
                 f"{self._named()} have no {' or '.join(_MASKS)} among what they say, which is "
                 f"{', '.join(self._info)}; set masked=false"
             )
-        return np.asarray(found, np.bool_).reshape(self.num_envs, -1) | self._over[:, None]
+        found = np.asarray(self._info[names[0]], np.bool_)
+        return found.reshape(self.num_envs, -1) | self._over[:, None]
+
+    def _mask_names(self) -> list[str]:
+        return [name for name in _MASKS if name in self._info]
 
     def seed_of(self, index: int) -> int:
         """See `EnvGroup.seed_of`: that of the environment, in all its episodes."""
@@ -137,22 +206,56 @@ class PoolGroup:
     def state(self) -> dict[str, Any]:
         """See `EnvGroup.state`."""
         actions = base64.b64encode(zlib.compress(self._actions, level=1)).decode()
-        return {"actions": actions, "dtype": self._kept.str, "obs": digest(self._obs)}
+        return {
+            "actions": actions,
+            "dtype": self._kept.str,
+            "obs": digest(self._obs),
+            "made": self._num_made,
+            "resets": self._resets,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `EnvGroup.restore`."""
         taken = np.frombuffer(
             zlib.decompress(base64.b64decode(state["actions"])), np.dtype(state["dtype"])
         )
-        taken = taken.reshape(-1, self.num_envs, self.actions.num_components)
-        self.start()
-        for action in taken:
-            self.step(action.astype(np.float32))
+        taken = taken.reshape(-1, self.num_envs, self.actions.num_components).astype(np.float32)
+        resets: dict[int, list[list[int]]] = defaultdict(list)
+        for step, rows in state.get("resets", []):
+            resets[step].append(rows)
+        num_made = int(state.get("made", 1))
+        if num_made > 1:
+            self._env.close()
+            self._begin_anew(num_made)
+            self._env = self._make()
+        try:
+            stepped = self._taken_again(taken, resets)
+        except (Exception, StepTooLong) as error:
+            raise StateError(
+                f"{self._named()} {described(error)} at step {self._num_steps} since they were "
+                f"made, where {len(taken)} were taken again; they had not when they were saved"
+            ) from error
+        finally:
+            self._alarm.disarm()
+        self._obs, self._over = stepped.obs, stepped.terminated | stepped.truncated
         if digest(self._obs) != state["obs"]:
             raise StateError(
-                f"{self._named()} show something else after the {len(taken)} steps since the run's "
-                "start than when they were saved; EnvPool may be of another version"
+                f"{self._named()} show something else after the {len(taken)} steps since they were "
+                "made than when they were saved; EnvPool may be of another version"
             )
+
+    def _taken_again(
+        self, taken: NDArray[np.float32], resets: Mapping[int, list[list[int]]]
+    ) -> Stepped:
+        """The last of all steps since the pool was made, and the resets after them."""
+        self._alarm.arm()
+        stepped = self._begin()
+        for action in taken:
+            self._alarm.arm()
+            stepped = self._taken(action)
+            for rows in resets.get(self._num_steps, ()):
+                stepped = self._reset(rows, stepped)
+        return stepped
 
     def close(self) -> None:
         """See `EnvGroup.close`."""

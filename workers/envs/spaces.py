@@ -81,6 +81,8 @@ def from_columns(space: gym.Space[Any]) -> Callable[[NDArray[np.float32]], Any]:
     match space:
         case spaces.Discrete():
             start = int(space.start)
+            if start == 0:  # nearly always, and a sum takes half of the time
+                return lambda action: action[..., 0].astype(np.int64)[()]
             return lambda action: action[..., 0].astype(np.int64) + start
         case spaces.MultiDiscrete() | spaces.MultiBinary():
             dtype, start = space.dtype, getattr(space, "start", 0)

@@ -13,11 +13,12 @@ from ...algorithms.env_roles import ActionSpace
 from ...dataflow.errors import ConfigError
 from ...dataflow.ranges import check_range
 from .alarm import StepAlarm
-from .group import EnvGroup, described, env_seed
+from .group import EnvGroup, env_seed
 from .loop import LoopGroup
 from .native import NativeGroup
 from .normalise import Normalisation
 from .pool import PoolGroup, pool_spaces
+from .restarts import described
 from .spaces import action_space, num_features
 from .teams import CountsAgents, TeamGroup, agent_spaces, team_numbers
 
@@ -31,8 +32,7 @@ class EnvSpec:
     id: str
     """Its registered name, `CartPole-v1`, or `module:name` for one that a module registers."""
     backend: Literal["gymnasium", "envpool"] = "gymnasium"
-    """Whose it is. EnvPool's are computed in threads of their own, and single ones cannot be
-    restarted."""
+    """Whose it is. EnvPool's are computed in threads of their own, which cannot be interrupted."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of the environment; of EnvPool also those of the pool, as `num_threads`."""
     vectorized: bool | None = None
@@ -49,7 +49,7 @@ class EnvSpec:
     """Longest time of one step; an environment that takes longer is restarted. None for no limit
     but the engine's."""
     max_restarts: int = 3
-    """Environments of a group that may be restarted within one rollout."""
+    """How often environments of a group may go wrong, and be restarted, within one rollout."""
 
     def __post_init__(self) -> None:
         check_range(self, "step_limit_s", above=0)
@@ -112,7 +112,14 @@ class EnvSpec:
         """
         if self.backend == "envpool":
             return PoolGroup(
-                self.id, numbers, seed, role, self.options, alarm=alarm, masked=self.masked
+                self.id,
+                numbers,
+                seed,
+                role,
+                self.options,
+                alarm=alarm,
+                masked=self.masked,
+                max_restarts=self.max_restarts,
             )
         if self.num_agents > 1:
             of_one = self.spaces()[1]
@@ -120,7 +127,9 @@ class EnvSpec:
             return TeamGroup(teams, self.num_agents, of_one)
         if self._vectorized():
             own = env_seed(seed, role, "group", number)
-            return NativeGroup(self.id, len(numbers), own, self.options, alarm=alarm)
+            return NativeGroup(
+                self.id, numbers, own, self.options, alarm=alarm, max_restarts=self.max_restarts
+            )
         return self._loop(numbers, seed, role, alarm)
 
     def _loop(self, numbers: list[int], seed: int, role: str, alarm: StepAlarm) -> LoopGroup:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
 from ...dataflow.errors import ConfigError
-from .group import EnvGroup, Stepped
+from .group import EnvGroup, Failure, Stepped
 
 __all__ = ["CountsAgents", "TeamGroup", "agent_spaces", "team_numbers"]
 
@@ -64,11 +64,11 @@ class TeamGroup:
     """
 
     def __init__(self, teams: EnvGroup, num_agents: int, actions: ActionSpace) -> None:
-        self._teams, self.num_agents = teams, num_agents
+        self._teams, self._num_agents = teams, num_agents
         self.num_envs = teams.num_envs * num_agents
         self.num_features = teams.num_features // num_agents
         self.actions = actions
-        self.failures: list[tuple[int, int, str]] = []
+        self.failures: list[Failure] = []
 
     def start(self) -> NDArray[np.float32]:
         """See `EnvGroup.start`."""
@@ -83,16 +83,19 @@ class TeamGroup:
         before = len(self._teams.failures)
         obs, reward, *over = self._teams.step(action.reshape(self._teams.num_envs, -1))
         self._note_failures(before)
-        terminated, truncated = (np.repeat(flag, self.num_agents) for flag in over)
-        return Stepped(self._agents(obs), np.repeat(reward, self.num_agents), terminated, truncated)
+        terminated, truncated = (np.repeat(flag, self._num_agents) for flag in over)
+        return Stepped(
+            self._agents(obs), np.repeat(reward, self._num_agents), terminated, truncated
+        )
 
     def _agents(self, obs: NDArray[np.float32]) -> NDArray[np.float32]:
         return obs.reshape(self.num_envs, self.num_features)
 
     def _note_failures(self, before: int) -> None:
-        for index, seed, what in self._teams.failures[before:]:
-            first = index * self.num_agents
-            self.failures += [(first + agent, seed, what) for agent in range(self.num_agents)]
+        agents = range(self._num_agents)
+        for said, rows in self._teams.failures[before:]:
+            each = (row * self._num_agents + agent for row in rows for agent in agents)
+            self.failures.append(Failure(said, tuple(each)))
 
     def action_mask(self) -> NDArray[np.bool_] | None:
         """See `EnvGroup.action_mask`."""
@@ -101,7 +104,7 @@ class TeamGroup:
 
     def seed_of(self, index: int) -> int:
         """See `EnvGroup.seed_of`."""
-        return self._teams.seed_of(index // self.num_agents)
+        return self._teams.seed_of(index // self._num_agents)
 
     def state(self) -> dict[str, Any]:
         """See `EnvGroup.state`."""

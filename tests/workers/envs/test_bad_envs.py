@@ -204,7 +204,7 @@ def test_one_that_cannot_be_made_anew_is_named(licensed: EnvSpec) -> None:
     Licensed.left = 4
     with pytest.raises(
         WorkerError,
-        match=r"^environment 0 of 'toys/Licensed-v0' \(seed \d+\) was to be made anew, but "
+        match=r"^environment 0 of 'toys/Licensed-v0' \(seed \d+\) could not be made anew: "
         r"environment 'toys/Licensed-v0' cannot be made: it raised OSError: no more licences "
         r"\(test_bad_envs.py:\d+\), at step 2 of its episode, failure 4 of its group in one",
     ):

@@ -112,9 +112,9 @@ def test_an_environment_whose_episodes_never_end_well_is_named() -> None:
     worker = env_worker(EnvSpec(id="toys/Bad-v0", options=options, max_restarts=4))
     with pytest.raises(
         WorkerError,
-        match=r"^environment 0 \(seed \d+\) had to be restarted in 8 held-out episodes in a row; "
-        "the last time one of its group raised RuntimeError: out of coffee "
-        r"\(toys.py:\d+\)$",
+        match=r"^environment 0 \(seed \d+\) gave up 8 held-out episodes in a row; last of all, "
+        r"environment \d of 'toys/Bad-v0' \(seed \d+\) raised RuntimeError: out of coffee "
+        r"\(toys.py:\d+\) at step 100 of its episode$",
     ):
         evaluated(worker, num_envs=2)
 

@@ -102,8 +102,9 @@ def test_what_cannot_be_saved_is_refused(changes: str, tmp_path: Path) -> None:
     roll(one, 1, horizon=2)
     with pytest.raises(
         StateError,
-        match=r"^environments 'toys/Windy-v0' \(seed \d+\) cannot be saved: attribute '\w+', a "
-        r"\w+, has changed since they were made, and only arrays, numbers and texts are saved\n"
+        match=r"^environments \[0, 1\] of 'toys/Windy-v0' \(seed \d+\) cannot be saved: attribute "
+        r"'\w+', a \w+, has changed since they were made, and only arrays, numbers and texts are "
+        "saved\n"
         "    set task.vectorized=false to step single environments$",
     ):
         one.save_state(tmp_path)
@@ -124,8 +125,8 @@ def test_what_does_not_come_to_where_it_was_is_refused(break_: str, tmp_path: Pa
     one.load_state(tmp_path)
     with pytest.raises(
         StateError,
-        match=r"^environments 'toys/Windy-v0' \(seed \d+\) do not come to where they were when "
-        rf"they were saved: .*{'storm' if break_ == 'name' else 'MT19937'}",
+        match=r"^environments \[0, 1\] of 'toys/Windy-v0' \(seed \d+\) do not come to where they "
+        rf"were when they were saved: .*{'storm' if break_ == 'name' else 'MT19937'}",
     ):
         roll(one, 1)
 

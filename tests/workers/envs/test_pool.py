@@ -125,7 +125,7 @@ def test_a_state_that_is_not_come_to_again_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         StateError,
         match=r"^EnvPool's environments \[0, 1\] of 'CartPole-v1' \(seeds \[\d+, \d+\]\) show "
-        "something else after the 8 steps since the run's start",
+        "something else after the 8 steps since they were made than when they were saved",
     ):
         roll(resumed, 1)
 

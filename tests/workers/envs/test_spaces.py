@@ -12,6 +12,7 @@ from penstock.workers.envs.spaces import action_space, from_columns, num_feature
 @pytest.mark.parametrize(
     ("space", "expected"),
     [
+        (spaces.Discrete(3), ActionSpace("discrete", sizes=(3,))),
         (spaces.Discrete(4, start=2), ActionSpace("discrete", sizes=(4,))),
         (spaces.MultiDiscrete([2, 5]), ActionSpace("discrete", sizes=(2, 5))),
         (spaces.MultiBinary(3), ActionSpace("discrete", sizes=(2, 2, 2))),

@@ -8,8 +8,23 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.classic_control.cartpole import CartPoleEnv, CartPoleVectorEnv
 
-__all__ = ["Bad", "Counting", "Masks", "Recall", "register"]
+__all__ = ["Bad", "BadCartPoles", "Counting", "Masks", "Recall", "damage", "register"]
+
+
+def damage(how: str, row: Any, obs: Any, reward: Any, seconds: float = 30.0) -> tuple[Any, Any]:
+    """What one of several environments makes of what they show if it goes wrong."""
+    if how == "raises":
+        raise RuntimeError("out of coffee")
+    if how == "hangs":
+        time.sleep(seconds)
+    if how == "shape":
+        return obs[:, :3], reward
+    obs, reward = obs.astype(np.float32), reward.astype(np.float32)
+    obs[row] = np.nan if how == "nan" else obs[row]
+    reward[row] = np.inf if how == "reward" else reward[row]
+    return obs, reward
 
 
 class Counting(gym.Env[Any, Any]):
@@ -69,6 +84,39 @@ class Bad(Counting):
         return obs, reward, terminated, truncated, info
 
 
+class BadCartPoles(CartPoleVectorEnv):
+    """Gymnasium's numpy object. One environment goes wrong at one step since it was made or begun.
+
+    It does if a number drawn when it began is below `share`.
+    """
+
+    def __init__(
+        self,
+        how: str = "nan",
+        at: int = 5,
+        share: float = 1.1,
+        row: int = 1,
+        seconds: float = 30.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._how, self._at, self._share, self._row = how, at, share, row
+        self._seconds = seconds
+        self._drawn, self._taken = 0.0, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        found = super().reset(seed=seed, options=options)
+        self._drawn, self._taken = float(self.np_random.random()), 0
+        return found if self._at or self._drawn >= self._share else (found[0] * np.nan, {})
+
+    def step(self, action: Any) -> Any:
+        obs, reward, *rest = super().step(action)
+        self._taken += 1
+        if self._taken == self._at and self._drawn < self._share:
+            obs, reward = damage(self._how, self._row, obs, reward, self._seconds)
+        return obs, reward, *rest
+
+
 class Recall(gym.Env[Any, Any]):
     """Shows which of two choices is right when an episode begins, and asks `delay` steps later.
 
@@ -122,3 +170,8 @@ def register() -> None:
         gym.register("toys/Bad-v0", lambda **options: Bad(**options))
         gym.register("toys/Masks-v0", lambda **options: Masks(**options))
         gym.register("toys/Recall-v0", lambda **options: Recall(**options))
+        gym.register(
+            "toys/BadCartPoles-v0",
+            lambda **options: CartPoleEnv(),
+            vector_entry_point=lambda **options: BadCartPoles(**options),
+        )

@@ -1,0 +1,206 @@
+"""What is done where environments go wrong: tell it, restart what failed, and see that it ends.
+
+All kinds of groups do the same. A call that fails is noted as a `Failure`, and another one is made
+in its place, which restarts what failed; what else may be done differs from group to group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...dataflow.errors import ConfigError, WorkerError, raised_at
+from .alarm import StepAlarm, StepTooLong
+from .group import Failure, Stepped
+
+__all__ = [
+    "LARGEST",
+    "BadEnv",
+    "BadRows",
+    "Restarts",
+    "all_finite",
+    "began",
+    "described",
+    "finite",
+    "laid_out",
+    "not_finite",
+]
+
+T = TypeVar("T")
+
+LARGEST = float(np.finfo(np.float32).max)
+"""What is larger is no number in a column of float32."""
+
+
+class BadEnv(Exception):
+    """What an environment did wrong, or several that nobody can tell apart, in words."""
+
+
+class BadRows(Exception):
+    """What some of the environments did wrong that were stepped together.
+
+    Args:
+        what: By row, in words.
+        stepped: What all of them showed.
+    """
+
+    def __init__(self, what: dict[int, str], stepped: Stepped) -> None:
+        super().__init__(str(what))
+        self.what, self.stepped = what, stepped
+
+
+class Restarts:
+    """What has gone wrong in a group and was made good by a restart.
+
+    Args:
+        alarm: Limits the time of every call; entered by whoever makes them.
+        max_restarts: How many failures may be made good before `failures` is cleared.
+        advice: What else would mend it, as lines of a message.
+
+    Attributes:
+        failures: See `EnvGroup.failures`.
+    """
+
+    def __init__(self, alarm: StepAlarm, max_restarts: int, advice: str = "") -> None:
+        self._alarm, self._max_restarts, self._advice = alarm, max_restarts, advice
+        self.failures: list[Failure] = []
+
+    def guarded(
+        self, call: Callable[[], T], instead: Callable[[BaseException], Callable[[], T]]
+    ) -> T:
+        """The call's result. The alarm is still armed when it returns.
+
+        Args:
+            call: May fail, or take too long.
+            instead: Notes what failed, and says what to call in its place: again under guard.
+
+        Raises:
+            WorkerError: If the call does, since nothing would be better with another environment.
+        """
+        while True:
+            self._alarm.arm()
+            try:
+                return call()
+            except WorkerError:
+                raise
+            except (Exception, StepTooLong) as error:
+                self._alarm.disarm()
+                call = instead(error)
+
+    def note(self, said: str, rows: Iterable[int], error: BaseException) -> None:
+        """Count a failure, and see that no more fail than may.
+
+        Args:
+            said: Who did what, and when.
+            rows: Whose episodes are given up by it.
+            error: What was raised.
+
+        Raises:
+            WorkerError: If there are too many.
+        """
+        self.failures.append(Failure(said, tuple(rows)))
+        if len(self.failures) > self._max_restarts:
+            raise WorkerError(
+                f"{said}, failure {len(self.failures)} of its group in one rollout; "
+                f"{self._max_restarts} may be made good by a restart (task.max_restarts)"
+                f"{self._advice}"
+            ) from error
+
+    def remade(self, close: Callable[[], object], make: Callable[[], T]) -> T:
+        """Something new in the place of what failed; making it has no limit but the engine's.
+
+        Args:
+            close: Closes the old one.
+            make: Makes the new one.
+
+        Raises:
+            BadEnv: If it cannot be made.
+        """
+        with contextlib.suppress(Exception, StepTooLong):  # it is broken already
+            close()
+        self._alarm.disarm()
+        try:
+            made = make()
+        except ConfigError as error:
+            raise BadEnv(f"could not be made anew: {error},") from error
+        except Exception as error:
+            raise BadEnv(f"could not be made anew, which {described(error)}") from error
+        self._alarm.arm()
+        return made
+
+
+def described(error: BaseException) -> str:
+    """What an environment did that failed, after its name."""
+    if isinstance(error, BadEnv):
+        return str(error)
+    if isinstance(error, StepTooLong):
+        return "did not answer in time (task.step_limit_s)"
+    return f"raised {type(error).__name__}: {error} ({raised_at(error).short})"
+
+
+def not_finite(obs: NDArray[np.float32]) -> str:
+    """What an environment did that showed this."""
+    return f"showed an observation that is not finite: {obs.tolist()!s:.80}"
+
+
+def began(obs: NDArray[Any], num_envs: int, num_features: int) -> Stepped:
+    """What environments show whose episodes begin; raises as `laid_out` and `finite`."""
+    nothing, never = np.zeros(num_envs, np.float32), np.zeros(num_envs, np.bool_)
+    return finite(laid_out((obs, nothing, never, never.copy()), num_envs, num_features))
+
+
+def laid_out(shown: Sequence[NDArray[Any]], num_envs: int, num_features: int) -> Stepped:
+    """A step of several environments, their observations laid out flat.
+
+    Args:
+        shown: Observations, rewards, and who terminated and was truncated.
+        num_envs: How many there are.
+        num_features: Numbers that each should show.
+
+    Raises:
+        BadEnv: If there are more or fewer numbers.
+    """
+    obs, reward, terminated, truncated = shown
+    if obs.shape[0] != num_envs or obs.size != num_envs * num_features:
+        raise BadEnv(
+            f"showed observations of shape {list(obs.shape)}; expected [{num_envs}, {num_features}]"
+        )
+    every = (num_envs,)
+    if not reward.shape == terminated.shape == truncated.shape == every:
+        shapes = ", ".join(str(list(array.shape)) for array in (reward, terminated, truncated))
+        raise BadEnv(
+            f"gave rewards, terminations and truncations of shapes {shapes}; expected [{num_envs}]"
+        )
+    flat = obs.reshape(num_envs, num_features).astype(np.float32, copy=False)
+    return Stepped(flat, reward, terminated, truncated)
+
+
+def finite(stepped: Stepped) -> Stepped:
+    """The same, if everything is finite: asking takes 1.3 microseconds for 16 environments.
+
+    Raises:
+        BadRows: If something is not finite as float32.
+    """
+    obs, reward = stepped.obs, stepped.reward
+    if reward.dtype != np.float32:
+        with np.errstate(over="ignore"):
+            reward = reward.astype(np.float32)
+    if not (all_finite(obs) and all_finite(reward)):
+        what = {row: not_finite(obs[row]) for row in _rows(~np.isfinite(obs).all(axis=1))}
+        for row in _rows(~np.isfinite(reward)):
+            what.setdefault(row, f"gave a reward of {stepped.reward[row]}")
+        raise BadRows(what, stepped)
+    return stepped
+
+
+def all_finite(array: NDArray[Any]) -> bool:
+    """`np.isfinite(array).all()` in half the time."""
+    return np.count_nonzero(np.isfinite(array)) == array.size
+
+
+def _rows(which: Any) -> list[int]:
+    return np.flatnonzero(which).tolist()

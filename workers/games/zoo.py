@@ -181,7 +181,8 @@ def _made(game_id: str, options: Mapping[str, Any]) -> Any:
                 f"'{game_id}'{nearest(game_id, known)}"
             ) from error
         raise ConfigError(
-            f"game '{game_id}' needs the package {error.name}, which is not installed\n"
+            f"game '{game_id}' needs the package {str(error.name).partition('.')[0]}, which is not "
+            "installed\n"
             "    install penstock[pettingzoo]; for card games also rlcard, for chess also chess"
         ) from error
     try:

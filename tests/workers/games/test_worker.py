@@ -1,171 +1,141 @@
-"""Board games: who wins, what each player is shown and paid, and that a seed reproduces games."""
+"""The worker of games, whoever keeps the rules: odd turns, pay, games cut off, bad games."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from penstock.algorithms.env_roles import Actor, Acts, Trajectories
-from penstock.algorithms.self_play import side_of
-from penstock.dataflow.context import call_scope
+from penstock.algorithms.env_roles import ActionSpace, Acts
+from penstock.algorithms.returns import gae
 from penstock.dataflow.errors import WorkerError
-from penstock.dataflow.worker import WorkerContext
-from penstock.workers.games.stones import CONNECT_FOUR, TIC_TAC_TOE, BoardSpec
-from penstock.workers.games.worker import BoardGameWorker
+from penstock.workers.games.boards import GameNames
+
+from .playing import Random, play
 
 
-class Scripted(Actor):
-    """Makes the same moves in all games, one after another."""
+@dataclass(frozen=True)
+class Told:
+    """Games that go as they are told: each shows how many moves it has had, and to whom."""
 
-    def __init__(self, *choices: int) -> None:
-        self.choices = list(choices)
-        self.seen: list[NDArray[np.float32]] = []
+    order: tuple[str, ...]
+    """Of each game, who is to move, move by move; it is over then."""
+    pays: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict[Any, Any])
+    """Of a game and a move, what it earns both."""
+    max_turns: int = 4
+    ends: str = "over"
+    wrong: str = ""
+    """What goes wrong in the second game's second move."""
 
-    def act(
-        self,
-        obs: NDArray[np.float32],
-        noise: NDArray[np.float64],
-        action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
-    ) -> Acts:
-        self.seen.append(obs.copy())
-        choice = np.full((len(obs), 1), self.choices.pop(0), np.float32)
-        return Acts(choice, np.full(len(obs), -1.0, np.float32))
+    def spaces(self) -> tuple[int, ActionSpace]:
+        return 2, ActionSpace("discrete", sizes=(3,), masked=True)
 
-
-class Random(Actor):
-    """Draws from what is allowed."""
-
-    def act(
-        self,
-        obs: NDArray[np.float32],
-        noise: NDArray[np.float64],
-        action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
-    ) -> Acts:
-        assert action_mask is not None
-        count = action_mask.sum(axis=1)
-        place = np.minimum((noise[:, 0] * count).astype(int), count - 1)
-        choice = (action_mask.cumsum(axis=1) > place[:, None]).argmax(axis=1)
-        return Acts(choice[:, None].astype(np.float32), -np.log(count).astype(np.float32))
+    def boards(self, names: GameNames) -> ToldBoards:
+        return ToldBoards(self, len(names.numbers))
 
 
-def play(
-    spec: BoardSpec,
-    first: Actor,
-    second: Actor,
-    *,
-    games: int = 1,
-    seed: int = 0,
-    step: int = 0,
-    group_size: int = 8,
-) -> tuple[Trajectories, BoardGameWorker]:
-    worker = spec.build(WorkerContext("board", seed))
-    number = torch.arange(games)
-    with call_scope(step, 0):
-        return worker.play(number, number // group_size, first, second), worker
+class ToldBoards:
+    def __init__(self, spec: Told, count: int) -> None:
+        self.spec, self.count = spec, count
+        self.moves = np.zeros(count, np.int64)
+        self.closed = False
+
+    def _wrong(self, what: str) -> NDArray[np.bool_]:
+        second = np.arange(self.count) == 1
+        return second & (self.moves == 1) & (self.spec.wrong == what)
+
+    @property
+    def over(self) -> NDArray[np.bool_]:
+        lengths = [len(self.spec.order[game]) for game in range(self.count)]
+        return self.moves >= lengths
+
+    @property
+    def cut(self) -> NDArray[np.bool_]:
+        return self.over & (self.spec.ends == "cut")
+
+    @property
+    def turn(self) -> NDArray[np.int64]:
+        orders = [self.spec.order[game] + "9" for game in range(self.count)]
+        turn = np.array([int(order[at]) for order, at in zip(orders, self.moves, strict=True)])
+        return np.where(self._wrong("turn"), 2, turn)
+
+    def obs(self, side: NDArray[np.int64]) -> NDArray[np.float32]:
+        seen = np.stack([self.moves, side], axis=1).astype(np.float32)
+        return np.where(self._wrong("obs")[:, None], np.float32(np.nan), seen)
+
+    def allowed(self) -> NDArray[np.bool_]:
+        return ~self._wrong("allowed")[:, None].repeat(3, axis=1)
+
+    def move(self, choice: NDArray[np.int64], live: NDArray[np.bool_]) -> NDArray[np.float32]:
+        pays = [self.spec.pays.get((g, int(at)), (0, 0)) for g, at in enumerate(self.moves)]
+        reward = np.where(live[:, None], np.array(pays, np.float32), 0)
+        reward[self._wrong("reward")] = [np.inf, 0]
+        self.moves += live
+        return reward.astype(np.float32)
+
+    def close(self) -> None:
+        self.closed = True
 
 
-def test_a_row_of_three_wins() -> None:
-    one, two = Scripted(0, 1, 2), Scripted(3, 4)
-    games, worker = play(TIC_TAC_TOE, one, two)
-    assert games.env.tolist() == [0, 1]
-    assert games.mask.tolist() == [[True] * 3 + [False] * 2, [True] * 2 + [False] * 3]
-    assert games.reward.tolist() == [[0, 0, 1, 0, 0], [0, -1, 0, 0, 0]]
-    assert games.terminated.int().tolist() == [[0, 0, 1, 0, 0], [0, 1, 0, 0, 0]]
-    assert not bool(games.truncated.any())
-    assert worker.metrics["first_wins"].value == 1
-    assert worker.metrics["num_moves"].value == 5
+def test_a_player_may_move_twice_and_each_is_shown_its_own_turns() -> None:
+    games, worker = play(Told(("001", "0110")), Random(), Random(), games=2)
+    assert games.mask.sum(1).tolist() == [2, 1, 2, 2]
+    assert games.obs[:, :2].tolist() == [
+        [[0, 0], [1, 0]], [[2, 1], [0, 0]], [[0, 0], [3, 0]], [[1, 1], [2, 1]],
+    ]  # fmt: skip
+    assert games.terminated.nonzero().tolist() == [[0, 1], [1, 0], [2, 1], [3, 1]]
+    assert not games.truncated.any()
+    assert worker.metrics["num_moves"].value == 3.5
 
 
-def test_the_second_player_can_win_and_the_first_is_paid_for_its_last_turn() -> None:
-    games, worker = play(TIC_TAC_TOE, Scripted(0, 1, 8), Scripted(3, 4, 5))
-    assert games.reward.tolist() == [[0, 0, -1, 0, 0], [0, 0, 1, 0, 0]]
+def test_pay_belongs_to_the_turn_before_it() -> None:
+    pays = {(0, 0): (1.0, 5.0), (0, 1): (2.0, -1.0), (0, 2): (0.5, 4.0)}
+    games, worker = play(Told(("0110",), pays), Random(), Random())
+    assert games.reward[:, :2].tolist() == [[3.5, 0.0], [-1.0, 4.0]]
+    # What was earned before the first turn is nobody's doing, and counts all the same.
+    assert worker.metrics["first_return"].value == 3.5
     assert worker.metrics["second_wins"].value == 1
 
 
-def test_a_full_board_is_a_draw() -> None:
-    games, worker = play(TIC_TAC_TOE, Scripted(0, 1, 5, 6, 8), Scripted(2, 3, 4, 7))
-    assert games.reward.tolist() == [[0.0] * 5, [0.0] * 5]
-    assert games.terminated.int().tolist() == [[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]]
-    assert worker.metrics["first_wins"].value == worker.metrics["second_wins"].value == 0
+def test_a_player_without_a_turn_has_an_empty_row() -> None:
+    games, _ = play(Told(("00",), {(0, 1): (1.0, -1.0)}), Random(), Random())
+    assert games.mask.sum(1).tolist() == [2, 0]
+    assert not (games.terminated[1] | games.truncated[1]).any()
+    assert games.reward[1].abs().sum() == 0
 
 
-def test_each_player_sees_its_own_stones_first() -> None:
-    one, two = Scripted(0, 1, 2), Scripted(3, 4)
-    games, _ = play(TIC_TAC_TOE, one, two)
-    assert two.seen[1][0].nonzero()[0].tolist() == [3, 9 + 0, 9 + 1]
-    assert one.seen[2][0].nonzero()[0].tolist() == [0, 1, 9 + 3, 9 + 4]
-    assert torch.equal(games.obs[0, 2], torch.from_numpy(one.seen[2][0]))
-    allowed = games.action_mask[0, 2].nonzero().flatten().tolist()
-    assert allowed == [2, 5, 6, 7, 8]
-
-
-def test_stones_fall_in_connect_four() -> None:
-    """The first player's diagonal: columns 0 to 3, one place higher each."""
-    one = Scripted(0, 1, 2, 2, 3, 3)
-    two = Scripted(1, 2, 3, 3, 6)
-    games, worker = play(CONNECT_FOUR, one, two)
-    assert worker.metrics["first_wins"].value == 1
-    last = one.seen[-1][0].reshape(2, 6, 7)
-    assert last[0, :, 3].nonzero()[0].tolist() == [3]
-    assert last[1, :, 3].nonzero()[0].tolist() == [4, 5]
-    assert games.obs.shape == (2, 21, 84)
-
-
-@pytest.mark.parametrize(("spec", "lines"), [(TIC_TAC_TOE, 8), (CONNECT_FOUR, 69)])
-def test_all_lines_are_known(spec: BoardSpec, lines: int) -> None:
-    assert spec.lines().shape == (lines, spec.in_line)
-
-
-def test_random_games_are_won_as_often_as_they_should_be() -> None:
-    """Uniform play wins 58.5 % of tic-tac-toe for the first player and 28.8 % for the second."""
-    games, worker = play(TIC_TAC_TOE, Random(), Random(), games=4000, group_size=500)
-    assert abs(worker.metrics["first_wins"].value - 0.585) < 0.03
-    assert abs(worker.metrics["second_wins"].value - 0.288) < 0.03
-    total = games.reward.sum(1).reshape(-1, 2)
-    assert torch.equal(total[:, 0], -total[:, 1])
-    assert games.terminated.sum(1).tolist() == [1] * len(games.env)
-    assert bool((games.terminated <= games.mask).all())
-
-
-def test_games_belong_to_seed_step_and_number() -> None:
-    whole, _ = play(TIC_TAC_TOE, Random(), Random(), games=12)
-    apart, _ = play(TIC_TAC_TOE, Random(), Random(), games=12, group_size=3)
-    other, _ = play(TIC_TAC_TOE, Random(), Random(), games=12, seed=1)
-    later, _ = play(TIC_TAC_TOE, Random(), Random(), games=12, step=1)
-    for name in vars(whole):
-        assert torch.equal(getattr(whole, name), getattr(apart, name)), name
-    assert not torch.equal(whole.obs, other.obs)
-    assert not torch.equal(whole.obs, later.obs)
-
-
-def test_the_rows_of_one_player() -> None:
-    games, _ = play(TIC_TAC_TOE, Random(), Random(), games=3)
-    second = side_of(games, side=1)
-    assert second.env.tolist() == [1, 3, 5]
-    assert torch.equal(second.reward, games.reward[1::2])
-
-
-def test_no_games_are_no_rows() -> None:
-    games, _ = play(TIC_TAC_TOE, Random(), Random(), games=0)
-    assert games.obs.shape == (0, 5, 18)
-    assert games.last_obs.shape == (0, 18)
-
-
-def test_a_move_that_is_not_allowed_names_game_and_move() -> None:
-    with pytest.raises(WorkerError) as raised:
-        play(TIC_TAC_TOE, Scripted(0), Scripted(0), seed=7)
-    assert str(raised.value) == (
-        "game 0 of 'board' (seed 7), move 1: choice 0 is not allowed, which are [1, 2, 3, 4, 5, 6, "
-        "7, 8]; an actor must heed its action_mask"
+@pytest.mark.parametrize("spec", [Told(("0101011",), max_turns=3), Told(("010101",), ends="cut")])
+def test_a_game_that_is_cut_off_is_worth_what_the_critics_say_of_it(spec: Told) -> None:
+    games, worker = play(replace(spec, pays={(0, 5): (0.0, 2.0)}), Random(), Random())
+    assert worker.metrics["cut_off"].value == 1
+    assert worker.metrics["num_moves"].value == 6
+    assert not games.terminated.any()
+    assert games.truncated.nonzero().tolist() == [[0, 2], [1, 2]]
+    assert games.last_obs.tolist() == [[6, 0], [6, 1]]
+    if spec.max_turns > 3:  # where an environment that resets shows the end
+        assert games.obs[:, 3].tolist() == [[6, 0], [6, 1]]
+        assert not games.mask[:, 3:].any()
+    target = gae(
+        games.mask,
+        reward=games.reward,
+        value=10.0 + games.obs[:, :, 0],
+        bootstrap_value=10.0 + games.last_obs[:, 0],
+        terminated=games.terminated,
+        truncated=games.truncated,
+        lam=1.0,
     )
+    assert target.value_target[:, :3].tolist() == [[16.0] * 3, [18.0] * 3]
 
 
-@pytest.mark.parametrize("action", [True, False])
-def test_what_a_player_says_must_be_numbers(action: bool) -> None:
-    class Lost(Random):
+def test_what_a_player_remembers_is_of_its_own_turns() -> None:
+    class Counts(Random):
+        """Remembers how often it was asked."""
+
+        seen: list[NDArray[np.float32] | None]
+
         def act(
             self,
             obs: NDArray[np.float32],
@@ -173,13 +143,53 @@ def test_what_a_player_says_must_be_numbers(action: bool) -> None:
             action_mask: NDArray[np.bool_] | None,
             memory: NDArray[np.float32] | None = None,
         ) -> Acts:
+            self.seen = [*getattr(self, "seen", []), memory]
             acts = super().act(obs, noise, action_mask)
-            (acts.action[:, 0] if action else acts.logprob)[2] = np.nan
-            return acts
+            before = np.zeros((len(obs), 1), np.float32) if memory is None else memory
+            return Acts(acts.action, acts.logprob, before + 1)
 
-    said = "action" if action else "log-probability of an action"
+    first, second = Counts(), Counts()
+    play(Told(("0010", "0110")), first, second, games=2)
+    told = [None if m is None else m[:, 0].tolist() for m in first.seen]
+    assert told == [None, [1, 1], [2, 1]]
+    told = [None if m is None else m[:, 0].tolist() for m in second.seen]
+    assert told == [None, [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("turn", "it is the turn of player 2"),
+        ("obs", "it shows what is not finite"),
+        ("allowed", "no choice is allowed, and it goes on"),
+        ("reward", "it pays [inf, 0.0]"),
+    ],
+)
+def test_a_game_that_goes_wrong_is_named(wrong: str, said: str) -> None:
     with pytest.raises(WorkerError) as raised:
-        play(TIC_TAC_TOE, Random(), Lost(), games=4, seed=7)
-    assert (
-        str(raised.value) == f"game 2 of 'board' (seed 7), move 1: the actor's {said} is not finite"
-    )
+        play(Told(("0101",) * 3, wrong=wrong), Random(), Random(), games=3, seed=7)
+    assert str(raised.value) == f"game 1 of 'board' (seed 7), move 1: {said}"
+
+
+def test_boards_are_given_up_whatever_happens() -> None:
+    made: list[ToldBoards] = []
+
+    class Kept(Told):
+        def boards(self, names: GameNames) -> ToldBoards:
+            made.append(super().boards(names))
+            return made[-1]
+
+    play(Kept(("01",) * 4), Random(), Random(), games=4, group_size=2)
+    with pytest.raises(WorkerError):
+        play(Kept(("01",) * 2, wrong="obs"), Random(), Random(), games=2)
+    assert [boards.closed for boards in made] == [True] * 3
+
+
+def test_rows_are_whole_whatever_the_groups() -> None:
+    spec = Told(("001", "0110", "01"))
+    one, _ = play(spec, Random(), Random(), games=3)
+    assert one.env.tolist() == [0, 1, 2, 3, 4, 5]
+    assert one.obs.shape == (6, 4, 2)
+    assert one.memory.shape == (6, 0)
+    assert one.action_mask[one.mask].all()
+    assert torch.equal(one.behavior_logprob != 0, one.mask)

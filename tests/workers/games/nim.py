@@ -1,0 +1,79 @@
+"""Nim in PettingZoo's form: who takes the last of seven stones has won. Tests copy it.
+
+`wrong` says what the game does at its third move instead of what it should.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from pettingzoo import AECEnv
+
+
+class Nim(AECEnv[str, dict[str, Any], int]):
+    """One may take one, two or three."""
+
+    metadata = {"name": "nim"}  # noqa: RUF012
+
+    def __init__(self, wrong: str = "", players: int = 2) -> None:
+        self.wrong = wrong
+        self.possible_agents = ["one", "two", "three"][:players]
+
+    def observation_space(self, agent: str) -> spaces.Dict:
+        width = 3 if self.wrong == "spaces" and agent == "two" else 2
+        return spaces.Dict(
+            {
+                "observation": spaces.Box(0, 7, (width,), np.float64),
+                "action_mask": spaces.Box(0, 1, (3,), np.int8),
+            }
+        )
+
+    def action_space(self, agent: str) -> spaces.Discrete:
+        del agent
+        return spaces.Discrete(3, start=1) if self.wrong == "start" else spaces.Discrete(3)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        del options
+        self.random = np.random.default_rng(seed)
+        self.agents = [*self.possible_agents]
+        self.left, self.moves = 7, 0
+        self.agent_selection = self.agents[int(self.random.integers(2))]
+        self.rewards = dict.fromkeys(self.agents, 0.0)
+        self.terminations = dict.fromkeys(self.agents, False)
+        self.truncations = dict.fromkeys(self.agents, False)
+
+    def observe(self, agent: str) -> dict[str, Any]:
+        wrong = self.wrong if self.moves == 2 else ""
+        mine = float(agent == self.agent_selection)
+        obs: Any = np.array([self.left, np.nan if wrong == "nan" else mine])
+        if wrong == "shape":
+            obs = obs[:1]
+        elif wrong == "text":
+            obs = ["seven", "stones"]
+        return {"observation": obs, "action_mask": np.arange(1, 4) <= self.left}
+
+    def step(self, action: int) -> None:
+        self.moves += 1
+        if self.moves == 3 and self.wrong == "raises":
+            raise RuntimeError("no stones any more")
+        if self.moves == 3 and self.wrong == "hangs":
+            time.sleep(30)
+        self.left -= action + 1
+        player = self.agent_selection
+        self.agent_selection = next(name for name in self.agents if name != player)
+        if self.moves == 3 and self.wrong == "stranger":
+            self.agent_selection = "nobody"
+        self.rewards = dict.fromkeys(self.agents, 0.0)
+        if self.left == 0:
+            self.rewards = {name: 1.0 if name == player else -1.0 for name in self.agents}
+            self.terminations = dict.fromkeys(self.agents, True)
+        elif self.moves == 3 and self.wrong == "limit":
+            self.truncations = dict.fromkeys(self.agents, True)
+
+
+def env(**options: Any) -> Nim:
+    """As PettingZoo's modules have it."""
+    return Nim(**options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
 from penstock.workers.games.rows import GameRowSource
+from penstock.workers.games.spec import LibraryGameSpec
 from penstock.workers.games.stones import CONNECT_FOUR, BoardSpec
 from penstock.workers.optimizer import OptimizerSpec
 from penstock.workers.succession import take_over
@@ -40,7 +42,7 @@ def actor(env: Any, seed: int) -> TorchActorCriticSpec:
     return TorchActorCriticSpec(env=env, network=network, optimizer=OptimizerSpec(lr=3e-3))
 
 
-def self_play(board: BoardSpec = CONNECT_FOUR) -> Configured:
+def self_play(board: BoardSpec | LibraryGameSpec = CONNECT_FOUR) -> Configured:
     cfg = SelfPlay(learning=EnvPPO(epochs=2, num_minibatches=2))
     workers = {"board": board, "first": actor(board, 0), "second": actor(board, 1)}
     graph = build(self_play_step, cfg=cfg)
@@ -59,6 +61,23 @@ def population(**options: Any) -> Configured:
 
 def test_self_play_by_hand_equals_the_graph() -> None:
     check_eager_equals_graph(self_play())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="EnvPool is installed on Linux")
+@pytest.mark.parametrize(("game", "max_turns"), [("LeducHoldem-v1", 4), ("Hex-v1", 7)])
+def test_self_play_of_cards_and_of_games_cut_off(game: str, max_turns: int) -> None:
+    check_eager_equals_graph(self_play(LibraryGameSpec(id=game, max_turns=max_turns)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="EnvPool is installed on Linux")
+def test_equal_rules_train_equal_players() -> None:
+    """Whose connect four it is makes no difference to a single bit of what is learnt."""
+    boards = [
+        LibraryGameSpec(id="ConnectFour-v1", max_turns=21),
+        LibraryGameSpec(id="connect_four_v3", backend="pettingzoo", max_turns=21),
+    ]
+    one, other = (final(run, placed(run, None)) for run in map(self_play, boards))
+    assert one == other
 
 
 def test_a_population_by_hand_equals_the_graph() -> None:

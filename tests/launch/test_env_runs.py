@@ -102,11 +102,26 @@ def test_a_language_model_can_begin_elsewhere_too() -> None:
         (
             ("algorithm=self_play", "task=cartpole", *MLP),
             "self_play plays a game, and the task is none (EnvTaskSpec)\n"
-            "    choose one: task=tic_tac_toe, task=connect_four, or task=envpool_game task.id=NAME",
+            "    choose one: task=tic_tac_toe, task=connect_four, or task=envpool_game "
+            "task.id=NAME",
         ),
         (
             ("algorithm=env_ppo", "task=tic_tac_toe", *MLP),
             "env_ppo acts in environments, and the task is none (BoardTaskSpec)\n"
+            "    choose one: task=cartpole, or task=gymnasium task.id=NAME",
+        ),
+        (
+            ("algorithm=self_play", "task=envpool_game", "task.id=Pendulum-v1", *MLP),
+            "'Pendulum-v1' of EnvPool has 1 player; expected a game of two players, who choose in "
+            "turn from what is allowed\n    such are ConnectFour-v1, Hex-v1 and Go9x9-v1",
+        ),
+        (
+            ("algorithm=self_play", "task=pettingzoo_game", "task.id=chess_v3", *MLP),
+            "PettingZoo has no game 'chess_v3'; did you mean 'chess_v6'?",
+        ),
+        (
+            ("algorithm=env_ppo", "task=pettingzoo_game", "task.id=tictactoe_v3", *MLP),
+            "env_ppo acts in environments, and the task is none (LibraryGameTaskSpec)\n"
             "    choose one: task=cartpole, or task=gymnasium task.id=NAME",
         ),
         (

@@ -213,7 +213,7 @@ class LiveGroup:
         """What went wrong up to the end of the last rollout and was restarted; it is logged."""
         failures = self._group.failures
         for said, rows in failures:
-            _LOG.warning("%s; restarted: %s", said, [self.numbers[row] for row in rows])
+            _LOG.warning("%s; restarted: %.80s", said, [self.numbers[row] for row in rows])
         said = [failure.said for failure in failures]
         failures.clear()
         return said

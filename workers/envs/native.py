@@ -110,7 +110,7 @@ class NativeGroup:
 
     def _begin(self) -> Stepped:
         obs, _ = self._env.reset(seed=self._seed)
-        return began(obs, self.num_envs, self.num_features)
+        return finite(began(obs, self.num_envs, self.num_features))
 
     def _advance(self, action: NDArray[np.float32]) -> Stepped:
         self._num_steps += 1

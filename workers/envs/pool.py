@@ -104,7 +104,7 @@ class PoolGroup:
 
     def start(self) -> NDArray[np.float32]:
         """See `EnvGroup.start`."""
-        return self._guarded(self._begin).obs
+        return self._guarded(lambda: finite(self._begun())).obs
 
     def step(self, action: NDArray[np.float32]) -> Stepped:
         """See `EnvGroup.step`.
@@ -114,7 +114,7 @@ class PoolGroup:
                 process might end.
         """
         self._check(action)
-        return self._guarded(lambda: self._advance(action))
+        return self._guarded(lambda: finite(self._taken(action)))
 
     def _guarded(self, call: Callable[[], Stepped]) -> Stepped:
         found = self._restarts.guarded(call, self._failed)
@@ -122,12 +122,10 @@ class PoolGroup:
         self._obs, self._over = found.obs, found.terminated | found.truncated
         return found
 
-    def _begin(self) -> Stepped:
+    def _begun(self) -> Stepped:
+        """The beginning, whatever it shows."""
         obs, self._info = self._env.reset()
         return began(obs, self.num_envs, self.num_features)
-
-    def _advance(self, action: NDArray[np.float32]) -> Stepped:
-        return finite(self._taken(action))
 
     def _taken(self, action: NDArray[np.float32]) -> Stepped:
         """A step, whatever it shows."""
@@ -153,7 +151,7 @@ class PoolGroup:
         close = self._env.close
         self._begin_anew(self._num_made + 1)
         self._env = self._restarts.remade(close, self._make)
-        return self._begin()
+        return finite(self._begun())
 
     def _reset(self, rows: list[int], stepped: Stepped) -> Stepped:
         """The same step, but that of `rows` was a reset; whatever it shows."""
@@ -177,7 +175,8 @@ class PoolGroup:
             )
 
     def _named(self) -> str:
-        return f"EnvPool's environments {self._numbers} of '{self._id}' (seeds {self._seeds})"
+        seeds = f"seeds {self._seeds!s:.80}"
+        return f"EnvPool's environments {self._numbers!s:.80} of '{self._id}' ({seeds})"
 
     def action_mask(self) -> NDArray[np.bool_] | None:
         """See `EnvGroup.action_mask`; where an episode is over, everything is allowed.
@@ -249,10 +248,11 @@ class PoolGroup:
     ) -> Stepped:
         """The last of all steps since the pool was made, and the resets after them."""
         self._alarm.arm()
-        stepped = self._begin()
-        for action in taken:
-            self._alarm.arm()
-            stepped = self._taken(action)
+        stepped = self._begun()
+        for action in (None, *taken):
+            if action is not None:
+                self._alarm.arm()
+                stepped = self._taken(action)
             for rows in resets.get(self._num_steps, ()):
                 stepped = self._reset(rows, stepped)
         return stepped

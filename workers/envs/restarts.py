@@ -148,9 +148,9 @@ def not_finite(obs: NDArray[np.float32]) -> str:
 
 
 def began(obs: NDArray[Any], num_envs: int, num_features: int) -> Stepped:
-    """What environments show whose episodes begin; raises as `laid_out` and `finite`."""
+    """What several environments show whose episodes begin; raises as `laid_out`."""
     nothing, never = np.zeros(num_envs, np.float32), np.zeros(num_envs, np.bool_)
-    return finite(laid_out((obs, nothing, never, never.copy()), num_envs, num_features))
+    return laid_out((obs, nothing, never, never.copy()), num_envs, num_features)
 
 
 def laid_out(shown: Sequence[NDArray[Any]], num_envs: int, num_features: int) -> Stepped:

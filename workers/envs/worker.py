@@ -84,7 +84,7 @@ class EnvWorker(Env):
         Raises:
             StateError: If a step of the run was left out or is done twice, or the checkpoint that
                 the run goes on from has no such group.
-            WorkerError: If an environment fails and cannot be restarted, or the actor gives no
+            WorkerError: If more environments fail than may be restarted, or the actor gives no
                 numbers; names environment, seed and step.
         """
         key = call_key(self.context.role, "rollout")

@@ -98,18 +98,22 @@ class Mortal:
 
 
 def workers(
-    ring: RingSize = 1, random_s: float = 0.0, least_s: float = 0.0, memory: int = 0
+    ring: RingSize = 1,
+    random_s: float = 0.0,
+    least_s: float = 0.0,
+    memory: int = 0,
+    env: EnvSpec = CARTPOLE,
 ) -> dict[str, Any]:
     actor = TorchActorCriticSpec(
-        env=CARTPOLE,
+        env=env,
         network=PerceptronSpec(memory=memory),
         optimizer=OptimizerSpec(lr=1e-2, max_grad_norm=0.5),
     )
-    env = EnvWorkerSpec(env=CARTPOLE, ring=ring)
+    steps = EnvWorkerSpec(env=env, ring=ring)
     if not random_s:
-        return {"env": env, "actor": actor}
+        return {"env": steps, "actor": actor}
     return {
-        "env": Delayed(env, ("rollout",), 10 * random_s, least_s),
+        "env": Delayed(steps, ("rollout",), 10 * random_s, least_s),
         "actor": Delayed(actor, ("act", "answer_all", "value", "train"), random_s),
     }
 

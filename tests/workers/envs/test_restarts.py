@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +15,20 @@ import pytest
 import torch
 from penstock.algorithms.env_roles import Actor, Trajectories
 from penstock.algorithms.returns import gae
-from penstock.dataflow.engine import Engine
 from penstock.dataflow.errors import StateError, WorkerError
-from penstock.dataflow.executor import Executor, InProcess
-from penstock.dataflow.role import Role
-from penstock.dataflow.schedule import Schedule
+from penstock.dataflow.executor import InProcess
 from penstock.dataflow.worker import WorkerContext
 from penstock.workers.envs.group import Stepped
 from penstock.workers.envs.normalise import Normalisation
 from penstock.workers.envs.restarts import BadRows, finite
-from penstock.workers.envs.rings import RingSize
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
-from penstock.workers.optimizer import OptimizerSpec
 from penstock.workers.ray_executor import RayExecutor, connect_ray, shutdown_ray
-from penstock.workers.torch_actor_critic import TorchActorCriticSpec
 
+from . import toys
 from .acting import NoisyActor, env_worker, roll
-from .test_acting import GRAPH, SOURCES, Found, placed, schedule_of
+from .test_acting import Found, finish
 from .test_held_out import evaluated
-from .toys import register
 
 SAID = {
     "raises": r"raised RuntimeError: out of coffee \(toys.py:\d+\)",
@@ -219,7 +214,7 @@ def test_those_that_cannot_be_reset_are_not_resumed(tmp_path: Path) -> None:
         roll(broken, 1)
 
 
-HALF = bad(share=0.5, at=9, max_restarts=9)
+HALF = replace(bad(share=0.5, at=9, max_restarts=9), id=f"{toys.__name__}:toys/BadCartPoles-v0")
 """About half of all groups go wrong in their ninth step, until another object is as it should."""
 
 
@@ -248,59 +243,32 @@ def test_a_rollout_does_not_depend_on_the_ring_or_on_who_has_which_group(
         assert alike(found[0][0][step], Trajectories(**joined))
 
 
-@dataclass(frozen=True)
-class Registers:
-    """Makes the toys known in the process of the worker it wraps."""
-
-    spec: Any
-
-    def build(self, context: WorkerContext) -> Role:
-        register()
-        return self.spec.build(context)
-
-
-def trained(
-    server: str, executor: Executor, ring: RingSize = 1, num_workers: int = 1
-) -> tuple[Found, float]:
-    """Weights after four steps, the schedule, and how often something was restarted."""
-    workers: dict[str, Any] = {
-        "env": EnvWorkerSpec(env=HALF, ring=ring),
-        "actor": TorchActorCriticSpec(env=HALF, optimizer=OptimizerSpec(lr=1e-2)),
-    }
-    engine = Engine(
-        GRAPH,
-        placed(server, num_workers),
-        workers={name: Registers(spec) for name, spec in workers.items()},
-        schedule=Schedule(max_lag=1, deadline_s=120.0),
-        executor=executor,
-        seed=3,
-    )
-    with engine:
-        steps = list(engine.run(SOURCES, 4))
-        count = sum(step.metrics["env.rollout/env_restarts"] for step in steps)
-        return (engine.ask("actor", "weights_sha256"), schedule_of(steps)), count
-
-
 @pytest.fixture(scope="module")
-def inline() -> tuple[Found, float]:
+def inline() -> Found:
     """What one process does."""
-    found = trained("inline", InProcess())
-    assert found[1] > 0
+    found = finish(InProcess(), "inline", 1, env=HALF)
+    fine = replace(HALF, options={**HALF.options, "share": 0})
+    assert found != finish(InProcess(), "inline", 1, env=fine)
     return found
 
 
 @pytest.mark.parametrize("server", ["decoupled", "main", "policy"])
-def test_wherever_acting_happens_it_ends_the_same(server: str, inline: tuple[Found, float]) -> None:
-    assert trained(server, InProcess(), ring=2) == inline
+def test_wherever_acting_happens_it_ends_the_same(server: str, inline: Found) -> None:
+    assert finish(InProcess(), server, 1, env=HALF, ring=2) == inline
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    connect_ray()
+    yield
+    shutdown_ray()
 
 
 @pytest.mark.slow
-def test_two_workers_in_processes_of_their_own_end_the_same(inline: tuple[Found, float]) -> None:
-    connect_ray()
-    try:
-        assert trained("decoupled", RayExecutor(num_threads=1), num_workers=2) == inline
-    finally:
-        shutdown_ray()
+@pytest.mark.usefixtures("ray")
+def test_two_workers_in_processes_of_their_own_end_the_same(inline: Found) -> None:
+    options: dict[str, Any] = {"num_workers": 2, "ring": 2, "random_s": 0.01}
+    assert finish(RayExecutor(num_threads=1), "decoupled", 1, env=HALF, **options) == inline
 
 
 def test_in_a_ring_one_that_hangs_ends_the_rollout() -> None:

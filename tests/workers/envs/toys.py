@@ -175,3 +175,6 @@ def register() -> None:
             lambda **options: CartPoleEnv(),
             vector_entry_point=lambda **options: BadCartPoles(**options),
         )
+
+
+register()  # in whatever process imports this, too

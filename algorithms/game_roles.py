@@ -34,7 +34,7 @@ class GameRows:
 
 
 class BoardGame(Role):
-    """A game of two players who move in turn."""
+    """A game of two players, one of whom is to move at a time."""
 
     @call("rollout", scope="group")
     def play(
@@ -44,7 +44,11 @@ class BoardGame(Role):
 
         Every game makes two rows, next to each other: `env` is twice its number for the first
         player, and one more for the second. A step of a row is a turn of that player; `mask` is
-        False on those after the end. The last turn of each earns 1 to who won and -1 to who lost.
+        False on those after the end. What a player earns belongs to its last turn before: in most
+        games 1 to who won and -1 to who lost, with the last turn of each.
+
+        The last turn of each is `terminated`; it is `truncated` where a game was cut off that would
+        have gone on, and how the player sees it then stands in the next column or in `last_obs`.
 
         Args:
             game: i64[games].

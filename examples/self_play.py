@@ -6,7 +6,8 @@ take a minute on a laptop. Against one who plays at random the first player then
 what tic-tac-toe ends in if nobody errs.
 
 Both are roles of one graph, and both are trained by PPO on their own turns of the same games. To
-let them learn connect four, write CONNECT_FOUR for TIC_TAC_TOE, and give them more steps.
+let them learn connect four, write CONNECT_FOUR for TIC_TAC_TOE, and give them more steps; to play a
+game of EnvPool, LibraryGameSpec(id="Hex-v1") from penstock.workers.games.spec.
 """
 
 from __future__ import annotations

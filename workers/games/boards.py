@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
 from ...dataflow.context import CallKey
-from ...dataflow.errors import WorkerError, raised_at
+from ...dataflow.errors import WorkerError
 from ..envs.alarm import StepAlarm, StepTooLong
 from ..envs.group import env_seed
+from ..envs.restarts import described
 
 __all__ = ["Boards", "GameNames", "GameSpec", "answered"]
 
@@ -87,12 +88,8 @@ def answered(named: Callable[[], str], alarm: StepAlarm, ask: Callable[[], T]) -
     alarm.arm()
     try:
         return ask()
-    except StepTooLong as error:
-        raise WorkerError(f"{named()} did not answer in time (task.step_limit_s)") from error
-    except Exception as error:
-        raise WorkerError(
-            f"{named()} raised {type(error).__name__}: {error} ({raised_at(error).short})"
-        ) from error
+    except (Exception, StepTooLong) as error:
+        raise WorkerError(f"{named()} {described(error)}") from error
     finally:
         alarm.disarm()
 

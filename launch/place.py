@@ -236,6 +236,11 @@ def make_executor(config: RunConfig) -> Executor:
                 "    set executor.device=cpu"
             )
     if section.kind == "in_process":
+        if section.transport != "object_store":
+            raise ConfigError(
+                f"'executor.transport' is '{section.transport}', but in one process no weights "
+                "travel\n    set executor=ray, or leave it out"
+            )
         return InProcess()
     try:
         from ..workers.ray_executor import RayExecutor
@@ -246,4 +251,4 @@ def make_executor(config: RunConfig) -> Executor:
             "executor=ray needs the package ray, which is not installed\n"
             "    install penstock[ray], or set executor=in_process"
         ) from error
-    return RayExecutor(num_threads=section.num_threads)
+    return RayExecutor(num_threads=section.num_threads, transport=section.transport)

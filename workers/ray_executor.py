@@ -15,10 +15,11 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -29,15 +30,24 @@ from ..dataflow.turns import Turns, needs_device
 from ..dataflow.work import CallWork, Handle, ImportSlicesWork, ImportWork, Part, Work
 from ..dataflow.worker import WorkerSpec
 from .ray_devices import SharedDevices
-from .ray_group import LEAST_START_S, ActorGroup, connect_groups, end_actors, start_groups
+from .ray_group import (
+    LEAST_START_S,
+    ActorGroup,
+    connect_groups,
+    connect_mail,
+    end_actors,
+    routes_of,
+    start_groups,
+)
 from .ray_parked import forget_parked, park_groups, take_parked
+from .slice_mail import Kept, Route
 
 if TYPE_CHECKING:
     import ray
 
     from .ray_rank import Answer
 
-__all__ = ["RayExecutor", "connect_ray", "shutdown_ray"]
+__all__ = ["RayExecutor", "Transport", "connect_ray", "shutdown_ray"]
 
 # Ray itself is imported by `connect_ray`, which must set its environment before.
 if find_spec("ray") is None:
@@ -50,6 +60,9 @@ _MOST_RESTARTS = 3
 """A group that dies more often than this has a cause that starting again does not mend."""
 
 _LOG = logging.getLogger("penstock.ray")
+
+Transport = Literal["object_store", "point_to_point"]
+"""How slices of weights get from group to group; see `RayExecutor`."""
 
 
 @dataclass
@@ -89,7 +102,7 @@ class _Asked:
             return None
         (lead,) = (one for one in self.answers.values() if one.leads)
         weights = lead.weights
-        if isinstance(weights, dict):  # slices: every process has those that lie with it
+        if isinstance(weights, dict | Kept):  # slices: every process has those that lie with it
             weights = tuple(one.weights for _, one in sorted(self.answers.items()))
         parts = lead.parts
         if self.parts is not None and lead.report is not None:
@@ -120,13 +133,20 @@ class RayExecutor:
         num_threads: Torch threads per process; the controller's own number shared among the
             processes of the largest group by default, so that one rank computes exactly what one
             process does.
+        transport: How slices of weights get to other groups. "object_store": through Ray's.
+            "point_to_point": from process to process, over torch.distributed.
     """
 
     one_at_a_time = False
     moves_slices = True
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(
+        self, num_threads: int | None = None, *, transport: Transport = "object_store"
+    ) -> None:
         self._num_threads = num_threads
+        self._transport = transport
+        self._routes: list[Route] = []
+        self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()
         self._programs: Mapping[str, Program] = {}
         self._groups: dict[str, ActorGroup] = {}
         self._devices = SharedDevices(())
@@ -185,6 +205,8 @@ class RayExecutor:
         start_groups(every, self._hosted, seed, self._start_s, asleep)
         if servers:
             connect_groups(every, servers, self._start_s)
+        self._routes = routes_of(programs) if self._transport == "point_to_point" else []
+        connect_mail(self._groups, self._routes, self._start_s)
 
     def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
         """Ask every process of the rank. See `Executor.submit`."""
@@ -262,11 +284,19 @@ class RayExecutor:
         self._controller_bytes += len(pickle.dumps(answer.report))
         if answer.report is None:
             return asked.failed(answer.error, answer.trace)
+        if isinstance(answer.weights, Kept):
+            self._watch(answer.weights)
         asked.answers[process] = answer
         completion = asked.complete()
         if completion is not None and isinstance(asked.work, (ImportWork, ImportSlicesWork)):
             self._loaded[asked.group, asked.rank, asked.work.role] = asked
         return completion
+
+    def _watch(self, kept: Kept) -> None:
+        """Have the process forget weights once nothing here can ask for them any more."""
+        actor = self._groups[kept.group].actors[kept.process]
+        self._kept.add(kept)
+        weakref.finalize(kept, _forget, actor, kept.key).atexit = False
 
     def _died(self, asked: _Asked, said: str) -> Completion | None:
         """Start the group again if that can be done, and have it do again what it owes."""
@@ -283,6 +313,8 @@ class RayExecutor:
         try:
             self._wait_asleep(asked.group)
             start_groups([group], self._hosted, self._seed, self._start_s)
+            broken = [route for route in self._routes if route.takers == asked.group]
+            connect_mail(self._groups, broken, self._start_s)
         except PenstockError as error:
             self._pending.clear()
             return asked.failed(f"{said}; it could not be started again: {error}")
@@ -332,6 +364,11 @@ class RayExecutor:
         return group.group.name in self._restartable and not shares_gpu
 
     @property
+    def num_kept(self) -> int:
+        """Snapshots that processes keep for others; 0 unless slices go from process to process."""
+        return len(self._kept)
+
+    @property
     def controller_bytes(self) -> int:
         """Source batches stored by the controller, and reports received."""
         return self._controller_bytes
@@ -371,6 +408,13 @@ def shutdown_ray() -> None:
     forget_parked()
     if ray.is_initialized():
         ray.shutdown()
+
+
+def _forget(actor: Any, key: int) -> None:
+    import ray
+
+    if ray.is_initialized():
+        actor.forget.remote(key)
 
 
 def _hosted(

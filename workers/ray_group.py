@@ -7,14 +7,24 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..dataflow.errors import PenstockError, WorkerError
+from ..dataflow.executor import Program, groups_of
 from ..dataflow.placement import DeviceGroup
 from ..dataflow.worker import CLOSE_S
 from .ray_devices import SharedDevices
+from .slice_mail import Route
 
 if TYPE_CHECKING:
     import ray
 
-__all__ = ["LEAST_START_S", "ActorGroup", "connect_groups", "end_actors", "start_groups"]
+__all__ = [
+    "LEAST_START_S",
+    "ActorGroup",
+    "connect_groups",
+    "connect_mail",
+    "end_actors",
+    "routes_of",
+    "start_groups",
+]
 
 LEAST_START_S = 300.0
 """Starting processes and loading models may take this long, however short a step's deadline is."""
@@ -156,6 +166,52 @@ def connect_groups(
     clients = {client for names in servers.values() for client in names}
     calls = [actor.ask_at.remote(places, token) for name in clients for actor in actors[name]]
     _all(calls, "being told who answers", start_s)
+
+
+def connect_mail(groups: Mapping[str, ActorGroup], routes: Sequence[Route], start_s: float) -> None:
+    """Connect groups for weights to go from process to process, again if they were.
+
+    Args:
+        groups: By name; built.
+        routes: Which to connect.
+        start_s: How long each phase of one may take.
+
+    Raises:
+        WorkerError: If a process fails or takes too long.
+    """
+    for route in routes:
+        givers = [groups[route.givers].actors[i] for i in route.from_processes]
+        takers = [groups[route.takers].actors[i] for i in route.to_processes]
+        (address,) = _all([givers[0].listen.remote()], "opening a socket for weights", start_s)
+        calls = [actor.exchange.remote(route, address) for actor in (*givers, *takers)]
+        _all(calls, "connecting for weights", start_s)
+
+
+def routes_of(programs: Mapping[str, Program]) -> list[Route]:
+    """From every group that trains a role to every other that has a copy of it."""
+    homes = {
+        role: home
+        for one in programs.values()
+        for role in one.graph.trains_per_step
+        if (home := one.placement.home(one.graph, role)) is not None
+    }
+    pairs = {
+        (homes.get(role, group.name), group.name)
+        for one in programs.values()
+        for group in one.placement.groups
+        for role in one.placement.hosted_roles(one.graph, group.name)
+    }
+    groups = {group.name: group for group in groups_of(programs)}
+    return [
+        Route(
+            home,
+            taker,
+            tuple(groups[home].processes(0)),
+            tuple(range(groups[taker].num_processes)),
+        )
+        for home, taker in sorted(pairs)
+        if home != taker
+    ]
 
 
 def _together(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 import traceback
@@ -13,7 +12,6 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import psutil
 import ray
 import torch
 import torch.distributed as dist
@@ -37,10 +35,12 @@ from ..dataflow.work import (
     Result,
     Work,
 )
-from ..dataflow.worker import WorkerContext, close_workers
+from ..dataflow.worker import CLOSE_S, WorkerContext, close_workers
+from .ray_meeting import Address, meet, open_listener
 from .ray_parked import Parkable
 from .serving_client import AnswerClient
 from .serving_server import AnswerServer
+from .slice_mail import Kept, Mail, Route, Shelf, Store
 from .slices import SliceTraffic
 from .transfer_pack import Packet
 
@@ -96,43 +96,48 @@ class Rank:
         self._hosts: dict[str, Host] = {}
         self._roles: dict[str, Role] = {}
         self._listener: socket.socket | None = None
+        self._shelf = Shelf()
+        self._mail: dict[Route, Mail] = {}
         self._holdings = Holdings(f"group '{group.name}' (process {process})")
         self._clients: dict[str, AnswerClient] = {}
         self._server: AnswerServer | None = None
         self._sleeps = ""
 
-    def listen(self) -> tuple[str, int]:
-        """Open the socket at which process 0 is met: on this node's own address, no other."""
-        host = ray.util.get_node_ip_address()
-        self._listener = socket.create_server((host, 0))
-        return host, self._listener.getsockname()[1]
+    def listen(self) -> Address:
+        """Open the socket at which this process is met next."""
+        self._listener = open_listener()
+        return self._listener.getsockname()
 
-    def join(self, address: tuple[str, int]) -> None:
-        """Join the group's process group, whose process 0 listens at `address`.
-
-        Torch's own store would listen on every interface, and gloo on the one that the host's name
-        resolves to; both are given the interface that Ray uses.
-        """
-        host, port = address
-        interface = _interface(ray.util.get_node_ip_address())
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        listener, self._listener = self._listener, None
-        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - torch documents it
-            host,
-            port,
-            self._group.num_processes,
-            is_master=listener is not None,
-            timeout=timedelta(seconds=self._start_s),
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
+    def join(self, address: Address) -> None:
+        """Join the group's process group, whose process 0 listens at `address`."""
         dist.init_process_group(
             "nccl" if self._group.device.startswith("cuda") else "gloo",
-            store=store,
+            store=self._meet(address, self._group.num_processes),
             rank=self._process,
             world_size=self._group.num_processes,
             timeout=timedelta(seconds=self._deadline_s),
         )
+
+    def exchange(self, route: Route, address: Address) -> None:
+        """Give or take weights by this route from now on; its process 0 listens at `address`."""
+        number = route.number(self._group.name, self._process)
+        store = self._meet(address, route.num_processes)
+        mail = self._mail[route] = Mail(route, number, store, self._deadline_s)
+        if route.givers == self._group.name:
+            mail.serve(self._shelf)
+
+    def _leave_routes(self) -> None:
+        """Those who give have nothing to wait for once those who take have left."""
+        while self._mail:
+            self._mail.popitem()[1].close(CLOSE_S / 2)
+
+    def forget(self, key: int) -> None:
+        """Nobody will ask for these weights again."""
+        self._shelf.drop(key)
+
+    def _meet(self, address: Address, num_processes: int) -> Store:
+        listener, self._listener = self._listener, None
+        return meet(address, listener, num_processes, self._start_s)
 
     def build(self, hosted: list[Any], seed: int) -> None:
         """Build this rank's roles, each once, for all programs."""
@@ -249,7 +254,7 @@ class Rank:
             return Answer(None, error=text, trace=traceback.format_exc(), leads=leads), []
         weights: Any = None
         if isinstance(result, _Exported):
-            weights = {taker: ray.put(packet) for taker, packet in result.packets.items()}
+            weights = self._offered(result.packets)
         elif result.weights is not None and leads:
             weights = ray.put(_weights_to_numpy(result.weights))
         parts = [part_to_numpy(part) for part in result.parts] if leads else []
@@ -284,8 +289,20 @@ class Rank:
         report = Report(start_s, time.time(), answer=answer)
         return Result(report) if packets is None else _Exported(report, packets=packets)
 
+    def _offered(self, packets: Mapping[tuple[str, int], Packet]) -> Any:
+        """Where takers find what is for them: here, if they have a route, or in the store."""
+        if not any(route.givers == self._group.name for route in self._mail):
+            return {taker: ray.put(packet) for taker, packet in packets.items()}
+        key = self._shelf.put(packets)
+        return Kept(self._group.name, self._process, key, frozenset(packets))
+
     def _fetched(self, slices: Any, group: str) -> Packet | None:
         """What one exporting process has for this one."""
+        if isinstance(slices, Kept):
+            if (group, self._process) not in slices.takers:
+                return None
+            mail = next(mail for route, mail in self._mail.items() if route.givers == slices.group)
+            return mail.fetch(slices.process, slices.key)
         handle = slices.get((group, self._process))
         return None if handle is None else ray.get(handle, timeout=self._deadline_s)
 
@@ -295,6 +312,7 @@ class Rank:
             return False
         if self._clients or self._server:
             return False  # Others may still be connected.
+        self._leave_routes()
         for role in self._roles.values():
             if isinstance(role, Parkable):
                 role.park()
@@ -307,6 +325,7 @@ class Rank:
         try:
             for one in (*self._clients.values(), *([self._server] if self._server else ())):
                 one.close()
+            self._leave_routes()
         finally:
             roles, self._roles = self._roles, {}
             close_workers(roles.values())
@@ -320,14 +339,6 @@ class Rank:
             Packed(_tensor(values), None if lengths is None else _tensor(lengths))
             for values, lengths in stored
         )
-
-
-def _interface(address: str) -> str:
-    """The network interface that has an address: "lo", "eth0"."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
-            return name
-    raise OSError(f"no network interface of this machine has Ray's address {address}")
 
 
 # --- tensors on the wire: numpy arrays, which Ray stores without copying

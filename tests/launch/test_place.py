@@ -18,7 +18,7 @@ from penstock.launch.auto_place import Choice, choose
 from penstock.launch.compose import run_config
 from penstock.launch.machine import threads_of
 from penstock.launch.measured import comparison_text, node_seconds, nodes_summary
-from penstock.launch.place import placement_of, with_threads, written_plan
+from penstock.launch.place import make_executor, placement_of, with_threads, written_plan
 from penstock.launch.stages import Stage, stages_of
 from penstock.planner.calibration import Calibration
 from penstock.planner.cluster import ClusterSpec
@@ -346,3 +346,13 @@ def test_a_planned_run_says_what_was_predicted(tmp_path: Path) -> None:
     assert summary["calibration"] == "measured"
     assert "predicted with: measured" in ended.stderr
     assert Plan.read(run / "plan.json").prediction is not None
+
+
+def test_one_process_has_nothing_to_transport() -> None:
+    config = config_of("algorithm=grpo", "executor.transport=point_to_point")
+    with pytest.raises(ConfigError) as error:
+        make_executor(config)
+    assert str(error.value) == (
+        "'executor.transport' is 'point_to_point', but in one process no weights travel\n"
+        "    set executor=ray, or leave it out"
+    )

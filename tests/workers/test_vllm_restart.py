@@ -15,7 +15,7 @@ from penstock.dataflow.placement import DeviceGroup, Placement
 from penstock.dataflow.role import Role
 from penstock.dataflow.schedule import Schedule
 from penstock.dataflow.worker import WorkerContext, WorkerSpec
-from penstock.workers.ray_executor import RayExecutor, connect_ray, shutdown_ray
+from penstock.workers.ray_executor import RayExecutor, Transport, connect_ray, shutdown_ray
 from penstock.workers.split_policy import SplitPolicySpec
 from penstock.workers.vllm_policy import VllmPolicySpec
 
@@ -70,7 +70,7 @@ class MortalSpec:
         return policy
 
 
-def finish(run: runs.Run, actor: WorkerSpec) -> tuple[str, list[Any]]:
+def finish(run: runs.Run, actor: WorkerSpec, transport: Transport) -> tuple[str, list[Any]]:
     """The hash of what was learnt, and every step's numbers and rows per node."""
     names = [node.name for node in run.graph.nodes if node.name not in run.graph.sources]
     nodes = {name: "rollout" if name == "actor.generate" else "main" for name in names}
@@ -79,13 +79,16 @@ def finish(run: runs.Run, actor: WorkerSpec) -> tuple[str, list[Any]]:
         run.graph,
         Placement(groups, nodes, num_chunks=2),
         workers={**run.workers, "actor": actor},
-        executor=RayExecutor(num_threads=1),
+        executor=RayExecutor(num_threads=1, transport=transport),
         schedule=Schedule(),
     )
     with engine:
         steps = list(engine.run(run.sources, NUM_STEPS))
         found = [(step.metrics, step.num_rows) for step in steps]
         return engine.ask("actor", "weights_sha256"), found
+
+
+KILLS: tuple[tuple[bool, Transport], ...] = ((False, "object_store"), (True, "point_to_point"))
 
 
 def test_a_replica_killed_while_it_generates_changes_nothing(
@@ -97,8 +100,12 @@ def test_a_replica_killed_while_it_generates_changes_nothing(
     train = replace(trainer, model=model)
     rollout = VllmPolicySpec(model=model, eos_token_id=trainer.eos_token_id, max_decode_rows=16)
     plain, found = (
-        finish(run, SplitPolicySpec(train=train, rollout=MortalSpec(rollout, str(tmp_path), kills)))
-        for kills in (False, True)
+        finish(
+            run,
+            SplitPolicySpec(train=train, rollout=MortalSpec(rollout, str(tmp_path), kills)),
+            transport,
+        )
+        for kills, transport in KILLS
     )
     assert int((tmp_path / "killed").read_text()) > 0  # responses were unfinished
     assert found == plain

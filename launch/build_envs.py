@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..algorithms.env_losses import ActorCriticLoss
 from ..algorithms.env_roles import ActorCritic, Env
 from ..algorithms.game_roles import BoardGame
 from ..algorithms.replay_roles import QNetwork, Replay
@@ -12,7 +13,7 @@ from ..algorithms.team_roles import TeamCritic
 from ..configs.schema import RunConfig
 from ..configs.validate import validated
 from ..dataflow.errors import ConfigError
-from ..dataflow.graph import Graph
+from ..dataflow.graph import Constant, Graph
 from ..dataflow.role import Role
 from ..dataflow.worker import WorkerSpec
 from ..workers.actor_network import PerceptronSpec
@@ -39,6 +40,7 @@ __all__ = [
     "env_worker",
     "game_task",
     "perceptron_spec",
+    "refuse_other_value_loss",
     "refuse_scaled_fitness",
 ]
 
@@ -115,6 +117,35 @@ def refuse_scaled_fitness(graph: Graph, spec: EnvTaskSpec | GameTaskSpec) -> Non
             f"{graph.name} compares what its members have earned, and every group of environments "
             "scales rewards by what it has seen itself\n    set task.normalisation.rewards=false"
         )
+
+
+def refuse_other_value_loss(graph: Graph, architecture: Mapping[str, Any]) -> None:
+    """Require of every actor's critic that its loss is the one for how it says values.
+
+    Args:
+        graph: The step.
+        architecture: The networks', from the section `model`.
+
+    Raises:
+        ConfigError: If the critic weighs values and its loss is a squared error, or the reverse.
+    """
+    weighs = architecture.get("value_bins") is not None
+    for node in graph.nodes:
+        for _, argument in node.arguments:
+            loss = argument.value if isinstance(argument, Constant) else None
+            if not isinstance(loss, ActorCriticLoss) or loss.two_hot == weighs:
+                continue
+            if weighs:
+                raise ConfigError(
+                    f"the critic that '{node.name}' trains weighs values (model.architecture."
+                    "value_bins), and its loss is a squared error\n    leave value_bins out, or set"
+                    " two_hot of the loss: algorithm.cfg.loss.two_hot=true (env_ppo, a2c), "
+                    "algorithm.cfg.learning.loss.two_hot=true (self_play, population)"
+                )
+            raise ConfigError(
+                f"the loss of '{node.name}' is two_hot, and its critic says one value\n    set "
+                "model.architecture.value_bins=255, or leave two_hot out"
+            )
 
 
 def game_task(spec: TaskSpec, reader: str) -> GameTaskSpec:

@@ -27,7 +27,13 @@ from ..workers.envs.task import EnvTaskSpec
 from ..workers.games.rows import GameRowSource
 from ..workers.task import Task, TaskSpec, fingerprint, task_alphabet, task_spec
 from ..workers.tokenizer import Tokenizer, TokenizerSpec
-from .build_envs import acted_in, env_task, game_task, refuse_scaled_fitness
+from .build_envs import (
+    acted_in,
+    env_task,
+    game_task,
+    refuse_other_value_loss,
+    refuse_scaled_fitness,
+)
 
 __all__ = [
     "Data",
@@ -142,6 +148,7 @@ def sources_of(
     for name, table in graph.sources.items():
         if table in (EnvRows, GameRows):
             least = (num_groups or {}).get(name, 1)
+            refuse_other_value_loss(graph, config.model.architecture)
             sources[name] = _acting_rows(graph, name, per_step[name], least, data)
             continue
         if acted_in(data.spec) is not None:

@@ -90,6 +90,18 @@ def test_a_language_model_can_begin_elsewhere_too() -> None:
             "scales rewards by what it has seen itself\n    set task.normalisation.rewards=false",
         ),
         (
+            ("algorithm=impala", "task=cartpole", *MLP, "model.architecture.value_bins=255"),
+            "the critic that 'actor.train' trains weighs values (model.architecture.value_bins), "
+            "and its loss is a squared error\n    leave value_bins out, or set two_hot of the loss:"
+            " algorithm.cfg.loss.two_hot=true (env_ppo, a2c), "
+            "algorithm.cfg.learning.loss.two_hot=true (self_play, population)",
+        ),
+        (
+            (*PPO, "algorithm.cfg.loss.two_hot=true"),
+            "the loss of 'actor.train' is two_hot, and its critic says one value\n    set "
+            "model.architecture.value_bins=255, or leave two_hot out",
+        ),
+        (
             (*PPO, "task.id=CartPool-v1"),
             "environment 'CartPool-v1' cannot be made: Environment `CartPool` doesn't exist. Did "
             "you mean: `CartPole`?",

@@ -10,7 +10,6 @@ the pool as a whole fails, another takes its place, with other seeds.
 from __future__ import annotations
 
 import base64
-import copy
 import importlib
 import warnings
 import zlib
@@ -154,15 +153,14 @@ class PoolGroup:
         return finite(self._begun())
 
     def _reset(self, rows: list[int], stepped: Stepped) -> Stepped:
-        """The same step, but that of `rows` was a reset; whatever it shows."""
+        """The same step, but that of `rows` is a reset now; whatever it shows."""
         self._resets.append((self._num_steps, rows))
         shown, info = self._env.reset(np.array(rows, np.int32))
-        found = copy.deepcopy(stepped)
-        found.obs[rows] = shown.reshape(len(rows), self.num_features)
-        found.reward[rows] = found.terminated[rows] = found.truncated[rows] = 0
+        stepped.obs[rows] = shown.reshape(len(rows), self.num_features)
+        stepped.reward[rows] = stepped.terminated[rows] = stepped.truncated[rows] = 0
         for name in self._mask_names():
             self._info[name][rows] = info[name]
-        return found
+        return stepped
 
     def _check(self, action: NDArray[np.float32]) -> None:
         sizes = self.actions.sizes

@@ -30,6 +30,8 @@ Damage = Callable[..., None]
 SAID = {
     "raises": r"raised RuntimeError: out of coffee \(toys.py:\d+\)",
     "hangs": r"did not answer in time \(task.step_limit_s\)",
+    "few": r"gave rewards, terminations and truncations of shapes \[3\], \[4\], \[4\]; expected "
+    r"\[4\]",
     "shape": r"showed observations of shape \[4, 3\]; expected \[4, 4\]",
 }
 ONE = {
@@ -220,28 +222,38 @@ def test_what_fails_where_it_did_not_before_is_not_resumed(damaged: Damage, tmp_
         roll(resumed, 1, num_envs=4, group_size=4)
 
 
-def num_moves(board: Any) -> int:
-    """Directions in which a tile of 2048 can go."""
-    found = 0
+def moves(board: Any) -> list[bool]:
+    """Whether something of a board of 2048 can go to the left, up, to the right and down."""
+    found: list[bool] = []
     for turns in range(4):
         turned = np.rot90(board, turns)
-        near, far = turned[:, :-1], turned[:, 1:]  # what lies far moves to where nothing lies
-        found += bool((((near == 0) | (near == far)) & (far > 0)).any())
+        near, far = turned[:, :-1], turned[:, 1:]  # what lies far goes where nothing is
+        found.append(bool((((near == 0) | (near == far)) & (far > 0)).any()))
     return found
 
 
 def test_what_is_allowed_is_asked_of_the_new_episode(damaged: Damage) -> None:
-    damaged("nan", at=range(9, 10))
-    spec = EnvSpec(id="Play2048-v1", backend="envpool", masked=True)
+    damaged("nan", at=range(9, 10), every=1)
+    spec = EnvSpec(id="Play2048-v1", backend="envpool", masked=True, max_restarts=4)
     traj, shown = rolled(spec, actor=NoisyActor(4))
-    assert shown["env_restarts"] > 0
+    assert shown["env_restarts"] == 4
     tiles = traj.obs.numpy().reshape(4, 12, 16, 31).argmax(axis=-1)
-    begun = (tiles > 0).sum(axis=-1) == 2
-    assert begun[:, 9].sum() == shown["env_restarts"]  # and the others hold more by now
-    for row in range(4):
-        for t in range(12):
-            allowed = int(traj.action_mask[row, t].sum())
-            assert allowed == num_moves(tiles[row, t].reshape(4, 4)), (row, t)
+    assert ((tiles[:, 9] > 0).sum(axis=-1) == 2).all()
+    assert traj.mask[:, 9].all()
+    for row, t in traj.mask.nonzero().tolist():
+        assert traj.action_mask[row, t].tolist() == moves(tiles[row, t].reshape(4, 4))
+
+
+def test_what_went_wrong_in_an_episodes_last_step_did_not_end_it(damaged: Damage) -> None:
+    options = {"num_threads": 1, "max_episode_steps": 5}
+    damaged("nan")
+    traj, _ = rolled(EnvSpec(id="CartPole-v1", backend="envpool", options=options), horizon=6)
+    rows = given_up(traj)
+    others = [row for row in range(4) if row not in rows]
+    assert not traj.truncated[rows, 4].any()
+    assert traj.truncated[others, 4].all()
+    assert traj.mask[rows, 5].all()
+    assert not traj.mask[others, 5].any()
 
 
 @pytest.mark.parametrize("how", ["nan", "raises"])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from penstock.algorithms.env_roles import Actor, Trajectories
+from penstock.algorithms.env_roles import Actor, Acts, Trajectories
 from penstock.algorithms.returns import gae
 from penstock.dataflow.errors import StateError, WorkerError
 from penstock.dataflow.executor import InProcess
@@ -34,6 +34,8 @@ SAID = {
     "raises": r"raised RuntimeError: out of coffee \(toys.py:\d+\)",
     "hangs": r"did not answer in time \(task.step_limit_s\)",
     "shape": r"showed observations of shape \[4, 3\]; expected \[4, 4\]",
+    "few": r"gave rewards, terminations and truncations of shapes \[3\], \[4\], \[4\]; expected "
+    r"\[4\]",
     "nan": r"showed an observation that is not finite: \[nan, nan, nan, nan\]",
     "reward": "gave a reward of inf",
 }
@@ -136,6 +138,32 @@ def test_several_that_go_wrong_at_once_are_named_and_counted_once(
         rolled(worker)
     assert worker.metrics["env_restarts"].value == 1
     assert caplog.records[0].getMessage().startswith("environments [0, 2] of 'toys/BadCartPoles-v")
+
+
+def test_what_is_replaced_is_closed_and_may_take_its_time_to_be_made() -> None:
+    open_before = toys.BadCartPoles.num_open
+    spec = bad(step_limit_s=0.2)
+    worker = env_worker(replace(spec, options={**spec.options, "making_s": 0.3}))
+    rolled(worker)
+    assert worker.metrics["env_restarts"].value == 1
+    assert toys.BadCartPoles.num_open == open_before + 1
+    worker.close()
+    assert toys.BadCartPoles.num_open == open_before
+
+
+class Ponders(NoisyActor):
+    """Takes longer to answer than an environment may take to step."""
+
+    def act(self, obs: Any, noise: Any, action_mask: Any, memory: Any = None) -> Acts:
+        time.sleep(0.1)
+        return super().act(obs, noise, action_mask)
+
+
+@pytest.mark.parametrize("backend", ["gymnasium", "envpool"])
+def test_the_time_of_a_step_is_not_that_of_an_answer(backend: Any) -> None:
+    worker = env_worker(EnvSpec(id="CartPole-v1", backend=backend, step_limit_s=0.05))
+    rolled(worker, horizon=2, actor=Ponders())
+    assert worker.metrics["env_restarts"].value == 0
 
 
 def test_advantages_do_not_reach_over_a_restart() -> None:

@@ -21,6 +21,8 @@ def damage(how: str, row: Any, obs: Any, reward: Any, seconds: float = 30.0) -> 
         time.sleep(seconds)
     if how == "shape":
         return obs[:, :3], reward
+    if how == "few":
+        return obs, reward[1:]
     obs, reward = obs.astype(np.float32), reward.astype(np.float32)
     obs[row] = np.nan if how == "nan" else obs[row]
     reward[row] = np.inf if how == "reward" else reward[row]
@@ -87,8 +89,11 @@ class Bad(Counting):
 class BadCartPoles(CartPoleVectorEnv):
     """Gymnasium's numpy object. One environment goes wrong at one step since it was made or begun.
 
-    It does if a number drawn when it began is below `share`.
+    It does if a number drawn when it began is below `share`; one that hangs does for `seconds`. To
+    make it takes `making_s`.
     """
+
+    num_open = 0
 
     def __init__(
         self,
@@ -97,22 +102,29 @@ class BadCartPoles(CartPoleVectorEnv):
         share: float = 1.1,
         row: int = 1,
         seconds: float = 30.0,
+        making_s: float = 0.0,
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        time.sleep(making_s)
         self._how, self._at, self._share, self._row = how, at, share, row
-        self._seconds = seconds
+        self._seconds, self._goes = seconds, lambda: self._drawn < self._share
+        BadCartPoles.num_open += 1
+
+    def close(self, **options: Any) -> None:
+        BadCartPoles.num_open -= 1
+        super().close(**options)
         self._drawn, self._taken = 0.0, 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         found = super().reset(seed=seed, options=options)
         self._drawn, self._taken = float(self.np_random.random()), 0
-        return found if self._at or self._drawn >= self._share else (found[0] * np.nan, {})
+        return found if self._at or not self._goes() else (found[0] * np.nan, {})
 
     def step(self, action: Any) -> Any:
         obs, reward, *rest = super().step(action)
         self._taken += 1
-        if self._taken == self._at and self._drawn < self._share:
+        if self._taken == self._at and self._goes():
             obs, reward = damage(self._how, self._row, obs, reward, self._seconds)
         return obs, reward, *rest
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 import sys
 import time
 
-import torch
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
 from penstock.dataflow import Engine, build, one_group
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
 from penstock.workers.optimizer import OptimizerSpec
+from penstock.workers.threads import use_threads
 from penstock.workers.torch_actor_critic import TorchActorCriticSpec
 
 NUM_STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 245
 NUM_ENVS, HORIZON = 16, 128
-torch.set_num_threads(1)  # the same sums in the same order, whatever the machine
+use_threads(1)  # the same sums in the same order, whatever the machine
 
 cartpole = EnvSpec(id="CartPole-v1")
 optimizer = OptimizerSpec(

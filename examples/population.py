@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 
-import torch
 from penstock.algorithms.env_ppo import EnvPPO
 from penstock.algorithms.population import Population, population_step
 from penstock.dataflow import Engine, build, one_group
@@ -21,11 +20,12 @@ from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
 from penstock.workers.optimizer import OptimizerSpec
+from penstock.workers.threads import use_threads
 from penstock.workers.torch_actor_critic import TorchActorCriticSpec
 
 NUM_STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 40
 RATES = {"first": 1e-5, "second": 1e-4, "third": 1e-3, "fourth": 1e-2}
-torch.set_num_threads(1)  # the same sums in the same order, whatever the machine
+use_threads(1)  # the same sums in the same order, whatever the machine
 
 # --- 16 environments in 4 groups: one for each member
 

@@ -31,10 +31,11 @@ from penstock.workers.actor_network import PerceptronSpec
 from penstock.workers.games.rows import GameRowSource
 from penstock.workers.games.stones import TIC_TAC_TOE
 from penstock.workers.optimizer import OptimizerSpec
+from penstock.workers.threads import use_threads
 from penstock.workers.torch_actor_critic import TorchActorCriticSpec
 
 NUM_STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-torch.set_num_threads(1)  # the same sums in the same order, whatever the machine
+use_threads(1)  # the same sums in the same order, whatever the machine
 
 # --- the game, and two players who begin with different random weights
 

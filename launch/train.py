@@ -12,8 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-import torch
-
 from ..configs.schema import EngineConfig, RolloutConfig
 from ..dataflow.checkpoint import read_resume_point
 from ..dataflow.engine import Engine, StepResult
@@ -22,6 +20,7 @@ from ..dataflow.executor import Program
 from ..dataflow.graph import NodeKind
 from ..dataflow.role import Role
 from ..dataflow.worker import WorkerSpec
+from ..workers.threads import use_threads
 from .agreement import AgreementGuard
 from .atomic import write_json
 from .build_workers import Results, worker_specs
@@ -183,7 +182,7 @@ def _engine(
 ) -> Engine:
     config = job.config
     if config.executor.num_threads is not None:
-        torch.set_num_threads(config.executor.num_threads)
+        use_threads(config.executor.num_threads)
     return Engine(
         stage.graph,
         stage.placement,

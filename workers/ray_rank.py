@@ -42,6 +42,7 @@ from .serving_client import AnswerClient
 from .serving_server import AnswerServer
 from .slice_mail import Kept, Mail, Route, Shelf, Store
 from .slices import SliceTraffic
+from .threads import use_threads
 from .transfer_pack import Packet
 
 __all__ = ["Answer", "Rank", "part_to_numpy"]
@@ -89,7 +90,7 @@ class Rank:
     def __init__(
         self, group: DeviceGroup, process: int, num_threads: int, deadline_s: float, start_s: float
     ) -> None:
-        torch.set_num_threads(num_threads)
+        use_threads(num_threads)
         self._group, self._process = group, process
         self._traffic = SliceTraffic(process, group.processes(0))
         self._deadline_s, self._start_s = deadline_s, start_s

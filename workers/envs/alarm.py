@@ -1,11 +1,14 @@
 """A time limit for each of many short calls, cheap enough for every step of an environment.
 
 Calls are interrupted by SIGALRM, as in `dataflow.deadline`. A limit that was running already goes
-on all the while: whichever of the two ends first interrupts.
+on all the while: whichever of the two ends first interrupts. To arm it is to note the time: the
+signal comes when the first call might have been going on for too long, and is put off for as long
+as the one that is going on by then may take.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
@@ -15,6 +18,9 @@ from types import FrameType
 from ...dataflow.deadline import DeadlineExceeded
 
 __all__ = ["StepAlarm", "StepTooLong"]
+
+_SOON_S = 1e-6
+"""For what should have come already: a timer of 0 never does."""
 
 
 class StepTooLong(DeadlineExceeded):
@@ -36,14 +42,14 @@ class StepAlarm:
     """
 
     def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
+        self._seconds = math.inf if seconds is None else seconds
         self._able = False
-        self._armed = False
-        self._outer_end_s: float | None = None
+        self._since_s = self._outer_end_s = math.inf
+        self._comes_s = math.inf  # when the signal does
 
     def __enter__(self) -> StepAlarm:
         self._able = (
-            self._seconds is not None
+            self._seconds < math.inf
             and threading.current_thread() is threading.main_thread()
             and hasattr(signal, "setitimer")
             and sys.gettrace() is None
@@ -52,42 +58,53 @@ class StepAlarm:
         )
         if self._able:
             left_s = signal.getitimer(signal.ITIMER_REAL)[0]
-            self._outer_end_s = time.monotonic() + left_s if left_s else None
+            self._outer_end_s = time.monotonic() + left_s if left_s else math.inf
             self._outer = signal.signal(signal.SIGALRM, self._ring)
+            self._since_s, self._comes_s = math.inf, self._outer_end_s
         return self
 
     def arm(self) -> None:
         """Begin another call, with the whole time."""
-        if not self._able or self._seconds is None:
-            return
-        left_s = self._outer_left_s()
-        self._armed = not left_s or self._seconds < left_s
-        signal.setitimer(signal.ITIMER_REAL, self._seconds if self._armed else left_s)
+        if self._able:
+            self._since_s = now_s = time.monotonic()
+            if not now_s <= self._comes_s <= now_s + self._seconds:
+                self._come(now_s)
 
     def disarm(self) -> None:
         """The call is over."""
-        if self._able:
-            self._armed = False
-            signal.setitimer(signal.ITIMER_REAL, self._outer_left_s())
+        self._since_s = math.inf
 
     def __exit__(self, *_: object) -> None:
         if not self._able:
             return
         signal.setitimer(signal.ITIMER_REAL, 0)
-        self._able = self._armed = False
+        self._able, self._since_s = False, math.inf
         signal.signal(signal.SIGALRM, self._outer)
-        signal.setitimer(signal.ITIMER_REAL, self._outer_left_s())
+        if self._outer_end_s < math.inf:
+            left_s = self._outer_end_s - time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, max(left_s, _SOON_S))
 
-    def _outer_left_s(self) -> float:
-        """Time left of the limit that was running already, never 0 unless there is none."""
-        if self._outer_end_s is None:
-            return 0.0
-        return max(self._outer_end_s - time.monotonic(), 1e-6)
+    def _come(self, now_s: float) -> None:
+        """Let the signal come when the first limit ends."""
+        self._comes_s = min(self._since_s + self._seconds, self._outer_end_s)
+        if self._comes_s < math.inf:
+            signal.setitimer(signal.ITIMER_REAL, max(self._comes_s - now_s, _SOON_S))
 
     def _ring(self, signum: int, frame: FrameType | None) -> None:
-        if self._armed:
+        now_s, end_s, outer_end_s = (
+            time.monotonic(),
+            self._since_s + self._seconds,
+            self._outer_end_s,
+        )
+        if end_s <= now_s and end_s < outer_end_s:
+            self._since_s = math.inf
+            self._come(now_s)
             raise StepTooLong
-        self._outer_end_s = None
+        if outer_end_s > now_s:  # the call that is going on began later
+            self._come(now_s)
+            return
+        self._outer_end_s = math.inf
+        self._come(now_s)
         if callable(self._outer):
             self._outer(signum, frame)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -84,6 +85,37 @@ def test_a_call_that_lasts_too_long_is_interrupted() -> None:
             time.sleep(SLEEP_S)
 
     interrupted(StepTooLong, body)
+
+
+def test_every_call_has_the_whole_time() -> None:
+    with StepAlarm(LIMIT_S) as alarm:
+        for _ in range(5):
+            alarm.arm()
+            time.sleep(0.6 * LIMIT_S)
+        alarm.disarm()
+        time.sleep(2 * LIMIT_S)
+
+        def body() -> None:
+            alarm.arm()
+            time.sleep(SLEEP_S)
+
+        begun_s = time.monotonic()
+        interrupted(StepTooLong, body)
+        assert time.monotonic() - begun_s > 0.9 * LIMIT_S
+        interrupted(StepTooLong, body)
+
+
+def test_a_call_that_takes_the_timer_away_does_so_for_no_longer_than_the_limit() -> None:
+    with StepAlarm(LIMIT_S) as alarm:
+        alarm.arm()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        time.sleep(1.5 * LIMIT_S)
+
+        def body() -> None:
+            alarm.arm()
+            time.sleep(SLEEP_S)
+
+        interrupted(StepTooLong, body)
 
 
 @pytest.mark.parametrize("calls", [(), ("arm",), ("arm", "disarm")], ids=str)

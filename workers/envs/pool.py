@@ -10,12 +10,9 @@ the pool as a whole fails, another takes its place, with other seeds.
 from __future__ import annotations
 
 import base64
-import importlib
-import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,9 +20,10 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
-from ...dataflow.errors import ConfigError, StateError, WorkerError, nearest
+from ...dataflow.errors import ConfigError, StateError, WorkerError
 from .alarm import StepAlarm, StepTooLong
 from .group import Stepped, digest, env_seed
+from .pool_library import ask_envpool, without_casts
 from .restarts import BadRows, Restarts, began, described, finite, laid_out
 from .spaces import action_space, from_columns, num_features
 
@@ -34,6 +32,7 @@ __all__ = ["PoolGroup", "pool_spaces"]
 _MASKS = ("action_mask", "legal_action_mask")
 """What EnvPool's environments call the choices that are allowed."""
 
+_GYMNASIUM = "\n    leave out backend=envpool, and it is Gymnasium's"
 _ADVICE = "\n    without task.backend=envpool they are stepped, and restarted, one by one"
 
 
@@ -75,7 +74,7 @@ class PoolGroup:
         self.failures = self._restarts.failures
         self._begin_anew(1)
         self._env = self._make()
-        with _quiet():
+        with without_casts():
             self._take = from_columns(self._env.action_space)
         small = self.actions.kind == "discrete" and max(self.actions.sizes) <= 256
         self._kept = np.dtype(np.uint8 if small else np.float32)
@@ -94,10 +93,15 @@ class PoolGroup:
         self._resets: list[tuple[int, list[int]]] = []
 
     def _make(self) -> Any:
-        made = _asked(
-            self._id, "make_gymnasium", self._options, num_envs=self.num_envs, seed=self._seeds
+        made = ask_envpool(
+            "environment",
+            self._id,
+            "make_gymnasium",
+            self._options,
+            num_envs=self.num_envs,
+            seed=self._seeds,
         )
-        with _quiet():
+        with without_casts():
             _ = made.observation_space  # which it asks itself for at every step
         return made
 
@@ -273,46 +277,16 @@ def pool_spaces(
     Raises:
         ConfigError: If EnvPool is not installed or does not have it, or no actor can act in it.
     """
-    made = _asked(env_id, "make_spec", options)
+    made = ask_envpool("environment", env_id, "make_spec", options, advice=_GYMNASIUM)
     if getattr(made.config, "max_num_players", 1) > 1:
         raise ConfigError(
             f"environment '{env_id}' of EnvPool is played by several, whose moves cannot be told "
             "apart here\n    for games of two, see algorithm=self_play"
         )
-    with _quiet():
+    with without_casts():
         shown, taken = made.gymnasium_observation_space, made.gymnasium_action_space
     if isinstance(shown, spaces.Dict):
         raise ConfigError(
             f"environment '{env_id}' of EnvPool shows {', '.join(shown)}; expected one array"
         )
     return num_features(shown, env_id), action_space(taken, env_id, masked=masked)
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Without Gymnasium's warning that bounds, which EnvPool gives as f64, become f32."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*precision lowered by casting")
-        yield
-
-
-def _asked(env_id: str, function: str, options: Mapping[str, Any], **further: Any) -> Any:
-    """What a function of EnvPool's makes of an environment."""
-    try:
-        pool = importlib.import_module("envpool")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"backend=envpool needs the package {error.name}, which is not installed\n"
-            "    install penstock[envpool]"
-        ) from error
-    known: list[str] = pool.list_all_envs()
-    if env_id not in known:
-        raise ConfigError(
-            f"EnvPool has no environment '{env_id}'{nearest(env_id, known)}\n"
-            "    leave out backend=envpool, and it is Gymnasium's"
-        )
-    try:
-        with _quiet():
-            return getattr(pool, function)(env_id, **options, **further)
-    except Exception as error:  # of many kinds, assertions among them
-        raise ConfigError(f"environment '{env_id}' cannot be made by EnvPool: {error}") from error

@@ -7,10 +7,8 @@ which they were computed, and are put in their own.
 
 from __future__ import annotations
 
-import importlib
-import warnings
-from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,9 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from ...algorithms.env_roles import ActionSpace
-from ...dataflow.errors import ConfigError, WorkerError, nearest
+from ...dataflow.errors import ConfigError, WorkerError
 from ..envs.alarm import StepAlarm
+from ..envs.pool_library import ask_envpool, without_casts
 from ..envs.spaces import action_space, num_features
 from .boards import GameNames, answered
 
@@ -62,11 +61,16 @@ class PoolBoards:
         self._mover = np.zeros(self._count, np.int64)
         with ExitStack() as made:
             self._alarm = made.enter_context(StepAlarm(limit_s))
-            self._pool: Any = _asked(
-                game_id, "make_gymnasium", options, num_envs=self._count, seed=self._seeds
+            self._pool: Any = ask_envpool(
+                "game",
+                game_id,
+                "make_gymnasium",
+                options,
+                num_envs=self._count,
+                seed=self._seeds,
             )
             made.callback(self._pool.close)
-            with _quiet():
+            with without_casts():
                 _ = self._pool.observation_space  # which it asks itself for at every step
             obs, info = answered(self._named, self._alarm, self._pool.reset)
             order = self._order(info)
@@ -154,10 +158,10 @@ def pool_game_spaces(game_id: str, options: Mapping[str, Any]) -> tuple[int, Act
         ConfigError: If EnvPool is not installed or does not have it, or it is no game of two
             players who choose in turn from what is allowed.
     """
-    made = _asked(game_id, "make_spec", options)
+    made = ask_envpool("game", game_id, "make_spec", options)
     players = getattr(made.config, "max_num_players", 1)
     told = {key.removeprefix("info:") for key in made.state_array_spec}
-    with _quiet():
+    with without_casts():
         shown, taken = made.gymnasium_observation_space, made.gymnasium_action_space
     for wrong, what in (
         (players != 2, f"has {players} player{'s' * (players > 1)}"),
@@ -171,30 +175,3 @@ def pool_game_spaces(game_id: str, options: Mapping[str, Any]) -> tuple[int, Act
                 "turn from what is allowed\n    such are ConnectFour-v1, Hex-v1 and Go9x9-v1"
             )
     return num_features(shown, game_id), action_space(taken, game_id, masked=True)
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Without Gymnasium's warning that bounds, which EnvPool gives as f64, become f32."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*precision lowered by casting")
-        yield
-
-
-def _asked(game_id: str, function: str, options: Mapping[str, Any], **further: Any) -> Any:
-    """What a function of EnvPool's makes of a game."""
-    try:
-        pool = importlib.import_module("envpool")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"a game of backend envpool needs the package {error.name}, which is not installed\n"
-            "    install penstock[envpool]"
-        ) from error
-    known: list[str] = pool.list_all_envs()
-    if game_id not in known:
-        raise ConfigError(f"EnvPool has no game '{game_id}'{nearest(game_id, known)}")
-    try:
-        with _quiet():
-            return getattr(pool, function)(game_id, **options, **further)
-    except Exception as error:  # of many kinds, assertions among them
-        raise ConfigError(f"game '{game_id}' cannot be made by EnvPool: {error}") from error

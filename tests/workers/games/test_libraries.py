@@ -160,7 +160,7 @@ def test_what_is_no_game_for_two_is_refused(spec: LibraryGameSpec, said: str) ->
 @pytest.mark.parametrize(
     ("spec", "package", "said"),
     [
-        (pool("Hex-v1"), "envpool", "a game of backend envpool needs the package envpool, which is "
+        (pool("Hex-v1"), "envpool", "backend=envpool needs the package envpool, which is "
          "not installed\n    install penstock[envpool]"),
         (zoo("tictactoe_v3"), "pettingzoo", "game 'tictactoe_v3' needs the package pettingzoo, "
          "which is not installed\n    install penstock[pettingzoo]; for card games also rlcard, "

@@ -4,7 +4,7 @@ Espeholt et al., "IMPALA", 2018. Decoupled PPO weighs each token by how much lik
 weights are to sample it than those that did; V-trace weighs so as well what is carried back from
 later tokens, so that the critic learns the values of today's policy. The loss's ratio is against
 today's weights, before the update. Run it with `schedule=one_step_off` or a larger
-`schedule.max_lag`; on fresh rollouts it is PPO, to the last token.
+`schedule.max_lag`; on fresh rollouts, and with bounds of 1 or more, it is PPO.
 """
 
 from __future__ import annotations

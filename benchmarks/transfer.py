@@ -6,7 +6,7 @@ Four things take turns, repeat by repeat, in the same processes:
 - the wire: the same messages, each in one send, between the same processes, as many at once, from
   buffers that are already full to buffers that nobody reads;
 - point to point: one process sends as many bytes to one other while the rest wait, in messages of
-  the size that was fastest of three: what the transport can do on this machine by itself;
+  the size that was fastest of three: what one pair of processes can do on this machine;
 - gather then broadcast: the first process collects whole weights and broadcasts every tensor to all
   receivers, which keep their part.
 

@@ -155,10 +155,11 @@ class ExecutorConfig(Section):
     """Worker group -> role -> the group that serves it there, instead of a copy: `{acting: {actor:
     policy}}`."""
     num_threads: AtLeastOne | None = None
-    """Torch threads per process; by default the cores are shared out among the ranks."""
+    """Torch's and numpy's threads per process; by default the cores are shared out among the
+    ranks."""
     transport: Literal["object_store", "point_to_point"] = "object_store"
-    """How new weights get from group to group: through Ray's object store, or from process to
-    process over torch.distributed."""
+    """How slices of new weights get from group to group: through Ray's object store, or from
+    process to process over torch.distributed."""
 
 
 class EngineConfig(Section):

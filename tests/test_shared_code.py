@@ -82,16 +82,16 @@ def _definitions(name: str) -> list[str]:
 
 @pytest.mark.parametrize("what", SHARED)
 def test_maths_is_one_object_for_both(what: str):
+    """Files of each kind, and of that kind alone, use what one file defines."""
     module, name = SHARED[what]
-    users = {
-        algorithm
-        for algorithm in (*OF_ENVIRONMENTS, *OF_LANGUAGE)
-        if any(_uses(path, name) for path in _files(_reached(f"algorithms.{algorithm}")))
-    }
-    assert f"{module}.{name}" in _reached("algorithms.env_ppo") | _reached("algorithms.impala")
-    assert len(_definitions(name)) == 1
-    assert users & set(OF_ENVIRONMENTS)
-    assert users & set(OF_LANGUAGE)
+    (defined,) = _definitions(name)
+    assert defined == f"{module.replace('.', '/')}.py"
+    of_environments, of_language = (
+        {path for algorithm in kind for path in _files(_reached(f"algorithms.{algorithm}"))}
+        for kind in (OF_ENVIRONMENTS, OF_LANGUAGE)
+    )
+    assert [path.name for path in of_environments - of_language if _uses(path, name)]
+    assert [path.name for path in of_language - of_environments if _uses(path, name)]
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,9 @@ _MOST_RESTARTS = 3
 
 _LOG = logging.getLogger("penstock.ray")
 
+_Place = tuple[str, int, int]
+"""Group, process and key of what a process keeps for others."""
+
 Transport = Literal["object_store", "point_to_point"]
 """How slices of weights get from group to group; see `RayExecutor`."""
 
@@ -130,11 +133,12 @@ class RayExecutor:
     it is wait for the others to sleep before they wake, and what they are asked next waits as well.
 
     Args:
-        num_threads: Torch threads per process; the controller's own number shared among the
-            processes of the largest group by default, so that one rank computes exactly what one
-            process does.
+        num_threads: Torch's and numpy's threads per process; the controller's own number shared
+            among the processes of the largest group by default, so that one rank computes exactly
+            what one process does.
         transport: How slices of weights get to other groups. "object_store": through Ray's.
-            "point_to_point": from process to process, over torch.distributed.
+            "point_to_point": from process to process, over torch.distributed. Weights of workers
+            that cannot say how they hold them, and all columns, go through the store.
     """
 
     one_at_a_time = False
@@ -146,7 +150,7 @@ class RayExecutor:
         self._num_threads = num_threads
         self._transport = transport
         self._routes: list[Route] = []
-        self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self._kept: dict[_Place, weakref.finalize[..., Any]] = {}
         self._programs: Mapping[str, Program] = {}
         self._groups: dict[str, ActorGroup] = {}
         self._devices = SharedDevices(())
@@ -295,8 +299,10 @@ class RayExecutor:
     def _watch(self, kept: Kept) -> None:
         """Have the process forget weights once nothing here can ask for them any more."""
         actor = self._groups[kept.group].actors[kept.process]
-        self._kept.add(kept)
-        weakref.finalize(kept, _forget, actor, kept.key).atexit = False
+        place = kept.group, kept.process, kept.key
+        forget = weakref.finalize(kept, _forget, self._kept, place, actor)
+        forget.atexit = False
+        self._kept[place] = forget
 
     def _died(self, asked: _Asked, said: str) -> Completion | None:
         """Start the group again if that can be done, and have it do again what it owes."""
@@ -349,6 +355,9 @@ class RayExecutor:
 
     def stop(self) -> None:
         """Ask every rank to close its workers, wait a little, and end it. See `Executor.stop`."""
+        for forget in self._kept.values():
+            forget.detach()  # The processes end, and with them what they keep.
+        self._kept.clear()
         is_idle = not self._pending
         self._pending.clear()
         self._loaded.clear()
@@ -410,11 +419,9 @@ def shutdown_ray() -> None:
         ray.shutdown()
 
 
-def _forget(actor: Any, key: int) -> None:
-    import ray
-
-    if ray.is_initialized():
-        actor.forget.remote(key)
+def _forget(kept: dict[_Place, Any], place: _Place, actor: Any) -> None:
+    del kept[place]
+    actor.forget.remote(place[-1])
 
 
 def _hosted(

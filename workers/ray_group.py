@@ -188,18 +188,19 @@ def connect_mail(groups: Mapping[str, ActorGroup], routes: Sequence[Route], star
 
 
 def routes_of(programs: Mapping[str, Program]) -> list[Route]:
-    """From every group that trains a role to every other that has a copy of it."""
-    homes = {
-        role: home
-        for one in programs.values()
-        for role in one.graph.trains_per_step
-        if (home := one.placement.home(one.graph, role)) is not None
-    }
+    """From every group in which any program trains a role to every other that has a copy of it."""
+    homes: dict[str, set[str]] = {}
+    for one in programs.values():
+        for role in one.graph.trains_per_step:
+            if (home := one.placement.home(one.graph, role)) is not None:
+                homes.setdefault(role, set()).add(home)
     pairs = {
-        (homes.get(role, group.name), group.name)
+        (home, group.name)
         for one in programs.values()
         for group in one.placement.groups
         for role in one.placement.hosted_roles(one.graph, group.name)
+        for home in homes.get(role, ())
+        if home != group.name
     }
     groups = {group.name: group for group in groups_of(programs)}
     return [
@@ -210,7 +211,6 @@ def routes_of(programs: Mapping[str, Program]) -> list[Route]:
             tuple(range(groups[taker].num_processes)),
         )
         for home, taker in sorted(pairs)
-        if home != taker
     ]
 
 

@@ -35,7 +35,7 @@ from ..dataflow.work import (
     Result,
     Work,
 )
-from ..dataflow.worker import CLOSE_S, WorkerContext, close_workers
+from ..dataflow.worker import WorkerContext, close_workers
 from .ray_meeting import Address, meet, open_listener
 from .ray_parked import Parkable
 from .serving_client import AnswerClient
@@ -43,9 +43,14 @@ from .serving_server import AnswerServer
 from .slice_mail import Kept, Mail, Route, Shelf, Store
 from .slices import SliceTraffic
 from .threads import use_threads
+from .transfer_link import Clock
 from .transfer_pack import Packet
 
 __all__ = ["Answer", "Rank", "part_to_numpy"]
+
+
+_LEAVE_S = 1.0
+"""How long a process that ends waits for others to leave its routes."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +128,16 @@ class Rank:
         """Give or take weights by this route from now on; its process 0 listens at `address`."""
         number = route.number(self._group.name, self._process)
         store = self._meet(address, route.num_processes)
-        mail = self._mail[route] = Mail(route, number, store, self._deadline_s)
+        mail = Mail(route, number, store, self._deadline_s, self._start_s)
+        self._mail[route] = mail
         if route.givers == self._group.name:
             mail.serve(self._shelf)
 
     def _leave_routes(self) -> None:
         """Those who give have nothing to wait for once those who take have left."""
+        clock = Clock(_LEAVE_S)
         while self._mail:
-            self._mail.popitem()[1].close(CLOSE_S / 2)
+            self._mail.popitem()[1].close(clock.left.total_seconds())
 
     def forget(self, key: int) -> None:
         """Nobody will ask for these weights again."""
@@ -276,7 +283,10 @@ class Rank:
             case ExportSlicesWork():
                 packets = traffic.export(host.roles[work.role], work.takers, work.version)
             case ImportSlicesWork():
-                given = [self._fetched(slices, work.group) for slices in work.slices]
+                # Each begins with another process, so that all of those give at the same time.
+                first = self._process % len(work.slices)
+                turned = (*work.slices[first:], *work.slices[:first])
+                given = [self._fetched(slices, work.group) for slices in turned]
                 arrived = [packet for packet in given if packet is not None]
                 worker = host.roles[work.role]
                 with self._holdings.changing(work.role, work.version):
@@ -302,7 +312,12 @@ class Rank:
         if isinstance(slices, Kept):
             if (group, self._process) not in slices.takers:
                 return None
-            mail = next(mail for route, mail in self._mail.items() if route.givers == slices.group)
+            mail = next((m for r, m in self._mail.items() if r.givers == slices.group), None)
+            if mail is None:
+                raise WorkerError(
+                    f"group '{group}' has no connection to group '{slices.group}', whose weights "
+                    "it is to take"
+                )
             return mail.fetch(slices.process, slices.key)
         handle = slices.get((group, self._process))
         return None if handle is None else ray.get(handle, timeout=self._deadline_s)
@@ -326,10 +341,12 @@ class Rank:
         try:
             for one in (*self._clients.values(), *([self._server] if self._server else ())):
                 one.close()
-            self._leave_routes()
         finally:
             roles, self._roles = self._roles, {}
-            close_workers(roles.values())
+            try:
+                close_workers(roles.values())
+            finally:
+                self._leave_routes()
 
     def _fetch(self, handle: Any) -> Any:
         """Pull a stored part or snapshot; copied, because Ray's arrays are shared and read-only."""

@@ -1,7 +1,7 @@
 """Packets of weights between the processes of two groups, by torch.distributed, point to point.
 
-A packet stays with the process that made it, and a thread gives it to whoever asks: the taker may
-be busy with older weights for long, or is started again and asks once more. Each pair of groups has
+A packet stays with the process that made it, and threads give it to whoever asks: the taker may be
+busy with older weights for long, or is started again and asks once more. Each pair of groups has
 a process group of its own, the givers first, so that neither side's other messages are in the way.
 Packets lie in host memory, and travel bucket by bucket over gloo.
 """
@@ -114,19 +114,30 @@ class Mail:
         number: The process's number on it.
         store: Where all processes of the route meet.
         deadline_s: How long a packet may take, from the question on.
+        start_s: How long the others may take to come.
+
+    Raises:
+        RuntimeError: If they do not come.
     """
 
-    def __init__(self, route: Route, number: int, store: Store, deadline_s: float) -> None:
+    def __init__(
+        self, route: Route, number: int, store: Store, deadline_s: float, start_s: float
+    ) -> None:
         self._route = route
         self._deadline_s = deadline_s
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         # Of one backend, without the registration that only members of the default group can have.
-        self._group: Any = dist.ProcessGroupGloo(store, number, route.num_processes, _UNBOUNDED)
+        self._group: Any = dist.ProcessGroupGloo(
+            store, number, route.num_processes, timedelta(seconds=start_s)
+        )
 
     def serve(self, shelf: Shelf) -> None:
-        """Give packets to whoever asks, by a thread that ends with the connection."""
-        self._thread = threading.Thread(target=self._serve, args=(shelf,), daemon=True)
-        self._thread.start()
+        """Give packets to whoever asks, by a thread for each taker that ends when it is gone."""
+        first = len(self._route.from_processes)
+        for number in range(first, self._route.num_processes):
+            thread = threading.Thread(target=self._serve, args=(shelf, number), daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def fetch(self, process: int, key: int) -> Packet:
         """Ask a giver for the packet that it has for this process.
@@ -169,10 +180,10 @@ class Mail:
         Args:
             timeout_s: After which the other side is left as it is.
         """
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-        else:
-            clock = Clock(timeout_s)
+        clock = Clock(timeout_s)
+        for thread in self._threads:
+            thread.join(clock.left.total_seconds())
+        if not self._threads:
             for number in range(len(self._route.from_processes)):
                 try:
                     self._wait(self._send([torch.tensor([_NO_MORE])], number, "a good-bye"), clock)
@@ -180,33 +191,35 @@ class Mail:
                     _LOG.info("group '%s' is gone already: %s", self._route.givers, error)
         self._group = None
 
-    def _serve(self, shelf: Shelf) -> None:
-        """Until all takers have left, or died: they are ended, or started again, all at once."""
-        group, num_takers = self._group, len(self._route.to_processes)
-        while num_takers:
-            question = torch.zeros(1, dtype=torch.int64)
+    def _serve(self, shelf: Shelf, number: int) -> None:
+        """Until the taker has left, or died."""
+        group, question = self._group, torch.zeros(1, dtype=torch.int64)
+        while True:
             try:
-                asked = group.recv_anysource([question], 0)
-                asked.wait(_UNBOUNDED)
-                if int(question) == _NO_MORE:
-                    num_takers -= 1
-                    continue
-                self._answer(shelf, int(question), asked._source_rank())  # noqa: SLF001 - torch has no other name for it
-            except (RuntimeError, WeightsError) as error:
-                _LOG.info("group '%s' asks no more: %s", self._route.takers, error)
+                group.recv([question], number, 0).wait(_UNBOUNDED)
+            except RuntimeError as error:
+                # Whoever has given it work hears that it is dead.
+                _LOG.info("%s asks no more: %s", self._taker(number), error)
                 return
+            if int(question) == _NO_MORE:
+                return
+            try:
+                self._answer(shelf, int(question), number)
+            except WeightsError:
+                _LOG.exception("%s gets no more weights from here", self._taker(number))
+                return
+
+    def _taker(self, number: int) -> str:
+        process = self._route.to_processes[number - len(self._route.from_processes)]
+        return f"process {process} of group '{self._route.takers}'"
 
     def _answer(self, shelf: Shelf, key: int, number: int) -> None:
         clock = Clock(self._deadline_s)
         process = self._route.to_processes[number - len(self._route.from_processes)]
         packet = shelf.find(key, (self._route.takers, process))
-        whose = f"an answer to process {process} of group '{self._route.takers}'"
-        if packet is None:
-            head = torch.zeros(_HEAD_SIZE, dtype=torch.int64)
-            self._wait(self._send([head], number, whose), clock)
-            return
-        # One list of buffers in the order in which the taker asks for them.
-        self._wait(self._send(_buffers(packet), number, whose), clock)
+        nothing = [torch.zeros(_HEAD_SIZE, dtype=torch.int64)]
+        buffers = nothing if packet is None else _buffers(packet)
+        self._wait(self._send(buffers, number, f"an answer to {self._taker(number)}"), clock)
 
     def _send(self, buffers: Sequence[Tensor], number: int, story: str) -> list[_Posted]:
         return self._post([Op(True, buffer, number, story) for buffer in buffers])

@@ -84,7 +84,7 @@ def test_decoupled_ppo_on_fresh_rollouts_is_ppo(seed: int, cap: float | None) ->
 OPTIONS = [
     {},
     {"discount": 0.9, "gae_lambda": 0.5, "whiten_rewards": True},
-    {"no_eos": "zero"},
+    {"no_eos": "zero", "rho_bar": 2.0, "c_bar": 1.5},
     {"score_slot": "after_last", "rho_bar": None, "c_bar": None},
 ]
 
@@ -106,7 +106,7 @@ def targets_of(data: Data, cfg: PPO, age: float) -> GaeTargets:
 @settings(max_examples=15)
 @given(seed=SEEDS)
 def test_vtrace_ppo_on_fresh_rollouts_is_ppo(seed: int, options: dict[str, Any]) -> None:
-    """Advantages and the critic's targets are those of GAE, whatever the bounds."""
+    """Advantages and the critic's targets are those of GAE, for bounds of 1 and more."""
     data = draw(seed)
     plain = {name: value for name, value in options.items() if not name.endswith("_bar")}
     traced = targets_of(data, VtracePPO(**options), age=0.0)

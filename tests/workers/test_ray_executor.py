@@ -87,6 +87,16 @@ def test_in_process_and_ray_end_with_the_same_weights() -> None:
     assert 0 < moved < 40_000  # reports and prompts; one step's columns alone are as much
 
 
+def test_groups_give_each_other_the_weights_of_several_roles() -> None:
+    """Point to point: main gives two roles by one route, and takes a third from whom it gives."""
+    run = runs.make("ppo")
+    here, _ = finish(run, one_group(run.graph), InProcess())
+    both = split(run, rollout=("actor.generate", "critic.train"), judges=("ref", "reward"))
+    executor = RayExecutor(num_threads=1, transport="point_to_point")
+    there, _ = finish(run, both, executor)
+    assert there == here
+
+
 @dataclass(frozen=True)
 class DelayedSpec:
     """Sleeps before each call of the worker it wraps: a set time, and a random, unseeded one."""

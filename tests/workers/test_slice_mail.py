@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -51,7 +52,7 @@ def met(route: Route, folder: Path, deadline_s: float = 20.0) -> list[Mail]:
     mails: dict[int, Mail] = {}
 
     def make(number: int) -> None:
-        mails[number] = Mail(route, number, store_in(folder, route), deadline_s)
+        mails[number] = Mail(route, number, store_in(folder, route), deadline_s, 30.0)
 
     threads = [threading.Thread(target=make, args=(i,)) for i in range(route.num_processes)]
     for thread in threads:
@@ -151,7 +152,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_slice_mail import ALONE, Shelf, Mail, packet, store_in
 shelf = Shelf()
-mail = Mail(ALONE, 0, store_in(Path(sys.argv[1]), ALONE), 20.0)
+mail = Mail(ALONE, 0, store_in(Path(sys.argv[1]), ALONE), 20.0, 30.0)
 assert shelf.put({("rollout", 0): packet(0, 0)}) == 1
 mail.serve(shelf)
 time.sleep(60)
@@ -163,7 +164,7 @@ def test_a_giver_that_dies_is_named(tmp_path: Path) -> None:
         [sys.executable, "-c", _GIVER, str(tmp_path), str(Path(__file__).parent)]
     )
     try:
-        mail = Mail(ALONE, 1, store_in(tmp_path, ALONE), 20.0)
+        mail = Mail(ALONE, 1, store_in(tmp_path, ALONE), 20.0, 30.0)
         assert same(mail.fetch(0, 1), packet(0, 0))
     finally:
         giver.kill()
@@ -171,3 +172,38 @@ def test_a_giver_that_dies_is_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"of process 0 of group 'train'.* It said: "):
         mail.fetch(0, 1)
     mail.close(0.1)
+
+
+_TAKER = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_slice_mail import ALONE, Mail, store_in
+mail = Mail(ALONE, 1, store_in(Path(sys.argv[1]), ALONE), 20.0, 30.0)
+mail.fetch(0, 1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_waits_for_a_taker_that_has_died(tmp_path: Path) -> None:
+    taker = subprocess.Popen(
+        [sys.executable, "-c", _TAKER, str(tmp_path), str(Path(__file__).parent)]
+    )
+    try:
+        shelf = Shelf()
+        mail = Mail(ALONE, 0, store_in(tmp_path, ALONE), 20.0, 30.0)
+        shelf.put({("rollout", 0): packet(0, 0)})
+        begin = threading.active_count()
+        mail.serve(shelf)
+        assert threading.active_count() == begin + 1
+        assert taker.wait(30) == -signal.SIGKILL
+    finally:
+        taker.kill()
+        taker.wait(20)
+    mail.close(20)
+    assert threading.active_count() == begin
+
+
+def test_others_that_do_not_come_are_not_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
+        Mail(ALONE, 0, store_in(tmp_path, ALONE), 20.0, 0.5)

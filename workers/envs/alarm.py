@@ -77,11 +77,13 @@ class StepAlarm:
     def __exit__(self, *_: object) -> None:
         if not self._able:
             return
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        # First, so that a signal which is on its way already sets no timer again.
         self._able, self._since_s = False, math.inf
+        outer_end_s, self._outer_end_s = self._outer_end_s, math.inf
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, self._outer)
-        if self._outer_end_s < math.inf:
-            left_s = self._outer_end_s - time.monotonic()
+        if outer_end_s < math.inf:
+            left_s = outer_end_s - time.monotonic()
             signal.setitimer(signal.ITIMER_REAL, max(left_s, _SOON_S))
 
     def _come(self, now_s: float) -> None:

@@ -85,10 +85,10 @@ class Restarts:
             self._alarm.arm()
             try:
                 return call()
-            except WorkerError:
-                raise
             except (Exception, StepTooLong) as error:
                 self._alarm.disarm()
+                if isinstance(error, WorkerError):
+                    raise
                 call = instead(error)
 
     def note(self, said: str, rows: Iterable[int], error: BaseException) -> None:
@@ -175,8 +175,7 @@ def laid_out(shown: Sequence[NDArray[Any]], num_envs: int, num_features: int) ->
         raise BadEnv(
             f"gave rewards, terminations and truncations of shapes {shapes}; expected [{num_envs}]"
         )
-    flat = obs.reshape(num_envs, num_features).astype(np.float32, copy=False)
-    return Stepped(flat, reward, terminated, truncated)
+    return Stepped(_as_f32(obs).reshape(num_envs, num_features), reward, terminated, truncated)
 
 
 def finite(stepped: Stepped) -> Stepped:
@@ -185,16 +184,21 @@ def finite(stepped: Stepped) -> Stepped:
     Raises:
         BadRows: If something is not finite as float32.
     """
-    obs, reward = stepped.obs, stepped.reward
-    if reward.dtype != np.float32:
-        with np.errstate(over="ignore"):
-            reward = reward.astype(np.float32)
+    obs, reward = stepped.obs, _as_f32(stepped.reward)
     if not (all_finite(obs) and all_finite(reward)):
         what = {row: not_finite(obs[row]) for row in _rows(~np.isfinite(obs).all(axis=1))}
         for row in _rows(~np.isfinite(reward)):
             what.setdefault(row, f"gave a reward of {stepped.reward[row]}")
         raise BadRows(what, stepped)
     return stepped
+
+
+def _as_f32(array: NDArray[Any]) -> NDArray[np.float32]:
+    """As float32; what is too large is infinite there, and no warning is needed to see it."""
+    if array.dtype == np.float32:
+        return array
+    with np.errstate(over="ignore"):
+        return array.astype(np.float32)
 
 
 def all_finite(array: NDArray[Any]) -> bool:

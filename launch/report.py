@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def summary_of(
         "verifier_timeouts": outcome.after.timeouts if outcome.after else None,
         "samples_per_s": outcome.samples_per_s,
         "env_steps_per_s": outcome.env_steps_per_s,
+        "env_restarts": outcome.num_env_restarts,
         "step_time_s": outcome.step_time_s,
         "predicted_step_time_s": prediction.step_time_s if prediction else None,
         "calibration": prediction.calibration if prediction else None,
@@ -98,7 +100,8 @@ def write_report(
     for name, path in shown.items():
         if path is not None:
             console.print(f"{name}: {path}", highlight=False, markup=False, soft_wrap=True)
-    console.print(_summary_line(job, folder, summary), highlight=False, soft_wrap=True)
+    line = _summary_line(folder, summary, outcome.env_unit)
+    console.print(line, highlight=False, soft_wrap=True)
 
 
 def _draw(job: Job, folder: RunFolder, summary: dict[str, Any]) -> Path | None:
@@ -136,7 +139,7 @@ def _unverified(outcome: Outcome) -> list[str]:
     ]
 
 
-def _summary_line(job: Job, folder: RunFolder, summary: dict[str, Any]) -> str:
+def _summary_line(folder: RunFolder, summary: dict[str, Any], env_unit: str) -> str:
     parts = [f"{folder.id}: {summary['num_steps']} steps"]
     if summary["accuracy_before_rl"] is not None:
         before, after = summary["accuracy_before_rl"], summary["accuracy_after_rl"]
@@ -150,9 +153,11 @@ def _summary_line(job: Job, folder: RunFolder, summary: dict[str, Any]) -> str:
             "episodes"
         )
     if summary["env_steps_per_s"] is not None:
-        parts.append(f"{summary['env_steps_per_s']:,.0f} environment steps/s")
-    else:
+        parts.append(f"{summary['env_steps_per_s']:,.0f} {env_unit}/s")
+    elif not math.isnan(summary["samples_per_s"]):
         parts.append(f"{summary['samples_per_s']:.4g} samples/s")
+    if summary["env_restarts"]:
+        parts.append(f"{summary['env_restarts']:g} environments restarted")
     parts.append(f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB")
     parts.append(format_duration(summary["wall_time_s"]))
     return ", ".join(parts)

@@ -17,6 +17,9 @@ __all__ = ["resumed_config"]
 _ELSEWHERE = ("engine", "rollout", "executor", "placement")
 """What a resumed run may change: checkpoints are the same for every engine and layout."""
 
+_PATIENCE = ("task.max_restarts", "task.step_limit_s")
+"""Further keys, which say how much may go wrong and not what is computed."""
+
 
 def resumed_config(
     path: Path, composed: Mapping[str, Any], given: Sequence[str]
@@ -36,7 +39,11 @@ def resumed_config(
     folder = open_run(path)
     words = [word for word in given if not word.startswith("resume=")]
     keys = [word.partition("=")[0] for word in words]
-    others = [word for word in words if re.split("[.=]", word)[0] not in _ELSEWHERE]
+    others = [
+        word
+        for word in words
+        if re.split("[.=]", word)[0] not in _ELSEWHERE and word.partition("=")[0] not in _PATIENCE
+    ]
     gone = [word for word in others if word.startswith("~")]
     if gone:
         raise ConfigError(
@@ -47,7 +54,8 @@ def resumed_config(
     if others:
         raise ConfigError(
             f"resume={path} comes with {', '.join(others)}\n    a resumed run keeps its "
-            f"configuration but for {', '.join(_ELSEWHERE)}; leave the rest out, or start a new run"
+            f"configuration but for {', '.join((*_ELSEWHERE, *_PATIENCE))}; leave the rest out, or "
+            "start a new run"
         )
     if folder.summary.is_file():
         raise ConfigError(
@@ -62,7 +70,7 @@ def resumed_config(
         raise ConfigError(f"'{folder.config}' holds no configuration")
     for key in sorted(keys, key=len, reverse=True):  # a whole section last
         _copy(key.split("."), composed, config)
-    return config, bool(keys)
+    return config, not {*keys} <= {*_PATIENCE}
 
 
 def _copy(path: Sequence[str], source: Any, target: Any) -> None:

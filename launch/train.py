@@ -7,7 +7,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ..configs.schema import EngineConfig, RolloutConfig
 from ..dataflow.checkpoint import read_resume_point
 from ..dataflow.engine import Engine, StepResult
-from ..dataflow.errors import StateError
+from ..dataflow.errors import StateError, WorkerError
 from ..dataflow.executor import Program
 from ..dataflow.graph import NodeKind
 from ..dataflow.role import Role
@@ -45,8 +45,12 @@ MODELS = "models"
 _BEFORE = "before.json"
 """Below a stage's folder: what was measured before its first step."""
 
-_ENV_STEPS = "env_steps"
-"""Of a rollout: the metric that counts steps of environments, those of resets left out."""
+_ENV_STEPS, _ENV_RESTARTS = "env_steps", "env_restarts"
+"""Of a rollout: the metrics that count steps of environments, those of resets left out, and those
+that went wrong and were restarted."""
+
+_MOVES = "num_moves"
+"""A metric of games alone."""
 
 _SHOWN = (
     "episode_return",
@@ -61,6 +65,9 @@ _SHOWN = (
 )
 """Metrics worth a place on the progress line, best first."""
 
+_TROUBLE = ("env_restarts", "cut_off")
+"""Those that come before them where they are not 0."""
+
 
 @dataclass
 class Outcome:
@@ -74,6 +81,8 @@ class Outcome:
         first_step: The step it began at: above 0 if it went on from a checkpoint.
         num_samples: Rows made by those steps.
         num_env_steps: Steps of environments, or moves of games, taken in them.
+        num_env_restarts: Environments that went wrong in them and were restarted.
+        env_unit: What `num_env_steps` counts.
         before: What was measured before the first step, if anything is.
         after: And after the last.
         wall_time_s: From the first model built to the last file written.
@@ -86,6 +95,8 @@ class Outcome:
     first_step: int = 0
     num_samples: int = 0
     num_env_steps: float = 0.0
+    num_env_restarts: float = 0.0
+    env_unit: str = "environment steps"
     before: Measured | None = None
     after: Measured | None = None
     wall_time_s: float = 0.0
@@ -146,12 +157,23 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
         for result in _timed(steps, stage, outcome):
             logs.write(result, outcome)
             guard.check(result)
-        if evaluator is not None:
-            outcome.after = evaluator.measure(engine)
+        unmeasured = None if evaluator is None else _measure_after(evaluator, engine, outcome)
+        if outcome.after is not None:
             logs.note(stage.config.num_steps, outcome.after)
     _export(job, stage, home, results, store, outcome)
+    if unmeasured is not None:
+        raise unmeasured  # what was learnt is written by now
     outcome.wall_time_s = time.monotonic() - started_s
     return outcome
+
+
+def _measure_after(evaluator: _Evaluates, engine: Engine, outcome: Outcome) -> WorkerError | None:
+    """What the last measurement failed of, if it did."""
+    try:
+        outcome.after = evaluator.measure(engine)
+    except WorkerError as error:
+        return error
+    return None
 
 
 class _Evaluates(Protocol):
@@ -212,6 +234,8 @@ def _timed(steps: Iterator[StepResult], stage: Stage, outcome: Outcome) -> Itera
         outcome.step_times_s.append(now_s - mark_s)
         outcome.num_samples += num_samples(stage, result)
         outcome.num_env_steps += num_env_steps(result)
+        outcome.num_env_restarts += _total(result, _ENV_RESTARTS)
+        outcome.env_unit = _unit_of(result.metrics)
         for node, seconds in node_seconds(result.spans).items():
             outcome.node_times_s.setdefault(node, []).append(seconds)
         yield result
@@ -228,7 +252,17 @@ def num_samples(stage: Stage, result: StepResult) -> int:
 
 def num_env_steps(result: StepResult) -> float:
     """Steps of environments, or moves of games, that a step's rollouts counted."""
-    return sum(value for name, value in result.metrics.items() if name.endswith(f"/{_ENV_STEPS}"))
+    return _total(result, _ENV_STEPS)
+
+
+def _total(result: StepResult, metric: str) -> float:
+    return sum(value for name, value in result.metrics.items() if name.endswith(f"/{metric}"))
+
+
+def _unit_of(metrics: Mapping[str, float]) -> str:
+    """What `num_env_steps` counts."""
+    is_game = any(name.endswith(f"/{_MOVES}") for name in metrics)
+    return "moves" if is_game else "environment steps"
 
 
 class _Logs:
@@ -272,16 +306,17 @@ class _Logs:
             result.step,
             num_samples=env_steps or samples,
             values=_shown(values),
-            unit="environment steps" if env_steps else "samples",
+            unit=_unit_of(values) if env_steps else "samples",
         )
 
 
 def _shown(values: dict[str, float]) -> dict[str, float]:
     """The few metrics worth showing, under short names."""
     shown: dict[str, float] = {}
-    for wanted in _SHOWN:
+    for wanted in (*_TROUBLE, *_SHOWN):
         for name, value in values.items():
             there = name.endswith(f"/{wanted}") and not math.isnan(value)
+            there = there and (value != 0 or wanted not in _TROUBLE)
             if there and len(shown) < 3:
                 shown.setdefault(wanted.partition("/")[0], value)
     return shown

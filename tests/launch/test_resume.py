@@ -56,8 +56,8 @@ def test_everything_else_stays(tmp_path: Path) -> None:
         resumed(tmp_path, "executor=ray", "seed=4", "algorithm=ppo")
     assert str(error.value) == (
         f"resume={tmp_path} comes with seed=4, algorithm=ppo\n    a resumed run keeps its "
-        "configuration but for engine, rollout, executor, placement; leave the rest out, or start "
-        "a new run"
+        "configuration but for engine, rollout, executor, placement, task.max_restarts, "
+        "task.step_limit_s; leave the rest out, or start a new run"
     )
 
 

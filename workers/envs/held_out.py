@@ -138,9 +138,10 @@ def play(
         found.restarts += len(restarts)
         if found.given_up.max(initial=0) >= MAX_GIVEN_UP:
             index = int(found.given_up.argmax())
+            own = [said for said in restarts if said.startswith(live.named(index))]
             raise WorkerError(
                 f"{live.named(index)} gave up {found.given_up[index]} held-out episodes in a row; "
-                f"last of all, {restarts[-1]}"
+                f"last of all, {(own or restarts)[-1]}"
             )
         piece += 1
     return found

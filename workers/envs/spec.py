@@ -86,6 +86,8 @@ class EnvSpec:
         if self.backend == "envpool":
             return pool_spaces(self.id, self.options, masked=self.masked)
         env = self.make()
+        if self.num_agents == 1:
+            self._vectorized()  # which refuses a form that it does not have
         try:
             found = action_space(env.action_space, self.id, masked=self.masked)
             width = num_features(env.observation_space, self.id)

@@ -20,6 +20,9 @@ from .spec import EnvSpec
 
 __all__ = ["EnvTask", "EnvTaskSpec"]
 
+_PATIENCE = ("max_restarts", "step_limit_s")
+"""What says how much may go wrong, and not what is computed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EnvTaskSpec(EnvSpec):
@@ -70,9 +73,11 @@ class EnvTask:
         self.report = DataReport(task_id)
 
     def prompt_text(self, index: int) -> str:
-        """The specification as JSON."""
+        """The specification as JSON, without what may change while a run is resumed."""
         del index
         described: Any = self.spec
+        patience = {f.name: f.default for f in dataclasses.fields(described) if f.name in _PATIENCE}
+        described = dataclasses.replace(described, **patience)
         return json.dumps(dataclasses.asdict(described), sort_keys=True, default=str)
 
     def answer_text(self, index: int) -> str | None:

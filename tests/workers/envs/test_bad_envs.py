@@ -137,6 +137,8 @@ def test_actions_that_nobody_can_give() -> None:
 def test_a_vectorized_form_that_is_not_there() -> None:
     spec = EnvSpec(id="Acrobot-v1", vectorized=True)
     with pytest.raises(ConfigError, match="environment 'Acrobot-v1' has no vectorized form; leave"):
+        spec.spaces()  # before anything is built
+    with pytest.raises(ConfigError, match="environment 'Acrobot-v1' has no vectorized form; leave"):
         roll(env_worker(spec), 0)
 
 

@@ -57,8 +57,8 @@ class OptimizerSpec:
         if self.schedule != "constant" and self.total_calls <= self.warmup_calls:
             raise ValueError(
                 f"OptimizerSpec: schedule '{self.schedule}' needs total_calls above "
-                f"warmup_calls={self.warmup_calls}, got {self.total_calls}; take more steps (a stage "
-                "has its num_steps as total_calls) or a shorter warm-up"
+                f"warmup_calls={self.warmup_calls}, got {self.total_calls}; take more steps (a "
+                "stage has its num_steps as total_calls) or a shorter warm-up"
             )
 
     def lr_at(self, call: int) -> float:

@@ -90,7 +90,7 @@ def env_task(spec: TaskSpec, reader: str) -> EnvTaskSpec:
     if isinstance(spec, EnvTaskSpec):
         return spec
     raise ConfigError(
-        f"{reader} acts in environments, and the task is none ({type(spec).__name__})\n"
+        f"{reader} acts in environments, and the task is none\n"
         "    choose one: task=cartpole, or task=gymnasium task.id=NAME"
     )
 
@@ -153,8 +153,9 @@ def game_task(spec: TaskSpec, reader: str) -> GameTaskSpec:
     if isinstance(spec, GameTaskSpec):
         return spec
     raise ConfigError(
-        f"{reader} plays a game, and the task is none ({type(spec).__name__})\n"
-        "    choose one: task=tic_tac_toe, task=connect_four, or task=envpool_game task.id=NAME"
+        f"{reader} plays a game, and the task is none\n"
+        "    choose one: task=tic_tac_toe, task=connect_four, or task=envpool_game or "
+        "task=pettingzoo_game with task.id=NAME"
     )
 
 

@@ -113,13 +113,13 @@ def test_a_language_model_can_begin_elsewhere_too() -> None:
         ),
         (
             ("algorithm=self_play", "task=cartpole", *MLP),
-            "self_play plays a game, and the task is none (EnvTaskSpec)\n"
-            "    choose one: task=tic_tac_toe, task=connect_four, or task=envpool_game "
-            "task.id=NAME",
+            "self_play plays a game, and the task is none\n"
+            "    choose one: task=tic_tac_toe, task=connect_four, or task=envpool_game or "
+            "task=pettingzoo_game with task.id=NAME",
         ),
         (
             ("algorithm=env_ppo", "task=tic_tac_toe", *MLP),
-            "env_ppo acts in environments, and the task is none (BoardTaskSpec)\n"
+            "env_ppo acts in environments, and the task is none\n"
             "    choose one: task=cartpole, or task=gymnasium task.id=NAME",
         ),
         (
@@ -129,11 +129,12 @@ def test_a_language_model_can_begin_elsewhere_too() -> None:
         ),
         (
             ("algorithm=self_play", "task=pettingzoo_game", "task.id=chess_v3", *MLP),
-            "PettingZoo has no game 'chess_v3'; did you mean 'chess_v6'?",
+            "PettingZoo has no game 'chess_v3'; did you mean 'chess_v6'?\n"
+            "    a game of your own is task.id=module:function",
         ),
         (
             ("algorithm=env_ppo", "task=pettingzoo_game", "task.id=tictactoe_v3", *MLP),
-            "env_ppo acts in environments, and the task is none (LibraryGameTaskSpec)\n"
+            "env_ppo acts in environments, and the task is none\n"
             "    choose one: task=cartpole, or task=gymnasium task.id=NAME",
         ),
         (

@@ -34,6 +34,7 @@ class GameNames:
         seed: The run's.
         key: The call that they belong to.
         numbers: i64[games], unique in the call.
+        title: Which game they are of, as `GameSpec.title`.
         move: How many each that goes on has had, both players together.
     """
 
@@ -41,11 +42,16 @@ class GameNames:
     seed: int
     key: CallKey
     numbers: NDArray[np.int64]
+    title: str
     move: int = 0
 
     def of(self, index: int) -> str:
         """One game."""
         return f"game {self.numbers[index]} of {self._where()}"
+
+    def own(self, index: int) -> str:
+        """One game with the seed of its own, to say what it did."""
+        return f"{self.of(index)}: {self.title} (seed {self.own_seed(index)})"
 
     def together(self) -> str:
         """All of them, where they cannot be told apart."""
@@ -60,18 +66,24 @@ class GameNames:
         return env_seed(self.seed, self.role, "game", step, ordinal, int(self.numbers[index]))
 
     def refuse(self, bad: NDArray[np.bool_], what: Callable[[int], str]) -> None:
-        """Raise where games went wrong.
+        """Raise where something went wrong in games.
 
         Args:
             bad: bool[games].
             what: Tells it of one of them.
 
         Raises:
-            WorkerError: If any has; names the first.
+            WorkerError: If it has in any; names the first.
         """
         if bad.any():
             index = int(bad.argmax())
             raise WorkerError(f"{self.of(index)}: {what(index)}")
+
+    def blame(self, bad: NDArray[np.bool_], what: Callable[[int], str]) -> None:
+        """As `refuse`, where the games did it themselves."""
+        if bad.any():
+            index = int(bad.argmax())
+            raise WorkerError(f"{self.own(index)} {what(index)}")
 
 
 def answered(named: Callable[[], str], alarm: StepAlarm, ask: Callable[[], T]) -> T:
@@ -139,6 +151,11 @@ class Boards(Protocol):
 
 class GameSpec(Protocol):
     """What `BoardGameWorker` plays."""
+
+    @property
+    def title(self) -> str:
+        """What messages call the game."""
+        ...
 
     @property
     def max_turns(self) -> int:

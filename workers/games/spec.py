@@ -39,6 +39,11 @@ class LibraryGame:
         check_range(self, "max_turns", at_least=1)
         check_range(self, "step_limit_s", above=0)
 
+    @property
+    def title(self) -> str:
+        """See `GameSpec.title`."""
+        return f"'{self.id}' of {'EnvPool' if self.backend == 'envpool' else 'PettingZoo'}"
+
     def spaces(self) -> tuple[int, ActionSpace]:
         """Numbers of an observation, and what can be done.
 

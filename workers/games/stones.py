@@ -39,6 +39,12 @@ class BoardSpec:
         check_range(self, "in_line", at_most=max(self.height, self.width))
 
     @property
+    def title(self) -> str:
+        """See `GameSpec.title`."""
+        falls = " falling" if self.gravity else ""
+        return f"{self.in_line} in line on {self.height}x{self.width}{falls}"
+
+    @property
     def num_places(self) -> int:
         """Places of the board: the longest game, in moves."""
         return self.height * self.width

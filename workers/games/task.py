@@ -33,9 +33,7 @@ class BoardTaskSpec:
 
     def build(self) -> EnvTask:
         """The task."""
-        game = self.game
-        falls = " falling" if game.gravity else ""
-        return EnvTask(f"{game.in_line} in line on {game.height}x{game.width}{falls}", self)
+        return EnvTask(self.game.title, self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,8 @@ from .columns import GameColumns
 
 __all__ = ["BoardGameWorker"]
 
+_SIDES = ("first player", "second player")
+
 Players = tuple[Actor, Actor]
 
 
@@ -69,10 +71,11 @@ class BoardGameWorker(BoardGame):
         self, numbers: NDArray[np.int64], players: Players, key: CallKey
     ) -> dict[str, NDArray[Any]]:
         """Play some games to their ends: columns of `Trajectories`."""
-        names = GameNames(self.context.role, self.context.seed, key, numbers)
+        context, title = self.context, self.spec.title
+        names = GameNames(context.role, context.seed, key, numbers, title)
         with closing(self.spec.boards(names)) as boards:
             played = _Played(boards, self._room(len(numbers)), names, players)
-            stream = stream_key(self.context.seed, self.context.role, "noise", key)
+            stream = stream_key(context.seed, context.role, "noise", key)
             length = 2 * self.spec.max_turns
             noise = row_uniforms(stream, numbers, np.zeros_like(numbers), length).numpy()
             while played.goes_on():
@@ -116,8 +119,9 @@ class _Played:
     def _still_live(self) -> NDArray[np.bool_]:
         boards = self._boards
         side = np.where(boards.over, 0, boards.turn)  # nobody is to move where a game is over
-        self._names.refuse(
-            (side != 0) & (side != 1), lambda index: f"it is the turn of player {side[index]}"
+        self._names.blame(
+            (side != 0) & (side != 1),
+            lambda index: f"says it is the turn of player {side[index]}; expected 0 or 1",
         )
         return ~boards.over & self.columns.has_room(side)
 
@@ -161,23 +165,38 @@ class _Played:
 
     def _seen(self, side: NDArray[np.int64]) -> NDArray[np.float32]:
         obs = self._boards.obs(side)
-        self._names.refuse(
-            np.any(~np.isfinite(obs), axis=1), lambda _: "it shows what is not finite"
-        )
+        bad = ~np.isfinite(obs)
+
+        def shown(index: int) -> str:
+            at = int(bad[index].argmax())
+            return (
+                f"showed the {_SIDES[side[index]]} {obs[index, at]} as number {at + 1} of "
+                f"{obs.shape[1]} that it sees; expected finite numbers"
+            )
+
+        self._names.blame(np.any(bad, axis=1), shown)
         return obs
 
     def _allowed(self) -> NDArray[np.bool_]:
         """As `Boards.allowed`; all of them where no move is to come, as some choice must be."""
         allowed = self._boards.allowed()
-        self._names.refuse(
-            self._live & ~np.any(allowed, axis=1), lambda _: "no choice is allowed, and it goes on"
+        self._names.blame(
+            self._live & ~np.any(allowed, axis=1),
+            lambda index: (
+                f"allows the {_SIDES[self._boards.turn[index]]} no choice, and it goes on; "
+                "expected at least one, or an end"
+            ),
         )
         return allowed | ~self._live[:, None]
 
     def _reward(self, reward: NDArray[np.float32]) -> NDArray[np.float32]:
-        self._names.refuse(
-            np.any(~np.isfinite(reward), axis=1), lambda index: f"it pays {reward[index].tolist()}"
-        )
+        bad = ~np.isfinite(reward)
+
+        def paid(index: int) -> str:
+            side = int(bad[index].argmax())
+            return f"pays the {_SIDES[side]} {reward[index, side]}; expected finite numbers"
+
+        self._names.blame(np.any(bad, axis=1), paid)
         return reward
 
     def _remember(

@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from pettingzoo import AECEnv
+from pettingzoo import AECEnv, ParallelEnv
 
 
 class Nim(AECEnv[str, dict[str, Any], int]):
@@ -23,6 +24,8 @@ class Nim(AECEnv[str, dict[str, Any], int]):
         self.possible_agents = ["one", "two", "three"][:players]
 
     def observation_space(self, agent: str) -> spaces.Dict:
+        if self.wrong == "silent":
+            raise KeyError(agent)
         width = 3 if self.wrong == "spaces" and agent == "two" else 2
         return spaces.Dict(
             {
@@ -48,12 +51,15 @@ class Nim(AECEnv[str, dict[str, Any], int]):
     def observe(self, agent: str) -> dict[str, Any]:
         wrong = self.wrong if self.moves == 2 else ""
         mine = float(agent == self.agent_selection)
+        if wrong == "bare":
+            return np.zeros(2)  # type: ignore[return-value]
         obs: Any = np.array([self.left, np.nan if wrong == "nan" else mine])
         if wrong == "shape":
             obs = obs[:1]
         elif wrong == "text":
             obs = ["seven", "stones"]
-        return {"observation": obs, "action_mask": np.arange(1, 4) <= self.left}
+        left = 0 if wrong == "stuck" else self.left
+        return {"observation": obs, "action_mask": np.arange(1, 4) <= left}
 
     def step(self, action: int) -> None:
         self.moves += 1
@@ -66,7 +72,8 @@ class Nim(AECEnv[str, dict[str, Any], int]):
         self.agent_selection = next(name for name in self.agents if name != player)
         if self.moves == 3 and self.wrong == "stranger":
             self.agent_selection = "nobody"
-        self.rewards = dict.fromkeys(self.agents, 0.0)
+        pay = np.nan if self.moves == 3 and self.wrong == "pay" else 0.0
+        self.rewards = dict.fromkeys(self.agents, pay)
         if self.left == 0:
             self.rewards = {name: 1.0 if name == player else -1.0 for name in self.agents}
             self.terminations = dict.fromkeys(self.agents, True)
@@ -77,3 +84,34 @@ class Nim(AECEnv[str, dict[str, Any], int]):
 def env(**options: Any) -> Nim:
     """As PettingZoo's modules have it."""
     return Nim(**options)
+
+
+def stateless() -> AECEnv[str, dict[str, Any], int]:
+    """Never says whose turn it is."""
+
+    class Stateless(Nim):
+        def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+            self.agents = [*self.possible_agents]
+
+    return Stateless()
+
+
+def gym_env() -> Any:
+    """No game at all."""
+    return gym.make("CartPole-v1")
+
+
+def parallel() -> Any:
+    """All players at once."""
+
+    class Rain(ParallelEnv[str, Any, int]):
+        possible_agents = ["one", "two"]  # noqa: RUF012
+
+    return Rain()
+
+
+def nothing() -> None:
+    """A function without a return."""
+
+
+NUMBER = 7

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.algorithms.env_roles import ActionSpace, Trajectories
 from penstock.dataflow.errors import ConfigError, WorkerError
+from penstock.workers.envs.group import env_seed
 from penstock.workers.games.spec import LibraryGameSpec
 from penstock.workers.games.stones import CONNECT_FOUR, TIC_TAC_TOE, BoardSpec
 
@@ -144,8 +145,13 @@ def test_what_players_see_and_choose_from(spec: LibraryGameSpec, width: int, cho
          "who choose in turn from what is allowed, a Dict with observation and action_mask\n"
          "    such are connect_four_v3, tictactoe_v3 and go_v5"),
         (zoo("conect_four_v3"), "PettingZoo has no game 'conect_four_v3'; did you mean "
-         "'connect_four_v3'?"),
+         "'connect_four_v3'?\n    a game of your own is task.id=module:function"),
+        (zoo("nim"), "PettingZoo has no game 'nim'\n"
+         "    a game of your own is task.id=module:function"),
+        (zoo("chess"), "PettingZoo has no game 'chess'; did you mean 'chess_v6'?\n"
+         "    a game of your own is task.id=module:function"),
         (zoo("no_such_games:env"), "there is no module for game 'no_such_games:env'"),
+        (zoo("no_such.games:env"), "there is no module for game 'no_such.games:env'"),
         (zoo("connect_four_v3", size=5), "game 'connect_four_v3' cannot be made: it raised "
          "TypeError: raw_env.__init__() got an unexpected keyword argument 'size' "
          "(connect_four.py:88)"),
@@ -210,18 +216,23 @@ def test_a_limit_of_the_games_own_cuts_it_off(nim: Any) -> None:
 @pytest.mark.parametrize(
     ("wrong", "move", "said"),
     [
-        ("raises", 2, r": 'own_nim:env' of PettingZoo \(seed \d+\) raised RuntimeError: no stones "
-         r"any more \(own_nim.py:\d+\)"),
-        ("shape", 2, r": 'own_nim:env' of PettingZoo \(seed \d+\) showed \w+ as observation "
-         r"float64\[1\]; expected 2 numbers"),
-        ("text", 2, r": 'own_nim:env' of PettingZoo \(seed \d+\) showed \w+ as observation "
-         r"<U6\[2\]; expected 2 numbers"),
-        ("nan", 2, ": it shows what is not finite"),
-        ("stranger", 3, ": it is the turn of player -1"),
+        ("raises", 2, r"raised RuntimeError: no stones any more \(own_nim.py:\d+\)"),
+        ("shape", 2, r"showed \w+ as observation float64\[1\]; expected 2 numbers"),
+        ("text", 2, r"showed \w+ as observation <U6\[2\]; expected 2 numbers"),
+        ("bare", 2, r"showed \w+ \[0. 0.\]; expected a dict with observation and action_mask"),
+        ("nan", 2, "showed the first player nan as number 2 of 2 that it sees; expected finite "
+         "numbers"),
+        ("stuck", 2, "allows the first player no choice, and it goes on; expected at least one, or "
+         "an end"),
+        ("pay", 2, "pays the first player nan; expected finite numbers"),
+        ("stranger", 2, "says it is the turn of 'nobody'; expected '(one' or 'two|two' or 'one)'"),
     ],
 )  # fmt: skip
 def test_a_game_that_goes_wrong(nim: Any, wrong: str, move: int, said: str) -> None:
-    where = rf"^game 0 of 'board' \(seed 7\), move {move}"
+    own = env_seed(7, "board", "game", 0, 0, 0)
+    where = (
+        rf"^game 0 of 'board' \(seed 7\), move {move}: 'own_nim:env' of PettingZoo \(seed {own}\) "
+    )
     with pytest.raises(WorkerError, match=where + said + "$"):
         play(nim(wrong=wrong), Scripted(0, 0, 0), Scripted(0, 0, 0), games=2, seed=7)
 
@@ -240,6 +251,8 @@ def test_a_game_that_hangs_is_interrupted(nim: Any) -> None:
     ("options", "said"),
     [
         ({"players": 3}, "has 3 players"),
+        ({"players": 1}, "has 1 player"),
+        ({"players": 0}, "has 0 players"),
         ({"wrong": "start"}, r"takes Discrete\(3, start=1\)"),
         ({"wrong": "spaces"}, "shows its players things of other shapes"),
     ],
@@ -247,6 +260,78 @@ def test_a_game_that_hangs_is_interrupted(nim: Any) -> None:
 def test_what_our_players_cannot_play(nim: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=rf"^'own_nim:env' of PettingZoo {said}; expected a gam"):
         nim(**options).spaces()
+
+
+FORM = (
+    "expected a game in PettingZoo's AEC form (possible_agents, agent_selection, observe, step "
+    "...)\n    return an AECEnv; of a ParallelEnv, pettingzoo.utils.parallel_to_aec makes one"
+)
+NAMES = "    task.id=module:function names a function that returns a game"
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "said"),
+    [
+        ("gym_env", {}, "'own_nim:gym_env' of PettingZoo returned a TimeLimit, which has no "
+         f"possible_agents; {FORM}"),
+        ("nothing", {}, "'own_nim:nothing' of PettingZoo returned None, which has no "
+         f"possible_agents; {FORM}"),
+        ("parallel", {}, f"'own_nim:parallel' of PettingZoo returned a Rain, which has no observe; "
+         f"{FORM}"),
+        ("nosuch", {}, "game 'own_nim:nosuch' cannot be made: module own_nim has no 'nosuch'\n"
+         f"{NAMES}"),
+        ("envs", {}, "game 'own_nim:envs' cannot be made: module own_nim has no 'envs'; did you "
+         f"mean 'env'?\n{NAMES}"),
+        ("NUMBER", {}, "game 'own_nim:NUMBER' cannot be made: 'NUMBER' of module own_nim is 7\n"
+         f"{NAMES}"),
+        ("nothing", {"size": 5}, "game 'own_nim:nothing' cannot be made: it raised TypeError: "
+         "nothing() got an unexpected keyword argument 'size'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_game_of_ones_own(
+    nim: Any, function: str, options: dict[str, Any], said: str
+) -> None:
+    spec = replace(nim(**options), id=f"own_nim:{function}")
+    with pytest.raises(ConfigError) as raised:
+        spec.spaces()
+    assert str(raised.value) == said
+
+
+def test_a_game_that_does_not_say_what_it_shows(nim: Any) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"^game 'own_nim:env' does not say what it shows and takes: it raised KeyError: "
+        r"'one' \(own_nim.py:\d+\)$",
+    ):
+        nim(wrong="silent").spaces()
+
+
+def test_a_game_that_begins_without_a_turn(nim: Any) -> None:
+    with pytest.raises(ConfigError) as raised:
+        play(replace(nim(), id="own_nim:stateless"), Random(), Random())
+    assert str(raised.value) == (
+        "'own_nim:stateless' of PettingZoo returned a Stateless, which has no agent_selection; "
+        f"{FORM}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import nosuchdep", "game 'needy:env' needs the package nosuchdep, which is not "
+         "installed\n    module needy imports it; install it"),
+        ("raise OSError('no cards')", "game 'needy:env' cannot be imported: it raised OSError: no "
+         "cards (needy.py:1)"),
+    ],
+)  # fmt: skip
+def test_a_module_of_ones_own_that_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
+) -> None:
+    (tmp_path / "needy.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        zoo("needy:env").spaces()
+    assert str(raised.value) == said
 
 
 def test_limits_are_numbers_above_nothing() -> None:

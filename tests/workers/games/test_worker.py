@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from penstock.algorithms.env_roles import ActionSpace, Acts
 from penstock.algorithms.returns import gae
 from penstock.dataflow.errors import WorkerError
+from penstock.workers.envs.group import env_seed
 from penstock.workers.games.boards import GameNames
 
 from .playing import Random, play
@@ -29,6 +30,7 @@ class Told:
     ends: str = "over"
     wrong: str = ""
     """What goes wrong in the second game's second move."""
+    title: str = "a told game"
 
     def spaces(self) -> tuple[int, ActionSpace]:
         return 2, ActionSpace("discrete", sizes=(3,), masked=True)
@@ -159,16 +161,25 @@ def test_what_a_player_remembers_is_of_its_own_turns() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("turn", "it is the turn of player 2"),
-        ("obs", "it shows what is not finite"),
-        ("allowed", "no choice is allowed, and it goes on"),
-        ("reward", "it pays [inf, 0.0]"),
+        ("turn", "says it is the turn of player 2; expected 0 or 1"),
+        (
+            "obs",
+            "showed the second player nan as number 1 of 2 that it sees; expected finite numbers",
+        ),
+        (
+            "allowed",
+            "allows the second player no choice, and it goes on; expected at least one, or an end",
+        ),
+        ("reward", "pays the first player inf; expected finite numbers"),
     ],
 )
 def test_a_game_that_goes_wrong_is_named(wrong: str, said: str) -> None:
     with pytest.raises(WorkerError) as raised:
         play(Told(("0101",) * 3, wrong=wrong), Random(), Random(), games=3, seed=7)
-    assert str(raised.value) == f"game 1 of 'board' (seed 7), move 1: {said}"
+    own = env_seed(7, "board", "game", 0, 0, 1)
+    assert str(raised.value) == (
+        f"game 1 of 'board' (seed 7), move 1: a told game (seed {own}) {said}"
+    )
 
 
 def test_boards_are_given_up_whatever_happens() -> None:

@@ -157,7 +157,7 @@ def _summary_line(folder: RunFolder, summary: dict[str, Any], env_unit: str) -> 
     elif not math.isnan(summary["samples_per_s"]):
         parts.append(f"{summary['samples_per_s']:.4g} samples/s")
     if summary["env_restarts"]:
-        parts.append(f"{summary['env_restarts']:g} environments restarted")
+        parts.append(f"environments restarted: {summary['env_restarts']:g}")
     parts.append(f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB")
     parts.append(format_duration(summary["wall_time_s"]))
     return ", ".join(parts)

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from ..dataflow.errors import ConfigError
+from ..workers.envs.task import PATIENCE
 from .run_folder import open_run
 
 __all__ = ["resumed_config"]
@@ -17,8 +18,8 @@ __all__ = ["resumed_config"]
 _ELSEWHERE = ("engine", "rollout", "executor", "placement")
 """What a resumed run may change: checkpoints are the same for every engine and layout."""
 
-_PATIENCE = ("task.max_restarts", "task.step_limit_s")
-"""Further keys, which say how much may go wrong and not what is computed."""
+_PATIENCE = tuple(f"task.{name}" for name in PATIENCE)
+"""And further keys."""
 
 
 def resumed_config(

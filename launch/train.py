@@ -306,7 +306,7 @@ class _Logs:
             result.step,
             num_samples=env_steps or samples,
             values=_shown(values),
-            unit=_unit_of(values) if env_steps else "samples",
+            unit=outcome.env_unit if env_steps else "samples",
         )
 
 

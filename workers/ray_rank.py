@@ -87,7 +87,7 @@ class Rank:
     Args:
         group: The group it belongs to.
         process: Its number there; see `DeviceGroup.processes`.
-        num_threads: Torch threads.
+        num_threads: Torch's and numpy's threads.
         deadline_s: How long to wait for another rank in a call, or for what it stored.
         start_s: The same until all ranks have started.
     """

@@ -59,7 +59,7 @@ def test_one_bad_environment_of_many_is_restarted_and_counted(
     assert all(row["actor.train/loss"] == row["actor.train/loss"] for row in rows)
     assert (run / "models" / "actor" / "model.safetensors").is_file()
     assert json.loads((run / "summary.json").read_text())["env_restarts"] == 1
-    assert "1 environments restarted" in said.err + said.out
+    assert "environments restarted: 1" in said.err + said.out
     (warned,) = (record.getMessage() for record in caplog.records if "restarted" in record.msg)
     assert warned.startswith("environment 2 of 'frail:Frail-v0' (seed ")
     assert warned.endswith(

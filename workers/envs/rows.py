@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ...algorithms.env_roles import EnvRows
 
-__all__ = ["EnvRowSource"]
+__all__ = ["EnvRowSource", "numbered"]
 
 
 class EnvRowSource:
@@ -21,14 +22,27 @@ class EnvRowSource:
     """
 
     def __init__(self, num_envs: int, group_size: int) -> None:
-        if num_envs < 1 or group_size < 1:
-            raise ValueError(
-                f"num_envs is {num_envs} and group_size {group_size}; expected at least 1"
-            )
-        env = torch.arange(num_envs)
-        self._rows = EnvRows(env=env, group=env // group_size)
+        env, group = numbered(num_envs, group_size, "num_envs")
+        self._rows = EnvRows(env=env, group=group)
 
     def batch(self, step: int) -> EnvRows:
         """All of them, whatever the step."""
         del step
         return self._rows
+
+
+def numbered(count: int, group_size: int, name: str) -> tuple[Tensor, Tensor]:
+    """Numbers from 0, and the group of each; the last group may have fewer: i64[count] both.
+
+    Args:
+        count: How many.
+        group_size: How many belong together.
+        name: What messages call the first.
+
+    Raises:
+        ValueError: If either is below 1.
+    """
+    if count < 1 or group_size < 1:
+        raise ValueError(f"{name} is {count} and group_size {group_size}; expected at least 1")
+    numbers = torch.arange(count)
+    return numbers, numbers // group_size

@@ -18,10 +18,10 @@ from ..task import TaskSpec, VerifierSpec
 from .normalise import Normaliser
 from .spec import EnvSpec
 
-__all__ = ["EnvTask", "EnvTaskSpec"]
+__all__ = ["PATIENCE", "EnvTask", "EnvTaskSpec"]
 
-_PATIENCE = ("max_restarts", "step_limit_s")
-"""What says how much may go wrong, and not what is computed."""
+PATIENCE = ("max_restarts", "step_limit_s")
+"""Fields of how much may go wrong, not of what is computed: a resumed run may change them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class EnvTask:
         """The specification as JSON, without what may change while a run is resumed."""
         del index
         described: Any = self.spec
-        patience = {f.name: f.default for f in dataclasses.fields(described) if f.name in _PATIENCE}
+        patience = {f.name: f.default for f in dataclasses.fields(described) if f.name in PATIENCE}
         described = dataclasses.replace(described, **patience)
         return json.dumps(dataclasses.asdict(described), sort_keys=True, default=str)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from ...algorithms.game_roles import GameRows
+from ..envs.rows import numbered
 
 __all__ = ["GameRowSource"]
 
@@ -21,12 +20,8 @@ class GameRowSource:
     """
 
     def __init__(self, num_games: int, group_size: int) -> None:
-        if num_games < 1 or group_size < 1:
-            raise ValueError(
-                f"num_games is {num_games} and group_size {group_size}; expected at least 1"
-            )
-        game = torch.arange(num_games)
-        self._rows = GameRows(game=game, group=game // group_size)
+        game, group = numbered(num_games, group_size, "num_games")
+        self._rows = GameRows(game=game, group=group)
 
     def batch(self, step: int) -> GameRows:
         """All of them, whatever the step."""

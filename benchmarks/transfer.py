@@ -10,6 +10,9 @@ Four things take turns, repeat by repeat, in the same processes:
 - gather then broadcast: the first process collects whole weights and broadcasts every tensor to all
   receivers, which keep their part.
 
+All of it is done in several launches of the processes, which differ more from each other than the
+repeats of one do.
+
 Trainers store query, key and value interleaved, generators store them fused, as do gate and up.
 """
 
@@ -22,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +39,6 @@ from penstock.planner.sharding import NOT_A_DIM, Sharding, shard
 from penstock.planner.storage import concatenate, interleave_qkv
 from penstock.planner.transfer import plan_transfer
 from penstock.planner.transfer_devices import fewest_bytes
-from penstock.planner.transfer_plan import TransferPlan
 from penstock.workers.transfer import Ends, Transfer
 from penstock.workers.transfer_pack import copy_local
 from penstock.workers.transfer_route import Wave, message_bytes, waves_of
@@ -267,37 +269,43 @@ def measure(case: Case, pair: Pair, repeats: int) -> dict[str, Any]:
     dist.all_reduce(totals)
     dist.all_reduce(staging, dist.ReduceOp.MAX)
     assert totals[0] == moved
-    return row(case, plan, times, totals.tolist(), int(staging), baseline)
-
-
-def row(
-    case: Case, plan: TransferPlan, times: dict[str, list[float]], totals: list[int],
-    staging_bytes: int, baseline: GatherBroadcast,
-) -> dict[str, Any]:  # fmt: skip
-    """A result: ratios are of one repeat each, then their median."""
-    of_wire = [w / p for w, p in zip(times["wire"], times["plan"], strict=True)]
-    of_pair = [w / p for w, p in zip(times["pair"], times["plan"], strict=True)]
-    faster = [g / p for g, p in zip(times["gather"], times["plan"], strict=True)]
-    seconds = {name: spread(values) for name, values in times.items()}
     return {
         "case": str(case),
         "num_params": case.model.num_params(),
-        "moved_bytes": totals[0],
-        "lower_bound_bytes": plan.lower_bound_bytes,
-        "header_bytes": totals[1],
+        "moved_bytes": moved,
+        "lower_bound_bytes": moved,
+        "header_bytes": int(totals[1]),
         "num_buckets": plan.num_buckets,
-        "staging_bytes": staging_bytes,
-        "seconds": seconds,
-        "plan_bytes_per_s": totals[0] / seconds["plan"]["median"],
-        "wire_bytes_per_s": totals[0] / seconds["wire"]["median"],
-        "pair_bytes_per_s": totals[0] / seconds["pair"]["median"],
-        "share_of_wire_bandwidth": spread(of_wire),
-        "share_of_pair_bandwidth": spread(of_pair),
+        "staging_bytes": int(staging),
         "gather_broadcast_bytes": baseline.moved_bytes,
-        "gather_broadcast_bytes_ratio": baseline.moved_bytes / totals[0],
-        "gather_broadcast_time_ratio": spread(faster),
+        "gather_broadcast_bytes_ratio": baseline.moved_bytes / moved,
         "gather_broadcast_most_on_one_bytes": baseline.most_on_one_bytes,
+        "times": times,
     }
+
+
+def row(launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A case over all launches: ratios are of one repeat each, then their median."""
+    found, of_launches = dict(launches[0]), [one["times"] for one in launches]
+    times = {name: [t for one in of_launches for t in one[name]] for name in found.pop("times")}
+    seconds = {name: spread(values) for name, values in times.items()}
+    for name in ("plan", "wire", "pair"):
+        found[f"{name}_bytes_per_s"] = found["moved_bytes"] / seconds[name]["median"]
+    return {
+        **found,
+        "seconds": seconds,
+        "share_of_wire_bandwidth": spread(ratios(times, "wire")),
+        "share_of_pair_bandwidth": spread(ratios(times, "pair")),
+        "share_of_pair_bandwidth_by_launch": [
+            statistics.median(ratios(one, "pair")) for one in of_launches
+        ],
+        "gather_broadcast_time_ratio": spread(ratios(times, "gather")),
+    }
+
+
+def ratios(times: dict[str, list[float]], what: str) -> list[float]:
+    """How many times as long as the plan something took, repeat by repeat."""
+    return [other / plan for other, plan in zip(times[what], times["plan"], strict=True)]
 
 
 def rank_main(rank: int, folder: Path, repeats: int) -> None:
@@ -309,9 +317,9 @@ def rank_main(rank: int, folder: Path, repeats: int) -> None:
         timeout=timedelta(seconds=DEADLINE_S),
     )  # fmt: skip
     pair = Pair.fastest()
-    rows = [measure(case, pair, repeats) for case in CASES]
+    cases = [measure(case, pair, repeats) for case in CASES]
     if rank == 0:
-        result = {"pair_message_bytes": pair.message_bytes, "cases": rows}
+        result = {"pair_message_bytes": pair.message_bytes, "cases": cases}
         (folder / "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
@@ -346,15 +354,16 @@ def shares(found: dict[str, float]) -> tuple[str, str]:
 def main() -> None:
     """Run all cases and print a table."""
     options = parser(__doc__.splitlines()[0] if __doc__ else "")
-    options.add_argument("--repeats", type=int, default=11)
+    options.add_argument("--launches", type=int, default=5, help="of all processes anew")
+    options.add_argument("--repeats", type=int, default=7, help="in each launch")
     options.add_argument("--rank", type=int, help="used by the script itself")
     options.add_argument("--folder", type=Path, help="used by the script itself")
     args = options.parse_args()
     if args.rank is not None:
         rank_main(args.rank, args.folder, args.repeats)
         return
-    measured = run_processes(args.repeats)
-    rows = measured["cases"]
+    launches = [run_processes(args.repeats) for _ in range(args.launches)]
+    rows = [row(alike) for alike in zip(*(one["cases"] for one in launches), strict=True)]
     print(
         table(
             ["case", "MB moved", "plan GB/s", "wire GB/s", "pair GB/s",
@@ -382,10 +391,12 @@ def main() -> None:
         )
         for what in ("wire", "pair")
     } | {
+        "launches": args.launches,
         "repeats": args.repeats,
+        "pair_message_bytes": [one["pair_message_bytes"] for one in launches],
         "bucket_bytes": BUCKET_BYTES,
         "num_processes": NUM_PROCESSES,
-        **measured,
+        "cases": rows,
     }
     report(result, args.json)
 

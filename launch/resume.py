@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from ..dataflow.errors import ConfigError
-from ..workers.envs.task import PATIENCE
+from ..workers.task import PATIENCE
 from .run_folder import open_run
 
 __all__ = ["resumed_config"]

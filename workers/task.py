@@ -20,6 +20,7 @@ from ..dataflow.errors import ConfigError, nearest
 from .data_report import DataReport
 
 __all__ = [
+    "PATIENCE",
     "ScoresPairs",
     "Task",
     "TaskSpec",
@@ -30,6 +31,9 @@ __all__ = [
     "task_kinds",
     "task_spec",
 ]
+
+PATIENCE = ("max_restarts", "step_limit_s")
+"""Fields of how much may go wrong, not of what is computed: a resumed run may change them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,11 @@ from typing import Any
 
 from ...dataflow.ranges import check_range
 from ..data_report import DataReport
-from ..task import TaskSpec, VerifierSpec
+from ..task import PATIENCE, TaskSpec, VerifierSpec
 from .normalise import Normaliser
 from .spec import EnvSpec
 
-__all__ = ["PATIENCE", "EnvTask", "EnvTaskSpec"]
-
-PATIENCE = ("max_restarts", "step_limit_s")
-"""Fields of how much may go wrong, not of what is computed: a resumed run may change them."""
+__all__ = ["EnvTask", "EnvTaskSpec"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,21 @@ its own file, as in `from penstock.algorithms.grpo import GRPO, grpo_step`. List
 mathematics to write new ones with.
 """
 
-from .advantages import (
+from .losses import (
+    BradleyTerryLoss,
+    ClippedPolicyLoss,
+    ClippedValueLoss,
+    CrossEntropyLoss,
+    ReferenceKLPolicyLoss,
+)
+from .losses.token_formulas import (
+    bradley_terry_loss,
+    clipped_policy_loss,
+    clipped_value_loss,
+    cross_entropy,
+    probability_ratio,
+)
+from .ops.advantages import (
     GaeTargets,
     broadcast_over_tokens,
     gae,
@@ -14,22 +28,8 @@ from .advantages import (
     return_to_go,
     whiten,
 )
-from .kl import adaptive_kl_coef, kl_estimate, kl_shaped_reward
-from .loss_terms import (
-    bradley_terry_loss,
-    clipped_policy_loss,
-    clipped_value_loss,
-    cross_entropy,
-    probability_ratio,
-)
-from .losses import (
-    BradleyTerryLoss,
-    ClippedPolicyLoss,
-    ClippedValueLoss,
-    CrossEntropyLoss,
-    ReferenceKLPolicyLoss,
-)
-from .reductions import aggregate, aggregation_totals, masked_mean, masked_variance
+from .ops.kl import adaptive_kl_coef, kl_estimate, kl_shaped_reward
+from .ops.reductions import aggregate, aggregation_totals, masked_mean, masked_variance
 
 __all__ = [
     "BradleyTerryLoss",

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dataflow.ranges import check_range
-from .advantages import broadcast_over_tokens
+from ..dataflow.option_checks import check_range
 from .losses import ALoLLoss, ClippedValueLoss
-from .offline import better_responses, first_token, value_of_prompt
+from .ops.advantages import broadcast_over_tokens
+from .ops.weighted_responses import better_responses, first_token, value_of_prompt
 from .roles import (
     Policy,
     PolicyBatch,

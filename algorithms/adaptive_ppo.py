@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .kl import response_kl
-from .kl_controller import KLController, KLTarget, less_priced_kl
+from .controllers.kl_controller import KLController, KLTarget, less_priced_kl
+from .ops.kl import response_kl
+from .options.policy_updates import train_policy
 from .ppo import PPO
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
-from .updates import train_policy
 
 __all__ = ["AdaptivePPO", "adaptive_ppo_step"]
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .advantages import broadcast_over_tokens
-from .constrained import MeanOver, constrained_reward, kl_allowance, less_mean
-from .constrained_updates import Constrained, sample_and_judge
 from .losses import ReinforceLoss
+from .ops.advantages import broadcast_over_tokens
+from .ops.constrained import MeanOver, constrained_reward, kl_allowance, less_mean
+from .options.constrained_updates import Constrained, sample_and_judge
+from .options.policy_updates import train_policy
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics
-from .updates import train_policy
 
 __all__ = ["CGPO", "cgpo_step"]
 

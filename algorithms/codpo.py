@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .constrained import passing_and_failing
-from .constrained_updates import Constrained, sample_and_judge
 from .losses import DPOLoss
-from .pair_updates import train_on_preferences
+from .ops.constrained import passing_and_failing
+from .options.constrained_updates import Constrained, sample_and_judge
+from .options.pair_updates import train_on_preferences
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics
 
 __all__ = ["CODPO", "codpo_step"]

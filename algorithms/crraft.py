@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .advantages import broadcast_over_tokens
-from .constrained import best_passing
-from .constrained_updates import Constrained, sample_and_judge
 from .losses import ReinforceLoss
+from .ops.advantages import broadcast_over_tokens
+from .ops.constrained import best_passing
+from .options.constrained_updates import Constrained, sample_and_judge
 from .roles import PerSample, Policy, PolicyBatch, Prompts, Reward, TrainMetrics
 
 __all__ = ["CRRAFT", "crraft_step"]

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..dataflow.ranges import check_range
-from .dynamic_sampling import DynamicSampling, sample_until_full
+from ..dataflow.option_checks import check_range
 from .grpo import GroupRelative
 from .losses import ClippedPolicyLoss
-from .rewards import is_correct, overlong_penalty, response_length, signed_score, weighted_score
+from .ops.dynamic_sampling import DynamicSampling, sample_until_full
+from .ops.rewards import is_correct, overlong_penalty, response_length, signed_score, weighted_score
+from .options.policy_updates import train_policy
 from .roles import PerSample, Policy, Prompts, Reward, Rollout, Sampling, TrainMetrics
-from .updates import train_policy
 
 __all__ = ["DAPO", "dapo_step"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .ops.rollout_correction import RolloutCorrection
 from .ppo import PPO, ppo_step
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
-from .rollout_correction import RolloutCorrection
 
 __all__ = ["DecoupledPPO", "decoupled_ppo_step"]
 

@@ -14,15 +14,15 @@ from typing import ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dataflow.ranges import check_range
-from ..dataflow.record import op
-from ..dataflow.role import Loss, LossSum
-from .env_roles import Env, EnvRows
-from .loss_terms import clipped_value_loss
-from .reductions import aggregation_totals, zero_where_masked_out
-from .replay_roles import QBatch, QNetwork, Replay
+from ..dataflow.graph.role import Loss, LossSum
+from ..dataflow.graph.tracer import op
+from ..dataflow.option_checks import check_range
+from .losses.base import TokenAggregation, token_metric
+from .losses.token_formulas import clipped_value_loss
+from .ops.reductions import aggregation_totals, zero_where_masked_out
 from .roles import PerStep, StepMask, TrainMetrics, ValueOutput
-from .token_losses import TokenAggregation, token_metric
+from .roles.environment import Env, EnvRows
+from .roles.replay import QBatch, QNetwork, Replay
 
 __all__ = ["DQN", "TemporalDifferenceLoss", "bellman_target", "dqn_step"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .ensembles import Ensemble, EnsembleRule
+from .ops.ensembles import Ensemble, EnsembleRule
 from .ppo import PPO, ppo_step
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dataflow.ranges import check_range
-from .env_roles import Actor, Env, EnvRows, PerEnv
+from ..dataflow.option_checks import check_range
+from .roles.environment import Actor, Env, EnvRows, PerEnv
 
 __all__ = ["EnvEvaluation", "env_evaluate_step"]
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dataflow.ranges import check_range
-from .env_losses import ActorCriticLoss
-from .env_roles import ActorCritic, Env, EnvRows, Trajectories
-from .env_updates import gae_of, train_actor_critic
-from .return_scaling import percentile_scaled
+from ..dataflow.option_checks import check_range
+from .losses.actor_critic import ActorCriticLoss
+from .ops.scale_invariance import percentile_scaled
+from .options.env_updates import gae_of, train_actor_critic
 from .roles import TrainMetrics
+from .roles.environment import ActorCritic, Env, EnvRows, Trajectories
 
 __all__ = ["EnvPPO", "env_ppo_step", "learn"]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dataflow.ranges import check_range
-from .advantages import broadcast_over_tokens, group_advantage
+from ..dataflow.option_checks import check_range
 from .losses import ClippedPolicyLoss
-from .reductions import Variance
+from .ops.advantages import broadcast_over_tokens, group_advantage
+from .ops.reductions import Variance
+from .options.policy_updates import Updates, train_policy
 from .roles import PerSample, PerToken, Policy, Prompts, Reward, Rollout, Sampling, TrainMetrics
-from .updates import Updates, train_policy
 
 __all__ = ["GRPO", "GroupRelative", "grpo_step"]
 

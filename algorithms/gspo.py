@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from .grpo import GroupRelative
 from .losses import ClippedPolicyLoss
+from .options.policy_updates import train_policy
 from .roles import Policy, Prompts, Reward, TrainMetrics
-from .updates import train_policy
 
 __all__ = ["GSPO", "gspo_step"]
 

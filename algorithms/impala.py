@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dataflow.ranges import check_range
-from .env_losses import ActorCriticLoss
-from .env_roles import ActorCritic, Env, EnvRows
-from .env_updates import train_actor_critic
+from ..dataflow.option_checks import check_range
 from .losses import ClippedValueLoss, ReinforceLoss
-from .returns import vtrace
+from .losses.actor_critic import ActorCriticLoss
+from .ops.returns import vtrace
+from .options.env_updates import train_actor_critic
 from .roles import TrainMetrics
+from .roles.environment import ActorCritic, Env, EnvRows
 
 __all__ = ["Impala", "impala_step"]
 

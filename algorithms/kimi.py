@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..dataflow.ranges import check_range
-from .advantages import broadcast_over_tokens, group_advantage, log_partition_advantage
+from ..dataflow.option_checks import check_range
 from .losses import MirrorDescentLoss
-from .rewards import is_correct, length_reward, response_length, weighted_score
+from .ops.advantages import broadcast_over_tokens, group_advantage, log_partition_advantage
+from .ops.rewards import is_correct, length_reward, response_length, weighted_score
+from .options.policy_updates import Updates, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
-from .updates import Updates, train_policy
 
 __all__ = ["Kimi", "kimi_step"]
 

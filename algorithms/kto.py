@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ..dataflow.ranges import check_range
-from ..dataflow.record import op
+from ..dataflow.graph.tracer import op
+from ..dataflow.option_checks import check_range
 from .losses import KTOLoss
-from .pairs import mismatched
-from .preference_losses import kto_kl
-from .reductions import zero_where_masked_out
+from .losses.preference_formulas import kto_kl
+from .ops.pairs import mismatched
+from .ops.reductions import zero_where_masked_out
 from .roles import (
     FeedbackBatch,
     PerSample,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dataflow.ranges import check_range
-from .advantages import StdScores, batch_std_advantage, broadcast_over_tokens
+from ..dataflow.option_checks import check_range
 from .losses import ClippedPolicyLoss
-from .reductions import Variance
+from .ops.advantages import StdScores, batch_std_advantage, broadcast_over_tokens
+from .ops.reductions import Variance
+from .options.policy_updates import Updates, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
-from .updates import Updates, train_policy
 
 __all__ = ["LitePPO", "lite_ppo_step"]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .kl_score import reference_logprob, reported_kl
-from .macro_actions import MacroReward, MacroValue, Termination, macro_actions, macro_gae
-from .macro_losses import MacroPolicyBatch, MacroPolicyLoss
+from .losses.macro import MacroPolicyBatch, MacroPolicyLoss
+from .ops.macro_actions import MacroReward, MacroValue, Termination, macro_actions, macro_gae
+from .options.kl_score import reference_logprob, reported_kl
+from .options.policy_updates import train_policy
 from .ppo import PPO
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
-from .updates import train_policy
 
 __all__ = ["MARLHF", "ma_rlhf_step"]
 

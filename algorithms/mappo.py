@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..dataflow.ranges import check_range
-from ..dataflow.record import op
-from .env_losses import ActorLoss, CriticLoss
-from .env_roles import (
+from ..dataflow.graph.tracer import op
+from ..dataflow.option_checks import check_range
+from .losses.actor_critic import ActorLoss, CriticLoss
+from .options.env_updates import actor_critic_batch, gae_of
+from .roles import TrainMetrics
+from .roles.environment import (
     ActorCritic,
     Env,
     EnvId,
@@ -25,9 +27,7 @@ from .env_roles import (
     LastObservation,
     Observations,
 )
-from .env_updates import actor_critic_batch, gae_of
-from .roles import TrainMetrics
-from .team_roles import TeamCritic
+from .roles.teams import TeamCritic
 
 __all__ = ["MAPPO", "Joint", "joint", "mappo_step"]
 

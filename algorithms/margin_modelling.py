@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dataflow.ranges import check_range
+from ..dataflow.option_checks import check_range
 from .losses import MarginLoss
 from .roles import RewardModel, ScoredPairBatch, ScoredPairs, TrainMetrics
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .kl import NoEos, finished_score
 from .losses import DPOLoss
-from .pair_updates import train_on_preferences
-from .pairs import Ties, best_and_worst
+from .ops.kl import NoEos, finished_score
+from .ops.pairs import Ties, best_and_worst
+from .options.pair_updates import train_on_preferences
+from .options.policy_updates import Updates
 from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics
-from .updates import Updates
 
 __all__ = ["OnlineDPO", "online_dpo_step"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .kl_score import score_less_kl
 from .losses import P3OLoss
-from .pair_updates import PairUpdates, train_on_pairs
+from .options.kl_score import score_less_kl
+from .options.pair_updates import PairUpdates, train_on_pairs
 from .roles import Policy, Prompts, Reward, TrainMetrics
 
 __all__ = ["P3O", "p3o_step"]

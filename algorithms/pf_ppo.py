@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..dataflow.ranges import check_range
-from .filtration import Strategy, filtered_batch, filtered_groups
+from ..dataflow.option_checks import check_range
+from .ops.filtration import Strategy, filtered_batch, filtered_groups
 from .ppo import PPO, learn
 from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics, ValueModel
 

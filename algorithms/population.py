@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..dataflow.ranges import check_range
-from ..dataflow.record import op
+from ..dataflow.graph.tracer import op
+from ..dataflow.option_checks import check_range
 from .env_ppo import EnvPPO, learn
-from .env_roles import ActorCritic, Env, EnvMask, EnvRows, PerEnv, PerEnvStep
 from .roles import TrainMetrics
+from .roles.environment import ActorCritic, Env, EnvMask, EnvRows, PerEnv, PerEnvStep
 
 __all__ = ["Population", "mean_return", "own_rows", "population_step"]
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .advantages import GaeTargets
-from .end_state import bootstrap_of, with_end
-from .estimates import Estimates
-from .kl_reward import KLReward
-from .kl_score import reference_logprob, reported_kl
 from .losses import ClippedPolicyLoss, ClippedValueLoss
+from .ops.advantages import GaeTargets
+from .ops.final_state import bootstrap_of, with_end
+from .options.gae import Estimates
+from .options.kl_score import reference_logprob, reported_kl
+from .options.policy_updates import Updates, train_policy
+from .options.reference_kl import KLReward
 from .roles import (
     PerSample,
     PerToken,
@@ -32,7 +33,6 @@ from .roles import (
     ValueBatch,
     ValueModel,
 )
-from .updates import Updates, train_policy
 
 __all__ = ["PPO", "learn", "ppo_step"]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dataflow.ranges import check_range
-from .kl_score import reference_logprob, reported_kl
+from ..dataflow.option_checks import check_range
+from .ops.rewards import process_shaped_reward
+from .options.kl_score import reference_logprob, reported_kl
+from .options.policy_updates import train_policy
 from .ppo import PPO
-from .rewards import process_shaped_reward
 from .roles import PerSample, Policy, ProcessReward, Prompts, Reward, TrainMetrics, ValueModel
-from .updates import train_policy
 
 __all__ = ["ProcessPPO", "process_ppo_step"]
 

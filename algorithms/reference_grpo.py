@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .grpo import GroupRelative
-from .kl import KLEstimator
 from .losses import ClippedPolicyLoss, KLGradient, ReferenceKLPolicyLoss
+from .ops.kl import KLEstimator
+from .options.policy_updates import train_policy
 from .roles import Policy, Prompts, Reward, TrainMetrics
-from .updates import train_policy
 
 __all__ = ["ReferenceGRPO", "reference_grpo_step"]
 

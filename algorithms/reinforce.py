@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .advantages import batch_centred, broadcast_over_tokens
 from .losses import ReinforceLoss
+from .ops.advantages import batch_centred, broadcast_over_tokens
+from .options.policy_updates import Updates, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
-from .updates import Updates, train_policy
 
 __all__ = ["Reinforce", "reinforce_step"]
 

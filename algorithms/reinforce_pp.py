@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dataflow.ranges import check_range
-from .advantages import broadcast_over_tokens, group_advantage, return_to_go, whiten
-from .kl_reward import KLReward
-from .kl_score import reference_logprob
+from ..dataflow.option_checks import check_range
 from .losses import ClippedPolicyLoss, ReferenceKLPolicyLoss
-from .reductions import Variance
+from .ops.advantages import broadcast_over_tokens, group_advantage, return_to_go, whiten
+from .ops.reductions import Variance
+from .options.kl_score import reference_logprob
+from .options.policy_updates import Updates, train_policy
+from .options.reference_kl import KLReward
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
-from .updates import Updates, train_policy
 
 __all__ = [
     "ReinforcePP",

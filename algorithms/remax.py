@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..dataflow.ranges import check_range
-from .advantages import KLPlacement, paired_baseline, remax_advantage
-from .kl import kl_estimate
-from .kl_score import reference_logprob, reported_kl
+from ..dataflow.option_checks import check_range
 from .losses import ClippedPolicyLoss
+from .ops.advantages import KLPlacement, paired_baseline, remax_advantage
+from .ops.kl import kl_estimate
+from .options.kl_score import reference_logprob, reported_kl
+from .options.policy_updates import Updates, train_policy
 from .roles import (
     PerSample,
     PerToken,
@@ -24,7 +25,6 @@ from .roles import (
     Sampling,
     TrainMetrics,
 )
-from .updates import Updates, train_policy
 
 __all__ = ["ReMax", "remax_step"]
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dataflow.ranges import check_range
-from .advantages import broadcast_over_tokens, leave_one_out
-from .kl_score import score_less_kl
+from ..dataflow.option_checks import check_range
 from .losses import ClippedPolicyLoss
+from .ops.advantages import broadcast_over_tokens, leave_one_out
+from .options.kl_score import score_less_kl
+from .options.policy_updates import Updates, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
-from .updates import Updates, train_policy
 
 __all__ = ["RLOO", "rloo_step"]
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .kl_score import reference_logprob, reported_kl
+from .controllers.multiplier import Ascent, Multiplier, mixed_advantage
 from .losses import ClippedValueLoss
-from .multiplier import Ascent, Multiplier, mixed_advantage
+from .options.kl_score import reference_logprob, reported_kl
+from .options.policy_updates import train_policy
 from .ppo import PPO
 from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics, ValueModel
-from .updates import train_policy
 
 __all__ = ["SafeRLHF", "safe_rlhf_step"]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..dataflow.record import op
+from ..dataflow.graph.tracer import op
 from .env_ppo import EnvPPO, learn
-from .env_roles import ActorCritic, Trajectories
-from .game_roles import BoardGame, GameRows
 from .roles import TrainMetrics
+from .roles.environment import ActorCritic, Trajectories
+from .roles.games import BoardGame, GameRows
 
 __all__ = ["SelfPlay", "self_play_step", "side_of"]
 

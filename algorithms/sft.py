@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dataflow.ranges import check_range
+from ..dataflow.option_checks import check_range
 from .losses import CrossEntropyLoss
 from .roles import DemonstrationBatch, Demonstrations, Policy, TrainMetrics
 

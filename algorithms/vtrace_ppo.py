@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..dataflow.ranges import check_range
-from ..dataflow.record import op
-from .advantages import GaeTargets
-from .kl_score import reference_logprob, reported_kl
+from ..dataflow.graph.tracer import op
+from ..dataflow.option_checks import check_range
+from .ops.advantages import GaeTargets
+from .ops.reductions import zero_where_masked_out
+from .ops.returns import vtrace
+from .ops.rollout_correction import with_rollout_logprob
+from .options.kl_score import reference_logprob, reported_kl
 from .ppo import PPO
-from .reductions import zero_where_masked_out
-from .returns import vtrace
 from .roles import (
     PerSample,
     PerToken,
@@ -30,7 +31,6 @@ from .roles import (
     TrainMetrics,
     ValueModel,
 )
-from .rollout_correction import with_rollout_logprob
 
 __all__ = ["VtracePPO", "vtrace_ppo_step"]
 

@@ -14,26 +14,27 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any
 
-from penstock.algorithms.rollout_correction import RolloutCorrection
+from penstock.algorithms.ops.rollout_correction import RolloutCorrection
 from penstock.configs.key_docs import key_docs
-from penstock.dataflow.axes import Spec
+from penstock.dataflow.graph.axes import Spec
 
 __all__ = ["MODULES", "function_page", "function_table"]
 
 MODULES: dict[str, tuple[str, ...]] = {
-    "advantages": ("advantages",),
+    "advantages": ("ops.advantages",),
     "losses": ("losses",),
-    "rewards": ("rewards",),
-    "kl": ("kl", "reductions"),
+    "rewards": ("ops.rewards",),
+    "kl": ("ops.kl", "ops.reductions"),
     "parts": (
-        "multiplier", "ensembles", "constrained", "macro_actions", "filtration",
-        "rollout_correction", "dynamic_sampling", "pairs", "offline", "weight_mean",
-        "distributions", "value_transforms", "novelty", "end_state",
+        "controllers.multiplier", "ops.ensembles", "ops.constrained", "ops.macro_actions",
+        "ops.filtration", "ops.rollout_correction", "ops.dynamic_sampling", "ops.pairs",
+        "ops.weighted_responses", "ops.weight_mean", "ops.distributions", "ops.value_transforms",
+        "ops.novelty", "ops.final_state",
     ),
 }  # fmt: skip
 """Table of docs/algorithms/index.md -> the modules of `penstock.algorithms` it lists."""
 
-_OPTIONS: dict[str, type] = {"rollout_correction": RolloutCorrection}
+_OPTIONS: dict[str, type] = {"ops.rollout_correction": RolloutCorrection}
 """Module -> the class of options that its functions take, which has an entry among them."""
 
 _SHAPE = re.compile(r"(?:f32|f64|i64|bool|int)(?: or \w+)?\[[^\]]*\]|f\d\d scalar")
@@ -44,7 +45,7 @@ def function_table(table: str) -> str:
     """One row per function of a table's modules."""
     lines = ["| function | called with | gives |", "|---|---|---|"]
     for module, name, function in _functions()[table]:
-        shown = f"{module}.{name}" if len(MODULES[table]) > 1 else name
+        shown = f"{module.rpartition('.')[2]}.{name}" if len(MODULES[table]) > 1 else name
         called = _signature(function, in_lines=False)
         gives = _cell(_sections(function)["about"].split("\n\n")[0])
         lines.append(f"| [`{shown}`](functions.md#{name}) | `{called}` | {gives} |")

@@ -22,18 +22,20 @@ from typing import Any
 import torch
 from algorithm_functions import MODULES, function_page, function_table
 from algorithm_sizes import CONFIGS, NAMES, RELATIVES, Algorithm, algorithm, difference
-from penstock.algorithms import kl_controller, losses, multiplier, pair_losses
-from penstock.algorithms.env_roles import ActorCritic
-from penstock.algorithms.kl_controller import KLController
-from penstock.algorithms.multiplier import Multiplier
-from penstock.algorithms.replay_roles import QNetwork, Replay
-from penstock.algorithms.rollout_correction import RolloutCorrection
+from penstock.algorithms import losses
+from penstock.algorithms.controllers import kl_controller, multiplier
+from penstock.algorithms.controllers.kl_controller import KLController
+from penstock.algorithms.controllers.multiplier import Multiplier
+from penstock.algorithms.losses import preference
+from penstock.algorithms.ops.rollout_correction import RolloutCorrection
+from penstock.algorithms.roles.environment import ActorCritic
+from penstock.algorithms.roles.replay import QNetwork, Replay
 from penstock.configs.key_docs import key_docs
 from penstock.configs.reference import as_yaml
 from penstock.configs.validate import fields_of
-from penstock.dataflow.axes import Spec
-from penstock.dataflow.graph import Constant, Graph, Node, TableArgument
-from penstock.dataflow.render import to_svg
+from penstock.dataflow.graph.axes import Spec
+from penstock.dataflow.graph.graph import Constant, Graph, Node, TableArgument
+from penstock.dataflow.render.text import to_svg
 from torch import Tensor
 
 DOCS = Path(__file__).parents[1] / "docs" / "algorithms"
@@ -287,7 +289,7 @@ def _meanings(graph: Graph, node: Node) -> dict[str, str]:
     loss = dict(node.arguments).get("loss")
     own = inspect.getdoc(type(loss.value)) if isinstance(loss, Constant) else None
     asked = getattr(graph.roles[node.role or ""], node.method or "")
-    modules = (losses, pair_losses, multiplier, kl_controller)
+    modules = (losses, preference, multiplier, kl_controller)
     for text in (*(module.__doc__ for module in modules), own, inspect.getdoc(asked)):
         flat = re.sub(r"\n  +", " ", text or "")
         for line in re.findall(r"^- (.*)$", flat, re.MULTILINE):

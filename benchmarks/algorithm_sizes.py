@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import penstock.configs
-from penstock.dataflow.graph import Graph, NodeKind
-from penstock.launch.app import compose
-from penstock.launch.compose import load_step, run_config, step_cfg
-from penstock.launch.stages import record
+from penstock.dataflow.graph.graph import Graph, NodeKind
+from penstock.launch.cli.hydra_app import compose
+from penstock.launch.inputs.compose import load_step, run_config, step_cfg
+from penstock.launch.stages.stages import record
 
 __all__ = ["NAMES", "RELATIVES", "Algorithm", "Difference", "algorithm", "difference"]
 

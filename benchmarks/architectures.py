@@ -19,18 +19,18 @@ mpl.use("svg")
 import matplotlib.pyplot as plt
 from bench import parser, report, table
 from penstock.algorithms.impala import Impala, impala_step
-from penstock.dataflow.engine import Engine
-from penstock.dataflow.record import build
-from penstock.dataflow.schedule import Schedule
-from penstock.dataflow.spans import TaskSpan
-from penstock.planner.plan import GroupPlan, Plan
-from penstock.workers.actor_network import PerceptronSpec
+from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.spans import TaskSpan
+from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.planner.plan.plan import GroupPlan, Plan
+from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
+from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.ray_executor import RayExecutor, shutdown_ray
-from penstock.workers.torch_actor_critic import TorchActorCriticSpec
+from penstock.workers.executors.on_ray.executor import RayExecutor, shutdown_ray
+from penstock.workers.training.optimizer import OptimizerSpec
 
 NUM_ENVS = 32
 NUM_STEPS = 14

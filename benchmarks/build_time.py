@@ -11,7 +11,7 @@ from bench import parser, report, spread, table
 BUILD = """
 import time
 from penstock.algorithms.ppo import PPO, ppo_step
-from penstock.dataflow.record import build
+from penstock.dataflow.graph.tracer import build
 start = time.perf_counter()
 build(ppo_step, cfg=PPO())
 print(time.perf_counter() - start)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 
 from bench import machine, parser, report, table
-from penstock.dataflow.flow import Flow, FlowNode, WeightRead
-from penstock.dataflow.schedule import Schedule
-from penstock.dataflow.scheduler import Scheduler
-from penstock.dataflow.scheduler_events import RunCall, RunTrain
-from penstock.dataflow.scheduler_rehearsal import Rehearsal, rehearse
+from penstock.dataflow.scheduler.events import RunCall, RunTrain
+from penstock.dataflow.scheduler.flow import Flow, FlowNode, WeightRead
+from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.dataflow.scheduler.scheduler import Scheduler
+from penstock.dataflow.scheduler.simulate import Rehearsal, rehearse
 
 SIZES = ((1_000, 32), (4_000, 32), (15_000, 32))
 """Environment workers, trainers; the last is SRL's."""

@@ -13,8 +13,8 @@ import gymnasium as gym
 import numpy as np
 from bench import machine, parser, report, table
 from env_throughput import Trivial
-from penstock.dataflow.context import step_scope
-from penstock.dataflow.worker import WorkerContext
+from penstock.dataflow.runtime.call_context import step_scope
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec

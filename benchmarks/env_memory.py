@@ -15,12 +15,12 @@ import torch
 from bench import machine, parser, report, table
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
 from penstock.dataflow import Engine, build, one_group
-from penstock.workers.actor_network import PerceptronSpec
+from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
+from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.torch_actor_critic import TorchActorCriticSpec
+from penstock.workers.training.optimizer import OptimizerSpec
 
 NUM_ENVS = 8
 NUM_STEPS = 120

@@ -19,17 +19,17 @@ import gymnasium as gym
 import numpy as np
 from bench import parser, report, table
 from gymnasium import spaces
-from penstock.algorithms.env_roles import Actor
-from penstock.dataflow.context import step_scope
-from penstock.dataflow.serving import Holdings, Served
-from penstock.dataflow.worker import WorkerContext
-from penstock.workers.envs.rings import RingSize
+from penstock.algorithms.roles.environment import Actor
+from penstock.dataflow.runtime.call_context import step_scope
+from penstock.dataflow.runtime.remote_inference import Holdings, Served
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
+from penstock.workers.envs.overlapped_groups import RingSize
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
-from penstock.workers.serving_client import AnswerClient
-from penstock.workers.serving_server import AnswerServer
-from penstock.workers.torch_actor_critic import TorchActorCritic, TorchActorCriticSpec
+from penstock.workers.inference.client import AnswerClient
+from penstock.workers.inference.server import AnswerServer
 
 SLEEP_S = 5e-3
 NUM_GROUPS = 4
@@ -169,7 +169,7 @@ class _Asker:
 def ray_call_us() -> float:
     """The same question as a call of a Ray actor, between two actors."""
     import ray
-    from penstock.workers.ray_executor import connect_ray, shutdown_ray
+    from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
 
     connect_ray()
     try:

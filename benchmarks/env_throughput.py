@@ -23,9 +23,9 @@ import gymnasium as gym
 import numpy as np
 from bench import machine, parser, report, table
 from numpy.typing import NDArray
-from penstock.algorithms.env_roles import Actor, Acts
-from penstock.dataflow.context import step_scope
-from penstock.dataflow.worker import WorkerContext
+from penstock.algorithms.roles.environment import Actor, Acts
+from penstock.dataflow.runtime.call_context import step_scope
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec

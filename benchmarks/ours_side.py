@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.roles import Prompts, Reward, Sampling
-from penstock.dataflow.engine import Engine
-from penstock.dataflow.executor import InProcess
-from penstock.dataflow.placement import one_group
-from penstock.dataflow.record import build
-from penstock.dataflow.worker import WorkerContext
-from penstock.workers.model import ModelSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.tokenizer import Tokenizer, TokenizerSpec
-from penstock.workers.torch_policy import TorchPolicySpec
+from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.executor import InProcess
+from penstock.dataflow.runtime.placement import one_group
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.engines.torch_engine.policy import TorchPolicySpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.tokenizer import Tokenizer, TokenizerSpec
+from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 from vs_trl_case import (
     LEARNING_RATE,

@@ -15,23 +15,23 @@ from typing import Any
 
 import torch
 from bench import parser, report, spread, table
-from penstock.algorithms.advantages import broadcast_over_tokens, group_advantage
 from penstock.algorithms.grpo import GRPO, grpo_step
+from penstock.algorithms.ops.advantages import broadcast_over_tokens, group_advantage
 from penstock.algorithms.roles import PolicyBatch, Sampling
-from penstock.dataflow.context import step_scope
-from penstock.dataflow.engine import Engine
-from penstock.dataflow.executor import Executor, InProcess
-from penstock.dataflow.placement import one_group
-from penstock.dataflow.record import build
-from penstock.dataflow.worker import WorkerContext
-from penstock.workers.data_source import PromptSource
-from penstock.workers.model import ModelSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.ray_executor import RayExecutor, shutdown_ray
-from penstock.workers.reasoning_task import ReasoningTaskSpec
-from penstock.workers.rule_reward import RuleRewardSpec
-from penstock.workers.tokenizer import TokenizerSpec
-from penstock.workers.torch_policy import TorchPolicySpec
+from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.runtime.call_context import step_scope
+from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.executor import Executor, InProcess
+from penstock.dataflow.runtime.placement import one_group
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.data.reasoning_task import ReasoningTaskSpec
+from penstock.workers.data.sources import PromptSource
+from penstock.workers.engines.torch_engine.policy import TorchPolicySpec
+from penstock.workers.executors.on_ray.executor import RayExecutor, shutdown_ray
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.tokenizer import TokenizerSpec
+from penstock.workers.rewards.rule_reward import RuleRewardSpec
+from penstock.workers.training.optimizer import OptimizerSpec
 
 TASK = ReasoningTaskSpec(
     name="chain_sum",

@@ -27,8 +27,10 @@ from parity_draws import (
     verl_torch,
     with_gradient,
 )
-from penstock.algorithms import advantages as ours
-from penstock.algorithms import kl, loss_terms, losses, reductions, rewards, rollout_correction
+from penstock.algorithms import losses
+from penstock.algorithms.losses import token_formulas
+from penstock.algorithms.ops import advantages as ours
+from penstock.algorithms.ops import kl, reductions, rewards, rollout_correction
 from torch import Tensor
 
 # Building blocks
@@ -240,7 +242,7 @@ def _(d: Draw) -> tuple[Any, Any]:
         )[0]
 
     def mine(logprob: Tensor) -> Tensor:
-        per_token = loss_terms.clipped_policy_loss(
+        per_token = token_formulas.clipped_policy_loss(
             logprob=logprob,
             behavior_logprob=d.behavior_logprob,
             advantage=d.advantage,
@@ -258,7 +260,7 @@ def _(d: Draw) -> tuple[Any, Any]:
     module = openrlhf_loss.PolicyLoss(dual_clip=3.0)
 
     def mine(logprob: Tensor) -> Tensor:
-        per_token = loss_terms.clipped_policy_loss(
+        per_token = token_formulas.clipped_policy_loss(
             logprob=logprob,
             behavior_logprob=d.behavior_logprob,
             advantage=d.advantage,
@@ -295,7 +297,7 @@ def _(d: Draw) -> tuple[Any, Any]:
 
 
 def _value_loss(value: Tensor, d: Draw) -> Tensor:
-    per_token = loss_terms.clipped_value_loss(
+    per_token = token_formulas.clipped_value_loss(
         value=value, old_value=d.old_value, value_target=d.value_target
     )
     return reductions.aggregate(per_token, d.mask)
@@ -306,7 +308,7 @@ def _(d: Draw) -> tuple[Any, Any]:
     margin, rejected = d.normal(d.rows).abs(), d.normal(d.rows)
 
     def mine(score: Tensor) -> Tensor:
-        return loss_terms.bradley_terry_loss(
+        return token_formulas.bradley_terry_loss(
             chosen_score=score, rejected_score=rejected, margin=margin
         ).mean()
 

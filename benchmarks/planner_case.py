@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.planner.calls import Call
-from penstock.planner.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
-from penstock.planner.constants import Constants
-from penstock.planner.layout import Layout
-from penstock.planner.mesh import Mesh
-from penstock.planner.shapes import ModelShape
-from penstock.planner.time_model import TimeModel, offload_time
-from penstock.planner.workload import Lengths, Workload
+from penstock.planner.cost.constants import Constants
+from penstock.planner.cost.time_model import TimeModel, offload_time
+from penstock.planner.inputs.calls import Call
+from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from penstock.planner.inputs.layout import Layout
+from penstock.planner.inputs.mesh import Mesh
+from penstock.planner.inputs.model_shape import ModelShape
+from penstock.planner.inputs.workload import Lengths, Workload
 
 ROWS = Path(__file__).resolve().parent / "data" / "real_ppo_seconds_per_iteration.json"
 NODE_SIZE = 8

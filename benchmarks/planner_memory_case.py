@@ -21,15 +21,15 @@ from typing import Any, Literal
 import torch
 from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
 from penstock.algorithms.roles import PolicyBatch, Sampling, ValueBatch
-from penstock.dataflow.worker import WorkerContext
-from penstock.planner.calls import Call, CallKind
-from penstock.planner.memory_torch import torch_engine_peak
-from penstock.planner.shapes import Head, shape_of
-from penstock.planner.workload import Lengths
-from penstock.workers.model import ModelSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.torch_policy import TorchPolicySpec
-from penstock.workers.torch_value import TorchValueSpec
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.planner.cost.memory_torch import torch_engine_peak
+from penstock.planner.inputs.calls import Call, CallKind
+from penstock.planner.inputs.model_shape import Head, shape_of
+from penstock.planner.inputs.workload import Lengths
+from penstock.workers.engines.torch_engine.policy import TorchPolicySpec
+from penstock.workers.engines.torch_engine.value import TorchValueSpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 

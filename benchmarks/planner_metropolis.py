@@ -25,12 +25,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench import parser, report, table
-from penstock.planner.allocation import Index, Space
-from penstock.planner.choices import Choice, Choices
-from penstock.planner.options import Option
-from penstock.planner.period import StepTimer
-from penstock.planner.pins import Pins
-from penstock.planner.search import search
+from penstock.planner.search.allocation import Index, Space
+from penstock.planner.search.choices import Choice, Choices
+from penstock.planner.search.options import Option
+from penstock.planner.search.pins import Pins
+from penstock.planner.search.search import search
+from penstock.planner.search.step_time import StepTimer
 from planner_scale import PROBLEMS, Problem
 
 

@@ -18,15 +18,15 @@ mpl.use("svg")
 import matplotlib.pyplot as plt
 from bench import parser, report, table
 from penstock.algorithms.ppo import PPO, ppo_step
-from penstock.dataflow.record import build
-from penstock.planner.calls import calls_of
-from penstock.planner.cluster import ClusterSpec
-from penstock.planner.constants import PUBLISHED_H100
-from penstock.planner.options import CallNode, OptionTable
-from penstock.planner.search import search
-from penstock.planner.search_result import SearchResult
-from penstock.planner.tables import ModelTable, call_nodes
-from penstock.planner.workload import Lengths, Workload
+from penstock.dataflow.graph.tracer import build
+from penstock.planner.cost.constants import PUBLISHED_H100
+from penstock.planner.inputs.calls import calls_of
+from penstock.planner.inputs.cluster import ClusterSpec
+from penstock.planner.inputs.workload import Lengths, Workload
+from penstock.planner.search.option_table import ModelTable, call_nodes
+from penstock.planner.search.options import CallNode, OptionTable
+from penstock.planner.search.result import SearchResult
+from penstock.planner.search.search import search
 from planner_synthetic import SHAPE_70B, SyntheticTable, h100_cluster, ppo_calls
 
 Problem: TypeAlias = tuple[Sequence[CallNode], OptionTable, ClusterSpec]

@@ -26,24 +26,24 @@ from bench import parser, report, table
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.algorithms.roles import Prompts, Sampling
 from penstock.configs.profile_schema import ProfileConfig
-from penstock.dataflow.engine import Engine
-from penstock.dataflow.graph import Graph
-from penstock.dataflow.record import build
-from penstock.launch.measured import node_seconds
-from penstock.launch.profile import profile
-from penstock.launch.profile_show import calibration_text
-from penstock.planner.calibration import Calibration
-from penstock.planner.pins import Pins
-from penstock.planner.plan import Plan
-from penstock.planner.plan_step import plan_step
-from penstock.planner.shapes import ModelShape, shape_of
-from penstock.planner.workload import Lengths, Workload
-from penstock.workers.model import ModelSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.ray_executor import RayExecutor, shutdown_ray
-from penstock.workers.torch_policy import TorchPolicySpec
-from penstock.workers.torch_reward import TorchRewardModelSpec
-from penstock.workers.torch_value import TorchValueSpec
+from penstock.dataflow.graph.graph import Graph
+from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.runtime.engine import Engine
+from penstock.launch.profile.profile import profile
+from penstock.launch.profile.show import calibration_text
+from penstock.launch.stages.prediction_check import node_seconds
+from penstock.planner.cost.calibration import Calibration
+from penstock.planner.inputs.model_shape import ModelShape, shape_of
+from penstock.planner.inputs.workload import Lengths, Workload
+from penstock.planner.plan.plan import Plan
+from penstock.planner.plan.planner import plan_step
+from penstock.planner.search.pins import Pins
+from penstock.workers.engines.torch_engine.policy import TorchPolicySpec
+from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
+from penstock.workers.engines.torch_engine.value import TorchValueSpec
+from penstock.workers.executors.on_ray.executor import RayExecutor, shutdown_ray
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.training.optimizer import OptimizerSpec
 
 VOCABULARY = 64
 MOST_ERROR = 0.2

@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.planner.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
-from penstock.planner.layout import Layout, legal_layouts
-from penstock.planner.mesh import Mesh
-from penstock.planner.options import CallNode, Option, dominant
-from penstock.planner.shapes import ModelShape
+from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from penstock.planner.inputs.layout import Layout, legal_layouts
+from penstock.planner.inputs.mesh import Mesh
+from penstock.planner.inputs.model_shape import ModelShape
+from penstock.planner.search.options import CallNode, Option, dominant
 
 H100 = DeviceSpec(
     name="h100",

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bench import parser, report, table
-from penstock.planner.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
-from penstock.planner.layout import Layout
-from penstock.planner.shapes import ModelShape
-from penstock.planner.sharding import Sharding, shard
-from penstock.planner.transfer import plan_transfer
-from penstock.planner.transfer_devices import fewest_bytes, strided_generation
-from penstock.planner.transfer_plan import TransferPlan
+from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from penstock.planner.inputs.layout import Layout
+from penstock.planner.inputs.model_shape import ModelShape
+from penstock.planner.resharding.plan import TransferPlan
+from penstock.planner.resharding.plan_transfer import plan_transfer
+from penstock.planner.resharding.rank_assignment import fewest_bytes, strided_generation
+from penstock.planner.resharding.sharding import Sharding, shard
 
 A100 = DeviceSpec(
     name="a100-80g",

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench import parser, report, table
-from penstock.planner.calls import Call
-from penstock.planner.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
-from penstock.planner.constants import GPU_DEFAULTS
-from penstock.planner.layout import Layout
-from penstock.planner.mesh import Mesh
-from penstock.planner.pins import Pins
-from penstock.planner.search import search
-from penstock.planner.search_result import Assignment
-from penstock.planner.tables import ModelTable, call_nodes
-from penstock.planner.time_model import call_time
-from penstock.planner.workload import Lengths
+from penstock.planner.cost.constants import GPU_DEFAULTS
+from penstock.planner.cost.time_model import call_time
+from penstock.planner.inputs.calls import Call
+from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from penstock.planner.inputs.layout import Layout
+from penstock.planner.inputs.mesh import Mesh
+from penstock.planner.inputs.workload import Lengths
+from penstock.planner.search.option_table import ModelTable, call_nodes
+from penstock.planner.search.pins import Pins
+from penstock.planner.search.result import Assignment
+from penstock.planner.search.search import search
 from planner_case import shape
 
 A100 = DeviceSpec(

@@ -46,6 +46,8 @@ ENVIRONMENTS = {
     "mappo": ("task=cover", "model=mlp", "algorithm.per_step.rows=12"),
     "self_play": ("task=tic_tac_toe", "model=mlp"),
 }
+OTHER_SIZES = {"dapo": ("algorithm.per_step.prompts=48",)}
+"""What the rows of `ROWS` do not fit."""
 ENGINES = {
     "grpo on Ray": ("executor=ray",),
     "grpo one step off": ("executor=ray_split", "schedule=one_step_off"),
@@ -61,9 +63,9 @@ KEPT = ("accuracy_before_rl", "accuracy_after_rl", "episode_return_before", "epi
 
 
 def run(words: list[str], folder: Path) -> dict[str, Any]:
-    """The hash and scores of one run, which must end well."""
+    """The hash and scores of one run; of one that failed, that it did."""
     if penstock(["run", *words, f"runs={folder}"]) != 0:
-        raise SystemExit(f"penstock run {' '.join(words)} failed")
+        return {"weights_sha256": "failed"}
     (summary,) = folder.glob("*/summary.json")
     said = json.loads(summary.read_text())
     return {"weights_sha256": said["weights_sha256"], **{key: said.get(key) for key in KEPT}}
@@ -77,19 +79,22 @@ def short_words(algorithm: str, model: Path) -> list[str]:
     with contextlib.redirect_stdout(text):
         penstock(["run", *base, "--cfg", "job"])
     composed = yaml.safe_load(text.getvalue())["algorithm"]
-    words = [*base, "algorithm.num_steps=4", *SHORT[:1], *where[2:]]
+    warm_up = composed["optimizer"].get("warmup_calls", 0)
+    words = [*base, "algorithm.num_steps=4", *SHORT[:1]]
     words += [] if algorithm in ENVIRONMENTS else SHORT[1:]
+    words += ["algorithm.optimizer.warmup_calls=0"] if warm_up else []
     words += [f"algorithm.per_step.{kind}={ROWS[kind]}" for kind in composed["per_step"]]
     for name, stage in composed.get("before", {}).items():
         words.append(f"algorithm.before.{name}.num_steps=4")
         words += [
             f"algorithm.before.{name}.per_step.{kind}={ROWS[kind]}" for kind in stage["per_step"]
         ]
-    return [
-        word
-        for i, word in enumerate(words)
-        if word.split("=")[0] not in {later.split("=")[0] for later in words[i + 1 :]}
-    ]
+        words.append(f"algorithm.before.{name}.optimizer.warmup_calls=0")
+    given = {
+        word.partition("=")[0]: word
+        for word in (*words, *where[2:], *OTHER_SIZES.get(algorithm, ()))
+    }
+    return list(given.values())
 
 
 def measured(only: list[str]) -> dict[str, Any]:
@@ -118,6 +123,9 @@ def main() -> None:
     arguments.add_argument("--only", nargs="*", default=[], metavar="CASE", help="these cases")
     given = arguments.parse_args()
     now = measured(given.only)
+    failed = [name for name, case in now.items() if case["weights_sha256"] == "failed"]
+    if failed:
+        raise SystemExit(f"these runs failed: {', '.join(failed)}")
     if given.record is not None:
         given.record.write_text(json.dumps(now, indent=2) + "\n")
         return

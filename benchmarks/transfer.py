@@ -33,15 +33,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from bench import parser, report, spread, table
-from penstock.planner.layout import Layout
-from penstock.planner.shapes import ModelShape
-from penstock.planner.sharding import NOT_A_DIM, Sharding, shard
-from penstock.planner.storage import concatenate, interleave_qkv
-from penstock.planner.transfer import plan_transfer
-from penstock.planner.transfer_devices import fewest_bytes
-from penstock.workers.transfer import Ends, Transfer
-from penstock.workers.transfer_pack import copy_local
-from penstock.workers.transfer_route import Wave, message_bytes, waves_of
+from penstock.planner.inputs.layout import Layout
+from penstock.planner.inputs.model_shape import ModelShape
+from penstock.planner.resharding.plan_transfer import plan_transfer
+from penstock.planner.resharding.rank_assignment import fewest_bytes
+from penstock.planner.resharding.sharding import NOT_A_DIM, Sharding, shard
+from penstock.planner.resharding.storage import concatenate, interleave_qkv
+from penstock.workers.weight_sync.p2p import Ends, Transfer
+from penstock.workers.weight_sync.p2p_route import Wave, message_bytes, waves_of
+from penstock.workers.weight_sync.packets import copy_local
 from torch import Tensor
 
 NUM_PROCESSES = 4

@@ -35,8 +35,8 @@ from typing import Any
 
 import torch
 from bench import parser, report, table
-from penstock.workers.model import ModelSpec
-from penstock.workers.tokenizer import TokenizerSpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.tokenizer import TokenizerSpec
 from vs_trl_case import ALPHABET, GROUP, MAX_NEW_TOKENS, NUM_PROMPTS, NUM_SAMPLES, SPECIAL_TOKENS
 
 HERE = Path(__file__).resolve().parent

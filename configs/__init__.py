@@ -1,1 +1,4 @@
-"""Penstock configs."""
+"""What a person configures: YAML groups for Hydra, and the schema that validates the result.
+
+What is made of a configuration is in `launch`.
+"""

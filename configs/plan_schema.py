@@ -1,7 +1,7 @@
 """What `penstock plan` is configured with beyond a run: a cluster, a workload, and the search.
 
 The cluster's own parts are the planner's types, validated as they stand. What is given in words
-("h100" for a device, "0-7" for devices) is turned into those types by `launch/plan_inputs.py`.
+("h100" for a device, "0-7" for devices) is turned into those types by `launch/placement`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from ..planner.cluster import DeviceSpec, LinkSpec, NodeGroup
-from ..planner.layout import Engine
-from ..planner.workload import Lengths
+from ..planner.inputs.cluster import DeviceSpec, LinkSpec, NodeGroup
+from ..planner.inputs.layout import Engine
+from ..planner.inputs.workload import Lengths
 from .schema import Section
 
 __all__ = ["ClusterConfig", "PinsConfig", "PlanConfig", "PlanOptions", "WorkloadConfig"]

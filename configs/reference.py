@@ -26,12 +26,12 @@ def key_reference() -> str:
     from ..algorithms.reference_grpo import ReferenceGRPO
     from ..algorithms.reward_modelling import RewardModelling
     from ..algorithms.sft import SFT
-    from ..launch.build_envs import ENV_SPECS, FILLED_IN
-    from ..workers.actor_network import PerceptronSpec
+    from ..launch.inputs.env_specs import ENV_SPECS, FILLED_IN
+    from ..workers.data.file_task import FileTaskSpec
+    from ..workers.data.reasoning_task import ReasoningTaskSpec
+    from ..workers.envs.actors.perceptron import PerceptronSpec
+    from ..workers.envs.games.task import BoardTaskSpec, LibraryGameTaskSpec
     from ..workers.envs.task import EnvTaskSpec
-    from ..workers.file_task import FileTaskSpec
-    from ..workers.games.task import BoardTaskSpec, LibraryGameTaskSpec
-    from ..workers.reasoning_task import ReasoningTaskSpec
     from .plan_schema import ClusterConfig, PlanOptions, WorkloadConfig
     from .profile_schema import ProfileConfig
     from .schema import RunConfig

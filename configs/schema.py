@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ..dataflow.schedule import Schedule
-from ..workers.model import ModelSpec
-from ..workers.optimizer import OptimizerSpec
-from ..workers.tokenizer import TokenizerSpec
+from ..dataflow.scheduler.schedule import Schedule
+from ..workers.models.spec import ModelSpec
+from ..workers.models.tokenizer import TokenizerSpec
+from ..workers.training.optimizer import OptimizerSpec
 
 __all__ = [
     "AgreementConfig",

@@ -10,10 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .axes import Axis, Behavior, GroupId, boolean, f32, i64
-    from .context import call_key
-    from .eager import run_eagerly
-    from .engine import Engine, Source, StepResult
     from .errors import (
         ConfigError,
         FlowError,
@@ -22,13 +18,17 @@ if TYPE_CHECKING:
         StateError,
         WorkerError,
     )
-    from .executor import Executor, InProcess
-    from .graph import Graph
-    from .placement import DeviceGroup, Placement, one_group
-    from .record import build, op
-    from .role import Loss, LossSum, Metric, Role, call
-    from .schedule import Schedule
-    from .worker import Closable, Trainable, WorkerContext, WorkerSpec
+    from .graph.axes import Axis, Behavior, GroupId, boolean, f32, i64
+    from .graph.graph import Graph
+    from .graph.role import Loss, LossSum, Metric, Role, call
+    from .graph.tracer import build, op
+    from .runtime.call_context import call_key
+    from .runtime.eager import run_eagerly
+    from .runtime.engine import Engine, Source, StepResult
+    from .runtime.executor import Executor, InProcess
+    from .runtime.placement import DeviceGroup, Placement, one_group
+    from .runtime.worker_protocol import Closable, Trainable, WorkerContext, WorkerSpec
+    from .scheduler.schedule import Schedule
 
 __all__ = [
     "Axis",
@@ -69,10 +69,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "axes": ("Axis", "Behavior", "GroupId", "boolean", "f32", "i64"),
-    "context": ("call_key",),
-    "eager": ("run_eagerly",),
-    "engine": ("Engine", "Source", "StepResult"),
+    "graph.axes": ("Axis", "Behavior", "GroupId", "boolean", "f32", "i64"),
+    "runtime.call_context": ("call_key",),
+    "runtime.eager": ("run_eagerly",),
+    "runtime.engine": ("Engine", "Source", "StepResult"),
     "errors": (
         "ConfigError",
         "FlowError",
@@ -81,13 +81,13 @@ _MODULES = {
         "StateError",
         "WorkerError",
     ),
-    "executor": ("Executor", "InProcess"),
-    "graph": ("Graph",),
-    "placement": ("DeviceGroup", "Placement", "one_group"),
-    "record": ("build", "op"),
-    "role": ("Loss", "LossSum", "Metric", "Role", "call"),
-    "schedule": ("Schedule",),
-    "worker": ("Closable", "Trainable", "WorkerContext", "WorkerSpec"),
+    "runtime.executor": ("Executor", "InProcess"),
+    "graph.graph": ("Graph",),
+    "runtime.placement": ("DeviceGroup", "Placement", "one_group"),
+    "graph.tracer": ("build", "op"),
+    "graph.role": ("Loss", "LossSum", "Metric", "Role", "call"),
+    "scheduler.schedule": ("Schedule",),
+    "runtime.worker_protocol": ("Closable", "Trainable", "WorkerContext", "WorkerSpec"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -32,7 +32,7 @@ __all__ = [
     "raised_at",
 ]
 
-_OUR_FOLDER = str(Path(__file__).resolve().parent)
+_OUR_FOLDER = Path(__file__).resolve().parent
 
 
 class PenstockError(Exception):
@@ -106,7 +106,7 @@ def nearest(name: str, known: Iterable[str], at: str = "") -> str:
 
 
 def _is_ours(filename: str) -> bool:
-    return filename == "<string>" or str(Path(filename).resolve().parent) == _OUR_FOLDER
+    return filename == "<string>" or Path(filename).resolve().is_relative_to(_OUR_FOLDER)
 
 
 class FlowError(PenstockError):

@@ -10,12 +10,12 @@ import time
 
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
 from penstock.dataflow import Engine, build, one_group
+from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.threads import use_threads
-from penstock.workers.torch_actor_critic import TorchActorCriticSpec
+from penstock.workers.training.optimizer import OptimizerSpec
+from penstock.workers.training.threads import use_threads
 
 NUM_STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 245
 NUM_ENVS, HORIZON = 16, 128

@@ -13,13 +13,13 @@ import torch
 from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow import Engine, build, one_group, run_eagerly
-from penstock.workers.data_source import PromptSource
-from penstock.workers.model import ModelSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.reasoning_task import ReasoningTaskSpec
-from penstock.workers.rule_reward import RuleRewardSpec
-from penstock.workers.tokenizer import TokenizerSpec
-from penstock.workers.torch_policy import TorchPolicySpec
+from penstock.workers.data.reasoning_task import ReasoningTaskSpec
+from penstock.workers.data.sources import PromptSource
+from penstock.workers.engines.torch_engine.policy import TorchPolicySpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.tokenizer import TokenizerSpec
+from penstock.workers.rewards.rule_reward import RuleRewardSpec
+from penstock.workers.training.optimizer import OptimizerSpec
 
 NUM_STEPS = 5
 torch.set_num_threads(1)  # the same sums in the same order, whatever the machine

@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from penstock.algorithms.advantages import broadcast_over_tokens
 from penstock.algorithms.losses import ClippedPolicyLoss
+from penstock.algorithms.ops.advantages import broadcast_over_tokens
+from penstock.algorithms.options.policy_updates import Updates, train_policy
 from penstock.algorithms.roles import (
     PerSample,
     Policy,
@@ -22,7 +23,6 @@ from penstock.algorithms.roles import (
     Sampling,
     TrainMetrics,
 )
-from penstock.algorithms.updates import Updates, train_policy
 from penstock.dataflow import op
 
 

@@ -15,13 +15,13 @@ import sys
 from penstock.algorithms.env_ppo import EnvPPO
 from penstock.algorithms.population import Population, population_step
 from penstock.dataflow import Engine, build, one_group
-from penstock.workers.actor_network import PerceptronSpec
+from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
+from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.threads import use_threads
-from penstock.workers.torch_actor_critic import TorchActorCriticSpec
+from penstock.workers.training.optimizer import OptimizerSpec
+from penstock.workers.training.threads import use_threads
 
 NUM_STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 40
 RATES = {"first": 1e-5, "second": 1e-4, "third": 1e-3, "fourth": 1e-2}

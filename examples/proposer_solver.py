@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from penstock.algorithms.advantages import broadcast_over_tokens, group_advantage
 from penstock.algorithms.losses import ClippedPolicyLoss
+from penstock.algorithms.ops.advantages import broadcast_over_tokens, group_advantage
+from penstock.algorithms.options.policy_updates import Updates, train_policy
 from penstock.algorithms.roles import (
     PerSample,
     Policy,
@@ -29,9 +30,8 @@ from penstock.algorithms.roles import (
     TokenMask,
     TrainMetrics,
 )
-from penstock.algorithms.updates import Updates, train_policy
 from penstock.dataflow import op
-from penstock.workers.tokenizer import Tokenizer, TokenizerSpec, pad_rows
+from penstock.workers.models.tokenizer import Tokenizer, TokenizerSpec, pad_rows
 
 ALPHABET = "+-0123456789="
 """The characters of the task `chain_sum`, whose tokens `tokenizer: task` numbers in this order."""

@@ -7,7 +7,7 @@ what tic-tac-toe ends in if nobody errs.
 
 Both are roles of one graph, and both are trained by PPO on their own turns of the same games. To
 let them learn connect four, write CONNECT_FOUR for TIC_TAC_TOE, and give them more steps; to play a
-game of EnvPool, LibraryGameSpec(id="Hex-v1") from penstock.workers.games.spec.
+game of EnvPool, LibraryGameSpec(id="Hex-v1") from penstock.workers.envs.games.spec.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from penstock.algorithms.env_losses import ActorCriticLoss
 from penstock.algorithms.env_ppo import EnvPPO
-from penstock.algorithms.env_roles import Actor, Acts
 from penstock.algorithms.losses import ClippedPolicyLoss
+from penstock.algorithms.losses.actor_critic import ActorCriticLoss
+from penstock.algorithms.roles.environment import Actor, Acts
 from penstock.algorithms.self_play import SelfPlay, self_play_step
 from penstock.dataflow import Engine, build, one_group
-from penstock.dataflow.context import step_scope
-from penstock.dataflow.executor import InProcess
-from penstock.dataflow.worker import WorkerContext
-from penstock.workers.actor_network import PerceptronSpec
-from penstock.workers.games.rows import GameRowSource
-from penstock.workers.games.stones import TIC_TAC_TOE
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.threads import use_threads
-from penstock.workers.torch_actor_critic import TorchActorCriticSpec
+from penstock.dataflow.runtime.call_context import step_scope
+from penstock.dataflow.runtime.executor import InProcess
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
+from penstock.workers.envs.actors.perceptron import PerceptronSpec
+from penstock.workers.envs.games.mnk_games import TIC_TAC_TOE
+from penstock.workers.envs.games.rows import GameRowSource
+from penstock.workers.training.optimizer import OptimizerSpec
+from penstock.workers.training.threads import use_threads
 
 NUM_STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 200
 use_threads(1)  # the same sums in the same order, whatever the machine

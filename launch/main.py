@@ -65,7 +65,7 @@ def _dispatch(words: list[str]) -> int:
         print(f"penstock {__version__}")
         return 0
     if "-sc" in words or "--shell-completion" in words:
-        from .completion import complete
+        from .cli.completion import complete
 
         return complete(words)
     command, arguments = words[0], words[1:]
@@ -84,18 +84,18 @@ def _command(name: str) -> Callable[[list[str]], int]:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if name == "graph":
-        from .graph import graph_command
+        from .cli.graph import graph_command
 
         return graph_command
     if name == "plan":
-        from .plan import plan_command
+        from .cli.plan import plan_command
 
         return plan_command
     if name == "profile":
-        from .profile import profile_command
+        from .profile.profile import profile_command
 
         return profile_command
-    from .run import run_command
+    from .cli.run import run_command
 
     return run_command
 

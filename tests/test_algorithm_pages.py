@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.dataflow.engine import Engine
-from penstock.dataflow.placement import one_group
+from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.placement import one_group
 
 from .algorithms.configured import configured
 
@@ -54,7 +54,7 @@ def test_from_ppo_to_remax_it_is_15_lines(scripts: Any) -> None:
 
 def test_every_public_function_is_listed(scripts: Any) -> None:
     index = (PAGES / "index.md").read_text()
-    for module in ("advantages", "losses", "rewards"):
+    for module in ("ops.advantages", "losses", "ops.rewards"):
         names: list[str] = importlib.import_module(f"penstock.algorithms.{module}").__all__
         functions = [n for n in names if n[0].islower()]
         assert [n for n in functions if f"(functions.md#{n})" not in index] == [], AGAIN
@@ -62,8 +62,9 @@ def test_every_public_function_is_listed(scripts: Any) -> None:
 
 def test_modules_used_one_by_one_have_entries_with_their_imports() -> None:
     page = (PAGES / "functions.md").read_text()
-    named = {"distributions": "unimix", "value_transforms": "symlog", "novelty": "switch_rewards"}
-    named |= {"end_state": "with_end", "rollout_correction": "RolloutCorrection"}
+    named = {"ops.distributions": "unimix", "ops.value_transforms": "symlog"}
+    named |= {"ops.final_state": "with_end", "ops.rollout_correction": "RolloutCorrection"}
+    named |= {"ops.novelty": "switch_rewards"}
     lines = [f"`from penstock.algorithms.{m} import {name}`" for m, name in named.items()]
     assert [line for line in lines if line not in page] == [], AGAIN
 

@@ -139,8 +139,8 @@ def test_importing_dataflow_does_not_import_what_only_runs_need() -> None:
     code = (
         "import importlib, pkgutil, sys\n"
         "import penstock.dataflow as package\n"
-        "for module in pkgutil.iter_modules(package.__path__):\n"
-        "    importlib.import_module(f'penstock.dataflow.{module.name}')\n"
+        "for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
+        "    importlib.import_module(module.name)\n"
         "heavy = ('ray', 'transformers', 'hydra', 'datasets', 'vllm', 'megatron', 'tensorboard')\n"
         "print([name for name in heavy if name in sys.modules])"
     )

@@ -15,10 +15,10 @@ OF_ENVIRONMENTS = ("env_ppo", "impala", "dqn", "mappo", "self_play", "population
 OF_LANGUAGE = ("ppo", "grpo", "remax", "vtrace_ppo", "online_dpo")
 
 SHARED = {
-    "gae": ("algorithms.returns", "gae"),
-    "vtrace": ("algorithms.returns", "vtrace"),
-    "PPO's loss": ("algorithms.policy_losses", "ClippedPolicyLoss"),
-    "the critic's loss": ("algorithms.losses", "ClippedValueLoss"),
+    "gae": ("algorithms.ops.returns", "gae"),
+    "vtrace": ("algorithms.ops.returns", "vtrace"),
+    "PPO's loss": ("algorithms.losses.policy", "ClippedPolicyLoss"),
+    "the critic's loss": ("algorithms.losses.value", "ClippedValueLoss"),
 }
 
 # What the engine must not know of. Axis and column names come from the algorithms.
@@ -41,13 +41,19 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
+def _path(module: str) -> Path:
+    """The file of a module, or of a package's own code."""
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
 def _reached(start: str) -> set[str]:
     """Everything that importing a module imports, as far as it is ours."""
     seen: set[str] = set()
     waiting = [start]
     while waiting:
         module = waiting.pop()
-        path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+        path = _path(module)
         if module in seen or not path.is_file():
             seen.add(module)
             continue
@@ -57,8 +63,7 @@ def _reached(start: str) -> set[str]:
 
 
 def _files(modules: set[str]) -> list[Path]:
-    paths = (ROOT.joinpath(*module.split(".")).with_suffix(".py") for module in modules)
-    return [path for path in paths if path.is_file()]
+    return [path for path in map(_path, modules) if path.is_file()]
 
 
 def _uses(path: Path, name: str) -> bool:
@@ -97,17 +102,17 @@ def test_maths_is_one_object_for_both(what: str):
 @pytest.mark.parametrize(
     "module",
     [
-        "dataflow.engine",
-        "dataflow.scheduler",
-        "dataflow.host",
-        "dataflow.serving",
-        "workers.ray_executor",
-        "workers.trainer",
-        "workers.optimizer",
-        "workers.data_parallel",
-        "workers.transfer",
-        "launch.checkpoint",
-        "launch.resume",
+        "dataflow.runtime.engine",
+        "dataflow.scheduler.scheduler",
+        "dataflow.runtime.host",
+        "dataflow.runtime.remote_inference",
+        "workers.executors.on_ray.executor",
+        "workers.training.trainer",
+        "workers.training.optimizer",
+        "workers.training.data_parallel",
+        "workers.weight_sync.p2p",
+        "launch.run_dir.checkpoint",
+        "launch.run_dir.resume",
     ],
 )
 def test_what_runs_a_graph_imports_neither_kind(module: str):

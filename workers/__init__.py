@@ -1,1 +1,4 @@
-"""Penstock workers."""
+"""What runs the nodes of a graph: engines, executors, environments, rewards and data.
+
+Nothing here knows an algorithm, a configuration file or the command line.
+"""

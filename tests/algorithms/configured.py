@@ -15,15 +15,15 @@ from typing import Any
 import penstock.configs
 from penstock.algorithms.roles import Reward
 from penstock.configs.schema import RunConfig
-from penstock.dataflow.engine import Source
-from penstock.dataflow.graph import Graph
-from penstock.dataflow.role import Role
-from penstock.dataflow.worker import WorkerSpec
-from penstock.launch.app import compose
-from penstock.launch.build_workers import worker_specs
-from penstock.launch.compose import load_step, run_config, step_cfg
-from penstock.launch.data import load_data, sources_of
-from penstock.launch.stages import stages_of
+from penstock.dataflow.graph.graph import Graph
+from penstock.dataflow.graph.role import Role
+from penstock.dataflow.runtime.engine import Source
+from penstock.dataflow.runtime.worker_protocol import WorkerSpec
+from penstock.launch.cli.hydra_app import compose
+from penstock.launch.inputs.compose import load_step, run_config, step_cfg
+from penstock.launch.inputs.data import load_data, sources_of
+from penstock.launch.stages.stages import stages_of
+from penstock.launch.stages.worker_specs import worker_specs
 from torch import Tensor
 
 NAMES = sorted(

@@ -25,7 +25,8 @@ from penstock.algorithms.losses import (
     ReferenceKLPolicyLoss,
     ReinforceLoss,
 )
-from penstock.algorithms.macro_losses import MacroPolicyBatch, MacroPolicyLoss
+from penstock.algorithms.losses.macro import MacroPolicyBatch, MacroPolicyLoss
+from penstock.algorithms.losses.sequence import ComparedPairBatch
 from penstock.algorithms.roles import (
     DemonstrationBatch,
     FeedbackBatch,
@@ -39,8 +40,7 @@ from penstock.algorithms.roles import (
     ValueBatch,
     ValueOutput,
 )
-from penstock.algorithms.sequence_losses import ComparedPairBatch
-from penstock.dataflow.role import Loss
+from penstock.dataflow.graph.role import Loss
 from torch import Tensor
 
 SEEDS = st.integers(0, 2**31 - 1)

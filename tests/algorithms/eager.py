@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.algorithms.roles import TrainMetrics
-from penstock.dataflow.eager import run_eagerly
-from penstock.dataflow.engine import Engine
-from penstock.dataflow.executor import InProcess, build_role
-from penstock.dataflow.placement import one_group
-from penstock.dataflow.role import Role
-from penstock.dataflow.worker import Trainable, WorkerContext
+from penstock.dataflow.graph.role import Role
+from penstock.dataflow.runtime.eager import run_eagerly
+from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.executor import InProcess, build_role
+from penstock.dataflow.runtime.placement import one_group
+from penstock.dataflow.runtime.worker_protocol import Trainable, WorkerContext
 
 from .configured import Configured
 

@@ -13,20 +13,20 @@ from penstock.algorithms.reference_grpo import ReferenceGRPO, reference_grpo_ste
 from penstock.algorithms.reward_modelling import RewardModelling, reward_modelling_step
 from penstock.algorithms.roles import Reward, Sampling
 from penstock.algorithms.sft import SFT, sft_step
-from penstock.dataflow.engine import Source
-from penstock.dataflow.graph import Graph
-from penstock.dataflow.record import build
-from penstock.dataflow.role import Metric
-from penstock.dataflow.worker import WorkerContext, WorkerSpec
-from penstock.workers.data_source import DemonstrationSource, PairSource, PromptSource
-from penstock.workers.model import ModelSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.reasoning_task import ReasoningTaskSpec
-from penstock.workers.rule_reward import RuleRewardSpec
-from penstock.workers.tokenizer import TokenizerSpec
-from penstock.workers.torch_policy import TorchPolicySpec
-from penstock.workers.torch_reward import TorchRewardModelSpec
-from penstock.workers.torch_value import TorchValueSpec
+from penstock.dataflow.graph.graph import Graph
+from penstock.dataflow.graph.role import Metric
+from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.runtime.engine import Source
+from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
+from penstock.workers.data.reasoning_task import ReasoningTaskSpec
+from penstock.workers.data.sources import DemonstrationSource, PairSource, PromptSource
+from penstock.workers.engines.torch_engine.policy import TorchPolicySpec
+from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
+from penstock.workers.engines.torch_engine.value import TorchValueSpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.tokenizer import TokenizerSpec
+from penstock.workers.rewards.rule_reward import RuleRewardSpec
+from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 
 TASK = ReasoningTaskSpec(

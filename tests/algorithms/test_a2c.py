@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.algorithms.env_losses import ActorCriticLoss
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
-from penstock.algorithms.env_roles import Trajectories
 from penstock.algorithms.impala import Impala, impala_step
 from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss, ReinforceLoss
-from penstock.dataflow.context import step_scope
-from penstock.dataflow.engine import Engine
-from penstock.dataflow.placement import DeviceGroup, Placement
-from penstock.dataflow.record import build
-from penstock.dataflow.schedule import Schedule
-from penstock.dataflow.worker import WorkerContext
+from penstock.algorithms.losses.actor_critic import ActorCriticLoss
+from penstock.algorithms.roles.environment import Trajectories
+from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.runtime.call_context import step_scope
+from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.placement import DeviceGroup, Placement
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.torch_actor_critic import TorchActorCritic, TorchActorCriticSpec
+from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 
 ENV = EnvSpec(id="CartPole-v1")

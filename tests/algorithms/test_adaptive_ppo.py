@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from penstock.algorithms.adaptive_ppo import AdaptivePPO, adaptive_ppo_step
-from penstock.algorithms.kl_controller import KLTarget
+from penstock.algorithms.controllers.kl_controller import KLTarget
 from penstock.algorithms.ppo import PPO, ppo_step
-from penstock.dataflow.worker import Trainable, WorkerContext
-from penstock.workers.kl_controller import AdaptiveKL, KLControllerSpec
+from penstock.dataflow.runtime.worker_protocol import Trainable, WorkerContext
+from penstock.workers.training.kl_controller import AdaptiveKL, KLControllerSpec
 
 from .test_steps import (
     LOG_RATIO,

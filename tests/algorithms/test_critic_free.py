@@ -6,7 +6,17 @@ import math
 
 import pytest
 import torch
-from penstock.algorithms.advantages import (
+from penstock.algorithms.losses import (
+    a_lol_kl_loss,
+    a_lol_loss,
+    mirror_descent_loss,
+    p3o_loss,
+    policy_loss,
+    probability_ratio,
+    rebel_loss,
+    sequence_sum,
+)
+from penstock.algorithms.ops.advantages import (
     batch_std_advantage,
     broadcast_over_tokens,
     group_advantage,
@@ -18,20 +28,9 @@ from penstock.algorithms.advantages import (
     step_advantage,
     whiten,
 )
-from penstock.algorithms.kl import kl_estimate, kl_shaped_reward
-from penstock.algorithms.losses import (
-    a_lol_kl_loss,
-    a_lol_loss,
-    mirror_descent_loss,
-    p3o_loss,
-    policy_loss,
-    probability_ratio,
-    rebel_loss,
-    sequence_sum,
-)
-from penstock.algorithms.offline import priority, systematic_rows
-from penstock.algorithms.reductions import Variance, aggregate
-from penstock.algorithms.rewards import (
+from penstock.algorithms.ops.kl import kl_estimate, kl_shaped_reward
+from penstock.algorithms.ops.reductions import Variance, aggregate
+from penstock.algorithms.ops.rewards import (
     combine_rewards,
     is_correct,
     kl_penalized_score,
@@ -41,6 +40,7 @@ from penstock.algorithms.rewards import (
     signed_score,
     weighted_score,
 )
+from penstock.algorithms.ops.weighted_responses import priority, systematic_rows
 from torch import Tensor
 
 

@@ -6,8 +6,8 @@ All of `configs/algorithm`, for five steps, which every algorithm must also get 
 from __future__ import annotations
 
 import pytest
-from penstock.dataflow.eager import run_eagerly
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.runtime.eager import run_eagerly
 
 from . import runs
 from .configured import NAMES, configured

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
 from penstock.algorithms.self_play import SelfPlay, self_play_step
-from penstock.dataflow.engine import Engine
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.placement import one_group
-from penstock.dataflow.record import build
-from penstock.launch.checkpoint import CheckpointStore
-from penstock.workers.actor_network import PerceptronSpec
+from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.placement import one_group
+from penstock.launch.run_dir.checkpoint import CheckpointStore
+from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
+from penstock.workers.envs.actors.perceptron import PerceptronSpec
+from penstock.workers.envs.games.mnk_games import TIC_TAC_TOE
+from penstock.workers.envs.games.rows import GameRowSource
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
-from penstock.workers.games.rows import GameRowSource
-from penstock.workers.games.stones import TIC_TAC_TOE
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.torch_actor_critic import TorchActorCriticSpec
+from penstock.workers.training.optimizer import OptimizerSpec
 
 from ..workers.envs.toys import register
 from .configured import Configured, configured

@@ -6,26 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.algorithms import env_updates, macro_actions, ppo, returns
-from penstock.algorithms.env_losses import ActorCriticLoss
+from penstock.algorithms import ppo
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
-from penstock.algorithms.env_roles import ActorCritic, Env, EnvRows
-from penstock.dataflow.eager import run_eagerly
-from penstock.dataflow.engine import Engine
+from penstock.algorithms.losses.actor_critic import ActorCriticLoss
+from penstock.algorithms.ops import macro_actions, returns
+from penstock.algorithms.options import env_updates
+from penstock.algorithms.roles.environment import ActorCritic, Env, EnvRows
 from penstock.dataflow.errors import PlanError
-from penstock.dataflow.executor import build_role
-from penstock.dataflow.placement import DeviceGroup, Placement, flow_of, one_group
-from penstock.dataflow.record import build
-from penstock.dataflow.schedule import Schedule
-from penstock.dataflow.worker import WorkerContext, WorkerSpec
-from penstock.launch.checkpoint import CheckpointStore
-from penstock.workers.envs.normalise import Normalisation
+from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.runtime.eager import run_eagerly
+from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.executor import build_role
+from penstock.dataflow.runtime.placement import DeviceGroup, Placement, flow_of, one_group
+from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
+from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.launch.run_dir.checkpoint import CheckpointStore
+from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
+from penstock.workers.envs.normalization import Normalisation
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.torch_actor_critic import TorchActorCriticSpec
-from penstock.workers.weights import tensors_sha256
+from penstock.workers.training.flat_parameters import tensors_sha256
+from penstock.workers.training.optimizer import OptimizerSpec
 
 CFG = EnvPPO(horizon=24, epochs=2, num_minibatches=2)
 GRAPH = build(env_ppo_step, cfg=CFG)

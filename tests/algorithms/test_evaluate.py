@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.algorithms.evaluate import Evaluation, evaluate_step
-from penstock.dataflow.record import build
+from penstock.dataflow.graph.tracer import build
 
 
 def test_the_graph() -> None:

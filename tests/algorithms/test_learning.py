@@ -31,7 +31,7 @@ from penstock.algorithms.roles import (
     ValueOutput,
 )
 from penstock.algorithms.sft import SFT, sft_step
-from penstock.dataflow.role import Loss, Metric
+from penstock.dataflow.graph.role import Loss, Metric
 from torch import Tensor
 
 VOCABULARY = 5

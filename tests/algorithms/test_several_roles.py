@@ -11,24 +11,24 @@ import torch
 from penstock.algorithms.env_ppo import EnvPPO
 from penstock.algorithms.population import Population, mean_return, own_rows, population_step
 from penstock.algorithms.self_play import SelfPlay, self_play_step
-from penstock.dataflow.context import step_scope
-from penstock.dataflow.engine import Engine
 from penstock.dataflow.errors import WorkerError
-from penstock.dataflow.executor import InProcess
-from penstock.dataflow.placement import DeviceGroup, Placement
-from penstock.dataflow.record import build
-from penstock.dataflow.role import Role
-from penstock.dataflow.worker import WorkerContext
-from penstock.workers.actor_network import PerceptronSpec
+from penstock.dataflow.graph.role import Role
+from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.runtime.call_context import step_scope
+from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.executor import InProcess
+from penstock.dataflow.runtime.placement import DeviceGroup, Placement
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
+from penstock.workers.envs.actors.perceptron import PerceptronSpec
+from penstock.workers.envs.actors.weight_inheritance import take_over
+from penstock.workers.envs.games.mnk_games import CONNECT_FOUR, BoardSpec
+from penstock.workers.envs.games.rows import GameRowSource
+from penstock.workers.envs.games.spec import LibraryGameSpec
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
-from penstock.workers.games.rows import GameRowSource
-from penstock.workers.games.spec import LibraryGameSpec
-from penstock.workers.games.stones import CONNECT_FOUR, BoardSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.succession import take_over
-from penstock.workers.torch_actor_critic import TorchActorCritic, TorchActorCriticSpec
+from penstock.workers.training.optimizer import OptimizerSpec
 
 from .configured import Configured
 from .eager import check_eager_equals_graph, weights_of

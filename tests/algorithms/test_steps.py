@@ -31,11 +31,11 @@ from penstock.algorithms.roles import (
     ValueOutput,
 )
 from penstock.algorithms.sft import SFT, sft_step
-from penstock.dataflow.check import check_lag
 from penstock.dataflow.errors import FlowError
-from penstock.dataflow.graph import Graph, Ref
-from penstock.dataflow.record import build
-from penstock.dataflow.role import Loss
+from penstock.dataflow.graph.check import check_lag
+from penstock.dataflow.graph.graph import Graph, Ref
+from penstock.dataflow.graph.role import Loss
+from penstock.dataflow.graph.tracer import build
 from torch import Tensor
 
 PROMPTS = Prompts(prompt=torch.tensor([[1, 2], [4, -1]]), prompt_id=torch.tensor([17, 4]))

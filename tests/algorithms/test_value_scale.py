@@ -7,21 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from penstock.algorithms.env_losses import ActorCriticLoss
 from penstock.algorithms.env_ppo import EnvPPO
-from penstock.algorithms.env_roles import ActorCriticBatch, ActorCriticOutput
 from penstock.algorithms.impala import Impala
 from penstock.algorithms.losses import ClippedValueLoss
-from penstock.algorithms.return_scaling import percentile_scaled
-from penstock.algorithms.value_transforms import two_hot_loss, value_bins
-from penstock.dataflow.context import step_scope
+from penstock.algorithms.losses.actor_critic import ActorCriticLoss
+from penstock.algorithms.ops.scale_invariance import percentile_scaled
+from penstock.algorithms.ops.value_transforms import two_hot_loss, value_bins
+from penstock.algorithms.roles.environment import ActorCriticBatch, ActorCriticOutput
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.worker import WorkerContext
-from penstock.workers.actor_network import PerceptronSpec
-from penstock.workers.envs.normalise import Normalisation, Normaliser
+from penstock.dataflow.runtime.call_context import step_scope
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
+from penstock.workers.envs.actors.perceptron import PerceptronSpec
+from penstock.workers.envs.normalization import Normalisation, Normaliser
 from penstock.workers.envs.spec import EnvSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.torch_actor_critic import TorchActorCritic, TorchActorCriticSpec
+from penstock.workers.training.optimizer import OptimizerSpec
 
 from .configured import configured
 from .eager import check_eager_equals_graph

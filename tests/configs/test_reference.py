@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.configs.reference import key_reference
-from penstock.launch.app import groups
+from penstock.launch.cli.hydra_app import groups
 
 DOCS = Path(__file__).parents[2] / "docs"
 

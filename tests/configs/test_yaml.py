@@ -9,13 +9,13 @@ import penstock.configs
 import pytest
 from penstock.configs.schema import RunConfig
 from penstock.configs.validate import validated
-from penstock.launch.app import compose
-from penstock.launch.cluster_inputs import MEASURED
-from penstock.launch.compose import dumped, run_config
-from penstock.launch.data import task_spec_of
-from penstock.launch.plan import OUTPUTS
-from penstock.launch.plan_request import plan_request
-from penstock.launch.stages import stages_of
+from penstock.launch.cli.hydra_app import compose
+from penstock.launch.cli.plan import OUTPUTS
+from penstock.launch.inputs.compose import dumped, run_config
+from penstock.launch.inputs.data import task_spec_of
+from penstock.launch.placement.cluster_inputs import MEASURED
+from penstock.launch.placement.plan_request import plan_request
+from penstock.launch.stages.stages import stages_of
 
 CONFIGS = Path(str(penstock.configs.__file__)).parent
 OPTIONS = sorted(path.relative_to(CONFIGS).with_suffix("") for path in CONFIGS.glob("*/*.yaml"))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from inspect import cleandoc
 
 import pytest
-from penstock.dataflow.check import FlowWarning
 from penstock.dataflow.errors import FlowError
-from penstock.dataflow.record import build
+from penstock.dataflow.graph.check import FlowWarning
+from penstock.dataflow.graph.tracer import build
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from penstock.dataflow.axes import Axis, GroupId, f32, i64
-from penstock.dataflow.engine import StepResult
-from penstock.dataflow.graph import Graph
-from penstock.dataflow.placement import DeviceGroup, Placement
-from penstock.dataflow.record import build
-from penstock.dataflow.role import Loss, Metric, Role, call
-from penstock.dataflow.worker import WorkerContext
+from penstock.dataflow.graph.axes import Axis, GroupId, f32, i64
+from penstock.dataflow.graph.graph import Graph
+from penstock.dataflow.graph.role import Loss, Metric, Role, call
+from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.runtime.engine import StepResult
+from penstock.dataflow.runtime.placement import DeviceGroup, Placement
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from torch import Tensor
 
 ROW = Axis("row")

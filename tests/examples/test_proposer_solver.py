@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from penstock.algorithms.roles import Prompts, Rollout
-from penstock.workers.tokenizer import pad_rows
+from penstock.workers.models.tokenizer import pad_rows
 from torch import Tensor
 
 from ..algorithms.configured import configured

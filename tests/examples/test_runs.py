@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from penstock.launch.main import main
-from penstock.launch.metrics import read_metrics
+from penstock.launch.run_dir.metrics import read_metrics
 
-from ..launch.test_run import TINY
+from ..launch.cli.test_run import TINY
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = "algorithm.num_steps=2"

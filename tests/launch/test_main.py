@@ -18,12 +18,12 @@ STEPS = '''\
 
 from dataclasses import dataclass
 
-from penstock.algorithms.advantages import group_advantage
+from penstock.algorithms.ops.advantages import group_advantage
 from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
 from penstock.algorithms.roles import (
     DemonstrationBatch, Policy, PolicyBatch, Prompts, Reward, Sampling, TrainMetrics
 )
-from penstock.dataflow.role import Role, call
+from penstock.dataflow.graph.role import Role, call
 
 
 class Judge(Role):
@@ -189,7 +189,8 @@ def test_lag_without_behaviour_logprobs(penstock: Penstock, steps: str) -> None:
 def test_a_role_nobody_provides(penstock: Penstock, tmp_path: Path) -> None:
     (tmp_path / "own_role.py").write_text(
         "from penstock.algorithms.roles import *\n"
-        "from penstock.algorithms.roles import Sampling, call\n"
+        "from penstock.algorithms.roles import Sampling\n"
+        "from penstock.dataflow import call\n"
         "class Judge(Reward):\n    pass\n"
         "def judged(prompts: Prompts, actor: Policy, judge: Judge):\n"
         "    roll = actor.generate(prompts.prompt, prompts.prompt_id, Sampling())\n"

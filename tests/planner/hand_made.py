@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.algorithms.ppo import PPO, ppo_step
-from penstock.dataflow.graph import Graph
-from penstock.dataflow.record import build
-from penstock.planner.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
-from penstock.planner.layout import Layout
-from penstock.planner.plan import GroupPlan, Plan
-from penstock.planner.prediction import (
+from penstock.dataflow.graph.graph import Graph
+from penstock.dataflow.graph.tracer import build
+from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from penstock.planner.inputs.layout import Layout
+from penstock.planner.inputs.workload import Lengths, Workload
+from penstock.planner.plan.plan import GroupPlan, Plan
+from penstock.planner.plan.prediction import (
     GroupMemory,
     NodePrediction,
     OtherSchedule,
     Prediction,
     RunnerUp,
 )
-from penstock.planner.workload import Lengths, Workload
 
 GB = 10**9
 

@@ -9,13 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from penstock.planner.box import Box
-from penstock.planner.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
-from penstock.planner.layout import Layout, legal_layouts
-from penstock.planner.shapes import ModelShape
-from penstock.planner.sharding import NOT_A_DIM, Sharding, Slice, StoredParam, shard
-from penstock.planner.storage import concatenate, interleave_qkv, stack_experts, transpose
-from penstock.planner.transfer_plan import Move, TransferPlan, window
+from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from penstock.planner.inputs.layout import Layout, legal_layouts
+from penstock.planner.inputs.model_shape import ModelShape
+from penstock.planner.resharding.box import Box
+from penstock.planner.resharding.plan import Move, TransferPlan, window
+from penstock.planner.resharding.sharding import NOT_A_DIM, Sharding, Slice, StoredParam, shard
+from penstock.planner.resharding.storage import (
+    concatenate,
+    interleave_qkv,
+    stack_experts,
+    transpose,
+)
 
 Array = NDArray[np.int64]
 UNWRITTEN = -1

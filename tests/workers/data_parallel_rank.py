@@ -14,16 +14,16 @@ from pathlib import Path
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from penstock.algorithms.env_roles import ActionSpace
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss
 from penstock.algorithms.roles import PairBatch, Sampling
-from penstock.dataflow.context import call_scope
-from penstock.dataflow.worker import WorkerContext
-from penstock.workers.actor_network import PerceptronSpec
-from penstock.workers.model import ModelSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.torch_actor_critic import TorchActorCriticSpec
-from penstock.workers.torch_reward import TorchRewardModelSpec
+from penstock.algorithms.roles.environment import ActionSpace
+from penstock.dataflow.runtime.call_context import call_scope
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
+from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
+from penstock.workers.envs.actors.perceptron import PerceptronSpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 from torch_models import architecture, make_policy, make_prompts, to_batch
 

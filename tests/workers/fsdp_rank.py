@@ -31,16 +31,16 @@ from megatron_models import (
     train_with_a_nap,
 )
 from penstock.algorithms.roles import Sampling
-from penstock.dataflow.worker import WorkerContext
-from penstock.workers.data_parallel import _groups  # pyright: ignore[reportPrivateUsage]
-from penstock.workers.fsdp_mesh import _mesh  # pyright: ignore[reportPrivateUsage]
-from penstock.workers.fsdp_roles import (
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.engines.fsdp_engine.mesh import _mesh  # pyright: ignore[reportPrivateUsage]
+from penstock.workers.engines.fsdp_engine.roles import (
     FsdpPolicy,
     FsdpPolicySpec,
     FsdpRewardSpec,
     FsdpValueSpec,
 )
-from penstock.workers.model import ModelSpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.training.data_parallel import _groups  # pyright: ignore[reportPrivateUsage]
 from torch import Tensor
 from torch_models import architecture
 

@@ -14,12 +14,12 @@ import safetensors.torch
 import torch
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss, ClippedValueLoss
 from penstock.algorithms.roles import PairBatch, PolicyBatch, TrainMetrics, ValueBatch
-from penstock.dataflow.context import call_scope
-from penstock.dataflow.worker import WorkerContext
-from penstock.workers.host_copy import HostCopy
-from penstock.workers.model import ModelSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.torch_policy import TorchPolicy, TorchPolicySpec
+from penstock.dataflow.runtime.call_context import call_scope
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.engines.torch_engine.policy import TorchPolicy, TorchPolicySpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.training.host_offload import HostCopy
+from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 from torch_models import architecture, make_prompts
 

@@ -31,13 +31,13 @@ from megatron_models import (
     train_with_a_nap,
 )
 from penstock.algorithms.roles import Sampling
-from penstock.dataflow.worker import WorkerContext
-from penstock.workers.agreement import AgreementLimits, DisagreementError
-from penstock.workers.megatron_groups import parallel_state
-from penstock.workers.megatron_policy import MegatronPolicy, MegatronPolicySpec
-from penstock.workers.megatron_reward import MegatronRewardSpec
-from penstock.workers.megatron_value import MegatronValueSpec
-from penstock.workers.model import ModelSpec
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.engines.megatron_engine.groups import parallel_state
+from penstock.workers.engines.megatron_engine.policy import MegatronPolicy, MegatronPolicySpec
+from penstock.workers.engines.megatron_engine.reward import MegatronRewardSpec
+from penstock.workers.engines.megatron_engine.value import MegatronValueSpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.training.logprob_mismatch import AgreementLimits, DisagreementError
 from torch import Tensor
 from torch_models import architecture
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from penstock.algorithms.roles import PolicyBatch, Rollout, Sampling
-from penstock.dataflow.worker import WorkerContext
-from penstock.workers.model import ModelSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.torch_policy import TorchPolicy, TorchPolicySpec
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.engines.torch_engine.policy import TorchPolicy, TorchPolicySpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 
 VOCAB = 61

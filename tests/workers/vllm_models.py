@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from penstock.algorithms.roles import Rollout, Sampling
-from penstock.dataflow.context import call_scope
-from penstock.dataflow.worker import WorkerContext
-from penstock.workers.model import ModelSpec
-from penstock.workers.vllm_policy import VllmPolicy, VllmPolicySpec
+from penstock.dataflow.runtime.call_context import call_scope
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.engines.vllm_engine.policy import VllmPolicy, VllmPolicySpec
+from penstock.workers.models.spec import ModelSpec
 from torch import Tensor
 from torch_models import EOS, VOCAB, architecture
 

@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from penstock.algorithms.roles import Sampling
-from penstock.dataflow.worker import WorkerContext
-from penstock.workers.vllm_policy import VllmPolicy
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.engines.vllm_engine.policy import VllmPolicy
 from torch import Tensor
 from torch_models import make_prompts
 from vllm_models import (

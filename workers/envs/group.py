@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...algorithms.env_roles import ActionSpace
+from ...algorithms.roles.environment import ActionSpace
 
 __all__ = [
     "EnvGroup",

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ...algorithms.env_roles import Actor
+from ...algorithms.roles.environment import Actor
 from ...dataflow.errors import WorkerError
-from ...dataflow.role import Metric
+from ...dataflow.graph.role import Metric
 from .live import LiveGroup
 
 __all__ = ["Episodes", "play"]

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...algorithms.env_roles import ActionSpace, Actor
-from ...dataflow.context import CallKey
+from ...algorithms.roles.environment import ActionSpace, Actor
 from ...dataflow.errors import StateError, WorkerError
-from ...dataflow.role import Metric
+from ...dataflow.graph.role import Metric
+from ...dataflow.runtime.call_context import CallKey
 from .group import EnvGroup
-from .normalise import Normalisation, Normaliser
+from .normalization import Normalisation, Normaliser
 from .restarts import all_finite
 
 __all__ = ["LiveGroup"]

@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from ...algorithms.env_roles import ActionSpace
+from ...algorithms.roles.environment import ActionSpace
 from ...dataflow.errors import StateError, WorkerError
 from .alarm import StepAlarm, StepTooLong
 from .group import Stepped, close_all, closed_on_error, digest, env_seed

@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorWrapper
 from numpy.typing import NDArray
 
-from ...algorithms.env_roles import ActionSpace
+from ...algorithms.roles.environment import ActionSpace
 from ...dataflow.errors import ConfigError, StateError
 from .alarm import StepAlarm, StepTooLong
 from .attributes import can_save, copied, from_json, same, to_json

@@ -19,7 +19,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from ...algorithms.env_roles import ActionSpace
+from ...algorithms.roles.environment import ActionSpace
 from ...dataflow.errors import ConfigError, StateError, WorkerError
 from .alarm import StepAlarm, StepTooLong
 from .group import Stepped, digest, env_seed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...algorithms.env_roles import EnvRows
+from ...algorithms.roles.environment import EnvRows
 
 __all__ = ["EnvRowSource", "numbered"]
 

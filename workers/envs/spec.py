@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 import gymnasium as gym
 
-from ...algorithms.env_roles import ActionSpace
+from ...algorithms.roles.environment import ActionSpace
 from ...dataflow.errors import ConfigError
-from ...dataflow.ranges import check_range
+from ...dataflow.option_checks import check_range
 from .alarm import StepAlarm
 from .group import EnvGroup, env_seed
 from .loop import LoopGroup
 from .native import NativeGroup
-from .normalise import Normalisation
+from .normalization import Normalisation
 from .pool import PoolGroup, pool_spaces
 from .restarts import described
 from .spaces import action_space, num_features

@@ -12,10 +12,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ...dataflow.ranges import check_range
-from ..data_report import DataReport
-from ..task import PATIENCE, TaskSpec, VerifierSpec
-from .normalise import Normaliser
+from ...dataflow.option_checks import check_range
+from ..data.row_report import DataReport
+from ..data.task import PATIENCE, TaskSpec, VerifierSpec
+from .normalization import Normaliser
 from .spec import EnvSpec
 
 __all__ = ["EnvTask", "EnvTaskSpec"]

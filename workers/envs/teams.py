@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from ...algorithms.env_roles import ActionSpace
+from ...algorithms.roles.environment import ActionSpace
 from ...dataflow.errors import ConfigError
 from .group import EnvGroup, Failure, Stepped
 

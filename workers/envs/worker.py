@@ -20,18 +20,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...algorithms.env_roles import ActionSpace, Actor, Env, Trajectories
-from ...dataflow.context import CallKey, call_key
+from ...algorithms.roles.environment import ActionSpace, Actor, Env, Trajectories
 from ...dataflow.errors import StateError
-from ...dataflow.ranges import check_range
-from ...dataflow.role import Metric, add_metrics
-from ...dataflow.worker import WorkerContext
-from ..sampling import row_uniforms, stream_key
+from ...dataflow.graph.role import Metric, add_metrics
+from ...dataflow.option_checks import check_range
+from ...dataflow.runtime.call_context import CallKey, call_key
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ..rollout.sampling import row_uniforms, stream_key
 from .alarm import StepAlarm
 from .group import close_all, closed_on_error
 from .held_out import PIECE, play
 from .live import LiveGroup
-from .rings import Ring, RingSize
+from .overlapped_groups import Ring, RingSize
 from .spec import EnvSpec
 
 __all__ = ["EnvWorker", "EnvWorkerSpec", "action_noise"]

@@ -1,1 +1,4 @@
-"""Rewards as nodes: what may play a `Reward` role besides a task's verifier and a reward model."""
+"""What may play a `Reward` role besides a reward model: verifiers, judges, mixtures, tests.
+
+Problems and their answers are in `data`.
+"""

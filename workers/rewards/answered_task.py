@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from ..data_report import DataReport
-from ..task import Task, VerifierSpec
-from ..verifiers import load_verifier
+from ..data.row_report import DataReport
+from ..data.task import Task, VerifierSpec
+from .verifiers import load_verifier
 
 __all__ = ["AnsweredTask", "HasRewardAnswer", "reward_answer"]
 
@@ -77,7 +77,7 @@ class AnsweredTask:
         if self._name == "exact_match":
             return None
         return VerifierSpec(
-            factory="penstock.workers.verifiers:make_verifier",
+            factory="penstock.workers.rewards.verifiers:make_verifier",
             arguments={"reward": self._name, "options": self._options},
         )
 

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.ranges import check_range
+from ...dataflow.option_checks import check_range
 
 __all__ = ["ChatClient", "ChatError", "ChatOptions", "ChatRefused", "ChatTimeout"]
 

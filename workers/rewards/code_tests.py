@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...dataflow.errors import ConfigError
-from .sandbox import Limits, run_python
-from .sandbox_child import typed
+from .sandbox.child import typed
+from .sandbox.sandbox import Limits, run_python
 
 __all__ = ["CodeTests", "code_tests", "program_in", "tests_of"]
 
@@ -30,7 +30,7 @@ class CodeTests:
     """What a program reads, and what it must then write; each in a run of its own."""
     calls: Sequence[Mapping[str, Any]] = ()
     """`{"function", "args", "kwargs", "expected"}`; all in one run. With `"typed"`, which
-    assertions become, arguments and `expected` are as `sandbox_child.typed` makes them."""
+    assertions become, arguments and `expected` are as `child.typed` makes them."""
     asserts: Sequence[str] = ()
     """Statements that must not raise; all in one run. A response can forge that."""
     setup: str = ""

@@ -20,16 +20,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...algorithms.roles import PerSample, PromptId, Reward, TokenIds, TokenMask
+from ...algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
 from ...dataflow.errors import WorkerError
-from ...dataflow.ranges import check_range
-from ...dataflow.role import Metric, add_metrics
-from ...dataflow.worker import WorkerContext
-from ..rule_reward import checked_problems, same_task
-from ..task import Task, TaskSpec
-from ..tokenizer import Tokenizer, TokenizerSpec
+from ...dataflow.graph.role import Metric, add_metrics
+from ...dataflow.option_checks import check_range
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ..data.task import Task, TaskSpec
+from ..models.tokenizer import Tokenizer, TokenizerSpec
 from .answered_task import reward_answer
 from .chat_client import ChatClient, ChatError, ChatOptions, ChatRefused, ChatTimeout
+from .rule_reward import checked_problems, same_task
 
 __all__ = ["Judge", "JudgeSpec", "Verdict", "filled", "read_score"]
 

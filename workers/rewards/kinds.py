@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..rule_reward import RuleRewardSpec
 from .judge import JudgeSpec
+from .rule_reward import RuleRewardSpec
 
 __all__ = [
     "PART_KINDS",

@@ -15,16 +15,21 @@ from typing import Any, Literal
 
 import torch
 
-from ...algorithms.combined_score import constrained_score, weighted_sum
-from ...algorithms.roles import PerSample, PromptId, Reward, TokenIds, TokenMask
+from ...algorithms.ops.combined_score import constrained_score, weighted_sum
+from ...algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
 from ...dataflow.errors import ConfigError, nearest
-from ...dataflow.ranges import check_range
-from ...dataflow.role import Metric, add_metrics
-from ...dataflow.worker import WorkerContext, WorkerSpec, close_workers, drain_metrics
-from ..model import ModelSpec
-from ..task import TaskSpec
-from ..tokenizer import TokenizerSpec
-from ..torch_reward import TorchRewardModelSpec
+from ...dataflow.graph.role import Metric, add_metrics
+from ...dataflow.option_checks import check_range
+from ...dataflow.runtime.worker_protocol import (
+    WorkerContext,
+    WorkerSpec,
+    close_workers,
+    drain_metrics,
+)
+from ..data.task import TaskSpec
+from ..engines.torch_engine.reward import TorchRewardModelSpec
+from ..models.spec import ModelSpec
+from ..models.tokenizer import TokenizerSpec
 from .kinds import PART_KINDS
 
 __all__ = ["TASK_REWARDS", "Mixture", "MixturePart", "MixtureSpec"]

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...algorithms.roles import ProcessReward, StepScores
-from ...dataflow.ranges import check_range
-from ...dataflow.role import Metric, add_metrics
-from ...dataflow.worker import WorkerContext
-from ..model import ModelSpec, ScoreNetwork, load_head, seeded_heads
-from ..network import make_network
-from ..tokenizer import Tokenizer, TokenizerSpec
-from ..torch_worker import TorchWorker, first_masked
-from ..train_calls import check_columns
+from ...algorithms.roles.language import ProcessReward, StepScores
+from ...dataflow.graph.role import Metric, add_metrics
+from ...dataflow.option_checks import check_range
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ..engines.torch_engine.network import make_network
+from ..engines.torch_engine.worker import TorchWorker, first_masked
+from ..models.spec import ModelSpec, ScoreNetwork, load_head, seeded_heads
+from ..models.tokenizer import Tokenizer, TokenizerSpec
+from ..training.train_calls import check_columns
 
 __all__ = ["TorchProcessReward", "TorchProcessRewardSpec", "step_ends"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from penstock.algorithms.env_roles import Actor, Acts, Trajectories
-from penstock.dataflow.context import step_scope
-from penstock.dataflow.worker import WorkerContext
+from penstock.algorithms.roles.environment import Actor, Acts, Trajectories
+from penstock.dataflow.runtime.call_context import step_scope
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec

@@ -17,23 +17,23 @@ from typing import Any, Literal
 import pytest
 import torch
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
-from penstock.dataflow.engine import Engine, StepResult
 from penstock.dataflow.errors import WorkerError
-from penstock.dataflow.executor import Executor, InProcess
-from penstock.dataflow.placement import DeviceGroup, Placement
-from penstock.dataflow.record import build
-from penstock.dataflow.role import Role
-from penstock.dataflow.schedule import Schedule
-from penstock.dataflow.worker import WorkerContext
-from penstock.launch.checkpoint import CheckpointStore
-from penstock.workers.actor_network import PerceptronSpec
-from penstock.workers.envs.rings import RingSize
+from penstock.dataflow.graph.role import Role
+from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.runtime.engine import Engine, StepResult
+from penstock.dataflow.runtime.executor import Executor, InProcess
+from penstock.dataflow.runtime.placement import DeviceGroup, Placement
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.launch.run_dir.checkpoint import CheckpointStore
+from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
+from penstock.workers.envs.actors.perceptron import PerceptronSpec
+from penstock.workers.envs.overlapped_groups import RingSize
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
-from penstock.workers.optimizer import OptimizerSpec
-from penstock.workers.ray_executor import RayExecutor, connect_ray, shutdown_ray
-from penstock.workers.torch_actor_critic import TorchActorCriticSpec
+from penstock.workers.executors.on_ray.executor import RayExecutor, connect_ray, shutdown_ray
+from penstock.workers.training.optimizer import OptimizerSpec
 from safetensors.torch import load_file
 
 CFG = EnvPPO(horizon=16, epochs=2, num_minibatches=2)

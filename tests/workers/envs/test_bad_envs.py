@@ -9,8 +9,8 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
-from penstock.algorithms.env_roles import Acts
-from penstock.algorithms.returns import gae
+from penstock.algorithms.ops.returns import gae
+from penstock.algorithms.roles.environment import Acts
 from penstock.dataflow.errors import ConfigError, StateError, WorkerError
 from penstock.workers.envs.spec import EnvSpec
 

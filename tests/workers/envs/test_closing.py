@@ -8,8 +8,8 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
-from penstock.dataflow.context import step_scope
 from penstock.dataflow.errors import ConfigError, StateError, WorkerError
+from penstock.dataflow.runtime.call_context import step_scope
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 from penstock.algorithms.env_evaluate import EnvEvaluation, env_evaluate_step
-from penstock.algorithms.env_roles import Actor, Acts
-from penstock.dataflow.context import step_scope
-from penstock.dataflow.engine import Engine
+from penstock.algorithms.roles.environment import Actor, Acts
 from penstock.dataflow.errors import WorkerError
-from penstock.dataflow.executor import InProcess, Program
-from penstock.dataflow.placement import follow
-from penstock.dataflow.record import build
+from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.runtime.call_context import step_scope
+from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.executor import InProcess, Program
+from penstock.dataflow.runtime.placement import follow
 from penstock.workers.envs.held_out import PIECE
-from penstock.workers.envs.normalise import Normalisation
+from penstock.workers.envs.normalization import Normalisation
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker

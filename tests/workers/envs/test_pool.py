@@ -10,8 +10,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from penstock.algorithms.env_roles import ActionSpace, Actor, Acts, Trajectories
-from penstock.algorithms.returns import gae
+from penstock.algorithms.ops.returns import gae
+from penstock.algorithms.roles.environment import ActionSpace, Actor, Acts, Trajectories
 from penstock.dataflow.errors import ConfigError, StateError, WorkerError
 from penstock.workers.envs.spec import EnvSpec
 

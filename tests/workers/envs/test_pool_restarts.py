@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from penstock.algorithms.env_roles import Actor, Trajectories
+from penstock.algorithms.roles.environment import Actor, Trajectories
 from penstock.dataflow.errors import StateError, WorkerError
-from penstock.dataflow.executor import InProcess
-from penstock.workers.envs.normalise import Normalisation
+from penstock.dataflow.runtime.executor import InProcess
+from penstock.workers.envs.normalization import Normalisation
 from penstock.workers.envs.spec import EnvSpec
 
 from .acting import NoisyActor, env_worker, roll

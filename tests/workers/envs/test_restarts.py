@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from penstock.algorithms.env_roles import Actor, Acts, Trajectories
-from penstock.algorithms.returns import gae
+from penstock.algorithms.ops.returns import gae
+from penstock.algorithms.roles.environment import Actor, Acts, Trajectories
 from penstock.dataflow.errors import StateError, WorkerError
-from penstock.dataflow.executor import InProcess
-from penstock.dataflow.worker import WorkerContext
+from penstock.dataflow.runtime.executor import InProcess
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.group import Stepped
-from penstock.workers.envs.normalise import Normalisation
+from penstock.workers.envs.normalization import Normalisation
 from penstock.workers.envs.restarts import BadRows, finite
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
-from penstock.workers.ray_executor import RayExecutor, connect_ray, shutdown_ray
+from penstock.workers.executors.on_ray.executor import RayExecutor, connect_ray, shutdown_ray
 
 from . import toys
 from .acting import NoisyActor, env_worker, roll

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gymnasium import spaces
-from penstock.algorithms.env_roles import ActionSpace
+from penstock.algorithms.roles.environment import ActionSpace
 from penstock.workers.envs.spaces import action_space, from_columns, num_features, to_features
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from penstock.algorithms.mappo import joint
 from penstock.dataflow.errors import ConfigError, WorkerError
-from penstock.dataflow.worker import WorkerContext
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.envs.actors.team_critic import TeamCriticSpec
 from penstock.workers.envs.cover import Cover
 from penstock.workers.envs.spec import EnvSpec
-from penstock.workers.team_critic import TeamCriticSpec
 
 from .acting import NoisyActor, env_worker, roll
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock.dataflow.context import call_scope
 from penstock.dataflow.errors import StateError
-from penstock.workers.envs.normalise import Normalisation
+from penstock.dataflow.runtime.call_context import call_scope
+from penstock.workers.envs.normalization import Normalisation
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 

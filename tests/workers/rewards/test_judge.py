@@ -17,11 +17,11 @@ import pytest
 import torch
 from penstock.algorithms.roles import Reward
 from penstock.dataflow.errors import ConfigError, WorkerError
-from penstock.dataflow.worker import WorkerContext, WorkerSpec, drain_metrics
-from penstock.workers.file_task import FileTaskSpec
+from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, drain_metrics
+from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
 from penstock.workers.rewards.chat_client import ChatClient, ChatError, ChatOptions
 from penstock.workers.rewards.judge import Judge, JudgeSpec, filled, read_score
-from penstock.workers.tokenizer import TokenizerSpec, pad_rows
 
 Reply = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from penstock.algorithms.roles import Reward
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.role import Metric
-from penstock.dataflow.worker import WorkerContext, WorkerSpec, drain_metrics
-from penstock.workers.file_task import FileTaskSpec
+from penstock.dataflow.graph.role import Metric
+from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, drain_metrics
+from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
 from penstock.workers.rewards.kinds import CodeRewardSpec, ExactRewardSpec, InstructionRewardSpec
 from penstock.workers.rewards.mixture import Mixture, MixturePart, MixtureSpec
-from penstock.workers.rule_reward import RuleRewardSpec
-from penstock.workers.tokenizer import TokenizerSpec, pad_rows
+from penstock.workers.rewards.rule_reward import RuleRewardSpec
 from torch import Tensor
 
 TOKENIZER = TokenizerSpec().build()

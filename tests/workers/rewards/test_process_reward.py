@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock.algorithms.rewards import process_reward
+from penstock.algorithms.ops.rewards import process_reward
 from penstock.algorithms.roles import ProcessReward
-from penstock.dataflow.worker import WorkerContext, WorkerSpec, drain_metrics
-from penstock.workers.model import ModelSpec
+from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, drain_metrics
+from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
 from penstock.workers.rewards.process_reward import TorchProcessRewardSpec, step_ends
-from penstock.workers.tokenizer import TokenizerSpec, pad_rows
-from penstock.workers.torch_reward import TorchRewardModelSpec
 
 TOKENIZER = TokenizerSpec(alphabet="0123456789+=\n;")
 MODEL = ModelSpec(

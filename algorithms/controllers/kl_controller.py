@@ -1,0 +1,99 @@
+"""A coefficient of the KL to a reference that follows the KL: raised above a target, lowered below.
+
+Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, section 2.2. What it has
+come to is state that training changes, as weights are: a role, with checkpoints and a version per
+step. Its metrics:
+
+- `kl_coef`: the coefficient after this step.
+- `observed_kl`: mean over rows of the KL in nats, summed over each response.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...dataflow.graph.role import Role, call
+from ...dataflow.graph.tracer import op
+from ...dataflow.option_checks import check_range
+from ..ops.kl import KLEstimator, adaptive_kl_coef, kl_estimate
+from ..ops.reductions import check_token_columns
+from ..roles.language import PerSample, PerToken, TokenMask, TrainMetrics
+
+__all__ = ["KLController", "KLTarget", "less_priced_kl"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLTarget:
+    """Where the KL should settle, and how fast the coefficient follows it."""
+
+    target_kl: float = 6.0
+    """Nats per response, summed over its tokens; a mean per token needs another number."""
+    horizon: int = 10_000
+    """Responses over which a full correction is spread."""
+    max_change: float = 0.2
+    """Bound on the relative error that is corrected for."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "target_kl", "max_change", above=0)
+        check_range(self, "horizon", at_least=1)
+
+    def next_coef(self, kl_coef: float, *, observed_kl: float, num_sequences: int) -> float:
+        """The coefficient after a step; see `adaptive_kl_coef`."""
+        return adaptive_kl_coef(
+            kl_coef,
+            observed_kl=observed_kl,
+            target_kl=self.target_kl,
+            num_sequences=num_sequences,
+            horizon=self.horizon,
+            max_change=self.max_change,
+        )
+
+
+class KLController(Role):
+    """The coefficient, of which only what training has made of it is kept: a factor."""
+
+    default_worker: ClassVar[str | None] = (
+        "penstock.workers.training.kl_controller:KLControllerSpec"
+    )
+
+    @call("train")
+    def follow(self, kl: PerSample, first: float, target: KLTarget) -> TrainMetrics:
+        """Take in the KL of some responses, each summed over its tokens, and move once."""
+        raise NotImplementedError
+
+    @call("forward")
+    def coefficient(self, kl: PerSample, first: float) -> PerSample:
+        """The coefficient, once per row of `kl`; `first` is that of the first step."""
+        raise NotImplementedError
+
+
+@op(scope="row")
+def less_priced_kl(
+    reward: PerToken,
+    mask: TokenMask,
+    *,
+    logprob: PerToken,
+    ref_logprob: PerToken,
+    kl_coef: PerSample,
+    kl_estimator: KLEstimator = "k1",
+) -> PerToken:
+    """Rewards less the KL of each token, by a coefficient per row; see `kl_shaped_reward`.
+
+    Args:
+        reward: f32[rows, T].
+        mask: bool[rows, T].
+        logprob: f32[rows, T], under the policy that sampled the tokens.
+        ref_logprob: f32[rows, T], under the reference.
+        kl_coef: f32[rows], reward taken per nat.
+        kl_estimator: See `kl_estimate`.
+
+    Returns:
+        f32[rows, T], without gradient.
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    check_token_columns(mask, reward=reward)
+    kl = kl_estimate(mask, logprob=logprob, ref_logprob=ref_logprob, estimator=kl_estimator)
+    return (reward - kl_coef[:, None] * kl).detach()

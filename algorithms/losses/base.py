@@ -1,0 +1,65 @@
+"""What losses over tokens share: how tokens become a number, as a loss and as a metric."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...dataflow.option_checks import check_range
+from ..ops.reductions import (
+    Aggregation,
+    aggregate,
+    aggregation_denominator,
+    aggregation_numerator,
+    aggregation_totals,
+    zero_where_masked_out,
+)
+
+__all__ = ["TokenAggregation", "token_metric"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenAggregation:
+    """How a token loss becomes a number. See `reductions` for the modes."""
+
+    aggregation: Aggregation = "token-mean"
+    """How tokens of one row are weighed against tokens of another."""
+    aggregation_length: int | None = None
+    """Tokens per row that mode "constant" divides by; usually `Sampling.max_new_tokens`."""
+    count_empty_rows: bool = False
+    """Count rows without a sampled token when dividing by rows."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "aggregation_length", at_least=1)
+        if self.aggregation == "constant" and self.aggregation_length is None:
+            raise ValueError(
+                f"{type(self).__name__}: aggregation 'constant' divides by a fixed length; set "
+                "aggregation_length to the longest response in tokens"
+            )
+
+    def reduce(self, token_loss: Tensor, mask: Tensor, totals: Tensor) -> Tensor:
+        """These rows' share of the minibatch's mean: f32 scalar."""
+        return aggregate(
+            token_loss,
+            mask,
+            mode=self.aggregation,
+            length=self.aggregation_length,
+            count_empty_rows=self.count_empty_rows,
+            totals=totals,
+        )
+
+    def reduced_metric(self, token_loss: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The same mean as a metric: `(sum, weight)` of these rows."""
+        weight = aggregation_denominator(
+            aggregation_totals(mask),
+            self.aggregation,
+            length=self.aggregation_length,
+            count_empty_rows=self.count_empty_rows,
+        )
+        return aggregation_numerator(token_loss, mask, self.aggregation).detach(), weight
+
+
+def token_metric(column: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean over masked tokens as `(sum, weight)`."""
+    return zero_where_masked_out(column.detach(), mask).sum(), mask.sum()

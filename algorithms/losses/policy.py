@@ -1,0 +1,337 @@
+"""Losses of policies: the clipped surrogate, and the same with a KL to a reference.
+
+What their metrics mean is said in `losses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...dataflow.graph.role import Loss, LossSum
+from ...dataflow.option_checks import check_range
+from ..ops.kl import KLEstimator, kl_estimate
+from ..ops.reductions import aggregation_totals, zero_where_masked_out
+from ..roles.language import PolicyBatch, PolicyColumns, PolicyOutput, ReferencePolicyBatch
+from .base import TokenAggregation, token_metric
+from .token_formulas import (
+    RatioLevel,
+    capped_weight_loss,
+    clipped_policy_loss,
+    probability_ratio,
+    reinforce_loss,
+)
+
+__all__ = [
+    "CappedWeightLoss",
+    "ClippedPolicyLoss",
+    "KLGradient",
+    "ReferenceKLPolicyLoss",
+    "ReinforceLoss",
+    "TokenPolicyLoss",
+]
+
+KLGradient = Literal["as_is", "is_corrected", "straight_through_k2"]
+"""How a KL estimate inside a loss is differentiated.
+
+`as_is`: as written; right for k2, but k3 then follows the KL from reference to policy.
+`is_corrected`: the estimate times the probability ratio, whose gradient for k3 is that of
+KL(policy || reference). `straight_through_k2`: the estimator's value with k2's gradient.
+"""
+
+_Metrics = Mapping[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
+    """What policy-gradient losses share: masking, aggregation, an entropy bonus and metrics."""
+
+    log_ratio_clamp: float | None = 20.0
+    """Bound on the log of the ratio."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    report_entropy: bool = False
+    """Compute and log the entropy even without a bonus."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "entropy_coef")
+        check_range(self, "log_ratio_clamp", above=0)
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the forward pass must also compute entropies."""
+        return self.report_entropy or self.entropy_coef != 0
+
+    def totals(self, batch: PolicyColumns) -> Tensor:
+        """f64[3], see `aggregation_totals`."""
+        return aggregation_totals(batch.mask)
+
+    def __call__(self, output: PolicyOutput, batch: PolicyColumns, totals: Tensor) -> LossSum:
+        """These rows' share of the minibatch's loss."""
+        mask = batch.mask
+        logprob = zero_where_masked_out(output.logprob, mask)
+        behavior_logprob = zero_where_masked_out(batch.behavior_logprob, mask)
+        advantage = zero_where_masked_out(batch.advantage, mask)
+        token_loss = self.token_loss(logprob, behavior_logprob, advantage, mask)
+        total = self.reduce(token_loss, mask, totals)
+        metrics = {"policy_loss": self.reduced_metric(token_loss, mask)}
+        with torch.no_grad():
+            columns = self.ratio_columns(logprob, behavior_logprob, advantage, mask)
+        metrics |= {name: token_metric(column, mask) for name, column in columns.items()}
+        if self.entropy_coef:
+            total = total - self.entropy_coef * self.reduce(_entropy_of(output), mask, totals)
+        if output.entropy is not None:
+            metrics["entropy"] = token_metric(output.entropy, mask)
+        return LossSum(total, metrics)
+
+    def token_loss(
+        self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
+    ) -> Tensor:
+        """f32[rows, T] from columns that are 0 where `mask` is False."""
+        raise NotImplementedError
+
+    def ratio_columns(
+        self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
+    ) -> dict[str, Tensor]:
+        """f32[rows, T] by name of metric, without gradients."""
+        del advantage
+        return {
+            "ratio_mean": self._ratio(logprob, behavior_logprob, mask),
+            "approx_kl_k1": behavior_logprob - logprob,
+            "approx_kl_k3": kl_estimate(
+                mask, logprob=behavior_logprob, ref_logprob=logprob, estimator="k3"
+            ),
+        }
+
+    def ratio(self, output: PolicyOutput, batch: PolicyColumns) -> Tensor:
+        """f32[rows, T], differentiable: new over behaviour probability, 1 where masked out."""
+        return self._ratio(
+            zero_where_masked_out(output.logprob, batch.mask),
+            zero_where_masked_out(batch.behavior_logprob, batch.mask),
+            batch.mask,
+        )
+
+    def _ratio(self, logprob: Tensor, behavior_logprob: Tensor, mask: Tensor) -> Tensor:
+        del mask
+        return probability_ratio(
+            logprob=logprob,
+            behavior_logprob=behavior_logprob,
+            log_ratio_clamp=self.log_ratio_clamp,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedPolicyLoss(TokenPolicyLoss):
+    """The clipped policy-gradient loss, minus an entropy bonus; see `clipped_policy_loss`."""
+
+    eps_low: float = 0.2
+    """How far the probability ratio may fall below 1 before the update stops."""
+    eps_high: float = 0.2
+    """How far the probability ratio may rise above 1 before the update stops."""
+    dual_clip: float | None = None
+    """Bound, in multiples of the advantage, on the loss of a bad token that became likelier."""
+    ratio_level: RatioLevel = "token"
+    """Of what the probability ratio is taken; see `RatioLevel`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "eps_low", "eps_high", "dual_clip")
+        if not 0 <= self.eps_low <= 1 or self.eps_high < 0:
+            raise ValueError(
+                "eps_low must lie in [0, 1] and eps_high must not be negative, "
+                f"got {self.eps_low} and {self.eps_high}; 0.2 is usual for both"
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(
+                f"dual_clip must be above 1, got {self.dual_clip}; 3 is usual, None turns it off"
+            )
+
+    def token_loss(
+        self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
+    ) -> Tensor:
+        """See `clipped_policy_loss`."""
+        return clipped_policy_loss(
+            logprob=logprob,
+            behavior_logprob=behavior_logprob,
+            advantage=advantage,
+            eps_low=self.eps_low,
+            eps_high=self.eps_high,
+            dual_clip=self.dual_clip,
+            log_ratio_clamp=self.log_ratio_clamp,
+            ratio_level=self.ratio_level,
+            mask=mask,
+        )
+
+    def ratio_columns(
+        self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
+    ) -> dict[str, Tensor]:
+        """Also how often each bound stopped an update."""
+        columns = super().ratio_columns(logprob, behavior_logprob, advantage, mask)
+        ratio = columns["ratio_mean"]
+        clipped = ratio.clamp(1 - self.eps_low, 1 + self.eps_high)
+        bites = -advantage * clipped > -advantage * ratio
+        columns["clip_fraction_low"] = (bites & (advantage < 0)).to(ratio)
+        columns["clip_fraction_high"] = (bites & (advantage > 0)).to(ratio)
+        if self.dual_clip is not None:
+            bounded = (advantage < 0) & (torch.maximum(ratio, clipped) > self.dual_clip)
+            columns["dual_clip_fraction"] = bounded.to(ratio)
+        return columns
+
+    def _ratio(self, logprob: Tensor, behavior_logprob: Tensor, mask: Tensor) -> Tensor:
+        return probability_ratio(
+            logprob=logprob,
+            behavior_logprob=behavior_logprob,
+            log_ratio_clamp=self.log_ratio_clamp,
+            level=self.ratio_level,
+            mask=mask,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CappedWeightLoss(TokenPolicyLoss):
+    """Every token's log-probability, by advantage and a bounded ratio; see `capped_weight_loss`."""
+
+    weight_cap: float = 5.0
+    """Largest weight, as a ratio; where code has `eps_high` for it, this is `1 + eps_high`."""
+    weight_floor: float = 0.0
+    """Smallest weight."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "weight_floor", at_least=0)
+        check_range(self, "weight_cap", above=self.weight_floor)
+
+    def token_loss(
+        self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
+    ) -> Tensor:
+        """See `capped_weight_loss`."""
+        del mask
+        return capped_weight_loss(
+            logprob=logprob,
+            behavior_logprob=behavior_logprob,
+            advantage=advantage,
+            weight_cap=self.weight_cap,
+            weight_floor=self.weight_floor,
+            log_ratio_clamp=self.log_ratio_clamp,
+        )
+
+    def ratio_columns(
+        self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
+    ) -> dict[str, Tensor]:
+        """Also how often the cap held a weight."""
+        columns = super().ratio_columns(logprob, behavior_logprob, advantage, mask)
+        columns["capped_fraction"] = (columns["ratio_mean"] > self.weight_cap).to(logprob)
+        return columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforceLoss(TokenPolicyLoss):
+    """The plain policy gradient, for one update on fresh rollouts; see `reinforce_loss`."""
+
+    def token_loss(
+        self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
+    ) -> Tensor:
+        """See `reinforce_loss`."""
+        del behavior_logprob, mask
+        return reinforce_loss(logprob=logprob, advantage=advantage)
+
+
+def _entropy_of(output: PolicyOutput) -> Tensor:
+    if output.entropy is None:
+        raise ValueError(
+            "the loss has an entropy bonus but the forward pass gave no entropy; a worker must "
+            "compute PolicyOutput.entropy when Loss.needs_entropy is True"
+        )
+    return output.entropy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceKLPolicyLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
+    """A policy loss plus `kl_coef` times the KL to a reference, aggregated alike."""
+
+    policy: ClippedPolicyLoss = ClippedPolicyLoss()
+    """The policy-gradient term, and how tokens are aggregated."""
+    kl_coef: float = 0.04
+    """Weight of the KL term. Without one, use the plain policy loss: it needs no reference."""
+    kl_estimator: KLEstimator = "k3"
+    """Which estimator; see `kl`."""
+    kl_gradient: KLGradient = "as_is"
+    """Which gradient; see `KLGradient`."""
+    kl_log_ratio_clamp: float | None = 20.0
+    """Bound on the log of policy over reference."""
+    kl_value_clamp: float | None = None
+    """Bound on the estimate of each token."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "kl_coef")
+        check_range(self, "kl_log_ratio_clamp", "kl_value_clamp", above=0)
+        if self.kl_coef <= 0:
+            raise ValueError(
+                f"kl_coef must be positive, got {self.kl_coef}; without a KL term use "
+                "ClippedPolicyLoss, which needs no reference model"
+            )
+        if self.kl_estimator == "k1" and self.kl_gradient == "as_is":
+            raise ValueError(
+                "kl_estimator 'k1' has gradient 0 in expectation, so this loss would only add "
+                "noise; use 'k2' or 'k3', or kl_gradient 'is_corrected' or 'straight_through_k2'"
+            )
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the forward pass must also compute entropies."""
+        return self.policy.needs_entropy
+
+    def totals(self, batch: ReferencePolicyBatch) -> Tensor:
+        """f64[3], see `aggregation_totals`."""
+        return aggregation_totals(batch.mask)
+
+    def __call__(
+        self, output: PolicyOutput, batch: ReferencePolicyBatch, totals: Tensor
+    ) -> LossSum:
+        """These rows' share of the minibatch's loss."""
+        policy = self.policy(output, batch, totals)
+        token_kl = self._differentiated_kl(output, batch)
+        total = policy.total + self.kl_coef * self.policy.reduce(token_kl, batch.mask, totals)
+        return LossSum(total, {**policy.metrics, **self._kl_metrics(output, batch)})
+
+    def _kl(
+        self, output: PolicyOutput, batch: ReferencePolicyBatch, estimator: KLEstimator
+    ) -> Tensor:
+        return kl_estimate(
+            batch.mask,
+            logprob=output.logprob,
+            ref_logprob=batch.ref_logprob,
+            estimator=estimator,
+            log_ratio_clamp=self.kl_log_ratio_clamp,
+            value_clamp=self.kl_value_clamp,
+        )
+
+    def _differentiated_kl(self, output: PolicyOutput, batch: ReferencePolicyBatch) -> Tensor:
+        kl = self._kl(output, batch, self.kl_estimator)
+        match self.kl_gradient:
+            case "as_is":
+                return kl
+            case "is_corrected":
+                return self.policy.ratio(output, batch) * kl
+            case "straight_through_k2":
+                k2 = self._kl(output, batch, "k2")
+                return kl.detach() + k2 - k2.detach()
+            case _:
+                raise ValueError(
+                    f"kl_gradient {self.kl_gradient!r} is unknown; choose 'as_is', 'is_corrected' "
+                    "or 'straight_through_k2'"
+                )
+
+    def _kl_metrics(self, output: PolicyOutput, batch: ReferencePolicyBatch) -> _Metrics:
+        detached = PolicyOutput(logprob=output.logprob.detach())
+        k1, k3 = self._kl(detached, batch, "k1"), self._kl(detached, batch, "k3")
+        rows = aggregation_totals(batch.mask)[1]
+        return {
+            "ref_kl_k1_per_sequence": (k1.sum(), rows),
+            "ref_kl_k3_per_token": token_metric(k3, batch.mask),
+        }

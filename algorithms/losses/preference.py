@@ -1,0 +1,288 @@
+"""Losses on preferences: what a policy or a scoring model trains with on labelled responses.
+
+Metrics are weighted means, per pair unless it says otherwise:
+
+- `preference_loss`: the loss without the likelihood term; `kto_loss`: per response.
+- `accuracy`, `margin`: how often, and by how much, the chosen response has the higher score; of a
+  policy, the higher implicit reward: `beta` times its log-ratio to the reference.
+- `chosen_reward`, `rejected_reward`: the implicit rewards.
+- `chosen_cross_entropy`: of the chosen response, in nats per token.
+- `used_fraction`: share of pairs that have tokens to train on.
+- `reference_point`: KTO's, in nats, per response; `desirable_reward`, `undesirable_reward`: mean
+  implicit rewards of such responses.
+- `score_mean`: per response.
+- `unsafe_accuracy`: how often the sign of a cost agrees with its response's label, per response.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...dataflow.graph.role import Loss, LossSum
+from ...dataflow.option_checks import check_range
+from ..ops.pairs import pair_rows
+from ..ops.reductions import zero_where_masked_out
+from ..roles.language import (
+    FeedbackBatch,
+    PairBatch,
+    PolicyOutput,
+    ReferencePairBatch,
+    ScoredPairBatch,
+    ScoreOutput,
+)
+from .preference_formulas import DPOLossType, IPOLength, cost_model_loss, dpo_loss, kto_loss
+from .token_formulas import bradley_terry_loss
+
+__all__ = ["BradleyTerryLoss", "CostModelLoss", "DPOLoss", "KTOLoss", "MarginLoss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOLoss(Loss[ReferencePairBatch, PolicyOutput]):
+    """Direct preference optimisation and its kin, averaged over pairs; see `dpo_loss`.
+
+    A pair without trained tokens counts for nothing.
+    """
+
+    unit: ClassVar[Literal["row", "group"]] = "group"
+    tolerates_lag: ClassVar[bool] = True
+
+    beta: float = 0.1
+    """How hard the policy is pulled to the reference; IPO's tau."""
+    loss_type: DPOLossType = "sigmoid"
+    """"sigmoid" is DPO, "sigmoid_norm" divides log-ratios by lengths, "ipo", "hinge", "robust"."""
+    label_smoothing: float = 0.0
+    """Share of pairs taken to be the wrong way round."""
+    ipo_length: IPOLength = "sum"
+    """Whether IPO sums log-ratios over tokens, as its paper does, or averages them ("average")."""
+    sft_coef: float = 0.0
+    """Weight of the chosen response's cross-entropy, per token of it."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "beta", above=0)
+        check_range(self, "label_smoothing", at_least=0, below=0.5)
+        check_range(self, "sft_coef", at_least=0)
+
+    def totals(self, batch: ReferencePairBatch) -> Tensor:
+        """f64[1]: pairs with trained tokens."""
+        return (batch.chosen & batch.mask.any(dim=1)).sum().double()[None]
+
+    def __call__(self, output: PolicyOutput, batch: ReferencePairBatch, totals: Tensor) -> LossSum:
+        """These pairs' share of the minibatch's loss.
+
+        Raises:
+            ValueError: If a pair does not have exactly one chosen and one rejected row here.
+        """
+        chosen, rejected = pair_rows(batch.pair_id, batch.chosen)
+        logprob = zero_where_masked_out(output.logprob, batch.mask).sum(dim=1)
+        reference = zero_where_masked_out(batch.ref_logprob, batch.mask).sum(dim=1)
+        length = batch.mask.sum(dim=1)
+        used = length[chosen] > 0
+        per_pair = dpo_loss(
+            logprob[chosen],
+            logprob[rejected],
+            reference[chosen],
+            reference[rejected],
+            beta=self.beta,
+            loss_type=self.loss_type,
+            label_smoothing=self.label_smoothing,
+            ipo_length=self.ipo_length,
+            chosen_length=length[chosen],
+            rejected_length=length[rejected],
+        )
+        entropy = -logprob[chosen] / length[chosen].clamp(min=1)
+        loss = torch.where(used, per_pair + self.sft_coef * entropy, 0.0).sum()
+        reward = self.beta * (logprob - reference).detach()
+        gap = reward[chosen] - reward[rejected]
+        columns = {
+            "preference_loss": per_pair.detach(),
+            "accuracy": (gap > 0).to(gap),
+            "margin": gap,
+            "chosen_reward": reward[chosen],
+            "rejected_reward": reward[rejected],
+            "chosen_cross_entropy": entropy.detach(),
+        }
+        count = used.sum()
+        metrics = {name: (torch.where(used, c, 0.0).sum(), count) for name, c in columns.items()}
+        metrics["used_fraction"] = (count, torch.full_like(count, len(used)))
+        return LossSum(loss / totals[0].clamp(min=1).to(loss), metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTOLoss(Loss[FeedbackBatch, PolicyOutput]):
+    """Loss of responses that people liked or did not, averaged over responses; see `kto_loss`."""
+
+    tolerates_lag: ClassVar[bool] = True
+
+    beta: float = 0.1
+    """How hard the policy is pulled to the reference."""
+    desirable_weight: float = 1.0
+    """Weight of desirable responses."""
+    undesirable_weight: float = 1.0
+    """Weight of the others."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "beta", above=0)
+        check_range(self, "desirable_weight", "undesirable_weight", at_least=0)
+
+    def totals(self, batch: FeedbackBatch) -> Tensor:
+        """f64[1]: responses."""
+        return torch.full((1,), len(batch.mask), dtype=torch.float64, device=batch.mask.device)
+
+    def __call__(self, output: PolicyOutput, batch: FeedbackBatch, totals: Tensor) -> LossSum:
+        """These responses' share of the minibatch's loss."""
+        logprob = zero_where_masked_out(output.logprob, batch.mask).sum(dim=1)
+        log_ratio = logprob - zero_where_masked_out(batch.ref_logprob, batch.mask).sum(dim=1)
+        per_row = kto_loss(
+            log_ratio,
+            batch.desirable,
+            kl=batch.kl,
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
+        reward, rows = self.beta * log_ratio.detach(), totals.new_tensor(float(len(log_ratio)))
+        liked, disliked = batch.desirable, ~batch.desirable
+        metrics = {
+            "kto_loss": (per_row.detach().sum(), rows),
+            "reference_point": (batch.kl.sum(), rows),
+            "desirable_reward": (torch.where(liked, reward, 0.0).sum(), liked.sum()),
+            "undesirable_reward": (torch.where(disliked, reward, 0.0).sum(), disliked.sum()),
+        }
+        return LossSum(per_row.sum() / totals[0].clamp(min=1).to(per_row), metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BradleyTerryLoss(Loss[PairBatch, ScoreOutput]):
+    """Logistic loss on pairs of scores, averaged over pairs; see `bradley_terry_loss`."""
+
+    unit: ClassVar[Literal["row", "group"]] = "group"
+    tolerates_lag: ClassVar[bool] = True
+
+    margin: float = 0.0
+    """By how much the chosen response should win."""
+    centering_coef: float = 0.0
+    """Weight of the term that keeps scores around 0; 0.01 is usual."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "margin")
+        check_range(self, "centering_coef", at_least=0)
+
+    def totals(self, batch: PairBatch) -> Tensor:
+        """f64[1]: pairs."""
+        return batch.chosen.sum().double()[None]
+
+    def __call__(self, output: ScoreOutput, batch: PairBatch, totals: Tensor) -> LossSum:
+        """These pairs' share of the minibatch's loss.
+
+        Raises:
+            ValueError: If a pair does not have exactly one chosen and one rejected row here.
+        """
+        return _of_scores(output, batch, totals, self.margin, self.centering_coef)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarginLoss(Loss[ScoredPairBatch, ScoreOutput]):
+    """As `BradleyTerryLoss`, where the chosen response should win by what the data says.
+
+    Touvron et al., "Llama 2", 2023, equation 2.
+    """
+
+    unit: ClassVar[Literal["row", "group"]] = "group"
+    tolerates_lag: ClassVar[bool] = True
+
+    margin_coef: float = 1.0
+    """Margin per unit by which the data scores the chosen response higher."""
+    centering_coef: float = 0.0
+    """Weight of the term that keeps scores around 0; 0.01 is usual."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "margin_coef", "centering_coef", at_least=0)
+
+    def totals(self, batch: ScoredPairBatch) -> Tensor:
+        """f64[1]: pairs."""
+        return batch.chosen.sum().double()[None]
+
+    def __call__(self, output: ScoreOutput, batch: ScoredPairBatch, totals: Tensor) -> LossSum:
+        """These pairs' share of the minibatch's loss.
+
+        Raises:
+            ValueError: If a pair does not have exactly one chosen and one rejected row here.
+        """
+        chosen, rejected = pair_rows(batch.pair_id, batch.chosen)
+        margin = self.margin_coef * (batch.score[chosen] - batch.score[rejected])
+        return _of_scores(output, batch, totals, margin, self.centering_coef)
+
+
+def _of_scores(
+    output: ScoreOutput,
+    batch: PairBatch,
+    totals: Tensor,
+    margin: Tensor | float,
+    centering_coef: float,
+) -> LossSum:
+    """Bradley and Terry's loss of pairs; `margin` in the order of `pair_rows`."""
+    chosen_row, rejected_row = pair_rows(batch.pair_id, batch.chosen)
+    chosen_score, rejected_score = output.score[chosen_row], output.score[rejected_row]
+    loss = bradley_terry_loss(
+        chosen_score=chosen_score,
+        rejected_score=rejected_score,
+        margin=margin,
+        centering_coef=centering_coef,
+    ).sum()
+    pairs = totals.new_tensor(float(len(chosen_row)))
+    gap = (chosen_score - rejected_score).detach()
+    metrics = {
+        "accuracy": ((gap > 0).sum(), pairs),
+        "margin": (gap.sum(), pairs),
+        "score_mean": (output.score.detach().sum(), 2 * pairs),
+    }
+    return LossSum(loss / totals[0].clamp(min=1).to(loss), metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModelLoss(Loss[ScoredPairBatch, ScoreOutput]):
+    """Loss of a cost model on labelled pairs, averaged over pairs; see `cost_model_loss`.
+
+    `chosen` is the safer response of a pair; one whose score is below `safe_from` is unsafe.
+    """
+
+    unit: ClassVar[Literal["row", "group"]] = "group"
+    tolerates_lag: ClassVar[bool] = True
+
+    safe_from: float = 0.5
+    """Smallest score that the data gives a safe response."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "safe_from")
+
+    def totals(self, batch: ScoredPairBatch) -> Tensor:
+        """f64[1]: pairs."""
+        return batch.chosen.sum().double()[None]
+
+    def __call__(self, output: ScoreOutput, batch: ScoredPairBatch, totals: Tensor) -> LossSum:
+        """These pairs' share of the minibatch's loss.
+
+        Raises:
+            ValueError: If a pair does not have exactly one chosen and one rejected row here.
+        """
+        safer, unsafer = pair_rows(batch.pair_id, batch.chosen)
+        cost = output.score
+        sign = torch.where(batch.score < self.safe_from, 1.0, -1.0).to(cost)
+        loss = cost_model_loss(
+            unsafer_cost=cost[unsafer],
+            safer_cost=cost[safer],
+            unsafer_sign=sign[unsafer],
+            safer_sign=sign[safer],
+        ).sum()
+        pairs = totals.new_tensor(float(len(safer)))
+        gap = (cost[unsafer] - cost[safer]).detach()
+        metrics = {
+            "accuracy": ((gap > 0).sum(), pairs),
+            "margin": (gap.sum(), pairs),
+            "unsafe_accuracy": ((cost.detach() * sign > 0).sum(), 2 * pairs),
+        }
+        return LossSum(loss / totals[0].clamp(min=1).to(loss), metrics)

@@ -1,0 +1,285 @@
+"""Losses that take a whole response as one action: mirror descent, pairs, offline advantages.
+
+What their metrics mean is said in `losses`. A mean over responses is over those with at least one
+sampled token; one over pairs is over all of them, as each response of a pair counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...dataflow.graph.role import Loss, LossSum
+from ...dataflow.option_checks import check_range
+from ..ops.kl import kl_estimate
+from ..ops.reductions import aggregation_totals, zero_where_masked_out
+from ..roles.language import (
+    PerSample,
+    PerToken,
+    PolicyBatch,
+    PolicyOutput,
+    PromptId,
+    TokenIds,
+    TokenMask,
+)
+from .base import token_metric
+from .sequence_formulas import (
+    ALoLRatio,
+    EtaForm,
+    MirrorForm,
+    PairClip,
+    a_lol_kl_loss,
+    a_lol_loss,
+    mirror_descent_loss,
+    p3o_loss,
+    rebel_loss,
+    sequence_sum,
+)
+
+__all__ = ["ALoLLoss", "MirrorDescentLoss", "P3OLoss", "RebelLoss", "ComparedPairBatch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedPairBatch:
+    """What a loss on two scored responses to one prompt reads; they share `prompt_id`."""
+
+    prompt_id: PromptId
+    tokens: TokenIds
+    mask: TokenMask
+    behavior_logprob: PerToken
+    score: PerSample
+
+
+_Metrics = Mapping[str, tuple[Tensor, Tensor]]
+
+
+def _movement(output: PolicyOutput, batch: PolicyBatch | ComparedPairBatch) -> _Metrics:
+    """How far the policy is from the one that sampled, and its entropy if that was computed."""
+    logprob = output.logprob.detach()
+    log_ratio = zero_where_masked_out(logprob - batch.behavior_logprob, batch.mask)
+    k3 = kl_estimate(
+        batch.mask, logprob=batch.behavior_logprob, ref_logprob=logprob, estimator="k3"
+    )
+    metrics = {
+        "sequence_log_ratio": (log_ratio.sum(), (batch.mask.any(dim=1)).sum()),
+        "approx_kl_k3": token_metric(k3, batch.mask),
+    }
+    if output.entropy is not None:
+        metrics["entropy"] = token_metric(output.entropy, batch.mask)
+    return metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceLoss(Loss[PolicyBatch, PolicyOutput]):
+    """What losses of single responses share."""
+
+    report_entropy: bool = False
+    """Compute and log the entropy."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the forward pass must also compute entropies."""
+        return self.report_entropy
+
+    def totals(self, batch: PolicyBatch) -> Tensor:
+        """f64[3], see `aggregation_totals`."""
+        return aggregation_totals(batch.mask)
+
+    def __call__(self, output: PolicyOutput, batch: PolicyBatch, totals: Tensor) -> LossSum:
+        """These rows' share of the minibatch's mean over responses."""
+        loss = self.row_loss(output, batch).sum()
+        metrics = {
+            "policy_loss": (loss.detach(), aggregation_totals(batch.mask)[1]),
+            **_movement(output, batch),
+        }
+        return LossSum(loss / totals[1].clamp(min=1).to(loss), metrics)
+
+    def row_loss(self, output: PolicyOutput, batch: PolicyBatch) -> Tensor:
+        """f32[rows]; 0 for a row without sampled tokens."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorDescentLoss(SequenceLoss):
+    """A step of policy mirror descent around the policy that sampled; see `mirror_descent_loss`."""
+
+    tau: float = 0.1
+    """Weight of the KL to the policy that sampled."""
+    form: MirrorForm = "gradient"
+    """The paper's gradient, or the squared error it comes from; they differ by `2 * tau`."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "tau", above=0)
+
+    def row_loss(self, output: PolicyOutput, batch: PolicyBatch) -> Tensor:
+        """See `mirror_descent_loss`."""
+        return mirror_descent_loss(
+            sequence_logprob=sequence_sum(output.logprob, batch.mask),
+            behavior_sequence_logprob=sequence_sum(batch.behavior_logprob, batch.mask),
+            advantage=_of_row(batch.advantage, batch.mask),
+            tau=self.tau,
+            form=self.form,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ALoLLoss(SequenceLoss):
+    """Advantage-weighted likelihood of given responses; `behavior_logprob` is the reference's."""
+
+    tolerates_lag: ClassVar[bool] = True
+
+    ratio: ALoLRatio = "sequence"
+    """Importance weights of whole responses, of tokens, or "none"."""
+    ratio_clip: float = 0.9
+    """Weights lie within 1 plus and minus this."""
+    kl_coef: float = 0.0
+    """Weight of a KL penalty in place of the importance weights; needs `ratio` "none"."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "ratio_clip", at_least=0, at_most=1)
+        check_range(self, "kl_coef", at_least=0)
+        if self.kl_coef and self.ratio != "none":
+            raise ValueError(
+                f"kl_coef is {self.kl_coef} and ratio {self.ratio!r}, but the KL variant has no "
+                "importance weights; set ratio to 'none'"
+            )
+
+    def row_loss(self, output: PolicyOutput, batch: PolicyBatch) -> Tensor:
+        """See `a_lol_loss` and `a_lol_kl_loss`."""
+        mask = batch.mask
+        if self.ratio == "token":
+            token_loss = a_lol_loss(
+                logprob=zero_where_masked_out(output.logprob, mask),
+                ref_logprob=zero_where_masked_out(batch.behavior_logprob, mask),
+                advantage=zero_where_masked_out(batch.advantage, mask),
+                ratio_clip=self.ratio_clip,
+            )
+            return token_loss.sum(dim=1)
+        logprob, ref_logprob = (
+            sequence_sum(column, mask) for column in (output.logprob, batch.behavior_logprob)
+        )
+        advantage = _of_row(batch.advantage, mask)
+        if self.kl_coef:
+            return a_lol_kl_loss(
+                sequence_logprob=logprob,
+                ref_sequence_logprob=ref_logprob,
+                advantage=advantage,
+                kl_coef=self.kl_coef,
+            )
+        return a_lol_loss(
+            logprob=logprob,
+            ref_logprob=ref_logprob,
+            advantage=advantage,
+            ratio_clip=None if self.ratio == "none" else self.ratio_clip,
+        )
+
+
+def _of_row(column: Tensor, mask: Tensor) -> Tensor:
+    """A row's number from a column that gives it to each of the row's tokens: f32[rows]."""
+    return sequence_sum(column, mask) / mask.sum(dim=1).clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLoss(Loss[ComparedPairBatch, PolicyOutput]):
+    """What losses of two responses to one prompt share."""
+
+    unit: ClassVar[Literal["row", "group"]] = "group"
+
+    report_entropy: bool = False
+    """Compute and log the entropy."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the forward pass must also compute entropies."""
+        return self.report_entropy
+
+    def totals(self, batch: ComparedPairBatch) -> Tensor:
+        """f64[1]: pairs."""
+        return torch.tensor([len(batch.prompt_id) / 2], dtype=torch.float64)
+
+    def __call__(self, output: PolicyOutput, batch: ComparedPairBatch, totals: Tensor) -> LossSum:
+        """These pairs' share of the minibatch's mean over pairs.
+
+        Raises:
+            ValueError: If a prompt does not have exactly two rows here.
+        """
+        rows = _pairs(batch.prompt_id)
+        score = batch.score[rows]
+        loss = self.pair_loss(
+            sequence_sum(output.logprob, batch.mask)[rows],
+            sequence_sum(batch.behavior_logprob, batch.mask)[rows],
+            score,
+        ).sum()
+        pairs = totals.new_tensor(float(len(rows)))
+        metrics = {
+            "policy_loss": (loss.detach(), pairs),
+            "score_gap": ((score[:, 0] - score[:, 1]).abs().sum(), pairs),
+            **_movement(output, batch),
+        }
+        return LossSum(loss / totals[0].clamp(min=1).to(loss), metrics)
+
+    def pair_loss(self, logprob: Tensor, behavior_logprob: Tensor, score: Tensor) -> Tensor:
+        """f32[pairs] from log-probabilities of whole responses and scores, f32[pairs, 2]."""
+        raise NotImplementedError
+
+
+def _pairs(prompt_id: Tensor) -> Tensor:
+    """i64[pairs, 2]: the two rows of every prompt."""
+    ids, counts = torch.unique(prompt_id, return_counts=True)
+    if bool((counts != 2).any()):
+        wrong = int((counts != 2).nonzero()[0])
+        raise ValueError(
+            f"prompt {int(ids[wrong])} has {int(counts[wrong])} responses; this loss compares "
+            "exactly two of each prompt: set sampling.num_samples to 2"
+        )
+    return torch.argsort(prompt_id, stable=True).view(-1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class P3OLoss(PairLoss):
+    """The pairwise policy gradient with a clip; see `p3o_loss`."""
+
+    eps: float = 0.2
+    """Width of the clip."""
+    clip: PairClip = "separate"
+    """Clip each response's ratio, or the ratio of the two."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "eps", above=0)
+
+    def pair_loss(self, logprob: Tensor, behavior_logprob: Tensor, score: Tensor) -> Tensor:
+        """See `p3o_loss`."""
+        return p3o_loss(
+            sequence_logprob=logprob,
+            behavior_sequence_logprob=behavior_logprob,
+            score=score,
+            eps=self.eps,
+            clip=self.clip,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebelLoss(PairLoss):
+    """Relative rewards as a regression; see `rebel_loss`."""
+
+    eta: float = 1.0
+    """Step size; larger moves the policy further."""
+    form: EtaForm = "paper"
+    """The paper's loss, or the authors' code's, which is `eta^2` times that."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "eta", above=0)
+
+    def pair_loss(self, logprob: Tensor, behavior_logprob: Tensor, score: Tensor) -> Tensor:
+        """See `rebel_loss`."""
+        return rebel_loss(
+            sequence_logprob=logprob,
+            behavior_sequence_logprob=behavior_logprob,
+            score=score,
+            eta=self.eta,
+            form=self.form,
+        )

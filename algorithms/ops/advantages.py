@@ -1,0 +1,384 @@
+"""Advantages: from rewards to one number per sampled token.
+
+Pure functions of columns. Token columns are `[rows, T]` over whole sequences; `mask` says which
+positions the policy sampled. Every function returns zeros where the mask is False and never reads
+what stands there. Sums run in double precision and results come back in the input's dtype, so they
+do not depend on padding or on how rows were grouped.
+
+Those that look backwards through a critic's values are in `returns`, and can be imported from here.
+Reductions over masked tokens are in `reductions`, KL terms and the KL-shaped reward in `kl`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...dataflow.graph.tracer import op
+from ..controllers.multiplier import lagrangian_advantage
+from ..roles.language import PerSample, PerStep, PerToken, PromptId, StepMask, TokenMask
+from .groups import Groups, MissingScore, SingletonGroup, floating, sum_rows
+from .reductions import (
+    Variance,
+    WeightedBy,
+    check_token_columns,
+    mean_and_variance,
+    variance_correction,
+    zero_where_masked_out,
+)
+from .returns import GaeTargets, Masking, gae, return_to_go, vtrace
+
+__all__ = [
+    "GaeTargets",
+    "KLPlacement",
+    "Masking",
+    "MissingScore",
+    "SingletonGroup",
+    "StdScores",
+    "batch_centred",
+    "batch_std_advantage",
+    "broadcast_over_tokens",
+    "gae",
+    "group_advantage",
+    "lagrangian_advantage",
+    "leave_one_out",
+    "log_partition_advantage",
+    "paired_baseline",
+    "remax_advantage",
+    "return_to_go",
+    "step_advantage",
+    "vtrace",
+    "whiten",
+]
+
+StdScores = Literal["raw", "centred"]
+"""Scores whose deviation a batch's advantages are divided by: as they came, or less their group's
+mean. They differ where groups have different means."""
+
+KLPlacement = Literal["own_token", "return_to_go"]
+"""Which KL a token's advantage pays for: its own, or its own and that of all after it."""
+
+
+@op(scope="batch")
+def whiten(
+    value: PerStep,
+    mask: StepMask,
+    *,
+    variance: Variance = "unbiased",
+    eps: float = 1e-8,
+    eps_on: Literal["variance", "std"] = "variance",
+    weighted_by: WeightedBy = "token",
+    shift_mean: bool = True,
+) -> PerStep:
+    """Scale to variance 1 and, unless `shift_mean` is False, shift to mean 0 over the whole batch.
+
+    `(x - mean) / sqrt(variance + eps)`, with statistics over all sampled tokens of the batch.
+    Without the shift the mean is added back, as is done for rewards. Published recipes differ in
+    the variance, in `eps` and where it stands, and in what weighs alike.
+
+    Args:
+        value: f32[rows, T].
+        mask: bool[rows, T].
+        variance: "unbiased" divides by n - 1, "biased" by n.
+        eps: Added to the variance, or to its root.
+        eps_on: Which of the two.
+        weighted_by: Whether every token weighs the same, so that long rows count more, or every
+            row.
+        shift_mean: Whether the mean becomes 0.
+
+    Returns:
+        f32[rows, T].
+
+    Raises:
+        ValueError: If shapes differ, there are too few tokens for a variance, or a choice is
+            unknown.
+    """
+    mean, spread = mean_and_variance(value, mask, variance=variance, weighted_by=weighted_by)
+    if eps_on not in ("variance", "std"):
+        raise ValueError(f"eps_on {eps_on!r} is unknown; choose 'variance' or 'std'")
+    scale = torch.rsqrt(spread + eps) if eps_on == "variance" else 1 / (spread.sqrt() + eps)
+    whitened = (value.double() - mean) * scale
+    if not shift_mean:
+        whitened = whitened + mean
+    return zero_where_masked_out(whitened, mask).to(value)
+
+
+@op(scope="row")
+def broadcast_over_tokens(value: PerSample, mask: TokenMask) -> PerToken:
+    """Give every sampled token of a row the row's value.
+
+    Args:
+        value: f32[rows].
+        mask: bool[rows, T].
+
+    Returns:
+        f32[rows, T].
+
+    Raises:
+        ValueError: If `value` does not have one entry per row, or the mask is not boolean.
+    """
+    check_token_columns(mask)
+    if value.shape != mask.shape[:1]:
+        raise ValueError(
+            f"value must have one entry per row of the mask, [{len(mask)}], got {list(value.shape)}"
+        )
+    return zero_where_masked_out(value[:, None].expand(mask.shape), mask)
+
+
+@op(scope="group")
+def group_advantage(
+    score: PerSample,
+    prompt_id: PromptId,
+    *,
+    divide_by_std: bool = True,
+    variance: Variance = "unbiased",
+    eps: float = 1e-6,
+    singleton_group: SingletonGroup = "error",
+    missing: MissingScore = "propagate",
+) -> PerSample:
+    """How much better a sample is than its group: `(score - mean) / (std + eps)`.
+
+    Shao et al., "DeepSeekMath", 2024, section 4.1. Without the division: Liu et al.,
+    "Understanding R1-Zero-Like Training", 2025, section 3.
+
+    Args:
+        score: f32[rows].
+        prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
+        divide_by_std: Whether to divide by the group's standard deviation.
+        variance: Of that deviation: "unbiased" divides by n - 1, "biased" by n.
+        eps: Added to the standard deviation.
+        singleton_group: What a sample alone in its group gets.
+        missing: What a score that is nan does.
+
+    Returns:
+        f32[rows]; exactly 0 for every row of a group whose scores are all equal, and not finite for
+        every row of a group with a score that is not finite (a missing one aside).
+
+    Raises:
+        ValueError: If shapes differ, a choice is unknown, or a group has one row and
+            `singleton_group` is "error".
+    """
+    groups = Groups(score, prompt_id, missing)
+    centred = groups.centred()
+    degrees = groups.sizes - variance_correction(variance)
+    advantage = centred
+    if divide_by_std:
+        std = (sum_rows(centred.square()) / degrees.clamp(min=1)).sqrt()
+        # A group of equal scores has centred == 0: keep 0 / (0 + eps) from being 0 / 0.
+        advantage = centred / torch.where(std > 0, std + eps, torch.ones_like(std))[:, None]
+    return groups.per_row(advantage, singleton_group)
+
+
+@op(scope="group")
+def leave_one_out(
+    score: PerSample, prompt_id: PromptId, *, singleton_group: SingletonGroup = "error"
+) -> PerSample:
+    """Score minus the mean of the *other* scores of the group.
+
+    Equal to `n / (n - 1)` times the group-centred score. Kool et al., "Buy 4 REINFORCE Samples, Get
+    a Baseline for Free!", 2019; Ahmadian et al., "Back to Basics", 2024.
+
+    Args:
+        score: f32[rows].
+        prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
+        singleton_group: What a sample alone in its group gets.
+
+    Returns:
+        f32[rows]; not finite for every row of a group with a score that is not finite.
+
+    Raises:
+        ValueError: If shapes differ, a choice is unknown, or a group has one row and
+            `singleton_group` is "error".
+    """
+    groups = Groups(score, prompt_id)
+    weight = groups.sizes / (groups.sizes - 1).clamp(min=1)
+    return groups.per_row(groups.centred() * weight[:, None], singleton_group)
+
+
+@op(scope="batch")
+def batch_centred(score: PerSample) -> PerSample:
+    """Score minus the mean of the whole batch: f32[rows]."""
+    score = floating(score)
+    return (score.double() - score.double().mean()).to(score)
+
+
+@op(scope="batch")
+def batch_std_advantage(
+    score: PerSample,
+    prompt_id: PromptId,
+    *,
+    std_of: StdScores = "raw",
+    variance: Variance = "unbiased",
+    eps: float = 1e-4,
+    singleton_group: SingletonGroup = "error",
+) -> PerSample:
+    """Score minus its group's mean, over the standard deviation of the whole *batch* plus `eps`.
+
+    Liu et al., "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning", 2025.
+
+    Args:
+        score: f32[rows].
+        prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
+        std_of: Whose deviation. Published code differs here.
+        variance: Of that deviation: "unbiased" divides by n - 1, "biased" by n.
+        eps: Added to the standard deviation.
+        singleton_group: What a sample alone in its group gets.
+
+    Returns:
+        f32[rows]; 0 for every row of a group whose scores are all equal.
+
+    Raises:
+        ValueError: If shapes differ, a choice is unknown, or a group has one row and
+            `singleton_group` is "error".
+    """
+    if std_of not in ("raw", "centred"):
+        raise ValueError(f"std_of {std_of!r} is unknown; choose 'raw' or 'centred'")
+    score = floating(score)
+    groups = Groups(score, prompt_id)
+    centred = groups.per_row(groups.centred(), singleton_group).double()
+    spread = score.double() if std_of == "raw" else centred
+    correction = variance_correction(variance)
+    std = spread.std(correction=correction) if len(score) > 1 else spread.new_zeros(())
+    return (centred / torch.where(std > 0, std + eps, 1.0)).to(score)
+
+
+@op(scope="group")
+def log_partition_advantage(score: PerSample, prompt_id: PromptId, *, tau: float) -> PerSample:
+    """Score minus `tau * log(mean(exp(score / tau)))` of its group: the exact soft baseline.
+
+    It tends to the group's mean as tau grows. Kimi Team, "Kimi k1.5", 2025, section 2.3.2.
+
+    Args:
+        score: f32[rows].
+        prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
+        tau: Weight of the KL that the policy pays; positive.
+
+    Returns:
+        f32[rows].
+    """
+    score = floating(score)
+    groups = Groups(score, prompt_id)
+    return (score.double() - groups.per_group_row(groups.log_mean_exp(tau))).to(score)
+
+
+@op(scope="group")
+def paired_baseline(
+    prompt_id: PromptId, *, baseline: PerSample, baseline_prompt_id: PromptId
+) -> PerSample:
+    """The baseline of each sample's prompt, from rows of another rollout.
+
+    Args:
+        prompt_id: i64[rows].
+        baseline: f32[others], one number per prompt, such as a greedy response's score.
+        baseline_prompt_id: i64[others], the prompts those belong to, each once, in any order.
+
+    Returns:
+        f32[rows].
+
+    Raises:
+        ValueError: If a prompt has no baseline or several.
+    """
+    same = prompt_id[:, None] == baseline_prompt_id[None, :]
+    found = same.sum(dim=1)
+    if bool((found != 1).any()):
+        row = int((found != 1).nonzero()[0])
+        raise ValueError(
+            f"prompt {int(prompt_id[row])} has {int(found[row])} baselines; it needs exactly one: "
+            "draw one response per prompt for the baseline, of the same prompts"
+        )
+    return baseline[same.long().argmax(dim=1)] if len(prompt_id) else baseline[:0]
+
+
+@op(scope="row")
+def remax_advantage(
+    score: PerSample,
+    mask: TokenMask,
+    *,
+    greedy_score: PerSample,
+    kl: PerToken | None = None,
+    kl_coef: float = 0.0,
+    kl_placement: KLPlacement = "own_token",
+    difference_clip: float | None = None,
+    discount: float = 1.0,
+) -> PerToken:
+    """How much better a sample is than the greedy response, less the KL to a reference.
+
+    `own_token`: `discount^(L - t) * (score - greedy_score) - kl_coef * kl_t`, for token t of L,
+    counted from 0. `return_to_go`: the discounted sum of all rewards from t on, minus the greedy
+    score. Li et al., "ReMax", 2023, algorithm 1.
+
+    Args:
+        score: f32[rows].
+        mask: bool[rows, T].
+        greedy_score: f32[rows], of the greedy response to the same prompt; see `paired_baseline`.
+        kl: f32[rows, T] of `kl_estimate`; none by default.
+        kl_coef: Reward taken per nat.
+        kl_placement: Which KL a token pays for.
+        difference_clip: Bound on the size of `score - greedy_score`, for "own_token".
+        discount: gamma, per token.
+
+    Returns:
+        f32[rows, T].
+
+    Raises:
+        ValueError: If shapes differ or `kl_placement` is unknown.
+    """
+    score, greedy_score = floating(score), floating(greedy_score)
+    penalty = torch.zeros(mask.shape, dtype=score.dtype) if kl is None else -kl_coef * kl.detach()
+    penalty = penalty.to(score)
+    check_token_columns(mask, kl=penalty)
+    to_end = mask.long().flip(1).cumsum(dim=1).flip(1)  # tokens from t to the last, both counted
+    if kl_placement == "own_token":
+        difference = score - greedy_score
+        if difference_clip is not None:
+            difference = difference.clamp(-difference_clip, difference_clip)
+        return zero_where_masked_out(difference[:, None] * discount**to_end + penalty, mask)
+    if kl_placement != "return_to_go":
+        raise ValueError(
+            f"kl_placement {kl_placement!r} is unknown; choose 'own_token' or 'return_to_go'"
+        )
+    paid = score[:, None] * discount ** (to_end - 1).clamp(min=0)
+    kl_to_go = return_to_go(penalty, mask, discount=discount)
+    return zero_where_masked_out(paid + kl_to_go - greedy_score[:, None], mask)
+
+
+def step_advantage(
+    step_reward: Tensor,
+    step_end: Tensor,
+    prompt_id: Tensor,
+    mask: Tensor,
+    *,
+    variance: Variance = "unbiased",
+    eps: float = 1e-6,
+) -> Tensor:
+    """Advantages from rewards of steps: normalised over all steps of a group, summed to the end.
+
+    A token's advantage is the sum of the normalised rewards of all steps that end at or after it.
+    Shao et al., "DeepSeekMath", 2024, section 4.1.3.
+
+    Args:
+        step_reward: f32[rows, K].
+        step_end: i64[rows, K], position in the row of each step's last token; -1 where there is no
+            step.
+        prompt_id: i64[rows], the group of each row.
+        mask: bool[rows, T].
+        variance: Of the deviation that is divided by.
+        eps: Added to it.
+
+    Returns:
+        f32[rows, T].
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    step_reward, there = floating(step_reward), step_end >= 0
+    of_row = prompt_id[:, None].expand(step_end.shape)[there]
+    normalised = torch.zeros_like(step_reward)
+    normalised[there] = group_advantage(
+        step_reward[there], of_row, variance=variance, eps=eps, singleton_group="zero"
+    )
+    place = torch.arange(mask.shape[1], device=mask.device)
+    later = (step_end[:, None, :] >= place[None, :, None]) & there[:, None, :]
+    return zero_where_masked_out((later * normalised[:, None, :]).sum(dim=2), mask)

@@ -1,0 +1,204 @@
+"""Learning under constraints that judges check: advantages, pairs and choices among responses.
+
+Xu et al., "The Perfect Blend: Redefining RLHF with Mixture of Judges" (CGPO), 2024. `passed` says
+of each response whether all judges let it pass, 1 or 0. A response that does not pass is left out
+of a choice, and not given a low score, which could still be the highest of its prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ...dataflow.graph.tracer import op
+from ..roles.language import BehaviorLogprob, PerSample, PromptId, Rollout, TokenIds, TokenMask
+from .groups import Groups
+from .pairs import SelectedPairs, pairs_of
+from .reward_shaping import check_known
+
+__all__ = [
+    "ChosenResponses",
+    "MeanOver",
+    "best_passing",
+    "constrained_reward",
+    "kl_allowance",
+    "less_mean",
+    "passing_and_failing",
+]
+
+MeanOver = Literal["batch", "passing", "prompt"]
+"""Whose mean is taken off a constrained reward: all responses', those that pass, or all of the same
+prompt."""
+
+
+@op(scope="row")
+def kl_allowance(kl: PerSample, *, kl_max: float) -> PerSample:
+    """What a response's KL to the reference leaves of its reward: `max(1 - kl / kl_max, 0)`.
+
+    Args:
+        kl: f32[rows], of whole responses, in nats.
+        kl_max: From which nothing is left.
+    """
+    return (1 - kl / kl_max).clamp(min=0)
+
+
+@op(scope="row")
+def constrained_reward(score: PerSample, *, passed: PerSample, allowance: PerSample) -> PerSample:
+    """`score * allowance` where the constraints hold, else 0: f32[rows].
+
+    Args:
+        score: f32[rows], at least 0, such as `calibrated_score`.
+        passed: f32[rows], above 0.5 where all constraints hold.
+        allowance: f32[rows], see `kl_allowance`.
+    """
+    paid = torch.where(passed > 0.5, score * allowance, torch.zeros_like(score))
+    return torch.where(passed.isnan(), torch.nan, paid)
+
+
+@op(scope="batch")
+def less_mean(
+    reward: PerSample, prompt_id: PromptId, *, passed: PerSample, mean_over: MeanOver = "batch"
+) -> PerSample:
+    """A constrained reward minus a mean.
+
+    Args:
+        reward: f32[rows], see `constrained_reward`.
+        prompt_id: i64[rows].
+        passed: f32[rows], above 0.5 where all constraints hold.
+        mean_over: See `MeanOver`; a prompt without a passing response counts in the first.
+
+    Returns:
+        f32[rows].
+
+    Raises:
+        ValueError: If `mean_over` is unknown.
+    """
+    exact = reward.double()
+    match mean_over:
+        case "batch":
+            mean = exact.mean() if len(exact) else exact.sum()
+        case "passing":
+            counted = passed > 0.5
+            mean = torch.where(counted, exact, 0.0).sum() / counted.sum().clamp(min=1)
+        case "prompt":
+            groups = Groups(reward, prompt_id)
+            mean = groups.per_group_row(groups.mean())
+        case _:
+            raise ValueError(
+                f"mean_over {mean_over!r} is unknown; choose 'batch', 'passing' or 'prompt'"
+            )
+    return (exact - mean).to(reward)
+
+
+@op(scope="group", makes_rows=True)
+def passing_and_failing(roll: Rollout, score: PerSample, *, passed: PerSample) -> SelectedPairs:
+    """Per prompt the best response that passes, and the worst that does not, two rows each.
+
+    If none fails, the worst that passes is rejected. A prompt of which none passes, or that has a
+    single response, gets an empty mask (`tied` is True), which losses on pairs do not count. Of
+    equal scores the first response is the best and the last the worst.
+
+    Args:
+        roll: Responses; groups may be interleaved.
+        score: f32[rows].
+        passed: f32[rows], above 0.5 where all constraints hold.
+
+    Raises:
+        FloatingPointError: If a verdict is not a number.
+    """
+    check_known("verdict", passed)
+    rows: list[int] = []
+    skipped: list[bool] = []
+    for members in _members(roll.prompt_id):
+        allowed = passed[members] > 0.5
+        worst_of = ~allowed if bool((~allowed).any()) else allowed
+        best = int(score[members].masked_fill(~allowed, -torch.inf).argmax())
+        lowest = score[members].masked_fill(~worst_of, torch.inf).flip(0).argmin()
+        worst = len(members) - 1 - int(lowest)
+        rows += [int(members[best]), int(members[worst])]
+        skipped.append(best == worst or not bool(allowed.any()))
+    tied = torch.tensor(skipped, dtype=torch.bool, device=score.device)
+    return pairs_of(roll, score, rows, tied, dropped=tied)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenResponses:
+    """One response per prompt to imitate, and how much each counts."""
+
+    tokens: TokenIds
+    mask: TokenMask
+    behavior_logprob: BehaviorLogprob
+    weight: PerSample
+
+
+@op(scope="batch", makes_rows=True)
+def best_passing(
+    roll: Rollout,
+    fallback: Rollout,
+    *,
+    score: PerSample,
+    passed: PerSample,
+    kl: PerSample,
+    fallback_passed: PerSample,
+    kl_max: float = math.inf,
+    fallback_weight: float = 0.5,
+) -> ChosenResponses:
+    """Per prompt the best response that passes and stays near the reference, weighed by its score.
+
+    Where there is none, the prompt's fallback, if that passes; otherwise an empty mask.
+
+    Args:
+        roll: Responses; groups may be interleaved.
+        fallback: One response to each prompt, in any order.
+        score: f32[rows], of the responses.
+        passed: f32[rows], above 0.5 where all constraints hold.
+        kl: f32[rows], to the reference, in nats per response.
+        fallback_passed: f32[fallbacks].
+        kl_max: Largest KL of a response that is chosen.
+        fallback_weight: What a fallback counts; a score of it against itself is 0.5.
+
+    Returns:
+        One row per prompt, in the order prompts first come up.
+
+    Raises:
+        ValueError: If a prompt has no fallback.
+        FloatingPointError: If a verdict is not a number.
+    """
+    check_known("verdict", passed)
+    check_known("verdict on a fallback", fallback_passed)
+    eligible = (passed > 0.5) & (kl <= kl_max)
+    instead = {prompt: row for row, prompt in enumerate(fallback.prompt_id.tolist())}
+    sides = (roll, fallback)
+    rows: list[tuple[int, int, float]] = []  # which side, which of its rows, weight
+    for members in _members(roll.prompt_id):
+        prompt = int(roll.prompt_id[members[0]])
+        if prompt not in instead:
+            raise ValueError(f"prompt {prompt} has no fallback; draw one response to each prompt")
+        if bool(eligible[members].any()):
+            best = members[score[members].masked_fill(~eligible[members], -torch.inf).argmax()]
+            rows.append((0, int(best), float(score[best])))
+        else:
+            allowed = bool(fallback_passed[instead[prompt]] > 0.5)
+            rows.append((1, instead[prompt], fallback_weight if allowed else 0.0))
+    weight = torch.tensor([weight for _, _, weight in rows], device=score.device).to(score)
+    padded = partial(pad_sequence, batch_first=True)
+    mask = padded([sides[side].mask[row] for side, row, _ in rows])
+    return ChosenResponses(
+        tokens=padded([sides[side].tokens[row] for side, row, _ in rows], padding_value=-1),
+        mask=mask & (weight != 0)[:, None],
+        behavior_logprob=padded([sides[side].behavior_logprob[row] for side, row, _ in rows]),
+        weight=weight,
+    )
+
+
+def _members(prompt_id: Tensor) -> list[Tensor]:
+    """Row numbers of each prompt, in the order prompts first come up."""
+    return [
+        (prompt_id == prompt).nonzero().flatten() for prompt in dict.fromkeys(prompt_id.tolist())
+    ]

@@ -1,0 +1,168 @@
+"""Choosing among scored responses which to train on.
+
+Shen and Zhang, "Policy Filtration in RLHF to Fine-Tune LLM for Code Generation", 2024: a reward
+model is right more often about some responses than about others, the best and the worst say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...dataflow.graph.tracer import op
+from ..roles.language import PerSample, PromptId, Rollout
+from .groups import floating
+from .op_random import uniforms
+
+__all__ = [
+    "FilteredRollout",
+    "Strategy",
+    "draw_rows",
+    "filtered_batch",
+    "filtered_groups",
+    "selection_weights",
+]
+
+Strategy = Literal["best", "best_random", "best_worst", "power"]
+"""Which responses are kept: the best; the best and others at random; the best and the worst; any,
+in proportion to a power of the size of their scores."""
+
+BEST_SHARE, OTHER_SHARE = 0.4, 0.1
+
+
+def selection_weights(
+    score: Tensor, group: Tensor, *, strategy: Strategy = "best_worst", power: float = 2.0
+) -> Tensor:
+    """How much of a group's choice each of its responses gets; adds up to 1 in every group.
+
+    | strategy      | before they are divided by their sum                               |
+    |---------------|--------------------------------------------------------------------|
+    | `best`        | 1 for the best, else 0                                             |
+    | `best_random` | 0.4 for the best, else 0.1                                         |
+    | `best_worst`  | 1 for the best and the worst, else 0                               |
+    | `power`       | `abs(score)^power`; alike if all are 0                             |
+
+    Responses that tie for the best, or the worst, count alike.
+
+    Args:
+        score: f32[rows].
+        group: i64[rows]; all the same number to choose among the whole batch.
+        strategy: See the table.
+        power: Of strategy "power".
+
+    Returns:
+        f32[rows].
+
+    Raises:
+        ValueError: If shapes differ or `strategy` is unknown.
+    """
+    if score.shape != group.shape or score.ndim != 1:
+        raise ValueError(
+            f"score and group must both be [rows], got {list(score.shape)} and {list(group.shape)}"
+        )
+    score = floating(score)
+    weight = torch.zeros_like(score, dtype=torch.float64)
+    for one in group.unique():
+        own = score[group == one].double()
+        weight[group == one] = _within(own, strategy, power)
+    return weight.to(score)
+
+
+def _within(score: Tensor, strategy: Strategy, power: float) -> Tensor:
+    best, worst = (score == score.max()).double(), (score == score.min()).double()
+    match strategy:
+        case "best":
+            weight = best
+        case "best_random":
+            weight = torch.where(best > 0, BEST_SHARE, OTHER_SHARE).double()
+        case "best_worst":
+            weight = torch.maximum(best / best.sum(), worst / worst.sum())
+        case "power":
+            weight = score.abs() ** power
+            weight = torch.where(weight.sum() > 0, weight, torch.ones_like(weight))
+        case _:
+            raise ValueError(
+                f"strategy {strategy!r} is unknown; choose 'best', 'best_random', 'best_worst' or "
+                "'power'"
+            )
+    return weight / weight.sum()
+
+
+def draw_rows(weight: Tensor, count: int, offset: float) -> Tensor:
+    """`count` rows in proportion to their weights, with repeats, as evenly as possible.
+
+    Rows are laid end to end, the heaviest first, each as long as its share, and `count` points at
+    equal distances are picked from them (systematic resampling).
+
+    Args:
+        weight: f32[rows], not negative.
+        count: Rows to draw.
+        offset: In [0, 1): where the first point lies within the first distance.
+
+    Returns:
+        i64[count], ascending.
+    """
+    order = torch.argsort(weight, descending=True, stable=True)
+    ends = weight[order].double().cumsum(0)
+    points = (torch.arange(count, device=weight.device).double() + offset) / count * ends[-1]
+    last = int((weight > 0).sum()) - 1  # rounding must not pick a row of weight 0
+    picked = torch.searchsorted(ends, points, right=True).clamp(max=max(last, 0))
+    return order[picked].sort().values
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilteredRollout(Rollout):
+    """The responses that are trained on, with their scores; one may be there several times."""
+
+    score: PerSample
+
+
+@op(scope="group", makes_rows=True)
+def filtered_groups(
+    roll: Rollout,
+    score: PerSample,
+    *,
+    count: int,
+    strategy: Strategy,
+    power: float = 2.0,
+    seed: int = 0,
+) -> FilteredRollout:
+    """Draw `count` responses of each prompt by `selection_weights`."""
+    weight = selection_weights(score, roll.prompt_id, strategy=strategy, power=power)
+    rows: list[Tensor] = []
+    for prompt in dict.fromkeys(roll.prompt_id.tolist()):
+        members = (roll.prompt_id == prompt).nonzero().flatten()
+        offset = next(uniforms(seed, *roll.tokens[members]))
+        rows.append(members[draw_rows(weight[members], count, offset)])
+    return _kept(roll, score, torch.cat(rows))
+
+
+@op(scope="batch", makes_rows=True)
+def filtered_batch(
+    roll: Rollout,
+    score: PerSample,
+    *,
+    count: int,
+    strategy: Strategy,
+    power: float = 2.0,
+    seed: int = 0,
+) -> FilteredRollout:
+    """Draw as many responses of the whole batch as `count` for each prompt would be."""
+    total = count * len(roll.prompt_id.unique())
+    together = torch.zeros_like(roll.prompt_id)
+    weight = selection_weights(score, together, strategy=strategy, power=power)
+    return _kept(roll, score, draw_rows(weight, total, next(uniforms(seed, *roll.tokens))))
+
+
+def _kept(roll: Rollout, score: PerSample, rows: PromptId) -> FilteredRollout:
+    return FilteredRollout(
+        prompt_id=roll.prompt_id[rows],
+        tokens=roll.tokens[rows],
+        mask=roll.mask[rows],
+        behavior_logprob=roll.behavior_logprob[rows],
+        finished=roll.finished[rows],
+        score=score[rows],
+    )

@@ -1,0 +1,89 @@
+"""The state after a response's last token, as one more slot of its row.
+
+A critic's entry t is the value *before* token t, so nothing says what a critic expects after the
+last token. A row that is one token longer has a slot for it: what that token is does not matter,
+since a value looks only at what came before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...dataflow.graph.tracer import op
+from ..roles.language import PerSample, PerToken, Rollout, SampleFlag, TokenMask
+from .reductions import check_token_columns
+
+__all__ = ["RolloutWithEnd", "bootstrap_of", "with_end"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutWithEnd(Rollout):
+    """A rollout with one token more in every row, which is not trained on.
+
+    Example:
+        Prompt `[5, 6]`, response `[8, 2]`: `tokens = [[5, 6, 8, 2, 2]]`,
+        `mask = [[F, F, T, T, F]]`, `states = [[F, F, T, T, T]]`.
+    """
+
+    states: TokenMask
+    """`mask`, and True as well on the slot after the last sampled token."""
+
+
+@op(scope="row", makes_rows=True)
+def with_end(roll: Rollout) -> RolloutWithEnd:
+    """Lengthen every row by one token, a copy of its last one.
+
+    Args:
+        roll: Token columns [rows, T].
+
+    Returns:
+        Token columns [rows, T + 1]. A row without sampled tokens has no state of its own.
+    """
+    lengths = (roll.tokens >= 0).sum(dim=1, keepdim=True)
+    tokens = F.pad(roll.tokens, (0, 1), value=-1)
+    if roll.tokens.shape[1]:
+        last = roll.tokens.gather(1, (lengths - 1).clamp(min=0))
+        tokens = tokens.scatter(1, lengths, last)
+    mask = F.pad(roll.mask, (0, 1))
+    return RolloutWithEnd(
+        prompt_id=roll.prompt_id,
+        tokens=tokens,
+        mask=mask,
+        behavior_logprob=F.pad(roll.behavior_logprob, (0, 1)),
+        finished=roll.finished,
+        states=mask | _after_last(mask),
+    )
+
+
+def _after_last(mask: Tensor) -> Tensor:
+    """True on the slot after each row's last masked one, if the row has any."""
+    position = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, position, -1).amax(dim=1, keepdim=True)
+    return (position == last + 1) & (last >= 0)
+
+
+@op(scope="row")
+def bootstrap_of(
+    value: PerToken, mask: TokenMask, states: TokenMask, finished: SampleFlag
+) -> PerSample:
+    """What a critic expects after responses that were cut off; 0 after finished ones.
+
+    Args:
+        value: f32[rows, T], the critic's values of `states`.
+        mask: bool[rows, T], True on sampled tokens.
+        states: bool[rows, T], see `RolloutWithEnd`.
+        finished: bool[rows].
+
+    Returns:
+        f32[rows].
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    check_token_columns(mask, value=value)
+    after = torch.where(states & ~mask, value, torch.zeros_like(value)).sum(dim=1)
+    return torch.where(finished, torch.zeros_like(after), after)

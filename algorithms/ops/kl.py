@@ -1,0 +1,263 @@
+"""Kullback-Leibler terms: estimators, the KL-shaped reward, and the adaptive coefficient.
+
+All estimators look at one sampled token each. With p the sampling policy and q the reference, and
+d = log p - log q of the sampled token, their mean over tokens sampled from p estimates KL(p || q)
+(J. Schulman, "Approximating KL Divergence", 2020):
+
+| estimator | formula         | as a value                      | its gradient, in expectation |
+|-----------|-----------------|---------------------------------|------------------------------|
+| `k1`      | d               | unbiased, noisy, may be below 0 | 0: useless as a loss         |
+| `k2`      | d^2 / 2         | biased, little noise            | that of KL(p || q)           |
+| `k3`      | exp(-d) - 1 + d | unbiased, never below 0         | that of KL(q || p)           |
+| `abs`     | |d|             | a distance, not a KL            | -                            |
+
+As a reward, a KL term enters advantages and carries no gradient (`kl_shaped_reward`). As a loss,
+its gradient is what counts; `losses.ReferenceKLPolicyLoss` offers the three gradients in use.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...dataflow.graph.tracer import op
+from ..roles.language import PerSample, PerToken, SampleFlag, TokenMask
+from .reductions import check_token_columns, zero_where_masked_out
+
+__all__ = [
+    "KLEstimator",
+    "NoEos",
+    "ScoreSlot",
+    "adaptive_kl_coef",
+    "finished_score",
+    "kl_estimate",
+    "kl_shaped_reward",
+    "response_kl",
+]
+
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
+"""Which function of the log-ratio estimates the KL; see the table at the top of this module."""
+
+ScoreSlot = Literal["last_token", "after_last"]
+"""Where a row's score is paid: on its last sampled token, or one slot later if there is one."""
+
+NoEos = Literal["none", "replace", "subtract", "zero"]
+"""What happens to the score of a response that was cut off before its end of sequence.
+
+"zero" takes the score away, for a step that bootstraps such rows: `gae(..., bootstrap_value=...)`.
+"""
+
+
+@op(scope="row")
+def kl_estimate(
+    mask: TokenMask,
+    *,
+    logprob: PerToken,
+    ref_logprob: PerToken,
+    estimator: KLEstimator = "k1",
+    log_ratio_clamp: float | None = 20.0,
+    value_clamp: float | None = None,
+) -> PerToken:
+    """Per-token estimate of KL(policy || reference); differentiable in `logprob`.
+
+    Args:
+        mask: bool[rows, T].
+        logprob: f32[rows, T], log-probabilities of the sampled tokens under the sampling policy.
+        ref_logprob: f32[rows, T], the same tokens under the reference.
+        estimator: See the table at the top of this module.
+        log_ratio_clamp: The log-ratio is clamped to plus and minus this before anything else; None
+            leaves it. No gradient passes where it bites.
+        value_clamp: The estimate itself is clamped to plus and minus this; None leaves it.
+
+    Returns:
+        f32[rows, T], in nats; 0 where the mask is False.
+
+    Raises:
+        ValueError: If shapes differ or the estimator is unknown.
+    """
+    check_token_columns(mask, logprob=logprob, ref_logprob=ref_logprob)
+    log_ratio = zero_where_masked_out(logprob, mask) - zero_where_masked_out(ref_logprob, mask)
+    if log_ratio_clamp is not None:
+        log_ratio = log_ratio.clamp(-log_ratio_clamp, log_ratio_clamp)
+    estimate = _estimate(log_ratio, estimator)
+    if value_clamp is not None:
+        estimate = estimate.clamp(-value_clamp, value_clamp)
+    return estimate
+
+
+@op(scope="row")
+def response_kl(mask: TokenMask, *, logprob: PerToken, ref_logprob: PerToken) -> PerSample:
+    """The k1 estimate summed over each response: f32[rows], in nats; for a log or a controller.
+
+    Arguments and errors are those of `kl_estimate`.
+    """
+    return kl_estimate(mask, logprob=logprob, ref_logprob=ref_logprob).sum(1)
+
+
+def _estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
+    match estimator:
+        case "k1":
+            return log_ratio
+        case "k2":
+            return log_ratio.square() / 2
+        case "k3":
+            # expm1 keeps the digits that exp(-d) - 1 loses for the small d of a young policy.
+            return torch.expm1(-log_ratio) + log_ratio
+        case "abs":
+            return log_ratio.abs()
+        case _:
+            raise ValueError(
+                f"KL estimator {estimator!r} is unknown; choose 'k1', 'k2', 'k3' or 'abs'"
+            )
+
+
+@op(scope="row")
+def kl_shaped_reward(
+    score: PerSample,
+    mask: TokenMask,
+    *,
+    logprob: PerToken,
+    ref_logprob: PerToken,
+    kl_coef: float,
+    finished: SampleFlag | None = None,
+    kl_estimator: KLEstimator = "k1",
+    log_ratio_clamp: float | None = 20.0,
+    score_slot: ScoreSlot = "last_token",
+    score_clip: float | None = None,
+    no_eos: NoEos = "none",
+    no_eos_score: float = -1.0,
+    no_eos_penalty: float = 1.0,
+) -> PerToken:
+    """Token rewards: `-kl_coef * KL` on every sampled token, and the score once per row.
+
+    The score is clipped first, then the rule for missing ends of sequence is applied, then it is
+    paid. Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, section 2;
+    slots and rules as in Huang et al., "The N+ Implementation Details of RLHF with PPO", 2024.
+
+    Args:
+        score: f32[rows], one score per response.
+        mask: bool[rows, T].
+        logprob: f32[rows, T], under the policy that sampled the tokens.
+        ref_logprob: f32[rows, T], under the reference.
+        kl_coef: Reward taken per nat of KL; 0 leaves only the score.
+        finished: bool[rows], True where the response reached its end of sequence. Needed unless
+            `no_eos` is "none".
+        kl_estimator: See the table at the top of this module.
+        log_ratio_clamp: As in `kl_estimate`.
+        score_slot: "last_token" pays on the last sampled token; "after_last" one slot later where
+            the row leaves room, which is a padding position: then reward, critic and `gae` must
+            be given a mask that has that slot too. `end_state.with_end` lengthens rows by it.
+        score_clip: The score is clamped to plus and minus this; None leaves it.
+        no_eos: For rows that are not finished: "replace" the score by `no_eos_score`, "subtract"
+            `no_eos_penalty`, set it to "zero" (and give `gae` a bootstrap value), or "none".
+        no_eos_score: What "replace" writes.
+        no_eos_penalty: What "subtract" takes away.
+
+    Returns:
+        f32[rows, T], without gradient; a row without sampled tokens gets no reward at all.
+
+    Raises:
+        ValueError: If shapes differ, a choice is unknown, or `finished` is needed and missing.
+    """
+    check_token_columns(mask, logprob=logprob, ref_logprob=ref_logprob)
+    if score.shape != mask.shape[:1]:
+        raise ValueError(
+            f"score must have one entry per row of the mask, [{len(mask)}], got {list(score.shape)}"
+        )
+    kl = kl_estimate(
+        mask,
+        logprob=logprob,
+        ref_logprob=ref_logprob,
+        estimator=kl_estimator,
+        log_ratio_clamp=log_ratio_clamp,
+    )
+    if score_clip is not None:
+        score = score.clamp(-score_clip, score_clip)
+    score = _without_eos(score, finished, no_eos, no_eos_score, no_eos_penalty)
+    return _pay((-kl_coef * kl).detach(), score.detach(), mask, score_slot)
+
+
+@op(scope="row")
+def finished_score(
+    score: PerSample,
+    finished: SampleFlag,
+    *,
+    no_eos: NoEos,
+    no_eos_score: float = -1.0,
+    no_eos_penalty: float = 1.0,
+) -> PerSample:
+    """Scores after the rule for responses that were cut off; arguments as in `kl_shaped_reward`."""
+    return _without_eos(score, finished, no_eos, no_eos_score, no_eos_penalty)
+
+
+def _without_eos(
+    score: Tensor, finished: Tensor | None, no_eos: NoEos, no_eos_score: float, penalty: float
+) -> Tensor:
+    if no_eos == "none":
+        return score
+    if finished is None:
+        raise ValueError(
+            f"no_eos={no_eos!r} must know which rows reached their end of sequence; "
+            "pass finished=bool[rows], such as Rollout.finished"
+        )
+    match no_eos:
+        case "replace":
+            return torch.where(finished, score, torch.full_like(score, no_eos_score))
+        case "subtract":
+            return torch.where(finished, score, score - penalty)
+        case "zero":
+            return torch.where(finished, score, torch.zeros_like(score))
+        case _:
+            raise ValueError(
+                f"no_eos {no_eos!r} is unknown; choose 'none', 'replace', 'subtract' or 'zero'"
+            )
+
+
+def _pay(reward: Tensor, score: Tensor, mask: Tensor, score_slot: ScoreSlot) -> Tensor:
+    """Add each row's score to `reward` at the slot chosen."""
+    if score_slot not in ("last_token", "after_last"):
+        raise ValueError(
+            f"score_slot {score_slot!r} is unknown; choose 'last_token' or 'after_last'"
+        )
+    width = mask.shape[1]
+    positions = torch.arange(width, device=mask.device)
+    last = torch.where(mask, positions, -1).amax(dim=1)
+    slot = last if score_slot == "last_token" else (last + 1).clamp(max=width - 1)
+    paid = torch.where(last >= 0, score.to(reward), 0.0)
+    return reward.scatter_add(1, slot.clamp(min=0)[:, None], paid[:, None])
+
+
+def adaptive_kl_coef(
+    kl_coef: float,
+    *,
+    observed_kl: float,
+    target_kl: float = 6.0,
+    num_sequences: int,
+    horizon: int = 10_000,
+    max_change: float = 0.2,
+) -> float:
+    """The next coefficient of an adaptive KL penalty.
+
+    `kl_coef * (1 + clip(observed / target - 1, -max_change, max_change) * num_sequences / horizon)`
+    (Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, section 2.2).
+
+    Args:
+        kl_coef: The coefficient of this step; 0.1 to 0.15 are usual to begin with.
+        observed_kl: Batch mean of the k1 estimate *summed* over each row, in nats per sequence.
+        target_kl: Where it should settle, in the same unit. A mean per token needs another target.
+        num_sequences: Rows in the step.
+        horizon: Rows over which a full correction is spread.
+        max_change: Bound on the relative error that is corrected for.
+
+    Raises:
+        ValueError: If `target_kl` or `horizon` is not positive.
+    """
+    if target_kl <= 0 or horizon <= 0:
+        raise ValueError(
+            f"target_kl and horizon must be positive, got {target_kl} and {horizon}; "
+            "for a fixed coefficient do not adapt it"
+        )
+    error = min(max(observed_kl / target_kl - 1, -max_change), max_change)
+    return kl_coef * (1 + error * num_sequences / horizon)

@@ -1,0 +1,199 @@
+"""Importance weights for rollouts whose engine computes other log-probabilities than the trainer.
+
+Two engines with the same weights differ by kernels and precision. With mu what the rollout engine
+says of a sampled token and p what the trainer says of it before its update, the token's loss is
+multiplied by a bounded `exp(log p - log mu)`. Yao et al., "Your Efficient RL Framework Secretly
+Brings You Off-Policy RL Training", 2025.
+
+A clipped policy loss is proportional to the advantage as long as the factor is not negative, so the
+weights are put on the advantage. The loss's ratio is then against p: a step that asks for a
+correction computes p by one forward pass more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from ...dataflow.graph.axes import Behavior, f32
+from ...dataflow.graph.tracer import op
+from ...dataflow.option_checks import check_range
+from ..roles.language import (
+    SAMPLE,
+    TOKEN,
+    PerToken,
+    Policy,
+    PolicyBatch,
+    ReferencePolicyBatch,
+    Rollout,
+    TokenMask,
+)
+from .reductions import check_token_columns, zero_where_masked_out
+
+__all__ = [
+    "RolloutCorrection",
+    "corrected",
+    "effective_sample_size",
+    "rollout_weight",
+    "self_normalized",
+    "weighted_advantage",
+    "with_rollout_logprob",
+]
+
+
+CorrectedAdvantage = Annotated[Tensor, f32(SAMPLE, TOKEN), Behavior()]
+"""Advantages that already make up for the age of the weights that sampled the tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectedPolicyBatch(PolicyBatch):
+    """A `PolicyBatch` whose `behavior_logprob` is the trainer's own."""
+
+    rollout_logprob: PerToken
+    """By the engine that sampled: to tell how far the two are apart, which no loss reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectedReferencePolicyBatch(ReferencePolicyBatch):
+    """The same with reference log-probabilities."""
+
+    rollout_logprob: PerToken
+    """See `CorrectedPolicyBatch`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrection:
+    """How importance weights between trainer and rollout engine are bounded."""
+
+    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"] = (
+        "token_truncate"
+    )
+    """Weights per token or of whole responses (the product over their tokens), cut off at `cap`, or
+    set to 0 outside `floor` and `cap`. "none": no weights; the loss's ratio is against what the
+    trainer says, and nothing makes up for rollouts of older weights, which are refused."""
+    cap: float | None = 2.0
+    """Largest weight; None for no bound."""
+    floor: float = 0.0
+    """Smallest weight that a mask lets through; truncation does not use it."""
+    mean_floor: float = 0.0
+    """Responses whose geometric mean weight per token is below this are left out as well."""
+    mean_cap: float | None = None
+    """So are those where it is above this; 1.01 with a floor of 0.99 is usual, None for neither."""
+    self_normalized: bool = False
+    """Divide weights by their mean over the batch's tokens."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "floor", "mean_floor", at_least=0)
+        check_range(self, "cap", above=self.floor)
+        check_range(self, "mean_cap", above=self.mean_floor)
+
+
+@op(scope="row")
+def rollout_weight(
+    mask: TokenMask,
+    *,
+    logprob: PerToken,
+    behavior_logprob: PerToken,
+    correction: RolloutCorrection,
+) -> PerToken:
+    """Bounded importance weight of every sampled token.
+
+    Args:
+        mask: bool[rows, T].
+        logprob: f32[rows, T], by the trainer before its update.
+        behavior_logprob: f32[rows, T], by the engine that sampled.
+        correction: The bounds.
+
+    Returns:
+        f32[rows, T], not differentiable; 0 where the mask is False.
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    check_token_columns(mask, logprob=logprob, behavior_logprob=behavior_logprob)
+    log_ratio = zero_where_masked_out(logprob - behavior_logprob, mask).detach()
+    of_row = log_ratio.sum(1, keepdim=True)
+    if correction.mode == "none":
+        return mask.to(log_ratio)
+    weight = (of_row.expand_as(log_ratio) if correction.mode.startswith("seq") else log_ratio).exp()
+    if correction.mode.endswith("truncate"):
+        weight = weight.clamp(max=math.inf if correction.cap is None else correction.cap)
+    else:
+        kept = _between(weight, correction.floor, correction.cap)
+        weight = torch.where(kept, weight, torch.zeros_like(weight))
+    mean = (of_row / mask.sum(1, keepdim=True).clamp(min=1)).exp()
+    kept = _between(mean, correction.mean_floor, correction.mean_cap)
+    return zero_where_masked_out(torch.where(kept, weight, torch.zeros_like(weight)), mask)
+
+
+def _between(weight: Tensor, floor: float, cap: float | None) -> Tensor:
+    # What is not a number stays in, and goes on to the optimizer, which refuses it.
+    return ~((weight < floor) | (weight > (math.inf if cap is None else cap)))
+
+
+@op(scope="batch")
+def self_normalized(weight: PerToken, mask: TokenMask) -> PerToken:
+    """Weights over their mean of all sampled tokens: f32[rows, T], as they are if all are 0."""
+    mean = weight[mask].double().mean() if bool(mask.any()) else weight.double().sum()
+    return (weight / torch.where(mean > 0, mean, 1.0)).to(weight)
+
+
+def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
+    """Share of tokens that would say as much with equal weights: `(sum w)^2 / (n sum w^2)`.
+
+    Args:
+        weight: f32[rows, T].
+        mask: bool[rows, T].
+
+    Returns:
+        f64 scalar in (0, 1]; 0 if all weights are.
+    """
+    kept = weight[mask].double()
+    return kept.sum().square() / (len(kept) * kept.square().sum()).clamp(min=1e-300)
+
+
+@op(scope="row")
+def weighted_advantage(advantage: PerToken, weight: PerToken) -> CorrectedAdvantage:
+    """The advantage of every token times its weight."""
+    return advantage * weight
+
+
+def corrected(
+    actor: Policy,
+    roll: Rollout,
+    advantage: PerToken,
+    correction: RolloutCorrection | None,
+    temperature: float,
+) -> tuple[PerToken, PerToken]:
+    """Log-probabilities to take the loss's ratio against, and advantages to train on.
+
+    Without a correction they are the rollout's own and the advantages as they are.
+    """
+    if correction is None:
+        return roll.behavior_logprob, advantage
+    logprob = actor.logprob(roll.tokens, roll.mask, temperature=temperature)
+    if correction.mode == "none":
+        return logprob, advantage
+    weight = rollout_weight(
+        roll.mask,
+        logprob=logprob,
+        behavior_logprob=roll.behavior_logprob,
+        correction=correction,
+    )
+    if correction.self_normalized:
+        weight = self_normalized(weight, roll.mask)
+    return logprob, weighted_advantage(advantage, weight)
+
+
+def with_rollout_logprob(batch: PolicyBatch, rollout_logprob: PerToken) -> PolicyBatch:
+    """A corrected batch with what the engine that sampled said, for the trainer to compare."""
+    kind = (
+        CorrectedReferencePolicyBatch
+        if isinstance(batch, ReferencePolicyBatch)
+        else CorrectedPolicyBatch
+    )
+    return kind(**vars(batch), rollout_logprob=rollout_logprob)

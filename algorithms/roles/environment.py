@@ -1,0 +1,352 @@
+"""Role contracts and tables of reinforcement learning in environments.
+
+Conventions (they hold for every table here):
+
+- A row is one environment, a column of it `horizon` steps of time; rows may hold several episodes
+  one after another. Columns are dense: no row is shorter than another.
+- Entry t is about the step from `obs[t]` by `action[t]`: its reward, whether the episode
+  `terminated` with it, or was `truncated`, cut off where it would have gone on.
+- An environment is reset one step after its episode ended. That step shows the state the episode
+  was left in, ignores the action and earns nothing; `mask` is False there and True on all others.
+- Actions are numbers whatever they are: the index of a choice, or a real number, per component.
+- `FEATURE` counts the numbers of an observation laid out flat, `CHOICE` the choices of all discrete
+  components one after another; there are none where every action is always allowed.
+- An actor may remember what it has seen. Then what a row began with is a column, and an episode
+  begins after each step whose mask is False, with nothing remembered.
+
+The loop of observing and acting is one node, `Env.rollout`. It asks the actor it is given, a copy
+of the role's weights, through `Actor.act`, which no step function calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...dataflow.graph.axes import Axis, Behavior, GroupId, boolean, f32, i64
+from ...dataflow.graph.role import Loss, Role, call
+from .language import PolicyOutput, TrainMetrics, ValueOutput
+
+__all__ = [
+    "ENV",
+    "TIME",
+    "ActionMask",
+    "ActionSpace",
+    "Actions",
+    "Actor",
+    "ActorCritic",
+    "ActorCriticBatch",
+    "ActorCriticOutput",
+    "Acts",
+    "Env",
+    "EnvGroup",
+    "EnvId",
+    "EnvMask",
+    "EnvRows",
+    "Evaluation",
+    "Memories",
+    "Observations",
+    "PerEnv",
+    "PerEnvStep",
+    "Trajectories",
+    "Values",
+]
+
+ENV = Axis("env")
+TIME = Axis("time")
+FEATURE = Axis("feature")
+COMPONENT = Axis("component")
+CHOICE = Axis("choice")
+UNIT = Axis("unit")
+
+EnvId = Annotated[Tensor, i64(ENV)]
+"""Which environment a row is, the same throughout a run."""
+EnvGroup = Annotated[Tensor, i64(ENV), GroupId()]
+"""The group a row is stepped with: all its environments live in one worker."""
+Observations = Annotated[Tensor, f32(ENV, TIME, FEATURE)]
+"""What the actor sees before each step, laid out flat and normalised."""
+LastObservation = Annotated[Tensor, f32(ENV, FEATURE)]
+"""What it sees after a row's last step."""
+Actions = Annotated[Tensor, f32(ENV, TIME, COMPONENT)]
+"""Choices or numbers, as the actor drew them; numbers are clipped by the environment only."""
+ActionMask = Annotated[Tensor, boolean(ENV, TIME, CHOICE)]
+"""True where a choice was allowed; no choices at all if everything always is."""
+Memories = Annotated[Tensor, f32(ENV, UNIT)]
+"""What is remembered before a row's first step; no numbers if the actor remembers nothing, or no
+row does yet."""
+EnvMask = Annotated[Tensor, boolean(ENV, TIME)]
+"""True on steps that something is true of."""
+PerEnvStep = Annotated[Tensor, f32(ENV, TIME)]
+"""One number per step."""
+PerEnv = Annotated[Tensor, f32(ENV)]
+"""One number per environment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvRows:
+    """The environments of a step: the same rows in every step of a run.
+
+    Example:
+        Two groups of two: `env = [0, 1, 2, 3]`, `group = [0, 0, 1, 1]`.
+    """
+
+    env: EnvId
+    group: EnvGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectories:
+    """`horizon` steps of every environment.
+
+    Example:
+        An episode that terminates with step 1, is reset in step 2 and goes on:
+        `terminated = [[F, T, F, F]]`, `mask = [[T, T, F, T]]`.
+    """
+
+    env: EnvId
+    obs: Observations
+    last_obs: LastObservation
+    action: Actions
+    action_mask: ActionMask
+    behavior_logprob: Annotated[Tensor, f32(ENV, TIME), Behavior()]
+    """Of each action under the weights that drew it, all components together."""
+    reward: PerEnvStep
+    terminated: EnvMask
+    truncated: EnvMask
+    mask: EnvMask
+    memory: Memories
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """A critic's word on every state of trajectories."""
+
+    value: PerEnvStep
+    """Of the state before each step; of the one an episode was left in where the mask is False."""
+    bootstrap_value: PerEnv
+    """Of the state after a row's last step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What the current weights think of actions taken before."""
+
+    logprob: PerEnvStep
+    entropy: PerEnvStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorCriticBatch:
+    """What the losses of an actor with a critic read."""
+
+    obs: Observations
+    action: Actions
+    action_mask: ActionMask
+    mask: EnvMask
+    memory: Memories
+    behavior_logprob: PerEnvStep
+    advantage: PerEnvStep
+    old_value: PerEnvStep
+    value_target: PerEnvStep
+
+
+@dataclass(frozen=True)
+class ActorCriticOutput(PolicyOutput, ValueOutput):
+    """The forward pass over some rows: f32[rows, T] each; entropies if the loss asked for them.
+
+    Attributes:
+        value_logits: f32[rows, T, bins] of a critic that weighs values instead of saying one.
+    """
+
+    value_logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ActionSpace:
+    """What can be done in an environment.
+
+    Attributes:
+        kind: "discrete": one choice for each component. "continuous": one number for each.
+        sizes: Choices of each discrete component.
+        low: Least number of each continuous component.
+        high: And largest.
+        masked: Whether the environment says which choices are allowed.
+    """
+
+    kind: Literal["discrete", "continuous"]
+    sizes: tuple[int, ...] = ()
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    masked: bool = False
+
+    @property
+    def num_components(self) -> int:
+        """Numbers that make an action."""
+        return len(self.sizes) if self.kind == "discrete" else len(self.low)
+
+    @property
+    def num_choices(self) -> int:
+        """Width of a column of allowed choices."""
+        return sum(self.sizes) if self.masked else 0
+
+
+class Acts(NamedTuple):
+    """One action for each environment of a group."""
+
+    action: NDArray[np.float32]
+    """f32[envs, components]."""
+    logprob: NDArray[np.float32]
+    """f32[envs]."""
+    memory: NDArray[np.float32] | None = None
+    """f32[envs, units] to be given back in the next step; None of an actor that has no memory."""
+
+
+B = TypeVar("B")
+
+
+class Actor(Role):
+    """Whoever acts in an environment."""
+
+    def act(
+        self,
+        obs: NDArray[np.float32],
+        noise: NDArray[np.float64],
+        action_mask: NDArray[np.bool_] | None,
+        memory: NDArray[np.float32] | None = None,
+    ) -> Acts:
+        """Act once in all environments of a group; whoever rolls out asks, never a step function.
+
+        What comes out for a group depends on nothing but the weights and these arguments: not on
+        other groups, nor on where it is computed.
+
+        Args:
+            obs: f32[envs, features].
+            noise: f64[envs, components], all the randomness there is: uniform in (0, 1) for
+                discrete actions, standard normal for continuous ones.
+            action_mask: bool[envs, choices], if the environment has one.
+            memory: f32[envs, units]: what came out of the step before, 0 where an episode begins;
+                None if all begin, or the actor has no memory.
+        """
+        raise NotImplementedError
+
+
+class ActorCritic(Actor):
+    """An actor with a critic: acts, says what states are worth, and learns from both."""
+
+    @call("forward")
+    def evaluate(
+        self,
+        obs: Observations,
+        action: Actions,
+        action_mask: ActionMask,
+        memory: Memories | None = None,
+        mask: EnvMask | None = None,
+    ) -> Evaluation:
+        """Log-probability of each action, and the entropy there.
+
+        `memory` and `mask` may be left out where no network has a memory.
+        """
+        raise NotImplementedError
+
+    @call("forward")
+    def value(
+        self,
+        obs: Observations,
+        last_obs: LastObservation,
+        memory: Memories | None = None,
+        mask: EnvMask | None = None,
+    ) -> Values:
+        """The critic's word on every state; see `evaluate` for `memory` and `mask`."""
+        raise NotImplementedError
+
+    @call("train")
+    def train(
+        self,
+        loss: Loss[B, ActorCriticOutput],
+        batch: B,
+        *,
+        epochs: int = 1,
+        num_minibatches: int = 1,
+    ) -> TrainMetrics:
+        """Take `epochs * num_minibatches` optimizer steps and make the next weight version.
+
+        Minibatches are drawn from single steps, wherever the mask is True; from whole rows if the
+        network has a memory.
+        """
+        raise NotImplementedError
+
+    @call("train")
+    def inherit(
+        self,
+        rival: ActorCritic,
+        *,
+        fitness: PerEnv,
+        rival_fitness: PerEnv,
+        mutation: float = 0.0,
+        every: int = 1,
+    ) -> TrainMetrics:
+        """Give way to a fitter rival: go on with its weights, changed a little.
+
+        Args:
+            rival: Whose weights, as they are at this line of the step.
+            fitness: f32[envs], whose mean is how fit this one is.
+            rival_fitness: f32[envs], of other environments, the rival's.
+            mutation: Every weight w that is taken over becomes `w (1 + mutation * noise)`, with
+                standard normal noise.
+            every: Only in every so many steps, the last of them.
+
+        Its metrics:
+
+        - `fitness`: how fit this one was.
+        - `replaced`: 1 if it gave way in this step, else 0.
+        """
+        raise NotImplementedError
+
+
+class Env(Role):
+    """Environments, which live on from step to step; see this module for what they show."""
+
+    keeps_state: ClassVar[bool] = True
+
+    @call("rollout", scope="group")
+    def rollout(self, env: EnvId, group: EnvGroup, actor: Actor, *, horizon: int) -> Trajectories:
+        """Go on for `horizon` steps in all environments of some groups, as `actor` acts.
+
+        Args:
+            env: i64[envs].
+            group: i64[envs]; the rows of a group are next to each other.
+            actor: Whose weights are read, as those of any rollout.
+            horizon: Steps to take.
+        """
+        raise NotImplementedError
+
+    @call("forward", scope="group")
+    def evaluate(
+        self,
+        env: EnvId,
+        group: EnvGroup,
+        actor: Actor,
+        *,
+        num_episodes: int,
+        max_episode_steps: int,
+    ) -> PerEnv:
+        """Play held-out episodes, the same ones at every call; rollouts are not touched by it.
+
+        They show and take what the environments of `rollout` do, scaled as those are by now, and
+        actions are drawn as there.
+
+        Args:
+            env: i64[envs].
+            group: i64[envs]; the rows of a group are next to each other.
+            actor: Whose weights are read.
+            num_episodes: Episodes for each environment.
+            max_episode_steps: A longer episode counts with what was earned by then.
+
+        Returns:
+            f32[envs], the mean return of an episode, unscaled.
+        """
+        raise NotImplementedError

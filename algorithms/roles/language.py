@@ -1,0 +1,388 @@
+"""Role contracts and tables of language-model RL: the words that algorithms are written in.
+
+Conventions (they hold for every table here):
+
+- `tokens` is a row's whole sequence, prompt first, padded on the right with -1.
+- `mask` is True exactly on tokens that the policy sampled and that may be trained, the first
+  end-of-sequence token included; False on prompt, on tool output and on padding.
+- Per-token columns are indexed by action: entry t belongs to emitting `tokens[t]` given all before
+  it. A value at t is the critic's at the state *before* token t.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Protocol, TypeVar
+
+from torch import Tensor
+
+from ...dataflow.graph.axes import Axis, Behavior, GroupId, boolean, f32, i64
+from ...dataflow.graph.role import Loss, Metric, Role, call
+from ...dataflow.option_checks import check_range
+
+PROMPT = Axis("prompt")
+SAMPLE = Axis("sample", within=PROMPT)
+TOKEN = Axis("token", ragged=True)
+ROW = Axis("row", free=True)
+"""Samples, or whatever else a column has rows of: what is written over it serves all of them."""
+STEP = Axis("step", free=True)
+"""Tokens of a sample, or whatever else a row has steps of."""
+
+PromptTokenIds = Annotated[Tensor, i64(PROMPT, TOKEN)]
+"""Token ids of a prompt, padded on the right with -1."""
+PromptKey = Annotated[Tensor, i64(PROMPT), GroupId()]
+"""Which problem of the data a prompt is; unique within a step."""
+PromptId = Annotated[Tensor, i64(SAMPLE), GroupId()]
+"""The `PromptKey` a sample answers: the sample's group."""
+TokenIds = Annotated[Tensor, i64(SAMPLE, TOKEN)]
+"""Token ids of prompt and response, padded on the right with -1."""
+TokenMask = Annotated[Tensor, boolean(SAMPLE, TOKEN)]
+"""True on tokens the policy sampled."""
+PerToken = Annotated[Tensor, f32(SAMPLE, TOKEN)]
+"""One number per token; meaningful where the mask is True."""
+BehaviorLogprob = Annotated[Tensor, f32(SAMPLE, TOKEN), Behavior()]
+"""Log-probability of each sampled token under the weights and temperature that sampled it."""
+PerSample = Annotated[Tensor, f32(SAMPLE)]
+"""One number per sample."""
+StepMask = Annotated[Tensor, boolean(ROW, STEP)]
+"""True on steps that count, or that something is true of."""
+PerStep = Annotated[Tensor, f32(ROW, STEP)]
+"""One number per step of any rows."""
+PerRow = Annotated[Tensor, f32(ROW)]
+"""One number per row of any kind."""
+SampleFlag = Annotated[Tensor, boolean(SAMPLE)]
+"""One boolean per sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How responses are drawn."""
+
+    num_samples: int = 1
+    """Responses per prompt."""
+    temperature: float = 1.0
+    """Logits are divided by it before the softmax; 0 takes the most likely token."""
+    max_new_tokens: int = 16
+    """Longest response in tokens, end-of-sequence included."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "num_samples", "max_new_tokens", at_least=1)
+        check_range(self, "temperature", at_least=0)
+
+    def check_explores(self) -> None:
+        """Require responses to be drawn at random, as learning from their scores does.
+
+        Raises:
+            ValueError: If the temperature is 0.
+        """
+        if self.temperature == 0:
+            raise ValueError(
+                "sampling.temperature is 0, which always gives the likeliest response, so there "
+                "is nothing to learn from and no distribution to train; set it above 0, 1 is usual"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """One step's prompts.
+
+    Example:
+        Two prompts of 3 and 2 tokens: `prompt = [[5, 6, 7], [5, 9, -1]]`, `prompt_id = [17, 4]`.
+    """
+
+    prompt: PromptTokenIds
+    prompt_id: PromptKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """Sampled responses with the log-probabilities they were sampled with.
+
+    Example:
+        Prompt `[5, 6]`, response `[8, 2]` where 2 ends the sequence:
+        `tokens = [[5, 6, 8, 2]]`, `mask = [[F, F, T, T]]`, `finished = [T]`.
+    """
+
+    prompt_id: PromptId
+    tokens: TokenIds
+    mask: TokenMask
+    behavior_logprob: BehaviorLogprob
+    """Under the weights and the temperature that sampled each token."""
+    finished: SampleFlag
+    """True if the response ended with the end-of-sequence token, False if it was cut off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstrations:
+    """Prompts with a response to imitate; `mask` is True on the response and its end."""
+
+    tokens: TokenIds
+    mask: TokenMask
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferencePairs:
+    """Pairs of responses as two rows each, one with `chosen` True and one with `chosen` False."""
+
+    pair_id: PromptId
+    tokens: TokenIds
+    mask: TokenMask
+    chosen: SampleFlag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredPairs(PreferencePairs):
+    """Pairs whose responses the data scores: by ratings or labels, or by the task's verifier."""
+
+    score: PerSample
+
+
+class PolicyColumns(Protocol):
+    """What a policy-gradient loss reads of a batch, whatever its rows and steps are."""
+
+    @property
+    def mask(self) -> Tensor:
+        """bool[rows, T]."""
+        ...
+
+    @property
+    def behavior_logprob(self) -> Tensor:
+        """f32[rows, T]."""
+        ...
+
+    @property
+    def advantage(self) -> Tensor:
+        """f32[rows, T]."""
+        ...
+
+
+class ValueColumns(Protocol):
+    """What a value loss reads of a batch, whatever its rows and steps are."""
+
+    @property
+    def mask(self) -> Tensor:
+        """bool[rows, T]."""
+        ...
+
+    @property
+    def old_value(self) -> Tensor:
+        """f32[rows, T]."""
+        ...
+
+    @property
+    def value_target(self) -> Tensor:
+        """f32[rows, T]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyBatch:
+    """What a policy-gradient loss reads."""
+
+    tokens: TokenIds
+    mask: TokenMask
+    behavior_logprob: PerToken
+    advantage: PerToken
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePolicyBatch(PolicyBatch):
+    """A `PolicyBatch` with reference log-probabilities, for a KL term inside the loss."""
+
+    ref_logprob: PerToken
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueBatch:
+    """What a value loss reads; `old_value` is the critic's own prediction before the update."""
+
+    tokens: TokenIds
+    mask: TokenMask
+    old_value: PerToken
+    value_target: PerToken
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemonstrationBatch:
+    """What supervised fine-tuning reads."""
+
+    tokens: TokenIds
+    mask: TokenMask
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairBatch:
+    """What a preference loss reads; the two rows of a pair share `pair_id`."""
+
+    pair_id: PromptId
+    tokens: TokenIds
+    mask: TokenMask
+    chosen: SampleFlag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePairBatch(PairBatch):
+    """A `PairBatch` with reference log-probabilities, for direct preference optimisation."""
+
+    ref_logprob: PerToken
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredPairBatch(PairBatch):
+    """A `PairBatch` with the data's own scores, for margins and labels."""
+
+    score: PerSample
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedbackBatch:
+    """Single responses that people liked or did not, and the reference point to judge them by."""
+
+    tokens: TokenIds
+    mask: TokenMask
+    desirable: SampleFlag
+    ref_logprob: PerToken
+    kl: PerSample
+
+
+@dataclass(frozen=True)
+class PolicyOutput:
+    """A policy's forward pass over some rows; zero where the mask is False.
+
+    Attributes:
+        logprob: f32[rows, T], differentiable, at the training temperature.
+        entropy: f32[rows, T] if the loss asked for it.
+    """
+
+    logprob: Tensor
+    entropy: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ValueOutput:
+    """A value model's forward pass: f32[rows, T], the value of the state before each token."""
+
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class ScoreOutput:
+    """A reward model's forward pass: f32[rows], read at each row's last masked token."""
+
+    score: Tensor
+
+
+@dataclass(frozen=True)
+class TrainMetrics:
+    """What one train call reports, already merged over its minibatches and ranks."""
+
+    metrics: dict[str, Metric]
+
+
+B = TypeVar("B")
+
+
+class Policy(Role):
+    """A language model that can be sampled from, evaluated and trained."""
+
+    model_head = "vocabulary"
+
+    @call("rollout")
+    def generate(self, prompt: PromptTokenIds, prompt_id: PromptKey, sampling: Sampling) -> Rollout:
+        """Draw `sampling.num_samples` responses per prompt, grouped by `prompt_id`."""
+        raise NotImplementedError
+
+    @call("forward")
+    def logprob(self, tokens: TokenIds, mask: TokenMask, *, temperature: float = 1.0) -> PerToken:
+        """Log-probability of each masked token; 0 elsewhere."""
+        raise NotImplementedError
+
+    @call("train")
+    def train(
+        self,
+        loss: Loss[B, PolicyOutput],
+        batch: B,
+        *,
+        epochs: int = 1,
+        num_minibatches: int = 1,
+        temperature: float = 1.0,
+    ) -> TrainMetrics:
+        """Take `epochs * num_minibatches` optimizer steps and make the next weight version."""
+        raise NotImplementedError
+
+
+class ValueModel(Role):
+    """A critic: one value per token."""
+
+    model_head = "scalar"
+
+    @call("forward")
+    def value(self, tokens: TokenIds, mask: TokenMask) -> PerToken:
+        """Value of the state before each masked token; 0 elsewhere."""
+        raise NotImplementedError
+
+    @call("train")
+    def train(
+        self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
+    ) -> TrainMetrics:
+        """Take `epochs * num_minibatches` optimizer steps and make the next weight version."""
+        raise NotImplementedError
+
+
+class Reward(Role):
+    """Anything that scores whole responses: a rule, a reward model, a judge."""
+
+    model_head = "scalar"
+
+    @call("forward")
+    def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
+        """One score per response. `prompt_id` lets a rule find the problem's answer."""
+        raise NotImplementedError
+
+
+class RewardModel(Reward):
+    """A learned reward: scores like any `Reward`, and can be trained on preferences."""
+
+    @call("train")
+    def train(
+        self, loss: Loss[B, ScoreOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
+    ) -> TrainMetrics:
+        """Take `epochs * num_minibatches` optimizer steps and make the next weight version."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepScores:
+    """What a process reward model says of the steps of responses.
+
+    Example:
+        A response of two steps, `[8, 3]` and `[9, 2]`, to the prompt `[5]`:
+        `step_end = [[F, F, T, F, T]]`, `step_score = [[0, 0, 0.9, 0, 0.4]]`.
+    """
+
+    step_score: PerToken
+    """The score of the step that ends at a token; 0 elsewhere."""
+    step_end: TokenMask
+    """True on the last token of every step."""
+
+
+class ProcessReward(Role):
+    """Somebody who scores every step of a response."""
+
+    model_head = "scalar"
+
+    @call("forward")
+    def score_steps(self, tokens: TokenIds, mask: TokenMask) -> StepScores:
+        """Find the steps of each response, and score each given all before it."""
+        raise NotImplementedError
+
+
+class Observer(Role):
+    """Somebody who looks at scored responses, to show or keep some."""
+
+    @call("forward", scope="batch")
+    def observe(
+        self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId, *, score: PerSample
+    ) -> PerSample:
+        """Look at all responses; returns `score` as it came."""
+        raise NotImplementedError

@@ -1,0 +1,305 @@
+"""The graph of a step: frozen data that prints, compares, serialises and draws.
+
+A `Graph` is what `build` records and all that the scheduler, the planner and the engine ever see of
+an algorithm. Nodes are in program order, which is a topological order; edges are references to the
+producer's column, never matched names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+import networkx as nx
+
+from ..errors import FlowError, Where
+from ..scheduler.flow import WeightRead
+from .axes import Spec
+from .role import Role, Scope
+
+__all__ = [
+    "Argument",
+    "Constant",
+    "Graph",
+    "Node",
+    "NodeKind",
+    "OutputColumn",
+    "Ref",
+    "RoleRef",
+    "TableArgument",
+    "WeightRead",
+]
+
+
+class NodeKind(Enum):
+    """What a node does: bring data in, compute, make rows, evaluate a role, or train it."""
+
+    SOURCE = "source"
+    OP = "op"
+    ROLLOUT = "rollout"
+    FORWARD = "forward"
+    TRAIN = "train"
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An edge: one output column of another node."""
+
+    node: str
+    column: str
+
+    def __str__(self) -> str:
+        return f"{self.node}.{self.column}"
+
+
+@dataclass(frozen=True)
+class RoleRef:
+    """A role passed as an argument: the callee reads that role's weights."""
+
+    role: str
+
+    def __str__(self) -> str:
+        return f"<{self.role}>"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A value fixed when the step was recorded."""
+
+    value: Any
+
+    def __str__(self) -> str:
+        return _describe(self.value)
+
+
+@dataclass(frozen=True)
+class TableArgument:
+    """A table built from columns, as a train call's batch is."""
+
+    table: type
+    fields: tuple[tuple[str, Argument], ...]
+
+
+Argument = Ref | RoleRef | Constant | TableArgument
+
+
+@dataclass(frozen=True)
+class OutputColumn:
+    """One column a node produces.
+
+    Attributes:
+        name: Field name in the output table, or "out" for a single column.
+        rows: Which node made the rows this column describes; columns with equal `rows` line up.
+        group_id: True if it says which group each row belongs to.
+        behavior: True if it is the log-probability the rows were made with.
+    """
+
+    name: str
+    spec: Spec
+    rows: str
+    group_id: bool = False
+    behavior: bool = False
+
+
+@dataclass(frozen=True)
+class Node:
+    """One call of the step.
+
+    Attributes:
+        name: `actor.generate`, `gae`, `ref.logprob#2`; unique, deterministic, what plans refer to.
+        ordinal: How many calls of the same method or op came before it in the step.
+        arguments: Parameter name -> argument, in the callee's order.
+        output_table: The dataclass of the outputs, or None for a single column or none.
+        reads: Weights this call reads, own role first.
+        where: The line of the step function that made it.
+    """
+
+    name: str
+    kind: NodeKind
+    scope: Scope
+    ordinal: int
+    where: Where
+    role: str | None = None
+    method: str | None = None
+    function: Callable[..., Any] | None = None
+    arguments: tuple[tuple[str, Argument], ...] = ()
+    outputs: tuple[OutputColumn, ...] = ()
+    output_table: type | None = None
+    reads: tuple[WeightRead, ...] = ()
+
+    @cached_property
+    def inputs(self) -> tuple[tuple[str, Ref], ...]:
+        """Every column read, as (path, producer): `("batch.advantage", Ref(...))`."""
+        return tuple(_references(self.arguments))
+
+    def output(self, column: str) -> OutputColumn:
+        """The output of that name; KeyError if there is none."""
+        for output in self.outputs:
+            if output.name == column:
+                return output
+        raise KeyError(column)
+
+
+def _references(
+    arguments: tuple[tuple[str, Argument], ...], prefix: str = ""
+) -> Iterator[tuple[str, Ref]]:
+    for name, argument in arguments:
+        if isinstance(argument, Ref):
+            yield prefix + name, argument
+        elif isinstance(argument, TableArgument):
+            yield from _references(argument.fields, f"{prefix}{name}.")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A recorded step.
+
+    Attributes:
+        name: The step function's name.
+        nodes: In program order.
+        roles: Role name -> contract, in the step function's parameter order.
+        sources: Source name -> table class.
+        results: Names of the nodes whose outputs or metrics the step function returned.
+        reported: The columns it returned; those with one number per row are logged as their mean.
+
+    Raises:
+        FlowError: If two nodes share a name or an edge points to nothing.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    roles: Mapping[str, type[Role]]
+    sources: Mapping[str, type]
+    results: tuple[str, ...] = ()
+    reported: tuple[Ref, ...] = ()
+
+    def __post_init__(self) -> None:
+        seen: dict[str, Node] = {}
+        for node in self.nodes:
+            if node.name in seen:
+                raise FlowError(
+                    f"two nodes are named '{node.name}'",
+                    where=node.where,
+                    origin=f"the first was made at {seen[node.name].where.short}",
+                    fix="give one of them another name",
+                )
+            for path, ref in node.inputs:
+                if ref.node not in seen:
+                    raise FlowError(
+                        f"node '{node.name}', input '{path}': '{ref}' is made by no earlier node",
+                        where=node.where,
+                        fix="an edge must point to a node that stands before it",
+                    )
+            seen[node.name] = node
+
+    def __getitem__(self, name: str) -> Node:
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def dag(self) -> nx.DiGraph[str]:
+        """The nodes as a frozen networkx DiGraph; each edge lists the columns it carries."""
+        dag: nx.DiGraph[str] = nx.DiGraph(name=self.name)
+        for node in self.nodes:
+            dag.add_node(node.name, kind=node.kind.value, scope=node.scope, role=node.role)
+            for _, ref in node.inputs:
+                columns: tuple[str, ...] = dag.get_edge_data(ref.node, node.name, {}).get(
+                    "columns", ()
+                )
+                if ref.column not in columns:
+                    dag.add_edge(ref.node, node.name, columns=(*columns, ref.column))
+        return nx.freeze(dag)
+
+    @cached_property
+    def trains_per_step(self) -> dict[str, int]:
+        """Trained role -> number of its train calls in one step."""
+        counts: dict[str, int] = {}
+        for node in self.nodes:
+            if node.kind is NodeKind.TRAIN and node.role:
+                counts[node.role] = counts.get(node.role, 0) + 1
+        return counts
+
+    def consumers(self, name: str) -> tuple[str, ...]:
+        """Names of the nodes that read any output of `name`, in program order."""
+        reading = set(self.dag.successors(name))
+        return tuple(node.name for node in self.nodes if node.name in reading)
+
+    def __str__(self) -> str:
+        from ..render.text import to_text
+
+        return to_text(self)
+
+    def diff(self, other: Graph) -> str:
+        """A unified diff of the two graphs' texts; empty if they are the same."""
+        lines = difflib.unified_diff(
+            str(self).splitlines(), str(other).splitlines(), self.name, other.name, lineterm=""
+        )
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The graph as JSON text: nodes, edges, roles, sources, results. Stable across runs."""
+        return json.dumps(
+            {
+                "name": self.name,
+                "sources": {name: table.__name__ for name, table in self.sources.items()},
+                "roles": {
+                    name: {
+                        "contract": contract.__name__,
+                        "trains_per_step": self.trains_per_step.get(name, 0),
+                    }
+                    for name, contract in self.roles.items()
+                },
+                "nodes": [_node_json(node) for node in self.nodes],
+                "results": list(self.results),
+            },
+            indent=2,
+        )
+
+
+def _node_json(node: Node) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "kind": node.kind.value,
+        "scope": node.scope,
+        "role": node.role,
+        "method": node.method,
+        "op": f"{node.function.__module__}:{node.function.__qualname__}" if node.function else None,
+        "arguments": {name: _argument_json(argument) for name, argument in node.arguments},
+        "outputs": [{"name": o.name, "spec": str(o.spec), "rows": o.rows} for o in node.outputs],
+        "reads": [dataclasses.asdict(read) for read in node.reads],
+        "where": node.where.short,
+    }
+
+
+def _argument_json(argument: Argument) -> Any:
+    if isinstance(argument, TableArgument):
+        fields = {name: _argument_json(value) for name, value in argument.fields}
+        return {"table": argument.table.__name__, "fields": fields}
+    if isinstance(argument, Ref):
+        return {"from": str(argument)}
+    if isinstance(argument, RoleRef):
+        return {"role": argument.role}
+    return {"constant": _describe(argument.value)}
+
+
+def _describe(value: Any) -> str:
+    """A short, stable text of a constant: options that differ from their defaults only."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        shown = [
+            f"{field.name}={_describe(getattr(value, field.name))}"
+            for field in dataclasses.fields(value)
+            if getattr(value, field.name) != field.default
+        ]
+        return f"{type(value).__name__}({', '.join(shown)})"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    return repr(value)

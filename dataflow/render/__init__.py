@@ -1,0 +1,4 @@
+"""How a graph is shown: as text, Mermaid and SVG.
+
+Nothing here changes a graph, and no other folder of `dataflow` needs this one.
+"""

@@ -1,0 +1,91 @@
+"""What every drawing of a graph shows, whatever it is drawn with: arrows, their labels, weights.
+
+One arrow joins two nodes however many columns travel along it. Data arrows come in two kinds: one
+that *streams* may carry part of a batch before the rest is there, a *barrier* waits for all of it.
+A third kind joins a train call to the calls after it that read the weights it made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..graph.graph import Graph, Node, NodeKind, Ref
+
+__all__ = ["ArrowKind", "DrawnArrow", "arrows_of", "streams", "weights_note"]
+
+ArrowKind = Literal["stream", "barrier", "weights"]
+
+
+@dataclass(frozen=True)
+class DrawnArrow:
+    """One arrow of a drawing.
+
+    Attributes:
+        source: Name of the node it leaves.
+        target: Name of the node it enters.
+        kind: See the module.
+        labels: What it carries, one text a column: `mask`, or `behavior_logprob → logprob` where
+            the input's name differs from the column's.
+    """
+
+    source: str
+    target: str
+    kind: ArrowKind
+    labels: tuple[str, ...]
+
+
+def streams(graph: Graph, node: Node, ref: Ref) -> bool:
+    """True if the edge may carry part of a batch before the rest is there."""
+    return node.scope != "batch" and graph[ref.node].scope != "batch"
+
+
+def weights_note(graph: Graph, node: Node) -> str:
+    """Which weight versions a node reads or makes; empty if only frozen roles are concerned.
+
+    `reads actor@0 or older` for a call, `actor@0 -> actor@1` for a train call.
+    """
+    reads = [
+        f"{read.role}@{read.offset}{' or older' if read.lagged else ''}"
+        for read in node.reads
+        if graph.trains_per_step.get(read.role)
+    ]
+    if node.kind is NodeKind.TRAIN:
+        return f"{reads[0]} -> {node.role}@{node.reads[0].offset + 1}"
+    return f"reads {', '.join(reads)}" if reads else ""
+
+
+def arrows_of(graph: Graph) -> tuple[DrawnArrow, ...]:
+    """Every arrow, in the order of the nodes they enter."""
+    arrows: list[DrawnArrow] = []
+    for node in graph.nodes:
+        labels: dict[str, list[str]] = {}
+        kinds: dict[str, ArrowKind] = {}
+        for path, ref in node.inputs:
+            text = _label(path.rpartition(".")[2], ref.column)
+            carried = labels.setdefault(ref.node, [])
+            if text not in carried:
+                carried.append(text)
+            kinds[ref.node] = "stream" if streams(graph, node, ref) else "barrier"
+        arrows.extend(
+            DrawnArrow(source, node.name, kinds[source], tuple(texts))
+            for source, texts in labels.items()
+        )
+        arrows.extend(_weight_arrows(graph, node))
+    return tuple(arrows)
+
+
+def _label(parameter: str, column: str) -> str:
+    return parameter if column in (parameter, "out") else f"{column} → {parameter}"
+
+
+def _weight_arrows(graph: Graph, node: Node) -> list[DrawnArrow]:
+    """From the train call that made a version to this node, if it was made in the same step."""
+    return [
+        DrawnArrow(maker.name, node.name, "weights", (f"{read.role}@{read.offset}",))
+        for read in node.reads
+        for maker in graph.nodes
+        if maker.kind is NodeKind.TRAIN
+        and maker.role == read.role
+        and maker.reads[0].offset + 1 == read.offset
+    ]

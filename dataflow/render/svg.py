@@ -1,0 +1,304 @@
+"""A graph as one self-contained SVG picture, fit for a paper or a page, light or dark.
+
+Boxes are filled by kind and carry a stripe in their role's colour. Every text is monospaced, so its
+width is known without a font file and always fits its box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+
+import networkx as nx
+
+from ..graph.graph import Graph, Node, NodeKind
+from .edges import ArrowKind, DrawnArrow, arrows_of, weights_note
+from .layout import Item, Line, lay_out
+
+__all__ = ["KIND_FILLS", "role_colors", "to_svg"]
+
+KIND_FILLS: Mapping[NodeKind, str] = {
+    NodeKind.SOURCE: "#eaeef2",
+    NodeKind.OP: "#ffffff",
+    NodeKind.ROLLOUT: "#d8f3dc",
+    NodeKind.FORWARD: "#dbeafe",
+    NodeKind.TRAIN: "#ffe8cc",
+}
+"""Fill of a box by what its node does."""
+
+# Okabe and Ito's palette, which readers with any colour vision can tell apart.
+_ROLE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
+
+_LINE_STYLES: Mapping[ArrowKind, str] = {
+    "stream": 'stroke="#0b66c3" stroke-width="1.5"',
+    "barrier": 'stroke="#1f2328" stroke-width="2.4"',
+    "weights": 'stroke="#8250df" stroke-width="1.8" stroke-dasharray="2 4"',
+}
+_LINE_TEXTS: Mapping[ArrowKind, str] = {
+    "stream": "streams: part of a batch may pass",
+    "barrier": "barrier: waits for the whole batch",
+    "weights": "weights made in this step",
+}
+
+_FONT = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
+_MARGIN = 24.0
+_ADVANCE = 0.62
+"""Width of a monospaced character over its font size, rounded up (0.602 in common fonts)."""
+_NAME, _SMALL, _LABEL = 13.0, 11.0, 10.5
+_ROW, _LABEL_ROW = 15.0, 12.5
+_BOX_PADDING = 14.0
+_ARROW = 16.0
+_BETWEEN = 42.0
+
+
+def role_colors(graph: Graph) -> dict[str, str]:
+    """A colour for each role, by its place in the step's parameters."""
+    return {role: _ROLE_COLORS[index % len(_ROLE_COLORS)] for index, role in enumerate(graph.roles)}
+
+
+def to_svg(graph: Graph) -> str:
+    """The graph as SVG text: layers from top to bottom, arrows labelled with their columns.
+
+    A thin blue arrow streams, a thick black one with a bar is a barrier, a dotted one leads from a
+    train call to the calls after it that read the weights it made.
+    """
+    return _Drawing(graph).svg()
+
+
+def _text_width(text: str, size: float) -> float:
+    return len(text) * size * _ADVANCE
+
+
+class _Drawing:
+    """The picture under construction: sizes first, then places, then shapes."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.colors = role_colors(graph)
+        self.arrows = arrows_of(graph)
+        self.entering: dict[str, list[DrawnArrow]] = {node.name: [] for node in graph.nodes}
+        for arrow in self.arrows:
+            self.entering[arrow.target].append(arrow)
+        self.texts = {node.name: _box_texts(graph, node) for node in graph.nodes}
+        self.layout = lay_out(
+            _generations(graph, self.arrows),
+            {node.name: self._box_width(node.name) for node in graph.nodes},
+            [(arrow.source, arrow.target, arrow.kind) for arrow in self.arrows],
+        )
+        self.tops, self.box_tops, self.bottoms = self._levels()
+
+    def _box_width(self, name: str) -> float:
+        title, *rows = self.texts[name]
+        widths = [_text_width(title, _NAME), *(_text_width(row, _SMALL) for row in rows)]
+        slots = [_slot_width(arrow) for arrow in self.entering[name]]
+        return max(max(widths) + 2 * _BOX_PADDING, sum(slots))
+
+    def _box_height(self, name: str) -> float:
+        return len(self.texts[name]) * _ROW + 14.0
+
+    def _levels(self) -> tuple[list[float], list[float], list[float]]:
+        """Of each layer: where its labels begin, where its boxes begin, where the boxes end."""
+        tops: list[float] = []
+        box_tops: list[float] = []
+        bottoms: list[float] = []
+        y = 0.0
+        for layer in self.layout.layers:
+            boxes = [item.name for item in layer if not item.kind]
+            labels = [len(a.labels) for name in boxes for a in self.entering[name]]
+            tops.append(y)
+            y += max(labels) * _LABEL_ROW + _ARROW if labels else 0.0
+            box_tops.append(y)
+            y += max(self._box_height(name) for name in boxes)
+            bottoms.append(y)
+            y += _BETWEEN
+        return tops, box_tops, bottoms
+
+    def svg(self) -> str:
+        """The whole picture."""
+        head, head_height, head_width = _header(self.graph, self.colors)
+        legend, legend_width = _legend(self.graph, self.arrows)
+        inner = max(self.layout.width, head_width, legend_width)
+        width = inner + 2 * _MARGIN
+        height = head_height + self.bottoms[-1] + 74.0 + 2 * _MARGIN
+        shift = _MARGIN + (inner - self.layout.width) / 2
+        shapes = [self._line(line) for line in self.layout.lines]
+        shapes += [self._labels(self.layout.boxes[node.name]) for node in self.graph.nodes]
+        shapes += [self._box(node) for node in self.graph.nodes]
+        size = f'width="{width:.0f}" height="{height:.0f}"'
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
+                f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="{_FONT}" role="img">',
+                f"<title>{escape(self.graph.name)}</title>",
+                _MARKERS,
+                f'<rect {size} rx="8" fill="#ffffff"/>',
+                f'<g transform="translate({_MARGIN:.0f} {_MARGIN:.0f})">{head}</g>',
+                f'<g transform="translate({shift:.1f} {_MARGIN + head_height:.1f})">',
+                *shapes,
+                "</g>",
+                f'<g transform="translate({_MARGIN:.0f} {height - _MARGIN - 42:.1f})">{legend}</g>',
+                "</svg>",
+                "",
+            ]
+        )
+
+    def _ports(self, box: Item) -> dict[tuple[str, str], float]:
+        """Where each arrow enters a box: side by side, in the order of where they come from."""
+        entering = [line.upper for line in self.layout.lines if line.lower is box]
+        kinds = [line.kind for line in self.layout.lines if line.lower is box]
+        order = sorted(zip(entering, kinds, strict=True), key=lambda pair: (pair[0].x, pair[1]))
+        arrows = {(arrow.source, arrow.kind): arrow for arrow in self.entering[box.name]}
+        slots = [_slot_width(arrows[upper.name, _kind(kind)]) for upper, kind in order]
+        if len(order) == 1:
+            # A single arrow points at the middle of its box if its label still fits beside it.
+            x = min(box.x, box.x + box.width / 2 - slots[0] + 8)
+            return {(order[0][0].name, order[0][1]): x}
+        x = box.x - sum(slots) / 2
+        ports: dict[tuple[str, str], float] = {}
+        for (upper, kind), slot in zip(order, slots, strict=True):
+            ports[upper.name, kind] = x + 8
+            x += slot
+        return ports
+
+    def _exits(self, item: Item) -> dict[str, float]:
+        """Where lines leave an item: one point for each kind of line."""
+        leaving = [line for line in self.layout.lines if line.upper is item]
+        ends: dict[str, list[float]] = {}
+        for line in leaving:
+            ends.setdefault(line.kind, []).append(line.lower.x)
+        order = sorted(ends, key=lambda kind: (sum(ends[kind]) / len(ends[kind]), kind))
+        spread = 0.0 if item.kind else 28.0
+        first = item.x - spread * (len(order) - 1) / 2
+        return {kind: first + spread * index for index, kind in enumerate(order)}
+
+    def _line(self, line: Line) -> str:
+        upper, lower = line.upper, line.lower
+        x0 = self._exits(upper)[line.kind]
+        start = self.box_tops[upper.layer] + self._box_height(upper.name)
+        y0 = self.bottoms[upper.layer]
+        begin = f"M{x0:.1f} {y0 if upper.kind else start:.1f}V{y0:.1f}"
+        x1 = lower.x if lower.kind else self._ports(lower)[upper.name, line.kind]
+        y1 = self.tops[lower.layer]
+        middle = (y0 + y1) / 2
+        curve = f"C{x0:.1f} {middle:.1f} {x1:.1f} {middle:.1f} {x1:.1f} {y1:.1f}"
+        end = self.bottoms[lower.layer] if lower.kind else self.box_tops[lower.layer]
+        style = _LINE_STYLES[_kind(line.kind)]
+        marker = "" if lower.kind else f' marker-end="url(#{line.kind})"'
+        return f'<path d="{begin}{curve}V{end:.1f}" fill="none" {style}{marker}/>'
+
+    def _labels(self, box: Item) -> str:
+        ports = self._ports(box)
+        texts: list[str] = []
+        for arrow in self.entering[box.name]:
+            x = ports[arrow.source, arrow.kind] + 9
+            y = self.box_tops[box.layer] - _ARROW - (len(arrow.labels) - 1) * _LABEL_ROW + 4
+            for index, label in enumerate(arrow.labels):
+                row = y + index * _LABEL_ROW
+                texts.append(_text(x, row, label, _LABEL, fill="#424a53"))
+        return "".join(texts)
+
+    def _box(self, node: Node) -> str:
+        item = self.layout.boxes[node.name]
+        left, top = item.x - item.width / 2, self.box_tops[item.layer]
+        height = self._box_height(node.name)
+        place = f'x="{left:.1f}" y="{top:.1f}" width="{item.width:.1f}" height="{height:.1f}"'
+        shapes = [f'<rect {place} rx="6" fill="{KIND_FILLS[node.kind]}" stroke="#57606a"/>']
+        if node.role is not None:
+            color = self.colors[node.role]
+            shapes.append(
+                f'<rect x="{left:.1f}" y="{top:.1f}" width="7" height="{height:.1f}" rx="3" '
+                f'fill="{color}"/>'
+            )
+        title, *rows = self.texts[node.name]
+        x, y = left + _BOX_PADDING + 3, top + 19
+        shapes.append(_text(x, y, title, _NAME, weight="bold"))
+        for index, row in enumerate(rows, start=1):
+            fill = "#1f2328" if index > len(rows) - len(node.outputs) else "#57606a"
+            shapes.append(_text(x, y + index * _ROW, row, _SMALL, fill=fill))
+        return "".join(shapes)
+
+
+def _kind(kind: str) -> ArrowKind:
+    return "stream" if kind == "stream" else "barrier" if kind == "barrier" else "weights"
+
+
+def _generations(graph: Graph, arrows: tuple[DrawnArrow, ...]) -> list[list[str]]:
+    """Boxes by layer, the layer of a box being the longest way to it."""
+    drawn: nx.DiGraph[str] = nx.DiGraph()
+    drawn.add_nodes_from(node.name for node in graph.nodes)
+    drawn.add_edges_from((arrow.source, arrow.target) for arrow in arrows)
+    order = {node.name: index for index, node in enumerate(graph.nodes)}
+    return [sorted(row, key=order.__getitem__) for row in nx.topological_generations(drawn)]
+
+
+def _box_texts(graph: Graph, node: Node) -> list[str]:
+    note = weights_note(graph, node).replace("->", "→")
+    about = [f"{node.kind.value}, {node.scope}", *([note] if note else [])]
+    return [node.name, *about, *(f"{output.name} {output.spec}" for output in node.outputs)]
+
+
+def _slot_width(arrow: DrawnArrow) -> float:
+    return max(_text_width(label, _LABEL) for label in arrow.labels) + 22.0
+
+
+def _text(
+    x: float, y: float, text: str, size: float, *, fill: str = "#1f2328", weight: str = "normal"
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" fill="{fill}" '
+        f'font-weight="{weight}">{escape(text)}</text>'
+    )
+
+
+def _header(graph: Graph, colors: Mapping[str, str]) -> tuple[str, float, float]:
+    """Title and roles; also their height and width."""
+    shapes = [_text(0, 14, graph.name, 18, weight="bold")]
+    y, width = 38.0, _text_width(graph.name, 18)
+    for name, contract in graph.roles.items():
+        trained = "trained" if graph.trains_per_step.get(name) else "frozen"
+        text = f"{name}: {contract.__name__}, {trained}"
+        shapes.append(f'<rect x="0" y="{y - 9:.1f}" width="12" height="11" fill="{colors[name]}"/>')
+        shapes.append(_text(20, y, text, _SMALL))
+        width = max(width, 20 + _text_width(text, _SMALL))
+        y += _ROW
+    text = f"returns {', '.join(graph.results) or 'nothing'}"
+    shapes.append(_text(0, y, text, _SMALL, fill="#57606a"))
+    return "".join(shapes), y + 26, max(width, _text_width(text, _SMALL))
+
+
+def _legend(graph: Graph, arrows: tuple[DrawnArrow, ...]) -> tuple[str, float]:
+    """What the fills and arrows of this picture mean; also its width."""
+    fills = {node.kind for node in graph.nodes}
+    kinds = {arrow.kind for arrow in arrows}
+    shapes: list[str] = []
+    x = 0.0
+    for kind, fill in KIND_FILLS.items():
+        if kind not in fills:
+            continue
+        shapes.append(f'<rect x="{x:.1f}" y="0" width="16" height="12" rx="3" fill="{fill}" '
+                      'stroke="#57606a"/>')  # fmt: skip
+        shapes.append(_text(x + 22, 10, kind.value, _SMALL))
+        x += 40 + _text_width(kind.value, _SMALL)
+    widest, x = x, 0.0
+    for kind, text in _LINE_TEXTS.items():
+        if kind not in kinds:
+            continue
+        path = f'<path d="M{x:.1f} 30H{x + 30:.1f}" {_LINE_STYLES[kind]} fill="none" '
+        shapes.append(f'{path}marker-end="url(#{kind})"/>')
+        shapes.append(_text(x + 38, 34, text, _SMALL))
+        x += 56 + _text_width(text, _SMALL)
+    return "".join(shapes), max(widest, x)
+
+
+_MARKERS = (
+    "<defs>"
+    '<marker id="stream" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" '
+    'markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0L8 4L0 8z" fill="#0b66c3"/></marker>'
+    '<marker id="barrier" viewBox="0 0 12 14" refX="12" refY="7" markerWidth="12" '
+    'markerHeight="14" markerUnits="userSpaceOnUse" orient="auto">'
+    '<path d="M0 0V14" stroke="#1f2328" stroke-width="3"/>'
+    '<path d="M3 2.5L12 7L3 11.5z" fill="#1f2328"/></marker>'
+    '<marker id="weights" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" '
+    'markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0L8 4L0 8z" fill="#8250df"/></marker>'
+    "</defs>"
+)

@@ -1,0 +1,110 @@
+"""What a checkpoint of a run holds besides weights: where it stands, and outputs still needed.
+
+With `max_lag` above 0, rollouts made with older weights are in flight when a step completes; they
+cannot be made again after a resume, so they are part of the checkpoint. Everything is safetensors
+and JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import ConfigError
+from ..graph.graph import Graph
+from ..scheduler.events import NodeTask, Output, ResumeState, SaveCheckpoint
+
+__all__ = ["CheckpointFolder", "ResumePoint", "SavedRun", "read_resume_point", "write_run_state"]
+
+_STATE_FILE = "run.json"
+
+
+class CheckpointFolder(Protocol):
+    """Where checkpoints are kept; a write is complete or it never happened."""
+
+    def write(self, step: int) -> AbstractContextManager[Path]:
+        """A folder to fill; it becomes the checkpoint of `step` when the block ends well."""
+        ...
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint's folder."""
+        ...
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What is being saved."""
+
+    graph: Graph
+    seed: int
+    instruction: SaveCheckpoint
+
+    def part_files(self, folder: Path) -> Iterator[tuple[Output, Path]]:
+        """A file for every output that is still needed."""
+        for index, output in enumerate(self.instruction.live):
+            yield output, folder / f"live-{index:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """From where a run goes on."""
+
+    folder: Path
+    state: ResumeState
+    parts: tuple[tuple[Output, Path], ...]
+
+
+def graph_sha256(graph: Graph) -> str:
+    """Identifies what the graph computes; line numbers do not count."""
+    return hashlib.sha256(str(graph).encode()).hexdigest()
+
+
+def write_run_state(folder: Path, saved: SavedRun) -> None:
+    """Write the run's place into the checkpoint folder."""
+    resume = saved.instruction.resume
+    state = {
+        "graph": saved.graph.name,
+        "graph_sha256": graph_sha256(saved.graph),
+        "graph_text": str(saved.graph),
+        "seed": saved.seed,
+        "step": resume.step,
+        "history_sha256": resume.history_sha256,
+        "done": [[task.node, task.step, task.chunk] for task in sorted(resume.done, key=str)],
+        "live": [
+            [output.node, output.step, output.chunk, file.name]
+            for output, file in saved.part_files(folder)
+        ],
+    }
+    (folder / _STATE_FILE).write_text(json.dumps(state, indent=2))
+
+
+def read_resume_point(store: CheckpointFolder, graph: Graph, seed: int) -> ResumePoint | None:
+    """The newest checkpoint's place, or None if there is no checkpoint.
+
+    Raises:
+        ConfigError: If the checkpoint was written by another graph or with another seed.
+    """
+    folder = store.latest()
+    if folder is None:
+        return None
+    state: dict[str, Any] = json.loads((folder / _STATE_FILE).read_text())
+    if state["graph_sha256"] != graph_sha256(graph):
+        raise ConfigError(
+            f"{folder} was written by graph '{state['graph']}', which differs from this run's "
+            f"'{graph.name}'; resume with the configuration that wrote it, or start a new run"
+        )
+    if state["seed"] != seed:
+        raise ConfigError(
+            f"{folder} was written with seed {state['seed']}, this run has seed {seed}; use the "
+            "same seed to resume"
+        )
+    done = frozenset(NodeTask(node, step, chunk) for node, step, chunk in state["done"])
+    parts = tuple(
+        (Output(node, step, chunk), folder / name) for node, step, chunk, name in state["live"]
+    )
+    return ResumePoint(folder, ResumeState(state["step"], done, state["history_sha256"]), parts)

@@ -1,0 +1,90 @@
+"""Turns: groups that share devices work one after another, and the others sleep meanwhile.
+
+Which group works when is the scheduler's to decide (`Flow.sharing`). An executor hands the devices
+over: before it gives work to a group that sleeps, it puts the groups with its devices to sleep and
+wakes it. A worker that has memory on the device to give up is a `Sleeper`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from .messages import LayoutWork, Work
+from .placement import DeviceGroup, sharing
+
+__all__ = ["HandOver", "Sleeper", "Turns", "needs_device", "sleep_workers", "wake_workers"]
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """A worker that can give its device to others for a while. Optional.
+
+    On a group of several ranks every method is called on every rank.
+    """
+
+    def sleep(self) -> None:
+        """Give up device memory; what cannot be made again is kept in host memory."""
+        ...
+
+    def wake(self) -> None:
+        """Be as before `sleep`."""
+        ...
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Who gives up devices, and who takes them.
+
+    Attributes:
+        sleep: Groups to put to sleep, first.
+        wake: The group to wake then; None if it is awake.
+    """
+
+    sleep: tuple[str, ...] = ()
+    wake: str | None = None
+
+
+class Turns:
+    """Which of the groups that share devices are awake. All of them begin asleep.
+
+    Args:
+        groups: All groups.
+    """
+
+    def __init__(self, groups: Sequence[DeviceGroup]) -> None:
+        self._sharing = sharing(groups)
+        self._awake: set[str] = set()
+
+    def shares(self, group: str) -> bool:
+        """Whether a group shares devices, so that it sleeps when it is not its turn."""
+        return group in self._sharing
+
+    def take(self, group: str) -> HandOver:
+        """Give a group its turn; says what is to be done for it."""
+        if not self.shares(group) or group in self._awake:
+            return HandOver()
+        giving = tuple(sorted(self._sharing[group] & self._awake))
+        self._awake -= self._sharing[group]
+        self._awake.add(group)
+        return HandOver(giving, group)
+
+
+def needs_device(work: Work) -> bool:
+    """Whether a group must be awake for it: to say how weights are held it need not be."""
+    return not isinstance(work, LayoutWork)
+
+
+def sleep_workers(workers: Iterable[object]) -> None:
+    """Put those to sleep that can."""
+    for worker in workers:
+        if isinstance(worker, Sleeper):
+            worker.sleep()
+
+
+def wake_workers(workers: Iterable[object]) -> None:
+    """Wake those that can sleep."""
+    for worker in workers:
+        if isinstance(worker, Sleeper):
+            worker.wake()

@@ -1,0 +1,174 @@
+"""The desk: what is out at the executor, for whom, and when all ranks of a submission are back."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+
+from ..errors import PenstockError, StateError, WorkerError, raised_at
+from ..scheduler.events import Task
+from .executor import Completion, Executor
+from .messages import Work
+
+__all__ = ["Desk", "Submission", "describe"]
+
+POLL_S = 1.0
+"""Longest wait for completions before deadlines are looked at again."""
+
+
+@dataclass
+class Submission:
+    """Work out on one or more ranks of a group.
+
+    Attributes:
+        task: The task of the run that is open, or None for work between or beside steps.
+        group: Where it is.
+        waiting: Ranks that have not answered.
+        completions: The answers so far, in order of arrival.
+        failed: The answer that was a failure, if one was.
+    """
+
+    task: Task | None
+    group: str
+    waiting: set[int]
+    completions: list[Completion] = field(default_factory=list[Completion])
+    failed: Completion | None = None
+
+    @property
+    def first(self) -> Completion:
+        """The lowest rank's answer."""
+        return min(self.completions, key=lambda completion: completion.rank)
+
+
+class Desk:
+    """Hands work to an executor and gathers the ranks' answers.
+
+    One run at a time may have tasks out. `perform_now` may be called whenever the caller has the
+    control, between runs and during one: what the run had out is kept for it.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._out: dict[int, Submission] = {}
+        self._finished: list[Submission] = []
+        self._last_ticket = 0
+        self._run: str | None = None
+        self._closed = False
+
+    @contextlib.contextmanager
+    def run(self, program: str) -> Generator[None]:
+        """While it is entered a run of `program` may submit tasks and wait for them.
+
+        What is out when it is left will be carried out, but nobody hears of it.
+
+        Raises:
+            StateError: If another run is open.
+        """
+        if self._run is not None:
+            raise StateError(
+                f"a run of program '{self._run}' is not over, and an engine does one at a time; "
+                "take the rest of its steps, or call close() on what Engine.run returned"
+            )
+        self._run = program
+        try:
+            yield
+        finally:
+            self._run = None
+            self._finished.clear()
+            for ticket, submission in list(self._out.items()):
+                if submission.task is not None:
+                    del self._out[ticket]
+
+    def close(self) -> None:
+        """The workers are gone: a run that is still open cannot go on."""
+        self._closed = True
+
+    def submit(
+        self, task: Task | None, program: str, group: str, works: Mapping[int, Work]
+    ) -> Submission:
+        """Hand one piece of work to each of the given ranks.
+
+        Raises:
+            StateError: If the desk is closed.
+        """
+        self._check_open()
+        self._last_ticket += 1
+        submission = Submission(task, group, set(works))
+        self._out[self._last_ticket] = submission
+        for rank, work in works.items():
+            self._executor.submit(self._last_ticket, program, group, rank, work)
+        return submission
+
+    def wait(self, timeout_s: float) -> list[Submission]:
+        """Tasks of the run that are complete, or failed on some rank, since the last call.
+
+        Raises:
+            StateError: If the desk is closed.
+        """
+        self._check_open()
+        if not self._finished:
+            self._gather(timeout_s)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def perform_now(
+        self, program: str, group: str, works: Mapping[int, Work], deadline_s: float
+    ) -> Submission:
+        """Submit work and wait until all its ranks are done.
+
+        Ranks first finish what they have. The deadline counts from the last sign of life of any.
+
+        Raises:
+            WorkerError: If it fails, or a rank does not answer in time.
+            StateError: If the desk is closed.
+        """
+        submission = self.submit(None, program, group, works)
+        ticket, end_s = self._last_ticket, time.monotonic() + deadline_s
+        while submission.waiting and submission.failed is None:
+            if self._gather(deadline_s):
+                end_s = time.monotonic() + deadline_s
+            elif time.monotonic() > end_s:
+                del self._out[ticket]
+                kind = type(next(iter(works.values()))).__name__
+                raise WorkerError(
+                    f"{kind} on group '{group}' took longer than {deadline_s:g} s "
+                    f"(Schedule.deadline_s); rank(s) {sorted(submission.waiting)} did not answer"
+                )
+        if submission.failed is not None:
+            raise WorkerError(describe(submission.failed)) from submission.failed.error
+        return submission
+
+    def _gather(self, timeout_s: float) -> bool:
+        """Note the completions since the last call; returns whether there were any."""
+        completions = self._executor.wait(min(POLL_S, timeout_s))
+        for completion in completions:
+            submission = self._out.get(completion.ticket)
+            if submission is None:
+                continue  # Of a run that is over, or of a submission that failed on another rank.
+            submission.waiting.discard(completion.rank)
+            if completion.error is not None:
+                submission.failed = completion
+            else:
+                submission.completions.append(completion)
+            if submission.failed or not submission.waiting:
+                del self._out[completion.ticket]
+                if submission.task is not None:
+                    self._finished.append(submission)
+        return bool(completions)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this run cannot go on: its engine has been closed")
+
+
+def describe(completion: Completion) -> str:
+    """What a failed completion says: the remote traceback, or the exception and where it arose."""
+    error = completion.error
+    if completion.trace:
+        return completion.trace.rstrip()
+    text = f"{type(error).__name__}: {error}"
+    if error is None or error.__traceback__ is None or isinstance(error, PenstockError):
+        return text
+    return f"{text}\nraised at {raised_at(error)}"

@@ -1,0 +1,206 @@
+"""The engine: a graph, a placement, workers and a schedule, made to run.
+
+It owns no policy: what runs when is the scheduler's, how it runs the executor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from ..graph.check import check_lag
+from ..graph.graph import Graph
+from ..graph.role import Role
+from ..scheduler.schedule import Schedule
+from .checkpoint import CheckpointFolder
+from .dispatcher import Desk
+from .executor import Executor, InProcess, Program, check_workers
+from .messages import AskWork
+from .placement import Placement, flow_of
+from .run import Run, StepResult, Trained
+from .source import Source
+from .worker_protocol import WorkerSpec
+
+__all__ = ["Engine", "Source", "StepResult"]
+
+
+class Engine:
+    """Runs a graph as its placement and schedule say.
+
+    No wait is longer than `Schedule.deadline_s`, except that a source, and in this process a call,
+    can be interrupted only in the main thread, without a debugger, and if nothing else uses
+    SIGALRM. With Ray every call has its deadline.
+
+    Args:
+        graph: From `build`.
+        placement: Where its nodes run; a plan reduces to one.
+        workers: Role name -> `WorkerSpec`, or a live worker (in-process only).
+        schedule: How far generation may run ahead; synchronous by default.
+        seed: All randomness of the run derives from it.
+        executor: Where work is carried out; in this process by default.
+        also: Further programs on the same workers, such as an evaluation, by name.
+
+    Raises:
+        ConfigError: If a role has no worker.
+        FlowError: If the schedule allows lag that a loss cannot correct for.
+        PlanError: If the placement does not fit the graph or the executor.
+
+    Example:
+        >>> with Engine(graph, one_group(graph), workers={"actor": spec, "reward": rule}) as engine:
+        ...     for step in engine.run({"rows": source}, num_steps=200):
+        ...         print(step.metrics)
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        placement: Placement,
+        *,
+        workers: Mapping[str, WorkerSpec | Role],
+        schedule: Schedule | None = None,
+        seed: int = 0,
+        executor: Executor | None = None,
+        also: Mapping[str, Program] | None = None,
+    ) -> None:
+        self.schedule = schedule or Schedule()
+        check_lag(graph, self.schedule.max_lag)
+        self.programs = {"main": Program(graph, placement), **(also or {})}
+        for program in self.programs.values():
+            check_workers(program.graph, workers)
+            flow_of(program.graph, program.placement)
+        self.executor: Executor = executor or InProcess()
+        self.seed = seed
+        self._workers = workers
+        self._desk = Desk(self.executor)
+        self._trained: Trained = {}
+        self._started = False
+
+    def start(self) -> None:
+        """Build the workers; `run` and `ask` do it if nobody did.
+
+        Raises:
+            ConfigError: If a worker cannot be built from what was configured.
+            PlanError: If the executor cannot provide the groups.
+            WorkerError: If a worker process fails or is not ready in time.
+        """
+        if not self._started:
+            try:
+                self.executor.start(
+                    self.programs, self._workers, self.seed, self.schedule.deadline_s
+                )
+            except BaseException:
+                self.executor.stop()
+                raise
+            self._started = True
+
+    def close(self) -> None:
+        """Close the workers that were built here and end all worker processes; idempotent."""
+        self._desk.close()
+        self.executor.stop()
+        self._desk = Desk(self.executor)
+        self._trained.clear()
+        self._started = False
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        sources: Mapping[str, Source],
+        num_steps: int,
+        *,
+        program: str = "main",
+        checkpoint_every: int | None = None,
+        checkpoints: CheckpointFolder | None = None,
+    ) -> Generator[StepResult]:
+        """Run steps and yield each as it completes, in order.
+
+        A run begins when its first step is asked for, with the weights that the runs before it
+        left; its versions count from 0. An engine does one run at a time. Whoever breaks out of a
+        run ends it: what is out at the workers is carried out, but its results are dropped.
+
+        Args:
+            sources: Source name -> where its rows come from.
+            num_steps: Steps in all, those before a resume included.
+            program: Which program to run; "main" is the graph the engine was made with.
+            checkpoint_every: Save after every so many steps and at the end.
+            checkpoints: Where to save, and where to resume from if it holds a checkpoint.
+
+        Raises:
+            ConfigError: If a source is missing; with the first step, if a checkpoint belongs to
+                another run.
+            StateError: With the first step, if another run is not over.
+            WorkerError: With any step, if user code fails or nothing comes back within the
+                deadline.
+        """
+        graph = self.programs[program].graph
+        for name in graph.sources:
+            if name not in sources:
+                raise ConfigError(
+                    f"graph '{graph.name}' reads a source '{name}' that nobody provides; give "
+                    f"sources={{'{name}': ...}}"
+                )
+        return self._steps(
+            program, sources, num_steps, checkpoint_every if checkpoints else None, checkpoints
+        )
+
+    def _steps(
+        self,
+        program: str,
+        sources: Mapping[str, Source],
+        num_steps: int,
+        checkpoint_every: int | None,
+        checkpoints: CheckpointFolder | None,
+    ) -> Generator[StepResult]:
+        self.start()
+        run = Run(
+            self.programs[program],
+            program,
+            sources,
+            self.schedule,
+            self.executor,
+            self._desk,
+            self._trained,
+            seed=self.seed,
+            num_steps=num_steps,
+            checkpoint_every=checkpoint_every,
+            checkpoints=checkpoints,
+        )
+        yield from run.steps()
+
+    def ask(self, role: str, method: str, *arguments: Any, program: str = "main") -> Any:
+        """Call a worker's own method outside the graph, on every rank of the role's home.
+
+        During a run the ranks first finish what they have in hand.
+
+        Args:
+            role: Whose worker; a frozen role is asked in the first group that hosts it.
+            method: A public method outside the contract: `weights_sha256`, `save_pretrained`.
+            *arguments: Small picklable arguments.
+            program: The program that names the role.
+
+        Returns:
+            Rank 0's answer; it travels through the controller, so keep it small.
+
+        Raises:
+            ConfigError: If no group hosts the role.
+            WorkerError: If the method fails or does not answer within the deadline.
+        """
+        self.start()
+        graph, placement = self.programs[program].graph, self.programs[program].placement
+        hosts = [g for g in placement.groups if role in placement.hosted_roles(graph, g.name)]
+        if not hosts:
+            raise ConfigError(
+                f"no group of program '{program}' hosts a role '{role}'; it has "
+                f"{', '.join(graph.roles) or 'none'}"
+            )
+        home = placement.home(graph, role)
+        group = placement.group(home) if home else hosts[0]
+        works = dict.fromkeys(range(group.num_ranks), AskWork(role, method, arguments))
+        done = self._desk.perform_now(program, group.name, works, self.schedule.deadline_s)
+        return done.first.report.answer if done.first.report else None

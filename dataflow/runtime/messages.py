@@ -1,0 +1,245 @@
+"""What the engine asks of a worker process, and what comes back.
+
+Work is small, picklable data. Tensors never travel inside it: inputs and outputs are handles that
+only an executor can resolve (the parts themselves in-process, object references on Ray).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ..graph.role import Metric
+from .ragged import Packed
+
+__all__ = [
+    "AskWork",
+    "CallWork",
+    "ExportSlicesWork",
+    "ExportWork",
+    "Handle",
+    "HeldLayout",
+    "HoldWork",
+    "ImportSlicesWork",
+    "ImportWork",
+    "LayoutWork",
+    "LoadPartWork",
+    "LoadStateWork",
+    "Part",
+    "Report",
+    "Result",
+    "SavePartWork",
+    "SaveStateWork",
+    "Weights",
+    "Work",
+]
+
+Part = tuple[Packed, ...]
+"""One chunk of a node's output: its columns, in the order of `Node.outputs`."""
+
+Weights = Mapping[str, Tensor]
+"""A role's weights by logical parameter name."""
+
+Handle = object
+"""Stands for a stored `Part` or `Weights`; what it is depends on the executor."""
+
+
+@dataclass(frozen=True)
+class CallWork:
+    """Run a node of any kind but a source.
+
+    Attributes:
+        node: Its name.
+        step: The step it belongs to.
+        chunk: Which chunk, or None if the node sees the whole batch.
+        inputs: Producing node -> handles of its parts, in chunk order.
+        versions: Trained role -> version of its weights that the call must see.
+        behind: See `call_behind`.
+    """
+
+    node: str
+    step: int
+    chunk: int | None
+    inputs: Mapping[str, tuple[Handle, ...]]
+    versions: tuple[tuple[str, int], ...] = ()
+    behind: int | None = None
+
+
+@dataclass(frozen=True)
+class ExportWork:
+    """Snapshot a role's weights."""
+
+    role: str
+
+
+@dataclass(frozen=True)
+class ImportWork:
+    """Replace a role's weights by a snapshot of some version."""
+
+    role: str
+    weights: Handle
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class HoldWork:
+    """Count the weights of a role that is served as this version, from now on."""
+
+    role: str
+    version: int
+
+
+@dataclass(frozen=True)
+class LayoutWork:
+    """Say how the group holds a role's weights: a `HeldLayout`, or None if its worker cannot."""
+
+    role: str
+
+
+@dataclass(frozen=True)
+class HeldLayout:
+    """How a group holds a role's weights; what is in it only executors and workers understand.
+
+    Attributes:
+        gives: What the processes of rank 0 hold, which export for all.
+        takes: What all processes hold, or are to hold.
+    """
+
+    gives: Any
+    takes: Any
+
+
+@dataclass(frozen=True)
+class ExportSlicesWork:
+    """Snapshot what other groups lack of a role's weights, apart for each of their processes.
+
+    Attributes:
+        role: Whose.
+        takers: Group -> how it is to hold the weights, from `LayoutWork`.
+        version: Of the weights.
+    """
+
+    role: str
+    takers: Mapping[str, Any]
+    version: int
+
+
+@dataclass(frozen=True)
+class ImportSlicesWork:
+    """Replace a role's weights by slices that others exported.
+
+    Attributes:
+        role: Whose.
+        group: The group that does it.
+        source: How the exporting group holds the weights.
+        slices: The snapshots of its processes.
+        version: That is expected.
+    """
+
+    role: str
+    group: str
+    source: Any
+    slices: tuple[Handle, ...]
+    version: int
+
+
+@dataclass(frozen=True)
+class SaveStateWork:
+    """Write a role's training state into a folder."""
+
+    role: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class LoadStateWork:
+    """Restore a role's training state from a folder."""
+
+    role: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class SavePartWork:
+    """Write a stored part to a safetensors file."""
+
+    part: Handle
+    file: str
+
+
+@dataclass(frozen=True)
+class LoadPartWork:
+    """Read a part from a safetensors file back into the store."""
+
+    node: str
+    file: str
+
+
+@dataclass(frozen=True)
+class AskWork:
+    """Call a worker's own method outside any step: to hash its weights, to export a folder.
+
+    Attributes:
+        role: Whose worker.
+        method: Name of a public method.
+        arguments: Small picklable arguments, by position.
+    """
+
+    role: str
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+Work = (
+    CallWork
+    | AskWork
+    | ExportWork
+    | ImportWork
+    | HoldWork
+    | LayoutWork
+    | ExportSlicesWork
+    | ImportSlicesWork
+    | SaveStateWork
+    | LoadStateWork
+    | SavePartWork
+    | LoadPartWork
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker says about work it has done; a few hundred bytes.
+
+    Attributes:
+        start_s: Wall-clock start, seconds since the epoch.
+        end_s: Wall-clock end.
+        metrics: Named numbers of this call, to be merged over chunks and ranks.
+        num_rows: Rows in each stored part.
+        num_bytes: Bytes of the stored parts.
+        answer: What an `AskWork` returned.
+    """
+
+    start_s: float
+    end_s: float
+    metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
+    num_rows: tuple[int, ...] = ()
+    num_bytes: int = 0
+    answer: Any = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Work done: the report, and what the executor is to store.
+
+    Attributes:
+        report: See `Report`.
+        parts: Output chunks: one for a chunked call, all of them for a whole-batch call.
+        weights: The snapshot of an `ExportWork`.
+    """
+
+    report: Report
+    parts: tuple[Part, ...] = ()
+    weights: Weights | None = None

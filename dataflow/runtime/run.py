@@ -1,0 +1,423 @@
+"""One run of a program: the shell between the scheduler's instructions and the executor's answers.
+
+Instructions become work for ranks, answers become events, and stored outputs are looked up by name.
+Through here pass messages, not tensors: an output is a handle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import ConfigError, StateError, WorkerError
+from ..graph.graph import Node, NodeKind
+from ..graph.role import Metric, add_metrics
+from ..scheduler.events import (
+    Abort,
+    AdmitStep,
+    CheckpointSaved,
+    DropSnapshot,
+    Finished,
+    Instruction,
+    Load,
+    NodeTask,
+    Output,
+    Publish,
+    Release,
+    RunCall,
+    RunTrain,
+    SaveCheckpoint,
+    SourceReady,
+    StepCompleted,
+    Task,
+    TaskDone,
+    TaskFailed,
+    Tick,
+    Versions,
+)
+from ..scheduler.schedule import Schedule
+from ..scheduler.scheduler import Scheduler
+from .checkpoint import CheckpointFolder, ResumePoint, SavedRun, read_resume_point, write_run_state
+from .dispatcher import POLL_S, Desk, Submission, describe
+from .executor import Executor, Program
+from .messages import (
+    CallWork,
+    Handle,
+    HoldWork,
+    LoadPartWork,
+    LoadStateWork,
+    Report,
+    SavePartWork,
+    SaveStateWork,
+    Work,
+)
+from .placement import flow_of
+from .publication import Publication
+from .source import Source, read_source
+from .spans import TaskSpan
+
+__all__ = ["Run", "StepResult", "Trained"]
+
+Trained = dict[str, tuple[str, str]]
+"""Role -> (program, group) where it was trained last: its newest weights."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one completed step reports.
+
+    Attributes:
+        step: Its index.
+        metrics: `node/name` -> value, merged over chunks and ranks.
+        spans: When and where each of its tasks ran.
+        lag: (versions behind, number of rollout tasks) pairs.
+        num_rows: Node -> rows it made.
+        controller_bytes: Bytes that passed through the controller since the step before.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    spans: tuple[TaskSpan, ...]
+    lag: tuple[tuple[int, int], ...] = ()
+    num_rows: Mapping[str, int] = field(default_factory=dict[str, int])
+    controller_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Done:
+    """One rank's share of a finished task."""
+
+    task: NodeTask
+    rank: int
+    report: Report
+    versions: Versions
+
+
+class Run:
+    """The state between instructions and answers; see `Engine.run` for the other arguments.
+
+    Args:
+        trained: What earlier runs on the same workers trained; this run notes what it trains.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        name: str,
+        sources: Mapping[str, Source],
+        schedule: Schedule,
+        executor: Executor,
+        desk: Desk,
+        trained: Trained,
+        *,
+        seed: int,
+        num_steps: int,
+        checkpoint_every: int | None,
+        checkpoints: CheckpointFolder | None,
+    ) -> None:
+        self._graph, self._placement = program.graph, program.placement
+        self._flow = flow_of(program.graph, program.placement)
+        self._name = name
+        self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
+        self._sources = sources
+        self._deadline_s = schedule.deadline_s
+        self._executor, self._desk, self._trained = executor, desk, trained
+        self._seed = seed
+        self._checkpoints = checkpoints
+        self._store: dict[Output, Handle] = {}
+        self._snapshots: dict[tuple[str, int], Handle] = {}
+        self._done_by_step: dict[int, list[_Done]] = {}
+        self._versions: dict[NodeTask, Versions] = {}
+        self._failed: tuple[Task, BaseException | None] | None = None
+        self._publication = Publication(
+            desk, moves_slices=executor.moves_slices, deadline_s=schedule.deadline_s
+        )
+        self._waited_s = 0.0
+        self._bytes_before = executor.controller_bytes
+        self._point = read_resume_point(checkpoints, self._graph, seed) if checkpoints else None
+        try:
+            self.scheduler = Scheduler(
+                self._flow,
+                schedule,
+                num_steps,
+                checkpoint_every=checkpoint_every,
+                resume=self._point.state if self._point else None,
+                one_at_a_time=executor.one_at_a_time,
+            )
+        except ValueError as error:
+            where = f"{self._point.folder}: " if self._point else ""
+            raise ConfigError(f"{where}{error}") from error
+
+    def steps(self) -> Generator[StepResult]:
+        """Bring the workers to where the run begins, then yield steps as they complete."""
+        with self._desk.run(self._name):
+            for role, home in self._flow.homes.items():
+                replicas = [group for group in self._hosts(role) if group != home]
+                self._publication.learn(role, (self._name, home), self._name, replicas)
+            if self._point:
+                self._restore(self._point)
+            self._share_weights(list(self._trained))
+            self._say_versions()
+            yield from self._drive()
+
+    def _drive(self) -> Generator[StepResult]:
+        """Drive the scheduler to its end.
+
+        Its clock is the time spent waiting for workers: what sources, checkpoints and whoever takes
+        the steps need is no sign of a worker that hangs.
+        """
+        todo: deque[Instruction] = deque(self.scheduler.start(self._waited_s))
+        while True:
+            while todo:
+                instruction = todo.popleft()
+                if isinstance(instruction, StepCompleted):
+                    yield self._result(instruction)
+                elif isinstance(instruction, Finished):
+                    return
+                else:
+                    todo.extend(self._carry_out(instruction))
+            since_s = time.monotonic()
+            submissions = self._desk.wait(min(POLL_S, self._deadline_s))
+            self._waited_s += time.monotonic() - since_s
+            for submission in submissions:
+                todo.extend(self._answered(submission))
+            todo.extend(self.scheduler.handle(Tick(self._waited_s)))
+
+    # --- instructions
+
+    def _carry_out(self, instruction: Instruction) -> Sequence[Instruction]:
+        match instruction:
+            case AdmitStep():
+                return self._admit(instruction.step)
+            case RunCall() | RunTrain():
+                self._run_node(instruction)
+            case Publish():
+                role, version = instruction.role, instruction.version
+                work = self._publication.export(role, version)
+                self._submit(instruction, self._flow.homes[role], {0: work})
+            case Load():
+                role, group, version = instruction.role, instruction.group, instruction.version
+                weights = self._snapshots[role, version]
+                home = self._flow.homes[role]
+                work = self._publication.take(role, home, group, weights, version)
+                self._submit(instruction, group, self._on_all(group, work))
+            case Release():
+                self._executor.release([self._store.pop(o) for o in instruction.outputs])
+            case DropSnapshot():
+                handle = self._snapshots.pop((instruction.role, instruction.version))
+                self._executor.release([handle])
+            case SaveCheckpoint():
+                self._save(instruction)
+                return self.scheduler.handle(CheckpointSaved(instruction.step, self._waited_s))
+            case Abort():
+                raise self._failure(instruction)
+            case _:
+                raise StateError(f"unexpected instruction {instruction}")
+        return ()
+
+    def _admit(self, step: int) -> Sequence[Instruction]:
+        num_rows: tuple[int, ...] = ()
+        for name in self._graph.sources:
+            source, num_chunks = self._sources[name], self._flow.num_chunks
+            try:
+                parts = read_source(self._graph[name], source, step, num_chunks, self._deadline_s)
+            except ConfigError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a source may raise anything; it is passed on
+                return self._source_failed(NodeTask(name, step), error)
+            for chunk, part in enumerate(parts):
+                self._store[Output(name, step, chunk)] = self._executor.put(part)
+            num_rows = tuple(part[0].num_rows for part in parts)
+        return self.scheduler.handle(SourceReady(step, self._waited_s, num_rows))
+
+    def _source_failed(self, task: NodeTask, error: Exception) -> Sequence[Instruction]:
+        self._failed = (task, error)
+        text = f"{type(error).__name__}: {error}"
+        return self.scheduler.handle(TaskFailed(task, None, text, self._waited_s))
+
+    def _run_node(self, instruction: RunCall | RunTrain) -> None:
+        node, task = self._graph[instruction.node], instruction.task
+        self._versions[task] = instruction.versions
+        if isinstance(instruction, RunCall):
+            chunks = range(self._flow.num_chunks) if task.chunk is None else [task.chunk]
+            works = {instruction.rank: self._call(node, task, chunks)}
+        else:
+            self._note_trained(node.role or "")
+            shares = _shares(self._flow.num_chunks, len(instruction.ranks))
+            works = {rank: self._call(node, task, shares[rank]) for rank in instruction.ranks}
+        self._submit(task, self._placement.nodes[node.name], works)
+
+    def _call(self, node: Node, task: NodeTask, chunks: Sequence[int]) -> CallWork:
+        inputs = {
+            producer: tuple(self._store[Output(producer, task.step, chunk)] for chunk in chunks)
+            for producer in dict.fromkeys(ref.node for _, ref in node.inputs)
+        }
+        versions, behind = self._versions[task], self._behind(node, task)
+        return CallWork(node.name, task.step, task.chunk, inputs, versions, behind)
+
+    def _behind(self, node: Node, task: NodeTask) -> int | None:
+        """By how many versions a train call's rollouts are older than what it trains."""
+        if node.kind is not NodeKind.TRAIN:
+            return None
+        read = [
+            dict(done.versions).get(node.role or "")
+            for done in self._done_by_step.get(task.step, ())
+            if self._graph[done.task.node].kind is NodeKind.ROLLOUT
+        ]
+        known = [version for version in read if version is not None]
+        return dict(self._versions[task])[node.role or ""] - min(known) if known else None
+
+    def _submit(self, task: Task, group: str, works: Mapping[int, Work]) -> None:
+        self._desk.submit(task, self._name, group, works)
+
+    def _on_all(self, group: str, work: Work) -> dict[int, Work]:
+        return dict.fromkeys(range(self._flow.groups[group]), work)
+
+    # --- answers
+
+    def _answered(self, submission: Submission) -> Sequence[Instruction]:
+        task, now = submission.task, self._waited_s
+        assert task is not None, "a desk keeps other answers from its run"
+        if submission.failed is not None:
+            self._failed = (task, submission.failed.error)
+            text = describe(submission.failed)
+            return self.scheduler.handle(TaskFailed(task, submission.failed.rank, text, now))
+        if isinstance(task, Publish):
+            self._snapshots[task.role, task.version] = submission.first.weights
+        elif isinstance(task, NodeTask):
+            self._keep(task, submission)
+        rows = submission.first.report.num_rows if submission.first.report else ()
+        return self.scheduler.handle(TaskDone(task, now, rows or None))
+
+    def _keep(self, task: NodeTask, submission: Submission) -> None:
+        done = self._done_by_step.setdefault(task.step, [])
+        versions = self._versions.pop(task)
+        for completion in submission.completions:
+            if completion.report:
+                done.append(_Done(task, completion.rank, completion.report, versions))
+            for index, part in enumerate(completion.parts):
+                self._store[Output(task.node, task.step, (task.chunk or 0) + index)] = part
+
+    def _result(self, completed: StepCompleted) -> StepResult:
+        done = self._done_by_step.pop(completed.step, [])
+        passed = self._executor.controller_bytes - self._bytes_before
+        self._bytes_before += passed
+        rows: dict[str, int] = {}
+        for one in done:
+            rows[one.task.node] = rows.get(one.task.node, 0) + sum(one.report.num_rows)
+        return StepResult(
+            completed.step,
+            {name: metric.value for name, metric in sorted(self._merged(done).items())},
+            tuple(self._span(one) for one in done),
+            completed.lag,
+            rows,
+            passed,
+        )
+
+    def _merged(self, done: Sequence[_Done]) -> dict[str, Metric]:
+        """Metrics added over chunks; a train call's are merged over ranks already."""
+        merged: dict[str, Metric] = {}
+        for one in done:
+            if one.rank and self._graph[one.task.node].kind is NodeKind.TRAIN:
+                continue
+            found = one.report.metrics.items()
+            add_metrics(merged, {f"{one.task.node}/{name}": metric for name, metric in found})
+        return merged
+
+    def _span(self, done: _Done) -> TaskSpan:
+        task, report = done.task, done.report
+        group = self._placement.nodes[task.node]
+        return TaskSpan(
+            task.node,
+            task.step,
+            task.chunk,
+            group,
+            done.rank,
+            report.start_s,
+            report.end_s,
+            done.versions,
+        )
+
+    def _failure(self, abort: Abort) -> WorkerError:
+        """The report, headed by the line of the step function that made the node."""
+        task, cause = self._failed or (None, None)
+        where = f"{self._graph[task.node].where}\n" if isinstance(task, NodeTask) else ""
+        failure = WorkerError(f"{where}{abort.report}")
+        failure.__cause__ = cause
+        return failure
+
+    # --- weights between runs
+
+    def _note_trained(self, role: str) -> None:
+        self._trained[role] = (self._name, self._flow.homes[role])
+
+    def _share_weights(self, roles: Sequence[str]) -> None:
+        """Bring every copy of these roles to the weights that earlier runs trained last."""
+        for role in roles:
+            program, home = self._trained[role]
+            version = self.scheduler.version_of(role)
+            replicas = [group for group in self._hosts(role) if group != home]
+            if not replicas:
+                continue
+            self._publication.learn(role, (program, home), self._name, replicas)
+            work = {0: self._publication.export(role, version)}
+            exported = self._desk.perform_now(program, home, work, self._deadline_s)
+            weights = exported.first.weights
+            for group in replicas:
+                take = self._publication.take(role, home, group, weights, version)
+                self._now(group, self._on_all(group, take))
+
+    def _say_versions(self) -> None:
+        """Tell whoever serves a role what its weights count as in this run."""
+        for role, group in self._placement.serving(self._graph):
+            work = HoldWork(role, self.scheduler.version_of(role))
+            self._now(group, self._on_all(group, work))
+
+    def _hosts(self, role: str) -> list[str]:
+        """The groups where this program has a copy of the role."""
+        return [
+            group.name
+            for group in self._placement.groups
+            if role in self._placement.hosted_roles(self._graph, group.name)
+        ]
+
+    # --- checkpoints
+
+    def _now(self, group: str, works: Mapping[int, Work]) -> Submission:
+        return self._desk.perform_now(self._name, group, works, self._deadline_s)
+
+    def _group_of(self, node: str) -> str:
+        """Where a node's parts are saved and restored; a source's at the first group."""
+        return self._placement.nodes.get(node, self._placement.groups[0].name)
+
+    def _save(self, instruction: SaveCheckpoint) -> None:
+        if self._checkpoints is None:
+            return
+        with self._checkpoints.write(instruction.step) as folder:
+            saved = SavedRun(self._graph, self._seed, instruction)
+            for role, group in self._state_homes.items():
+                (folder / role).mkdir()
+                self._now(group, self._on_all(group, SaveStateWork(role, str(folder / role))))
+            for output, file in saved.part_files(folder):
+                work = SavePartWork(self._store[output], str(file))
+                self._now(self._group_of(output.node), {0: work})
+            write_run_state(folder, saved)
+
+    def _restore(self, point: ResumePoint) -> None:
+        for role, home in self._state_homes.items():
+            work = LoadStateWork(role, str(point.folder / role))
+            self._now(home, self._on_all(home, work))
+            if role in self._flow.homes:
+                self._note_trained(role)
+        for output, file in point.parts:
+            work = LoadPartWork(output.node, str(file))
+            done = self._now(self._group_of(output.node), {0: work})
+            self._store[output] = done.first.parts[0]
+
+
+def _shares(num_chunks: int, num_ranks: int) -> list[list[int]]:
+    """Which chunks each rank trains on: contiguous, so that rank order is row order."""
+    bounds = [num_chunks * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [list(range(bounds[rank], bounds[rank + 1])) for rank in range(num_ranks)]

@@ -1,0 +1,66 @@
+"""Sources: where the rows of a step come from, and how they become stored parts."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ..errors import ConfigError
+from ..graph.graph import Node
+from .deadline import DeadlineExceeded, deadline
+from .host import cut_table
+from .messages import Part
+from .ragged import lengths_of, pack
+
+__all__ = ["Source", "read_source"]
+
+
+class Source(Protocol):
+    """Where a step's rows come from: a pure function of the step's index."""
+
+    def batch(self, step: int) -> Any:
+        """The table of that step, as dense padded tensors."""
+        ...
+
+
+def read_source(
+    node: Node, source: Source, step: int, num_chunks: int, deadline_s: float
+) -> tuple[Part, ...]:
+    """A step's rows from the source of `node`, packed and cut into chunks.
+
+    Raises:
+        ConfigError: If it gives something else than the table the step function takes.
+        TimeoutError: If it takes longer than `deadline_s`, where that can be noticed.
+        Exception: Whatever the source raises, untouched.
+    """
+    try:
+        with deadline(deadline_s):
+            table = source.batch(step)
+    except DeadlineExceeded:
+        raise TimeoutError(
+            f"it gave nothing within {deadline_s:g} s (Schedule.deadline_s)"
+        ) from None
+    return _pack(node, table, num_chunks)
+
+
+def _pack(node: Node, table: Any, num_chunks: int) -> tuple[Part, ...]:
+    expected = node.output_table
+    if expected is None or not isinstance(table, expected):
+        raise ConfigError(
+            f"source '{node.name}' should give a {expected.__name__ if expected else 'table'}, but "
+            f"gave a {type(table).__name__}"
+        )
+    lengths = {
+        output.spec.ragged_axis: lengths_of(getattr(table, output.name))
+        for output in node.outputs
+        if output.spec.ragged_axis is not None and output.spec.dtype.value == "i64"
+    }
+    packed = tuple(
+        pack(
+            f"{node.name}.{output.name}",
+            getattr(table, output.name),
+            output.spec,
+            lengths.get(output.spec.ragged_axis) if output.spec.ragged_axis else None,
+        )
+        for output in node.outputs
+    )
+    return cut_table(node, packed, num_chunks)

@@ -1,0 +1,176 @@
+"""What the engine needs of the things that run roles, and nothing about how they do it.
+
+A role of a run is given either as a live object that implements its contract (in-process only) or
+as a `WorkerSpec`: picklable data that builds such an object where it is to live. What was built
+from a spec is closed by who had it built; a live object is its owner's to close.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from ..graph.role import Metric, Role
+from .deadline import DeadlineExceeded, deadline
+
+__all__ = [
+    "CLOSE_S",
+    "Closable",
+    "Stateful",
+    "Trainable",
+    "WorkerContext",
+    "WorkerSpec",
+    "close_workers",
+    "drain_metrics",
+]
+
+CLOSE_S = 5.0
+"""Seconds a worker may take to close."""
+
+_LOG = logging.getLogger("penstock.worker")
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Where a worker is being built.
+
+    Attributes:
+        role: The role's name in the step function: "actor".
+        seed: The run's seed; all randomness derives from it and a `CallKey`.
+        rank: This process's data-parallel rank in its worker group.
+        num_ranks: Data-parallel ranks of the group.
+        device: "cpu" or "cuda:0", as torch spells it.
+        tensor_parallel: Processes among which this rank's matrices may be divided.
+        tensor_rank: Which of them this is.
+        pipeline_parallel: Stages into which this rank's layers may be divided.
+        stage: In which of them this process is.
+        methods: What is asked of the role in this group, "generate" and "train" say; empty if that
+            is not known.
+
+    If the group has several processes, torch.distributed's default process group is initialised
+    and spans exactly them before `build` is called, and so are the groups of `process_groups.py`.
+    """
+
+    role: str
+    seed: int = 0
+    rank: int = 0
+    num_ranks: int = 1
+    device: str = "cpu"
+    tensor_parallel: int = 1
+    tensor_rank: int = 0
+    pipeline_parallel: int = 1
+    stage: int = 0
+    methods: frozenset[str] = frozenset()
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the group."""
+        return self.num_ranks * self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def process(self) -> int:
+        """This process in its group; see `DeviceGroup.processes`."""
+        return self.tensor_rank + self.tensor_parallel * (self.rank + self.num_ranks * self.stage)
+
+    @property
+    def answers(self) -> bool:
+        """Whether this process answers for its rank: the first of the last stage.
+
+        What the others return is not looked at.
+        """
+        return self.tensor_rank == 0 and self.stage == self.pipeline_parallel - 1
+
+
+@runtime_checkable
+class WorkerSpec(Protocol):
+    """Picklable recipe for a worker."""
+
+    def build(self, context: WorkerContext) -> Role:
+        """Make the worker in the process and on the device where it is to run."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A worker with a state of its own: what checkpoints ask of it.
+
+    On a group of several ranks every method is called on every rank, and all of them are given the
+    same folder. One that is `Trainable` writes from rank 0; of one whose ranks hold different
+    things every rank writes files of its own, and may find more in the folder than it wrote.
+    """
+
+    def save_state(self, folder: Path) -> None:
+        """Write the state to `folder` as safetensors and JSON."""
+        ...
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what `save_state` wrote, bit for bit, by any number of ranks."""
+        ...
+
+
+@runtime_checkable
+class Trainable(Protocol):
+    """A worker whose weights change: what publication and checkpoints ask of it.
+
+    On a group of several ranks every method is called on every rank.
+    """
+
+    def export_weights(self) -> Mapping[str, Tensor]:
+        """Detached tensors by logical parameter name (Hugging Face's); a snapshot, not views."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace all weights in place; names and shapes must match exactly."""
+        ...
+
+    def save_state(self, folder: Path) -> None:
+        """Write weights and optimizer state to `folder` as safetensors and JSON (rank 0 writes)."""
+        ...
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what `save_state` wrote, bit for bit."""
+        ...
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """A worker that holds more than memory: processes, files, connections. Optional."""
+
+    def close(self) -> None:
+        """Give it all back, within `CLOSE_S`; nothing is asked of the worker afterwards."""
+        ...
+
+
+def close_workers(workers: Iterable[object]) -> None:
+    """Close those that can be closed.
+
+    One that fails, or that takes too long where that can be noticed, does not keep the others from
+    being closed: it is logged with its traceback.
+    """
+    for worker in workers:
+        if isinstance(worker, Closable):
+            try:
+                with deadline(CLOSE_S):
+                    worker.close()
+            except (Exception, DeadlineExceeded):
+                _LOG.exception("closing a %s failed", type(worker).__name__)
+
+
+def drain_metrics(worker: object) -> dict[str, Metric]:
+    """Take the metrics a worker gathered during its last call, if it keeps any.
+
+    A worker reports numbers about a call (response length, reward, malformed answers) by adding
+    to its own `metrics: dict[str, Metric]` attribute; the engine takes and clears them after each
+    call.
+    """
+    gathered: dict[str, Metric] | None = getattr(worker, "metrics", None)
+    if not gathered:
+        return {}
+    taken = dict(gathered)
+    gathered.clear()
+    return taken

@@ -1,0 +1,131 @@
+"""Checkpoints: when one is due, and what may still run before it is taken.
+
+A checkpoint at step c must show every trainable role at version `c * n`. So no training of step c
+or later starts before it is saved. Once steps below c are complete the scheduler drains: only those
+tasks of later steps start that had to read older weights than `c * n`, which a resumed run could
+not make again, and what they need. Publications and loads go on; they cannot pass `c * n`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import StateError
+from .events import NodeTask, Task
+from .schedule import Schedule
+from .steps import FlowIndex, StepState
+from .weight_versions import Weights
+
+__all__ = ["Checkpoints"]
+
+_NEVER = 1 << 62
+
+
+class Checkpoints:
+    """The next checkpoint of a run.
+
+    Attributes:
+        boundary: Completed steps at which the next checkpoint is due.
+        draining: Whether it is being prepared or written.
+        required: Per distance d, names of the nodes that must have run in step `boundary + d`.
+    """
+
+    def __init__(
+        self,
+        index: FlowIndex,
+        weights: Weights,
+        schedule: Schedule,
+        num_steps: int,
+        every: int | None,
+        first_step: int,
+    ) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"checkpoint_every must be at least 1 step, got {every}")
+        self._index, self._num_steps, self._every = index, num_steps, every
+        self._first_step = first_step
+        self.draining = False
+        self.required = tuple(
+            _required(index, weights, distance) for distance in range(schedule.max_lag)
+        )
+        self.boundary = self._next(first_step)
+
+    def _next(self, completed: int) -> int:
+        if self._every is None or completed == self._num_steps:
+            return _NEVER
+        return min((completed // self._every + 1) * self._every, self._num_steps)
+
+    def may_start(self, task: Task) -> bool:
+        """Whether a ready task may start before the next checkpoint."""
+        if not isinstance(task, NodeTask):
+            return True  # a read of an older version may come with one of the boundary's own
+        distance = task.step - self.boundary
+        if distance < 0:
+            return True
+        if self._index.flow.nodes[self._index.index[task.node]].trains is not None:
+            return False
+        if not self.draining:
+            return True
+        return distance < len(self.required) and task.node in self.required[distance]
+
+    def step_completed(self, completed: int) -> bool:
+        """Whether a checkpoint is now due: `completed` steps are complete."""
+        self.draining = completed == self.boundary
+        return self.draining
+
+    def saved(self) -> None:
+        """The checkpoint is written."""
+        self.draining = False
+        self.boundary = self._next(self.boundary)
+
+    def check_drained(self, steps: Mapping[int, StepState]) -> None:
+        """Everything that reads older weights is done.
+
+        Raises:
+            StateError: It is not; the scheduler is broken.
+        """
+        left = self._undone(steps, self.boundary)
+        if left:
+            raise StateError(f"checkpoint {self.boundary} would lose {', '.join(map(str, left))}")
+
+    def check_resumable(self, steps: Mapping[int, StepState]) -> None:
+        """A run may go on from here: nothing is left that needs weights which are gone.
+
+        Raises:
+            ValueError: Something is.
+        """
+        nodes = {node.name: node for node in self._index.flow.nodes}
+        undone = self._undone(steps, self._first_step) if self._first_step else []
+        left = [task for task in undone if nodes[task.node].reads]
+        if left:
+            raise ValueError(
+                f"cannot resume at step {self._first_step}: '{left[0]}' reads weights older than "
+                f"the checkpoint's and is not part of it. The checkpoint is the end of a shorter "
+                f"run or was made with a smaller Schedule.max_lag; resume with max_lag=0, or from "
+                f"a checkpoint at least max_lag steps before that run's end"
+            )
+
+    def _undone(self, steps: Mapping[int, StepState], boundary: int) -> list[NodeTask]:
+        undone: list[NodeTask] = []
+        for distance, names in enumerate(self.required):
+            step = boundary + distance
+            if step >= self._num_steps:
+                break
+            done: set[NodeTask] = steps[step].done if step in steps else set()
+            for name in sorted(names):
+                tasks = self._index.tasks(self._index.index[name], step)
+                undone += [task for task in tasks if task not in done]
+        return undone
+
+
+def _required(index: FlowIndex, weights: Weights, distance: int) -> frozenset[str]:
+    """Nodes whose tasks of step `boundary + distance` read versions below the boundary's."""
+    needed: set[int] = set()
+    for i in reversed(range(len(index.inputs))):
+        reads_older = any(
+            rule.lag > 0 and not rule.loose and rule.offset < (rule.lag - distance) * rule.per_step
+            for rule in weights.rules_of[i]
+        )
+        if reads_older or any(consumer in needed for consumer in index.consumers[i]):
+            needed.add(i)
+    # Backwards over consumers marks ancestors only: a consumer of a needed node is not needed.
+    return frozenset(index.flow.nodes[i].name for i in needed)

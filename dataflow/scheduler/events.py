@@ -1,0 +1,288 @@
+"""What goes into the scheduler and what comes out: tasks, events and instructions.
+
+All are frozen and compare by value, so a test says "this event, these instructions". `at_s` is the
+shell's clock in seconds; the scheduler has none of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from .report import FailureReport, HangReport
+
+__all__ = [
+    "Abort",
+    "AdmitStep",
+    "Awaited",
+    "CheckpointSaved",
+    "DropSnapshot",
+    "Event",
+    "Finished",
+    "Instruction",
+    "Load",
+    "NodeTask",
+    "Output",
+    "Publish",
+    "Release",
+    "ResumeState",
+    "RunCall",
+    "RunTrain",
+    "SaveCheckpoint",
+    "SourceReady",
+    "StepCompleted",
+    "Task",
+    "TaskDone",
+    "TaskFailed",
+    "Tick",
+    "Versions",
+    "run_instruction",
+]
+
+Versions: TypeAlias = tuple[tuple[str, int], ...]
+"""`(trainable role, version read)` pairs, sorted by role."""
+
+
+# --- tasks: what occupies ranks, and what `TaskDone` names
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTask:
+    """One execution of a node; `chunk` is None for barriers, train nodes and sources."""
+
+    node: str
+    step: int
+    chunk: int | None = None
+
+    def __str__(self) -> str:
+        chunk = "" if self.chunk is None else f" chunk {self.chunk}"
+        return f"{self.node} step {self.step}{chunk}"
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Task and instruction: rank 0 of the role's home takes a snapshot of `version`."""
+
+    role: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"publish {self.role}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Task and instruction: all ranks of `group` replace the role's weights by a snapshot."""
+
+    role: str
+    version: int
+    group: str
+
+    def __str__(self) -> str:
+        return f"load {self.role}@{self.version} on {self.group}"
+
+
+Task: TypeAlias = NodeTask | Publish | Load
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One stored part of a node's output."""
+
+    node: str
+    step: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """What the scheduler waits for that is not a task: a step's batch, or a checkpoint."""
+
+    what: Literal["batch", "checkpoint"]
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.what} of step {self.step}"
+
+
+@dataclass(frozen=True)
+class ResumeState:
+    """From where a run goes on: what a checkpoint says beside weights and stored outputs.
+
+    Attributes:
+        step: Completed steps; every trainable role is at version `step * trains_per_step`.
+        done: Finished tasks of later steps, sources included (`NodeTask(source, step)`).
+        history_sha256: `schedule_sha256` of the completed steps; carried so that a resumed run
+            ends with the hash of one that was never stopped.
+    """
+
+    step: int
+    done: frozenset[NodeTask] = frozenset()
+    history_sha256: str = ""
+
+
+# --- events: the shell tells
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReady:
+    """The batch of `step` is stored for every source node; rows per chunk if known."""
+
+    step: int
+    at_s: float
+    num_rows: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDone:
+    """`task` finished on all its ranks; rows it made, one number per chunk made, if known."""
+
+    task: Task
+    at_s: float
+    num_rows: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFailed:
+    """`task` failed on `rank` of its group (None: not on a rank, as a source)."""
+
+    task: Task
+    rank: int | None
+    error: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """The checkpoint asked for by `SaveCheckpoint(step)` can be resumed from."""
+
+    step: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; sent every now and then so that deadlines are noticed."""
+
+    at_s: float
+
+
+Event: TypeAlias = SourceReady | TaskDone | TaskFailed | CheckpointSaved | Tick
+
+
+# --- instructions: the scheduler asks
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitStep:
+    """Store the batch of `step` for every source node, then send `SourceReady`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunCall:
+    """Run a node on one rank of its group, with exactly these weight versions."""
+
+    node: str
+    step: int
+    chunk: int | None
+    rank: int
+    versions: Versions = ()
+
+    @property
+    def task(self) -> NodeTask:
+        """The task to name in `TaskDone`."""
+        return NodeTask(self.node, self.step, self.chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class RunTrain:
+    """Run a train node on all ranks of its group, in place."""
+
+    node: str
+    step: int
+    ranks: tuple[int, ...]
+    versions: Versions
+    makes_version: int
+
+    @property
+    def task(self) -> NodeTask:
+        """The task to name in `TaskDone`."""
+        return NodeTask(self.node, self.step, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Nobody needs these outputs any more."""
+
+    outputs: tuple[Output, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropSnapshot:
+    """Nobody will load this published version any more."""
+
+    role: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCheckpoint:
+    """Nothing runs; save weights, the `live` outputs and `resume`, then send `CheckpointSaved`.
+
+    `step` steps are complete and every trainable role's home is at version `step * n`.
+    """
+
+    step: int
+    live: tuple[Output, ...]
+    resume: ResumeState
+
+
+@dataclass(frozen=True, slots=True)
+class StepCompleted:
+    """All tasks of `step` are done; its outputs that nobody consumed are released after this.
+
+    Attributes:
+        step: The step; steps complete in index order.
+        lag: `(versions behind the step's own, number of tasks)` over the step's rollout reads.
+    """
+
+    step: int
+    lag: tuple[tuple[int, int], ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """All steps are complete and saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Stop everything; no instruction follows. `str(report)` is for people."""
+
+    report: FailureReport | HangReport
+
+
+Instruction: TypeAlias = (
+    AdmitStep
+    | RunCall
+    | RunTrain
+    | Publish
+    | Load
+    | Release
+    | DropSnapshot
+    | SaveCheckpoint
+    | StepCompleted
+    | Finished
+    | Abort
+)
+
+
+def run_instruction(
+    task: NodeTask, ranks: tuple[int, ...], versions: Versions, trains: str | None
+) -> RunCall | RunTrain:
+    """The instruction to run a node's task; `trains` is the role the node trains, if any."""
+    if trains is None:
+        return RunCall(task.node, task.step, task.chunk, ranks[0], versions)
+    return RunTrain(task.node, task.step, ranks, versions, dict(versions)[trains] + 1)

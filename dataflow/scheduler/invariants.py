@@ -1,0 +1,261 @@
+"""The invariants of a scheduler, recomputed from first principles and compared with its books.
+
+Tests call this after every event; it costs far more than handling one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .events import NodeTask, Output, Task
+from .steps import StepState
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+__all__ = ["violations"]
+
+
+def violations(scheduler: Scheduler) -> list[str]:
+    """Every invariant that does not hold, in words."""
+    checks = (
+        _ranks_exclusive,
+        _devices_exclusive,
+        _admission_bound,
+        _step_books,
+        _every_task_in_one_place,
+        _queue_order,
+        _versions_of_running,
+        _instances,
+        _snapshots,
+        _checkpoint_boundary,
+        _not_stalled,
+    )
+    return [text for check in checks for text in check(scheduler)]
+
+
+def _ranks_exclusive(scheduler: Scheduler) -> Iterator[str]:
+    busy = {
+        (group, rank): task
+        for group, state in scheduler.ranks.groups.items()
+        for rank, task in enumerate(state.running)
+        if task is not None
+    }
+    claimed = Counter((run.group, rank) for run in scheduler.running.values() for rank in run.ranks)
+    for place, count in claimed.items():
+        if count > 1:
+            yield f"{count} tasks run on {place}"
+    for task, run in scheduler.running.items():
+        for rank in run.ranks:
+            if busy.get((run.group, rank)) != task:
+                yield f"{task} runs on {run.group}[{rank}], which has another task or none"
+    if len(busy) != sum(claimed.values()):
+        yield f"{len(busy)} ranks are busy, but running tasks claim {sum(claimed.values())}"
+    for group, state in scheduler.ranks.groups.items():
+        if state.num_free != state.running.count(None):
+            yield f"group {group} counts {state.num_free} free ranks, not the true number"
+
+
+def _devices_exclusive(scheduler: Scheduler) -> Iterator[str]:
+    working = {run.group for run in scheduler.running.values()}
+    for group, others in scheduler.flow.sharing.items():
+        for other in sorted(others & working):
+            if group in working and group < other:
+                yield f"'{group}' and '{other}' work on the same devices at the same time"
+
+
+def _admission_bound(scheduler: Scheduler) -> Iterator[str]:
+    s = scheduler
+    if not 0 <= s.completed <= s.admitted <= s.num_steps:
+        yield f"{s.completed} complete, {s.admitted} admitted of {s.num_steps} steps"
+    if s.admitted > s.completed + s.schedule.max_lag + 1:
+        yield f"step {s.admitted - 1} is admitted with only {s.completed} steps complete"
+    if sorted(s.steps) != list(range(s.completed, s.admitted)):
+        yield f"books are kept of steps {sorted(s.steps)}"
+
+
+def _step_books(scheduler: Scheduler) -> Iterator[str]:
+    for state in scheduler.steps.values():
+        yield from _counts(scheduler, state)
+        yield from _outputs(scheduler, state)
+
+
+def _counts(scheduler: Scheduler, state: StepState) -> Iterator[str]:
+    index = scheduler.index
+    if state.remaining != sum(state.left):
+        yield f"step {state.step}: {state.remaining} tasks remain, but nodes count {state.left}"
+    for i, node in enumerate(scheduler.flow.nodes):
+        tasks = index.tasks(i, state.step)
+        left = sum(task not in state.done for task in tasks)
+        if state.left[i] != left:
+            yield f"step {state.step}: {node.name} counts {state.left[i]} tasks left, not {left}"
+        for slot, task in enumerate(tasks):
+            missing = sum(not made for made in _inputs_made(scheduler, state, i, task))
+            if state.missing[i][slot] != missing:
+                yield f"{task} counts {state.missing[i][slot]} missing inputs, not {missing}"
+            if missing and (task in state.done or task in scheduler.running):
+                yield f"{task} ran without all its inputs"
+        frontier = scheduler.weights.frontier[i]
+        if left == 0 and frontier == state.step:
+            yield f"{node.name} is done in step {state.step}, its frontier"
+        if left and frontier > state.step:
+            yield f"{node.name} is not done in step {state.step}, before its frontier {frontier}"
+
+
+def _inputs_made(scheduler: Scheduler, state: StepState, i: int, task: NodeTask) -> Iterator[bool]:
+    chunks = scheduler.index.chunks if task.chunk is None else (task.chunk,)
+    for producer in scheduler.index.inputs[i]:
+        for chunk in chunks:
+            yield _made(scheduler, state, producer, chunk)
+
+
+def _made(scheduler: Scheduler, state: StepState, producer: int, chunk: int) -> bool:
+    name = scheduler.flow.nodes[producer].name
+    own = chunk if scheduler.index.chunked[producer] else None
+    return NodeTask(name, state.step, own) in state.done
+
+
+def _outputs(scheduler: Scheduler, state: StepState) -> Iterator[str]:
+    index = scheduler.index
+    for i, node in enumerate(scheduler.flow.nodes):
+        for chunk in index.chunks:
+            users = [
+                NodeTask(
+                    scheduler.flow.nodes[c].name, state.step, chunk if index.chunked[c] else None
+                )
+                for c in index.consumers[i]
+            ]
+            open_users = [task for task in users if task not in state.done]
+            if state.refs[i][chunk] != len(open_users):
+                yield f"{node.name} chunk {chunk} counts {state.refs[i][chunk]} users"
+            made = node.kind != "train" and _made(scheduler, state, i, chunk)
+            needed = bool(open_users) or not users
+            stored = Output(node.name, state.step, chunk) in state.stored
+            if stored != (made and needed):
+                yield f"{node.name} step {state.step} chunk {chunk}: stored is {stored}"
+
+
+def _every_task_in_one_place(scheduler: Scheduler) -> Iterator[str]:
+    queued, weights = Counter(scheduler.ranks.queued()), scheduler.weights
+    parked: Counter[Task] = Counter()
+    for instance in weights.instances.values():
+        parked.update(instance.parked_trains)
+        for tasks in instance.parked.values():
+            parked.update(tasks)
+    for state in scheduler.steps.values():
+        for i, node in enumerate(scheduler.flow.nodes):
+            if node.kind == "source":
+                continue
+            for slot, task in enumerate(scheduler.index.tasks(i, state.step)):
+                waits = not state.has_source or state.missing[i][slot] > 0
+                places = (
+                    int(waits) + queued[task] + parked[task]
+                    + (task in scheduler.running) + (task in state.done)
+                )  # fmt: skip
+                if places != 1:
+                    yield f"{task} is in {places} places at once"
+    for task in [*queued, *parked]:
+        if isinstance(task, NodeTask) and task.step not in scheduler.steps:
+            yield f"{task} is queued, but its step is not in flight"
+
+
+def _queue_order(scheduler: Scheduler) -> Iterator[str]:
+    """Work conserving: idle ranks have nothing they may start, unless an SPMD task claims them.
+
+    Or unless others are at work on their devices.
+    """
+    for name, group in scheduler.ranks.groups.items():
+        if scheduler.ranks.waits_for_turn(name):
+            continue
+        for rank, task in enumerate(group.running):
+            heap = group.single[rank]
+            if task is None and heap and not (group.whole and group.whole[0] < heap[0]):
+                yield f"{name}[{rank}] is idle while {heap[0][2]} is ready"
+        if group.whole and group.num_free == len(group.running):
+            yield f"group {name} is idle while {group.whole[0][2]} is ready"
+
+
+def _versions_of_running(scheduler: Scheduler) -> Iterator[str]:
+    for task, run in scheduler.running.items():
+        if not isinstance(task, NodeTask):
+            continue
+        rules = scheduler.weights.rules_of[scheduler.index.index[task.node]]
+        for rule, (role, version) in zip(rules, run.versions, strict=True):
+            holds = scheduler.weights.instances[rule.role, rule.group].holds
+            if role != rule.role or version != holds:
+                yield f"{task} reads {role}@{version}, but {rule.group} holds {rule.role}@{holds}"
+            if not rule.lowest(task.step) <= version <= rule.highest(task.step):
+                yield f"{task} reads {role}@{version}, outside its bounds"
+            lag = rule.current(task.step) - version
+            if not 0 <= lag <= scheduler.schedule.max_lag * rule.per_step:
+                yield f"{task} reads {role}@{version}, {lag} versions old"
+
+
+def _instances(scheduler: Scheduler) -> Iterator[str]:
+    weights, running = scheduler.weights, scheduler.running
+    for instance in weights.instances.values():
+        what = f"{instance.role} on {instance.group}"
+        if instance.ceiling != weights.ceiling(instance):
+            yield f"{what}: ceiling {instance.ceiling} is out of date"
+        if instance.holds > instance.ceiling:
+            yield f"{what} holds {instance.holds}, but {instance.ceiling} is still to be read"
+        if any(version <= instance.holds for version in instance.parked):
+            yield f"{what} holds {instance.holds}, but tasks still wait for an older version"
+        if instance.is_home and (instance.loading is not None):
+            yield f"{what} is home and loads"
+        if instance.is_home and instance.holds < weights.publishing.get(instance.role, 0):
+            yield f"{what} publishes a version it does not hold"
+        if instance.holds > weights.home(instance.role).holds:
+            yield f"{what} is ahead of its home"
+        load = instance.loading
+        if load is not None and not instance.holds < load.version <= instance.ceiling:
+            yield f"{what} loads {load.version}, holds {instance.holds}, may {instance.ceiling}"
+    for task in running:
+        trains = isinstance(task, NodeTask) and _trains(scheduler, task)
+        if trains and (trains in weights.publishing or _readers_left(scheduler, trains)):
+            yield f"{task} overwrites weights that are still needed"
+
+
+def _trains(scheduler: Scheduler, task: NodeTask) -> str | None:
+    return scheduler.flow.nodes[scheduler.index.index[task.node]].trains
+
+
+def _readers_left(scheduler: Scheduler, role: str) -> bool:
+    home = scheduler.weights.home(role)
+    return home.ceiling <= home.holds
+
+
+def _snapshots(scheduler: Scheduler) -> Iterator[str]:
+    weights = scheduler.weights
+    for role, held in weights.snapshots.items():
+        for version, groups in held.items():
+            if not groups:
+                yield f"snapshot {role}@{version} is kept for nobody"
+            if version > weights.home(role).holds:
+                yield f"snapshot {role}@{version} is newer than its home"
+            for group in groups:
+                if weights.instances[role, group].holds >= version:
+                    yield f"snapshot {role}@{version} is kept for {group}, which is past it"
+
+
+def _checkpoint_boundary(scheduler: Scheduler) -> Iterator[str]:
+    boundary = scheduler.checkpoints.boundary
+    if scheduler.completed > boundary:
+        yield f"{scheduler.completed} steps complete, past the checkpoint due at {boundary}"
+    if scheduler.checkpoints.draining and scheduler.completed != boundary:
+        yield f"draining for {boundary} with {scheduler.completed} steps complete"
+    for instance in scheduler.weights.instances.values():
+        limit = boundary * scheduler.flow.trains_per_step[instance.role]
+        if instance.holds > limit:
+            yield f"{instance.role}@{instance.holds} is past the checkpoint due at {limit}"
+    if any(awaited.what == "checkpoint" for awaited in scheduler.awaited) and scheduler.running:
+        yield f"{len(scheduler.running)} task(s) run while a checkpoint is written"
+
+
+def _not_stalled(scheduler: Scheduler) -> Iterator[str]:
+    if scheduler.done and (scheduler.running or scheduler.ranks.queued() or scheduler.steps):
+        yield "finished with work left"
+    if not (scheduler.done or scheduler.aborted or scheduler.running or scheduler.awaited):
+        yield "unfinished, but nothing runs and nothing is awaited"

@@ -1,0 +1,102 @@
+"""The scheduler's memory: a bounded log of transitions, and the hash of what was read.
+
+Entries are kept as data and put into words only when somebody asks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .events import NodeTask, Task, Versions
+
+__all__ = ["EventLog", "LogEntry", "chain_sha256", "rank_names", "versions_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One transition.
+
+    Attributes:
+        at_s: The shell's clock.
+        what: "ready", "start", "done", "admit", ...
+        subject: The task concerned, or words if it is not about a task.
+        step: The step concerned, if any.
+        group: Where, for tasks that run.
+        ranks: Ranks of `group`.
+        versions: Weights read.
+    """
+
+    at_s: float
+    what: str
+    subject: Task | str
+    step: int | None = None
+    group: str = ""
+    ranks: tuple[int, ...] = ()
+    versions: Versions = ()
+
+    def __str__(self) -> str:
+        where = f" on {', '.join(rank_names(self.group, self.ranks))}" if self.ranks else ""
+        reads = f" with {versions_text(self.versions)}" if self.versions else ""
+        return f"{self.at_s:.1f} s  {self.what} {self.subject}{where}{reads}"
+
+
+def rank_names(group: str, ranks: Iterable[int]) -> list[str]:
+    """How reports name ranks: "train[0]"."""
+    return [f"{group}[{rank}]" for rank in ranks]
+
+
+def versions_text(versions: Versions) -> str:
+    """How reports name versions: "actor@3, critic@3"."""
+    return ", ".join(f"{role}@{version}" for role, version in versions)
+
+
+class EventLog:
+    """The last `max_entries` transitions, and the last one of every rank."""
+
+    def __init__(self, groups: Mapping[str, int], max_entries: int) -> None:
+        self.entries: deque[LogEntry] = deque(maxlen=max_entries)
+        self.last_of_rank: dict[tuple[str, int], LogEntry | None] = {
+            (group, rank): None for group, num_ranks in groups.items() for rank in range(num_ranks)
+        }
+
+    def add(self, entry: LogEntry) -> None:
+        """Append a transition."""
+        self.entries.append(entry)
+        for rank in entry.ranks:
+            self.last_of_rank[entry.group, rank] = entry
+
+    def story(self, node: str | None = None, step: int | None = None) -> tuple[str, ...]:
+        """The transitions of a node, of a step, or of both; all of them if neither is given.
+
+        A node's story includes what happened to its step as a whole.
+        """
+        return tuple(str(entry) for entry in self.entries if _concerns(entry, node, step))
+
+    def rank_lines(self) -> tuple[str, ...]:
+        """The last event of every rank, one line each."""
+        return tuple(
+            f"{group}[{rank}]  {entry if entry else 'nothing yet'}"
+            for (group, rank), entry in self.last_of_rank.items()
+        )
+
+
+def _concerns(entry: LogEntry, node: str | None, step: int | None) -> bool:
+    if step is not None and entry.step != step:
+        return False
+    if node is None:
+        return True
+    if isinstance(entry.subject, NodeTask):
+        return entry.subject.node == node
+    return step is not None
+
+
+def chain_sha256(history: str, lines: Iterable[str]) -> str:
+    """The hash of everything before, `history`, followed by one step's sorted lines."""
+    digest = hashlib.sha256(history.encode())
+    for line in lines:
+        digest.update(line.encode())
+        digest.update(b"\n")
+    return digest.hexdigest()

@@ -1,0 +1,172 @@
+"""Ranks and the tasks that wait for them: who runs next.
+
+A rank runs one task at a time. A task takes one rank of a group or, for SPMD work, all of them.
+Each rank serves its waiting tasks by priority; an SPMD task that is first in its group keeps the
+group's ranks from starting anything behind it, so it runs as soon as the running tasks end.
+
+Groups that share devices take turns: one starts nothing while another has a task running. The one
+whose turn it is goes on as long as it has something to start, because handing devices over costs
+time; then comes the one with the oldest task. What is in flight is bounded, so every turn ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from .events import Task, Versions
+
+__all__ = ["Priority", "RankPool", "Running"]
+
+Priority: TypeAlias = tuple[int, int, int]
+"""`(step, node index, chunk)`; lower runs first."""
+
+_Entry: TypeAlias = tuple[Priority, int, Task]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A task on its ranks, since when and with which weights."""
+
+    group: str
+    ranks: tuple[int, ...]
+    since_s: float
+    versions: Versions
+
+
+@dataclass(slots=True)
+class _Group:
+    running: list[Task | None]
+    num_free: int
+    single: list[list[_Entry]]
+    whole: list[_Entry] = field(default_factory=list[_Entry])
+
+
+class RankPool:
+    """All ranks of all groups.
+
+    Args:
+        groups: Group -> number of ranks.
+        sharing: Group -> groups that have some of its devices.
+
+    Attributes:
+        groups: Group -> its ranks and queues.
+        held: Queued tasks that were not allowed to start, with their place.
+    """
+
+    def __init__(
+        self, groups: Mapping[str, int], sharing: Mapping[str, frozenset[str]] | None = None
+    ) -> None:
+        self.groups = {
+            name: _Group([None] * n, n, [[] for _ in range(n)]) for name, n in groups.items()
+        }
+        self.held: list[tuple[Priority, Task, str, int | None]] = []
+        self._sharing = sharing or {}
+        self._in_turn: set[str] = set()
+        self._touched: dict[str, set[int]] = {}
+        self._count = 0
+
+    def push(self, priority: Priority, task: Task, group: str, rank: int | None) -> None:
+        """Queue `task` for one rank of `group`, or for all of them if `rank` is None."""
+        self._count += 1  # keeps the heap from ever comparing two tasks
+        state = self.groups[group]
+        heap = state.whole if rank is None else state.single[rank]
+        heapq.heappush(heap, (priority, self._count, task))
+        touched = self._touched.setdefault(group, set())
+        if rank is not None:
+            touched.add(rank)
+
+    def free(self, group: str, ranks: tuple[int, ...]) -> None:
+        """The task running on `ranks` has ended."""
+        state = self.groups[group]
+        for rank in ranks:
+            state.running[rank] = None
+        state.num_free += len(ranks)
+        self._touched.setdefault(group, set()).update(ranks)
+
+    def reconsider(self) -> None:
+        """What may start has changed: look at every rank again, at the tasks held back too."""
+        for name, state in self.groups.items():
+            self._touched[name] = set(range(len(state.running)))
+        held, self.held = self.held, []
+        for item in held:
+            self.push(*item)
+
+    def dispatch(
+        self, may_start: Callable[[Task], bool]
+    ) -> list[tuple[Task, str, tuple[int, ...]]]:
+        """Start what can start; returns `(task, group, ranks)` in order of start."""
+        started: list[tuple[Task, str, tuple[int, ...]]] = []
+        touched, self._touched = self._touched, {}
+        for name in self._by_turn(touched):
+            if self.waits_for_turn(name):
+                self._touched[name] = touched[name]
+                continue
+            for task, on in self._dispatch_group(name, touched[name], may_start):
+                started.append((task, name, on))
+                if name in self._sharing:
+                    self._in_turn.add(name)
+                    self._in_turn -= self._sharing[name]
+        return started
+
+    def waits_for_turn(self, group: str) -> bool:
+        """Whether a group that shares its devices is at work on them."""
+        others = (self.groups[name] for name in self._sharing.get(group, ()))
+        return any(other.num_free < len(other.running) for other in others)
+
+    def _by_turn(self, names: Iterable[str]) -> list[str]:
+        """Groups that share devices, whose turn it is first, then by their oldest task."""
+        if not self._sharing:
+            return list(names)
+
+        def order(name: str) -> tuple[bool, tuple[Priority, ...]]:
+            state = self.groups[name]
+            heaps = (state.whole, *state.single)
+            return name not in self._in_turn, tuple(sorted(heap[0][0] for heap in heaps if heap))
+
+        return sorted(names, key=order)
+
+    def _dispatch_group(
+        self, name: str, ranks: set[int], may_start: Callable[[Task], bool]
+    ) -> list[tuple[Task, tuple[int, ...]]]:
+        state, started = self.groups[name], list[tuple[Task, tuple[int, ...]]]()
+        whole = self._first(state.whole, name, None, may_start)
+        for rank in sorted(ranks):
+            if state.running[rank] is not None:
+                continue
+            own = self._first(state.single[rank], name, rank, may_start)
+            if own is not None and (whole is None or own < whole):
+                heapq.heappop(state.single[rank])
+                started.append(self._occupy(state, own[2], (rank,)))
+        if whole is not None and state.num_free == len(state.running):
+            heapq.heappop(state.whole)
+            started.append(self._occupy(state, whole[2], tuple(range(state.num_free))))
+        return started
+
+    def _first(
+        self, heap: list[_Entry], group: str, rank: int | None, may_start: Callable[[Task], bool]
+    ) -> _Entry | None:
+        while heap:
+            if may_start(heap[0][2]):
+                return heap[0]
+            priority, _, task = heapq.heappop(heap)
+            self.held.append((priority, task, group, rank))
+        return None
+
+    def _occupy(
+        self, state: _Group, task: Task, ranks: tuple[int, ...]
+    ) -> tuple[Task, tuple[int, ...]]:
+        for rank in ranks:
+            state.running[rank] = task
+        state.num_free -= len(ranks)
+        return task, ranks
+
+    def queued(self) -> list[Task]:
+        """Every task that waits for ranks, held back or not."""
+        tasks = [task for _, task, _, _ in self.held]
+        for state in self.groups.values():
+            for heap in (state.whole, *state.single):
+                tasks += [task for _, _, task in heap]
+        return tasks

@@ -1,0 +1,421 @@
+"""The scheduler: a pure state machine that runs steps of a flow in the order weights demand.
+
+Events go in, instructions come out; there are no threads, clocks, sockets or tensors here, so every
+situation can be written down as a test. `engine.py` does the input and output.
+
+Rules:
+
+- Step s is admitted when `s <= completed + max_lag`; steps complete in index order.
+- A task starts when its inputs are stored, every copy of weights it reads holds the right version,
+  and its ranks are free. Ready tasks of one rank run by (step, node order, chunk).
+- A copy of weights leaves a version only when nobody in any step to come must still read it;
+  `scheduler_weights.py` says how, and why nothing here can deadlock.
+- Before training goes past a checkpoint's step the checkpoint is saved; then nothing runs, and
+  what later steps had to do with older weights is done and part of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from ..errors import StateError
+from .checkpoint_drain import Checkpoints
+from .describe import describe, hang_report, state_of
+from .events import (
+    Abort,
+    AdmitStep,
+    Awaited,
+    CheckpointSaved,
+    Event,
+    Finished,
+    Instruction,
+    Load,
+    NodeTask,
+    Output,
+    Publish,
+    Release,
+    ResumeState,
+    SaveCheckpoint,
+    SourceReady,
+    StepCompleted,
+    Task,
+    TaskDone,
+    TaskFailed,
+    Tick,
+    Versions,
+    run_instruction,
+)
+from .flow import Flow
+from .invariants import violations
+from .log import EventLog, LogEntry, chain_sha256
+from .rank_queues import Priority, RankPool, Running
+from .report import FailureReport, HangReport
+from .schedule import Schedule
+from .steps import FlowIndex, StepState, restored_steps
+from .weight_versions import Weights
+
+__all__ = ["Scheduler"]
+
+_TOLD = 50
+"""Transitions told with an error that concerns no task in particular."""
+
+
+class Scheduler:
+    """Runs `num_steps` steps of `flow` under `schedule`.
+
+    Call `start` once, then `handle` for every event, and carry out the instructions returned.
+    The attributes are for reading only.
+
+    Args:
+        flow: What one step is, and where its parts run.
+        schedule: How far generation may run ahead.
+        num_steps: Steps of the whole run, those before a resume included.
+        checkpoint_every: Save a checkpoint after every so many steps and at the end.
+        resume: Go on from a checkpoint.
+        one_at_a_time: The shell performs running tasks one after another, oldest first, so a task
+            begins only when the one before it ends; deadlines count from there.
+        max_log: Transitions kept for stories.
+
+    Raises:
+        ValueError: `num_steps`, `checkpoint_every` or `resume` cannot be used.
+
+    Attributes:
+        completed: Steps complete.
+        admitted: Steps admitted.
+        steps: Progress of the steps in flight.
+        running: Tasks running, oldest first.
+        awaited: Other things asked of the shell, and when.
+        lag_counts: Over the whole run, how many rollout reads were how many versions behind.
+        done: True after `Finished`.
+        aborted: True after `Abort`.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        schedule: Schedule,
+        num_steps: int,
+        *,
+        checkpoint_every: int | None = None,
+        resume: ResumeState | None = None,
+        one_at_a_time: bool = False,
+        max_log: int = 10_000,
+    ) -> None:
+        resume = resume or ResumeState(0)
+        if not 0 <= resume.step <= num_steps:
+            raise ValueError(f"cannot resume at step {resume.step} of a run of {num_steps} steps")
+        self.flow, self.schedule, self.num_steps = flow, schedule, num_steps
+        self.one_at_a_time = one_at_a_time
+        self.index = FlowIndex(flow)
+        self.weights = Weights(flow, schedule, num_steps, resume.step)
+        self.ranks = RankPool(flow.groups, flow.sharing)
+        self.log = EventLog(flow.groups, max_log)
+        self.checkpoints = Checkpoints(
+            self.index, self.weights, schedule, num_steps, checkpoint_every, resume.step
+        )
+        self.completed = self.admitted = resume.step
+        self.running: dict[Task, Running] = {}
+        self.awaited: dict[Awaited, float] = {}
+        self.lag_counts: Counter[int] = Counter()
+        self.done = self.aborted = self._started = False
+        self._history = resume.history_sha256
+        self._now = self._progress_s = 0.0
+        self._out: list[Instruction] = []
+        self.steps = restored_steps(self.index, self.weights.rules_of, resume, num_steps)
+        self.admitted += len(self.steps)
+        for i in range(len(flow.nodes)):
+            self._move_frontier(i)
+        self.checkpoints.check_resumable(self.steps)
+
+    # --- the interface
+
+    def start(self, at_s: float) -> list[Instruction]:
+        """Begin; returns the first instructions. Call it once."""
+        if self._started:
+            raise StateError("start() was called twice")
+        self._started = True
+        self._now = self._progress_s = at_s
+        for state in self.steps.values():
+            self._consider(state.startable())
+        self._settle()
+        return self._take()
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take one event and say what is to be done about it.
+
+        Raises:
+            StateError: The event cannot happen here: an unknown task, one that does not run, ...
+        """
+        if self.aborted:
+            return []
+        if not self._started:
+            raise StateError(f"{type(event).__name__} came before start()")
+        self._now = event.at_s
+        if not isinstance(event, Tick):
+            self._progress_s = event.at_s
+        match event:
+            case TaskDone():
+                self._task_done(event)
+            case SourceReady():
+                self._source_ready(event)
+            case TaskFailed():
+                self._task_failed(event)
+            case CheckpointSaved():
+                self._checkpoint_saved(event)
+            case Tick():
+                self._tick()
+        if not self.aborted:
+            self._settle()
+        return self._take()
+
+    def story(self, node: str | None = None, step: int | None = None) -> tuple[str, ...]:
+        """What happened to a node, in a step, or to a node in a step; one line per transition."""
+        return self.log.story(node, step)
+
+    def schedule_sha256(self) -> str:
+        """Hash of which task read which versions so far, whatever the order and the times.
+
+        Two runs in step order have the same hash whatever their timing, and so has a run that was
+        stopped and resumed. In arrival order nothing of the kind holds.
+        """
+        history = self._history
+        for step in sorted(self.steps):
+            history = chain_sha256(history, self.steps[step].lines())
+        return history
+
+    def version_of(self, role: str) -> int:
+        """The version that a role's home holds; 0 for a role that this flow does not train."""
+        if role not in self.flow.homes:
+            return 0
+        return self.weights.home(role).holds
+
+    def validate(self) -> None:
+        """Check every invariant.
+
+        Raises:
+            StateError: Some do not hold; the message lists them.
+        """
+        found = violations(self)
+        if found:
+            raise StateError(
+                "broken invariants:\n    " + "\n    ".join(found), self.story()[-_TOLD:]
+            )
+
+    def describe(self) -> str:
+        """The present state in words, for reports and debuggers."""
+        return describe(self)
+
+    # --- events
+
+    def _task_done(self, event: TaskDone) -> None:
+        task = event.task
+        run = self.running.pop(task, None)
+        if run is None:
+            raise self._impossible(f"TaskDone for '{task}', which is {state_of(self, task)}", task)
+        self.ranks.free(run.group, run.ranks)
+        self._note("done", task, run)
+        match task:
+            case NodeTask():
+                self._node_done(task, run, event.num_rows)
+            case Publish():
+                ready, dropped = self.weights.published(task)
+                self._out += dropped
+                self._consider(ready)
+            case Load():
+                ready, dropped = self.weights.loaded(task, self._now)
+                self._out += dropped
+                self._consider(ready)
+
+    def _node_done(self, task: NodeTask, run: Running, num_rows: tuple[int, ...] | None) -> None:
+        i, state = self.index.index[task.node], self.steps[task.step]
+        if num_rows is not None:
+            state.note_rows(i, task.chunk, num_rows)
+        ready, freed = state.finish(i, task)
+        self._release(freed)
+        self._consider(ready)
+        if state.left[i] == 0:
+            self._consider(self._move_frontier(i))
+        role = self.flow.nodes[i].trains
+        if role is not None:
+            self._consider(self.weights.trained(role, dict(run.versions)[role] + 1, self._now))
+
+    def _source_ready(self, event: SourceReady) -> None:
+        if self.awaited.pop(Awaited("batch", event.step), None) is None:
+            raise self._impossible(f"SourceReady for step {event.step}, whose batch nobody awaits")
+        state = self.steps[event.step]
+        self._note("stored", "batch", step=event.step)
+        ready, freed = state.source_arrived()
+        for i, node in enumerate(self.flow.nodes):
+            if node.kind == "source":
+                if event.num_rows is not None:
+                    state.note_rows(i, None, event.num_rows)
+                self._move_frontier(i)
+        self._release(freed)
+        self._consider(ready)
+
+    def _task_failed(self, event: TaskFailed) -> None:
+        task, run = event.task, self.running.get(event.task)
+        step = task.step if isinstance(task, NodeTask) else None
+        is_source = isinstance(task, NodeTask) and Awaited("batch", task.step) in self.awaited
+        if run is None and not is_source:
+            raise self._impossible(
+                f"TaskFailed for '{task}', which is {state_of(self, task)}", task
+            )
+        self._note("failed", task, run)
+        where = "the source" if run is None else run.group
+        if event.rank is not None:
+            where = f"{where}[{event.rank}]"
+        node = task.node if isinstance(task, NodeTask) else None
+        self._abort(FailureReport(str(task), where, event.error, self.story(node, step)))
+
+    def _checkpoint_saved(self, event: CheckpointSaved) -> None:
+        if self.awaited.pop(Awaited("checkpoint", event.step), None) is None:
+            raise self._impossible(f"CheckpointSaved({event.step}), which nobody asked for")
+        self._note("saved", "checkpoint", step=event.step)
+        self.checkpoints.saved()
+        self.ranks.reconsider()
+
+    def _tick(self) -> None:
+        report = hang_report(self, self._now, self._progress_s)
+        if report is not None and not self.done:
+            self._abort(report)
+
+    # --- transitions
+
+    def _consider(self, tasks: Iterable[Task]) -> None:
+        """Queue tasks whose inputs are there, unless they wait for weights."""
+        for task in tasks:
+            match task:
+                case Publish():
+                    self.ranks.push((-1, 0, 0), task, self.flow.homes[task.role], 0)
+                case Load():
+                    self.ranks.push((-1, 1, 0), task, task.group, None)
+                case NodeTask():
+                    i = self.index.index[task.node]
+                    if not self.weights.gate(i, task):
+                        self._note("wait for weights", task)
+                        continue
+                    self._push(i, task)
+            self._note("ready", task)
+
+    def _push(self, i: int, task: NodeTask) -> None:
+        node = self.flow.nodes[i]
+        priority: Priority = (task.step, i, task.chunk or 0)
+        rank = None if node.trains else (task.chunk or 0) % self.flow.groups[node.group]
+        self.ranks.push(priority, task, node.group, rank)
+
+    def _move_frontier(self, i: int) -> list[Task]:
+        """The first step in which node `i` is not done may have grown."""
+        frontier, step = self.weights.frontier, self.weights.frontier[i]
+        while step < self.admitted and self.steps[step].left[i] == 0:
+            step += 1
+        if step == frontier[i]:
+            return []
+        frontier[i] = step
+        return self.weights.frontier_moved(i)
+
+    def _settle(self) -> None:
+        """Do everything that now can be done: complete, admit, start, save, finish."""
+        self._advance_steps()
+        for task, group, ranks in self.ranks.dispatch(self.checkpoints.may_start):
+            self._start(task, group, ranks)
+        if self.running or self.awaited or self.done:
+            return
+        if self.checkpoints.draining:
+            self._save()
+        elif self.completed == self.num_steps:
+            self._out += self.weights.drop_rest()
+            self._out.append(Finished())
+            self.done = True
+            self._note("finished", "run")
+
+    def _advance_steps(self) -> None:
+        """Admit and complete what can be, one step at a time.
+
+        A checkpoint must hold what steps after it read of older weights, so every step that may be
+        admitted is admitted before the next one completes.
+        """
+        while not self.checkpoints.draining:
+            self._admit()
+            if self.completed == self.admitted or self.steps[self.completed].remaining:
+                return
+            self._complete(self.steps.pop(self.completed))
+
+    def _complete(self, state: StepState) -> None:
+        self.completed += 1
+        self._history = chain_sha256(self._history, state.lines())
+        self.lag_counts.update(state.lag)
+        self._note("complete", "step", step=state.step)
+        self._out.append(StepCompleted(state.step, tuple(sorted(state.lag.items()))))
+        self._release(state.stored)
+        if self.checkpoints.step_completed(self.completed):
+            self._note("drain", "step", step=state.step)
+            self.ranks.reconsider()
+
+    def _admit(self) -> None:
+        limit = min(self.num_steps, self.completed + self.schedule.max_lag + 1)
+        while self.admitted < limit:
+            step = self.admitted
+            self.steps[step] = StepState(self.index, step)
+            self.admitted += 1
+            self.awaited[Awaited("batch", step)] = self._now
+            self._note("admit", "step", step=step)
+            self._out.append(AdmitStep(step))
+
+    def _start(self, task: Task, group: str, ranks: tuple[int, ...]) -> None:
+        versions: Versions = ()
+        match task:
+            case NodeTask():
+                i = self.index.index[task.node]
+                versions = self.weights.versions(i)
+                self.steps[task.step].note_reads(task, self.weights.rules_of[i], versions)
+                self._out.append(run_instruction(task, ranks, versions, self.flow.nodes[i].trains))
+            case _:
+                self._out.append(task)
+        run = self.running[task] = Running(group, ranks, self._now, versions)
+        self._note("start", task, run)
+
+    def _release(self, outputs: Iterable[Output]) -> None:
+        released = tuple(outputs)
+        if released:
+            self._out.append(Release(released))
+
+    def _save(self) -> None:
+        """Nothing runs and nothing may start: ask for the checkpoint."""
+        step = self.completed
+        self.checkpoints.check_drained(self.steps)
+        states = [self.steps[s] for s in sorted(self.steps)]
+        live = tuple(output for state in states for output in state.stored)
+        done = frozenset(task for state in states for task in state.done)
+        self.awaited[Awaited("checkpoint", step)] = self._now
+        self._note("save", "checkpoint", step=step)
+        self._out.append(SaveCheckpoint(step, live, ResumeState(step, done, self._history)))
+
+    # --- small things
+
+    def _take(self) -> list[Instruction]:
+        out, self._out = self._out, []
+        return out
+
+    def _abort(self, report: FailureReport | HangReport) -> None:
+        self.aborted = True
+        self._note("abort", "run")
+        self._out.append(Abort(report))
+
+    def _impossible(self, message: str, task: Task | None = None) -> StateError:
+        if isinstance(task, NodeTask):
+            return StateError(message, self.story(task.node, task.step))
+        return StateError(message, self.story()[-_TOLD:])
+
+    def _note(
+        self, what: str, subject: Task | str, run: Running | None = None, *, step: int | None = None
+    ) -> None:
+        if isinstance(subject, NodeTask):
+            step = subject.step
+        if run is None:
+            self.log.add(LogEntry(self._now, what, subject, step))
+        else:
+            self.log.add(
+                LogEntry(self._now, what, subject, step, run.group, run.ranks, run.versions)
+            )

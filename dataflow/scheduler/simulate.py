@@ -1,0 +1,127 @@
+"""Running a scheduler against imagined workers: no processes, no tensors, only durations.
+
+It shows what a flow under a schedule will do (which weights every task reads, what overlaps, how
+busy each rank is) before anything is built, and it is how the tests drive the scheduler.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ..errors import StateError
+from .events import (
+    Abort,
+    AdmitStep,
+    CheckpointSaved,
+    Event,
+    Finished,
+    Instruction,
+    Load,
+    NodeTask,
+    Publish,
+    RunCall,
+    RunTrain,
+    SaveCheckpoint,
+    SourceReady,
+    Task,
+    TaskDone,
+    Versions,
+)
+from .scheduler import Scheduler
+
+__all__ = ["Rehearsal", "Span", "rehearse"]
+
+_Work: TypeAlias = RunCall | RunTrain | Publish | Load | AdmitStep | SaveCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One task on its ranks, from start to end, with the versions it read."""
+
+    task: Task
+    start_s: float
+    end_s: float
+    versions: Versions = ()
+
+
+@dataclass
+class Rehearsal:
+    """What happened.
+
+    Attributes:
+        instructions: Everything the scheduler asked for, in order.
+        spans: Tasks in the order they ended.
+        end_s: When the last event came.
+    """
+
+    instructions: list[Instruction] = field(default_factory=list[Instruction])
+    spans: list[Span] = field(default_factory=list[Span])
+    end_s: float = 0.0
+
+    @property
+    def reads(self) -> dict[NodeTask, Versions]:
+        """Versions read by every node task that ended."""
+        return {s.task: s.versions for s in self.spans if isinstance(s.task, NodeTask)}
+
+    @property
+    def checkpoints(self) -> list[SaveCheckpoint]:
+        """The checkpoints taken."""
+        return [i for i in self.instructions if isinstance(i, SaveCheckpoint)]
+
+
+def rehearse(
+    scheduler: Scheduler,
+    duration_s: Callable[[_Work], float],
+    *,
+    after_event: Callable[[Scheduler, Event], None] | None = None,
+    replace: Callable[[Event], Event] = lambda event: event,
+) -> Rehearsal:
+    """Run `scheduler` to its end with every piece of work taking `duration_s(work)` seconds.
+
+    Args:
+        scheduler: Not started yet.
+        duration_s: How long a piece of work takes.
+        after_event: Called after every event, for checks.
+        replace: May turn an event into another: a `TaskDone` into a `TaskFailed`.
+
+    Raises:
+        StateError: The scheduler waits for nothing and is not finished.
+    """
+    rehearsal, pending, count = Rehearsal(), list[tuple[float, int, _Work, float]](), 0
+    instructions = scheduler.start(0.0)
+    while True:
+        rehearsal.instructions += instructions
+        for instruction in instructions:
+            if isinstance(instruction, _Work):
+                count += 1
+                now_s = rehearsal.end_s
+                end_s = now_s + duration_s(instruction)
+                heapq.heappush(pending, (end_s, count, instruction, now_s))
+        if any(isinstance(i, Finished | Abort) for i in instructions):
+            return rehearsal
+        if not pending:
+            raise StateError(f"nothing is pending\n{scheduler.describe()}", scheduler.story())
+        end_s, _, work, start_s = heapq.heappop(pending)
+        rehearsal.end_s = end_s
+        event = replace(_event(work, end_s))
+        if isinstance(event, TaskDone):
+            versions = work.versions if isinstance(work, RunCall | RunTrain) else ()
+            rehearsal.spans.append(Span(event.task, start_s, end_s, versions))
+        instructions = scheduler.handle(event)
+        if after_event is not None:
+            after_event(scheduler, event)
+
+
+def _event(work: _Work, at_s: float) -> Event:
+    match work:
+        case AdmitStep():
+            return SourceReady(work.step, at_s)
+        case SaveCheckpoint():
+            return CheckpointSaved(work.step, at_s)
+        case RunCall() | RunTrain():
+            return TaskDone(work.task, at_s)
+        case _:
+            return TaskDone(work, at_s)

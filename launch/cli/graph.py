@@ -1,0 +1,47 @@
+"""`penstock graph`: show the graph of an algorithm's step. Builds no model and reads no data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...dataflow.errors import ConfigError
+from ...dataflow.graph.graph import Graph
+from ...dataflow.render.text import to_mermaid, to_svg, to_text
+from .hydra_app import hydra_app
+
+__all__ = ["FORMATS", "graph_command"]
+
+FORMATS: Mapping[str, Callable[[Graph], str]] = {
+    "text": to_text,
+    "mermaid": to_mermaid,
+    "svg": to_svg,
+    "json": Graph.to_json,
+}
+
+
+def graph_command(arguments: list[str]) -> int:
+    """Run the command; `arguments` are the words after `penstock graph`."""
+    hydra_app("graph", arguments, _show)
+    return 0
+
+
+def _show(composed: dict[str, Any]) -> None:
+    from ..inputs.compose import run_config
+    from ..stages.stages import stages_of
+
+    form, output = composed.pop("format"), composed.pop("output")
+    composed.pop("resume", None)
+    if form not in FORMATS:
+        raise ConfigError(f"'format': expected one of {', '.join(FORMATS)}, got {form!r}")
+    graph = stages_of(run_config(composed))[-1].graph
+    text = FORMATS[form](graph)
+    if output is None:
+        print(text)
+        return
+    try:
+        Path(output).write_text(text + "\n")
+    except OSError as error:
+        raise ConfigError(f"'output': '{output}' cannot be written: {error.strerror}") from error
+    print(f"wrote {output}")

@@ -1,0 +1,202 @@
+"""A command as a Hydra application: composing, sweeping, `--cfg job`, `--help`.
+
+Hydra composes the YAML groups and the command line; the result crosses into plain data here and no
+further. Keys on the command line need no `+`: whether a key exists is decided by the typed
+configuration, which knows every key, and not by which ones a YAML file happens to mention.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from ...dataflow.errors import ConfigError, nearest
+
+__all__ = ["chosen", "compose", "given_overrides", "hydra_app"]
+
+CONFIGS = "penstock.configs"
+
+Task = Callable[[dict[str, Any]], None]
+
+_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
+
+
+def hydra_app(command: str, arguments: list[str], task: Task) -> None:
+    """Run `task` on the composed configuration, once or, with `--multirun`, once per combination.
+
+    Args:
+        command: Name of the primary config: "run", "graph", "plan" or "profile".
+        arguments: The words after the command.
+        task: Takes the composition as plain data.
+
+    Raises:
+        ConfigError: If the configuration cannot be composed.
+        Exception: Whatever `task` raises, untouched.
+    """
+    query = "-sc" in arguments
+    words = arguments if query else [_forced(word) for word in arguments]
+    shows = {"-c", "--cfg"} & {word.partition("=")[0] for word in arguments}
+    if shows and not {"-cd", "--config-dir"} & {word.partition("=")[0] for word in arguments}:
+        task_free = [word for word in words if "=" in word and not word.startswith("-")]
+        _check_only(command, compose(command, task_free))
+
+    failures: list[Exception] = []
+
+    @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIGS}", config_name=command)
+    def app(composed: DictConfig) -> None:
+        # Kept and raised below: Hydra would add lines of its own. The first one ends a sweep.
+        if not failures:
+            try:
+                with _our_messages():
+                    plain = _plain(composed)
+                task(plain)
+            except Exception as error:
+                failures.append(error)
+
+    with _hydra_process(command, words), _our_messages():
+        app()
+    if failures:
+        raise failures[0]
+
+
+def compose(command: str, overrides: list[str]) -> dict[str, Any]:
+    """The composition as plain data, without running anything.
+
+    Raises:
+        ConfigError: If it cannot be composed.
+    """
+    with _our_messages(), hydra.initialize_config_module(CONFIGS, version_base="1.3"):
+        return _plain(hydra.compose(command, [_forced(word) for word in overrides]))
+
+
+def given_overrides() -> list[str]:
+    """What the user typed for the running job, as `key=value`."""
+    return [word.lstrip("+") for word in HydraConfig.get().overrides.task]
+
+
+def chosen(group: str) -> str:
+    """The option of a group that the running job was composed with; "" if there is none."""
+    return str(HydraConfig.get().runtime.choices.get(group) or "")
+
+
+def groups() -> list[str]:
+    """Names of the configuration groups."""
+    return sorted(
+        entry.name
+        for entry in files(CONFIGS).iterdir()
+        if entry.is_dir() and not entry.name.startswith("_")
+    )
+
+
+def _check_only(command: str, composed: Mapping[str, Any]) -> None:
+    config = {key: value for key, value in composed.items() if key not in _OWN.get(command, ())}
+    if command == "plan":
+        from ..placement.plan_request import plan_request
+
+        plan_request(config)
+        return
+    if command == "profile":
+        from ...configs.profile_schema import ProfileConfig
+        from ...configs.validate import validated
+
+        validated(ProfileConfig, config)
+        return
+    from ..inputs.compose import run_config
+
+    run_config(config)
+
+
+_OWN = {
+    "run": ("resume",),
+    "graph": ("resume", "format", "output"),
+    "plan": ("resume", "json", "html", "trace", "output"),
+}
+"""Keys of a command that are no part of a run's configuration."""
+
+
+def _forced(word: str) -> str:
+    """`a.b=1` as `++a.b=1`, unless `a` is a group or Hydra's own."""
+    if not _OVERRIDE.match(word):
+        return word
+    key = word.partition("=")[0]
+    return word if key in groups() or key.split(".")[0] == "hydra" else f"++{word}"
+
+
+@contextmanager
+def _hydra_process(command: str, words: list[str]) -> Generator[None]:
+    """What `hydra.main` reads from the process: its arguments, and whether to keep exceptions."""
+    before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [f"penstock-{command}", *words]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = before[0]
+        if before[1] is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before[1]
+
+
+@contextmanager
+def _our_messages() -> Generator[None]:
+    """Say what Hydra and OmegaConf refuse in our words."""
+    try:
+        yield
+    except MissingConfigException as error:
+        raise ConfigError(_unknown_option(error)) from error
+    except OverrideParseException as error:
+        word = error.override.lstrip("+")
+        raise ConfigError(
+            f"'{word}' cannot be read: {error.message.splitlines()[0]}\n"
+            "    write key=value; quote values with blanks or commas: 'key=\"a, b\"'"
+        ) from error
+    except MissingMandatoryValue as error:
+        key = getattr(error, "full_key", None) or str(error)
+        raise ConfigError(f"'{key}' has no value yet\n    give it: {key}=...") from error
+    except (ConfigCompositionException, OmegaConfBaseException) as error:
+        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
+        said = [line for line in f"{error}\n{cause or ''}".splitlines() if line.strip()]
+        raise ConfigError("\n    ".join(said).replace("++", "")) from error
+    except HydraException as error:
+        raise ConfigError(str(error)) from error
+    except ValueError as error:
+        if not str(error).startswith("Config group override"):
+            raise
+        raise ConfigError("a group was given null; leave it out, or choose an option") from error
+
+
+def _unknown_option(error: MissingConfigException) -> str:
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    options = [str(name) for name in error.options or ()]
+    if not group or not options:
+        return str(error).splitlines()[0]
+    hint = nearest(option, options)
+    return f"there is no {group} '{option}'{hint}\n    {group} is one of: {', '.join(options)}"
+
+
+def _plain(composed: DictConfig) -> dict[str, Any]:
+    data: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    return data
+
+
+def config_file(option: str) -> Path:
+    """The YAML file of a group's option, "algorithm/ppo", for messages and tests."""
+    return Path(str(files(CONFIGS) / f"{option}.yaml"))

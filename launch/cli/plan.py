@@ -1,0 +1,109 @@
+"""`penstock plan`: where each node of a step runs, in which layout, and how long it takes.
+
+Builds no model, reads no data and needs none of the devices it plans for. What it writes with
+`output=` is a plan that a run can follow.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...dataflow.errors import ConfigError, InfeasibleError
+from .hydra_app import chosen, hydra_app
+
+if TYPE_CHECKING:
+    from ...planner.plan.plan import Plan
+    from ...planner.plan.simulate import Simulation
+    from ..placement.plan_request import PlanRequest
+
+__all__ = ["OUTPUTS", "plan_command"]
+
+OUTPUTS = ("json", "html", "trace", "output")
+"""Keys that name files to write."""
+
+_TERMINAL = "-"
+
+
+def plan_command(arguments: list[str]) -> int:
+    """Run the command; `arguments` are the words after `penstock plan`."""
+    words = [f"json={_TERMINAL}" if word == "--json" else word for word in arguments]
+    hydra_app("plan", words, _plan)
+    return 0
+
+
+def _plan(composed: dict[str, Any]) -> None:
+    # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
+    from ...planner.plan.simulate import simulate_plan
+    from ..placement.plan_request import plan_request
+
+    composed.pop("resume", None)
+    files = {key: _file(key, composed.pop(key, None)) for key in OUTPUTS}
+    request = plan_request(composed, chosen("model"))
+    started_s = time.monotonic()
+    try:
+        plan = request.plan()
+    except InfeasibleError as error:
+        _say_infeasible(files["json"], str(error), time.monotonic() - started_s)
+        raise
+    for lag, why in request.refused_lags.items():
+        print(f"penstock: note: max_lag={lag} was not considered: {why}", file=sys.stderr)
+    _show(request, plan, simulate_plan(request.graph, plan), files)
+
+
+def _show(
+    request: PlanRequest, plan: Plan, simulation: Simulation, files: Mapping[str, str | None]
+) -> None:
+    from ...planner.report.explain import explain
+    from ...planner.report.html_report import to_html
+    from ...planner.report.json_report import to_json
+    from ...planner.report.trace_report import to_trace
+
+    graph = request.graph
+    made = {
+        "json": lambda: json.dumps(to_json(graph, plan, simulation), indent=2) + "\n",
+        "html": lambda: to_html(graph, plan, simulation),
+        "trace": lambda: to_trace(graph, plan, simulation),
+        "output": lambda: plan.model_dump_json(indent=2, exclude_defaults=True) + "\n",
+    }
+    quiet = files["json"] == _TERMINAL
+    if not quiet:
+        print(explain(graph, plan, simulation))
+    for key, make in made.items():
+        file = files[key]
+        if file is not None:
+            _write(key, file, make())
+            if not quiet:
+                print(f"wrote {file}")
+
+
+def _file(key: str, given: Any) -> str | None:
+    """The file's name, if one can be written there: a search should not end in a refusal."""
+    if given is None or given == _TERMINAL and key == "json":
+        return given
+    if not isinstance(given, str) or not given or Path(given).is_dir():
+        raise ConfigError(f"'{key}': expected the name of a file, got {given!r}")
+    if not Path(given).absolute().parent.is_dir():
+        raise ConfigError(f"'{key}': '{given}' cannot be written: there is no such folder")
+    return given
+
+
+def _write(key: str, file: str, text: str) -> None:
+    if file == _TERMINAL:
+        print(text, end="")
+        return
+    try:
+        Path(file).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"'{key}': '{file}' cannot be written: {error.strerror}") from error
+
+
+def _say_infeasible(file: str | None, reason: str, search_time_s: float) -> None:
+    from ...planner.report.json_report import infeasible
+
+    if file is not None:
+        _write("json", file, json.dumps(infeasible(reason, search_time_s), indent=2) + "\n")

@@ -1,0 +1,189 @@
+"""`penstock run`: from nothing to a trained policy, or on from where a run was stopped."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from rich.console import Console
+
+from ...dataflow.errors import ConfigError
+from .hydra_app import given_overrides, hydra_app
+
+if TYPE_CHECKING:
+    from ..run_dir.peak_memory import PeakMemory
+    from ..run_dir.run_folder import CodeVersion, RunFolder
+    from ..stages.job import Job
+
+__all__ = ["run_command"]
+
+
+def run_command(arguments: list[str]) -> int:
+    """Run the command; `arguments` are the words after `penstock run`."""
+    hydra_app("run", arguments, _run)
+    return 0
+
+
+def _run(composed: dict[str, Any]) -> None:
+    resumed, moved = composed.pop("resume"), False
+    if resumed is not None:
+        from ..run_dir.resume import resumed_config
+
+        composed, moved = resumed_config(Path(resumed), composed, given_overrides())
+    with _plain_warnings():
+        _carry_out(composed, None if resumed is None else Path(resumed), moved)
+
+
+def _carry_out(composed: dict[str, Any], resumed: Path | None, moved: bool) -> None:
+    # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
+    from ...planner.plan.plan import Plan
+    from ..inputs.compose import dumped, run_config
+    from ..run_dir.atomic import write_text
+    from ..run_dir.peak_memory import PeakMemory
+    from ..run_dir.run_folder import RunFolder, code_version, create_run, open_run
+    from ..stages.job import prepare
+
+    code = code_version()
+    file = None if resumed is None or moved else RunFolder(resumed).plan
+    placed = Plan.read(file) if file is not None and file.is_file() else None
+    job = prepare(run_config(composed), placed)
+    config = job.config
+    console = Console(stderr=True)
+    if job.note:
+        console.print(job.note, highlight=False, markup=False, soft_wrap=True)
+    for report in job.reports:
+        if report.num_bad:
+            console.print(str(report), highlight=False, markup=False)
+    written = yaml.safe_dump(dumped(config), sort_keys=False)
+    plan = job.plan.model_dump_json(indent=2, exclude_defaults=True)
+    if resumed is None:
+        folder = create_run(
+            Path(config.runs),
+            name=job.main.name,
+            seed=config.seed,
+            config=written,
+            data=job.data.fingerprint,
+            plan=plan,
+            code=code,
+        )
+    else:
+        folder = open_run(resumed)
+        _check_unchanged(folder, job.data.fingerprint, code, console)
+    with folder.locked(), _ended_early(folder, resumed is None), PeakMemory() as memory:
+        if moved:
+            write_text(folder.config, written)
+            write_text(folder.plan, plan)
+        _stages(job, folder, code, memory, console, resumed is not None)
+
+
+def _check_unchanged(folder: RunFolder, data: str, code: CodeVersion, console: Console) -> None:
+    """Refuse to go on with other problems than the run began with; mention other code.
+
+    Raises:
+        ConfigError: If the data differs, or the run's own record is damaged.
+    """
+    from ..run_dir.run_folder import record_of
+
+    record = record_of(folder)
+    if record.fault is not None:
+        raise ConfigError(f"run '{folder.id}': {record.fault}\n    start a new run")
+    if record.data not in (None, data):
+        raise ConfigError(
+            f"run '{folder.id}' was started on other problems: the data's fingerprint was "
+            f"{record.data} and is {data} now\n"
+            "    bring the data back as it was, or start a new run"
+        )
+    if record.code != code:
+        console.print(
+            f"penstock: warning: run '{folder.id}' was started by penstock {record.code} and goes "
+            f"on with {code}; what comes out may differ from a run of either",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _stages(
+    job: Job,
+    folder: RunFolder,
+    code: CodeVersion,
+    memory: PeakMemory,
+    console: Console,
+    resumed: bool,
+) -> None:
+    """Run what is left of a job's stages and write its summary."""
+    from ..run_dir.run_folder import RunFolder
+    from ..stages.report import summary_of, write_report
+    from ..stages.train import MODELS, Outcome, run_stage
+
+    started_s = time.monotonic()
+    results: dict[str, Any] = {}
+    outcome = Outcome()
+    for stage in job.stages:
+        if stage is job.main:
+            home = folder
+        else:
+            home = RunFolder(folder.path / "stages" / stage.name)
+            home.path.mkdir(parents=True, exist_ok=True)
+            results[stage.name] = (stage, home.path / MODELS)
+            if home.summary.is_file():
+                continue
+        outcome = run_stage(job, stage, home, results)
+    wall_time_s = time.monotonic() - started_s
+    memory.sample()
+    summary = summary_of(
+        job,
+        outcome,
+        code=code,
+        peak_memory_bytes=memory.peak_bytes,
+        wall_time_s=wall_time_s,
+        resumed=resumed,
+    )
+    write_report(job, folder, outcome, summary, console)
+    folder.write_summary(summary)
+
+
+@contextmanager
+def _ended_early(folder: RunFolder, is_new: bool) -> Generator[None]:
+    """Say how a run that has ended early goes on; a new one that is refused leaves nothing.
+
+    Some of what cannot be is found only when workers are built; no step has been taken then.
+    """
+    try:
+        yield
+    except BaseException as error:
+        metrics, stages = folder.metrics, folder.path / "stages"
+        begun = stages.is_dir() or (metrics.is_file() and metrics.stat().st_size > 0)
+        if isinstance(error, ConfigError) and is_new and not begun:
+            shutil.rmtree(folder.path)
+        else:
+            print(f"penstock: to continue: penstock run resume={folder.path}", file=sys.stderr)
+        raise
+
+
+@contextmanager
+def _plain_warnings() -> Generator[None]:
+    """Show warnings as one message each, without the line of our code that raised them."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        yield
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: str | None = None,
+) -> None:
+    del filename, lineno, line
+    if category.__module__.startswith("penstock.") or issubclass(category, UserWarning):
+        print(f"penstock: warning: {message}", file=file or sys.stderr)

@@ -1,0 +1,223 @@
+"""`placement=auto`: the planner chooses where the main stage's nodes run on this machine.
+
+The machine is what `penstock profile` found, or analytic defaults for its cores. What is chosen is
+which roles share devices, how many, and in which layouts their calls run, of those that the run's
+engines have: the torch engine is data-parallel. Calls of one group that need different processes
+take turns; see `divide.py`. Not all devices need be used: a step too short to be worth the ranks
+gets fewer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+
+from ...configs.plan_schema import WorkloadConfig
+from ...configs.schema import RunConfig
+from ...dataflow.errors import ConfigError, PlanError
+from ...dataflow.graph.graph import Graph
+from ...planner.cost.calibration import Calibration
+from ...planner.cost.constants import Constants, default_constants
+from ...planner.formatting import placement_text, seconds_text
+from ...planner.inputs.calls import calls_of
+from ...planner.inputs.cluster import ClusterSpec
+from ...planner.inputs.model_shape import ModelShape
+from ...planner.inputs.workload import Workload
+from ...planner.plan.plan import Plan, one_group_plan
+from ...planner.plan.planner import plan_step
+from ...planner.search.options import Option
+from ...planner.search.pins import Pins
+from ..inputs.sizes import train_items
+from .divide import divided, not_run, runs_on
+from .machine import analytic_cpus
+from .plan_inputs import PlanInputs
+
+__all__ = ["CALIBRATION", "Choice", "choose"]
+
+CALIBRATION = "calibration.json"
+"""Below the folder of runs: where a calibration is looked for if none is named."""
+
+_DEADLINE_S = 5.0
+"""For all searches together; afterwards the best plan so far is taken."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+        plan: Where nodes run.
+        num_threads: Torch threads of each rank, if the calibration says; None to share out cores.
+        note: One line about it.
+    """
+
+    plan: Plan
+    num_threads: int | None
+    note: str
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What is planned for."""
+
+    cluster: ClusterSpec
+    calibration: Calibration | None
+
+    def constants(self, models: Mapping[str, ModelShape | None]) -> Constants:
+        """Of the model of time."""
+        if self.calibration is None:
+            return default_constants(self.cluster)
+        return self.calibration.constants_for(models.values())
+
+
+def choose(config: RunConfig, graph: Graph) -> Choice:
+    """Plan the main stage for this machine.
+
+    Where the planner knows the model, an infeasible run is refused. Where it does not, everything
+    is placed on one rank, and the note says why.
+
+    Args:
+        config: The run's configuration.
+        graph: Of the main stage.
+
+    Raises:
+        ConfigError: If a calibration is named that is for other devices.
+        PlanError: If the run needs more memory than there is, or the calibration cannot be read.
+    """
+    machine = _machine(config)
+    if machine is None:
+        return _one_rank(config, "CUDA devices are not measured; `penstock profile device=cuda`")
+    inputs = PlanInputs(config)
+    try:
+        models = inputs.models({})
+        workload = inputs.workload(WorkloadConfig())
+        calls = calls_of(graph, workload, models)
+    except (ConfigError, PlanError) as error:
+        return _one_rank(config, str(error).splitlines()[0])
+    if not calls:
+        return _one_rank(config, f"no role of {graph.name} has a model")
+    plan = _best(config, graph, models, workload, machine)
+    threads = machine.calibration.num_threads if machine.calibration else None
+    return Choice(plan, threads, _said(graph, plan))
+
+
+def _one_rank(config: RunConfig, why: str) -> Choice:
+    plan = one_group_plan(device=config.executor.device)
+    return Choice(plan, None, f"placement: everything on one rank; nothing was planned: {why}")
+
+
+def _said(graph: Graph, plan: Plan) -> str:
+    assert plan.prediction is not None
+    return (
+        f"placement: {placement_text(graph, plan)}; {seconds_text(plan.prediction.step_time_s)} "
+        f"per step predicted ({plan.prediction.calibration})"
+    )
+
+
+def _machine(config: RunConfig) -> _Machine | None:
+    """The machine as measured, or as it is by default; None if nothing is known of its devices."""
+    kind = config.executor.device.partition(":")[0]
+    named = config.calibration is not None
+    file = Path(config.calibration or Path(config.runs) / CALIBRATION)
+    if named or file.is_file():
+        calibration = Calibration.read(file)
+        if calibration.device == kind:
+            return _Machine(calibration.cluster, calibration)
+        if named:
+            raise ConfigError(
+                f"'calibration': {file} is of '{calibration.device}' devices, but "
+                f"'executor.device' is '{config.executor.device}'\n"
+                f"    measure them: penstock profile device={kind} output=FILE"
+            )
+    return _Machine(analytic_cpus(), None) if kind == "cpu" else None
+
+
+def _best(
+    config: RunConfig,
+    graph: Graph,
+    models: Mapping[str, ModelShape | None],
+    workload: Workload,
+    machine: _Machine,
+) -> Plan:
+    """The fastest plan over all devices, half of them, a quarter, ... and one.
+
+    Raises:
+        PlanError: If none fits; of the refusals that of all devices.
+    """
+    items = train_items(graph, config.algorithm.per_step)
+    engines = {n.name: runs_on(config, graph, n) for n in graph.nodes if n.role is not None}
+    pins = Pins(allows=_CanRun(items, workload, engines))
+    found: list[Plan] = []
+    refused: list[PlanError] = []
+    sizes = _halvings(machine.cluster.num_devices)
+    until_s = time.monotonic() + _DEADLINE_S
+    for left, size in zip(range(len(sizes), 0, -1), sizes, strict=True):
+        try:
+            plan = plan_step(
+                graph,
+                models,
+                _part(machine.cluster, size),
+                workload,
+                max_lag=config.schedule.max_lag,
+                constants=machine.constants(models),
+                engine="any" if config.engine.kind == "fsdp" else config.engine.kind,
+                pins=pins,
+                deadline_s=max(0.5, (until_s - time.monotonic()) / left),
+            )
+        except PlanError as error:
+            refused.append(error)
+        else:
+            found.append(plan)
+    if not found:
+        raise refused[0]
+    best = min(found, key=_step_time_s)
+    ranks = [group.device_group.num_ranks for group in divided(best, graph, config).groups]
+    chunks = lcm(*ranks) // max(ranks)
+    return best.model_copy(update={"cluster": machine.cluster, "chunks_per_rank": chunks})
+
+
+def _step_time_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_time_s
+
+
+def _halvings(number: int) -> list[int]:
+    sizes = [number]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def _part(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
+    """The first devices of a cluster that is one node."""
+    (node,) = cluster.node_groups
+    smaller = node.model_copy(update={"num_nodes": 1, "devices_per_node": num_devices})
+    return cluster.model_copy(update={"node_groups": (smaller,)})
+
+
+@dataclass(frozen=True)
+class _CanRun:
+    """Whether a step's prompts divide by the ranks that would share them, in a layout that runs.
+
+    Attributes:
+        items: Train node -> what its ranks must divide.
+        workload: Of the step.
+        engines: Call -> engine.
+    """
+
+    items: Mapping[str, int]
+    workload: Workload
+    engines: Mapping[str, str]
+
+    def __call__(self, unit: str, option: Option) -> bool:
+        del unit
+        return all(
+            self.items.get(name, layout.dp) % layout.dp == 0
+            and layout.dp <= self.workload.num_prompts
+            and not_run(layout, self.engines[name]) is None
+            and not layout.checkpointing
+            for name, layout in option.layouts.items()
+        )

@@ -1,0 +1,122 @@
+"""The cluster of a plan, from the configuration: presets by name, equal nodes or groups of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from ...configs.plan_schema import ClusterConfig
+from ...configs.validate import nearest_key
+from ...dataflow.errors import ConfigError
+from ...planner.inputs.cluster import ClusterSpec, NodeGroup
+from ..cli.hydra_app import CONFIGS
+
+__all__ = ["MEASURED", "cluster_spec", "named_devices", "option_file", "options_of"]
+
+MEASURED = "measured"
+"""The cluster that a calibration file describes."""
+
+
+def options_of(group: str) -> list[str]:
+    """The options of a configuration group."""
+    names = (entry.name for entry in files(CONFIGS).joinpath(group).iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+def option_file(group: str, option: str) -> dict[str, Any]:
+    """The keys of an option as its file has them, nothing resolved."""
+    text = files(CONFIGS).joinpath(group, f"{option}.yaml").read_text()
+    data: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    return data
+
+
+def named_devices(section: Any) -> Any:
+    """The composed section `cluster` with devices in place of their names.
+
+    Raises:
+        ConfigError: If a name is no cluster with one kind of device.
+    """
+    if not isinstance(section, Mapping):
+        return section
+    data = _named(section, "cluster")
+    groups = data.get("node_groups")
+    if isinstance(groups, list):
+        data["node_groups"] = [
+            _named(group, f"cluster.node_groups.{i}") if isinstance(group, Mapping) else group
+            for i, group in enumerate(groups)
+        ]
+    return data
+
+
+def _named(section: Mapping[str, Any], at: str) -> dict[str, Any]:
+    data = dict(section)
+    name = data.get("device")
+    if not isinstance(name, str):
+        return data
+    presets = {
+        option: preset
+        for option in options_of("cluster")
+        if isinstance((preset := option_file("cluster", option)).get("device"), Mapping)
+    }
+    if name not in presets:
+        raise ConfigError(
+            f"'{at}.device': there is no device '{name}'{nearest_key(name, presets)}\n"
+            f"    known devices are: {', '.join(presets)}; for another one give its keys "
+            "(name, memory_bytes, flops_per_s, memory_bytes_per_s, host_bytes_per_s)"
+        )
+    data["device"] = presets[name]["device"]
+    data["within"] = data.get("within") or presets[name]["within"]
+    return data
+
+
+def cluster_spec(config: ClusterConfig, measured: ClusterSpec | None = None) -> ClusterSpec:
+    """The cluster that a validated section describes.
+
+    Args:
+        config: The section.
+        measured: The cluster of the calibration file, if there is one: that is `cluster=measured`.
+
+    Raises:
+        ConfigError: If it says both or neither of equal nodes and groups of nodes.
+    """
+    if config == ClusterConfig(name=MEASURED):
+        if measured is None:
+            raise ConfigError(
+                "'cluster' is 'measured', but no measurement is given\n    give the file that "
+                "`penstock profile` wrote: plan.calibration=runs/calibration.json"
+            )
+        return measured
+    if config.node_groups:
+        if config.device is not None:
+            raise ConfigError(
+                "'cluster' has both a device and node_groups\n"
+                "    for a mixed cluster give node_groups alone: cluster=mixed is an example"
+            )
+        groups = tuple(config.node_groups)
+    elif config.device is None or config.within is None:
+        missing = "device" if config.device is None else "within"
+        raise ConfigError(
+            f"'cluster.{missing}' is missing\n    choose a cluster (cluster=h100), or describe "
+            "one: num_nodes, devices_per_node, device, within and between"
+        )
+    else:
+        groups = (
+            NodeGroup(
+                num_nodes=config.num_nodes,
+                devices_per_node=config.devices_per_node,
+                device=config.device,
+                within=config.within,
+            ),
+        )
+    between = config.between
+    if between is None:
+        if sum(group.num_nodes for group in groups) > 1:
+            raise ConfigError(
+                "'cluster.between' is missing, but the cluster has several nodes\n"
+                "    say how they are connected: bytes_per_s and latency_s"
+            )
+        between = groups[0].within  # never used: there is one node
+    return ClusterSpec(name=config.name, node_groups=groups, between=between)

@@ -1,0 +1,167 @@
+"""From a plan's groups to groups of processes: one for every engine and division of a model.
+
+A plan may give the calls of one group different layouts, and another engine generates than trains.
+A process runs one engine in one layout. So such a group becomes several, on the same devices, and
+they take turns on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...algorithms.roles.language import Policy
+from ...configs.schema import RunConfig
+from ...dataflow.errors import PlanError
+from ...dataflow.graph.graph import Graph, Node, NodeKind
+from ...planner.inputs.layout import Layout
+from ...planner.plan.plan import GroupPlan, Plan
+
+__all__ = ["check_layouts", "divided", "not_run", "runs_on"]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a process must be to run a call.
+
+    Attributes:
+        engine: "train", or for generation by another engine the role, because a process has at
+            most one vLLM.
+        tensor_parallel: Processes that share matrices.
+        pipeline_parallel: Stages.
+    """
+
+    engine: str
+    tensor_parallel: int
+    pipeline_parallel: int
+
+    def name(self, group: str, beside: Sequence[_Kind]) -> str:
+        """What the group of these processes is called, the first of several keeping the name."""
+        if self == beside[0]:
+            return group
+        sizes = f"tp{self.tensor_parallel}pp{self.pipeline_parallel}"
+        if self.engine == "train":
+            return f"{group}-{sizes}"
+        alone = len({kind.engine for kind in beside} - {"train"}) == 1
+        return f"{group}-rollout" if alone else f"{group}-{self.engine}-rollout"
+
+
+def runs_on(config: RunConfig, graph: Graph, node: Node) -> str:
+    """The engine that runs a call: "torch", "fsdp", "megatron" or "vllm"."""
+    return config.rollout.kind if _apart(config, graph, node) else config.engine.kind
+
+
+def _apart(config: RunConfig, graph: Graph, node: Node) -> bool:
+    """Whether another engine than the one that trains generates here."""
+    policy = node.role is not None and issubclass(graph.roles[node.role], Policy)
+    return config.rollout.kind != "same" and node.kind is NodeKind.ROLLOUT and policy
+
+
+def not_run(layout: Layout, engine: str) -> str | None:
+    """Why an engine cannot run a layout; None if it can."""
+    if engine == "torch":
+        alone = layout.num_devices == layout.dp and not layout.zero
+        plain = alone and layout.ep == 1 and not layout.offload
+        return None if plain else "the torch engine runs data-parallel only"
+    if engine == "fsdp":
+        return "plans say nothing of how engine=fsdp divides a model"
+    if layout.cp > 1 or layout.ep > 1 or layout.offload:
+        return f"engine '{engine}' has no cp, ep and offload"
+    if engine == "vllm":
+        return "vLLM has no pipeline stages here" if layout.pp > 1 else None
+    return "Megatron shares no more than the optimizer's state" if layout.zero > 1 else None
+
+
+def check_layouts(plan: Plan, graph: Graph, config: RunConfig, where: str) -> None:
+    """Refuse layouts that the engines do not run.
+
+    Raises:
+        PlanError: Naming the node; `where` begins the message.
+    """
+    for node in graph.nodes:
+        layout = plan.layouts.get(node.name)
+        engine = runs_on(config, graph, node)
+        problem = None if layout is None else not_run(layout, engine)
+        if problem is not None:
+            mend = f"plan for it: plan.engine={engine}"
+            if engine != "torch":
+                mend = f"pin its layout (plan.pins.layouts.{node.name})"
+            raise PlanError(
+                f"{where}: node '{node.name}' has layout {layout}, but {problem}\n    {mend}"
+            )
+
+
+def divided(plan: Plan, graph: Graph, config: RunConfig) -> Plan:
+    """The plan with a group for every kind of process.
+
+    The first kind of a group, the one that trains if there is any, keeps its name and whatever
+    does not say what it needs. Groups that nothing is to be divided in stay as they are.
+    """
+    groups: list[GroupPlan] = []
+    nodes = dict(plan.nodes)
+    free = 1 + max((d for group in plan.groups for d in group.devices), default=-1)
+    for group in plan.groups:
+        kinds = {n.name: _kind(n, group, plan, graph, config) for n in _of(plan, graph, group)}
+        every = _in_order(graph, kinds)
+        if len(every) < 2:
+            groups.append(_sized(group, every[0]) if every else group)
+            continue
+        devices = group.devices or tuple(range(free, free + group.num_ranks))
+        free = max(free, max(devices) + 1)
+        shared = group.model_copy(update={"devices": devices})
+        names = {kind: kind.name(group.name, every) for kind in every}
+        groups += [_sized(shared, kind, names[kind]) for kind in every]
+        nodes |= {name: names[kind or every[0]] for name, kind in kinds.items()}
+    if tuple(groups) == plan.groups:
+        return plan
+    default = plan.default_group or plan.groups[0].name
+    return Plan.model_validate(
+        {**dict(plan), "groups": tuple(groups), "nodes": nodes, "default_group": default}
+    )
+
+
+def _of(plan: Plan, graph: Graph, group: GroupPlan) -> list[Node]:
+    return [
+        node
+        for node in graph.nodes
+        if node.kind is not NodeKind.SOURCE and plan.group_of(node) == group.name
+    ]
+
+
+def _kind(
+    node: Node, group: GroupPlan, plan: Plan, graph: Graph, config: RunConfig
+) -> _Kind | None:
+    """What a node needs; None if any process will do."""
+    apart = _apart(config, graph, node)
+    layout = plan.layouts.get(node.name)
+    if layout is None and not apart and not _trains(node, graph, config):
+        return None
+    sizes = (group.tensor_parallel, group.pipeline_parallel)
+    if layout is not None:
+        sizes = (layout.tp, layout.pp)
+    return _Kind(node.role or "" if apart else "train", *sizes)
+
+
+def _trains(node: Node, graph: Graph, config: RunConfig) -> bool:
+    """Whether a node needs the engine that trains: also to evaluate what another generates with."""
+    return node.kind is NodeKind.TRAIN or any(
+        other.role == node.role and _apart(config, graph, other) for other in graph.nodes
+    )
+
+
+def _in_order(graph: Graph, kinds: dict[str, _Kind | None]) -> list[_Kind]:
+    """The kinds of a group: first that of its first train call, then in program order."""
+    trained = [kinds[n.name] for n in graph.nodes if n.kind is NodeKind.TRAIN and n.name in kinds]
+    return [kind for kind in dict.fromkeys([*trained, *kinds.values()]) if kind is not None]
+
+
+def _sized(group: GroupPlan, kind: _Kind, name: str = "") -> GroupPlan:
+    """The group as processes of one kind."""
+    return GroupPlan.model_validate(
+        {
+            **dict(group),
+            "name": name or group.name,
+            "tensor_parallel": kind.tensor_parallel,
+            "pipeline_parallel": kind.pipeline_parallel,
+        }
+    )

@@ -1,0 +1,71 @@
+"""The machine this process runs on: its cores, its memory, its name, and what is taken of it.
+
+A device of a plan for a CPU is what one rank has: some cores and its share of the memory.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import psutil
+
+from ...configs.plan_schema import ClusterConfig
+from ...configs.validate import validated
+from ...planner.inputs.cluster import ClusterSpec
+from .cluster_inputs import cluster_spec, option_file
+
+__all__ = ["analytic_cpus", "default_ranks", "machine_name", "num_cores", "threads_of"]
+
+_MOST_RANKS = 8
+"""More ranks than this are not started unless they are asked for; each takes memory of its own."""
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def default_ranks(device: str) -> int:
+    """Ranks of this machine: one per CUDA device, or one per core up to eight."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.device_count()
+    return min(num_cores(), _MOST_RANKS)
+
+
+def threads_of(num_ranks: int) -> int:
+    """Torch threads of each rank, if the cores are shared out evenly."""
+    return max(1, num_cores() // num_ranks)
+
+
+def machine_name(device: str = "cpu") -> str:
+    """What ran: the processor or the CUDA device, for people."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def analytic_cpus() -> ClusterSpec:
+    """This machine's cores as `cluster=cpu` describes them: nothing is measured."""
+    preset = cluster_spec(validated(ClusterConfig, option_file("cluster", "cpu"), "cluster"))
+    ranks = default_ranks("cpu")
+    node = preset.node_groups[0]
+    threads = threads_of(ranks)
+    device = node.device.model_copy(
+        update={
+            "memory_bytes": psutil.virtual_memory().total // ranks,
+            "flops_per_s": {k: threads * rate for k, rate in node.device.flops_per_s.items()},
+        }
+    )
+    own = node.model_copy(update={"devices_per_node": ranks, "device": device})
+    return preset.model_copy(update={"name": "this machine", "node_groups": (own,)})

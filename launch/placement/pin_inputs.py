@@ -1,0 +1,168 @@
+"""Pinned parts of a plan, from the configuration, checked before any search begins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from ...configs.plan_schema import PinsConfig
+from ...configs.validate import nearest_key, validated
+from ...dataflow.errors import ConfigError, PlanError
+from ...planner.formatting import ranges_text
+from ...planner.inputs.calls import Call
+from ...planner.inputs.cluster import ClusterSpec
+from ...planner.inputs.layout import Layout, check_layout
+from ...planner.search.pins import Pins
+
+__all__ = ["flat_layouts", "pins_of"]
+
+_SIZES = ("tp", "pp", "dp", "cp")
+_RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
+
+
+def flat_layouts(section: Any) -> Any:
+    """The composed section `plan.pins.layouts` with node names as keys.
+
+    A name has a dot, which the command line takes for a step down:
+    `plan.pins.layouts.actor.train.tp=8` arrives as `{actor: {train: {tp: 8}}}`.
+    """
+    if not isinstance(section, Mapping):
+        return section
+    flat: dict[str, Any] = {}
+    for name, value in cast("Mapping[str, Any]", section).items():
+        below: Any = value
+        if (
+            isinstance(below, Mapping)
+            and below
+            and all(isinstance(v, Mapping) for v in below.values())
+        ):
+            flat |= {f"{name}.{method}": fields for method, fields in below.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def pins_of(config: PinsConfig, calls: Sequence[Call], cluster: ClusterSpec) -> Pins:
+    """The pins, typed.
+
+    Args:
+        config: The section `plan.pins`.
+        calls: The step's calls.
+        cluster: What the plan is for.
+
+    Raises:
+        ConfigError: If a pin names what is not there.
+        PlanError: If a pinned layout or mesh is none that the model and the cluster can have.
+    """
+    at = "plan.pins"
+    units = list(dict.fromkeys(call.unit for call in calls))
+    for key in ("together", "apart"):
+        for entry in getattr(config, key):
+            for unit in entry:
+                _known(unit, units, f"{at}.{key}", "unit")
+    for key in ("num_devices", "devices"):
+        for unit in getattr(config, key):
+            _known(unit, units, f"{at}.{key}", "unit")
+    devices = {
+        unit: _ids(ids, f"{at}.devices.{unit}", cluster) for unit, ids in config.devices.items()
+    }
+    sizes = {**config.num_devices, **{unit: len(ids) for unit, ids in devices.items()}}
+    layouts = {
+        name: _layout(name, fields, calls, sizes, cluster, f"{at}.layouts.{name}")
+        for name, fields in config.layouts.items()
+    }
+    pins = Pins(
+        together=tuple(map(tuple, config.together)),
+        apart=tuple(map(tuple, config.apart)),
+        num_devices=config.num_devices,
+        devices=devices,
+        layouts=layouts,
+    )
+    _check_used(pins, units, sizes, cluster, at)
+    return pins
+
+
+def _known(name: str, known: Sequence[str], at: str, what: str) -> None:
+    if name not in known:
+        raise ConfigError(
+            f"'{at}' names a {what} '{name}', which the step does not have"
+            f"{nearest_key(name, known)}\n    its {what}s are: {', '.join(known)}"
+        )
+
+
+def _ids(given: Sequence[int] | str, at: str, cluster: ClusterSpec) -> tuple[int, ...]:
+    if not isinstance(given, str):
+        ids = list(given)
+    else:
+        ids = []
+        for piece in given.split(","):
+            found = _RANGE.fullmatch(piece)
+            if found is None:
+                raise ConfigError(f"'{at}': expected ids such as \"0-7, 12\", got {given!r}")
+            ids += range(int(found[1]), int(found[2] or found[1]) + 1)
+    for device in ids:
+        if not 0 <= device < cluster.num_devices:
+            raise ConfigError(
+                f"'{at}': there is no device {device}\n    cluster '{cluster.name}' has devices 0 "
+                f"to {cluster.num_devices - 1}"
+            )
+    return tuple(ids)
+
+
+def _layout(
+    name: str,
+    fields: Mapping[str, Any],
+    calls: Sequence[Call],
+    sizes: Mapping[str, int],
+    cluster: ClusterSpec,
+    at: str,
+) -> Mapping[str, Any]:
+    """The pinned fields of one call's layout, if the model and its devices can have it."""
+    _known(name, [call.name for call in calls], "plan.pins.layouts", "node")
+    call = next(call for call in calls if call.name == name)
+    layout = validated(Layout, fields, at)
+    node_size = max(group.devices_per_node for group in cluster.node_groups)
+    check_layout(layout, call.model, node_size=node_size, where=f"'{at}'")
+    devices = sizes.get(call.unit, cluster.num_devices)
+    whole = all(size in fields for size in ("tp", "pp", "dp"))
+    used = layout.num_devices
+    if used > devices or devices % used or (whole and call.unit in sizes and used != devices):
+        product = " x ".join(f"{size} {getattr(layout, size)}" for size in _SIZES if size in fields)
+        there = f"'{call.unit}' is pinned to {devices}" if call.unit in sizes else (
+            f"cluster '{cluster.name}' has {devices}"
+        )  # fmt: skip
+        raise PlanError(
+            f"'{at}': {product} uses {used} devices, but {there}\n    a layout uses every device "
+            "of its group: choose sizes whose product is their number"
+        )
+    return dict(fields)
+
+
+def _check_used(
+    pins: Pins, units: Sequence[str], sizes: Mapping[str, int], cluster: ClusterSpec, at: str
+) -> None:
+    """Refuse pins that leave devices to nobody, however the other units are grouped."""
+    groups = _groups(pins, units)
+    counts = [max(sizes.get(unit, 0) for unit in group) for group in groups]
+    free = cluster.num_devices - sum(counts)
+    if free <= 0 or not all(counts):
+        return
+    named = {device for ids in pins.devices.values() for device in ids}
+    left = ranges_text([d for d in range(cluster.num_devices) if d not in named])
+    which = f" ({left})" if len(named) == sum(counts) else ""
+    raise PlanError(
+        f"'{at}' gives every unit its devices, {sum(counts)} in all, but cluster '{cluster.name}' "
+        f"has {cluster.num_devices}: {free}{which} would be unused\n"
+        "    pin more devices, leave a unit free, or plan for a smaller cluster"
+    )
+
+
+def _groups(pins: Pins, units: Sequence[str]) -> list[set[str]]:
+    """Units that are pinned to share a group, joined; the others alone."""
+    groups = [{unit} for unit in units]
+    for entry in pins.all_together():
+        joined = [group for group in groups if group & set(entry)]
+        groups = [group for group in groups if not group & set(entry)]
+        groups.append(set[str]().union(*joined))
+    return groups

@@ -1,0 +1,254 @@
+"""Where a run's nodes run: as the configuration says, as a plan's file says, or on one rank.
+
+What nobody has said is left to the planner; see `auto_place.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import lcm
+from pathlib import Path
+
+from ...configs.schema import RunConfig
+from ...configs.validate import nearest_key
+from ...dataflow.errors import ConfigError, PlanError
+from ...dataflow.graph.graph import Graph, NodeKind
+from ...dataflow.runtime.executor import Executor, InProcess
+from ...dataflow.runtime.placement import DeviceGroup, Placement, check_placement, follow
+from ...planner.inputs.cluster import ClusterSpec
+from ...planner.plan.plan import GroupPlan, Plan, one_group_plan
+from ..inputs.sizes import train_items
+from .divide import check_layouts, divided
+from .machine import threads_of
+
+__all__ = ["AUTO", "followed", "make_executor", "placement_of", "with_threads", "written_plan"]
+
+AUTO = "auto"
+"""As `placement`: let the planner choose."""
+
+
+def written_plan(config: RunConfig) -> Plan | None:
+    """The plan that the configuration gives, or None if the planner is to choose.
+
+    Raises:
+        ConfigError: If a group of `executor.nodes` is not one of `executor.groups`, or both groups
+            and a plan's file are given.
+        PlanError: If the plan cannot be read or is none for this executor.
+    """
+    section = config.executor
+    for name, group in section.nodes.items():
+        if group not in section.groups:
+            raise ConfigError(
+                f"'executor.nodes.{name}': there is no group '{group}'"
+                f"{nearest_key(group, section.groups)}\n"
+                f"    executor.groups has: {', '.join(section.groups) or 'none'}"
+            )
+    if section.groups:
+        return _hand_written(config)
+    if config.placement != AUTO:
+        return _from_file(Path(config.placement), config)
+    if section.kind == "in_process":
+        return one_group_plan(device=section.device)
+    if config.engine.kind == "fsdp":
+        raise ConfigError(
+            "placement=auto does not place engine=fsdp\n    say where: executor=ray_split and "
+            "executor.tensor_parallel, or engine=megatron"
+        )
+    return None
+
+
+def _hand_written(config: RunConfig) -> Plan:
+    section = config.executor
+    if config.placement != AUTO:
+        raise ConfigError(
+            f"'placement' is '{config.placement}', but there are executor.groups as well\n"
+            "    leave one of them out"
+        )
+    for key in ("tensor_parallel", "pipeline_parallel", "devices", "served"):
+        for group, size in getattr(section, key).items():
+            if group not in section.groups:
+                raise ConfigError(
+                    f"'executor.{key}.{group}': there is no group '{group}'"
+                    f"{nearest_key(group, section.groups)}\n"
+                    f"    executor.groups has: {', '.join(section.groups) or 'none'}"
+                )
+            torch_only = config.engine.kind == "torch" and config.rollout.kind != "vllm"
+            if torch_only and key.endswith("parallel") and size > 1:
+                raise ConfigError(
+                    f"'executor.{key}.{group}' is {size}, but the torch engine is data-parallel "
+                    "only\n    set engine=fsdp or engine=megatron, or 1"
+                )
+    for group, num_ranks in section.groups.items():
+        if section.kind == "in_process" and num_ranks != 1:
+            raise PlanError(
+                f"'executor.groups.{group}' is {num_ranks}, but executor=in_process has one "
+                "rank\n    set executor=ray, or 1"
+            )
+    groups = tuple(_group(config, name) for name in section.groups)
+    return Plan(groups=groups, nodes=section.nodes)
+
+
+def _group(config: RunConfig, name: str) -> GroupPlan:
+    section = config.executor
+    tensor = section.tensor_parallel.get(name, 1)
+    stages = section.pipeline_parallel.get(name, 1)
+    num_processes = section.groups[name] * tensor * stages
+    devices = section.devices.get(name, [])
+    if devices and len(devices) != num_processes:
+        raise ConfigError(
+            f"'executor.devices.{name}' names {len(devices)} devices for {num_processes} "
+            "processes\n    each has one: groups x tensor_parallel x pipeline_parallel of them"
+        )
+    return GroupPlan(
+        name=name,
+        num_ranks=num_processes,
+        device=section.device,
+        tensor_parallel=tensor,
+        pipeline_parallel=stages,
+        devices=tuple(devices),
+        served=section.served.get(name, {}),
+    )
+
+
+def _from_file(file: Path, config: RunConfig) -> Plan:
+    plan, section = Plan.read(file), config.executor
+    for group in plan.groups:
+        if section.kind == "in_process" and (len(plan.groups) > 1 or group.num_ranks > 1):
+            total = sum(group.num_ranks for group in plan.groups)
+            raise PlanError(
+                f"plan file {file} has {total} ranks, but executor=in_process has one\n"
+                "    set executor=ray"
+            )
+        if group.device.partition(":")[0] != section.device.partition(":")[0]:
+            raise PlanError(
+                f"plan file {file}: group '{group.name}' is on '{group.device}', but "
+                f"'executor.device' is '{section.device}'\n"
+                f"    set executor.device={group.device}, or plan for another cluster"
+            )
+    return plan
+
+
+def placement_of(graph: Graph, config: RunConfig, plan: Plan) -> Placement:
+    """The placement of the main stage.
+
+    Raises:
+        PlanError: If nodes, groups or layouts do not fit the graph or the engines, or a group has
+            nothing to do.
+    """
+    where = "the plan" if config.placement == AUTO else f"plan file {config.placement}"
+    check_layouts(plan, graph, config, where)
+    placement = divided(plan, graph, config).placement(graph)
+    idle = _idle(graph, placement)
+    if idle and config.executor.groups:
+        raise PlanError(
+            f"'executor.groups.{idle[0]}' would have nothing to do in {graph.name}\n"
+            f"    give it nodes: executor.nodes.NODE={idle[0]}, or leave it out"
+        )
+    if idle:
+        raise PlanError(
+            f"group '{idle[0]}' of the plan would have nothing to do in {graph.name}\n"
+            "    plan again for this algorithm, or leave the group out"
+        )
+    return placement
+
+
+def _idle(graph: Graph, placement: Placement) -> list[str]:
+    used = _used(graph, placement)
+    return [group.name for group in placement.groups if group.name not in used]
+
+
+def _used(graph: Graph, placement: Placement) -> set[str]:
+    """Groups that have something to do."""
+    nodes = {placement.nodes[n.name] for n in graph.nodes if n.kind is not NodeKind.SOURCE}
+    return nodes | {server for _, server in placement.serving(graph)}
+
+
+def followed(
+    graph: Graph,
+    main: Graph,
+    placement: Placement,
+    per_step: Mapping[str, int],
+    *,
+    keep_ranks: bool,
+) -> Placement:
+    """The placement of an earlier stage: its roles run where the main stage has them.
+
+    Groups that would stay idle are not started.
+
+    Args:
+        graph: The earlier stage's.
+        main: The main stage's graph.
+        placement: And its placement.
+        per_step: Items that a step of the earlier stage takes of each table.
+        keep_ranks: Whether a group keeps all of its ranks. Otherwise, where they do not divide what
+            a step trains on, it has the most that do.
+    """
+    whole = follow(graph, main, placement)
+    items = train_items(graph, per_step)
+    used = _used(graph, whole)
+    groups: list[DeviceGroup] = []
+    for group in whole.groups:
+        if group.name not in used:
+            continue
+        shared = [n for name, n in items.items() if whole.nodes[name] == group.name]
+        ranks = group.num_ranks
+        while not keep_ranks and any(number % ranks for number in shared):
+            ranks -= 1
+        groups.append(group.with_ranks(ranks))
+    made = Placement(tuple(groups), whole.nodes, lcm(*(group.num_ranks for group in groups)))
+    check_placement(graph, made)
+    return made
+
+
+def with_threads(config: RunConfig, plan: Plan, measured: int | None = None) -> RunConfig:
+    """The configuration with the threads that each rank of a plan has, where none are given.
+
+    A plan for some CPUs takes each of its devices for an equal share of the cores, because ranks of
+    all groups work at the same time.
+
+    Args:
+        config: The run's configuration.
+        plan: Where its main stage runs.
+        measured: Threads of a rank when the plan's devices were measured, if they were.
+    """
+    section, cluster = config.executor, plan.cluster
+    given = section.num_threads is not None or section.groups or section.kind != "ray"
+    if given or section.device != "cpu" or not isinstance(cluster, ClusterSpec):
+        return config
+    threads = measured or threads_of(cluster.num_devices)
+    executor = section.model_copy(update={"num_threads": threads})
+    return config.model_copy(update={"executor": executor})
+
+
+def make_executor(config: RunConfig) -> Executor:
+    """The executor that the configuration names.
+
+    Raises:
+        ConfigError: If Ray or the device is not there.
+    """
+    section = config.executor
+    if section.device.startswith("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"'executor.device' is '{section.device}', but torch finds no CUDA device here\n"
+                "    set executor.device=cpu"
+            )
+    if section.kind == "in_process":
+        if section.transport != "object_store":
+            raise ConfigError(
+                f"'executor.transport' is '{section.transport}', but in one process no weights "
+                "travel\n    set executor=ray, or leave it out"
+            )
+        return InProcess()
+    try:
+        from ...workers.executors.on_ray.executor import RayExecutor
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError(
+            "executor=ray needs the package ray, which is not installed\n"
+            "    install penstock[ray], or set executor=in_process"
+        ) from error
+    return RayExecutor(num_threads=section.num_threads, transport=section.transport)

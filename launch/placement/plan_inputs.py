@@ -1,0 +1,217 @@
+"""What the planner needs, from the configuration of a run: shapes of models, and lengths.
+
+Nothing is built: the step is recorded with stand-ins, and a model is the shape its config
+describes. A tokenizer is made only if a model's vocabulary or the task's prompts are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ...algorithms.roles.language import PreferencePairs, Reward, RewardModel, Sampling
+from ...configs.plan_schema import WorkloadConfig
+from ...configs.schema import ModelConfig, RoleConfig, RunConfig
+from ...configs.validate import nearest_key
+from ...dataflow.errors import ConfigError
+from ...dataflow.graph.graph import Constant, Graph, NodeKind
+from ...planner.inputs.model_shape import ModelShape, shape_of
+from ...planner.inputs.workload import Lengths, Workload
+from ..inputs.data import Data, load_data
+from ..stages.stages import record
+from .cluster_inputs import option_file, options_of
+
+__all__ = ["PlanInputs"]
+
+_PROMPTS_MEASURED = 2000
+"""Training prompts whose lengths stand for all."""
+
+_NO_ROLE = RoleConfig()
+
+
+class PlanInputs:
+    """The main algorithm of a run as the planner sees it.
+
+    Args:
+        config: The run's configuration.
+        model_name: What tables call the run's model.
+
+    Raises:
+        ConfigError: If the step or its cfg cannot be used.
+        FlowError: If the step is no valid graph.
+    """
+
+    def __init__(self, config: RunConfig, model_name: str = "") -> None:
+        self._config, self._model_name = config, model_name
+        self.graph: Graph = record(config.algorithm, "algorithm")
+
+    @cached_property
+    def _data(self) -> Data:
+        return load_data(self._config)
+
+    def models(self, given: Mapping[str, str | None]) -> dict[str, ModelShape | None]:
+        """Role -> shape; None for a role without a model.
+
+        Args:
+            given: What `plan.models` says.
+
+        Raises:
+            ConfigError: If a role or a model is unknown.
+            PlanError: If a model is of a family whose shape is not known.
+        """
+        for role in given:
+            if role not in self.graph.roles:
+                raise ConfigError(
+                    f"'plan.models' names a role '{role}', which {self.graph.name} does not have"
+                    f"{nearest_key(role, self.graph.roles)}\n"
+                    f"    its roles are: {', '.join(self.graph.roles)}"
+                )
+        return {role: self._model(role, given) for role in self.graph.roles}
+
+    def _model(self, role: str, given: Mapping[str, str | None]) -> ModelShape | None:
+        if role in given:
+            name = given[role]
+            return None if name is None else self._named(role, name)
+        if not self._has_model(role):
+            return None
+        start = (self._config.algorithm.roles.get(role) or _NO_ROLE).start
+        if start is not None and (Path(start) / "config.json").is_file():
+            return self._in_folder(Path(start))
+        return self._shape(self._config.model, self._model_name)
+
+    def _has_model(self, role: str) -> bool:
+        """Whether somebody with a model plays the role: a rule has none."""
+        contract = self.graph.roles[role]
+        section = self._config.algorithm.roles.get(role) or _NO_ROLE
+        if section.worker is not None and section.worker in ("policy", "value", "reward_model"):
+            return True
+        if section.worker is not None:
+            return section.worker != "rule" and not issubclass(contract, Reward)
+        if contract is Reward:
+            return section.start is not None or self._learns_reward
+        return contract.model_head is not None
+
+    @cached_property
+    def _learns_reward(self) -> bool:
+        """Whether an earlier stage trains a reward model."""
+        for name, before in self._config.algorithm.before.items():
+            graph = record(before, f"algorithm.before.{name}")
+            if any(issubclass(graph.roles[role], RewardModel) for role in graph.trains_per_step):
+                return True
+        return False
+
+    def _named(self, role: str, name: str) -> ModelShape:
+        if (Path(name) / "config.json").is_file():
+            return self._in_folder(Path(name))
+        known = options_of("model")
+        if name not in known or name == "folder":
+            raise ConfigError(
+                f"'plan.models.{role}': there is no model '{name}'{nearest_key(name, known)}\n"
+                f"    give one of {', '.join(option for option in known if option != 'folder')}, "
+                "or a folder with a config.json"
+            )
+        preset = option_file("model", name)
+        section = ModelConfig(
+            architecture=preset["architecture"], dtype=preset.get("dtype", "float32")
+        )
+        return self._shape(section, name)
+
+    def _in_folder(self, folder: Path) -> ModelShape:
+        dtype = self._config.model.dtype
+        return self._shape(ModelConfig(folder=str(folder), dtype=dtype), folder.name)
+
+    def _shape(self, section: ModelConfig, name: str) -> ModelShape:
+        architecture: dict[str, Any] = dict(section.architecture)
+        if section.folder is not None:
+            architecture = _config_json(Path(section.folder))
+        if not architecture:
+            raise ConfigError(
+                "'model' has neither a folder nor an architecture\n"
+                "    choose one: model=llama-7b, or model=folder model.folder=PATH"
+            )
+        sizes = architecture.get("vocab_size")
+        vocab_size = self._data.tokenizer.vocab_size if sizes is None else None
+        return shape_of(architecture, name=name, vocab_size=vocab_size, dtype=section.dtype)
+
+    def workload(self, section: WorkloadConfig) -> Workload:
+        """How much one step computes.
+
+        Raises:
+            ConfigError: If the configuration does not say how many prompts a step takes, or how
+                long they are.
+        """
+        table = next(iter(self.graph.sources))
+        num_prompts = section.num_prompts or self._config.algorithm.per_step.get(table)
+        if num_prompts is None:
+            raise ConfigError(
+                f"'algorithm.per_step.{table}' is missing: how many items of '{table}' one step "
+                "takes\n    give it, or workload.num_prompts"
+            )
+        return Workload(
+            num_prompts=num_prompts,
+            samples_per_prompt=section.samples_per_prompt or self._samples(table),
+            prompt=self._prompt(section),
+            response=self._response(section),
+            updates_per_train=section.updates_per_train,
+            passes_per_train=section.passes_per_train,
+        )
+
+    def _samples(self, table: str) -> int:
+        if self.graph.sources[table] is PreferencePairs:
+            return 2
+        sampling = self._sampling
+        return 1 if sampling is None else sampling.num_samples
+
+    @cached_property
+    def _sampling(self) -> Sampling | None:
+        given = [
+            argument.value
+            for node in self.graph.nodes
+            for _, argument in node.arguments
+            if node.kind is NodeKind.ROLLOUT and isinstance(argument, Constant)
+        ]
+        return next((value for value in given if isinstance(value, Sampling)), None)
+
+    def _response(self, section: WorkloadConfig) -> Lengths:
+        if section.response is not None:
+            return _lengths(section.response)
+        sampling = self._sampling
+        longest = self._config.task.max_response_tokens
+        return Lengths.constant(longest if sampling is None else sampling.max_new_tokens)
+
+    def _prompt(self, section: WorkloadConfig) -> Lengths:
+        """As configured, or as long as the prompts of the task's training problems are."""
+        if section.prompt is not None:
+            return _lengths(section.prompt)
+        task, tokenizer = self._data.task, self._data.tokenizer
+        texts = [task.prompt_text(index) for index in task.train[:_PROMPTS_MEASURED]]
+        longest = self._config.task.max_prompt_tokens or math.inf
+        counts = Counter(len(tokens) for tokens in tokenizer.encode_many(texts))
+        lengths = sorted(length for length in counts if 0 < length <= longest)
+        if not lengths:
+            raise ConfigError(
+                f"none of the first {len(texts)} prompts of task '{task.task_id}' can be used, so "
+                "their lengths are not known\n    give them: workload.prompt=1024"
+            )
+        weights = tuple(float(counts[length]) for length in lengths)
+        return Lengths(tokens=tuple(lengths), weights=weights)
+
+
+def _lengths(given: Lengths | int) -> Lengths:
+    return Lengths.constant(given) if isinstance(given, int) else given
+
+
+def _config_json(folder: Path) -> dict[str, Any]:
+    try:
+        data: Any = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"'{folder / 'config.json'}' cannot be read: {error}\n"
+            "    give a local folder that save_pretrained wrote"
+        ) from error
+    return data

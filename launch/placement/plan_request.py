@@ -1,0 +1,198 @@
+"""What is asked of the planner, from a composed configuration: everything typed and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ...configs.plan_schema import PlanConfig
+from ...configs.validate import validated
+from ...dataflow.errors import ConfigError, FlowError
+from ...dataflow.graph.check import check_lag
+from ...dataflow.graph.graph import Graph
+from ...planner.cost.calibration import Calibration
+from ...planner.cost.constants import Constants, default_constants
+from ...planner.inputs.calls import calls_of
+from ...planner.inputs.cluster import ClusterSpec
+from ...planner.inputs.layout import Engine
+from ...planner.inputs.model_shape import ModelShape
+from ...planner.inputs.workload import Workload
+from ...planner.plan.plan import Plan
+from ...planner.plan.planner import plan_step
+from ...planner.search.pins import Pins
+from ..inputs.compose import run_config
+from .cluster_inputs import cluster_spec, named_devices
+from .pin_inputs import flat_layouts, pins_of
+from .plan_inputs import PlanInputs
+
+__all__ = ["SECTIONS", "PlanRequest", "plan_request"]
+
+SECTIONS = ("cluster", "workload", "plan")
+"""Keys that a plan has and a run has not."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A question to the planner.
+
+    Attributes:
+        graph: The recorded step.
+        models: Role -> shape, or None for a role without a model.
+        cluster: Where it is to run.
+        workload: How much one step computes.
+        lags: Schedules to compare.
+        refused_lags: Lag -> why the step cannot have it, of those that were to be compared.
+        constants: Of the model of time.
+        engine: Which engine the layouts must suit.
+        pins: Parts that are fixed.
+        deadline_s: When to stop.
+        tp_across_nodes: Allow tensor parallelism over the network.
+        max_cp: Most ranks that share a sequence.
+    """
+
+    graph: Graph
+    models: Mapping[str, ModelShape | None]
+    cluster: ClusterSpec
+    workload: Workload
+    lags: tuple[int, ...]
+    refused_lags: Mapping[int, str]
+    constants: Constants
+    engine: Engine
+    pins: Pins
+    deadline_s: float | None
+    tp_across_nodes: bool = False
+    max_cp: int = 1
+
+    def plan(self) -> Plan:
+        """Search.
+
+        Raises:
+            PlanError: If no plan fits.
+        """
+        return plan_step(
+            self.graph,
+            self.models,
+            self.cluster,
+            self.workload,
+            max_lag=self.lags,
+            constants=self.constants,
+            engine=self.engine,
+            pins=self.pins,
+            deadline_s=self.deadline_s,
+            tp_across_nodes=self.tp_across_nodes,
+            max_cp=self.max_cp,
+        )
+
+
+def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanRequest:
+    """The question that a composition of `configs/plan.yaml` asks, less its outputs.
+
+    Args:
+        composed: As Hydra composed it.
+        model_name: What tables call the run's model.
+
+    Raises:
+        ConfigError: For whatever is unknown, missing or out of range.
+        FlowError: If the step is no valid graph, or its loss cannot correct for the lag.
+        PlanError: If a model's shape or a pin is none that can be planned for.
+    """
+    run, own = _split(composed)
+    config = run_config(run)
+    asked = validated(PlanConfig, own)
+    options = asked.plan
+    inputs = PlanInputs(config, model_name)
+    models = inputs.models(options.models)
+    if not any(models.values()):
+        raise ConfigError(
+            f"'{inputs.graph.name}' has no role with a language model, and the planner knows the "
+            "memory and time of no other\n    place its nodes by hand: placement=PLAN.json, or "
+            "executor.groups and executor.nodes; or say what a role computes: plan.models.ROLE"
+        )
+    file = options.calibration
+    calibration = None if file is None else Calibration.read(Path(file))
+    cluster = cluster_spec(asked.cluster, calibration and calibration.cluster)
+    _check_dtypes(models, options.models, cluster)
+    workload = inputs.workload(asked.workload)
+    lags, refused = (config.schedule.max_lag,), dict[int, str]()
+    if _is_auto(composed):
+        lags, refused = _allowed(inputs.graph, options.lags)
+    else:
+        check_lag(inputs.graph, config.schedule.max_lag)
+    return PlanRequest(
+        graph=inputs.graph,
+        models=models,
+        cluster=cluster,
+        workload=workload,
+        lags=lags,
+        refused_lags=refused,
+        constants=default_constants(cluster)
+        if calibration is None
+        else calibration.constants_for(models.values()),
+        engine=options.engine,
+        pins=pins_of(options.pins, calls_of(inputs.graph, workload, models), cluster),
+        deadline_s=options.deadline_s,
+        tp_across_nodes=options.tp_across_nodes,
+        max_cp=options.max_cp,
+    )
+
+
+def _check_dtypes(
+    models: Mapping[str, ModelShape | None], named: Mapping[str, str | None], cluster: ClusterSpec
+) -> None:
+    """Refuse a model in a dtype for which a device has no rate, before the search meets it.
+
+    Raises:
+        ConfigError: Naming the model's key, and what to set.
+    """
+    devices = [group.device for group in cluster.node_groups]
+    for role, model in models.items():
+        for device in devices if model is not None else ():
+            if model is None or model.dtype in device.flops_per_s:
+                continue
+            known = ", ".join(device.flops_per_s)
+            if named.get(role) is None:
+                key, mend = "model", f"set model.dtype={next(iter(device.flops_per_s))}"
+                mend += ", or choose model=tiny" if "float32" in device.flops_per_s else ""
+            else:
+                key, mend = f"plan.models.{role}", f"choose a model in {known}"
+            raise ConfigError(
+                f"'{key}': {model.name or 'the model'} of role '{role}' computes in {model.dtype}, "
+                f"but device '{device.name}' of cluster '{cluster.name}' has flops_per_s for "
+                f"{known} only\n    {mend}; or plan for another cluster"
+            )
+
+
+def _split(composed: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of a run, and those of the plan alone with names and dots taken care of."""
+    run = {key: value for key, value in composed.items() if key not in SECTIONS}
+    own = {key: value for key, value in composed.items() if key in SECTIONS}
+    if _is_auto(run):
+        run["schedule"] = {**run["schedule"], "max_lag": 0}
+    if "cluster" in own:
+        own["cluster"] = named_devices(own["cluster"])
+    plan: Any = own.get("plan")
+    if isinstance(plan, Mapping):
+        options = dict(cast("Mapping[str, Any]", plan))
+        pins: Any = options.get("pins")
+        if isinstance(pins, Mapping) and "layouts" in pins:
+            options["pins"] = {**pins, "layouts": flat_layouts(pins["layouts"])}
+        own["plan"] = options
+    return run, own
+
+
+def _is_auto(composed: Mapping[str, Any]) -> bool:
+    schedule = composed.get("schedule")
+    return isinstance(schedule, Mapping) and schedule.get("max_lag") == "auto"
+
+
+def _allowed(graph: Graph, lags: list[int]) -> tuple[tuple[int, ...], dict[int, str]]:
+    """The lags that the step's losses can correct for, and why not the others."""
+    refused: dict[int, str] = {}
+    for lag in lags:
+        try:
+            check_lag(graph, lag)
+        except FlowError as error:
+            refused[lag] = error.what
+    return tuple(lag for lag in dict.fromkeys(lags) if lag not in refused) or (0,), refused

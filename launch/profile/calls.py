@@ -1,0 +1,162 @@
+"""The calls that `penstock profile` times: what the planner is asked about, and what is run.
+
+A policy generates, evaluates and trains, at several widths. Every call is described once: as a
+`Call`, the model of time predicts it; as work for a policy, a rank carries it out. Prompts differ
+from row to row, because equal ones would be computed once, and no response ends early, because the
+token that would end it does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from ...algorithms.losses import ClippedPolicyLoss
+from ...algorithms.roles.language import PolicyBatch, Sampling
+from ...dataflow.runtime.call_context import call_scope
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ...planner.cost.calibration_fit import Timed
+from ...planner.inputs.calls import Call, CallKind
+from ...planner.inputs.model_shape import ModelShape, shape_of
+from ...planner.inputs.workload import Lengths
+from ...workers.engines.torch_engine.policy import TorchPolicy, TorchPolicySpec
+from ...workers.models.spec import ModelSpec
+from ...workers.training.optimizer import OptimizerSpec
+
+__all__ = ["MICRO_BATCH_TOKENS", "ProfileCall", "architecture", "calls_of_width", "make_policy"]
+
+MICRO_BATCH_TOKENS = 4096
+"""Tokens that a worker computes at once, unless its options say otherwise."""
+
+_VOCABULARY = 64
+_LAYERS = 4
+_TOKENS = 32
+"""Of a prompt, and of a response."""
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class ProfileCall(BaseModel):
+    """One call of a policy."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    kind: CallKind
+    """What the policy does."""
+    width: AtLeastOne
+    """Its hidden size."""
+    rows: AtLeastOne
+    """Prompts, with one response each."""
+    dtype: str
+    """Of its weights."""
+    updates: AtLeastOne = 1
+    """Optimizer steps, if it trains: the rows are cut into so many minibatches."""
+
+    @property
+    def name(self) -> str:
+        """For a table."""
+        updates = f", {self.updates} updates" if self.updates > 1 else ""
+        return f"{self.kind} {self.rows} x {2 * _TOKENS} tokens{updates}"
+
+    def timed(self, measured_s: float) -> Timed:
+        """The same for the planner, with what was measured."""
+        at_once = min(self.rows, max(1, MICRO_BATCH_TOKENS // (2 * _TOKENS)))
+        return Timed(self._call(), at_once, measured_s)
+
+    def _call(self) -> Call:
+        return Call(
+            name=f"actor.{self.kind}",
+            role="actor",
+            kind=self.kind,
+            model=_shape(self.width, self.dtype),
+            head="vocabulary",
+            trained=True,
+            num_sequences=self.rows,
+            prompt=Lengths.constant(_TOKENS),
+            response=Lengths.constant(_TOKENS),
+            updates=self.updates,
+        )
+
+    def prepared(self, policy: TorchPolicy) -> Callable[[], None]:
+        """The call, ready to be made as often as one likes; its inputs are made here."""
+        random = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, _VOCABULARY, (self.rows, 2 * _TOKENS), generator=random)
+        mask = torch.zeros_like(tokens, dtype=torch.bool)
+        mask[:, _TOKENS:] = True
+        if self.kind == "generate":
+            return lambda: _scoped(
+                policy.generate,
+                tokens[:, :_TOKENS],
+                torch.arange(self.rows),
+                Sampling(max_new_tokens=_TOKENS),
+            )
+        if self.kind == "forward":
+            return lambda: _scoped(policy.logprob, tokens, mask)
+        batch = PolicyBatch(
+            tokens=tokens,
+            mask=mask,
+            behavior_logprob=torch.full(mask.shape, -4.0),
+            advantage=torch.randn(mask.shape, generator=random),
+        )
+        loss = ClippedPolicyLoss(report_entropy=True)
+        return lambda: _scoped(policy.train, loss, batch, num_minibatches=self.updates)
+
+
+def _scoped(method: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    with call_scope(0, 0):
+        method(*arguments, **options)
+
+
+def calls_of_width(width: int, rows: int, dtype: str) -> tuple[ProfileCall, ...]:
+    """What is timed at one width: many tokens and few of them, for each kind of call.
+
+    In the third call the optimizer's step weighs most: it takes one for each row.
+    """
+    few = max(1, rows // 4)
+    sizes: tuple[tuple[CallKind, int, int], ...] = (
+        ("train", rows, 1),
+        ("train", rows, rows // few),
+        ("train", few, few),
+        ("forward", rows, 1),
+        ("generate", few, 1),
+        ("generate", 4 * rows, 1),
+    )
+    return tuple(
+        ProfileCall(kind=kind, width=width, rows=number, dtype=dtype, updates=updates)
+        for kind, number, updates in sizes
+    )
+
+
+def architecture(width: int) -> dict[str, Any]:
+    """A Qwen2 of that width: four layers, heads of 32 or 64, a feed-forward three times as wide."""
+    heads = max(1, width // (32 if width < 256 else 64))
+    return {
+        "model_type": "qwen2",
+        "vocab_size": _VOCABULARY,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 4 * _TOKENS,
+        "tie_word_embeddings": True,
+    }
+
+
+def _shape(width: int, dtype: str) -> ModelShape:
+    return shape_of(architecture(width), name=f"width {width}", dtype=dtype)
+
+
+def make_policy(width: int, dtype: str, device: str) -> TorchPolicy:
+    """The policy of that width, trained and alone."""
+    dtypes: Any = dtype
+    spec = TorchPolicySpec(
+        model=ModelSpec(architecture=architecture(width), dtype=dtypes),
+        eos_token_id=_VOCABULARY,
+        optimizer=OptimizerSpec(lr=1e-6),
+        micro_batch_tokens=MICRO_BATCH_TOKENS,
+    )
+    return spec.build(WorkerContext("actor", device=device))

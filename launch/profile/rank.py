@@ -1,0 +1,221 @@
+"""One rank of `penstock profile`: `python -m penstock.launch.profile.rank < request.json`.
+
+All ranks measure the same things at the same times, so each finds what it gets of the machine while
+the others work too: that is what a device of the plan will be. What is found is written to a file.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
+
+from .calls import ProfileCall, make_policy
+from .links import LinkTimes, link_times
+
+__all__ = ["RankRequest", "RankResult", "Together", "measured"]
+
+_FEWEST, _MOST = 3, 25
+"""Repeats of anything."""
+
+_MATRIX = {"cpu": 1024, "cuda": 8192}
+_COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
+_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class RankRequest(BaseModel):
+    """What a rank is to measure."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    rank: Annotated[int, Field(ge=0)]
+    """Which one it is."""
+    num_ranks: AtLeastOne
+    """How many there are."""
+    device: str
+    """`cpu`, or `cuda`: then rank r has device r."""
+    num_threads: AtLeastOne
+    """Torch threads."""
+    folder: str
+    """Where the ranks meet, and where the result goes."""
+    calls: tuple[ProfileCall, ...]
+    """Calls to time; those of one width stand together."""
+    seconds: Annotated[float, Field(gt=0)]
+    """How long each is repeated, about."""
+    deadline_s: Annotated[float, Field(gt=0)]
+    """Longest wait for another rank."""
+
+    @property
+    def answer(self) -> Path:
+        """The file for the result."""
+        return Path(self.folder) / f"rank-{self.rank}.json"
+
+
+class RankResult(BaseModel):
+    """What a rank found."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    device_name: str
+    """Of a CUDA device its maker's; else "cpu"."""
+    memory_bytes: AtLeastOne
+    """Of the device; on a CPU its share of the machine's."""
+    reserved_bytes: Annotated[int, Field(ge=0)]
+    """Held before any model is there."""
+    flops_per_s: Mapping[str, float]
+    """dtype -> rate of a large matrix product."""
+    memory_bytes_per_s: float
+    """A long copy, bytes read and bytes written together."""
+    host_bytes_per_s: float
+    """To host memory, one direction."""
+    links: LinkTimes | None
+    """None with a single rank."""
+    calls_s: tuple[float, ...]
+    """Median seconds of each call."""
+
+
+class Together:
+    """Times things on all ranks at once.
+
+    Args:
+        num_ranks: How many take part; all must make the same calls.
+        device: Where the work runs.
+        seconds: How long each thing is repeated, about.
+    """
+
+    def __init__(self, num_ranks: int, device: str, seconds: float) -> None:
+        self._alone = num_ranks == 1
+        self._cuda = device.startswith("cuda")
+        self._seconds = seconds
+
+    def median_s(self, body: Callable[[], object]) -> float:
+        """Seconds of `body`; done once before, so that what happens once is not counted."""
+        self.once_s(body)
+        first_s = self.once_s(body)
+        count = int(self._slowest(self._seconds / max(first_s, 1e-6)))
+        count = min(max(count, _FEWEST), _MOST)
+        return statistics.median([first_s, *(self.once_s(body) for _ in range(count - 1))])
+
+    def once_s(self, body: Callable[[], object]) -> float:
+        """Seconds of `body` from when all ranks are ready."""
+        if not self._alone:
+            dist.barrier()
+        self._synchronise()
+        begin = time.perf_counter()
+        body()
+        self._synchronise()
+        return time.perf_counter() - begin
+
+    def _synchronise(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+    def _slowest(self, count: float) -> float:
+        """All ranks must repeat equally often."""
+        if self._alone:
+            return count
+        agreed = torch.tensor(count, dtype=torch.float64)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+        return float(agreed)
+
+
+def measured(request: RankRequest) -> RankResult:
+    """Measure all that is asked for; every rank must do so at the same time."""
+    torch.set_num_threads(request.num_threads)
+    cuda = request.device == "cuda"
+    device = f"cuda:{request.rank}" if cuda else "cpu"
+    if cuda:
+        torch.cuda.set_device(request.rank)
+    if request.num_ranks > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{Path(request.folder).absolute() / 'store'}",
+            rank=request.rank,
+            world_size=request.num_ranks,
+            timeout=timedelta(seconds=request.deadline_s),
+        )
+    together = Together(request.num_ranks, device, request.seconds)
+    memory, reserved = _memory(request.num_ranks, cuda)
+    copy = _copy_s(together, device)
+    size = _COPY_BYTES[request.device]
+    result = RankResult(
+        device_name=torch.cuda.get_device_name(device) if cuda else "cpu",
+        memory_bytes=memory,
+        reserved_bytes=reserved,
+        flops_per_s={name: _flops(together, device, name) for name in _DTYPES[request.device]},
+        memory_bytes_per_s=2 * size / copy,
+        host_bytes_per_s=size / (_host_s(together, device) if cuda else copy),
+        links=None
+        if request.num_ranks == 1
+        else link_times(request.rank, request.num_ranks, device, together.once_s),
+        calls_s=_calls_s(request, device, together),
+    )
+    if request.num_ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    return result
+
+
+def _memory(num_ranks: int, cuda: bool) -> tuple[int, int]:
+    """Bytes that the device has, and those held already."""
+    if cuda:
+        free, total = torch.cuda.mem_get_info()
+        return total, total - free
+    return psutil.virtual_memory().total // num_ranks, psutil.Process().memory_info().rss
+
+
+def _flops(together: Together, device: str, dtype: str) -> float:
+    """Rate of a square matrix product."""
+    size = _MATRIX[device.partition(":")[0]]
+    left, right = (
+        torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2)
+    )
+    out = torch.empty_like(left)
+    return 2 * size**3 / together.median_s(lambda: torch.mm(left, right, out=out))
+
+
+def _copy_s(together: Together, device: str) -> float:
+    """Seconds to copy `_COPY_BYTES` within the device's memory."""
+    size = _COPY_BYTES[device.partition(":")[0]] // 4
+    source = torch.zeros(size, device=device)
+    target = torch.empty_like(source)
+    return together.median_s(lambda: target.copy_(source))
+
+
+def _host_s(together: Together, device: str) -> float:
+    """Seconds to copy `_COPY_BYTES` from pinned host memory to a CUDA device."""
+    host = torch.zeros(_COPY_BYTES["cuda"] // 4, pin_memory=True)
+    target = torch.empty_like(host, device=device)
+    return together.median_s(lambda: target.copy_(host, non_blocking=True))
+
+
+def _calls_s(request: RankRequest, device: str, together: Together) -> tuple[float, ...]:
+    """Median seconds of every call; a width's policy is made once."""
+    seconds: list[float] = []
+    policy, made = None, None
+    for call in request.calls:
+        if policy is None or made != (call.width, call.dtype):
+            policy, made = make_policy(call.width, call.dtype, device), (call.width, call.dtype)
+        seconds.append(together.median_s(call.prepared(policy)))
+    return tuple(seconds)
+
+
+def main() -> None:
+    """Do what the request on standard input says."""
+    request = RankRequest.model_validate_json(sys.stdin.read())
+    request.answer.write_text(measured(request).model_dump_json())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""From a checkpoint to what others can use: model folders in Hugging Face's layout, and a hash."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from ...dataflow.graph.role import Role
+from ...dataflow.runtime.worker_protocol import Trainable, WorkerContext, WorkerSpec
+from ...workers.models.tokenizer import Tokenizer
+from ...workers.training.flat_parameters import tensors_sha256
+
+__all__ = ["Exported", "combined_sha256", "export_roles"]
+
+
+@runtime_checkable
+class Saves(Protocol):
+    """A worker that can write itself as a model folder."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write config and safetensors."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What became of the trained roles of a stage.
+
+    Attributes:
+        folders: Role name -> its model folder; workers that cannot write one are left out.
+        weights_sha256: Role name -> hash over names, types, shapes and bytes of its weights.
+    """
+
+    folders: Mapping[str, Path]
+    weights_sha256: Mapping[str, str]
+
+
+def export_roles(
+    roles: Mapping[str, WorkerSpec | Role],
+    checkpoint: Path,
+    tokenizer: Tokenizer | None,
+    folder: Path,
+    seed: int,
+) -> Exported:
+    """Write a model folder for every trained role, from the checkpoint that holds its state.
+
+    The weights are read in this process whatever executor trained them, and written to a folder
+    that is complete or absent.
+
+    Args:
+        roles: Trained role -> its spec.
+        checkpoint: A checkpoint of the stage's end, with a folder per trained role.
+        tokenizer: Saved beside each model, if they read text.
+        folder: Where the model folders go, each under its role's name.
+        seed: The run's.
+    """
+    folders: dict[str, Path] = {}
+    hashes: dict[str, str] = {}
+    for role, spec in roles.items():
+        worker = _restored(role, spec, checkpoint / role, seed)
+        hashes[role] = tensors_sha256(worker.export_weights())
+        if isinstance(worker, Saves):
+            draft = folder / f"{role}.writing"
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            worker.save_pretrained(draft)
+            if tokenizer is not None:
+                tokenizer.save(draft)
+            shutil.rmtree(folder / role, ignore_errors=True)
+            folders[role] = draft.rename(folder / role)
+    return Exported(folders, hashes)
+
+
+def _restored(role: str, spec: WorkerSpec | Role, state: Path, seed: int) -> Trainable:
+    built: Any = spec
+    if isinstance(spec, WorkerSpec):
+        if dataclasses.is_dataclass(spec) and hasattr(spec, "optimizer"):
+            frozen: Any = dataclasses.replace(spec, optimizer=None)  # type: ignore[type-var]
+            built = frozen.build(WorkerContext(role, seed))
+        else:
+            built = spec.build(WorkerContext(role, seed))
+        built.load_state(state)
+    return built
+
+
+def combined_sha256(hashes: Mapping[str, str]) -> str:
+    """One hash for all trained roles: the only one's own, or that of `role:hash` lines."""
+    if len(hashes) == 1:
+        return next(iter(hashes.values()))
+    lines = "".join(f"{role}:{hashes[role]}\n" for role in sorted(hashes))
+    return hashlib.sha256(lines.encode()).hexdigest()

@@ -1,0 +1,389 @@
+"""What a run consists of, worked out before any model is built: its stages, graphs and roles.
+
+A stage is one algorithm with its graph, its placement and, for each role, who plays it and where
+its weights come from. Stages named under `before` run first; one from which nothing starts is left
+out, so giving a model folder, or a rule for a reward, skips the warm-up that would have made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ...algorithms.roles.language import Policy, ProcessReward, Reward, RewardModel, ValueModel
+from ...configs.schema import AlgorithmConfig, RoleConfig, RunConfig
+from ...configs.validate import nearest_key
+from ...dataflow.errors import ConfigError
+from ...dataflow.graph.check import check_lag
+from ...dataflow.graph.graph import Graph
+from ...dataflow.graph.role import Role
+from ...dataflow.graph.tracer import build
+from ...dataflow.runtime.placement import Placement, flow_of
+from ...planner.plan.plan import Plan, one_group_plan
+from ...workers.rewards.mixture import TASK_REWARDS
+from ..inputs.compose import load_step, step_cfg
+from ..inputs.data import check_tables
+from ..inputs.env_specs import ENV_CONTRACTS, NETWORKS
+from ..inputs.sizes import check_sizes
+from ..placement.place import followed, placement_of, written_plan
+
+__all__ = ["CONTRACTS", "MODEL", "RolePlan", "Stage", "record", "stages_of"]
+
+MODEL = "model"
+"""As a role's start: the run's model."""
+
+CONTRACTS: Mapping[str, type[Role]] = {
+    "policy": Policy,
+    "value": ValueModel,
+    "reward_model": RewardModel,
+    **dict.fromkeys(TASK_REWARDS, Reward),
+    "process_reward": ProcessReward,
+    **ENV_CONTRACTS,
+}
+"""The workers that can be named, and the contract each fulfils."""
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """Who plays a role.
+
+    Attributes:
+        worker: A name of `CONTRACTS`, or `module:factory`.
+        start: `MODEL`, the name of an earlier stage, a folder, or "" for a worker without weights,
+            or with those that its own seed draws.
+        config: What was configured for the role.
+        trained: Whether the step trains it.
+        start_mean: Starts and their shares, the first of them `start`, whose weights' mean the role
+            starts from; empty for `start` alone.
+    """
+
+    worker: str
+    start: str
+    config: RoleConfig
+    trained: bool
+    start_mean: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One algorithm of a run, ready to be carried out.
+
+    Attributes:
+        name: "sft", or the main algorithm's own graph name.
+        at: The key under which it is configured.
+        config: Its configuration.
+        graph: Its recorded step.
+        placement: Where its nodes run.
+        roles: Role name -> who plays it.
+        micro_batch_tokens: Role -> tokens that a rank computes at once, where a plan says it.
+    """
+
+    name: str
+    at: str
+    config: AlgorithmConfig
+    graph: Graph
+    placement: Placement
+    roles: Mapping[str, RolePlan]
+    micro_batch_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def seed(self, config: RunConfig) -> int:
+        """Of the stage's data and random numbers."""
+        return config.seed if self.config.seed is None else self.config.seed
+
+    def trained(self, contract: type[Role]) -> str | None:
+        """The trained role of that contract, if there is one; the first if there are several."""
+        for role, kind in self.graph.roles.items():
+            if role in self.graph.trains_per_step and issubclass(kind, contract):
+                return role
+        return None
+
+    @property
+    def policy(self) -> str | None:
+        """The policy that the stage trains."""
+        return self.trained(Policy)
+
+
+def stages_of(config: RunConfig, plan: Plan | None = None) -> tuple[Stage, ...]:
+    """The stages of a run in order, the main one last.
+
+    Args:
+        config: The run's configuration.
+        plan: Where the main stage's nodes run. By default as the configuration says; what that
+            leaves to the planner is on one rank.
+
+    Raises:
+        ConfigError: If a key, a role, a file or a size is wrong.
+        FlowError: If a step is no valid graph, or its loss cannot correct for the schedule's lag.
+        PlanError: If the placement does not fit.
+    """
+    _check_model(config)
+    earlier: list[Stage] = []
+    algorithm = config.algorithm
+    graph = record(algorithm, "algorithm")
+    plan = plan or written_plan(config) or one_group_plan(device=config.executor.device)
+    placement = placement_of(graph, config, plan)
+    for name, before in algorithm.before.items():
+        at = f"algorithm.before.{name}"
+        if before.before:
+            raise ConfigError(
+                f"'{at}.before' is set, but stages cannot be nested\n"
+                "    list all stages under algorithm.before, in order"
+            )
+        own = record(before, at)
+        keep_ranks = bool(config.executor.groups)
+        its = followed(own, graph, placement, before.per_step, keep_ranks=keep_ranks)
+        earlier.append(_stage(config, name, at, before, own, its, earlier))
+    main = _stage(config, "", "algorithm", algorithm, graph, placement, earlier)
+    main = replace(main, micro_batch_tokens=_micro_batch_tokens(graph, plan))
+    wanted = _wanted(main, earlier)
+    return (*(stage for stage in earlier if stage.name in wanted), main)
+
+
+def _micro_batch_tokens(graph: Graph, plan: Plan) -> dict[str, int]:
+    """The least that a plan gives any call of a role: all of them share one worker."""
+    found: dict[str, int] = {}
+    for name, tokens in plan.micro_batch_tokens.items():
+        role = graph[name].role
+        if role is not None:
+            found[role] = min(tokens, found.get(role, tokens))
+    return found
+
+
+def record(algorithm: AlgorithmConfig, at: str) -> Graph:
+    """Record the step of an algorithm into its graph.
+
+    Raises:
+        ConfigError: If the step or its cfg cannot be used.
+        FlowError: If the step is no valid graph.
+    """
+    step = load_step(algorithm.step, f"{at}.step")
+    constants = step_cfg(step, algorithm.cfg, f"{at}.cfg")
+    return build(step, name=_graph_name(step.__name__), **constants)
+
+
+def _graph_name(step: str) -> str:
+    return step.removesuffix("_step") or step
+
+
+def _stage(
+    config: RunConfig,
+    name: str,
+    at: str,
+    algorithm: AlgorithmConfig,
+    graph: Graph,
+    placement: Placement,
+    earlier: list[Stage],
+) -> Stage:
+    for given in algorithm.roles:
+        if given not in graph.roles:
+            raise ConfigError(
+                f"'{at}.roles' names a role '{given}', which {graph.name} does not have"
+                f"{nearest_key(given, graph.roles)}\n    its roles are: {', '.join(graph.roles)}"
+            )
+    roles = {
+        role: _role(config, f"{at}.roles.{role}", graph, role, algorithm, earlier)
+        for role in graph.roles
+    }
+    flow_of(graph, placement)
+    check_lag(graph, config.schedule.max_lag)
+    check_tables(graph, at)
+    check_sizes(graph, placement, algorithm.per_step, at)
+    return Stage(name or graph.name, at, algorithm, graph, placement, roles)
+
+
+def _role(
+    config: RunConfig,
+    at: str,
+    graph: Graph,
+    role: str,
+    algorithm: AlgorithmConfig,
+    earlier: list[Stage],
+) -> RolePlan:
+    given = algorithm.roles.get(role, RoleConfig())
+    contract = graph.roles[role]
+    trained = role in graph.trains_per_step
+    worker = given.worker or _default_worker(contract, earlier, given)
+    if worker is None:
+        raise ConfigError(
+            f"{graph.name} has a role '{role}' ({contract.__name__}) that nobody provides\n"
+            f"    say who plays it: {at}.worker=module:factory, a function that returns a worker "
+            "or its spec"
+        )
+    if given.optimizer is not None and not trained:
+        raise ConfigError(
+            f"'{at}.optimizer' is set, but {graph.name} does not train '{role}'\n"
+            f"    leave it out; trained roles are: {', '.join(graph.trains_per_step) or 'none'}"
+        )
+    if ":" in worker:
+        return RolePlan(worker, "", given, trained)
+    _check_worker(at, role, contract, worker)
+    if worker in ENV_CONTRACTS:
+        start = _env_start(at, worker, graph, role, algorithm, earlier)
+        return RolePlan(worker, start, given, trained)
+    if worker in TASK_REWARDS:
+        if given.start is not None:
+            raise ConfigError(
+                f"'{at}.start' is set, but '{worker}' has no weights\n"
+                f"    leave it out, or set {at}.worker=reward_model"
+            )
+        return RolePlan(worker, "", given, trained)
+    if not given.start_mean:
+        start = _start(config, at, worker, given, earlier)
+        if given.init_offset and (start != MODEL or config.model.folder is not None):
+            raise ConfigError(
+                f"'{at}.init_offset' is set, but the role starts from '{start}', which is trained\n"
+                "    leave it out; it seeds random weights"
+            )
+        return RolePlan(worker, start, given, trained)
+    _check_mean(at, given)
+    mean = {
+        _start(config, f"{at}.start_mean", worker, RoleConfig(start=start), earlier): share
+        for start, share in given.start_mean.items()
+    }
+    return RolePlan(worker, next(iter(mean)), given, trained, mean)
+
+
+def _check_mean(at: str, given: RoleConfig) -> None:
+    shares = given.start_mean
+    if given.start is not None:
+        raise ConfigError(f"'{at}' has both start and start_mean\n    set one of them")
+    if MODEL in shares or len(shares) < 2 or sum(shares.values()) <= 0:
+        raise ConfigError(
+            f"'{at}.start_mean' is {shares}; it averages the weights of earlier stages or folders\n"
+            "    give two or more and how much of each, as in {sft: 0.5, sft_b: 0.5}"
+        )
+
+
+def _default_worker(contract: type[Role], earlier: list[Stage], given: RoleConfig) -> str | None:
+    if contract is Reward:
+        started = given.start is not None or bool(given.start_mean)
+        learned = started or any(stage.trained(RewardModel) for stage in earlier)
+        return "reward_model" if learned else "rule"
+    named = next((name for name, known in CONTRACTS.items() if contract is known), None)
+    return named or contract.default_worker
+
+
+def _check_worker(at: str, role: str, contract: type[Role], worker: str) -> None:
+    if worker not in CONTRACTS:
+        raise ConfigError(
+            f"'{at}.worker': there is no worker '{worker}'{nearest_key(worker, CONTRACTS)}\n"
+            f"    workers are: {', '.join(CONTRACTS)}, or module:factory for your own"
+        )
+    if not issubclass(CONTRACTS[worker], contract):
+        fitting = [name for name, known in CONTRACTS.items() if issubclass(known, contract)]
+        raise ConfigError(
+            f"'{at}.worker': role '{role}' is a {contract.__name__}, which '{worker}' is not\n"
+            f"    use {' or '.join([*fitting, 'module:factory'])}"
+        )
+
+
+def _start(config: RunConfig, at: str, worker: str, given: RoleConfig, earlier: list[Stage]) -> str:
+    names = [stage.name for stage in earlier]
+    policies = [stage.name for stage in earlier if stage.policy]
+    if given.start in (MODEL, *names):
+        if worker == "policy" and given.start not in (MODEL, *policies):
+            raise ConfigError(
+                f"'{at}.start': stage '{given.start}' trains no policy, so a policy cannot start "
+                f"from it\n    stages that do: "
+                f"{', '.join(policies) or 'none'}"
+            )
+        return str(given.start)
+    if given.start is not None:
+        _check_folder(at, given.start, names)
+        return given.start
+    if worker in ("reward_model", "process_reward"):
+        learned = [stage.name for stage in earlier if stage.trained(RewardModel)]
+        if learned:
+            return learned[-1]
+    if config.model.folder is not None:
+        return MODEL
+    return policies[-1] if policies else MODEL
+
+
+def _check_folder(at: str, start: str, names: list[str]) -> None:
+    if not (Path(start) / "config.json").is_file():
+        inside = sorted(str(file.parent) for file in Path(start).glob("*/config.json"))
+        raise ConfigError(
+            f"'{at}.start': '{start}' is neither a stage nor a model folder"
+            f"{nearest_key(start, [MODEL, *names])}\n    stages are: "
+            f"{', '.join(names) or 'none'}; a model folder holds config.json and safetensors"
+            f"{', as do: ' if inside else ''}{', '.join(inside)}"
+        )
+
+
+def _env_start(
+    at: str,
+    worker: str,
+    graph: Graph,
+    role: str,
+    algorithm: AlgorithmConfig,
+    earlier: list[Stage],
+) -> str:
+    """Where an actor or a critic in environments begins; "" for random weights, or for none.
+
+    By default at the latest earlier stage that trained such a one. A role that learns from no loss
+    begins where the one of its contract does that learns: it is a copy of that, or follows it.
+    """
+    given = algorithm.roles.get(role, RoleConfig())
+    if given.start_mean or (given.start is not None and worker not in NETWORKS):
+        has = "starts from one folder or stage" if worker in NETWORKS else "has no weights"
+        raise ConfigError(
+            f"'{at}.{'start_mean' if given.start_mean else 'start'}' is set, but '{worker}' {has}"
+            "\n    leave it out"
+        )
+    if worker not in NETWORKS:
+        return ""
+    learning = {node.role or "" for node in graph.nodes if node.method == "train"}
+    alike = [name for name in graph.roles if graph.roles[name] is graph.roles[role]]
+    leaders = [] if role in learning else [name for name in alike if name in learning]
+    starts = [algorithm.roles[name].start for name in (role, *leaders) if name in algorithm.roles]
+    learned = [stage.name for stage in earlier if stage.trained(CONTRACTS[worker])]
+    start = next((start for start in starts if start is not None), "".join(learned[-1:]))
+    if start in {stage.name for stage in earlier} - set(learned):
+        raise ConfigError(
+            f"'{at}.start': stage '{start}' trains no '{worker}', so none can start from it\n"
+            f"    stages that do: {', '.join(learned) or 'none'}"
+        )
+    if start and start not in (MODEL, *learned):
+        _check_folder(at, start, [stage.name for stage in earlier])
+    return "" if start == MODEL else start
+
+
+def _wanted(main: Stage, earlier: list[Stage]) -> set[str]:
+    """Names of the stages from which the main one starts, directly or through others."""
+    by_name = {stage.name: stage for stage in earlier}
+    wanted: set[str] = set()
+    todo = [main]
+    while todo:
+        for role in todo.pop().roles.values():
+            for start in (role.start, *role.start_mean):
+                if start in by_name and start not in wanted:
+                    wanted.add(start)
+                    todo.append(by_name[start])
+    return wanted
+
+
+def _check_model(config: RunConfig) -> None:
+    folder = config.model.folder
+    if folder is not None and not (Path(folder) / "config.json").is_file():
+        missing = "does not exist" if not Path(folder).exists() else "has no config.json"
+        raise ConfigError(
+            f"'model.folder': '{folder}' {missing}\n    give a local folder that save_pretrained "
+            "wrote; models are never downloaded"
+        )
+    if folder is None and not config.model.architecture:
+        raise ConfigError(
+            "'model' has neither a folder nor an architecture\n"
+            "    choose one: model=tiny, or model=folder model.folder=PATH"
+        )
+    if folder is not None and config.model.architecture:
+        raise ConfigError(
+            "'model' has both a folder and an architecture\n"
+            "    to start from a folder, choose model=folder model.folder=PATH"
+        )
+    if folder is None and config.model.tokenizer == "folder":
+        raise ConfigError(
+            "'model.tokenizer' is 'folder', but 'model.folder' is not set\n"
+            "    set model.tokenizer=task, or give a model folder"
+        )

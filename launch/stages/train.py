@@ -1,0 +1,380 @@
+"""Carrying out one stage: its engine, its logs, its checkpoints, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from ...configs.schema import EngineConfig, RolloutConfig
+from ...dataflow.errors import StateError, WorkerError
+from ...dataflow.graph.graph import NodeKind
+from ...dataflow.graph.role import Role
+from ...dataflow.runtime.checkpoint import read_resume_point
+from ...dataflow.runtime.engine import Engine, StepResult
+from ...dataflow.runtime.executor import Program
+from ...dataflow.runtime.worker_protocol import WorkerSpec
+from ...workers.training.threads import use_threads
+from ..placement.place import make_executor
+from ..run_dir.atomic import write_json
+from ..run_dir.checkpoint import CheckpointStore
+from ..run_dir.metrics import MetricsLog, TensorBoardLog
+from ..run_dir.progress import ProgressDisplay
+from ..run_dir.run_folder import RunFolder
+from ..run_dir.trace import TraceLog
+from .env_evaluation import EnvEvaluator, env_actors
+from .evaluation import Evaluator, Measured
+from .export import combined_sha256, export_roles
+from .job import Job
+from .mismatch_guard import AgreementGuard
+from .prediction_check import node_seconds
+from .stages import Stage
+from .worker_specs import Results, worker_specs
+
+__all__ = ["MODELS", "Outcome", "run_stage"]
+
+MODELS = "models"
+"""Below a stage's folder: a model folder for each trained role."""
+
+_BEFORE = "before.json"
+"""Below a stage's folder: what was measured before its first step."""
+
+_ENV_STEPS, _ENV_RESTARTS = "env_steps", "env_restarts"
+"""Of a rollout: the metrics that count steps of environments, those of resets left out, and those
+that went wrong and were restarted."""
+
+_MOVES = "num_moves"
+"""A metric of games alone."""
+
+_SHOWN = (
+    "episode_return",
+    "first_wins",
+    "second_wins",
+    "reward/mean",
+    "cross_entropy",
+    "accuracy",
+    "entropy",
+    "loss",
+    "grad_norm",
+)
+"""Metrics worth a place on the progress line, best first."""
+
+_TROUBLE = ("env_restarts", "cut_off")
+"""Those that come before them where they are not 0."""
+
+
+@dataclass
+class Outcome:
+    """What a stage came to.
+
+    Attributes:
+        weights_sha256: Hash of all trained roles' weights.
+        roles_sha256: Role name -> hash of its weights.
+        step_times_s: Wall time of every step taken by this process.
+        node_times_s: Node -> how long its busiest rank worked on it, in each of those steps.
+        first_step: The step it began at: above 0 if it went on from a checkpoint.
+        num_samples: Rows made by those steps.
+        num_env_steps: Steps of environments, or moves of games, taken in them.
+        num_env_restarts: Environments that went wrong in them and were restarted.
+        env_unit: What `num_env_steps` counts.
+        before: What was measured before the first step, if anything is.
+        after: And after the last.
+        wall_time_s: From the first model built to the last file written.
+    """
+
+    weights_sha256: str = ""
+    roles_sha256: dict[str, str] = field(default_factory=dict[str, str])
+    step_times_s: list[float] = field(default_factory=list[float])
+    node_times_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    first_step: int = 0
+    num_samples: int = 0
+    num_env_steps: float = 0.0
+    num_env_restarts: float = 0.0
+    env_unit: str = "environment steps"
+    before: Measured | None = None
+    after: Measured | None = None
+    wall_time_s: float = 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Rows made per second of stepping; nan if this process took no step."""
+        return self._per_s(self.num_samples)
+
+    @property
+    def env_steps_per_s(self) -> float | None:
+        """Steps of environments per second of stepping; None if there are none."""
+        return self._per_s(self.num_env_steps) if self.num_env_steps else None
+
+    def _per_s(self, count: float) -> float:
+        total_s = sum(self.step_times_s)
+        return count / total_s if total_s else float("nan")
+
+    @property
+    def step_time_s(self) -> float:
+        """Median wall time of a step; nan if this process took none."""
+        return statistics.median(self.step_times_s) if self.step_times_s else float("nan")
+
+
+def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outcome:
+    """Train one stage to its end, from its newest checkpoint if there is one.
+
+    Args:
+        job: The run.
+        stage: The stage.
+        home: Its folder: the run's own for the main stage.
+        results: Stages that have finished.
+
+    Raises:
+        WorkerError: If user code fails, or nothing comes back within the deadline.
+    """
+    started_s = time.monotonic()
+    config = job.config
+    specs = worker_specs(stage, config, job.data, results)
+    evaluator = _evaluator(job, stage, home)
+    store = CheckpointStore(home.checkpoints, keep=config.keep_checkpoints)
+    point = read_resume_point(store, stage.graph, stage.seed(config))
+    first_step = point.state.step if point else 0
+    engine = _engine(job, stage, specs, evaluator)
+    outcome = Outcome(first_step=first_step)
+    with engine, _logs(job, stage, home, first_step) as logs:
+        if evaluator is not None:
+            outcome.before = _before(home, evaluator, engine)
+            if not first_step:
+                logs.note(0, outcome.before)
+        steps = engine.run(
+            job.sources[stage.name],
+            stage.config.num_steps,
+            checkpoint_every=config.checkpoint_every,
+            checkpoints=store,
+        )
+        guard = AgreementGuard(config.agreement)
+        for result in _timed(steps, stage, outcome):
+            logs.write(result, outcome)
+            guard.check(result)
+        unmeasured = None if evaluator is None else _measure_after(evaluator, engine, outcome)
+        if outcome.after is not None:
+            logs.note(stage.config.num_steps, outcome.after)
+    _export(job, stage, home, results, store, outcome)
+    if unmeasured is not None:
+        raise unmeasured  # what was learnt is written by now
+    outcome.wall_time_s = time.monotonic() - started_s
+    return outcome
+
+
+def _measure_after(evaluator: _Evaluates, engine: Engine, outcome: Outcome) -> WorkerError | None:
+    """What the last measurement failed of, if it did."""
+    try:
+        outcome.after = evaluator.measure(engine)
+    except WorkerError as error:
+        return error
+    return None
+
+
+class _Evaluates(Protocol):
+    """Whoever measures what a stage has learnt."""
+
+    @property
+    def programs(self) -> dict[str, Program]: ...
+
+    @property
+    def workers(self) -> dict[str, WorkerSpec | Role]: ...
+
+    def measure(self, engine: Engine) -> Measured: ...
+
+
+def _evaluator(job: Job, stage: Stage, home: RunFolder) -> _Evaluates | None:
+    """Who measures the stage, if there is anything to measure."""
+    if stage is not job.main:
+        return None
+    if job.held_out is not None:
+        return Evaluator(stage, job.config, job.data, job.held_out, home.path)
+    if job.config.evaluation.num_episodes and env_actors(stage):
+        return EnvEvaluator(stage, job.config.evaluation, job.sources[stage.name], job.data.spec)
+    return None
+
+
+def _engine(
+    job: Job, stage: Stage, specs: dict[str, WorkerSpec | Role], evaluator: _Evaluates | None
+) -> Engine:
+    config = job.config
+    if config.executor.num_threads is not None:
+        use_threads(config.executor.num_threads)
+    return Engine(
+        stage.graph,
+        stage.placement,
+        workers={**specs, **(evaluator.workers if evaluator else {})},
+        schedule=config.schedule,
+        seed=stage.seed(config),
+        executor=make_executor(config),
+        also=evaluator.programs if evaluator else None,
+    )
+
+
+def _before(home: RunFolder, evaluator: _Evaluates, engine: Engine) -> Measured:
+    """Measured once: a resumed run no longer has the weights it began with."""
+    file = home.path / _BEFORE
+    if file.is_file():
+        return Measured(**json.loads(file.read_text()))
+    measured = evaluator.measure(engine)
+    write_json(file, asdict(measured))
+    return measured
+
+
+def _timed(steps: Iterator[StepResult], stage: Stage, outcome: Outcome) -> Iterator[StepResult]:
+    """Yield the steps, noting how long each took and how many rows it made."""
+    mark_s = time.monotonic()
+    for result in steps:
+        now_s = time.monotonic()
+        outcome.step_times_s.append(now_s - mark_s)
+        outcome.num_samples += num_samples(stage, result)
+        outcome.num_env_steps += num_env_steps(result)
+        outcome.num_env_restarts += _total(result, _ENV_RESTARTS)
+        outcome.env_unit = _unit_of(result.metrics)
+        for node, seconds in node_seconds(result.spans).items():
+            outcome.node_times_s.setdefault(node, []).append(seconds)
+        yield result
+        mark_s = now_s
+
+
+def num_samples(stage: Stage, result: StepResult) -> int:
+    """Rows that a step's rollouts made; without rollouts, items its tables brought."""
+    rollouts = [node.name for node in stage.graph.nodes if node.kind is NodeKind.ROLLOUT]
+    if rollouts:
+        return sum(result.num_rows.get(name, 0) for name in rollouts)
+    return sum(stage.config.per_step.values())
+
+
+def num_env_steps(result: StepResult) -> float:
+    """Steps of environments, or moves of games, that a step's rollouts counted."""
+    return _total(result, _ENV_STEPS)
+
+
+def _total(result: StepResult, metric: str) -> float:
+    return sum(value for name, value in result.metrics.items() if name.endswith(f"/{metric}"))
+
+
+def _unit_of(metrics: Mapping[str, float]) -> str:
+    """What `num_env_steps` counts."""
+    is_game = any(name.endswith(f"/{_MOVES}") for name in metrics)
+    return "moves" if is_game else "environment steps"
+
+
+class _Logs:
+    """Where a step is written, and who shows it."""
+
+    def __init__(
+        self, stage: Stage, display: ProgressDisplay, trace: TraceLog, *numbers: Any
+    ) -> None:
+        self._stage = stage
+        self._display = display
+        self._trace = trace
+        self._numbers = numbers
+
+    def note(self, step: int, measured: Measured) -> None:
+        """Write what was measured after so many steps, where steps need not follow each other."""
+        values = {f"evaluation/{role}/return": x for role, x in measured.episode_return.items()}
+        if measured.accuracy is not None:
+            values["evaluation/accuracy"] = measured.accuracy
+        for log in self._numbers:
+            if isinstance(log, TensorBoardLog):
+                log.write(step, values)
+
+    def write(self, result: StepResult, outcome: Outcome) -> None:
+        """Write one step everywhere."""
+        samples, env_steps = num_samples(self._stage, result), num_env_steps(result)
+        took_s = outcome.step_times_s[-1]
+        values = {
+            **result.metrics,
+            "run/step_time_s": took_s,
+            "run/samples_per_s": samples / took_s if took_s else 0.0,
+            "run/controller_bytes": float(result.controller_bytes),
+            "run/lag_max": float(max((lag for lag, _ in result.lag), default=0)),
+        }
+        if env_steps:
+            values["run/env_steps_per_s"] = env_steps / took_s if took_s else 0.0
+        for log in self._numbers:
+            log.write(result.step, values)
+        self._trace.write(result.spans)
+        self._trace.write_counters(result.step, time.time(), _shown(values))
+        self._display.update(
+            result.step,
+            num_samples=env_steps or samples,
+            values=_shown(values),
+            unit=outcome.env_unit if env_steps else "samples",
+        )
+
+
+def _shown(values: dict[str, float]) -> dict[str, float]:
+    """The few metrics worth showing, under short names."""
+    shown: dict[str, float] = {}
+    for wanted in (*_TROUBLE, *_SHOWN):
+        for name, value in values.items():
+            there = name.endswith(f"/{wanted}") and not math.isnan(value)
+            there = there and (value != 0 or wanted not in _TROUBLE)
+            if there and len(shown) < 3:
+                shown.setdefault(wanted.partition("/")[0], value)
+    return shown
+
+
+@contextmanager
+def _logs(job: Job, stage: Stage, home: RunFolder, first_step: int) -> Generator[_Logs]:
+    with ExitStack() as stack:
+        numbers: list[Any] = [stack.enter_context(MetricsLog(home.metrics, first_step=first_step))]
+        if job.config.tracker.tensorboard:
+            numbers.append(
+                stack.enter_context(TensorBoardLog(home.tensorboard, first_step=first_step))
+            )
+        trace = stack.enter_context(TraceLog(home.trace, first_step=first_step))
+        display = stack.enter_context(
+            ProgressDisplay(stage.name, num_steps=stage.config.num_steps, first_step=first_step)
+        )
+        yield _Logs(stage, display, trace, *numbers)
+
+
+def _export(
+    job: Job,
+    stage: Stage,
+    home: RunFolder,
+    results: Results,
+    store: CheckpointStore,
+    outcome: Outcome,
+) -> None:
+    """Write the trained models; a warm-up's checkpoints go, for its models are its result.
+
+    Whatever engine trained them, the torch engine reads its checkpoint.
+    """
+    last = store.latest()
+    if last is None:
+        raise StateError(f"stage '{stage.name}' ended without a checkpoint in {store.folder}")
+    here = job.config.model_copy(update={"engine": EngineConfig(), "rollout": RolloutConfig()})
+    specs = worker_specs(stage, here, job.data, results)
+    trained = {role: specs[role] for role in stage.graph.trains_per_step}
+    seed = stage.seed(job.config)
+    tokenizer = job.data.tokenizer if job.data.has_text else None
+    exported = export_roles(trained, last, tokenizer, home.path / MODELS, seed)
+    outcome.roles_sha256 = dict(exported.weights_sha256)
+    outcome.weights_sha256 = combined_sha256(outcome.roles_sha256)
+    if stage is not job.main:
+        _write_stage_summary(stage, home, outcome)
+        shutil.rmtree(home.checkpoints)
+
+
+def _write_stage_summary(stage: Stage, home: RunFolder, outcome: Outcome) -> None:
+    home.write_summary(
+        {
+            "stage": stage.name,
+            "graph": stage.graph.name,
+            "num_steps": stage.config.num_steps,
+            "weights_sha256": outcome.weights_sha256,
+            "roles_sha256": outcome.roles_sha256,
+            "samples_per_s": outcome.samples_per_s,
+            "env_steps_per_s": outcome.env_steps_per_s,
+            "step_time_s": outcome.step_time_s,
+        }
+    )

@@ -1,0 +1,143 @@
+"""A measured machine: its devices and links as a cluster, and what our engine gets out of them.
+
+`penstock profile` writes this file, the planner reads it. The cluster holds peaks, measured with
+large products and long copies while all ranks work; the constants say which share of them real
+calls reach, and are those with which the model of time comes closest to the calls that were timed.
+The calls are kept beside them, so that anybody can see how close that is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...dataflow.errors import PlanError
+from ..inputs.cluster import ClusterSpec
+from ..inputs.model_shape import ModelShape
+from .constants import Constants
+
+__all__ = ["Calibration", "MeasuredCall"]
+
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class MeasuredCall(BaseModel):
+    """A call that was timed, and what the model of time says of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: str
+    """What was called, on how many rows of how many tokens."""
+    width: Annotated[int, Field(ge=1)]
+    """Hidden size of the model."""
+    measured_s: Seconds
+    """Median over repeats, of the slowest rank."""
+    predicted_s: Seconds
+    """With the constants of this calibration."""
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_s / self.measured_s - 1.0
+
+
+class Calibration(BaseModel):
+    """One machine, as the planner sees it.
+
+    Example:
+        >>> calibration = Calibration.read(Path("runs/calibration.json"))
+        >>> plan_step(graph, models, calibration.cluster, workload, max_lag=0,
+        ...           constants=calibration.constants_for(models.values()), engine="torch")
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    cluster: ClusterSpec
+    """The devices: each is what one rank has."""
+    constants: Constants
+    """Of the model of time; `matmul_efficiency` is that of the middle width."""
+    matmul_efficiency: Mapping[int, Share] = Field(min_length=1)
+    """Hidden size -> share of the peak that a model of that width reaches. Small products reach
+    less, and what is no product at all weighs more beside them."""
+    num_threads: Annotated[int, Field(ge=1)]
+    """Torch threads of one rank while it was measured."""
+    executor: Literal["ray", "in_process"]
+    """What `call_s` was measured with."""
+    machine: str
+    """What it ran on, for people."""
+    date: str
+    """When, as YYYY-MM-DD."""
+    notes: tuple[str, ...] = ()
+    """What could not be measured, and what stands in for it."""
+    calls: tuple[MeasuredCall, ...] = ()
+    """What the constants were found from."""
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """What kind of device was measured."""
+        name = self.cluster.node_groups[0].device.name
+        return "cpu" if name.startswith("cpu") else "cuda"
+
+    @property
+    def error(self) -> float:
+        """Mean absolute relative error of the model of time over the measured calls."""
+        return sum(abs(call.error) for call in self.calls) / max(len(self.calls), 1)
+
+    def constants_for(self, models: Iterable[ModelShape | None]) -> Constants:
+        """The constants for a step with these models: the efficiency is that of the largest.
+
+        Between two measured widths it is interpolated over the logarithm of the width; beyond them
+        it is that of the nearest.
+
+        Args:
+            models: The shapes of the step's models; None for a role without one.
+        """
+        shapes = [shape for shape in models if shape is not None]
+        if not shapes:
+            return self.constants
+        width = max(shapes, key=ModelShape.num_params).hidden_size
+        return self.constants.replaced(matmul_efficiency=self._efficiency(width))
+
+    def _efficiency(self, width: int) -> float:
+        known = sorted(self.matmul_efficiency.items())
+        if width <= known[0][0]:
+            return known[0][1]
+        for (low, at_low), (high, at_high) in pairwise(known):
+            if width <= high:
+                way = math.log(width / low) / math.log(high / low)
+                return at_low + way * (at_high - at_low)
+        return known[-1][1]
+
+    @staticmethod
+    def read(file: Path) -> Calibration:
+        """A calibration from a file.
+
+        Raises:
+            PlanError: If the file is missing or is no calibration; says which key and why.
+        """
+        try:
+            return Calibration.model_validate_json(file.read_text())
+        except FileNotFoundError:
+            raise PlanError(
+                f"calibration file {file} does not exist; `penstock profile output={file}` writes "
+                "one"
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"calibration file {file} cannot be read: {error}") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"])) or "the file"
+            raise PlanError(
+                f"calibration file {file}: {key}: {first['msg']} (got {first['input']!r:.80}); "
+                f"`penstock profile output={file}` writes a new one"
+            ) from None
+
+    def write(self, file: Path) -> None:
+        """Write it as JSON."""
+        file.write_text(self.model_dump_json(indent=2) + "\n")

@@ -1,0 +1,145 @@
+"""What a data sheet does not say: the few constants that turn peaks into times.
+
+A device's peaks and a link's bandwidth are what their makers promise. How much of that a program
+gets, and what it pays for each launch and each message, depends on the software as much as on the
+device; these seven numbers are all that the model of time knows of it. `penstock profile` measures
+them on a machine; the defaults here are used where nobody has.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...dataflow.errors import PlanError
+from ..inputs.cluster import ClusterSpec
+
+__all__ = ["CPU_DEFAULTS", "GPU_DEFAULTS", "PUBLISHED_H100", "Constants", "default_constants"]
+
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Constants(BaseModel):
+    """How a program uses devices and links; the same for every model, mesh and layout.
+
+    Example:
+        >>> Constants(matmul_efficiency=0.4, memory_efficiency=0.8, network_efficiency=0.7,
+        ...           launch_s=1e-4, hop_s=1e-5, stage_s=1e-4, call_s=0.0, source="by hand")
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    matmul_efficiency: Share
+    """Share of the device's peak that large matrix products reach in training and forward passes,
+    everything else that grows with the number of tokens (norms, softmax, losses) included."""
+    memory_efficiency: Share
+    """Share of the memory bandwidth that reading weights, caches and optimizer states reaches."""
+    network_efficiency: Share
+    """Share of a link's bandwidth that a long message reaches."""
+    launch_s: Seconds
+    """Starting the kernels of one layer's forward pass one by one. A layer takes at least this,
+    however few rows it has; without CUDA graphs decoding waits for it, not for memory."""
+    hop_s: Seconds
+    """Software's share of the latency of one hop of a ring, on top of the link's own. An
+    all-reduce over n ranks has 2 (n - 1) hops."""
+    stage_s: Seconds
+    """Handing a micro-batch to the next pipeline stage, on top of the link's own latency: send,
+    receive, and the schedule's own work."""
+    call_s: Seconds
+    """Any call at all: dispatch, gathering its rows, handing on its results."""
+    source: str
+    """Where the numbers come from, for the plan to say: "analytic defaults", "fitted to ...", or
+    the calibration file."""
+
+    @staticmethod
+    def read(file: Path) -> Constants:
+        """Constants from a calibration file; `source` is the file unless it says something.
+
+        Raises:
+            PlanError: If the file is missing or holds no constants; says which key and why.
+        """
+        try:
+            return Constants.model_validate_json(file.read_text())
+        except FileNotFoundError:
+            raise PlanError(
+                f"calibration file {file} does not exist; `penstock profile` writes one"
+            ) from None
+        except ValidationError as error:
+            raise PlanError(f"calibration file {file}: {_first(error)}") from None
+
+    def write(self, file: Path) -> None:
+        """Write them as JSON, one key a line."""
+        file.write_text(self.model_dump_json(indent=2) + "\n")
+
+    def replaced(self, **changes: Any) -> Constants:
+        """The same with other values, checked.
+
+        Raises:
+            PlanError: If a value is out of its range or a name is none of the fields.
+        """
+        try:
+            return Constants(**{**self.model_dump(), **changes})
+        except ValidationError as error:
+            raise PlanError(f"constants: {_first(error)}") from None
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(map(str, first["loc"])) or "the file"
+    fields = ", ".join(Constants.model_fields)
+    if first["type"] == "extra_forbidden":
+        return f"'{key}' is no constant; there are {fields}"
+    if first["type"] == "missing":
+        return f"'{key}' is missing; there must be {fields}"
+    return f"{key}: {first['msg']} (got {first['input']!r})"
+
+
+GPU_DEFAULTS = Constants(
+    matmul_efficiency=0.45,
+    memory_efficiency=0.8,
+    network_efficiency=0.7,
+    launch_s=1.0e-4,
+    hop_s=5.0e-6,
+    stage_s=5.0e-5,
+    call_s=0.05,
+    source="analytic defaults for GPUs",
+)
+"""A tuned stack: fused kernels, decoding mostly with CUDA graphs, NCCL."""
+
+CPU_DEFAULTS = Constants(
+    matmul_efficiency=0.5,
+    memory_efficiency=0.6,
+    network_efficiency=0.5,
+    launch_s=5.0e-4,
+    hop_s=1.0e-4,
+    stage_s=2.0e-4,
+    call_s=5.0e-3,
+    source="analytic defaults for CPUs",
+)
+"""PyTorch on one core a rank, messages through the kernel's sockets."""
+
+
+def default_constants(cluster: ClusterSpec) -> Constants:
+    """The analytic defaults for a cluster: those of CPUs if any of its devices is one."""
+    cpu = any(group.device.name.startswith("cpu") for group in cluster.node_groups)
+    return CPU_DEFAULTS if cpu else GPU_DEFAULTS
+
+
+PUBLISHED_H100 = Constants(
+    matmul_efficiency=0.133,
+    memory_efficiency=0.8,
+    network_efficiency=0.7,
+    launch_s=5.33e-4,
+    hop_s=2.08e-5,
+    stage_s=5.6e-4,
+    call_s=0.0,
+    source="fitted to 16 published PPO iterations on H100 nodes without CUDA graphs",
+)
+"""An RLHF system of 2024 in PyTorch without CUDA graphs; made by `benchmarks/planner_fit.py`.
+
+The efficiency is low because it stands for all that grows with the tokens, and because the peak is
+that of an H100's dense half-precision products.
+"""

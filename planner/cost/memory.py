@@ -1,0 +1,398 @@
+"""Memory that a call needs on each device, from shapes alone.
+
+Two sums per device: `resident_parts`, which a unit always holds, and `transient_parts`, which a
+call adds while it runs. Both are upper bounds where parts can differ between devices: the worst
+pipeline stage counts, and rows count at their greatest length. Units that share devices add their
+resident parts; their calls take turns (`ledger.py`).
+
+Sources. Activations: Korthikanti et al. 2022, "Reducing activation recomputation in large
+transformer models", sections 4 and 5, without dropout masks, with a gated feed-forward and grouped
+queries. Sharded states: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training
+trillion parameter models", section 5. Micro-batches in flight: Narayanan et al. 2021, "Efficient
+large-scale language model training on GPU clusters using Megatron-LM", section 2.2 (1F1B).
+
+Attention is taken to be fused: no scores are kept. `attention="plain"` adds them. Not modelled:
+buffers inside libraries and fragmentation (`DeviceSpec.reserved_bytes` is for them).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from ...dataflow.errors import PlanError
+from ..inputs.calls import Call
+from ..inputs.layout import Engine, Layout, check_layout
+from ..inputs.model_shape import Head, ModelShape
+from .memory_ledger import Parts
+from .memory_torch import torch_resident_parts, torch_transient_parts
+
+__all__ = [
+    "BUCKET_BYTES",
+    "PREFILL_TOKENS",
+    "Attention",
+    "kv_bytes",
+    "reductions",
+    "resident_parts",
+    "rows_at_once",
+    "rows_that_fit",
+    "transient_parts",
+    "weight_bytes",
+]
+
+Attention = Literal["fused", "plain"]
+"""Whether attention's scores are never stored, or stored whole."""
+
+BUCKET_BYTES = 256 * 2**20
+"""Weights move between layouts through two buckets of at most this size, one filled, one sent."""
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens that a generator computes at once."""
+
+_FLOAT = 4
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+class _Params(NamedTuple):
+    """Weights of one device, in numbers, before any ZeRO sharding."""
+
+    dense: int
+    """All but experts."""
+    experts: int
+    """Of mixtures; shared by `ep` ranks."""
+    largest_layer: int
+    """What ZeRO gathers at once: a layer, or the embedding."""
+
+
+def _params(shape: ModelShape, head: Head, layout: Layout) -> _Params:
+    """Of the pipeline stage that has most: the first has the embedding, the last the head."""
+    tp, hidden = layout.tp, shape.hidden_size
+    layers = -(-shape.num_layers // layout.pp)
+    heads = -(-shape.num_heads // tp)
+    # With more tensor-parallel ranks than key heads each rank holds one, repeated.
+    qkv = (heads + 2 * _key_heads(shape, tp)) * shape.head_dim
+    layer = hidden * (qkv + heads * shape.head_dim + 2) + (qkv if shape.qkv_bias else 0)
+    layer += 2 * shape.head_dim if shape.qk_norm else 0
+    experts = 0
+    feed_forward = 3 * hidden * -(-shape.intermediate_size // tp)
+    if shape.num_experts:
+        layer += hidden * shape.num_experts
+        experts = -(-shape.num_experts // layout.ep) * feed_forward
+    else:
+        layer += feed_forward
+    embedding = hidden * -(-shape.vocab_size // tp)
+    if layout.pp == 1:
+        ends = embedding + hidden
+        if head == "scalar":
+            ends += hidden
+        elif not shape.tied_embeddings:
+            ends += embedding
+    else:  # a tied embedding is held by both ends of the pipeline
+        ends = max(embedding, hidden + (hidden if head == "scalar" else embedding))
+    return _Params(layers * layer + ends, layers * experts, max(layer + experts, embedding))
+
+
+def _key_heads(shape: ModelShape, tp: int) -> int:
+    return -(-shape.num_key_heads // tp)
+
+
+def _states(params: _Params, layout: Layout, number: int, *, trained: bool) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimizer state on one device."""
+    zero = layout.zero if trained else 0
+    dense, experts = params.dense, params.experts
+    shared = -(-dense // layout.dp)
+    if experts:
+        shared += -(-experts * layout.ep // layout.dp)
+    whole = dense + experts
+    weights = (shared if zero == 3 else whole) * number
+    if not trained:
+        return weights, 0, 0
+    gradients = (shared if zero >= 2 else whole) * _FLOAT
+    # Adam's two moments, and master weights if the weights have 16 bits; all in float32.
+    optimizer = (shared if zero >= 1 else whole) * _FLOAT * (2 if number == _FLOAT else 3)
+    return weights, gradients, optimizer
+
+
+def weight_bytes(shape: ModelShape, head: Head, layout: Layout) -> int:
+    """Weights of one device of the worst stage, no ZeRO."""
+    params = _params(shape, head, layout)
+    return (params.dense + params.experts) * shape.dtype_bytes
+
+
+def resident_parts(call: Call, layout: Layout, *, engine: Engine = "any") -> Parts:
+    """What each device always holds for the unit that the call belongs to.
+
+    A frozen role's unit and a generation's own unit hold weights; a trained role's unit holds
+    gradients (float32, as they are added up over micro-batches) and optimizer state too; an
+    offloaded unit holds nothing. A generation that borrows the weights of the unit that trains
+    them holds nothing either: do not ask then.
+
+    Args:
+        call: Any call of the unit.
+        layout: The unit's layout.
+        engine: "torch" is this project's own, which shards nothing and never offloads.
+    """
+    if engine == "torch":
+        return torch_resident_parts(call, trains=call.kind != "generate")
+    if layout.offload:
+        return Parts()
+    params = _params(call.model, call.head, layout)
+    trained = call.trained and call.kind != "generate"
+    return Parts(*_states(params, layout, call.model.dtype_bytes, trained=trained))
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def transient_parts(
+    call: Call, layout: Layout, *, engine: Engine = "any", borrows: bool = False,
+    source: Layout | None = None, rows: int | None = None, attention: Attention = "fused",
+) -> Parts:  # fmt: skip
+    """What each device holds while the call runs, beyond what is resident.
+
+    Args:
+        call: What runs.
+        layout: How.
+        engine: "torch" takes the worker's defaults for micro-batches and rows decoded at once, and
+            only the number of ranks from the layout (see `memory_torch`).
+        borrows: For a generation: whether its role is trained on the same devices. It then holds
+            a copy of the weights in its own layout while it runs.
+        source: The layout the role is trained in, if known: where it has the weights in the same
+            places there is no copy.
+        rows: For a generation: rows of each rank that run at once; all of them by default.
+        attention: Whether scores are stored.
+    """
+    if engine == "torch":
+        return torch_transient_parts(call, num_ranks=layout.num_devices)
+    params = _params(call.model, call.head, layout)
+    if call.kind == "generate":
+        weights = (params.dense + params.experts) * call.model.dtype_bytes
+        # Its own weights are resident, unless they are fetched for this call.
+        fetched = layout.offload
+        if borrows:
+            fetched = source is None or _moves(layout, source)
+        copy = Parts(weights=weights if fetched else 0)
+        rows = rows_at_once(call, layout) if rows is None else rows
+        running = copy.plus(_generating(call, layout, rows, attention))
+        changed = call.trained and (fetched or not borrows)
+        buckets = 2 * min(BUCKET_BYTES, weights) if changed else 0
+        # Weights move before the cache is allocated.
+        moving = copy._replace(transfer=buckets)
+        return running if running.total >= moving.total else moving
+    held = _loaded(call, layout, params)
+    if call.kind == "forward":
+        tokens = _micro_batch(call, layout)[0]
+        working = _working(call.model, layout, tokens, call.tokens_longest, attention)
+        logits = _logits(call, layout, tokens)
+        return held._replace(activations=working, logits=logits)
+    first, last = _train(call, layout, attention)
+    return held.plus(first if first.total > last.total else last)
+
+
+def _loaded(call: Call, layout: Layout, params: _Params) -> Parts:
+    """States that are there for this call only: offloaded ones, and what ZeRO gathers."""
+    number = call.model.dtype_bytes
+    weights = gradients = optimizer = 0
+    if layout.offload:
+        states = _states(params, layout, number, trained=call.trained)
+        weights = states[0]
+        if call.kind == "train":
+            gradients, optimizer = states[1:]
+    if call.trained and layout.zero == 3 and layout.dp > 1:
+        weights += 2 * params.largest_layer * number  # the layer at hand and the next one
+    if call.kind == "train" and layout.zero >= 2 and layout.dp > 1:
+        gradients += params.largest_layer * _FLOAT  # until it is reduced and scattered
+    return Parts(weights, gradients, optimizer)
+
+
+def _micro_batch(call: Call, layout: Layout) -> tuple[int, int]:
+    """Tokens per rank of one micro-batch, and how many micro-batches an update or a call has."""
+    rows = -(-call.num_sequences // layout.dp)
+    if call.kind == "train":
+        rows = -(-rows * call.passes // call.updates)
+    size = min(layout.micro_batch, rows)
+    return -(-size * call.tokens_longest // layout.cp), -(-rows // size)
+
+
+def _train(call: Call, layout: Layout, attention: Attention) -> tuple[Parts, Parts]:
+    """Activations and logits of the first stage, which runs ahead furthest, and of the last."""
+    shape = call.model
+    tokens, count = _micro_batch(call, layout)
+    layers = -(-shape.num_layers // layout.pp)
+    layer = tokens * _saved_per_token(shape, layout)
+    if attention == "plain":
+        layer += _scores(shape, layout, tokens, call.tokens_longest)
+    kept = layer
+    again = 0
+    if layout.checkpointing:
+        kept, again = tokens * _hidden(shape, layout), layer
+    ahead = min(layout.pp, count) * layers * kept
+    logits = _logits(call, layout, tokens)
+    # The logits are gone when the last layer is computed again.
+    if again > logits:
+        last = Parts(activations=layers * kept + again)
+    else:
+        last = Parts(activations=layers * kept, logits=logits)
+    return (last if layout.pp == 1 else Parts(activations=ahead + again)), last
+
+
+def _hidden(shape: ModelShape, layout: Layout) -> int:
+    """Bytes of a token's hidden state between tensor-parallel regions."""
+    size = shape.hidden_size * shape.dtype_bytes
+    return -(-size // layout.tp) if layout.sequence_parallel else size
+
+
+def _saved_per_token(shape: ModelShape, layout: Layout) -> int:
+    """Bytes that one layer saves per token for its backward pass.
+
+    Inputs and outputs of both norms; queries, keys, values and attention's output with a float32
+    sum per head; gate, up, the activated gate and the product (per chosen expert, with the
+    expert's own input and output).
+    """
+    tp, number = layout.tp, shape.dtype_bytes
+    heads = -(-shape.num_heads // tp)
+    attention = (2 * heads + 2 * _key_heads(shape, tp)) * shape.head_dim * number + heads * _FLOAT
+    inner = 4 * -(-shape.intermediate_size // tp) * number
+    hidden = _hidden(shape, layout)
+    if shape.num_experts:
+        inner = shape.experts_per_token * (inner + 2 * hidden) + shape.num_experts * _FLOAT
+    return 4 * hidden + attention + inner
+
+
+def _working(
+    shape: ModelShape, layout: Layout, tokens: int, longest: int, attention: Attention
+) -> int:
+    """One layer's working set without gradients: input, norm, and its widest block."""
+    tp, number = layout.tp, shape.dtype_bytes
+    heads = -(-shape.num_heads // tp)
+    mixing = (2 * heads + 2 * _key_heads(shape, tp)) * shape.head_dim * number
+    chosen = shape.experts_per_token if shape.num_experts else 1
+    inner = 3 * chosen * -(-shape.intermediate_size // tp) * number
+    scores = _scores(shape, layout, tokens, longest) if attention == "plain" else 0
+    return tokens * (2 * _hidden(shape, layout) + max(mixing, inner)) + scores
+
+
+def _scores(shape: ModelShape, layout: Layout, tokens: int, longest: int) -> int:
+    """Plain attention's weights: float32, and once more in the model's own precision."""
+    number = shape.dtype_bytes
+    each = _FLOAT if number == _FLOAT else _FLOAT + number
+    return tokens * longest * -(-shape.num_heads // layout.tp) * each
+
+
+def _logits(call: Call, layout: Layout, tokens: int) -> int:
+    """Logits, their float32 log-probabilities and, in training, the gradient of those."""
+    if call.head == "scalar":
+        return tokens * _FLOAT
+    return tokens * -(-call.model.vocab_size // layout.tp) * (call.model.dtype_bytes + 2 * _FLOAT)
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+
+def _generating(call: Call, layout: Layout, rows: int, attention: Attention) -> Parts:
+    """Without weights."""
+    shape, longest = call.model, call.prompt.longest
+    tokens = min(rows * longest, max(PREFILL_TOKENS, longest))
+    vocab = -(-shape.vocab_size // layout.tp)
+    return Parts(
+        kv_cache=kv_bytes(call, layout, rows),
+        activations=_working(shape, layout, -(-tokens // layout.cp), longest, attention),
+        logits=rows * vocab * (shape.dtype_bytes + 2 * _FLOAT),
+    )
+
+
+def _moves(layout: Layout, source: Layout) -> bool:
+    """Whether generation's weights are not where training leaves them."""
+    if source.zero == 3 or source.offload:
+        return True
+    return (layout.tp, layout.pp, layout.ep) != (source.tp, source.pp, source.ep)
+
+
+def rows_at_once(call: Call, layout: Layout) -> int:
+    """Rows of one rank of a generation, if all run together."""
+    return -(-call.num_sequences // layout.dp)
+
+
+def kv_bytes(call: Call, layout: Layout, rows: int) -> int:
+    """Key-value cache of a device that generates that many rows together.
+
+    Taken at the decode step where most tokens are held: a row that ends frees its cache at once,
+    and samples of one prompt hold its keys each for themselves.
+    """
+    shape = call.model
+    layers = -(-shape.num_layers // layout.pp)
+    per_token = 2 * layers * _key_heads(shape, layout.tp) * shape.head_dim * shape.dtype_bytes
+    return math.ceil(rows * _held_tokens(call) * per_token / layout.cp)
+
+
+@lru_cache(maxsize=1024)
+def _held_tokens(call: Call) -> float:
+    """Most tokens held at one time, per row that was started."""
+    prompt, response = call.prompt, call.response
+    if len(response.tokens) == 1:
+        return prompt.mean + response.longest
+    most, steps = 0.0, 0
+    for count, share in response.survivors():
+        steps += count
+        most = max(most, share * (prompt.mean + steps))
+    return most
+
+
+def rows_that_fit(
+    call: Call, layout: Layout, free_bytes: int, *, attention: Attention = "fused"
+) -> int:
+    """How many rows each rank can generate at once in that much memory beside the weights.
+
+    Between 0 and `rows_at_once`.
+    """
+
+    def needed(rows: int) -> int:
+        return _generating(call, layout, rows, attention).total
+
+    return bisect_right(range(1, rows_at_once(call, layout) + 1), free_bytes, key=needed)
+
+
+# --- what would help ------------------------------------------------------------------------------
+
+
+def reductions(
+    layout: Layout, shape: ModelShape, *, node_size: int, engine: Engine = "any",
+    trained: bool = True, tp_across_nodes: bool = False,
+) -> Iterator[tuple[str, Layout]]:  # fmt: skip
+    """Single changes on the same devices that lower memory: what it is, and the layout then."""
+    changes: list[tuple[str, dict[str, object]]] = []
+    if layout.micro_batch > 1:
+        half = layout.micro_batch // 2
+        changes.append((f"micro_batch={half}", {"micro_batch": half}))
+    if engine != "torch":
+        changes += _layout_changes(layout, trained)
+    for text, change in changes:
+        changed = layout.model_copy(update=change)
+        try:
+            check_layout(changed, shape, node_size=node_size, tp_across_nodes=tp_across_nodes)
+        except PlanError:
+            continue
+        yield text, changed
+
+
+def _layout_changes(layout: Layout, trained: bool) -> list[tuple[str, dict[str, object]]]:
+    changes: list[tuple[str, dict[str, object]]] = []
+    if trained and not layout.checkpointing:
+        changes.append(("checkpointing=true", {"checkpointing": True}))
+    if layout.tp > 1 and not layout.sequence_parallel:
+        changes.append(("sequence_parallel=true", {"sequence_parallel": True}))
+    if trained and layout.zero < 3 and layout.dp > 1:
+        changes.append((f"zero={layout.zero + 1}", {"zero": layout.zero + 1}))
+    if not layout.offload:
+        changes.append(("offload=true", {"offload": True}))
+    if layout.dp % 2 == 0:
+        for name in ("tp", "pp"):
+            size = 2 * getattr(layout, name)
+            text = f"{name}={size} with dp={layout.dp // 2}"
+            changes.append((text, {name: size, "dp": layout.dp // 2}))
+    return changes

@@ -1,0 +1,87 @@
+"""How many loops of stepping and asking one process should run at the same time.
+
+A loop steps and then asks, again and again. Part of each is the process computing, of which it can
+do one thing at a time (the interpreter's lock); the rest is waiting: for a step that sleeps or is
+computed elsewhere, and for the answer. `n` loops turning side by side wait together and compute one
+after another, so a turn of all of them takes
+
+    turn(n) = max(step_s + ask_s, n * (step_cpu_s + ask_cpu_s))        n = 1: step_s + ask_s
+
+where each loop but a lone one also computes `SWITCH_S`, the handing over of the lock. `m` groups
+are done in ceil(m / n) rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ...dataflow.option_checks import check_range
+
+__all__ = ["LEAST_GAIN", "SWITCH_S", "LoopTimes", "choose_ring_size", "round_s"]
+
+SWITCH_S = 1e-4
+"""Seconds that a thread takes to get the interpreter's lock from another, twice a turn."""
+
+LEAST_GAIN = 0.05
+"""A larger ring must promise to be faster by this fraction: measured times are not exact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopTimes:
+    """What one turn of a loop took, on average, while it ran alone.
+
+    Raises:
+        ValueError: If a time is negative, or none passed at all.
+    """
+
+    step_s: float
+    """Seconds of a step, by the clock."""
+    step_cpu_s: float
+    """Of these the process computed."""
+    ask_s: float
+    """Seconds until the answer was there, by the clock."""
+    ask_cpu_s: float
+    """Of these the process computed."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "step_s", "step_cpu_s", "ask_s", "ask_cpu_s", at_least=0)
+        if not self.step_s + self.ask_s > 0:
+            raise ValueError("step_s and ask_s are 0; expected measured seconds")
+
+    @property
+    def turn_s(self) -> float:
+        """By the clock."""
+        return self.step_s + self.ask_s
+
+    @property
+    def cpu_s(self) -> float:
+        """Of a turn; never more than by the clock."""
+        return min(self.step_cpu_s + self.ask_cpu_s, self.turn_s)
+
+
+def round_s(times: LoopTimes, ring_size: int, num_groups: int) -> float:
+    """Seconds in which all groups take one step, with `ring_size` loops at the same time."""
+    if ring_size == 1:
+        return num_groups * times.turn_s
+    turn_s = max(times.turn_s + SWITCH_S, ring_size * (times.cpu_s + SWITCH_S))
+    return math.ceil(num_groups / ring_size) * turn_s
+
+
+def choose_ring_size(times: LoopTimes, num_groups: int, most: int = 64) -> int:
+    """The number of loops that is expected to be fastest; the smallest of those about as fast.
+
+    Args:
+        times: Measured.
+        num_groups: Groups that the process has.
+        most: Not more loops than this.
+
+    Raises:
+        ValueError: If there is no group.
+    """
+    if num_groups < 1:
+        raise ValueError(f"num_groups is {num_groups}; expected at least 1")
+    sizes = range(1, min(num_groups, most) + 1)
+    fastest_s = min(round_s(times, size, num_groups) for size in sizes)
+    enough_s = fastest_s * (1 + LEAST_GAIN)
+    return next(size for size in sizes if round_s(times, size, num_groups) <= enough_s)

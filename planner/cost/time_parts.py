@@ -1,0 +1,210 @@
+"""What the formulas of time work on: a call and a machine as plain numbers, and the answer.
+
+Reading a pydantic model or a property costs more than a formula here, and a search evaluates
+hundreds of thousands; so what depends on the call alone or on the mesh alone is worked out once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..inputs.calls import Call
+from ..inputs.mesh import Mesh
+from .collectives import Links, links_of
+from .constants import Constants
+
+__all__ = ["CallTime", "Machine", "Work"]
+
+
+class CallTime(NamedTuple):
+    """Seconds of one call, by what they are spent on. The parts add up to `total_s`.
+
+    In a forward or train call the parts are those of the busiest rank without waiting, and
+    `bubble_s` is the waiting. In a generation `prefill_s` is everything done for the prompts, and
+    the other parts are decoding.
+    """
+
+    fixed_s: float = 0.0
+    """Dispatch, gathering rows."""
+    prefill_s: float = 0.0
+    """Computing the prompts."""
+    matmul_s: float = 0.0
+    """Products with weights; while decoding mostly reading them."""
+    attention_s: float = 0.0
+    """Scores and weighted sums; while decoding mostly reading the key-value cache."""
+    launch_s: float = 0.0
+    """Waiting for kernels to be launched, where that takes longer than running them."""
+    tp_comm_s: float = 0.0
+    """Collectives between tensor-parallel ranks."""
+    cp_comm_s: float = 0.0
+    """Keys and values between context-parallel ranks."""
+    ep_comm_s: float = 0.0
+    """Tokens to their experts and back."""
+    p2p_s: float = 0.0
+    """Handing over between pipeline stages."""
+    bubble_s: float = 0.0
+    """Stages that wait while the pipeline fills and drains."""
+    grad_sync_s: float = 0.0
+    """Summing gradients over the ranks that hold the same weights."""
+    weight_gather_s: float = 0.0
+    """Gathering weights that ZeRO has cut."""
+    optimizer_s: float = 0.0
+    """The optimizer's step: reading and writing its states."""
+
+    @property
+    def total_s(self) -> float:
+        """All parts together."""
+        return sum(self)
+
+    def parts(self) -> dict[str, float]:
+        """Name without `_s` -> seconds, of the parts that are there."""
+        named = zip(self._fields, self, strict=True)
+        return {name.removesuffix("_s"): seconds for name, seconds in named if seconds}
+
+
+class Machine(NamedTuple):
+    """A mesh with constants and a dtype, as numbers: what a program reaches."""
+
+    flops_per_s: float
+    """Matrix products of one device."""
+    memory_bytes_per_s: float
+    """Device memory."""
+    host_bytes_per_s: float
+    """To and from host memory, per device."""
+    launch_s: float
+    """Kernels of one layer's forward pass."""
+    call_s: float
+    """Any call."""
+    links: Links
+
+    @staticmethod
+    def of(mesh: Mesh, constants: Constants, dtype: str) -> Machine:
+        """Work it out.
+
+        Raises:
+            PlanError: If a device of the mesh has no peak at that dtype.
+        """
+        return Machine(
+            mesh.flops(dtype) * constants.matmul_efficiency,
+            mesh.memory_bytes_per_s * constants.memory_efficiency,
+            mesh.host_bytes_per_s,
+            constants.launch_s,
+            constants.call_s,
+            links_of(mesh, constants),
+        )
+
+
+class Work(NamedTuple):
+    """A call as numbers. Sizes of layers are those of one layer on one device without any split."""
+
+    kind: str
+    rows: int
+    samples: int
+    """Rows that share a prompt."""
+    passes: int
+    updates: int
+    hidden_size: int
+    num_layers: int
+    key_heads: int
+    num_experts: int
+    experts_per_token: int
+    dtype_bytes: int
+    tokens: float
+    """Mean length of a row."""
+    tokens_square: float
+    """Mean square of the length of a row."""
+    prompt: float
+    """Mean length of a prompt."""
+    prompt_square: float
+    decode: tuple[tuple[float, float, float], ...]
+    """`(steps, share of rows still running, mean context in these steps)`; the first token comes
+    from the prefill, so the steps are one fewer than the tokens."""
+    layer_flops: float
+    """Of one token's forward pass through the weights of a layer."""
+    square_flops: float
+    """Of attention in a layer: times the sum of squared lengths (half of all pairs are causal)."""
+    context_flops: float
+    """Of attention in a layer for one new token: times its context."""
+    dense_layer_params: int
+    """Attention, router and norms; of a dense model the feed-forward too."""
+    expert_layer_params: int
+    """Experts of a layer; 0 for a dense model."""
+    embedding_params: int
+    head_params: int
+    """Weights a head has of its own."""
+    head_columns: int
+    """Outputs of the head: the vocabulary, or 1."""
+    kv_layer_bytes: int
+    """Key-value cache of one token in one layer and one key head."""
+
+    @staticmethod
+    def of(call: Call, *, shares_prompts: bool = False) -> Work:
+        """Work it out.
+
+        Args:
+            call: What is computed.
+            shares_prompts: Whether a prompt is computed once for all of its rows that a forward or
+                train call computes together.
+        """
+        share = _prompts_per_row(call) if shares_prompts else 1.0
+        model, head = call.model, call.head
+        mixture = model.num_experts > 0
+        experts = model.expert_params * model.num_experts
+        attended = model.num_heads * model.head_dim
+        prompt, response = call.prompt, call.response
+        return Work(
+            kind=call.kind,
+            rows=call.num_sequences,
+            samples=call.samples_per_prompt,
+            passes=call.passes,
+            updates=call.updates,
+            hidden_size=model.hidden_size,
+            num_layers=model.num_layers,
+            key_heads=model.num_key_heads,
+            num_experts=model.num_experts,
+            experts_per_token=model.experts_per_token,
+            dtype_bytes=model.dtype_bytes,
+            tokens=share * prompt.mean + response.mean,
+            tokens_square=share * prompt.mean_square
+            + 2 * prompt.mean * response.mean
+            + response.mean_square,
+            prompt=prompt.mean,
+            prompt_square=prompt.mean_square,
+            decode=_decode_bins(call),
+            layer_flops=2.0 * model.active_layer_params,
+            square_flops=2.0 * attended,
+            context_flops=4.0 * attended,
+            dense_layer_params=model.layer_params - (experts if mixture else 0),
+            expert_layer_params=experts,
+            embedding_params=model.embedding_params,
+            head_params=model.head_params(head),
+            head_columns=model.vocab_size if head == "vocabulary" else 1,
+            kv_layer_bytes=2 * model.head_dim * model.dtype_bytes,
+        )
+
+
+def _prompts_per_row(call: Call) -> float:
+    """Distinct prompts of a minibatch per row of it, if rows are drawn at random.
+
+    Of a prompt with n rows, of which each is drawn with probability p, some row is drawn with
+    probability 1 - (1 - p)^n. Prompts are shared only where that saves a fifth of the tokens.
+    """
+    rows = call.samples_per_prompt
+    if call.kind == "generate" or rows == 1:
+        return 1.0
+    drawn = min(1.0, call.passes / call.updates)
+    share = (1.0 - (1.0 - drawn) ** rows) / (rows * drawn)
+    saved = (1.0 - share) * call.prompt.mean
+    return share if saved >= 0.2 * call.tokens_mean else 1.0
+
+
+def _decode_bins(call: Call) -> tuple[tuple[float, float, float], ...]:
+    bins: list[tuple[float, float, float]] = []
+    begin = 1  # the first token comes from the prefill
+    end = 0
+    for steps, share in call.response.survivors():
+        end += steps
+        if end > begin:
+            bins.append((end - begin, share, call.prompt.mean + (begin + end) / 2))
+            begin = end
+    return tuple(bins)

@@ -1,0 +1,213 @@
+"""Time of forward and train calls: a roofline, collectives, a pipeline of micro-batches.
+
+A stage's time per micro-batch is that of its layers, their collectives and the hand-over to the
+next stage. m micro-batches through p stages take m + p - 1 of these (Narayanan et al., "Efficient
+large-scale language model training on GPU clusters using Megatron-LM", 2021, section 2.2); the
+backward pass costs two forward passes, and with checkpointing a third one is done again. Nothing
+is taken to overlap: neither gathers with computation nor the gradients' sum with the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..inputs.layout import Layout
+from .collectives import all_gather_s, all_reduce_s, all_to_all_s, point_to_point_s
+from .time_parts import CallTime, Machine, Work
+
+__all__ = [
+    "LayerTime",
+    "forward_time",
+    "gather_s",
+    "hand_over_s",
+    "head_matmul_s",
+    "layer_time",
+    "optimizer_bytes",
+    "train_time",
+]
+
+
+class LayerTime(NamedTuple):
+    """Seconds of one layer's forward pass on one rank."""
+
+    matmul: float
+    attention: float
+    launch: float
+    tp_comm: float
+    cp_comm: float
+    ep_comm: float
+
+
+class _Passes(NamedTuple):
+    """How often a call does each thing of a forward pass."""
+
+    compute: int
+    collectives: int
+    """All-reduces of tensor parallelism, all-to-alls of experts."""
+    keys: int
+    """Rings of keys and values; the backward pass sends them and their gradients."""
+    hand_overs: int
+
+
+_FORWARD = _Passes(compute=1, collectives=1, keys=1, hand_overs=1)
+_TRAIN = _Passes(compute=3, collectives=2, keys=3, hand_overs=2)
+_TRAIN_AGAIN = _Passes(compute=4, collectives=3, keys=4, hand_overs=2)
+
+
+def layer_time(
+    work: Work, layout: Layout, machine: Machine, tokens: float, squares: float
+) -> LayerTime:
+    """One layer's forward pass over one micro-batch.
+
+    Args:
+        work: The call.
+        layout: How it is spread.
+        machine: What it runs on.
+        tokens: Of the micro-batch, on one context-parallel rank.
+        squares: Sum of the squared lengths of its rows, over the context-parallel ranks.
+    """
+    tp, cp, ep, links = layout.tp, layout.cp, layout.ep, machine.links
+    read = (work.dense_layer_params + work.expert_layer_params / ep) * work.dtype_bytes / tp
+    matmul = max(
+        tokens * work.layer_flops / tp / machine.flops_per_s, read / machine.memory_bytes_per_s
+    )
+    attention = squares * work.square_flops / tp / machine.flops_per_s
+    launch = max(machine.launch_s - matmul - attention, 0.0)
+    sent = tokens * work.hidden_size * work.dtype_bytes
+    tp_comm = 2.0 * all_reduce_s(links, sent, tp) if tp > 1 else 0.0
+    cp_comm = ep_comm = 0.0
+    if cp > 1:
+        keys = tokens * max(work.key_heads / tp, 1.0) * work.kv_layer_bytes
+        cp_comm = all_gather_s(links, keys * cp, cp, tp)
+    if ep > 1:
+        routed = sent * work.experts_per_token / (tp if layout.sequence_parallel else 1)
+        ep_comm = 2.0 * all_to_all_s(links, routed, ep, tp * cp)
+    return LayerTime(matmul, attention, launch, tp_comm, cp_comm, ep_comm)
+
+
+def head_matmul_s(work: Work, layout: Layout, machine: Machine, tokens: float) -> float:
+    """The head's forward pass over some tokens."""
+    weights = work.head_columns * work.hidden_size / layout.tp
+    return max(
+        2.0 * tokens * weights / machine.flops_per_s,
+        weights * work.dtype_bytes / machine.memory_bytes_per_s,
+    )
+
+
+def hand_over_s(work: Work, layout: Layout, machine: Machine, tokens: float) -> float:
+    """From one pipeline stage to the next; nothing without a pipeline."""
+    if layout.pp == 1:
+        return 0.0
+    sent = tokens * work.hidden_size * work.dtype_bytes
+    if layout.sequence_parallel:
+        sent /= layout.tp
+    return point_to_point_s(machine.links, sent, layout.num_devices)
+
+
+def forward_time(work: Work, layout: Layout, machine: Machine) -> CallTime:
+    """A forward call: log-probabilities, values or scores of all rows."""
+    rows = -(-work.rows // layout.dp)
+    time = _pipeline(work, layout, machine, rows, _FORWARD)
+    gather = 0.0
+    if layout.zero == 3:
+        gather = _num_micro_batches(rows, layout) * gather_s(work, layout, machine)
+    return time._replace(fixed_s=machine.call_s, weight_gather_s=gather)
+
+
+def train_time(work: Work, layout: Layout, machine: Machine) -> CallTime:
+    """A train call: all its updates."""
+    per_update = work.rows * work.passes
+    rows = -(-per_update // (work.updates * layout.dp))
+    passes = _TRAIN_AGAIN if layout.checkpointing else _TRAIN
+    time = _pipeline(work, layout, machine, rows, passes)
+    sync, gather = _update_comm(work, layout, machine, rows)
+    step = optimizer_bytes(work, layout) / machine.memory_bytes_per_s
+    update = time._replace(grad_sync_s=sync, weight_gather_s=gather, optimizer_s=step)
+    all_updates = CallTime(*[work.updates * part for part in update])
+    return all_updates._replace(fixed_s=machine.call_s)
+
+
+def _num_micro_batches(rows: int, layout: Layout) -> int:
+    return -(-rows // layout.micro_batch)
+
+
+def _pipeline(work: Work, layout: Layout, machine: Machine, rows: int, passes: _Passes) -> CallTime:
+    """Rows through layers and head in micro-batches; a last, smaller one counts its share."""
+    size = min(layout.micro_batch, rows)
+    count = rows / size
+    tokens = size * work.tokens / layout.cp
+    layer = layer_time(work, layout, machine, tokens, size * work.tokens_square / layout.cp)
+    layers = -(-work.num_layers // layout.pp)
+    matmul = passes.compute * layers * layer.matmul
+    attention = passes.compute * layers * layer.attention
+    launch = passes.compute * layers * layer.launch
+    tp_comm = passes.collectives * layers * layer.tp_comm
+    cp_comm = passes.keys * layers * layer.cp_comm
+    ep_comm = passes.collectives * layers * layer.ep_comm
+    p2p = passes.hand_overs * hand_over_s(work, layout, machine, tokens)
+    stage = matmul + attention + launch + tp_comm + cp_comm + ep_comm + p2p
+    head = head_matmul_s(work, layout, machine, tokens)
+    head_passes = min(passes.compute, 3)  # its activations are never computed again
+    head_launch = max(machine.launch_s - head, 0.0)
+    return CallTime(
+        matmul_s=count * (matmul + head_passes * head),
+        attention_s=count * attention,
+        launch_s=count * (launch + head_passes * head_launch),
+        tp_comm_s=count * tp_comm,
+        cp_comm_s=count * cp_comm,
+        ep_comm_s=count * ep_comm,
+        p2p_s=count * p2p,
+        bubble_s=(layout.pp - 1) * stage,
+    )
+
+
+def _stage_params(work: Work, layout: Layout) -> tuple[float, float]:
+    """Weights of the fullest stage on one rank before ZeRO cuts them: dense, experts."""
+    layers = -(-work.num_layers // layout.pp)
+    ends = (work.embedding_params, work.head_params)
+    end = sum(ends) if layout.pp == 1 else max(ends)
+    dense = (layers * work.dense_layer_params + end) / layout.tp
+    return dense, layers * work.expert_layer_params / layout.tp / layout.ep
+
+
+def gather_s(work: Work, layout: Layout, machine: Machine) -> float:
+    """All weights of a stage from the ranks that ZeRO has cut them over."""
+    dense, experts = _stage_params(work, layout)
+    ranks, block = layout.dp * layout.cp, layout.tp
+    time = all_gather_s(machine.links, dense * work.dtype_bytes, ranks, block)
+    if experts:
+        num_bytes = experts * work.dtype_bytes
+        time += all_gather_s(machine.links, num_bytes, ranks // layout.ep, block * layout.ep)
+    return time
+
+
+def _update_comm(work: Work, layout: Layout, machine: Machine, rows: int) -> tuple[float, float]:
+    """`(gradients' sum, weights' gathers)` of one update.
+
+    Gradients travel in the weights' dtype. A gather and a reduce-scatter take equally long; an
+    all-reduce is both (Rajbhandari et al., "ZeRO", 2020, section 7).
+    """
+    if layout.dp * layout.cp == 1:
+        return 0.0, 0.0
+    once = gather_s(work, layout, machine)
+    count = _num_micro_batches(rows, layout)
+    if layout.zero == 0:
+        return 2.0 * once, 0.0
+    if layout.zero == 1:
+        return once, once
+    if layout.zero == 2:
+        return count * once, once
+    return count * once, 2.0 * count * once  # gathered for the forward and the backward pass
+
+
+def optimizer_bytes(work: Work, layout: Layout) -> float:
+    """What Adam's step reads and writes on one device.
+
+    Of each weight: the float32 master, both moments (read and written) and the gradient (read);
+    the copy in a 16-bit dtype is written too.
+    """
+    dense, experts = _stage_params(work, layout)
+    if layout.zero:
+        ranks = layout.dp * layout.cp
+        dense, experts = dense / ranks, experts / (ranks // layout.ep)
+    return (dense + experts) * (3 * 2 * 4 + 4 + (work.dtype_bytes if work.dtype_bytes < 4 else 0))

@@ -1,0 +1,139 @@
+"""A graph and a workload as what the planner places: calls of models, with their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...dataflow.errors import PlanError
+from ...dataflow.graph.graph import Constant, Graph, Node, NodeKind
+from .model_shape import Head, ModelShape
+from .workload import Lengths, Workload
+
+__all__ = ["Call", "CallKind", "calls_of"]
+
+CallKind = Literal["generate", "forward", "train"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One model call of a step.
+
+    Attributes:
+        name: The node's name: "actor.generate".
+        role: Whose weights it uses.
+        kind: What it does with them.
+        model: Their shape.
+        head: What the model ends in.
+        trained: Whether some call of the step trains the role.
+        num_sequences: Rows, all samples of all prompts.
+        prompt: Prompt lengths.
+        response: Response lengths.
+        samples_per_prompt: Rows that share a prompt; a generator computes it once.
+        passes: Times the rows are gone over.
+        updates: Optimizer steps.
+        after: Names of the calls whose outputs it needs, directly or through ops, in this step.
+    """
+
+    name: str
+    role: str
+    kind: CallKind
+    model: ModelShape
+    head: Head
+    trained: bool
+    num_sequences: int
+    prompt: Lengths
+    response: Lengths
+    samples_per_prompt: int = 1
+    passes: int = 1
+    updates: int = 1
+    after: tuple[str, ...] = ()
+
+    @property
+    def tokens_mean(self) -> float:
+        """Mean length of a row, prompt and response."""
+        return self.prompt.mean + self.response.mean
+
+    @property
+    def tokens_longest(self) -> int:
+        """Longest row."""
+        return self.prompt.longest + self.response.longest
+
+    @property
+    def unit(self) -> str:
+        """What is placed as a whole: the role, but a trained role's generation is its own unit."""
+        return f"{self.role}.generate" if self.kind == "generate" and self.trained else self.role
+
+
+def calls_of(
+    graph: Graph, workload: Workload, models: Mapping[str, ModelShape | None]
+) -> tuple[Call, ...]:
+    """The calls of a step in program order. Ops and roles without a model cost nothing.
+
+    Args:
+        graph: The recorded step.
+        workload: Its size; what it leaves open is read from the graph's constants.
+        models: Role -> shape; None for a role without a model, such as a rule.
+
+    Raises:
+        PlanError: If a role of the graph is missing or one is named that the graph does not have.
+    """
+    unknown = sorted(models.keys() - graph.roles.keys())
+    missing = [role for role in graph.roles if role not in models]
+    if unknown or missing:
+        wrong = f"has no role '{unknown[0]}'" if unknown else f"needs a model for '{missing[0]}'"
+        raise PlanError(f"graph '{graph.name}' {wrong}; its roles are {', '.join(graph.roles)}")
+    needs: dict[str, tuple[str, ...]] = {}
+    calls: list[Call] = []
+    samples = workload.samples_per_prompt or _samples(graph)
+    for node in graph.nodes:
+        before = dict.fromkeys(c for _, ref in node.inputs for c in needs.get(ref.node, ()))
+        shape = models.get(node.role or "")
+        if node.role is None or shape is None:
+            needs[node.name] = tuple(before)
+            continue
+        call = _call(graph, node, shape, workload, samples, tuple(before))
+        calls.append(call)
+        needs[node.name] = (call.name,)
+    return tuple(calls)
+
+
+def _call(
+    graph: Graph, node: Node, shape: ModelShape, workload: Workload, samples: int,
+    after: tuple[str, ...],
+) -> Call:  # fmt: skip
+    role = node.role or ""
+    kinds: dict[NodeKind, CallKind] = {
+        NodeKind.ROLLOUT: "generate", NodeKind.FORWARD: "forward", NodeKind.TRAIN: "train",
+    }  # fmt: skip
+    passes = int(_constant(node, "epochs", 1))
+    updates = passes * int(_constant(node, "num_minibatches", 1))
+    return Call(
+        name=node.name,
+        role=role,
+        kind=kinds[node.kind],
+        model=shape,
+        head=graph.roles[role].model_head or "vocabulary",
+        trained=role in graph.trains_per_step,
+        num_sequences=workload.num_prompts * samples,
+        prompt=workload.prompt,
+        response=workload.response,
+        samples_per_prompt=samples,
+        passes=workload.passes_per_train or passes,
+        updates=workload.updates_per_train or updates,
+        after=after,
+    )
+
+
+def _samples(graph: Graph) -> int:
+    for node in graph.nodes:
+        if node.kind is NodeKind.ROLLOUT:
+            sampling = _constant(node, "sampling", None)
+            return int(getattr(sampling, "num_samples", 1))
+    return 1
+
+
+def _constant(node: Node, name: str, default: Any) -> Any:
+    value = dict(node.arguments).get(name)
+    return value.value if isinstance(value, Constant) else default

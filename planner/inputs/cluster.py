@@ -1,0 +1,133 @@
+"""What a plan is made for: devices, nodes and links, as data.
+
+A cluster is a list of node groups; mixed and uneven clusters have several. Devices are numbered
+node by node in the order listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ...dataflow.errors import PlanError
+
+__all__ = ["ClusterSpec", "DeviceSpec", "LinkSpec", "NodeGroup"]
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class DeviceSpec(_Spec):
+    """One accelerator, or the share of a CPU that one rank uses. Figures are the maker's peaks."""
+
+    name: str
+    """What tables call it: "h100"."""
+    memory_bytes: AtLeastOne
+    """Device memory, all of it."""
+    flops_per_s: Mapping[str, Positive] = Field(min_length=1)
+    """dtype ("float32", "bfloat16", ...) -> dense matrix-multiply peak."""
+    memory_bytes_per_s: Positive
+    """Bandwidth of device memory."""
+    host_bytes_per_s: Positive
+    """Bandwidth to host memory, one direction, per device; what offloading pays."""
+    reserved_bytes: int = Field(default=0, ge=0)
+    """Memory that no role can have: the driver's context, the runtime, fragmentation."""
+
+    def flops(self, dtype: str) -> float:
+        """Peak at that dtype.
+
+        Raises:
+            PlanError: If the device has no figure for it.
+        """
+        if dtype not in self.flops_per_s:
+            raise PlanError(
+                f"device '{self.name}' has no flops_per_s for {dtype}; it has "
+                f"{', '.join(self.flops_per_s)}"
+            )
+        return self.flops_per_s[dtype]
+
+
+class LinkSpec(_Spec):
+    """A link as one device sees it."""
+
+    bytes_per_s: Positive
+    """One direction, per device, while all devices of the node use it."""
+    latency_s: NotNegative
+    """Of one message."""
+
+
+class NodeGroup(_Spec):
+    """Equal nodes."""
+
+    num_nodes: AtLeastOne
+    """How many."""
+    devices_per_node: AtLeastOne
+    """Devices in each."""
+    device: DeviceSpec
+    """What they are."""
+    within: LinkSpec
+    """Between devices of one node."""
+
+    @property
+    def num_devices(self) -> int:
+        """In all nodes together."""
+        return self.num_nodes * self.devices_per_node
+
+
+class ClusterSpec(_Spec):
+    """All nodes, and the network between them."""
+
+    name: str
+    """What the plan calls it."""
+    node_groups: tuple[NodeGroup, ...] = Field(min_length=1)
+    """In the order in which devices are numbered."""
+    between: LinkSpec
+    """Between devices of different nodes."""
+
+    @cached_property
+    def num_devices(self) -> int:
+        """In all nodes together."""
+        return sum(group.num_devices for group in self.node_groups)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all nodes are equal."""
+        return len(self.node_groups) == 1
+
+    def first_device(self, node_group: int) -> int:
+        """Id of the first device of a node group."""
+        return sum(group.num_devices for group in self.node_groups[:node_group])
+
+    def node_of(self, device: int) -> int:
+        """Number of the node that holds a device.
+
+        Raises:
+            PlanError: If the cluster has no such device.
+        """
+        nodes, first = 0, 0
+        for group in self.node_groups:
+            if first <= device < first + group.num_devices:
+                return nodes + (device - first) // group.devices_per_node
+            first += group.num_devices
+            nodes += group.num_nodes
+        raise PlanError(
+            f"cluster '{self.name}' has no device {device}; its {self.num_devices} devices are "
+            f"numbered from 0"
+        )
+
+    def spec_of(self, device: int) -> DeviceSpec:
+        """What a device is."""
+        first = 0
+        for group in self.node_groups:
+            if first <= device < first + group.num_devices:
+                return group.device
+            first += group.num_devices
+        raise PlanError(f"cluster '{self.name}' has no device {device}")

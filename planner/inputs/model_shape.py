@@ -1,0 +1,173 @@
+"""The shape of a transformer: what its memory and time follow from.
+
+Read from the fields of a Hugging Face config, so a model that can be trained can be planned for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ...dataflow.errors import PlanError
+
+__all__ = ["DTYPE_BYTES", "Head", "ModelShape", "shape_of"]
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Head = Literal["vocabulary", "scalar"]
+"""What a role's model ends in: logits over the vocabulary, or one number (value, score)."""
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+_GATED = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"}
+_QKV_BIAS = {"qwen2", "qwen2_moe"}
+_QK_NORM = {"qwen3", "qwen3_moe"}
+
+
+class ModelShape(BaseModel):
+    """Sizes of a decoder-only transformer with gated feed-forward and RMS norms."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: str
+    """What tables call it."""
+    hidden_size: AtLeastOne
+    """Width of the residual stream."""
+    num_layers: AtLeastOne
+    """Decoder layers."""
+    num_heads: AtLeastOne
+    """Query heads."""
+    num_key_heads: AtLeastOne
+    """Key-value heads."""
+    head_dim: AtLeastOne
+    """Width of one head."""
+    intermediate_size: AtLeastOne
+    """Width of the feed-forward; of one expert, in a mixture."""
+    vocab_size: AtLeastOne
+    """Tokens, as the embedding has them."""
+    tied_embeddings: bool = False
+    """Whether the head is the embedding."""
+    qkv_bias: bool = False
+    """Whether query, key and value projections have biases."""
+    qk_norm: bool = False
+    """Whether every head's query and key are normalised."""
+    num_experts: int = Field(default=0, ge=0)
+    """Experts per layer; 0 for a dense model."""
+    experts_per_token: int = Field(default=0, ge=0)
+    """Experts that compute each token."""
+    dtype: str = "bfloat16"
+    """Of weights and activations."""
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one weight."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def attention_params(self) -> int:
+        """Weights of one layer's attention."""
+        qkv = (self.num_heads + 2 * self.num_key_heads) * self.head_dim
+        out = self.num_heads * self.head_dim * self.hidden_size
+        extra = (qkv if self.qkv_bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
+        return self.hidden_size * qkv + out + extra
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one feed-forward; of one expert, in a mixture."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def layer_params(self) -> int:
+        """Weights of one layer, all experts, router and norms included."""
+        router = self.hidden_size * self.num_experts
+        experts = self.expert_params * max(self.num_experts, 1)
+        return self.attention_params + experts + router + 2 * self.hidden_size
+
+    @property
+    def active_layer_params(self) -> int:
+        """Weights of one layer that a token meets."""
+        router = self.hidden_size * self.num_experts
+        experts = self.expert_params * max(self.experts_per_token, 1)
+        return self.attention_params + experts + router + 2 * self.hidden_size
+
+    @property
+    def embedding_params(self) -> int:
+        """Weights of the embedding."""
+        return self.vocab_size * self.hidden_size
+
+    def head_params(self, head: Head) -> int:
+        """Weights of the head that are not the embedding's."""
+        if head == "scalar":
+            return self.hidden_size
+        return 0 if self.tied_embeddings else self.embedding_params
+
+    def num_params(self, head: Head = "vocabulary") -> int:
+        """All weights."""
+        layers = self.num_layers * self.layer_params + self.hidden_size
+        return self.embedding_params + layers + self.head_params(head)
+
+    def active_params(self, head: Head = "vocabulary") -> int:
+        """Weights that multiply a token: no embedding look-up, and chosen experts only."""
+        out = self.hidden_size if head == "scalar" else self.embedding_params
+        return self.num_layers * self.active_layer_params + out
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Key-value cache of one token over all layers."""
+        return 2 * self.num_layers * self.num_key_heads * self.head_dim * self.dtype_bytes
+
+
+def shape_of(
+    architecture: Mapping[str, Any], *, name: str = "", vocab_size: int | None = None,
+    dtype: str = "bfloat16",
+) -> ModelShape:  # fmt: skip
+    """The shape that a Hugging Face config describes.
+
+    Args:
+        architecture: The config's fields, with `model_type`.
+        name: What tables call it; the model type by default.
+        vocab_size: Used if the config does not say.
+        dtype: Of weights and activations.
+
+    Raises:
+        PlanError: If a field is missing, not positive, or the family is none whose shape is known.
+    """
+    kind = str(architecture.get("model_type", ""))
+    if kind not in _GATED:
+        raise PlanError(
+            f"cannot plan for model_type '{kind}'; known are {', '.join(sorted(_GATED))}"
+        )
+    if dtype not in DTYPE_BYTES:
+        raise PlanError(f"dtype is '{dtype}'; expected one of {', '.join(DTYPE_BYTES)}")
+    fields = dict(architecture)
+    if vocab_size is not None:
+        fields.setdefault("vocab_size", vocab_size)
+
+    def size(key: str, default: int | None = None) -> int:
+        value = fields.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or value < 1:
+            raise PlanError(f"model '{name or kind}': {key} is {value!r}; expected an int above 0")
+        return value
+
+    heads = size("num_attention_heads")
+    experts = int(fields.get("num_local_experts") or fields.get("num_experts") or 0)
+    width = "moe_intermediate_size" if fields.get("moe_intermediate_size") else "intermediate_size"
+    return ModelShape(
+        name=name or kind,
+        hidden_size=size("hidden_size"),
+        num_layers=size("num_hidden_layers"),
+        num_heads=heads,
+        num_key_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", size("hidden_size") // heads),
+        intermediate_size=size(width),
+        vocab_size=size("vocab_size"),
+        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        qkv_bias=bool(fields.get("attention_bias", kind in _QKV_BIAS)),
+        qk_norm=kind in _QK_NORM,
+        num_experts=experts,
+        experts_per_token=size("num_experts_per_tok") if experts else 0,
+        dtype=dtype,
+    )

@@ -1,0 +1,91 @@
+"""How much one step computes: prompts, lengths and updates."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ...dataflow.errors import PlanError
+
+__all__ = ["Lengths", "Workload"]
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class Lengths(BaseModel):
+    """A distribution of lengths in tokens, as a histogram; a constant is one bin."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    tokens: tuple[AtLeastOne, ...] = Field(min_length=1)
+    """Length of each bin, ascending."""
+    weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """How often each occurs, in any unit; equally often if empty."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Lengths:
+        if self.weights and len(self.weights) != len(self.tokens):
+            raise PlanError(
+                f"a length histogram has {len(self.tokens)} tokens= but {len(self.weights)} "
+                "weights=; give one weight per bin"
+            )
+        if list(self.tokens) != sorted(set(self.tokens)):
+            raise PlanError(
+                f"a length histogram's tokens= must ascend without repeats, got {self.tokens}"
+            )
+        return self
+
+    @staticmethod
+    def constant(tokens: int) -> Lengths:
+        """Every row has this many tokens."""
+        return Lengths(tokens=(tokens,))
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Probability of each bin."""
+        weights = self.weights or (1.0,) * len(self.tokens)
+        return tuple(weight / sum(weights) for weight in weights)
+
+    @property
+    def mean(self) -> float:
+        """Expected length."""
+        return sum(t * share for t, share in zip(self.tokens, self.shares, strict=True))
+
+    @property
+    def longest(self) -> int:
+        """The longest bin."""
+        return self.tokens[-1]
+
+    @property
+    def mean_square(self) -> float:
+        """Expected square of the length; attention's work grows with it."""
+        return sum(t * t * share for t, share in zip(self.tokens, self.shares, strict=True))
+
+    def survivors(self) -> tuple[tuple[int, float], ...]:
+        """`(number of decode steps, share of rows still running in them)`, in order."""
+        steps: list[tuple[int, float]] = []
+        begin, left = 0, 1.0
+        for tokens, share in zip(self.tokens, self.shares, strict=True):
+            steps.append((tokens - begin, left))
+            begin, left = tokens, left - share
+        return tuple(steps)
+
+
+class Workload(BaseModel):
+    """One step of the algorithm, in rows and tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    num_prompts: AtLeastOne
+    """Prompts per step."""
+    samples_per_prompt: AtLeastOne | None = None
+    """Responses per prompt; by default what the graph's rollout says (`Sampling.num_samples`)."""
+    prompt: Lengths
+    """Prompt lengths."""
+    response: Lengths
+    """Response lengths."""
+    updates_per_train: AtLeastOne | None = None
+    """Optimizer steps of one train call; by default the graph's `epochs * num_minibatches`."""
+    passes_per_train: AtLeastOne | None = None
+    """Times a train call goes over its rows; by default the graph's `epochs`."""

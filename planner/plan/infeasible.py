@@ -1,0 +1,83 @@
+"""What to tell when no plan fits: the ledger of the best attempt, and the cheapest way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...dataflow.errors import InfeasibleError, PlanError
+from ..cost.memory_ledger import GroupLedger, Ledger, Parts, check
+from ..formatting import bytes_text
+from ..inputs.calls import Call
+from ..inputs.cluster import ClusterSpec
+from ..inputs.mesh import Mesh
+from ..search.option_table import ModelTable
+
+__all__ = ["refusal"]
+
+_MOST_TIMES = 64
+"""More nodes than this many times those there are not suggested."""
+
+
+def refusal(
+    calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec, error: InfeasibleError
+) -> InfeasibleError:
+    """The error to raise in place of the search's own.
+
+    The attempt that is shown has every unit on all devices, each in the way that needs least:
+    nothing else spreads the states of every model further.
+    """
+    everywhere = tuple(group.num_devices for group in cluster.node_groups)
+    attempt = _attempt(calls, table, Mesh(cluster, everywhere))
+    if attempt is None:
+        return error
+    change = _more_nodes(calls, table, cluster) or _more_memory(attempt, cluster)
+    mesh = Mesh(cluster, everywhere)
+    try:
+        check(Ledger((attempt,)), {attempt.name: mesh.memory_bytes}, change=change)
+    except PlanError as full:
+        return InfeasibleError(f"{error}\n{full}")
+    return error
+
+
+def _attempt(calls: Sequence[Call], table: ModelTable, mesh: Mesh) -> GroupLedger | None:
+    resident: dict[str, Parts] = {}
+    transient: dict[str, Parts] = {}
+    units = tuple(dict.fromkeys(call.unit for call in calls))
+    for unit in units:
+        role = unit.removesuffix(".generate")
+        with_source = role != unit and role in units
+        options = table.options(unit, mesh, with_source=with_source)
+        if not options:
+            return None
+        least = min(options, key=lambda option: option.least_bytes)
+        held, plans = table.explain(unit, mesh, least, with_source=with_source)
+        if held.total:
+            resident[unit] = held
+        transient |= {name: plan.transient for name, plan in plans.items()}
+    ordered = {call.name: transient[call.name] for call in calls}
+    return GroupLedger("all", mesh.num_devices, resident, ordered)
+
+
+def _fits(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> bool:
+    mesh = Mesh(cluster, tuple(group.num_devices for group in cluster.node_groups))
+    attempt = _attempt(calls, table, mesh)
+    return attempt is not None and attempt.peak[1].total <= mesh.memory_bytes
+
+
+def _more_nodes(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> str:
+    """The least number of nodes with which the attempt fits; "" if that is out of reach."""
+    if not cluster.is_uniform:
+        return ""
+    now = cluster.node_groups[0].num_nodes
+    for nodes in range(now + 1, now * _MOST_TIMES + 1):
+        group = cluster.node_groups[0].model_copy(update={"num_nodes": nodes})
+        larger = cluster.model_copy(update={"node_groups": (group,)})
+        if _fits(calls, table.for_cluster(), larger):
+            return f"cluster.num_nodes={nodes} (now {now})"
+    return ""
+
+
+def _more_memory(attempt: GroupLedger, cluster: ClusterSpec) -> str:
+    reserved = max(group.device.reserved_bytes for group in cluster.node_groups)
+    needed = bytes_text(attempt.peak[1].total + reserved)
+    return f"devices with {needed} of memory, shorter responses, or smaller models"

@@ -1,0 +1,228 @@
+"""A plan: where every node runs, as data that a person can write and a program can read.
+
+Execution depends on groups and assignments alone, and those are all that a plan must have. A plan
+that was searched for also says which devices of which cluster each group is, in which layout every
+call runs, how far generation may run ahead, and what all that is expected to cost.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ...dataflow.errors import PlanError
+from ...dataflow.graph.graph import Graph, Node, NodeKind
+from ...dataflow.runtime.placement import DeviceGroup, Placement, check_placement
+from ..inputs.cluster import ClusterSpec
+from ..inputs.layout import Layout
+from .prediction import Prediction
+
+__all__ = ["GroupPlan", "Plan", "one_group_plan"]
+
+
+class GroupPlan(BaseModel):
+    """One group of ranks: worker processes, each on a device of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: str
+    """What nodes and traces call it."""
+    num_ranks: int = Field(default=1, ge=1)
+    """Worker processes in the group; as many as `devices` where those are given."""
+    device: str = "cpu"
+    """"cpu" or "cuda"; each rank of a CUDA group owns one device."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks among which every model's matrices are divided."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Ranks among which every model's layers are divided."""
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Which devices of the cluster, in rank order; nothing is said about them if empty."""
+    served: Mapping[str, str] = Field(default_factory=dict[str, str])
+    """Role -> the group that serves it here: nodes that are given the role ask there, instead of a
+    copy of their own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ranks_of_devices(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("devices") and "num_ranks" not in data:
+            return {**data, "num_ranks": len(data["devices"])}
+        return data
+
+    @model_validator(mode="after")
+    def _fits(self) -> GroupPlan:
+        if self.devices and self.num_ranks != len(self.devices):
+            raise PlanError(
+                f"group '{self.name}' has {self.num_ranks} ranks on {len(self.devices)} devices; "
+                "a rank has one device: leave num_ranks out"
+            )
+        if self.num_ranks % (self.tensor_parallel * self.pipeline_parallel):
+            raise PlanError(
+                f"group '{self.name}' has {self.num_ranks} ranks, which tensor_parallel="
+                f"{self.tensor_parallel} x pipeline_parallel={self.pipeline_parallel} does not "
+                "divide"
+            )
+        return self
+
+    @property
+    def device_group(self) -> DeviceGroup:
+        """What the engine needs of it; there a rank is a data-parallel one."""
+        tensor, stages = self.tensor_parallel, self.pipeline_parallel
+        num_ranks = self.num_ranks // (tensor * stages)
+        served = dict(self.served)
+        return DeviceGroup(self.name, num_ranks, self.device, tensor, stages, self.devices, served)
+
+
+class Plan(BaseModel):
+    """Groups, and the group of every node; with a layout and a prediction where they are known.
+
+    Example:
+        >>> Plan(groups=(GroupPlan(name="train"), GroupPlan(name="rollout")),
+        ...      nodes={"actor.generate": "rollout"}, default_group="train")
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    groups: tuple[GroupPlan, ...] = Field(min_length=1)
+    """The worker groups; those that share devices take turns on them. The planner's share none."""
+    nodes: Mapping[str, str] = Field(default_factory=dict[str, str])
+    """Node name, or role name for all nodes of a role, -> group name; the node wins."""
+    default_group: str = ""
+    """Where every other node runs; the first group if empty."""
+    chunks_per_rank: int = Field(default=1, ge=1)
+    """Pieces each rank of the largest group gets; more than 1 lets consumers start earlier."""
+    layouts: Mapping[str, Layout] = Field(default_factory=dict[str, Layout])
+    """Node name -> how its model is spread over the devices of its group."""
+    micro_batch_tokens: Mapping[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict[str, int]
+    )
+    """Forward or train node -> tokens a rank computes at once; if absent, as the engine likes."""
+    max_lag: int | None = Field(default=None, ge=0)
+    """The schedule that it was made for; none in particular if None."""
+    cluster: ClusterSpec | str = ""
+    """The cluster that it was made for, or its name."""
+    prediction: Prediction | None = None
+    """What it is expected to do."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Plan:
+        _check_groups(self)
+        return self
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all groups together."""
+        return len({device for group in self.groups for device in group.devices})
+
+    @property
+    def memory_bytes_per_device(self) -> dict[int, int]:
+        """Device id -> most bytes that its group ever holds on one device."""
+        memory = self.prediction.memory if self.prediction else {}
+        return {
+            device: memory[group.name].peak_bytes
+            for group in self.groups
+            if group.name in memory
+            for device in group.devices
+        }
+
+    def group(self, name: str) -> GroupPlan:
+        """The group of that name."""
+        return next(group for group in self.groups if group.name == name)
+
+    def group_of(self, node: Node) -> str:
+        """Name of the group that a node runs on."""
+        default = self.default_group or self.groups[0].name
+        return self.nodes.get(node.name) or self.nodes.get(node.role or "") or default
+
+    def placement(self, graph: Graph) -> Placement:
+        """What the engine needs of this plan for one graph.
+
+        Raises:
+            PlanError: If the plan names what the graph does not have, trains a role twice over, or
+                has a layout that leaves devices of its group unused.
+        """
+        roles = {node.role for node in graph.nodes if node.role}
+        named = {node.name: node.role or "" for node in graph.nodes}
+        nodes = {
+            node.name: self.group_of(node)
+            for node in graph.nodes
+            if node.kind is not NodeKind.SOURCE
+        }
+        unknown = {
+            name: group for name, group in self.nodes.items() if name not in named.keys() | roles
+        }
+        groups = tuple(group.device_group for group in self.groups)
+        num_chunks = self.chunks_per_rank * max(group.num_ranks for group in groups)
+        placement = Placement(groups, {**nodes, **unknown}, num_chunks)
+        check_placement(graph, placement)
+        self._check_served(graph, placement)
+        self._check_layouts(graph)
+        return placement
+
+    def _check_served(self, graph: Graph, placement: Placement) -> None:
+        for group in self.groups:
+            given = placement.served_roles(graph, group.name)
+            for role in group.served.keys() - given.keys():
+                raise PlanError(
+                    f"group '{group.name}' is served '{role}', which no node there is given"
+                    + (f"; they are given {', '.join(given)}" if given else "")
+                )
+
+    def _check_layouts(self, graph: Graph) -> None:
+        named = {node.name: node for node in graph.nodes if node.role}
+        for name, layout in self.layouts.items():
+            if name not in named:
+                raise PlanError(
+                    f"the plan has a layout for '{name}', which is no call of graph "
+                    f"'{graph.name}'; its calls are {', '.join(named)}"
+                )
+            group = self.group(self.group_of(named[name]))
+            if group.devices and layout.num_devices != len(group.devices):
+                raise PlanError(
+                    f"node '{name}' has layout {layout}, which uses {layout.num_devices} of the "
+                    f"{len(group.devices)} devices of group '{group.name}'; tp x pp x dp x cp must "
+                    f"be {len(group.devices)}"
+                )
+
+    @staticmethod
+    def read(file: Path) -> Plan:
+        """A plan from a JSON file.
+
+        Raises:
+            PlanError: If the file is missing or is no plan; says which key and why.
+        """
+        try:
+            return Plan.model_validate_json(file.read_text())
+        except FileNotFoundError:
+            raise PlanError(f"plan file {file} does not exist") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"])) or "the file"
+            raise PlanError(
+                f"plan file {file}: {key}: {first['msg']} (got {first['input']!r})"
+            ) from None
+
+
+def _check_groups(plan: Plan) -> None:
+    names = Counter(group.name for group in plan.groups)
+    repeated = [name for name, count in names.items() if count > 1]
+    if repeated:
+        raise PlanError(f"two groups of the plan are named '{repeated[0]}'; names must be unique")
+    for group in plan.groups:
+        twice = [device for device, count in Counter(group.devices).items() if count > 1]
+        if twice:
+            raise PlanError(
+                f"device {twice[0]} is in group '{group.name}' twice over; a process has a device "
+                "that no other process of its group has"
+            )
+    used = [device for group in plan.groups for device in group.devices]
+    if isinstance(plan.cluster, ClusterSpec) and used:
+        plan.cluster.node_of(max(used))
+
+
+def one_group_plan(num_ranks: int = 1, device: str = "cpu") -> Plan:
+    """Everything on one group."""
+    return Plan(groups=(GroupPlan(name="all", num_ranks=num_ranks, device=device),))

@@ -1,0 +1,238 @@
+"""From a step, its models, a cluster and a workload to the plan that runs it.
+
+`plan_step` is the planner: everything it needs is data, and what it returns is data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...dataflow.errors import InfeasibleError, PlanError
+from ...dataflow.graph.graph import Graph
+from ..cost.constants import Constants
+from ..cost.memory_ledger import Parts
+from ..inputs.calls import Call, calls_of
+from ..inputs.cluster import ClusterSpec
+from ..inputs.layout import Engine, Layout, check_layout
+from ..inputs.model_shape import ModelShape
+from ..inputs.workload import Workload
+from ..search.option_table import CallPlan, ModelTable, call_nodes
+from ..search.options import CallNode
+from ..search.pins import Pins
+from ..search.result import Assignment, GroupAssignment, SearchResult
+from ..search.search import search
+from .infeasible import refusal
+from .place_ops import place_ops
+from .plan import GroupPlan, Plan
+from .prediction import GroupMemory, NodePrediction, OtherSchedule, Prediction
+from .runner_up import runner_up
+
+__all__ = ["plan_step"]
+
+
+def plan_step(
+    graph: Graph,
+    models: Mapping[str, ModelShape | None],
+    cluster: ClusterSpec,
+    workload: Workload,
+    *,
+    max_lag: int | tuple[int, ...],
+    constants: Constants,
+    engine: Engine = "any",
+    pins: Pins | None = None,
+    deadline_s: float | None = None,
+    tp_across_nodes: bool = False,
+    max_cp: int = 1,
+) -> Plan:
+    """The fastest plan of a step, with what it is expected to do and how sure that is.
+
+    Args:
+        graph: The recorded step.
+        models: Role -> shape; None for a role without a model.
+        cluster: What to place it on; every device is used.
+        workload: Rows and tokens of a step.
+        max_lag: Steps that generation may be behind, or several to choose from.
+        constants: Of the model of time.
+        engine: Which engine's layouts to use.
+        pins: Parts of the plan that are fixed.
+        deadline_s: Seconds after which the best plan known is returned.
+        tp_across_nodes: Allow tensor parallelism over the network.
+        max_cp: Most ranks that may share a sequence.
+
+    Raises:
+        PlanError: If a pin, a size or a model makes no sense, or no plan fits.
+    """
+    pins = pins or Pins()
+    calls = calls_of(graph, workload, models)
+    _check_pins(calls, pins, cluster, tp_across_nodes)
+    nodes = call_nodes(calls)
+    table = ModelTable(
+        calls,
+        constants,
+        engine=engine,
+        max_cp=max_cp,
+        tp_across_nodes=tp_across_nodes,
+        pins=pins.layouts,
+    )
+    try:
+        found = search(nodes, table, cluster, max_lag=max_lag, pins=pins, deadline_s=deadline_s)
+    except InfeasibleError as error:
+        raise refusal(calls, table, cluster, error) from None
+    return _Writer(graph, calls, nodes, table, cluster, found).plan(workload, constants)
+
+
+def _check_pins(
+    calls: Sequence[Call], pins: Pins, cluster: ClusterSpec, tp_across_nodes: bool
+) -> None:
+    named = {call.name: call for call in calls}
+    node_size = max(group.devices_per_node for group in cluster.node_groups)
+    for name, fields in pins.layouts.items():
+        if name not in named:
+            raise PlanError(
+                f"pin layouts names call '{name}'; the step's calls are {', '.join(named)}"
+            )
+        layout = Layout.model_validate(dict(fields))
+        check_layout(
+            layout,
+            named[name].model,
+            node_size=node_size,
+            tp_across_nodes=tp_across_nodes,
+            where=f"pin layouts.{name}",
+        )
+
+
+def _group(name: str, device: str, group: GroupAssignment) -> GroupPlan:
+    """The group as it is started: whole, if its calls do not agree how to divide a model."""
+    sizes = {
+        (layout.tp * layout.cp, layout.pp)
+        for option in group.options.values()
+        for layout in option.layouts.values()
+    }
+    tensor, stages = sizes.pop() if len(sizes) == 1 else (1, 1)
+    return GroupPlan(
+        name=name,
+        device=device,
+        devices=group.devices,
+        tensor_parallel=tensor,
+        pipeline_parallel=stages,
+    )
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Turns a search's result into a plan."""
+
+    graph: Graph
+    calls: tuple[Call, ...]
+    nodes: tuple[CallNode, ...]
+    table: ModelTable
+    cluster: ClusterSpec
+    found: SearchResult
+
+    def plan(self, workload: Workload, constants: Constants) -> Plan:
+        best = self.found.best
+        names = self._names(best)
+        calls = {
+            call.name: name
+            for name, group in zip(names, best.groups, strict=True)
+            for call in self.calls
+            if call.unit in group.units
+        }
+        nodes = place_ops(
+            self.graph,
+            calls,
+            best.durations_s,
+            max_lag=best.max_lag,
+            target_s=best.step_time_s,
+        )
+        kind = "cpu" if self.cluster.node_groups[0].device.name.startswith("cpu") else "cuda"
+        layouts = {
+            name: layout
+            for option in best.options.values()
+            for name, layout in option.layouts.items()
+        }
+        return Plan(
+            groups=tuple(
+                _group(name, kind, group) for name, group in zip(names, best.groups, strict=True)
+            ),
+            nodes=nodes,
+            layouts={call.name: layouts[call.name] for call in self.calls},
+            micro_batch_tokens={
+                call.name: self.table.micro_batch_tokens(call, layouts[call.name])
+                for call in self.calls
+                if call.kind != "generate"
+            },
+            max_lag=best.max_lag,
+            cluster=self.cluster,
+            prediction=self._prediction(names, workload, constants),
+        )
+
+    def _names(self, assignment: Assignment) -> list[str]:
+        """A group is called what it holds: "all", one unit, or its first with the number more."""
+        if len(assignment.groups) == 1:
+            return ["all"]
+        return [
+            group.units[0] if len(group.units) == 1 else "_".join(_short(u) for u in group.units)
+            for group in assignment.groups
+        ]
+
+    def _prediction(
+        self, names: Sequence[str], workload: Workload, constants: Constants
+    ) -> Prediction:
+        found = self.found
+        times: dict[str, CallPlan] = {}
+        memory: dict[str, GroupMemory] = {}
+        for name, group in zip(names, found.best.groups, strict=True):
+            resident: dict[str, dict[str, int]] = {}
+            transient: dict[str, dict[str, int]] = {}
+            for unit, held, plans in self._explained(group):
+                times |= plans
+                if held.total:
+                    resident[unit] = _bytes(held)
+                transient |= {call: _bytes(plan.transient) for call, plan in plans.items()}
+            memory[name] = GroupMemory(
+                resident_bytes=resident,
+                transient_bytes={c.name: transient[c.name] for c in self.calls
+                                 if c.name in transient},
+                capacity_bytes=group.mesh.memory_bytes,
+            )  # fmt: skip
+        other = min(found.other_lags, key=lambda result: result.step_time_s, default=None)
+        return Prediction(
+            step_time_s=found.step_time_s,
+            lower_bound_s=min(found.lower_bound_s, found.step_time_s),
+            search_time_s=found.search_time_s,
+            stopped_at_deadline=found.stopped_at_deadline,
+            calibration=constants.source,
+            nodes={call.name: _node(times[call.name]) for call in self.calls},
+            memory=memory,
+            runner_up=runner_up(found.runner_up, found.best),
+            other_schedule=other
+            and OtherSchedule(max_lag=other.best.max_lag, step_time_s=other.step_time_s),
+            models={call.role: call.model.name for call in self.calls},
+            workload=workload,
+        )
+
+    def _explained(self, group: GroupAssignment) -> list[tuple[str, Parts, dict[str, CallPlan]]]:
+        explained: list[tuple[str, Parts, dict[str, CallPlan]]] = []
+        for unit, option in group.options.items():
+            role = unit.removesuffix(".generate")
+            with_source = role != unit and role in group.units
+            held, plans = self.table.explain(unit, group.mesh, option, with_source=with_source)
+            explained.append((unit, held, plans))
+        return explained
+
+
+def _short(unit: str) -> str:
+    return unit.replace(".generate", "_rollout")
+
+
+def _bytes(parts: Parts) -> dict[str, int]:
+    return {name: size for name, size in parts._asdict().items() if size}
+
+
+def _node(plan: CallPlan) -> NodePrediction:
+    parts = dict(plan.time.parts())
+    if plan.move_s:
+        parts["weight_move"] = plan.move_s
+    return NodePrediction(duration_s=plan.duration_s, parts_s=parts)

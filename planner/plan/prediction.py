@@ -1,0 +1,124 @@
+"""What a plan is expected to do: seconds, bytes, and how sure that is, as data.
+
+Everything here is read back from JSON as it was written, so a plan can be compared with what was
+measured later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..inputs.workload import Workload
+
+__all__ = ["GroupMemory", "NodePrediction", "OtherSchedule", "Prediction", "RunnerUp"]
+
+Seconds = Annotated[float, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0)]
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class NodePrediction(_Data):
+    """One call of a step."""
+
+    duration_s: Seconds
+    """From its start to its end on its group, moving weights into its layout included."""
+    parts_s: Mapping[str, Seconds] = Field(default_factory=dict[str, float])
+    """What the duration is made of: "compute", "tensor_parallel", ..."""
+
+
+class GroupMemory(_Data):
+    """Memory of the fullest device of one group.
+
+    Calls of a group run one after the other, so the most it ever holds is what is resident and the
+    largest of the transient sums.
+    """
+
+    resident_bytes: Mapping[str, Mapping[str, Bytes]]
+    """Role, or "role.generate" for a copy of its own -> part ("weights") -> always held."""
+    transient_bytes: Mapping[str, Mapping[str, Bytes]]
+    """Call -> part ("activations", "kv_cache") -> held while the call runs."""
+    capacity_bytes: Bytes
+    """What roles may use of the device."""
+
+    @property
+    def resident_total_bytes(self) -> int:
+        """All that is always held."""
+        return sum(sum(parts.values()) for parts in self.resident_bytes.values())
+
+    @property
+    def peak_call(self) -> str | None:
+        """The call that needs most; None if none needs anything."""
+        sums = {call: sum(parts.values()) for call, parts in self.transient_bytes.items()}
+        return max(sums, key=lambda call: sums[call]) if any(sums.values()) else None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is held at any time."""
+        peak = self.peak_call
+        most = sum(self.transient_bytes[peak].values()) if peak else 0
+        return self.resident_total_bytes + most
+
+
+class RunnerUp(_Data):
+    """The best plan of another placement."""
+
+    description: str
+    """Who shares how many devices."""
+    step_time_s: Seconds
+    """What it would take."""
+    why: str
+    """Why it lost, in one sentence."""
+
+
+class OtherSchedule(_Data):
+    """The best plan under another bound on the lag."""
+
+    max_lag: int = Field(ge=0)
+    """The bound."""
+    step_time_s: Seconds
+    """What it would take."""
+
+
+class Prediction(_Data):
+    """What the planner expects of a plan."""
+
+    feasible: bool = True
+    """Whether every device holds what it must; a plan that does not is refused, not returned."""
+    step_time_s: Annotated[float, Field(gt=0)]
+    """Seconds per step, steps following each other."""
+    lower_bound_s: Seconds
+    """No plan under the same pins and models of time and memory can be faster."""
+    search_time_s: Seconds = 0.0
+    """How long the search took."""
+    stopped_at_deadline: bool = False
+    """Whether the search ended before it had proved its plan the best."""
+    calibration: str = "analytic defaults"
+    """Where the constants of the model of time come from."""
+    nodes: Mapping[str, NodePrediction]
+    """Calls by name; nodes that are not here take no time."""
+    memory: Mapping[str, GroupMemory] = Field(default_factory=dict[str, GroupMemory])
+    """Group -> memory of its fullest device."""
+    runner_up: RunnerUp | None = None
+    """The best plan with another placement, if one was met."""
+    other_schedule: OtherSchedule | None = None
+    """The other lag, where two were compared."""
+    models: Mapping[str, str] = Field(default_factory=dict[str, str])
+    """Role -> name of its model's shape."""
+    workload: Workload | None = None
+    """Rows and tokens of the step it was made for."""
+
+    @property
+    def gap(self) -> float:
+        """How much faster, as a share of `step_time_s`, a better plan could be at most."""
+        return max(0.0, 1.0 - self.lower_bound_s / self.step_time_s)
+
+    @property
+    def durations_s(self) -> dict[str, float]:
+        """Call -> seconds."""
+        return {name: node.duration_s for name, node in self.nodes.items()}

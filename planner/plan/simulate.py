@@ -1,0 +1,234 @@
+"""Playing a plan through: the engine's own scheduler, with predicted seconds instead of work.
+
+The scheduler decides here exactly as it does in a run, so what is found is what the engine would do
+if every call took what was predicted. A group of ranks counts as one, because all ranks of a mesh
+work on the same call. Moving weights is part of the durations of calls; publishing and loading
+them take no time of their own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...dataflow.errors import PlanError
+from ...dataflow.graph.graph import Graph
+from ...dataflow.runtime.placement import DeviceGroup, Placement, flow_of
+from ...dataflow.runtime.spans import TaskSpan
+from ...dataflow.scheduler.events import NodeTask, RunCall, RunTrain
+from ...dataflow.scheduler.schedule import Schedule
+from ...dataflow.scheduler.scheduler import Scheduler
+from ...dataflow.scheduler.simulate import Span, rehearse
+from .critical_path import PathItem, critical_path
+from .plan import Plan
+
+__all__ = ["Simulation", "simulate", "simulate_plan"]
+
+_SAME = 1e-9
+"""Two durations that differ by less than this share are equal: sums of floats in other orders."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a plan does once its steps repeat.
+
+    Attributes:
+        step_time_s: Seconds from the end of one step to the end of the next, in steady state.
+        cycle_steps: After how many steps the same timing comes again; usually 1.
+        start_s: Beginning of the cycle looked at: the end of a step.
+        end_s: End of that cycle, `cycle_steps * step_time_s` later.
+        completed_s: When each step was complete.
+        spans: Every task of a node, in the order in which they ended; ops take no time.
+        idle_share: Group -> share of the cycle in which its devices wait.
+        critical_path: Calls without a hole between them that decide how long steps take.
+    """
+
+    step_time_s: float
+    cycle_steps: int
+    start_s: float
+    end_s: float
+    completed_s: tuple[float, ...]
+    spans: tuple[TaskSpan, ...]
+    idle_share: Mapping[str, float]
+    critical_path: tuple[PathItem, ...]
+
+    def busy_s(self, group: str) -> float:
+        """Seconds per step in which a group computes."""
+        return (1.0 - self.idle_share[group]) * self.step_time_s
+
+    @property
+    def critical_steps(self) -> int:
+        """Through how many steps the critical path goes before it repeats; usually 1."""
+        return round(sum(item.seconds for item in self.critical_path) / self.step_time_s)
+
+    @property
+    def busiest(self) -> str:
+        """The group that waits least; the first of several."""
+        return min(self.idle_share, key=lambda group: self.idle_share[group])
+
+    def window(self) -> tuple[TaskSpan, ...]:
+        """What takes time within the cycle, cut at its ends, by group and start."""
+        cut = [
+            TaskSpan(
+                s.node, s.step, s.chunk, s.group, s.rank,
+                max(s.start_s, self.start_s), min(s.end_s, self.end_s), s.versions,
+            )
+            for s in self.spans
+            if s.end_s > self.start_s and s.start_s < self.end_s and s.end_s > s.start_s
+        ]  # fmt: skip
+        shown = [s for s in cut if s.end_s - s.start_s > _SAME * self.end_s]
+        return tuple(sorted(shown, key=lambda s: (s.group, s.start_s)))
+
+
+def simulate_plan(graph: Graph, plan: Plan, *, num_steps: int = 24) -> Simulation:
+    """Play a plan through with its own predicted durations and lag.
+
+    Raises:
+        PlanError: If the plan has no prediction, or does not fit the graph.
+    """
+    if plan.prediction is None:
+        raise PlanError("the plan has no prediction, so nothing says how long its calls take")
+    return simulate(
+        graph,
+        plan.placement(graph).nodes,
+        plan.prediction.durations_s,
+        max_lag=plan.max_lag or 0,
+        num_steps=num_steps,
+    )
+
+
+def simulate(
+    graph: Graph,
+    nodes: Mapping[str, str],
+    durations_s: Mapping[str, float],
+    *,
+    max_lag: int = 0,
+    num_steps: int = 24,
+) -> Simulation:
+    """Play some steps through the scheduler.
+
+    Args:
+        graph: The step.
+        nodes: Group of every node that is not a source.
+        durations_s: Seconds of every node that takes any.
+        max_lag: How many steps generation may run ahead.
+        num_steps: Steps to begin with; if they do not yet repeat, 4 and 16 times as many.
+
+    Raises:
+        PlanError: If the nodes do not fit the graph, or all of them together take no time.
+    """
+    unknown = sorted(durations_s.keys() - nodes.keys())
+    if unknown:
+        raise PlanError(f"there is a duration for '{unknown[0]}', which is no node of the step")
+    names = dict.fromkeys(nodes.values())
+    placement = Placement(tuple(DeviceGroup(name) for name in names), nodes)
+    for played in (num_steps, 4 * num_steps, 16 * num_steps):
+        spans, completed = _play(graph, placement, durations_s, max_lag, played)
+        if completed[-1] <= 0:
+            raise PlanError(f"no node of '{graph.name}' takes any time, so a step has no length")
+        first, cycle_steps = _cycle(spans, completed)
+        if first + 3 * cycle_steps + max_lag < played:
+            break
+    start_s, end_s = completed[-1 - cycle_steps], completed[-1]
+    tasks = tuple(_task_span(s, nodes) for s in spans if isinstance(s.task, NodeTask))
+    return Simulation(
+        step_time_s=(end_s - start_s) / cycle_steps,
+        cycle_steps=cycle_steps,
+        start_s=start_s,
+        end_s=end_s,
+        completed_s=tuple(completed),
+        spans=tasks,
+        idle_share={name: _idle(tasks, name, start_s, end_s) for name in names},
+        critical_path=critical_path(
+            graph,
+            placement,
+            spans,
+            from_s=completed[min(first, len(completed) // 3)],
+            until_s=end_s,
+            step_time_s=(end_s - start_s) / cycle_steps,
+        ),
+    )
+
+
+def _play(
+    graph: Graph,
+    placement: Placement,
+    durations_s: Mapping[str, float],
+    max_lag: int,
+    num_steps: int,
+) -> tuple[list[Span], list[float]]:
+    """All tasks in the order in which they ended, and when each of `num_steps` was complete."""
+    # A run's last steps have the devices to themselves, so some more are played and not looked at.
+    played = num_steps + 2 * (max_lag + 1)
+    scheduler = Scheduler(flow_of(graph, placement), Schedule(max_lag=max_lag), played, max_log=1)
+
+    def duration_s(work: object) -> float:
+        return durations_s.get(work.node, 0.0) if isinstance(work, RunCall | RunTrain) else 0.0
+
+    spans = rehearse(scheduler, duration_s).spans
+    return spans, _completed(spans, played)[:num_steps]
+
+
+def _task_span(span: Span, nodes: Mapping[str, str]) -> TaskSpan:
+    assert isinstance(span.task, NodeTask)
+    task, group = span.task, nodes[span.task.node]
+    return TaskSpan(
+        task.node, task.step, task.chunk, group, 0, span.start_s, span.end_s, span.versions
+    )
+
+
+def _completed(spans: list[Span], num_steps: int) -> list[float]:
+    """When each step and all before it were done."""
+    ends = [0.0] * num_steps
+    for span in spans:
+        if isinstance(span.task, NodeTask):
+            ends[span.task.step] = max(ends[span.task.step], span.end_s)
+    for step in range(1, num_steps):
+        ends[step] = max(ends[step], ends[step - 1])
+    return ends
+
+
+def _cycle(spans: list[Span], completed: list[float]) -> tuple[int, int]:
+    """`(step after which it repeats, steps of a cycle)`; the second half if nothing repeats.
+
+    Two steps end alike if the calls of later steps that run by then have the same time left, and
+    the same ones are done: what happens next depends on nothing else.
+    """
+    begun: list[list[Span]] = [[] for _ in completed]
+    for span in spans:
+        if isinstance(span.task, NodeTask):
+            step = bisect_left(completed, span.start_s)
+            for at in range(step, min(span.task.step, len(completed))):
+                begun[at].append(span)
+    states = [_state(begun[at], at, completed[at]) for at in range(len(completed))]
+    same_s = _SAME * completed[-1]
+    for at in range(1, len(states)):
+        for before in range(at - 1, -1, -1):
+            if _alike(states[before], states[at], same_s):
+                return before, at - before
+    return len(states) // 2, max(1, (len(states) - 1) // 2)
+
+
+def _state(begun: list[Span], step: int, now_s: float) -> dict[tuple[str, int], float]:
+    """Call and how many steps ahead -> seconds left, of all that had begun."""
+    return {
+        (span.task.node, span.task.step - step): max(0.0, span.end_s - now_s)
+        for span in begun
+        if isinstance(span.task, NodeTask)
+    }
+
+
+def _alike(
+    one: Mapping[tuple[str, int], float], other: Mapping[tuple[str, int], float], same_s: float
+) -> bool:
+    return one.keys() == other.keys() and all(abs(one[k] - other[k]) <= same_s for k in one)
+
+
+def _idle(spans: tuple[TaskSpan, ...], group: str, start_s: float, end_s: float) -> float:
+    busy = sum(
+        max(0.0, min(span.end_s, end_s) - max(span.start_s, start_s))
+        for span in spans
+        if span.group == group
+    )
+    return min(1.0, max(0.0, 1.0 - busy / (end_s - start_s)))

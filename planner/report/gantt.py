@@ -1,0 +1,222 @@
+"""The devices of a plan over time, as SVG: a lane per group, a bar per call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from html import escape
+
+from ...dataflow.graph.graph import Graph
+from ...dataflow.runtime.spans import TaskSpan
+from ..formatting import (
+    part_text,
+    percent_text,
+    ranges_text,
+    seconds_text,
+    units_by_group,
+)
+from ..inputs.cluster import ClusterSpec
+from ..plan.plan import GroupPlan, Plan
+from ..plan.simulate import Simulation
+from .style import NUM_COLORS
+
+__all__ = ["WIDTH", "attribute", "gantt", "role_colors", "round_text", "ticks"]
+
+WIDTH = 1160
+_LEFT, _RIGHT, _TOP, _GAP = 190, 80, 30, 12
+_PLOT = WIDTH - _LEFT - _RIGHT
+_LABEL = 25
+"""Characters left of a lane."""
+_CHARACTER = 7.4
+"""Pixels of a character of a bar's label, more or less."""
+
+
+def role_colors(graph: Graph) -> dict[str, str]:
+    """Role -> CSS color."""
+    return {role: f"var(--c{i % NUM_COLORS})" for i, role in enumerate(graph.roles)}
+
+
+def ticks(most: float, count: int = 8) -> list[float]:
+    """Round numbers from 0 up to `most`, about `count` of them."""
+    if most <= 0:
+        return [0.0]
+    rough = most / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough * 0.999)
+    return [i * step for i in range(int(most / step + 1e-9) + 1)]
+
+
+def attribute(text: str) -> str:
+    """Text as an attribute's value; lines stay lines for readers of HTML and XML alike."""
+    return escape(text).replace("\n", "&#10;")
+
+
+def round_text(text: str) -> str:
+    """The same without zeros at the end of its fraction: what stands at a tick is round."""
+    number, blank, unit = text.partition(" ")
+    return (number.rstrip("0").rstrip(".") if "." in number else number) + blank + unit
+
+
+def gantt(graph: Graph, plan: Plan, simulation: Simulation) -> str:
+    """Lanes as high as their groups have devices, bars as wide as calls take.
+
+    Two cycles are shown if steps overlap, one if they do not. Every bar carries its seconds from
+    the left edge as `data-start-s` and `data-end-s`, and what it stands for as `data-tip`.
+    """
+    cycle_s = simulation.end_s - simulation.start_s
+    length_s = cycle_s * (2 if plan.max_lag else 1)
+    from_s = simulation.end_s - length_s
+    parts: list[str] = []
+    y = _TOP
+    units = units_by_group(graph, plan)
+    heights = {group.name: _height(group, plan) for group in plan.groups}
+    bottom = _TOP + sum(heights.values()) + _GAP * (len(heights) - 1)
+    parts += [_tick(at_s, length_s, bottom) for at_s in ticks(length_s)]
+    for group in plan.groups:
+        height = heights[group.name]
+        parts += _lane(plan, group, units[group.name], simulation, y, height)
+        for span in simulation.spans:
+            if (
+                span.group == group.name
+                and span.end_s > from_s
+                and span.start_s < from_s + length_s
+            ):
+                parts.append(_bar(graph, plan, simulation, span, (from_s, length_s), y, height))
+        y += height + _GAP
+    for end_s in simulation.completed_s:
+        if from_s + 1e-9 * length_s < end_s < from_s + length_s * (1 - 1e-9):
+            parts.append(_edge((end_s - from_s) / length_s, bottom))
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {bottom + 28}" role="img" '
+        f'aria-label="Devices over time" id="gantt">{"".join(parts)}</svg>'
+    )
+
+
+def _height(group: GroupPlan, plan: Plan) -> int:
+    """Pixels of a lane: by its share of the devices, but readable and not huge."""
+    most = max(g.num_ranks for g in plan.groups)
+    return round(max(46.0, 120.0 * group.num_ranks / most))
+
+
+def _x(share: float) -> float:
+    return round(_LEFT + _PLOT * share, 2)
+
+
+def _tick(at_s: float, length_s: float, bottom: int) -> str:
+    x = _x(at_s / length_s)
+    return (
+        f'<line class="grid" x1="{x}" x2="{x}" y1="{_TOP - 6}" y2="{bottom + 6}"/>'
+        f'<text class="soft" x="{x}" y="{bottom + 22}" text-anchor="middle">'
+        f"{round_text(seconds_text(at_s))}</text>"
+    )
+
+
+def _edge(share: float, bottom: int) -> str:
+    x = _x(share)
+    return (
+        f'<line class="edge" x1="{x}" x2="{x}" y1="{_TOP - 14}" y2="{bottom + 6}"/>'
+        f'<text class="soft" x="{x}" y="{_TOP - 18}" text-anchor="middle">a step ends</text>'
+    )
+
+
+def _lane(
+    plan: Plan, group: GroupPlan, units: list[str], simulation: Simulation, y: int, height: int
+) -> list[str]:
+    devices = ranges_text(group.devices) or f"{group.num_ranks} {group.device}"
+    idle = percent_text(simulation.idle_share.get(group.name, 1.0))
+    middle = y + height / 2
+    labels = [group.name, devices, ", ".join(units)]
+    if height < 60:
+        labels = [f"{group.name}: {devices}", ", ".join(units)]
+    top = middle - 8 * (len(labels) - 1) + 4
+    parts = [
+        f'<rect class="lane" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{height}" rx="4"/>',
+        *(
+            f'<text class="{"soft" if i else "name"}" x="0" y="{top + 16 * i:.0f}">'
+            f"{escape(_short(label))}</text>"
+            for i, label in enumerate(labels)
+        ),
+        f'<text class="soft" x="{WIDTH}" y="{middle - 4}" text-anchor="end">{idle}</text>',
+        f'<text class="soft" x="{WIDTH}" y="{middle + 12}" text-anchor="end">idle</text>',
+    ]
+    return parts + [
+        f'<line class="grid" x1="{_LEFT}" x2="{_x(1.0)}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        for at in _node_edges(plan, group, y, height)
+    ]
+
+
+def _node_edges(plan: Plan, group: GroupPlan, y: int, height: int) -> list[float]:
+    """Where one node of the cluster ends and the next begins, if there is room for the lines."""
+    if not isinstance(plan.cluster, ClusterSpec) or not group.devices:
+        return []
+    nodes = [plan.cluster.node_of(device) for device in group.devices]
+    edges = [i for i in range(1, len(nodes)) if nodes[i] != nodes[i - 1]]
+    if height / (len(edges) + 1) < 6:
+        return []
+    return [y + height * i / len(nodes) for i in edges]
+
+
+def _short(text: str) -> str:
+    """As much of a label as fits left of the lanes."""
+    return text if len(text) <= _LABEL else f"{text[: _LABEL - 1]}…"
+
+
+def _bar(
+    graph: Graph,
+    plan: Plan,
+    simulation: Simulation,
+    span: TaskSpan,
+    window: tuple[float, float],
+    y: int,
+    height: int,
+) -> str:
+    from_s, length_s = window
+    start_s = max(span.start_s, from_s) - from_s
+    end_s = min(span.end_s, from_s + length_s) - from_s
+    if end_s - start_s <= 1e-9 * length_s:
+        return ""
+    x, right = _x(start_s / length_s), _x(end_s / length_s)
+    width = round(max(1.0, right - x - 1), 2)
+    color = role_colors(graph)[graph[span.node].role or ""]
+    on_path = any(item.node == span.node for item in simulation.critical_path)
+    label = _label(span.node, width)
+    whole = seconds_text(span.end_s - span.start_s) if label and height >= 60 else ""
+    middle = y + height / 2 + (-4 if whole else 4)
+    text = "".join(
+        f'<text class="{style}" x="{x + width / 2:.1f}" y="{at:.1f}" text-anchor="middle">'
+        f"{escape(line)}</text>"
+        for style, at, line in (("on", middle, label), ("on thin", middle + 18, whole))
+        if line
+    )
+    tip = _tip(graph, plan, span, on_path)
+    return (
+        f'<g data-node="{escape(span.node)}" data-tip="{attribute(tip)}" '
+        f'data-start-s="{start_s:.6g}" data-end-s="{end_s:.6g}" tabindex="0" role="img" '
+        f'aria-label="{attribute(tip)}">'
+        f"<rect {'class=' + chr(34) + 'critical' + chr(34) + ' ' if on_path else ''}"
+        f'x="{x}" y="{y + 4}" width="{width}" height="{height - 8}" rx="4" '
+        f'style="fill:{color}"/>{text}</g>'
+    )
+
+
+def _label(node: str, width: float) -> str:
+    """As much of the node's name as the bar can hold."""
+    for text in (node, node.partition(".")[2] or node):
+        if len(text) * _CHARACTER + 8 <= width:
+            return text
+    return ""
+
+
+def _tip(graph: Graph, plan: Plan, span: TaskSpan, on_path: bool) -> str:
+    lines = [f"{span.node}, step {span.step}"]
+    found = plan.prediction.nodes.get(span.node) if plan.prediction else None
+    seconds = found.duration_s if found else span.end_s - span.start_s
+    lines.append(seconds_text(seconds) + (" (on the critical path)" if on_path else ""))
+    if span.node in plan.layouts:
+        lines.append(f"layout {plan.layouts[span.node]}")
+    parts: Mapping[str, float] = found.parts_s if found else {}
+    lines += [
+        f"{part_text(name)} {seconds_text(part_s)}" for name, part_s in parts.items() if part_s
+    ]
+    reads = [f"{role} version {version}" for role, version in span.versions]
+    return "\n".join(lines + ([f"reads {', '.join(reads)}"] if reads else []))

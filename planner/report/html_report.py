@@ -1,0 +1,185 @@
+"""A plan as one self-contained page: a timeline of devices, memory, a table, and why this plan."""
+
+from __future__ import annotations
+
+from html import escape
+
+from ...dataflow.graph.graph import Graph
+from ..formatting import (
+    cluster_text,
+    part_text,
+    percent_text,
+    placement_text,
+    seconds_text,
+    workload_text,
+)
+from ..plan.plan import Plan
+from ..plan.prediction import Prediction
+from ..plan.simulate import Simulation, simulate_plan
+from .gantt import gantt, role_colors
+from .memory_chart import memory_bars, memory_legend
+from .style import SCRIPT, STYLE
+
+__all__ = ["to_html"]
+
+_WAITED = {
+    "input": "its input",
+    "weights": "new weights",
+    "devices": "its devices",
+    "schedule": "its step",
+}
+
+
+def to_html(graph: Graph, plan: Plan, simulation: Simulation | None = None) -> str:
+    """The page. It is well-formed XML, loads nothing, and follows the reader's light or dark theme.
+
+    Args:
+        graph: The step that the plan is for.
+        plan: With a prediction.
+        simulation: The plan played through, if that was done already.
+
+    Raises:
+        PlanError: If the plan has no prediction or does not fit the graph.
+    """
+    simulation = simulation or simulate_plan(graph, plan)
+    found = plan.prediction
+    assert found is not None, "simulate_plan refuses a plan without a prediction"
+    body = [
+        _head(graph, plan, found),
+        _tiles(plan, found, simulation),
+        _timeline(graph, plan, simulation),
+        _memory(plan),
+        _nodes(graph, plan, found),
+        _why(graph, plan, found),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        f"<title>Plan of {escape(graph.name)}</title><style>{STYLE}</style></head><body><main>"
+        f'{"".join(body)}</main><div id="tip"></div><script>{SCRIPT}</script></body></html>\n'
+    )
+
+
+def _head(graph: Graph, plan: Plan, found: Prediction) -> str:
+    lines = [cluster_text(plan.cluster)]
+    if found.workload is not None:
+        lines.append(workload_text(found.workload))
+    lag = plan.max_lag or 0
+    lines.append("synchronous" if lag == 0 else f"generation up to {lag} step(s) ahead of training")
+    text = "".join(f'<p class="soft">{escape(line)}</p>' for line in lines)
+    return f"<h1>Plan of {escape(graph.name)}</h1>{text}"
+
+
+def _tiles(plan: Plan, found: Prediction, simulation: Simulation) -> str:
+    tiles = [(seconds_text(found.step_time_s), "per step")]
+    rows = found.workload and found.workload.num_prompts * (found.workload.samples_per_prompt or 1)
+    if found.workload is not None and rows:
+        tokens = rows * (found.workload.prompt.mean + found.workload.response.mean)
+        tiles.append((f"{tokens / found.step_time_s:,.0f}", "tokens per second"))
+    if found.gap < 5e-5:
+        tiles.append(("best", "proved: no plan is faster"))
+    elif not found.lower_bound_s:
+        tiles.append(("?", "could be gained; the search had too little time to prove anything"))
+    else:
+        bound = seconds_text(found.lower_bound_s)
+        tiles.append((percent_text(found.gap), f"could be gained at most; no plan beats {bound}"))
+    total = sum(group.num_ranks for group in plan.groups)
+    idle = sum(simulation.idle_share.get(g.name, 1.0) * g.num_ranks for g in plan.groups) / total
+    tiles.append((percent_text(idle), f"of device time idle, {total} devices"))
+    if found.memory:
+        fullest = max(m.peak_bytes / m.capacity_bytes for m in found.memory.values())
+        tiles.append((percent_text(fullest), "of memory used on the fullest device"))
+    shown = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
+        for value, label in tiles
+    )
+    return f'<div class="tiles">{shown}</div>'
+
+
+def _timeline(graph: Graph, plan: Plan, simulation: Simulation) -> str:
+    colors = role_colors(graph)
+    used = {graph[span.node].role for span in simulation.window()}
+    keys = "".join(
+        f'<span><i class="key" style="background:{color}"></i>{escape(role)}</span>'
+        for role, color in colors.items()
+        if role in used
+    )
+    path = "<i>then</i>".join(
+        f'<span style="background:{colors[graph[i.node].role or ""]}" data-node="{escape(i.node)}" '
+        f'data-tip="{escape(f"waited for {_WAITED[i.waited_for]}")}">'
+        f"{escape(i.node)} {seconds_text(i.seconds)}</span>"
+        for i in simulation.critical_path
+    )
+    over = simulation.critical_steps
+    steps = "A step waits for" if over == 1 else f"{over} steps wait for"
+    return (
+        '<section class="card"><h2>Devices over time</h2><p class="soft">A lane is a group of '
+        "devices, as high as it has many; a bar is a call of a model on all of them. Outlined "
+        f'calls decide how long a step takes.</p><div class="legend">{keys}</div>'
+        f'<div class="scroll">{gantt(graph, plan, simulation)}</div>'
+        f'<div class="path"><i>{steps}</i>{path}</div></section>'
+    )
+
+
+def _memory(plan: Plan) -> str:
+    bars = memory_bars(plan)
+    if not bars:
+        return ""
+    return (
+        '<section class="card"><h2>Memory of a device</h2><p class="soft">What is always held, and '
+        "what each call adds while it runs; calls of a group never run at once. The red line is "
+        f'all that roles may use.</p>{memory_legend(plan)}<div class="scroll">{bars}</div>'
+        "</section>"
+    )
+
+
+def _nodes(graph: Graph, plan: Plan, found: Prediction) -> str:
+    colors = role_colors(graph)
+    rows: list[str] = []
+    for node in graph.nodes:
+        if node.name not in found.nodes:
+            continue
+        call = found.nodes[node.name]
+        parts = sorted(call.parts_s.items(), key=lambda item: -item[1])
+        text = ", ".join(f"{part_text(p)} {seconds_text(s)}" for p, s in parts if s > 0)
+        layout = plan.layouts.get(node.name)
+        rows.append(
+            f'<tr data-node="{escape(node.name)}"><td><i class="key" '
+            f'style="background:{colors[node.role or ""]}"></i>{escape(node.name)}</td>'
+            f"<td>{escape(plan.group_of(node))}</td>"
+            f"<td>{escape(found.models.get(node.role or '', ''))}</td>"
+            f"<td><code>{escape('' if layout is None else str(layout))}</code></td>"
+            f'<td class="number">{seconds_text(call.duration_s)}</td>'
+            f'<td class="soft">{escape(text)}</td></tr>'
+        )
+    return (
+        '<section class="card"><h2>Calls</h2><div class="scroll"><table id="nodes"><thead><tr>'
+        "<th>node</th><th>group</th><th>model</th><th>layout</th>"
+        '<th class="number">time</th><th>of which</th></tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def _why(graph: Graph, plan: Plan, found: Prediction) -> str:
+    rows = [("This plan", placement_text(graph, plan), seconds_text(found.step_time_s), "")]
+    if found.runner_up is not None:
+        lost = found.runner_up
+        rows.append(("Runner-up", lost.description, _against(lost.step_time_s, found), lost.why))
+    if found.other_schedule is not None:
+        other = found.other_schedule
+        rows.append(("Other schedule", f"max_lag {other.max_lag}",
+                     _against(other.step_time_s, found), ""))  # fmt: skip
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    stopped = " It was stopped at its deadline." if found.stopped_at_deadline else ""
+    return (
+        '<section class="card"><h2>Why this plan</h2>'
+        f'<table id="why"><tbody>{body}</tbody></table><p class="soft" style="margin-top:10px">'
+        f"The search took {seconds_text(found.search_time_s)}.{stopped} Times come from a model "
+        f"with these constants: {escape(found.calibration)}.</p></section>"
+    )
+
+
+def _against(other_s: float, found: Prediction) -> str:
+    return f"{seconds_text(other_s)} ({other_s / found.step_time_s:.2f} x)"

@@ -1,0 +1,127 @@
+"""A plan as one JSON object for programs: what `penstock plan --json` writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...dataflow.graph.graph import Graph
+from ..formatting import units_by_group
+from ..inputs.cluster import ClusterSpec
+from ..plan.plan import Plan
+from ..plan.simulate import Simulation, simulate_plan
+
+__all__ = ["infeasible", "to_json"]
+
+
+def to_json(graph: Graph, plan: Plan, simulation: Simulation | None = None) -> dict[str, Any]:
+    """What is known of a plan, as plain data; keys keep their meaning between versions.
+
+    Args:
+        graph: The step that the plan is for.
+        plan: With a prediction.
+        simulation: The plan played through, if that was done already.
+
+    Raises:
+        PlanError: If the plan has no prediction or does not fit the graph.
+    """
+    simulation = simulation or simulate_plan(graph, plan)
+    found = plan.prediction
+    assert found is not None, "simulate_plan refuses a plan without a prediction"
+    return {
+        "feasible": found.feasible,
+        "step_time_s": found.step_time_s,
+        "lower_bound_s": found.lower_bound_s,
+        "gap": found.gap,
+        "search_time_s": found.search_time_s,
+        "stopped_at_deadline": found.stopped_at_deadline,
+        "simulated_step_time_s": simulation.step_time_s,
+        "max_lag": plan.max_lag,
+        "calibration": found.calibration,
+        "cluster": _cluster(plan),
+        "workload": None if found.workload is None else found.workload.model_dump(mode="json"),
+        "groups": _groups(graph, plan, simulation),
+        "nodes": _nodes(graph, plan),
+        "memory_bytes_per_device": {
+            str(device): size for device, size in plan.memory_bytes_per_device.items()
+        },
+        "critical_path": [
+            {"node": i.node, "step": i.step, "seconds": i.seconds, "waited_for": i.waited_for}
+            for i in simulation.critical_path
+        ],
+        "runner_up": None if found.runner_up is None else found.runner_up.model_dump(mode="json"),
+        "other_schedule": _other_schedule(plan),
+    }
+
+
+def infeasible(reason: str, search_time_s: float) -> dict[str, Any]:
+    """The same keys as far as they mean something where no plan can run, and why not.
+
+    Args:
+        reason: The message of the `PlanError`.
+        search_time_s: How long it took to find out.
+    """
+    return {
+        "feasible": False,
+        "reason": reason,
+        "step_time_s": None,
+        "lower_bound_s": None,
+        "gap": None,
+        "search_time_s": search_time_s,
+        "nodes": {},
+        "memory_bytes_per_device": {},
+        "runner_up": None,
+    }
+
+
+def _cluster(plan: Plan) -> dict[str, Any]:
+    if isinstance(plan.cluster, ClusterSpec):
+        return {"name": plan.cluster.name, "num_devices": plan.cluster.num_devices}
+    return {"name": plan.cluster, "num_devices": plan.num_devices}
+
+
+def _groups(graph: Graph, plan: Plan, simulation: Simulation) -> dict[str, Any]:
+    units = units_by_group(graph, plan)
+    memory = plan.prediction.memory if plan.prediction else {}
+    return {
+        group.name: {
+            "devices": list(group.devices),
+            "roles": units[group.name],
+            "idle_share": simulation.idle_share.get(group.name, 1.0),
+            "memory": None
+            if group.name not in memory
+            else {
+                **memory[group.name].model_dump(mode="json"),
+                "peak_bytes": memory[group.name].peak_bytes,
+                "peak_call": memory[group.name].peak_call,
+            },
+        }
+        for group in plan.groups
+    }
+
+
+def _nodes(graph: Graph, plan: Plan) -> dict[str, Any]:
+    found = plan.prediction.nodes if plan.prediction else {}
+    models = plan.prediction.models if plan.prediction else {}
+    return {
+        node.name: {
+            "group": plan.group_of(node),
+            "devices": list(plan.group(plan.group_of(node)).devices),
+            "layout": plan.layouts[node.name].model_dump(mode="json")
+            if node.name in plan.layouts
+            else None,
+            "model": models.get(node.role or ""),
+            "duration_s": found[node.name].duration_s,
+            "parts_s": dict(found[node.name].parts_s),
+        }
+        for node in graph.nodes
+        if node.name in found
+    }
+
+
+def _other_schedule(plan: Plan) -> dict[str, Any] | None:
+    found = plan.prediction
+    if found is None or found.other_schedule is None:
+        return None
+    other = found.other_schedule
+    factor = other.step_time_s / found.step_time_s
+    return {"max_lag": other.max_lag, "step_time_s": other.step_time_s, "factor": factor}

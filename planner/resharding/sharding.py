@@ -1,0 +1,301 @@
+"""How an engine holds a model: which device has which indices of which logical parameter.
+
+A `Sharding` is plain data. It says nothing of how it came about, so an engine may describe itself
+in one, and `transfer.py` moves weights between any two. `shard` writes the one that a `Layout`
+means; `storage.py` rewrites where the slices lie inside an engine's own tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
+
+from ...dataflow.errors import PlanError
+from ..inputs.layout import Layout, check_layout
+from ..inputs.logical_params import LogicalParam, logical_params
+from ..inputs.model_shape import DTYPE_BYTES, Head, ModelShape
+from .box import Box, intersection, volume
+
+__all__ = [
+    "NOT_A_DIM",
+    "Pattern",
+    "Rank",
+    "Sharding",
+    "Slice",
+    "StoredParam",
+    "rank_of",
+    "shard",
+    "whole",
+]
+
+NOT_A_DIM = -1
+"""In `StoredParam.dims`: a dimension of the engine's tensor that the parameter lacks, such as the
+expert in a stack of experts. A slice has one index there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A box of a parameter on one device.
+
+    Attributes:
+        device: Who holds it.
+        box: Indices into the logical parameter.
+        start: Where the box begins in the engine's tensor on that device, in that tensor's own
+            order of dimensions.
+    """
+
+    device: int
+    box: Box
+    start: tuple[int, ...]
+
+
+Pattern = tuple[Slice, ...]
+"""How one parameter is spread. All layers of a stage share a pattern."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParam:
+    """A logical parameter in an engine.
+
+    Attributes:
+        name: In the checkpoint.
+        shape: In the checkpoint.
+        pattern: Index into `Sharding.patterns`.
+        tensor: The engine's name for the tensor that its slices lie in.
+        dims: For each dimension of that tensor, which of the parameter's dimensions it is, or
+            `NOT_A_DIM`. (0, 1) as in the checkpoint, (1, 0) transposed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    pattern: int
+    tensor: str
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """All parameters of a model on a set of devices.
+
+    Attributes:
+        devices: Cluster device of each rank, in rank order.
+        params: What is held, in the order of the checkpoint.
+        patterns: How; parameters refer to them.
+        dtype: What the engine stores.
+
+    Raises:
+        PlanError: If a slice leaves its parameter, a device is unknown, or a device holds an
+            element twice.
+    """
+
+    devices: tuple[int, ...]
+    params: tuple[StoredParam, ...]
+    patterns: tuple[Pattern, ...]
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if len(set(self.devices)) != len(self.devices):
+            twice = next(d for d in self.devices if self.devices.count(d) > 1)
+            raise PlanError(f"device {twice} is listed twice; a rank needs a device of its own")
+        if self.dtype not in DTYPE_BYTES:
+            raise PlanError(f"dtype is '{self.dtype}'; expected one of {', '.join(DTYPE_BYTES)}")
+        for (pattern, shape, rank), name in {
+            (p.pattern, p.shape, len(p.dims)): p.name for p in self.params
+        }.items():
+            _check_pattern(self.patterns[pattern], shape, rank, name, set(self.devices))
+
+    @cached_property
+    def bytes_on(self) -> Mapping[int, int]:
+        """Device -> bytes of weights it holds."""
+        elements = dict.fromkeys(self.devices, 0)
+        uses = defaultdict[int, int](int)
+        for param in self.params:
+            uses[param.pattern] += 1
+        for index, times in uses.items():
+            for piece in self.patterns[index]:
+                elements[piece.device] += times * volume(piece.box)
+        return {device: count * DTYPE_BYTES[self.dtype] for device, count in elements.items()}
+
+    def on(self, devices: Sequence[int]) -> Sharding:
+        """The same ranks on other devices.
+
+        Raises:
+            PlanError: If their number differs.
+        """
+        if len(devices) != len(self.devices):
+            raise PlanError(f"{len(self.devices)} ranks cannot run on {len(devices)} devices")
+        new = dict(zip(self.devices, devices, strict=True))
+        patterns = tuple(
+            tuple(Slice(new[piece.device], piece.box, piece.start) for piece in pattern)
+            for pattern in self.patterns
+        )
+        return Sharding(tuple(devices), self.params, patterns, self.dtype)
+
+    def to_json(self) -> str:
+        """The whole sharding as JSON."""
+        return json.dumps(_adapter().dump_python(self, mode="json"), separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> Sharding:
+        """What `to_json` wrote."""
+        return _adapter().validate_json(text)
+
+
+@lru_cache(maxsize=1)
+def _adapter() -> TypeAdapter[Sharding]:
+    return TypeAdapter(Sharding)
+
+
+def _check_pattern(
+    pattern: Pattern, shape: tuple[int, ...], rank: int, name: str, devices: set[int]
+) -> None:
+    held = defaultdict[int, list[Box]](list)
+    for piece in pattern:
+        where = f"parameter '{name}' on device {piece.device}"
+        if piece.device not in devices:
+            raise PlanError(f"{where}: the sharding's devices do not include it")
+        inside = len(piece.box) == len(shape) and all(
+            0 <= start <= stop <= size for (start, stop), size in zip(piece.box, shape, strict=True)
+        )
+        if not inside:
+            raise PlanError(f"{where}: slice {piece.box} does not fit in shape {shape}")
+        if len(piece.start) != rank:
+            raise PlanError(
+                f"{where}: start {piece.start} should have {rank} indices, as many as the "
+                "engine's tensor has dimensions"
+            )
+        held[piece.device].append(piece.box)
+    for device, boxes in held.items():
+        for a, b in combinations(boxes, 2):
+            if intersection(a, b) is not None:
+                raise PlanError(
+                    f"parameter '{name}' on device {device}: slices {a} and {b} overlap"
+                )
+
+
+class Rank(NamedTuple):
+    """Coordinates of a rank in a layout."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+def rank_of(index: int, layout: Layout) -> Rank:
+    """Coordinates of rank `index`: tp fastest, then cp, dp, pp."""
+    index, tp = divmod(index, layout.tp)
+    index, cp = divmod(index, layout.cp)
+    pp, dp = divmod(index, layout.dp)
+    return Rank(tp, cp, dp, pp)
+
+
+def whole(
+    shapes: Mapping[str, tuple[int, ...]], devices: Sequence[int], *, dtype: str = "float32"
+) -> Sharding:
+    """Every device has all of every parameter, each a tensor of its own.
+
+    Args:
+        shapes: Parameter -> its shape.
+        devices: Cluster device of each rank.
+        dtype: Of the weights.
+    """
+    order = {shape: index for index, shape in enumerate(dict.fromkeys(shapes.values()))}
+    patterns = tuple(
+        tuple(Slice(d, tuple((0, size) for size in shape), (0,) * len(shape)) for d in devices)
+        for shape in order
+    )
+    params = tuple(
+        StoredParam(name, shape, order[shape], name, tuple(range(len(shape))))
+        for name, shape in shapes.items()
+    )
+    return Sharding(tuple(devices), params, patterns, dtype)
+
+
+def shard(
+    model: ModelShape,
+    layout: Layout,
+    devices: Sequence[int],
+    *,
+    head: Head = "vocabulary",
+) -> Sharding:
+    """What a layout means for every weight, each parameter a tensor of its own.
+
+    - tp cuts query, key, value, gate and up projections, embedding and head by rows, output and
+      down projections by columns; norms and routers are whole everywhere. With more ranks than
+      key-value heads, neighbouring ranks share a head.
+    - pp gives each stage a run of layers, the first the embedding, the last norm and head.
+    - ep deals experts in runs to the dp ranks `dp % ep`.
+    - `zero=3` cuts what a rank would hold once more, by rows, over its dp ranks, as
+      `torch.chunk` does: all pieces equal, the last ones smaller or empty. Experts are cut over
+      the `dp // ep` ranks that share them.
+    - cp, and dp without `zero=3`, repeat.
+
+    Args:
+        model: Sizes and dtype.
+        layout: Legal for the model.
+        devices: Cluster device of each rank.
+        head: What the model ends in.
+
+    Raises:
+        PlanError: If the layout is not legal for the model or needs another number of devices.
+    """
+    check_layout(layout, model, node_size=layout.tp)
+    if len(devices) != layout.num_devices:
+        raise PlanError(
+            f"layout {layout} has {layout.num_devices} ranks but {len(devices)} devices were given"
+        )
+    ranks = [(rank_of(i, layout), device) for i, device in enumerate(devices)]
+    patterns: dict[Pattern, int] = {}
+    known: dict[Any, int] = {}
+    params: list[StoredParam] = []
+    for param in logical_params(model, head):
+        stages, owner = _stages(param, model, layout), _owner(param, model, layout)
+        key = (param.shape, param.cut_dim, param.num_units, stages, owner)
+        if key not in known:
+            pattern = tuple(
+                Slice(device, box, (0,) * len(box))
+                for rank, device in ranks
+                if rank.pp in stages and owner in (None, rank.dp % layout.ep)
+                if volume(box := _box(param, layout, rank))
+            )
+            known[key] = patterns.setdefault(pattern, len(patterns))
+        dims = tuple(range(len(param.shape)))
+        params.append(StoredParam(param.name, param.shape, known[key], param.name, dims))
+    return Sharding(tuple(devices), tuple(params), tuple(patterns), model.dtype)
+
+
+def _stages(param: LogicalParam, model: ModelShape, layout: Layout) -> tuple[int, ...]:
+    last = layout.pp - 1
+    if param.place == "layer":
+        return (param.layer * layout.pp // model.num_layers,)
+    return {"first": (0,), "last": (last,), "ends": (0, last)}[param.place]
+
+
+def _owner(param: LogicalParam, model: ModelShape, layout: Layout) -> int | None:
+    """Which ep rank has an expert; None for what all have."""
+    return None if param.expert is None else param.expert * layout.ep // model.num_experts
+
+
+def _box(param: LogicalParam, layout: Layout, rank: Rank) -> Box:
+    box = [(0, size) for size in param.shape]
+    if param.cut_dim is not None:
+        unit = param.shape[param.cut_dim] // param.num_units
+        # More ranks than key-value heads: runs of ranks share a head.
+        first = rank.tp * param.num_units // layout.tp
+        count = max(param.num_units // layout.tp, 1)
+        box[param.cut_dim] = (first * unit, (first + count) * unit)
+    if layout.zero == 3:
+        shared = layout.ep if param.expert is not None else 1
+        start, stop = box[0]
+        size = -(-(stop - start) // (layout.dp // shared))
+        begin = start + rank.dp // shared * size
+        box[0] = (min(begin, stop), min(begin + size, stop))
+    return tuple(box)

@@ -1,0 +1,199 @@
+"""Where slices lie in tensors that an engine fuses, interleaves, stacks or transposes.
+
+None of this changes which indices a device holds, so it changes no byte of a transfer: it tells
+who carries the transfer out where to read and where to write.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ...dataflow.errors import PlanError
+from .sharding import NOT_A_DIM, Pattern, Sharding, Slice, StoredParam
+
+__all__ = ["concatenate", "interleave_qkv", "stack_experts", "transpose"]
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+class _Patterns:
+    """Collects patterns, each once, and what parameters become."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
+        self._index: dict[Pattern, int] = {p: i for i, p in enumerate(sharding.patterns)}
+        self._params = {param.name: param for param in sharding.params}
+
+    def __getitem__(self, name: str) -> StoredParam:
+        return self._params[name]
+
+    def pattern(self, name: str) -> Pattern:
+        return self._sharding.patterns[self._params[name].pattern]
+
+    def set(
+        self, name: str, slices: Iterable[Slice], tensor: str, dims: tuple[int, ...] | None = None
+    ) -> None:
+        old = self._params[name]
+        index = self._index.setdefault(tuple(slices), len(self._index))
+        self._params[name] = replace(old, pattern=index, tensor=tensor, dims=dims or old.dims)
+
+    def sharding(self) -> Sharding:
+        """With patterns that nobody uses any more left out."""
+        used = sorted({param.pattern for param in self._params.values()})
+        patterns = list(self._index)
+        new = {old: i for i, old in enumerate(used)}
+        params = tuple(
+            replace(param, pattern=new[param.pattern]) for param in self._params.values()
+        )
+        devices, dtype = self._sharding.devices, self._sharding.dtype
+        return Sharding(devices, params, tuple(patterns[old] for old in used), dtype)
+
+
+def concatenate(
+    sharding: Sharding, members: tuple[str, ...], tensor: str, *, dim: int = 0
+) -> Sharding:
+    """Lay the local slices of some parameters end to end in one tensor.
+
+    `concatenate(s, ("q_proj", "k_proj", "v_proj"), "qkv_proj")` and the same of gate and up
+    projections are what vLLM and many others store. Weights and biases are fused apart.
+
+    Args:
+        sharding: What is held.
+        members: The last words of the parameters' module names, in the order of the tensor.
+        tensor: Replaces that word in the tensor's name.
+        dim: The dimension along which they are joined.
+
+    Raises:
+        PlanError: If a member is missing beside another.
+    """
+    made = _Patterns(sharding)
+    for name, group in _groups(sharding, members, tensor).items():
+        filled = defaultdict[int, int](int)
+        for member in group:
+            slices, width = list[Slice](), defaultdict[int, int](int)
+            for piece in made.pattern(member):
+                start = list(piece.start)
+                start[dim] += filled[piece.device]
+                slices.append(replace(piece, start=tuple(start)))
+                width[piece.device] += piece.box[dim][1] - piece.box[dim][0]
+            made.set(member, slices, name)
+            for device, rows in width.items():
+                filled[device] += rows
+    return made.sharding()
+
+
+def interleave_qkv(sharding: Sharding, head_dim: int, tensor: str = "qkv_proj") -> Sharding:
+    """Store queries, keys and values head group by head group, as Megatron does.
+
+    For every local key-value head: the queries that share it, its key, its value. A slice that
+    spans several groups becomes one slice per group.
+
+    Args:
+        sharding: Cut by whole heads.
+        head_dim: Rows of one head.
+        tensor: Replaces "q_proj" and so on in the tensor's name.
+
+    Raises:
+        PlanError: If a device holds queries without keys, or parts of heads.
+    """
+    made = _Patterns(sharding)
+    for name, (query, key, value) in _groups(sharding, QKV, tensor).items():
+        rows = {
+            member: {piece.device: _rows(piece) for piece in made.pattern(member)}
+            for member in (query, key, value)
+        }
+        if rows[query].keys() != rows[key].keys() or any(
+            count % head_dim for held in rows.values() for count in held.values()
+        ):
+            raise PlanError(
+                f"cannot interleave '{name}': every device must hold whole heads of {head_dim} "
+                "rows, of queries and keys alike; cut it by tensor parallelism only"
+            )
+        shares = {
+            device: count // (rows[key][device] // head_dim)
+            for device, count in rows[query].items()
+        }
+        for place, member in enumerate((query, key, value)):
+            slices: list[Slice] = []
+            for piece in made.pattern(member):
+                share = shares[piece.device]
+                length, offset = (
+                    (share, 0) if place == 0 else (head_dim, share + (place - 1) * head_dim)
+                )
+                slices += _interleaved(piece, length, offset, share + 2 * head_dim)
+            made.set(member, slices, name)
+    return made.sharding()
+
+
+def _rows(piece: Slice) -> int:
+    return piece.box[0][1] - piece.box[0][0]
+
+
+def _interleaved(piece: Slice, length: int, offset: int, stride: int) -> list[Slice]:
+    """Cut a slice into runs of `length` rows that begin `stride` apart in the tensor."""
+    (first, stop), rest = piece.box[0], piece.box[1:]
+    return [
+        Slice(
+            piece.device,
+            ((row, row + length), *rest),
+            (offset + i * stride, *piece.start[1:]),
+        )
+        for i, row in enumerate(range(first, stop, length))
+    ]
+
+
+def stack_experts(sharding: Sharding) -> Sharding:
+    """Store a layer's experts in two tensors with an expert dimension in front.
+
+    `experts.gate_up_proj` [local experts, gate rows then up rows, hidden] and
+    `experts.down_proj` [local experts, hidden, inner]; a device's experts are numbered from 0.
+    """
+    made = _Patterns(sharding)
+    local: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+    for param in sharding.params:
+        found = _EXPERT.fullmatch(param.name)
+        if found is None:
+            continue
+        prefix, expert, word = found[1], int(found[2]), found[3]
+        slices: list[Slice] = []
+        for piece in made.pattern(param.name):
+            seen = local[prefix, piece.device]
+            index = seen.setdefault(expert, len(seen))
+            above = _rows(piece) if word == "up_proj" else 0
+            start = (index, piece.start[0] + above, piece.start[1])
+            slices.append(replace(piece, start=start))
+        tensor = "down_proj" if word == "down_proj" else "gate_up_proj"
+        made.set(param.name, slices, f"{prefix}.{tensor}", (NOT_A_DIM, 0, 1))
+    return made.sharding()
+
+
+def transpose(sharding: Sharding, word: str) -> Sharding:
+    """Store the matrices whose name contains `word` as [inputs, outputs]."""
+    made = _Patterns(sharding)
+    for param in sharding.params:
+        if word in param.name and param.dims == (0, 1):
+            slices = [replace(p, start=p.start[::-1]) for p in made.pattern(param.name)]
+            made.set(param.name, slices, param.tensor, (1, 0))
+    return made.sharding()
+
+
+def _groups(
+    sharding: Sharding, members: tuple[str, ...], tensor: str
+) -> Mapping[str, tuple[str, ...]]:
+    """Name of each fused tensor -> the parameters in it, in order."""
+    names = {param.name for param in sharding.params}
+    first = f".{members[0]}."
+    groups: dict[str, tuple[str, ...]] = {}
+    for param in sharding.params:
+        if first in param.name:
+            group = tuple(param.name.replace(first, f".{member}.") for member in members)
+            missing = [name for name in group if name not in names]
+            if missing:
+                raise PlanError(f"cannot fuse '{param.name}': there is no '{missing[0]}' beside it")
+            groups[param.name.replace(first, f".{tensor}.")] = group
+    return groups

@@ -1,0 +1,264 @@
+"""Which devices a group may have, and which groups fit into a cluster together.
+
+A group has whole nodes of any kinds, or a part of one node. Nodes of equal kind are
+interchangeable, wherever the cluster lists them, so they are pooled, and an allocation says only
+how many devices of each pool every group has. Together the groups use every device.
+
+In the search a number of devices of a pool is an index into `Pool.sizes`: 0, the parts of a node,
+then whole nodes. An `Index` has one of those per pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...dataflow.errors import PlanError
+from ..inputs.cluster import ClusterSpec
+from ..inputs.mesh import Mesh
+
+__all__ = ["Index", "Pool", "Space", "pack"]
+
+Index: TypeAlias = tuple[int, ...]
+"""Per pool, a position in its `sizes`."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """All nodes of one kind.
+
+    Attributes:
+        node_groups: The cluster's node groups of this kind.
+        node_size: Devices of a node.
+        nodes: First device of every node, ascending.
+    """
+
+    node_groups: tuple[int, ...]
+    node_size: int
+    nodes: tuple[int, ...]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of devices that a group may have here: 0, parts of a node, whole nodes."""
+        whole = range(self.node_size, self.num_devices + 1, self.node_size)
+        return (*range(self.node_size), *whole)
+
+    @property
+    def num_devices(self) -> int:
+        """Of all nodes."""
+        return len(self.nodes) * self.node_size
+
+    def is_part(self, position: int) -> bool:
+        """Whether that position of `sizes` is less than a node."""
+        return 0 < position < self.node_size
+
+
+class Space:
+    """All allocations of a cluster's devices to groups.
+
+    Attributes:
+        cluster: The cluster.
+        pools: Its nodes by kind.
+        shape: Length of every pool's `sizes`.
+        legal: Of that shape: which indices a group may have.
+    """
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.cluster = cluster
+        self.pools = _pools(cluster)
+        self.shape = tuple(len(pool.sizes) for pool in self.pools)
+        self.legal = _legal(self.pools)
+        self._meshes: dict[Index, Mesh] = {}
+
+    @property
+    def num_meshes(self) -> int:
+        """How many different meshes a group may have."""
+        return int(self.legal.sum())
+
+    def num_devices(self, index: Index) -> int:
+        """Of a group."""
+        return sum(pool.sizes[k] for pool, k in zip(self.pools, index, strict=True))
+
+    def mesh(self, index: Index) -> Mesh:
+        """The devices of a group, always the same object for an index.
+
+        Equal nodes are taken from the first node group first.
+        """
+        if index not in self._meshes:
+            counts = [0] * len(self.cluster.node_groups)
+            for pool, position in zip(self.pools, index, strict=True):
+                left = pool.sizes[position]
+                for group in pool.node_groups:
+                    counts[group] = min(left, self.cluster.node_groups[group].num_devices)
+                    left -= counts[group]
+            self._meshes[index] = Mesh(self.cluster, tuple(counts))
+        return self._meshes[index]
+
+    def index_of(self, devices: Sequence[int], where: str) -> Index:
+        """The index of given devices.
+
+        Raises:
+            PlanError: If they are neither whole nodes nor a part of one node.
+        """
+        index: list[int] = []
+        for pool in self.pools:
+            held = [
+                sum(first <= d < first + pool.node_size for d in devices) for first in pool.nodes
+            ]
+            whole, part = held.count(pool.node_size), [n for n in held if 0 < n < pool.node_size]
+            if part:
+                if len(part) > 1 or part[0] != len(devices):
+                    raise PlanError(
+                        f"{where}: devices {', '.join(map(str, devices))} are neither whole nodes "
+                        "nor a part of one node; a group must be one or the other"
+                    )
+                index.append(part[0])
+            else:
+                index.append(pool.node_size - 1 + whole if whole else 0)
+        return tuple(index)
+
+    def fits(self, allocation: Sequence[Index], fixed: Sequence[Sequence[int]] = ()) -> bool:
+        """Whether groups of these sizes use every device, each once.
+
+        Args:
+            allocation: The index of every group.
+            fixed: Per group its devices, empty where they are free; no device twice. All free if
+                not given.
+        """
+        for k, pool in enumerate(self.pools):
+            if sum(pool.sizes[index[k]] for index in allocation) != pool.num_devices:
+                return False
+            if self._bins(k, allocation, fixed) is None:
+                return False
+        return True
+
+    def devices(
+        self, allocation: Sequence[Index], fixed: Sequence[Sequence[int]] = ()
+    ) -> tuple[tuple[int, ...], ...]:
+        """Device ids of every group, ascending; the allocation must fit."""
+        given = fixed or [()] * len(allocation)
+        found = [sorted(devices) for devices in given]
+        taken = {device for devices in found for device in devices}
+        for k, pool in enumerate(self.pools):
+            free = [first for first in pool.nodes if taken.isdisjoint(_node(pool, first))]
+            for group, index in enumerate(allocation):
+                if index[k] >= pool.node_size and not given[group]:
+                    num_nodes = pool.sizes[index[k]] // pool.node_size
+                    found[group] += [d for first in free[:num_nodes] for d in _node(pool, first)]
+                    del free[:num_nodes]
+            bins = self._bins(k, allocation, fixed)
+            assert bins is not None, "the allocation does not fit"
+            for first, groups in bins:
+                left = [d for d in _node(pool, free.pop(0) if first is None else first)
+                        if d not in taken]  # fmt: skip
+                for group in groups:
+                    size = pool.sizes[allocation[group][k]]
+                    found[group] += left[:size]
+                    del left[:size]
+        return tuple(tuple(devices) for devices in found)
+
+    def _bins(
+        self, k: int, allocation: Sequence[Index], fixed: Sequence[Sequence[int]]
+    ) -> list[tuple[int | None, list[int]]] | None:
+        """How free parts share nodes: `(first device of the node or None, groups)`; None if not."""
+        pool = self.pools[k]
+        parts: dict[int, int] = {}
+        begun: dict[int, int] = {}
+        for group, index in enumerate(allocation):
+            if not pool.is_part(index[k]):
+                continue
+            if fixed and fixed[group]:
+                first = next(n for n in pool.nodes if fixed[group][0] in _node(pool, n))
+                begun[first] = begun.get(first, pool.node_size) - len(fixed[group])
+            else:
+                parts[group] = pool.sizes[index[k]]
+        new = (sum(parts.values()) - sum(begun.values())) // pool.node_size
+        rooms = [*begun.values(), *[pool.node_size] * new]
+        packed = pack(parts, rooms)
+        if packed is None:
+            return None
+        return list(zip([*begun, *[None] * new], packed, strict=True))
+
+
+def pack(parts: dict[int, int], rooms: Sequence[int]) -> list[list[int]] | None:
+    """Put parts into rooms so that every room is exactly full.
+
+    Args:
+        parts: Key -> size.
+        rooms: Size of every room.
+
+    Returns:
+        The keys in each room, or None if there is no way.
+    """
+    if sum(parts.values()) != sum(rooms):
+        return None
+    order = sorted(parts, key=lambda key: (-parts[key], key))
+    left, inside = list(rooms), [list[int]() for _ in rooms]
+
+    def place(position: int) -> bool:
+        if position == len(order):
+            return True
+        key = order[position]
+        tried: set[int] = set()
+        for room, space in enumerate(left):
+            if space < parts[key] or space in tried:
+                continue
+            tried.add(space)
+            left[room] -= parts[key]
+            inside[room].append(key)
+            if place(position + 1):
+                return True
+            left[room] += parts[key]
+            inside[room].pop()
+        return False
+
+    return inside if place(0) else None
+
+
+def _node(pool: Pool, first: int) -> range:
+    return range(first, first + pool.node_size)
+
+
+def _pools(cluster: ClusterSpec) -> tuple[Pool, ...]:
+    kinds: dict[int, list[int]] = {}
+    for i, group in enumerate(cluster.node_groups):
+        one = group.model_copy(update={"num_nodes": 1})
+        same = (
+            j for j in kinds if cluster.node_groups[j].model_copy(update={"num_nodes": 1}) == one
+        )
+        kinds.setdefault(next(same, i), []).append(i)
+    return tuple(
+        Pool(
+            tuple(members),
+            cluster.node_groups[kind].devices_per_node,
+            tuple(
+                cluster.first_device(i) + node * cluster.node_groups[i].devices_per_node
+                for i in members
+                for node in range(cluster.node_groups[i].num_nodes)
+            ),
+        )
+        for kind, members in kinds.items()
+    )
+
+
+def _legal(pools: Sequence[Pool]) -> NDArray[np.bool_]:
+    """A part of a node stands alone; nothing at all is no group."""
+    shape = [len(pool.sizes) for pool in pools]
+    assert prod(shape) < 1 << 26, "more meshes than can be looked at"
+    legal = np.ones(shape, np.bool_)
+    for axis, pool in enumerate(pools):
+        at: list[slice | int] = [slice(None)] * len(pools)
+        at[axis] = slice(1, pool.node_size)
+        legal[tuple(at)] = False
+    for axis, pool in enumerate(pools):
+        alone: list[slice | int] = [0] * len(pools)
+        alone[axis] = slice(1, pool.node_size)
+        legal[tuple(alone)] = True
+    legal[(0,) * len(pools)] = False
+    return legal

@@ -1,0 +1,306 @@
+"""The options of real models: every legal layout of a unit on a mesh, with its seconds and bytes.
+
+Joins the models of time and memory into what the search chooses between. A unit's calls that share
+weights share a layout, because the weights stay where they are; micro-batches are each call's own.
+
+What is tried for a layout's sizes: ZeRO stages 1 and 3 (2 costs more time than 1 and more memory
+than 3 wherever gradients are added up over micro-batches), activations kept or computed again,
+the fastest micro-batch that fits and the one that needs least, and for frozen models, waiting in
+host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ...dataflow.errors import PlanError
+from ..cost.constants import Constants
+from ..cost.memory import resident_parts, rows_at_once, transient_parts
+from ..cost.memory_ledger import Parts
+from ..cost.time_decode import kv_bytes_per_row
+from ..cost.time_model import CallTime, TimeModel, move_time, offload_time
+from ..inputs.calls import Call
+from ..inputs.layout import Engine, Layout, legal_layouts
+from ..inputs.mesh import Mesh
+from .options import CallNode, Option, dominant
+
+__all__ = ["CallPlan", "ModelTable", "call_nodes"]
+
+_WAVES = (1, 2, 4, 8)
+"""In how many waves a generation's rows may run, where their cache does not fit at once."""
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+"""Sequences per rank that are tried."""
+
+_TORCH_TOKENS = 4096
+"""The torch workers' own default of `micro_batch_tokens`."""
+_SLACK = 0.01
+"""Share of a device's memory by which sizes must differ to matter."""
+
+
+class CallPlan(NamedTuple):
+    """One call in one layout: what the option is made of, for the plan to show."""
+
+    layout: Layout
+    time: CallTime
+    move_s: float
+    """Moving weights into the layout, or from host memory."""
+    transient: Parts
+
+    @property
+    def duration_s(self) -> float:
+        """Everything."""
+        return self.time.total_s + self.move_s
+
+
+def call_nodes(calls: Sequence[Call]) -> tuple[CallNode, ...]:
+    """The calls as the search sees them."""
+    return tuple(
+        CallNode(
+            name=call.name,
+            unit=call.unit,
+            after=call.after,
+            role=call.role,
+            reads_older=call.kind == "generate",
+            trains=call.kind == "train",
+        )
+        for call in calls
+    )
+
+
+class ModelTable:
+    """An `OptionTable` for a step's calls.
+
+    Args:
+        calls: The step's.
+        constants: Of the model of time.
+        engine: Which engine the layouts must suit.
+        max_cp: Most ranks that share a sequence.
+        tp_across_nodes: Allow tensor parallelism over the network.
+        pins: Call name -> layout fields it must have; others are not even looked at.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        constants: Constants,
+        *,
+        engine: Engine = "any",
+        max_cp: int = 1,
+        tp_across_nodes: bool = False,
+        pins: Mapping[str, Mapping[str, object]] | None = None,
+    ) -> None:
+        self._calls: dict[str, list[Call]] = {}
+        for call in calls:
+            self._calls.setdefault(call.unit, []).append(call)
+        self._time = TimeModel(constants, shares_prompts=engine == "torch")
+        self._constants = constants
+        self._engine: Engine = engine
+        self._max_cp = max_cp
+        self._tp_across_nodes = tp_across_nodes
+        self._pins = pins or {}
+        self._known: dict[tuple[str, tuple[int, ...], bool], tuple[Option, ...]] = {}
+        self._meshes: dict[tuple[int, ...], Mesh] = {}
+
+    def options(self, unit: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
+        """See `OptionTable.options`."""
+        key = (unit, mesh.counts, with_source)
+        if key not in self._known:
+            mesh = self._meshes.setdefault(mesh.counts, mesh)
+            ways = self._ways(unit, mesh, with_source)
+            found = [_option(held, plans) for held, plans in ways]
+            slack = int(_SLACK * mesh.memory_bytes)
+            fit = [option for option in found if option.least_bytes <= mesh.memory_bytes]
+            self._known[key] = dominant(fit, slack_bytes=slack) or self._smallest(
+                unit, mesh, with_source
+            )
+        return self._known[key]
+
+    def _smallest(self, unit: str, mesh: Mesh, with_source: bool) -> tuple[Option, ...]:
+        """What needs least, if nothing fits: it cannot be chosen, but says what is lacking."""
+        ways = self._ways(unit, mesh, with_source, fitting=False)
+        found = [_option(held, plans) for held, plans in ways]
+        return (min(found, key=lambda option: option.least_bytes),) if found else ()
+
+    def for_cluster(self) -> ModelTable:
+        """The same for another cluster, whose meshes may have the same counts."""
+        return ModelTable(
+            [call for calls in self._calls.values() for call in calls],
+            self._constants,
+            engine=self._engine,
+            max_cp=self._max_cp,
+            tp_across_nodes=self._tp_across_nodes,
+            pins=self._pins,
+        )
+
+    def explain(
+        self, unit: str, mesh: Mesh, option: Option, *, with_source: bool
+    ) -> tuple[Parts, dict[str, CallPlan]]:
+        """What an option consists of: resident parts, and each call's times and bytes."""
+        calls = self._calls[unit]
+        ways = self._ways(unit, mesh, with_source, only=option.layouts, fitting=False)
+        for resident, plans in ways:
+            same = all(plans[n].duration_s == s for n, s in option.durations_s.items())
+            if same and resident == option.resident_bytes:
+                holds = self._holds(calls, plans[calls[0].name].layout, with_source)
+                return holds, plans
+        raise PlanError(f"'{unit}' has no such option on this mesh")
+
+    # --- ways to run a unit
+
+    def _ways(
+        self,
+        unit: str,
+        mesh: Mesh,
+        with_source: bool,
+        only: Mapping[str, Layout] | None = None,
+        fitting: bool = True,
+    ) -> Iterator[tuple[int, dict[str, CallPlan]]]:
+        calls = self._calls[unit]
+        for layout in self._layouts(calls, mesh, only):
+            held = self._holds(calls, layout, with_source).total
+            if fitting and held > mesh.memory_bytes:
+                continue
+            room = mesh.memory_bytes - held if fitting else None
+            per_call = [
+                list(self._plans(call, layout, mesh, room, with_source, only)) for call in calls
+            ]
+            for count in range(max(map(len, per_call)) if all(per_call) else 0):
+                chosen = [plans[min(count, len(plans) - 1)] for plans in per_call]
+                yield held, {c.name: plan for c, plan in zip(calls, chosen, strict=True)}
+
+    def _layouts(
+        self, calls: Sequence[Call], mesh: Mesh, only: Mapping[str, Layout] | None
+    ) -> Iterator[Layout]:
+        """Layouts of a unit's weights; micro-batches are left at 1."""
+        if only is not None:
+            yield only[calls[0].name].model_copy(update={"micro_batch": 1})
+            return
+        trained = any(call.kind == "train" for call in calls)
+        sizes = legal_layouts(
+            calls[0].model,
+            mesh.num_devices,
+            node_size=mesh.node_size,
+            engine=self._engine,
+            max_cp=self._max_cp,
+            tp_across_nodes=self._tp_across_nodes,
+        )
+        for size in sizes:
+            for changes in self._variants(size, calls, trained):
+                layout = size.model_copy(update=changes)
+                if all(self._allowed(call, layout) for call in calls):
+                    yield layout
+
+    def _variants(
+        self, size: Layout, calls: Sequence[Call], trained: bool
+    ) -> Iterator[dict[str, object]]:
+        if self._engine == "torch":
+            yield {}
+            return
+        sequence_parallel = size.tp > 1 and calls[0].kind != "generate"
+        if not trained:
+            frozen = not calls[0].trained
+            for offload in (False, True) if frozen else (False,):
+                yield {"sequence_parallel": sequence_parallel, "offload": offload}
+            return
+        for zero in (1, 3) if size.dp > 1 else (0,):
+            for checkpointing in (False, True):
+                yield {
+                    "sequence_parallel": sequence_parallel,
+                    "zero": zero,
+                    "checkpointing": checkpointing,
+                }
+
+    def _allowed(self, call: Call, layout: Layout) -> bool:
+        pinned = self._pins.get(call.name, {})
+        return all(
+            getattr(layout, key) == value for key, value in pinned.items() if key != "micro_batch"
+        )
+
+    def _holds(self, calls: Sequence[Call], layout: Layout, with_source: bool) -> Parts:
+        """What the unit always holds; a generation beside its trainer borrows the weights."""
+        if layout.offload or (with_source and calls[0].kind == "generate"):
+            return Parts()
+        trainer = next((call for call in calls if call.kind == "train"), calls[0])
+        return resident_parts(trainer, layout, engine=self._engine)
+
+    def _plans(
+        self,
+        call: Call,
+        layout: Layout,
+        mesh: Mesh,
+        room: int | None,
+        with_source: bool,
+        only: Mapping[str, Layout] | None,
+    ) -> Iterator[CallPlan]:
+        """One call's ways in a layout of its weights, the fastest first."""
+        if call.kind == "generate":
+            yield from self._generations(call, layout, mesh, with_source)
+            return
+        wanted = [only[call.name].micro_batch] if only else self._micro_batches(call, layout)
+        found: list[CallPlan] = []
+        for size in wanted:
+            sized = layout if size == 1 else layout.model_copy(update={"micro_batch": size})
+            held_then = transient_parts(call, sized, engine=self._engine)
+            if room is None or held_then.total <= room:
+                time = self._time.call_time(call, sized, mesh)
+                found.append(CallPlan(sized, time, self._load_s(call, layout, mesh), held_then))
+        if not found:
+            return
+        fastest = min(found, key=lambda plan: (plan.duration_s, plan.transient.total))
+        smallest = min(found, key=lambda plan: (plan.transient.total, plan.duration_s))
+        yield fastest
+        if smallest.transient.total < fastest.transient.total:
+            yield smallest
+
+    def micro_batch_tokens(self, call: Call, layout: Layout) -> int:
+        """Tokens that a rank computes at once in a forward or train call of that layout."""
+        if self._engine == "torch":
+            return _TORCH_TOKENS
+        return layout.micro_batch * call.tokens_longest
+
+    def _micro_batches(self, call: Call, layout: Layout) -> list[int]:
+        if self._engine == "torch":
+            # The torch engine packs by tokens; its memory does not follow from the count of rows.
+            return [max(1, int(_TORCH_TOKENS / call.tokens_mean))]
+        pinned = self._pins.get(call.name, {}).get("micro_batch")
+        if isinstance(pinned, int):
+            return [pinned]
+        rows = -(-call.num_sequences * call.passes // call.updates // layout.dp)
+        return [size for size in _MICRO_BATCHES if size == 1 or size <= rows]
+
+    def _generations(
+        self, call: Call, layout: Layout, mesh: Mesh, with_source: bool
+    ) -> Iterator[CallPlan]:
+        move_s = self._load_s(call, layout, mesh)
+        # The torch engine generates with the very weights it trains, if they are there.
+        stays = with_source and self._engine == "torch"
+        if call.trained and not stays:
+            size = call.model.num_params(call.head) * call.model.dtype_bytes
+            move_s += move_time(size / (layout.tp * layout.pp), mesh, self._constants)
+        all_rows = rows_at_once(call, layout)
+        for waves in _WAVES:
+            rows = -(-all_rows // waves)
+            if waves > 1 and rows == -(-all_rows // (waves // 2)):
+                return
+            room = None if waves == 1 else (rows + 0.5) * kv_bytes_per_row(call, layout)
+            time = self._time.call_time(call, layout, mesh, kv_bytes=room)
+            held = transient_parts(
+                call, layout, engine=self._engine, borrows=with_source, rows=rows
+            )
+            yield CallPlan(layout, time, move_s, held)
+
+    def _load_s(self, call: Call, layout: Layout, mesh: Mesh) -> float:
+        if not layout.offload:
+            return 0.0
+        weights = resident_parts(call, layout, engine=self._engine).weights
+        return offload_time(weights, mesh)
+
+
+def _option(resident: int, plans: Mapping[str, CallPlan]) -> Option:
+    return Option(
+        {name: plan.duration_s for name, plan in plans.items()},
+        resident,
+        {name: plan.transient.total for name, plan in plans.items()},
+        {name: plan.layout for name, plan in plans.items()},
+    )

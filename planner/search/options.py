@@ -1,0 +1,102 @@
+"""What the search chooses between: the ways in which a unit's calls can run on a mesh.
+
+The search sees durations and bytes only; where they come from is the business of the models of time
+and memory. So it can be checked against brute force on made-up tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..inputs.layout import Layout
+from ..inputs.mesh import Mesh
+
+__all__ = ["CallNode", "Option", "OptionTable", "dominant"]
+
+
+@dataclass(frozen=True)
+class CallNode:
+    """A call as the search sees it.
+
+    Attributes:
+        name: The node's name.
+        unit: What it is placed with; all calls of a unit share a group.
+        after: Calls of the same step that must have ended.
+        reads_older: Whether it may read weights that lag (a rollout): with `max_lag=k` it waits
+            for the train calls of its role of k + 1 steps before, not of the step before.
+        role: Whose weights it reads.
+        trains: Whether it makes the role's next weights.
+    """
+
+    name: str
+    unit: str
+    after: tuple[str, ...]
+    role: str
+    reads_older: bool = False
+    trains: bool = False
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a unit on a mesh.
+
+    Attributes:
+        durations_s: Call name -> seconds, weight movement into the call's layout included.
+        resident_bytes: Per device, always held.
+        transient_bytes: Call name -> per device, held while the call runs.
+        layouts: Call name -> layout, for the plan.
+    """
+
+    durations_s: Mapping[str, float]
+    resident_bytes: int
+    transient_bytes: Mapping[str, int]
+    layouts: Mapping[str, Layout]
+
+    @property
+    def least_bytes(self) -> int:
+        """Per device at its peak, if nothing shared it."""
+        return self.resident_bytes + max(self.transient_bytes.values())
+
+
+class OptionTable(Protocol):
+    """Where the search asks for options; deterministic."""
+
+    def options(self, unit: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
+        """Ways to run a unit on a mesh, none dominated; none if nothing fits or divides.
+
+        Args:
+            unit: A role, or "role.generate" for a trained role's generation.
+            mesh: Where.
+            with_source: For "role.generate": whether the role trains on the same mesh, so that
+                its weights are there already and only change layout.
+        """
+        ...
+
+
+def dominant(options: Sequence[Option], *, slack_bytes: int = 0) -> tuple[Option, ...]:
+    """Drop options that another one equals or beats in every duration and every size.
+
+    Args:
+        options: What there is.
+        slack_bytes: Sizes that differ by no more count as equal, except for the option that needs
+            least: near misses multiply what a group must be searched for and change nothing.
+    """
+    kept: list[Option] = []
+    least = min((option.least_bytes for option in options), default=0)
+    for option in sorted(options, key=lambda o: (sum(o.durations_s.values()), o.least_bytes)):
+        slack = 0 if option.least_bytes == least else slack_bytes
+        if not any(_covers(better, option, slack) for better in kept):
+            kept.append(option)
+    return tuple(kept)
+
+
+def _covers(better: Option, option: Option, slack_bytes: int) -> bool:
+    return (
+        better.resident_bytes <= option.resident_bytes + slack_bytes
+        and all(better.durations_s[c] <= s for c, s in option.durations_s.items())
+        and all(
+            better.transient_bytes[c] <= b + slack_bytes for c, b in option.transient_bytes.items()
+        )
+    )

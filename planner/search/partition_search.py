@@ -1,0 +1,185 @@
+"""One partition of the units, and the boxes of allocations that are still to be looked at.
+
+The bound of a box is that of `bounds.py` with every call at its least duration within the box. A
+box that holds one allocation only is evaluated: the options of its groups are played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from math import inf, prod
+
+import numpy as np
+
+from .allocation import Index
+from .allocation_boxes import Boxes, Corners, Grid
+from .bounds import StepBound
+from .choices import Choice, Choices, Front
+from .options import Option
+from .partition import Partition
+from .step_time import StepTimer
+from .unit_options import MOST_COMBINED
+
+__all__ = ["Branch", "Found"]
+
+_AT_ONCE = 1024
+"""Choices of options whose bounds are computed at once."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete assignment.
+
+    Attributes:
+        step_time_s: Seconds per step.
+        partition: Units of every group.
+        allocation: Index of every group.
+        options: Unit -> how it runs.
+    """
+
+    step_time_s: float
+    partition: Partition
+    allocation: tuple[Index, ...]
+    options: dict[str, Option]
+
+
+class Branch:
+    """A partition of the units under one schedule.
+
+    Args:
+        choices: Of all units.
+        partition: Units of every group.
+        max_lag: Steps that rollouts may be behind.
+
+    Attributes:
+        space: The cluster.
+        fixed: Per group its devices, empty where they are free.
+        open: Boxes still to be looked at.
+        least_s: No plan in an open box takes less; inf if none is open.
+        dropped_s: Least bound of the boxes dropped.
+        num_played: Schedules played so far.
+        num_boxes: Boxes bounded so far.
+        num_cut_short: Allocations with more choices of options than are looked at.
+    """
+
+    def __init__(self, choices: Choices, partition: Partition, max_lag: int) -> None:
+        self.partition, self.space = partition, choices.space
+        self.fixed = choices.pins.fixed(partition)
+        self._fixed_index = [
+            choices.space.index_of(devices, "pin devices") if devices else None
+            for devices in self.fixed
+        ]
+        self._grid = Grid(choices.space, self.fixed)
+        self._groups = [choices.group(units) for units in partition]
+        number = {unit: k for k, units in enumerate(partition) for unit in units}
+        placed = [number[call.unit] for call in choices.calls]
+        self._bound = StepBound(choices.calls, placed, max_lag)
+        self._timer = StepTimer(choices.calls, placed, max_lag)
+        self._num_calls = len(choices.calls)
+        self.open = self._grid.nothing()
+        self.least_s = self.dropped_s = inf
+        self.num_played = self.num_boxes = self.num_cut_short = 0
+
+    def root(self) -> Boxes:
+        """The box of all allocations; none if there is none."""
+        return self.bounded(self._grid.root())
+
+    def split(self, boxes: Boxes) -> Boxes:
+        """The halves of boxes, those left out that hold no plan."""
+        return self.bounded(self._grid.split(boxes))
+
+    def add(self, boxes: Boxes) -> None:
+        """Look at these boxes some time."""
+        self.open = self.open.plus(boxes)
+        self.least_s = float(self.open.bound.min(initial=inf))
+
+    def take(self, limit: int, below_s: float) -> Boxes:
+        """Remove and return the open boxes of least bound; drop those not below `below_s`."""
+        keep = self.open.bound < below_s
+        self.dropped_s = min(self.dropped_s, float(self.open.bound[~keep].min(initial=inf)))
+        boxes = self.open.where(keep).best_first()
+        taken = np.arange(len(boxes)) < limit
+        self.open = boxes.where(~taken)
+        return boxes.where(taken)
+
+    def bounded(self, corners: Corners) -> Boxes:
+        """Boxes with their bounds, those left out that hold no plan."""
+        low, high = corners
+        durations_s = np.empty((self._num_calls, len(low)))
+        for k, group in enumerate(self._groups):
+            durations_s[list(group.calls)] = group.range_min(low[:, k], high[:, k]).T
+        can = np.isfinite(durations_s).all(0)
+        self.num_boxes += int(can.sum())
+        return Boxes(low[can], high[can], self._bound(durations_s[:, can]))
+
+    def evaluate(
+        self, allocation: tuple[Index, ...], below_s: float, *, last: bool = False
+    ) -> Found | None:
+        """The best options on an allocation, if they take less than `below_s`.
+
+        Args:
+            allocation: Index of every group.
+            below_s: What is to be beaten.
+            last: Whether the allocation is not looked at again. If its choices are too many to
+                look at, its bound then stands for those that were not.
+        """
+        given = zip(allocation, self._fixed_index, strict=True)
+        if any(fixed is not None and index != fixed for index, fixed in given):
+            return None
+        if not self.space.fits(allocation, self.fixed):
+            return None
+        fronts = self._fronts(allocation, below_s)
+        if last and not _complete(fronts):
+            self._cut_short(allocation)
+        best: tuple[Choice, ...] | None = None
+        for choice, bound_s in self._combinations(fronts):
+            if bound_s >= below_s:
+                continue
+            self.num_played += 1
+            step_time_s = self._timer.seconds(self._durations_s(choice))
+            if step_time_s < below_s:
+                best, below_s = choice, step_time_s
+        if best is None:
+            return None
+        options = {
+            unit: option
+            for units, choice in zip(self.partition, best, strict=True)
+            for unit, option in zip(units, choice.options, strict=True)
+        }
+        return Found(below_s, self.partition, allocation, options)
+
+    def _fronts(self, allocation: tuple[Index, ...], below_s: float) -> list[Front]:
+        if len(self._groups) == 1:
+            return [self._groups[0].least_work(allocation[0], below_s)]
+        return [
+            group.front(index, below_s)
+            for group, index in zip(self._groups, allocation, strict=True)
+        ]
+
+    def _cut_short(self, allocation: tuple[Index, ...]) -> None:
+        self.num_cut_short += 1
+        at = np.array([allocation], np.int64)
+        self.dropped_s = min(self.dropped_s, float(self.bounded((at, at)).bound[0]))
+
+    def _combinations(self, fronts: Sequence[Front]) -> Iterator[tuple[tuple[Choice, ...], float]]:
+        """One choice per group, and a bound; the most promising of a thousand at once first."""
+        combinations = islice(product(*(front.choices for front in fronts)), MOST_COMBINED)
+        while some := list(islice(combinations, _AT_ONCE)):
+            bounds_s = self._bound(np.array([self._durations_s(choice) for choice in some]).T)
+            for k in np.argsort(bounds_s, kind="stable"):
+                yield some[k], float(bounds_s[k])
+
+    def _durations_s(self, choice: Sequence[Choice]) -> list[float]:
+        durations_s = [0.0] * self._num_calls
+        for group, chosen in zip(self._groups, choice, strict=True):
+            for call, seconds in zip(group.calls, chosen.durations_s, strict=True):
+                durations_s[call] = seconds
+        return durations_s
+
+
+def _complete(fronts: Sequence[Front]) -> bool:
+    """Whether all combinations of the groups' choices will be looked at."""
+    count = prod(len(front.choices) for front in fronts)
+    return count <= MOST_COMBINED and all(front.complete for front in fronts)

@@ -1,0 +1,174 @@
+"""What a person fixed before the search begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from ...dataflow.errors import PlanError
+from ...dataflow.graph.proxies import nearest
+from ..inputs.cluster import ClusterSpec
+from ..inputs.layout import Layout
+from .allocation import Space
+from .options import CallNode, Option
+from .partition import Partition
+
+__all__ = ["Pins"]
+
+
+def _anything(unit: str, option: Option) -> bool:
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """Parts of a plan that the search must keep.
+
+    Example:
+        >>> Pins(together=(("actor", "ref"),), devices={"reward": (0, 1)},
+        ...      layouts={"actor.train": {"tp": 8, "pp": 1}})
+    """
+
+    together: tuple[tuple[str, ...], ...] = ()
+    """Units of one entry share a group."""
+    apart: tuple[tuple[str, ...], ...] = ()
+    """No two units of one entry share a group."""
+    num_devices: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Unit -> number of devices of its group."""
+    devices: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    """Unit -> the devices of its group; other units may join it there."""
+    layouts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    """Call name -> fields of its `Layout` with the values they must have."""
+    allows: Callable[[str, Option], bool] = _anything
+    """Whether a unit may have an option; must be deterministic."""
+
+    def check(self, calls: Sequence[CallNode], cluster: ClusterSpec) -> None:
+        """Refuse pins that cannot be meant.
+
+        Raises:
+            PlanError: If a pin names what is not there, or two contradict each other.
+        """
+        units = list(dict.fromkeys(call.unit for call in calls))
+        named = [("together", u) for s in self.together for u in s]
+        named += [("apart", u) for s in self.apart for u in s]
+        named += [("num_devices", u) for u in self.num_devices]
+        named += [("devices", u) for u in self.devices]
+        for pin, unit in named:
+            if unit not in units:
+                raise PlanError(f"pin {pin} names unit '{unit}'; {nearest(unit, units)}")
+        names = [call.name for call in calls]
+        for name, fields in self.layouts.items():
+            if name not in names:
+                raise PlanError(f"pin layouts names call '{name}'; {nearest(name, names)}")
+            for key in fields.keys() - Layout.model_fields.keys():
+                raise PlanError(
+                    f"pin layouts, call '{name}': a layout has no '{key}'; "
+                    f"{nearest(key, list(Layout.model_fields))}"
+                )
+        self._check_devices(cluster)
+        self._check_groups()
+
+    def _check_devices(self, cluster: ClusterSpec) -> None:
+        for unit, count in self.num_devices.items():
+            if not 1 <= count <= cluster.num_devices:
+                raise PlanError(
+                    f"pin num_devices gives '{unit}' {count} devices; expected 1 to "
+                    f"{cluster.num_devices}, as many as cluster '{cluster.name}' has"
+                )
+        space = Space(cluster)
+        owner: dict[int, str] = {}
+        for unit, devices in self.devices.items():
+            if not devices or len(set(devices)) != len(devices):
+                raise PlanError(f"pin devices of '{unit}' is empty or names a device twice")
+            for device in devices:
+                if not 0 <= device < cluster.num_devices:
+                    raise PlanError(
+                        f"pin devices gives '{unit}' device {device}, but cluster '{cluster.name}' "
+                        f"has devices 0 to {cluster.num_devices - 1}"
+                    )
+                other = owner.setdefault(device, unit)
+                if set(self.devices[other]) != set(devices):
+                    raise PlanError(
+                        f"pin devices gives device {device} to '{other}' and to '{unit}' but not "
+                        "the same devices to both; groups share no device"
+                    )
+            if self.num_devices.get(unit, len(devices)) != len(devices):
+                raise PlanError(
+                    f"pins give '{unit}' {self.num_devices[unit]} devices and name {len(devices)}"
+                )
+            space.index_of(devices, f"pin devices of '{unit}'")
+
+    def _check_groups(self) -> None:
+        """Refuse two units that must share a group and must not, naming the pins that say so."""
+        joins = [(entry, f"together=[{', '.join(entry)}]") for entry in self.together]
+        joins += [
+            ((a, b), f"devices.{a} and devices.{b} (the same devices)")
+            for a, b in combinations(self.devices, 2)
+            if set(self.devices[a]) == set(self.devices[b])
+        ]
+        parts = [
+            (pair, f"apart=[{', '.join(entry)}]")
+            for entry in self.apart
+            for pair in combinations(entry, 2)
+        ]
+        parts += [
+            ((a, b), f"devices.{a} and devices.{b} (different devices)")
+            for a, b in combinations(self.devices, 2)
+            if set(self.devices[a]) != set(self.devices[b])
+        ]
+        for (a, b), apart in parts:
+            way = _way(a, b, joins)
+            if way is not None:
+                raise PlanError(
+                    f"the pins contradict each other: '{a}' and '{b}' must share a group because "
+                    f"of {' and '.join(way)}, and must not because of {apart}; drop one of them"
+                )
+
+    def all_together(self) -> tuple[tuple[str, ...], ...]:
+        """Units that share a group, those with the same devices included."""
+        same: dict[frozenset[int], list[str]] = {}
+        for unit, devices in self.devices.items():
+            same.setdefault(frozenset(devices), []).append(unit)
+        return (*self.together, *(tuple(units) for units in same.values()))
+
+    def all_apart(self) -> tuple[tuple[str, ...], ...]:
+        """Units that share no group, those with different devices included."""
+        different = [
+            (a, b)
+            for a, on_a in self.devices.items()
+            for b, on_b in self.devices.items()
+            if a < b and set(on_a) != set(on_b)
+        ]
+        return (*self.apart, *different)
+
+    def fixed(self, partition: Partition) -> tuple[tuple[int, ...], ...]:
+        """The devices of every group, empty where they are free."""
+        return tuple(
+            next((tuple(sorted(self.devices[u])) for u in group if u in self.devices), ())
+            for group in partition
+        )
+
+    def accepts(self, unit: str, option: Option) -> bool:
+        """Whether the unit may have the option."""
+        for name, layout in option.layouts.items():
+            for key, value in self.layouts.get(name, {}).items():
+                if getattr(layout, key) != value:
+                    return False
+        return self.allows(unit, option)
+
+
+def _way(
+    start: str, end: str, joins: Sequence[tuple[tuple[str, ...], str]]
+) -> tuple[str, ...] | None:
+    """The fewest pins that put two units into one group; None if they are free."""
+    ways: dict[str, tuple[str, ...]] = {start: ()}
+    queue = [start]
+    for unit in queue:
+        for entry, pin in joins:
+            if unit in entry:
+                new = [other for other in entry if other not in ways]
+                ways |= {other: (*ways[unit], pin) for other in new}
+                queue += new
+    return ways.get(end)

@@ -1,0 +1,200 @@
+"""Why nothing fits: the least by which memory is exceeded, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...dataflow.errors import InfeasibleError
+from ..formatting import bytes_text
+from .allocation import Index
+from .allocation_boxes import Boxes, Corners, Grid, Ints
+from .choices import Choices
+from .partition import Partition
+from .range_min import RangeMin
+from .unit_options import UnitOption
+
+__all__ = ["Shortfall", "explain_infeasible", "shortfall"]
+
+_AT_ONCE = 512
+
+_Least: TypeAlias = tuple[float, tuple[str, ...], Index]
+"""Bytes lacking, the units that lack them, and where."""
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """A group that does not fit where it would fit best.
+
+    Attributes:
+        units: Its units.
+        num_devices: Of its mesh.
+        device: What they are.
+        needed_bytes: What it needs per device at least.
+        memory_bytes: What it can have.
+    """
+
+    units: tuple[str, ...]
+    num_devices: int
+    device: str
+    needed_bytes: int
+    memory_bytes: int
+
+    def __str__(self) -> str:
+        subject = f"'{self.units[0]}' alone" if len(self.units) == 1 else ", ".join(self.units)
+        needed, there = bytes_text(self.needed_bytes), bytes_text(self.memory_bytes)
+        lacking = bytes_text(self.needed_bytes - self.memory_bytes)
+        return (
+            f"{subject} on {self.num_devices} x {self.device}: {needed} per device are needed, "
+            f"{there} are there, {lacking} are lacking"
+        )
+
+
+def explain_infeasible(choices: Choices, partitions: Sequence[Partition]) -> InfeasibleError:
+    """What to tell when no assignment is feasible."""
+    cluster = choices.space.cluster.name
+    for unit in choices.calls_of:
+        if not _runs_on(choices, unit):
+            return InfeasibleError(
+                f"'{unit}' has no legal layout on cluster '{cluster}': on none of the "
+                f"{choices.space.num_meshes} meshes that a group can have does the table offer a "
+                "way to run it that the pins allow"
+            )
+    for unit in choices.calls_of:
+        found = _alone(choices, unit)
+        if found is not None and found.needed_bytes > found.memory_bytes:
+            return InfeasibleError(
+                f"'{unit}' fits nowhere on cluster '{cluster}'. At best: {found}"
+            )
+    found = shortfall(choices, partitions)
+    if found is None:
+        return InfeasibleError(_indivisible(choices))
+    return InfeasibleError(
+        f"the units do not fit together on cluster '{cluster}'. At best: {found}"
+    )
+
+
+def shortfall(choices: Choices, partitions: Sequence[Partition]) -> Shortfall | None:
+    """The group that lacks most in the assignment where that is least; None if there is none."""
+    best: _Least | None = None
+    for partition in partitions:
+        best = _Lacks(choices, partition).least(best[0] if best else inf) or best
+    return _shortfall(choices, best) if best else None
+
+
+def _shortfall(choices: Choices, least: _Least) -> Shortfall:
+    lacking, units, index = least
+    mesh = choices.space.mesh(index)
+    used = zip(mesh.cluster.node_groups, mesh.counts, strict=True)
+    smallest = min(
+        (group.device for group, count in used if count),
+        key=lambda device: device.memory_bytes - device.reserved_bytes,
+    )
+    needed = int(lacking) + mesh.memory_bytes
+    return Shortfall(units, mesh.num_devices, smallest.name, needed, mesh.memory_bytes)
+
+
+def _alone(choices: Choices, unit: str) -> Shortfall | None:
+    """The mesh where a unit lacks least, with its source or without, if nothing shared it."""
+    may = choices.may_have((unit,))
+    needed = [
+        (_needed([options]) - choices.memory_bytes[index], (unit,), index)
+        for index, can in zip(choices.indices, may, strict=True)
+        for options in _options(choices, unit, index)
+        if can
+    ]
+    least = min(needed, default=None)
+    return _shortfall(choices, least) if least and least[0] < inf else None
+
+
+def _options(choices: Choices, unit: str, index: Index) -> list[tuple[UnitOption, ...]]:
+    sources = (False, True) if unit in choices.sources else (False,)
+    return [choices.options(unit, index, source) for source in sources]
+
+
+def _runs_on(choices: Choices, unit: str) -> list[int]:
+    """Numbers of devices for which a unit has an option."""
+    may = choices.may_have((unit,))
+    return sorted(
+        {
+            choices.space.num_devices(index)
+            for index, can in zip(choices.indices, may, strict=True)
+            if can and any(_options(choices, unit, index))
+        }
+    )
+
+
+def _indivisible(choices: Choices) -> str:
+    cluster = choices.space.cluster
+    lines = [
+        f"no way to divide the {cluster.num_devices} devices of cluster '{cluster.name}' gives "
+        "every unit a number of devices on which it has a layout:"
+    ]
+    for unit in choices.calls_of:
+        counts = ", ".join(str(count) for count in _runs_on(choices, unit))
+        lines.append(f"    '{unit}' has one on {counts}")
+    return "\n".join(lines)
+
+
+def _needed(pools: Sequence[Sequence[UnitOption]]) -> float:
+    """The least bytes that units need per device together; inf if one has no option."""
+    least = inf
+    for most in {option.transient_bytes for pool in pools for option in pool}:
+        resident = sum(
+            min((o.resident_bytes for o in pool if o.transient_bytes <= most), default=inf)
+            for pool in pools
+        )
+        least = min(least, resident + most)
+    return least
+
+
+class _Lacks:
+    """The least lack of memory of a partition's groups, by the same boxes as the search."""
+
+    def __init__(self, choices: Choices, partition: Partition) -> None:
+        self._space, self._partition = choices.space, partition
+        self._fixed = choices.pins.fixed(partition)
+        self._grid = Grid(choices.space, self._fixed)
+        self._tables = [RangeMin(_lacks(choices, units)[None]) for units in partition]
+
+    def least(self, below: float) -> _Least | None:
+        """Bytes lacking in the worst group of the best allocation, and that group."""
+        best: _Least | None = None
+        boxes = self._bounded(self._grid.root())
+        while len(boxes):
+            taken = np.arange(len(boxes)) < _AT_ONCE
+            some, rest = boxes.where(taken), boxes.where(~taken)
+            point = some.is_point
+            for row in point.nonzero()[0]:
+                allocation = some.point(int(row))
+                if some.bound[row] < below and self._space.fits(allocation, self._fixed):
+                    below = float(some.bound[row])
+                    k = int(self._per_group(some.low[[row]], some.high[[row]])[0].argmax())
+                    best = (below, self._partition[k], allocation[k])
+            boxes = rest.plus(self._bounded(self._grid.split(some.where(~point))))
+            boxes = boxes.where(boxes.bound < below).best_first()
+        return best
+
+    def _per_group(self, low: Ints, high: Ints) -> NDArray[np.float64]:
+        found = [table(low[:, k], high[:, k])[:, 0] for k, table in enumerate(self._tables)]
+        return np.array(found).T
+
+    def _bounded(self, corners: Corners) -> Boxes:
+        bound = self._per_group(*corners).max(1)
+        can = np.isfinite(bound)
+        return Boxes(corners[0][can], corners[1][can], bound[can])
+
+
+def _lacks(choices: Choices, units: Sequence[str]) -> NDArray[np.float64]:
+    """Bytes that the units lack when they share a mesh, per index; negative if they fit."""
+    found = np.full(choices.space.shape, np.inf)
+    for index, may in zip(choices.indices, choices.may_have(units), strict=True):
+        if may:
+            pools = [choices.options(u, index, choices.has_source(u, units)) for u in units]
+            found[index] = _needed(pools) - choices.memory_bytes[index]
+    return found

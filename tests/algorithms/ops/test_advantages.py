@@ -1,0 +1,492 @@
+"""Whitening, GAE, group-relative advantages: printed numbers and the laws they obey."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.algorithms.ops.advantages import (
+    GaeTargets,
+    Masking,
+    broadcast_over_tokens,
+    gae,
+    group_advantage,
+    leave_one_out,
+    return_to_go,
+    whiten,
+)
+from penstock.algorithms.ops.reductions import Variance, masked_mean, masked_variance
+from torch import Tensor
+
+Rows = list[list[float]]
+
+
+def f64(values: Rows | list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def mask_of(rows: list[list[int]]) -> Tensor:
+    return torch.tensor(rows).bool()
+
+
+def assert_close(actual: Tensor, expected: Rows | list[float]) -> None:
+    torch.testing.assert_close(actual, f64(expected).to(actual), atol=1e-6, rtol=0)
+
+
+def widen(column: Tensor, prompt: int, padding: int, fill: float = 0.0) -> Tensor:
+    return torch.nn.functional.pad(column, (prompt, padding), value=fill)
+
+
+# --- whitening ------------------------------------------------------------------------------------
+
+X = f64([[1, 2, 3], [4, 5, 99]])
+X_MASK = mask_of([[1, 1, 1], [1, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("variance", "shift_mean", "expected"),
+    [
+        ("unbiased", True, [[-1.264911, -0.632456, 0], [0.632456, 1.264911, 0]]),
+        ("biased", True, [[-1.414214, -0.707107, 0], [0.707107, 1.414214, 0]]),
+        ("unbiased", False, [[1.735089, 2.367544, 3], [3.632456, 4.264911, 0]]),
+    ],
+)
+@pytest.mark.parametrize("prompt", [0, 2])
+def test_whiten(variance: Variance, shift_mean: bool, expected: Rows, prompt: int) -> None:
+    whitened = whiten(
+        widen(X, prompt, 0, 1e6),
+        widen(X_MASK, prompt, 0),
+        variance=variance,
+        shift_mean=shift_mean,
+    )
+    assert_close(whitened, [[0.0] * prompt + row for row in expected])
+
+
+def test_whiten_is_unbiased_by_default() -> None:
+    assert torch.equal(whiten(X, X_MASK), whiten(X, X_MASK, variance="unbiased", eps=1e-8))
+
+
+def test_rows_may_weigh_alike_and_eps_may_stand_outside_the_root() -> None:
+    """Row means 2 and 4.5; squared deviations from 3.25 average 2.229167 and 1.8125 a row."""
+    by_row = whiten(X, X_MASK, variance="biased", weighted_by="row", eps=0)
+    spread = (((1 - 3.25) ** 2 + (2 - 3.25) ** 2 + (3 - 3.25) ** 2) / 3 + 1.8125) / 2
+    root = math.sqrt(spread)
+    expected: Rows = [[(x - 3.25) / root for x in (1, 2, 3)], [0.75 / root, 1.75 / root, 0]]
+    assert_close(by_row, expected)
+    unbiased = whiten(X, X_MASK, variance="unbiased", weighted_by="row", eps=0)
+    assert_close(unbiased * 2**0.5, expected)
+    outside = whiten(X, X_MASK, variance="biased", eps=1.0, eps_on="std")
+    scale = 1 + 2**0.5
+    assert_close(outside, [[-2 / scale, -1 / scale, 0], [1 / scale, 2 / scale, 0]])
+    with pytest.raises(ValueError, match="variance over rows needs at least 2"):
+        whiten(X, X_MASK & torch.tensor([[True], [False]]), weighted_by="row")
+
+
+@given(
+    values=st.lists(st.floats(-100, 100), min_size=3, max_size=12).filter(
+        lambda values: max(values) - min(values) > 0.1
+    ),
+    prompt=st.integers(0, 3),
+    padding=st.integers(0, 3),
+)
+def test_whitened_moments(values: list[float], prompt: int, padding: int) -> None:
+    mask = widen(torch.ones(1, len(values)).bool(), prompt, padding)
+    x = widen(f64([values]), prompt, padding, torch.nan)
+    for variance in ("biased", "unbiased"):
+        whitened = whiten(x, mask, variance=variance)
+        assert masked_mean(whitened, mask).item() == pytest.approx(0, abs=1e-9)
+        spread = masked_variance(whitened, mask, variance=variance).item()
+        assert spread == pytest.approx(1, abs=1e-4)
+        assert not whitened[~mask].any()
+
+
+def test_whiten_needs_enough_tokens() -> None:
+    with pytest.raises(ValueError, match="unbiased variance of a single masked token"):
+        whiten(X, mask_of([[1, 0, 0], [0, 0, 0]]))
+
+
+def test_whiten_keeps_the_dtype_and_ignores_padded_width_bitwise() -> None:
+    x = torch.randn(7, 9, generator=torch.Generator().manual_seed(0))
+    mask = torch.rand(7, 9, generator=torch.Generator().manual_seed(1)) > 0.4
+    whitened = whiten(x, mask)
+    assert whitened.dtype == torch.float32
+    assert torch.equal(whiten(widen(x, 0, 5, 3.0), widen(mask, 0, 5))[:, :9], whitened)
+
+
+# --- GAE ------------------------------------------------------------------------------------------
+
+GAE_MASK = mask_of([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+GAE_REWARD = f64([[-0.005, 0.005, 1.99, 0, 0], [-0.005, 0, 0, 0.005, -1.01]])
+GAE_VALUE = f64([[0.5, 0.6, 0.7, 0, 0], [0.1, 0.2, 0.3, 0.4, 0.5]])
+GAE_ADVANTAGE: Rows = [
+    [1.358975, 1.3305, 1.29, 0, 0],
+    [-0.85963, -1.004874, -1.163025, -1.3295, -1.51],
+]
+GAE_TARGET: Rows = [
+    [1.858975, 1.9305, 1.99, 0, 0],
+    [-0.75963, -0.804874, -0.863025, -0.9295, -1.01],
+]
+
+
+@pytest.mark.parametrize("masking", ["transparent", "zeroed"])
+@pytest.mark.parametrize(("prompt", "padding"), [(0, 0), (2, 0), (3, 2)])
+def test_gae(masking: Masking, prompt: int, padding: int) -> None:
+    """Maskings agree while nothing inside a response is masked; what lies outside is never read."""
+    targets = gae(
+        widen(GAE_MASK, prompt, padding),
+        reward=widen(GAE_REWARD, prompt, padding, torch.nan),
+        value=widen(GAE_VALUE, prompt, padding, 9.0),
+        discount=1,
+        lam=0.95,
+        masking=masking,
+    )
+    for column, expected in (
+        (targets.advantage, GAE_ADVANTAGE),
+        (targets.value_target, GAE_TARGET),
+    ):
+        assert_close(column, [[0.0] * prompt + row + [0.0] * padding for row in expected])
+
+
+def test_gae_defaults_are_discount_1_and_lambda_095() -> None:
+    assert_close(gae(GAE_MASK, reward=GAE_REWARD, value=GAE_VALUE).advantage, GAE_ADVANTAGE)
+
+
+@pytest.mark.parametrize(
+    ("variance", "expected"),
+    [
+        (
+            "unbiased",
+            [
+                [1.218911, 1.197149, 1.166197, 0, 0],
+                [-0.47665, -0.587651, -0.708518, -0.835746, -0.973692],
+            ],
+        ),
+        (
+            "biased",
+            [
+                [1.303071, 1.279806, 1.246717, 0, 0],
+                [-0.50956, -0.628226, -0.757438, -0.89345, -1.040921],
+            ],
+        ),
+    ],
+)
+def test_gae_whitened(variance: Variance, expected: Rows) -> None:
+    advantage = gae(GAE_MASK, reward=GAE_REWARD, value=GAE_VALUE, discount=1, lam=0.95).advantage
+    assert_close(whiten(advantage, GAE_MASK, variance=variance), expected)
+
+
+HOLE_MASK = mask_of([[1, 1, 0, 0, 1]])
+HOLE_REWARD = f64([[0, 0, 0, 0, 1]])
+HOLE_VALUE = f64([[0.2, 0.4, 9, 9, 0.6]])
+
+
+def test_gae_is_transparent_to_tool_tokens() -> None:
+    targets = gae(HOLE_MASK, reward=HOLE_REWARD, value=HOLE_VALUE, discount=0.9, lam=0.8)
+    assert_close(targets.advantage, [[0.46816, 0.428, 0, 0, 0.4]])
+    assert_close(targets.value_target, [[0.66816, 0.828, 0, 0, 1]])
+
+
+def test_gae_zeroed_counts_tool_tokens_as_steps_of_value_zero() -> None:
+    """By hand: deltas are -.02, -.4, 0, .54, .4 and each step decays by .9 * .8."""
+    targets = gae(
+        HOLE_MASK, reward=HOLE_REWARD, value=HOLE_VALUE, discount=0.9, lam=0.8, masking="zeroed"
+    )
+    at_1 = -0.4 + 0.72 * (0 + 0.72 * (0.54 + 0.72 * 0.4))
+    at_0 = (0.9 * 0.4 - 0.2) + 0.72 * at_1
+    assert_close(targets.advantage, [[at_0, at_1, 0, 0, 0.4]])
+
+
+@pytest.mark.parametrize("masking", ["transparent", "zeroed"])
+def test_gae_bootstraps_a_row_that_was_cut_off(masking: Masking) -> None:
+    targets = gae(
+        mask_of([[0, 1, 1, 0]]),
+        reward=f64([[0, 0, 1, 0]]),
+        value=f64([[7, 0.5, 0.25, 7]]),
+        bootstrap_value=f64([2.0]),
+        discount=0.5,
+        lam=0.5,
+        masking=masking,
+    )
+    at_2 = 1 + 0.5 * 2 - 0.25
+    at_1 = 0 + 0.5 * 0.25 - 0.5 + 0.25 * at_2
+    assert_close(targets.advantage, [[0, at_1, at_2, 0]])
+    assert_close(targets.value_target, [[0, at_1 + 0.5, at_2 + 0.25, 0]])
+
+
+def random_columns(seed: int, rows: int = 4, width: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, width, generator=generator) > 0.4
+    reward = torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    value = torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    return mask, reward, value
+
+
+discounts = st.sampled_from([0.0, 0.5, 0.97, 1.0])
+
+
+@given(seed=st.integers(0, 2**16), discount=discounts, lam=discounts)
+def test_gae_transparent_equals_deleting_the_masked_columns(
+    seed: int, discount: float, lam: float
+) -> None:
+    mask, reward, value = random_columns(seed)
+    whole = gae(mask, reward=reward, value=value, discount=discount, lam=lam)
+    for row in range(len(mask)):
+        kept = mask[row]
+        dense = gae(
+            torch.ones(1, int(kept.sum())).bool(),
+            reward=reward[row, kept][None],
+            value=value[row, kept][None],
+            discount=discount,
+            lam=lam,
+        )
+        torch.testing.assert_close(whole.advantage[row, kept], dense.advantage[0])
+        torch.testing.assert_close(whole.value_target[row, kept], dense.value_target[0])
+        assert not whole.advantage[row, ~kept].any()
+
+
+@given(seed=st.integers(0, 2**16), discount=discounts)
+def test_gae_limits_of_lambda(seed: int, discount: float) -> None:
+    mask, reward, value = random_columns(seed)
+    monte_carlo = gae(mask, reward=reward, value=value, discount=discount, lam=1)
+    expected = return_to_go(reward, mask, discount=discount)
+    torch.testing.assert_close(monte_carlo.value_target, expected)
+    full = torch.ones_like(mask)
+    one_step = gae(full, reward=reward, value=value, discount=discount, lam=0).advantage
+    value_tp1 = torch.cat([value[:, 1:], torch.zeros(len(value), 1).double()], dim=1)
+    torch.testing.assert_close(one_step, reward + discount * value_tp1 - value)
+
+
+@given(seed=st.integers(0, 2**16), padding=st.integers(0, 4), prompt=st.integers(0, 4))
+def test_gae_does_not_see_padding_bitwise(seed: int, padding: int, prompt: int) -> None:
+    mask, reward, value = random_columns(seed)
+    for masking in ("transparent", "zeroed"):
+        narrow = gae(mask, reward=reward, value=value, masking=masking)
+        wide: GaeTargets = gae(
+            widen(mask, prompt, padding),
+            reward=widen(reward, prompt, padding, torch.inf),
+            value=widen(value, prompt, padding, torch.nan),
+            masking=masking,
+        )
+        assert torch.equal(wide.advantage[:, prompt : prompt + 7], narrow.advantage)
+        assert torch.equal(wide.value_target[:, prompt : prompt + 7], narrow.value_target)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 1), ()])
+def test_gae_refuses_a_bootstrap_value_that_is_not_one_per_row(shape: tuple[int, ...]) -> None:
+    column = torch.zeros(2, 3)
+    with pytest.raises(
+        ValueError,
+        match=rf"bootstrap_value must have one entry .* \[2\], got {re.escape(str(list(shape)))}",
+    ):
+        gae(column.bool(), reward=column, value=column, bootstrap_value=torch.zeros(shape))
+
+
+def test_gae_of_rows_without_sampled_tokens_is_zero() -> None:
+    mask, reward, value = random_columns(0)
+    targets = gae(torch.zeros_like(mask), reward=reward, value=value)
+    assert not targets.advantage.any()
+    assert not targets.value_target.any()
+
+
+def test_gae_in_float32_is_float32() -> None:
+    targets = gae(GAE_MASK, reward=GAE_REWARD.float(), value=GAE_VALUE.float())
+    assert targets.advantage.dtype == targets.value_target.dtype == torch.float32
+    assert_close(targets.advantage, GAE_ADVANTAGE)
+
+
+def test_return_to_go() -> None:
+    reward = f64([[-0.01, -0.02, 1.01], [0, -1.03, 50]])
+    mask = mask_of([[1, 1, 1], [1, 1, 0]])
+    assert_close(return_to_go(reward, mask), [[0.98, 0.99, 1.01], [-1.03, -1.03, 0]])
+    assert_close(
+        return_to_go(reward, mask, discount=0.5), [[0.2325, 0.485, 1.01], [-0.515, -1.03, 0]]
+    )
+
+
+def test_return_to_go_across_a_hole() -> None:
+    reward, mask = f64([[0, 5, 1]]), mask_of([[1, 0, 1]])
+    assert_close(return_to_go(reward, mask, discount=0.5), [[0.5, 0, 1]])
+    assert_close(return_to_go(reward, mask, discount=0.5, masking="zeroed"), [[0.25, 0, 1]])
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+SCORE = f64([1, 0, 0, 1, 0.5, 0.5, 0.5, 0.5])
+PROMPT_ID = torch.tensor([7, 7, 7, 7, 3, 3, 3, 3])
+
+
+def signs(size: float) -> list[float]:
+    return [size, -size, -size, size, 0, 0, 0, 0]
+
+
+def test_leave_one_out() -> None:
+    assert_close(leave_one_out(SCORE, PROMPT_ID), signs(0.666667))
+
+
+@pytest.mark.parametrize(
+    ("divide_by_std", "variance", "eps", "expected"),
+    [
+        (False, "unbiased", 1e-6, 0.5),
+        (True, "unbiased", 1e-6, 0.866024),
+        (True, "unbiased", 1e-4, 0.865875),
+        (True, "biased", 1e-6, 0.999998),
+    ],
+)
+def test_group_advantage(
+    divide_by_std: bool, variance: Variance, eps: float, expected: float
+) -> None:
+    advantage = group_advantage(
+        SCORE, PROMPT_ID, divide_by_std=divide_by_std, variance=variance, eps=eps
+    )
+    assert_close(advantage, signs(expected))
+
+
+def test_group_advantage_defaults_to_the_unbiased_std_and_1e_6() -> None:
+    assert_close(group_advantage(SCORE, PROMPT_ID), signs(0.866024))
+
+
+def test_equal_scores_give_exactly_zero_whatever_eps() -> None:
+    """0.1 has no exact mean in binary; without care the error would be divided by itself."""
+    score = torch.full((3,), 0.1, dtype=torch.float64)
+    same = torch.zeros(3).long()
+    for eps in (0.0, 1e-6):
+        assert not group_advantage(score, same, eps=eps).any()
+    assert not leave_one_out(score, same).any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("estimate", [group_advantage, leave_one_out])
+def test_a_score_that_is_not_finite_spoils_its_whole_group_and_no_other(
+    estimate: Callable[..., Tensor], bad: float
+) -> None:
+    prompt_id = torch.tensor([7, 5, 7, 5, 7, 3, 3])
+    score = f64([1, bad, 0, 2, 0, bad, bad])
+    advantage = estimate(score, prompt_id)
+    assert advantage.isfinite().tolist() == [True, False, True, False, True, False, False]
+    alone = estimate(f64([bad]), torch.tensor([7]), singleton_group="zero")
+    assert not alone.isfinite().any()
+
+
+def test_groups_of_different_sizes() -> None:
+    score = f64([1, 10, 3, 20, 5])
+    prompt_id = torch.tensor([1, 0, 1, 0, 1])
+    assert_close(group_advantage(score, prompt_id, divide_by_std=False), [-2, -5, 0, 5, 2])
+    assert_close(leave_one_out(score, prompt_id), [-3, -10, 0, 10, 3])
+
+
+def test_singleton_groups() -> None:
+    score, prompt_id = f64([2, 1, 3]), torch.tensor([42, 5, 5])
+    with pytest.raises(ValueError, match="group 42 has a single sample, .*Sampling.num_samples"):
+        group_advantage(score, prompt_id)
+    with pytest.raises(ValueError, match="group 42 has a single sample, .*Sampling.num_samples"):
+        leave_one_out(score, prompt_id)
+    centred = group_advantage(score, prompt_id, divide_by_std=False, singleton_group="zero")
+    assert_close(centred, [0, -1, 1])
+    assert_close(leave_one_out(score, prompt_id, singleton_group="score"), [2, -2, 2])
+    with pytest.raises(ValueError, match="singleton_group 'drop' is unknown; choose 'error'"):
+        leave_one_out(score, prompt_id, singleton_group="drop")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("divide_by_std", [True, False])
+def test_an_unknown_variance_is_refused(divide_by_std: bool) -> None:
+    wrong: Any = "sample"
+    message = "variance 'sample' is unknown; choose 'biased' or 'unbiased'"
+    with pytest.raises(ValueError, match=message):
+        whiten(X, X_MASK, variance=wrong)
+    score, prompt_id = f64([1, 2]), torch.tensor([0, 0])
+    with pytest.raises(ValueError, match=message):
+        group_advantage(score, prompt_id, divide_by_std=divide_by_std, variance=wrong)
+
+
+def test_a_group_s_bits_do_not_depend_on_the_groups_beside_it() -> None:
+    score = torch.randn(40, generator=torch.Generator().manual_seed(0))
+    prompt_id = torch.arange(40) % 7
+    whole = group_advantage(score, prompt_id)
+    for chunk in (prompt_id < 1, prompt_id < 3, prompt_id >= 3):
+        assert torch.equal(group_advantage(score[chunk], prompt_id[chunk]), whole[chunk])
+
+
+def test_no_rows() -> None:
+    empty = torch.zeros(0)
+    assert group_advantage(empty, empty.long()).shape == (0,)
+
+
+scores_in_groups = st.lists(st.integers(2, 5), min_size=1, max_size=4).flatmap(
+    lambda sizes: st.tuples(
+        st.just([group for group, size in enumerate(sizes) for _ in range(size)]),
+        st.lists(st.floats(-5, 5), min_size=sum(sizes), max_size=sum(sizes)),
+        st.permutations(range(sum(sizes))),
+    )
+)
+
+
+@given(scores_in_groups)
+def test_group_advantages_follow_their_rows_through_any_permutation(
+    case: tuple[list[int], list[float], list[int]],
+) -> None:
+    groups, scores, order = case
+    score, prompt_id, permutation = f64(scores), torch.tensor(groups) * 11 + 3, torch.tensor(order)
+    for advantage in (
+        group_advantage,
+        functools.partial(group_advantage, divide_by_std=False),
+        leave_one_out,
+    ):
+        shuffled = advantage(score[permutation], prompt_id[permutation])
+        torch.testing.assert_close(shuffled, advantage(score, prompt_id)[permutation])
+
+
+@settings(max_examples=50)
+@given(scores_in_groups, st.integers(-8, 8), st.sampled_from([0.25, 2.0, 16.0]))
+def test_group_shift_and_scale(
+    case: tuple[list[int], list[float], list[int]], shift: int, scale: float
+) -> None:
+    groups, scores, _ = case
+    score, prompt_id = f64([round(value * 64) / 64 for value in scores]), torch.tensor(groups)
+    shifted = score + shift * (prompt_id + 1)
+    for divide_by_std in (True, False):
+        torch.testing.assert_close(
+            group_advantage(shifted, prompt_id, divide_by_std=divide_by_std),
+            group_advantage(score, prompt_id, divide_by_std=divide_by_std),
+        )
+    plain = leave_one_out(score, prompt_id)
+    torch.testing.assert_close(leave_one_out(shifted, prompt_id), plain)
+    torch.testing.assert_close(leave_one_out(score * scale, prompt_id), plain * scale)
+    torch.testing.assert_close(
+        group_advantage(score * scale, prompt_id, eps=0), group_advantage(score, prompt_id, eps=0)
+    )
+
+
+@given(scores_in_groups)
+def test_leave_one_out_is_the_centred_score_times_n_over_n_minus_1(
+    case: tuple[list[int], list[float], list[int]],
+) -> None:
+    groups, scores, _ = case
+    score, prompt_id = f64(scores), torch.tensor(groups)
+    sizes = torch.bincount(prompt_id)[prompt_id]
+    centred = group_advantage(score, prompt_id, divide_by_std=False)
+    torch.testing.assert_close(leave_one_out(score, prompt_id), centred * sizes / (sizes - 1))
+
+
+def test_broadcast_over_tokens() -> None:
+    mask = mask_of([[0, 1, 1, 0], [0, 0, 1, 1]])
+    assert_close(broadcast_over_tokens(f64([2, -3]), mask), [[0, 2, 2, 0], [0, 0, -3, -3]])
+    with pytest.raises(ValueError, match=r"one entry per row of the mask, \[2\], got \[3\]"):
+        broadcast_over_tokens(f64([1, 2, 3]), mask)
+
+
+def test_step_rewards_normalised_over_the_group() -> None:
+    """Process supervision: all step rewards of a group share one mean and standard deviation."""
+    step_reward = f64([0.2, 0.8, 0.5, 0.1, 0.9])
+    normal = group_advantage(step_reward, torch.zeros(5).long(), eps=0)
+    reward = torch.zeros(2, 5, dtype=torch.float64)
+    reward[[0, 0, 0, 1, 1], [1, 3, 4, 2, 3]] = normal
+    mask = mask_of([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
+    expected: Rows = [[0, 0, 0.848528, 0.848528, 0], [0, 0, 0, 1.131371, 0]]
+    assert_close(return_to_go(reward, mask), expected)

@@ -1,0 +1,185 @@
+"""How algorithms relate: without its distinguishing part each is another one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.algorithms.losses import ClippedPolicyLoss
+from penstock.algorithms.ops.pairs import best_and_worst
+from penstock.algorithms.ops.returns import GaeTargets
+from penstock.algorithms.ops.rollout_correction import (
+    RolloutCorrection,
+    rollout_weight,
+    weighted_advantage,
+)
+from penstock.algorithms.ppo import PPO
+from penstock.algorithms.roles import PolicyBatch, PolicyOutput, Rollout
+from penstock.algorithms.vtrace_ppo import VtracePPO
+from penstock.dataflow.graph.check import check_lag
+from penstock.launch.inputs.compose import load_step, step_cfg
+from penstock.launch.stages.stages import record
+
+from ..configured import NAMES, composed
+from ..drawn import SEEDS, Data, draw
+from .test_properties import ADVANTAGES
+
+
+def options_of(name: str) -> Any:
+    """An algorithm's options as a run has them; None if it has none."""
+    algorithm = composed(name).algorithm
+    return step_cfg(load_step(algorithm.step, "step"), algorithm.cfg, "cfg").get("cfg")
+
+
+WITH_KL = [name for name in NAMES if hasattr(options_of(name), "kl_coef")]
+
+
+def test_many_algorithms_have_a_kl_to_a_reference() -> None:
+    assert {"ppo", "rloo", "remax", "reinforce_pp", "p3o", "rebel", "safe_rlhf"} <= {*WITH_KL}
+
+
+@pytest.mark.parametrize("name", sorted({*WITH_KL} - {"reference_grpo", "adaptive_ppo"}))
+def test_without_a_kl_there_is_no_reference(name: str) -> None:
+    """Of `reference_grpo` without a KL one says `grpo`, of `adaptive_ppo` `ppo`; they refuse."""
+    assert "ref" in record(composed(name).algorithm, "algorithm").roles
+    graph = record(composed(name, "algorithm.cfg.kl_coef=0.0").algorithm, "algorithm")
+    assert "ref" not in graph.roles
+    assert "actor" in graph.trains_per_step
+
+
+def loss_of(data: Data, behavior: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    loss = ClippedPolicyLoss()
+    batch = PolicyBatch(
+        tokens=data.columns["tokens"],
+        mask=data.columns["mask"],
+        behavior_logprob=behavior,
+        advantage=advantage,
+    )
+    return loss(PolicyOutput(logprob=data.logprob), batch, loss.totals(batch)).total
+
+
+@settings(max_examples=25)
+@given(seed=SEEDS, cap=st.sampled_from([1.0, 2.0, None]))
+def test_decoupled_ppo_on_fresh_rollouts_is_ppo(seed: int, cap: float | None) -> None:
+    """The weights before the update are those that sampled: every factor is 1."""
+    data = draw(seed)
+    mask, behavior = data.columns["mask"], data.columns["behavior_logprob"]
+    weight = rollout_weight(
+        mask,
+        logprob=behavior,
+        behavior_logprob=behavior,
+        correction=RolloutCorrection(cap=cap),
+    )
+    assert torch.equal(weight[mask], torch.ones_like(weight[mask]))
+    corrected = weighted_advantage(data.columns["advantage"], weight)
+    plain = loss_of(data, behavior, data.columns["advantage"])
+    torch.testing.assert_close(loss_of(data, behavior, corrected), plain)
+
+
+OPTIONS = [
+    {},
+    {"discount": 0.9, "gae_lambda": 0.5, "whiten_rewards": True},
+    {"no_eos": "zero", "rho_bar": 2.0, "c_bar": 1.5},
+    {"score_slot": "after_last", "rho_bar": None, "c_bar": None},
+]
+
+
+def targets_of(data: Data, cfg: PPO, age: float) -> GaeTargets:
+    """Of rollouts whose weights thought of a token by up to `age` nats otherwise than today's."""
+    columns = data.columns
+    named = ("prompt_id", "tokens", "mask", "behavior_logprob")
+    roll = Rollout(**{name: columns[name] for name in named}, finished=columns["chosen"])
+    roll, states = cfg.judged(roll)
+    noise = torch.rand(2, *roll.mask.shape, generator=torch.Generator().manual_seed(3)) - 0.5
+    if not isinstance(cfg, VtracePPO):
+        return cfg.targets(roll, states, reward=noise[0], value=noise[1])
+    logprob = roll.behavior_logprob + age * noise[0]
+    return cfg.traced(roll, states, reward=noise[0], value=noise[1], logprob=logprob)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@settings(max_examples=15)
+@given(seed=SEEDS)
+def test_vtrace_ppo_on_fresh_rollouts_is_ppo(seed: int, options: dict[str, Any]) -> None:
+    """Advantages and the critic's targets are those of GAE, for bounds of 1 and more."""
+    data = draw(seed)
+    plain = {name: value for name, value in options.items() if not name.endswith("_bar")}
+    traced = targets_of(data, VtracePPO(**options), age=0.0)
+    expected = targets_of(data, PPO(**plain), age=0.0)
+    torch.testing.assert_close(traced.advantage, expected.advantage)
+    torch.testing.assert_close(traced.value_target, expected.value_target)
+
+
+def test_vtrace_ppo_on_old_rollouts_has_other_targets_than_ppo() -> None:
+    data = draw(0)
+    traced = targets_of(data, VtracePPO(), age=1.0)
+    expected = targets_of(data, PPO(), age=1.0)
+    assert (traced.value_target - expected.value_target).abs().max() > 0.01
+    assert (traced.advantage - expected.advantage).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"correction": RolloutCorrection()},
+            "V-trace corrects for the weights that sampled by itself; leave correction out, or "
+            "take decoupled_ppo_step, which has nothing else",
+        ),
+        (
+            {"gae_masking": "zeroed"},
+            "gae_masking is 'zeroed', but V-trace passes over what was not sampled; leave it at "
+            "'transparent'",
+        ),
+        ({"rho_bar": 0.0}, "rho_bar is 0.0; expected above 0"),
+    ],
+)
+def test_options_that_vtrace_ppo_has_no_use_for(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        VtracePPO(**options)
+
+
+def test_vtrace_ppo_takes_old_rollouts() -> None:
+    algorithm = composed("vtrace_ppo", "schedule=one_step_off").algorithm
+    check_lag(record(algorithm, "algorithm"), 2)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@settings(max_examples=15)
+@given(seed=SEEDS)
+def test_rows_may_be_laid_out_by_prompt_or_by_sample(name: str, seed: int) -> None:
+    """First all samples of a prompt, or first one sample of every prompt."""
+    columns = draw(seed).columns
+    ids, score = columns["prompt_id"], columns["score"]
+    by_prompt = torch.argsort(ids, stable=True)
+    by_sample = torch.cat([by_prompt[0::2], by_prompt[1::2]])
+    of_rows = [torch.empty_like(score), torch.empty_like(score)]
+    for made, order in zip(of_rows, (by_prompt, by_sample), strict=True):
+        made[order] = ADVANTAGES[name](score[order], ids[order])
+    torch.testing.assert_close(of_rows[0], of_rows[1])
+
+
+@settings(max_examples=25)
+@given(seed=SEEDS, shift=st.integers(-50, 50))
+def test_pairs_are_the_same_whatever_a_prompt_s_scores_have_in_common(
+    seed: int, shift: int
+) -> None:
+    columns = draw(seed).columns
+    roll = Rollout(
+        prompt_id=columns["prompt_id"],
+        tokens=columns["tokens"],
+        mask=columns["mask"],
+        behavior_logprob=columns["behavior_logprob"],
+        finished=columns["chosen"],
+    )
+    score = (8 * columns["score"]).round()
+    moved = score + shift * (columns["prompt_id"] % 7)
+    before, after = best_and_worst(roll, score), best_and_worst(roll, moved)
+    for field in dataclasses.fields(before):
+        if field.name != "score":
+            assert torch.equal(getattr(before, field.name), getattr(after, field.name))

@@ -1,0 +1,74 @@
+"""Which call a worker is serving: what all randomness is keyed by."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from penstock.dataflow.runtime.call_context import (
+    CallKey,
+    call_behind,
+    call_key,
+    call_scope,
+    step_scope,
+)
+
+
+def test_calls_of_a_method_are_numbered_within_a_step() -> None:
+    with step_scope(7):
+        assert call_key("actor", "generate") == CallKey(7, 0)
+        assert call_key("actor", "generate") == CallKey(7, 1)
+        assert call_key("actor", "logprob") == CallKey(7, 0)
+        assert call_key("other", "generate") == CallKey(7, 0)
+    with step_scope(8):
+        assert call_key("actor", "generate") == CallKey(8, 0)
+
+
+def test_a_scoped_call_has_the_number_of_its_node() -> None:
+    with call_scope(3, 2):
+        assert call_key("actor", "generate") == CallKey(3, 2)
+        assert call_key("actor", "generate") == CallKey(3, 2)
+
+
+def test_by_hand_and_by_the_engine_the_same_call_gets_the_same_key() -> None:
+    with step_scope(4):
+        by_hand = [call_key("actor", "generate") for _ in range(3)]
+    by_engine: list[CallKey] = []
+    for ordinal in range(3):
+        with call_scope(4, ordinal):
+            by_engine.append(call_key("actor", "generate"))
+    assert by_hand == by_engine
+
+
+def test_a_scope_ends_even_when_the_call_fails() -> None:
+    with step_scope(1):
+        with pytest.raises(RuntimeError, match="out of memory"), call_scope(9, 9):
+            raise RuntimeError("out of memory")
+        assert call_key("actor", "generate") == CallKey(1, 0)
+
+
+def test_outside_any_scope_calls_count_up() -> None:
+    first = call_key("test_context.actor", "generate")
+    second = call_key("test_context.actor", "generate")
+    assert (second.step, second.ordinal) == (first.step, first.ordinal + 1)
+
+
+def test_another_thread_is_in_no_scope_of_this_one() -> None:
+    seen: list[CallKey] = []
+
+    def ask() -> None:
+        seen.append(call_key("test_context.threaded", "generate"))
+
+    with step_scope(5):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join(timeout=10)
+    assert [key.step for key in seen] == [0]
+
+
+def test_how_old_the_samples_are_is_known_within_a_call_alone() -> None:
+    with call_scope(3, 0, behind=1):
+        assert call_behind() == 1
+    with call_scope(3, 0):
+        assert call_behind() is None
+    assert call_behind() is None

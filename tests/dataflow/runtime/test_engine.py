@@ -1,0 +1,164 @@
+"""The engine with a small real role, in this process: runs after runs."""
+
+from __future__ import annotations
+
+import pytest
+from penstock.dataflow.errors import StateError
+from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.runtime.engine import Engine, StepResult
+from penstock.dataflow.runtime.executor import Program
+from penstock.dataflow.runtime.placement import Placement, one_group
+from penstock.dataflow.scheduler.schedule import Schedule
+
+from ..counter import COUNT, LOOK, SOURCES, Counter, CounterSpec, Keys, Model, apart, seen
+
+APART = apart(COUNT, model__sample="rollout")
+
+
+def engine(
+    placement: Placement | None = None, *, max_lag: int = 0, also: dict[str, Program] | None = None
+) -> Engine:
+    return Engine(
+        COUNT,
+        placement or one_group(COUNT),
+        workers={"model": CounterSpec()},
+        schedule=Schedule(max_lag=max_lag, deadline_s=5),
+        also=also,
+    )
+
+
+def look_twice_step(keys: Keys, model: Model, judge: Model) -> object:
+    return model.sample(keys.key), judge.sample(keys.key)
+
+
+def sampled_with(steps: list[StepResult]) -> list[int]:
+    """The version that each step's rollout is said to have read."""
+    return [
+        version
+        for step in steps
+        for span in step.spans
+        if span.node == "model.sample"
+        for _, version in span.versions
+    ]
+
+
+# --- several runs of one engine
+
+
+@pytest.mark.parametrize("placement", [one_group(COUNT), APART], ids=["together", "apart"])
+@pytest.mark.parametrize(
+    ("max_lag", "first", "second"),
+    [(0, [0, 1, 2], [3, 4, 5]), (1, [0, 0, 1], [3, 3, 4]), (2, [0, 0, 0], [3, 3, 3])],
+)
+def test_a_second_run_samples_with_the_weights_that_the_first_one_made(
+    placement: Placement, max_lag: int, first: list[int], second: list[int]
+) -> None:
+    with engine(placement, max_lag=max_lag) as one:
+        for expected in (first, second):
+            steps = list(one.run(SOURCES, 3))
+            assert seen(steps) == expected
+            assert sampled_with(steps) == first  # versions count from the run's own start
+        assert one.ask("model", "count") == 6
+
+
+def test_another_program_sees_the_newest_weights_wherever_it_runs() -> None:
+    look = Program(LOOK, apart(LOOK, model__sample="rollout"))
+    with engine(APART, also={"look": look}) as one:
+        list(one.run(SOURCES, 3))
+        (looked,) = one.run(SOURCES, 1, program="look")
+        assert looked.metrics["model.sample/mean"] == 3
+
+
+def test_programs_that_train_one_role_in_two_places_follow_one_another() -> None:
+    there = Program(COUNT, apart(COUNT, model__sample="rollout", model__train="rollout"))
+    with engine(one_group(COUNT), also={"there": there}) as one:
+        programs = ("main", "there", "there", "main")
+        runs = [seen(list(one.run(SOURCES, 2, program=name))) for name in programs]
+    assert runs == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_an_engine_started_again_begins_with_new_workers() -> None:
+    one = engine(APART)
+    for _ in range(2):
+        with one:
+            assert seen(list(one.run(SOURCES, 2))) == [0, 1]
+
+
+def test_a_live_worker_is_used_as_it_is() -> None:
+    model = Counter()
+    with Engine(COUNT, one_group(COUNT), workers={"model": model}) as one:
+        list(one.run(SOURCES, 2))
+    assert model.count() == 2
+
+
+# --- asking and stopping in the middle
+
+
+@pytest.mark.parametrize("placement", [one_group(COUNT), APART], ids=["together", "apart"])
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def test_asking_during_a_run_does_not_disturb_it(placement: Placement, max_lag: int) -> None:
+    with engine(placement, max_lag=max_lag) as one:
+        undisturbed = list(one.run(SOURCES, 5))
+    steps: list[StepResult] = []
+    with engine(placement, max_lag=max_lag) as one:
+        for step in one.run(SOURCES, 5):
+            assert one.ask("model", "count") == step.step + 1
+            steps.append(step)
+    assert seen(steps) == seen(undisturbed)
+    assert sampled_with(steps) == sampled_with(undisturbed)
+
+
+@pytest.mark.parametrize("placement", [one_group(COUNT), APART], ids=["together", "apart"])
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+@pytest.mark.parametrize("last", [0, 1])
+def test_after_breaking_out_of_a_run_another_can_begin(
+    placement: Placement, max_lag: int, last: int
+) -> None:
+    with engine(placement, max_lag=max_lag) as one:
+        for step in one.run(SOURCES, 5):
+            if step.step == last:
+                break
+        trained = one.ask("model", "count")
+        assert trained == last + 1
+        expected = [trained + max(0, step - max_lag) for step in range(3)]
+        assert seen(list(one.run(SOURCES, 3))) == expected
+
+
+def test_what_a_run_left_behind_does_not_reach_the_next_one() -> None:
+    graph = build(look_twice_step)
+    placement = apart(graph, judge__sample="other")
+    workers = {"model": CounterSpec(), "judge": CounterSpec()}
+    with Engine(graph, placement, workers=workers, schedule=Schedule(max_lag=2)) as one:
+        next(one.run(SOURCES, 5))
+        assert [step.step for step in one.run(SOURCES, 5)] == [0, 1, 2, 3, 4]
+
+
+def test_a_run_that_nobody_took_steps_of_never_began() -> None:
+    with engine() as one:
+        unused = one.run(SOURCES, 3)
+        assert seen(list(one.run(SOURCES, 2))) == [0, 1]
+        assert seen(list(unused)) == [2, 3, 4]
+
+
+def test_an_engine_does_one_run_at_a_time() -> None:
+    with engine(max_lag=1) as one:
+        first = one.run(SOURCES, 3)
+        next(first)
+        with pytest.raises(StateError) as raised:
+            next(one.run(SOURCES, 3))
+        assert str(raised.value) == (
+            "a run of program 'main' is not over, and an engine does one at a time; take the rest "
+            "of its steps, or call close() on what Engine.run returned"
+        )
+        assert [step.step for step in first] == [1, 2]
+        assert seen(list(one.run(SOURCES, 1))) == [3]
+
+
+def test_a_run_ends_with_its_engine() -> None:
+    one = engine(max_lag=1)
+    steps = one.run(SOURCES, 3)
+    next(steps)
+    one.close()
+    with pytest.raises(StateError) as raised:
+        next(steps)
+    assert str(raised.value) == "this run cannot go on: its engine has been closed"

@@ -1,0 +1,216 @@
+"""Failures, deadlines and the texts a person reads; the texts are golden."""
+
+from __future__ import annotations
+
+from penstock.dataflow.scheduler.events import (
+    Abort,
+    CheckpointSaved,
+    Instruction,
+    NodeTask,
+    Publish,
+    SourceReady,
+    TaskDone,
+    TaskFailed,
+    Tick,
+)
+from penstock.dataflow.scheduler.flow import Flow, FlowNode, WeightRead
+from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.dataflow.scheduler.scheduler import Scheduler
+
+FLOW = Flow(
+    "grpo_step",
+    (
+        FlowNode("prompts", "source"),
+        FlowNode(
+            "actor.generate",
+            "rollout",
+            True,
+            "rollout",
+            ("prompts",),
+            (WeightRead("actor", 0, lagged=True), WeightRead("tokenizer")),
+        ),
+        FlowNode("reward.score", "op", True, "rollout", ("actor.generate",)),
+        FlowNode(
+            "actor.train", "train", False, "train", ("actor.generate", "reward.score"), (), "actor"
+        ),
+    ),
+    {"train": 2, "rollout": 2},
+    {"actor": "train"},
+    {"actor": 1},
+    num_chunks=4,
+)
+
+
+def started(max_lag: int = 0) -> Scheduler:
+    """Chunks 0 and 2 of the rollout are done by 9 s; chunk 1 has run since 1 s, 3 waits for it."""
+    scheduler = Scheduler(FLOW, Schedule(max_lag=max_lag, deadline_s=60.0), 5)
+    scheduler.start(0.0)
+    scheduler.handle(SourceReady(0, 1.0, num_rows=(32, 32, 32, 16)))
+    scheduler.handle(TaskDone(NodeTask("actor.generate", 0, 0), 5.0, num_rows=(32,)))
+    scheduler.handle(TaskDone(NodeTask("actor.generate", 0, 2), 9.0, num_rows=(32,)))
+    scheduler.handle(TaskDone(NodeTask("reward.score", 0, 0), 9.5))
+    scheduler.handle(TaskDone(NodeTask("reward.score", 0, 2), 9.75))
+    scheduler.validate()
+    return scheduler
+
+
+def abort_text(instructions: list[Instruction]) -> str:
+    assert len(instructions) == 1
+    assert isinstance(instructions[0], Abort)
+    return str(instructions[0].report)
+
+
+def test_a_hang_report_names_everything() -> None:
+    scheduler = started()
+    assert scheduler.handle(Tick(61.0)) == []
+    assert abort_text(scheduler.handle(Tick(61.5))) == HANG
+    assert scheduler.aborted
+    assert scheduler.handle(TaskDone(NodeTask("actor.generate", 0, 1), 62.0)) == []
+    scheduler.validate()
+
+
+HANG = """\
+no progress within 60 s (Schedule.deadline_s), at 61.5 s
+    actor.generate of step 0 has run for 60.5 s
+        on rollout[1]
+        with weights actor@0, tokenizer
+        working on 32 rows
+        not done: chunk(s) 1, 3 of 4 (48 rows)
+waiting to start:
+    actor.generate step 0: 1 task(s) ready and waiting for ranks
+    reward.score step 0: 2 task(s) waiting for 1 input part(s)
+    actor.train step 0: 1 task(s) waiting for 4 input part(s)
+last event of each rank:
+    train[0]  nothing yet
+    train[1]  nothing yet
+    rollout[0]  9.8 s  done reward.score step 0 chunk 2 on rollout[0]
+    rollout[1]  1.0 s  start actor.generate step 0 chunk 1 on rollout[1] with actor@0
+weights:
+    actor on rollout  version 0, kept for actor.generate step 0
+    actor on train (home)  version 0"""
+
+
+def test_a_hung_training_names_all_its_ranks() -> None:
+    scheduler = started()
+    for chunk in (1, 3):
+        scheduler.handle(TaskDone(NodeTask("actor.generate", 0, chunk), 10.0))
+    for chunk in (1, 3):
+        scheduler.handle(TaskDone(NodeTask("reward.score", 0, chunk), 11.0))
+    lines = abort_text(scheduler.handle(Tick(100.0))).splitlines()
+    assert lines[:4] == [
+        "no progress within 60 s (Schedule.deadline_s), at 100.0 s",
+        "    actor.train of step 0 has run for 89.0 s",
+        "        on train[0], train[1]",
+        "        with weights actor@0",
+    ]
+
+
+def test_a_hung_publication_is_named() -> None:
+    scheduler = started()
+    for chunk in (1, 3):
+        scheduler.handle(TaskDone(NodeTask("actor.generate", 0, chunk), 10.0))
+    for chunk in (1, 3):
+        scheduler.handle(TaskDone(NodeTask("reward.score", 0, chunk), 11.0))
+    instructions = scheduler.handle(TaskDone(NodeTask("actor.train", 0), 12.0))
+    assert instructions[-1] == Publish("actor", 1)
+    text = abort_text(scheduler.handle(Tick(100.0)))
+    assert "    publish actor@1 has run for 88.0 s\n        on train[0]\n" in text
+    assert "    batch of step 1 has been awaited for 88.0 s\n" in text
+    assert "actor on train (home)  version 1 since 12.0 s\n" in text + "\n"
+
+
+def test_a_batch_that_never_comes_is_noticed() -> None:
+    scheduler = Scheduler(FLOW, Schedule(deadline_s=60.0), 5)
+    scheduler.start(1000.0)
+    assert scheduler.handle(Tick(1060.0)) == []
+    text = abort_text(scheduler.handle(Tick(1060.1)))
+    assert text.splitlines()[:3] == [
+        "no progress within 60 s (Schedule.deadline_s), at 1060.1 s",
+        "    batch of step 0 has been awaited for 60.1 s",
+        "waiting to start:",
+    ]
+    assert "actor.generate step 0: 4 task(s) waiting for the step's batch" in text
+
+
+def test_a_checkpoint_that_is_never_saved_is_noticed() -> None:
+    flow = Flow("data", (FlowNode("prompts", "source"),), {}, {}, {})
+    scheduler = Scheduler(flow, Schedule(deadline_s=60.0), 1, checkpoint_every=1)
+    scheduler.start(0.0)
+    scheduler.handle(SourceReady(0, 50.0))
+    assert scheduler.handle(Tick(110.0)) == []
+    text = abort_text(scheduler.handle(Tick(110.1)))
+    assert "checkpoint of step 1 has been awaited for 60.1 s" in text
+    assert scheduler.handle(CheckpointSaved(1, 111.0)) == []
+
+
+def test_what_waits_for_weights_says_so() -> None:
+    scheduler = started(max_lag=1)
+    scheduler.handle(SourceReady(1, 9.9))
+    for chunk in range(4):
+        if chunk % 2:
+            scheduler.handle(TaskDone(NodeTask("actor.generate", 0, chunk), 10.0))
+    text = scheduler.describe()
+    assert text.splitlines()[0] == (
+        "flow 'grpo_step': 0 of 5 steps complete, 2 in flight, 2 task(s) running"
+    )
+    assert "actor on rollout  version 0, kept for actor.generate step 1" in text
+
+
+def test_a_failure_report_has_the_error_and_the_story() -> None:
+    scheduler = started()
+    error = "Traceback (most recent call last):\n  ...\nRuntimeError: out of memory"
+    failed = TaskFailed(NodeTask("actor.generate", 0, 1), 1, error, 12.0)
+    assert abort_text(scheduler.handle(failed)) == FAILURE
+    assert scheduler.handle(failed) == []
+    scheduler.validate()
+
+
+FAILURE = """\
+actor.generate step 0 chunk 1 failed on rollout[1]
+    Traceback (most recent call last):
+      ...
+    RuntimeError: out of memory
+what happened before:
+    0.0 s  admit step
+    1.0 s  stored batch
+    1.0 s  ready actor.generate step 0 chunk 0
+    1.0 s  ready actor.generate step 0 chunk 1
+    1.0 s  ready actor.generate step 0 chunk 2
+    1.0 s  ready actor.generate step 0 chunk 3
+    1.0 s  start actor.generate step 0 chunk 0 on rollout[0] with actor@0
+    1.0 s  start actor.generate step 0 chunk 1 on rollout[1] with actor@0
+    5.0 s  done actor.generate step 0 chunk 0 on rollout[0] with actor@0
+    5.0 s  start actor.generate step 0 chunk 2 on rollout[0] with actor@0
+    9.0 s  done actor.generate step 0 chunk 2 on rollout[0] with actor@0
+    12.0 s  failed actor.generate step 0 chunk 1 on rollout[1] with actor@0"""
+
+
+def test_a_source_can_fail_too() -> None:
+    scheduler = Scheduler(FLOW, Schedule(), 5)
+    scheduler.start(0.0)
+    failed = TaskFailed(NodeTask("prompts", 0), None, "no such file: x.jsonl", 1.0)
+    assert abort_text(scheduler.handle(failed)) == (
+        "prompts step 0 failed on the source\n"
+        "    no such file: x.jsonl\n"
+        "what happened before:\n"
+        "    0.0 s  admit step\n"
+        "    1.0 s  failed prompts step 0"
+    )
+
+
+def test_where_tasks_are_done_one_at_a_time_the_oldest_is_timed_from_the_last_event() -> None:
+    ticks: dict[bool, list[list[Instruction]]] = {}
+    for one_at_a_time in (False, True):
+        schedule = Schedule(deadline_s=60.0)
+        scheduler = Scheduler(FLOW, schedule, 5, one_at_a_time=one_at_a_time)
+        scheduler.start(0.0)
+        scheduler.handle(SourceReady(0, 1.0))  # chunks 0 and 1 of the rollout are handed out
+        scheduler.handle(TaskDone(NodeTask("actor.generate", 0, 0), 50.0))
+        ticks[one_at_a_time] = [scheduler.handle(Tick(at_s)) for at_s in (109.0, 110.5)]
+    parallel, serial = ticks[False][0], ticks[True]
+    assert "actor.generate of step 0 has run for 108.0 s" in abort_text(parallel)
+    assert serial[0] == []
+    report = abort_text(serial[1])
+    assert "actor.generate of step 0 has run for 60.5 s" in report
+    assert "on rollout[1]" in report
+    assert report.count("has run for") == 1

@@ -1,0 +1,442 @@
+"""`penstock plan`: what it prints and writes, and one clear message for what cannot be meant."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from penstock.launch.run_dir.trace import read_trace
+from penstock.planner.plan.plan import Plan
+
+from ..conftest import Penstock
+
+SMALL = ("algorithm=ppo", "cluster=h100")
+
+
+def refused(penstock: Penstock, *words: str) -> str:
+    said = penstock("plan", *SMALL, *words)
+    assert said.code == 2, said
+    assert said.out == ""
+    assert "Traceback" not in said.err
+    assert said.err.startswith("penstock: ")
+    return said.err.removeprefix("penstock: ").rstrip("\n")
+
+
+def asked(penstock: Penstock, *words: str) -> dict[str, Any]:
+    said = penstock("plan", "--json", *SMALL, *words)
+    assert said.code == 0, said.err
+    return json.loads(said.out)
+
+
+# --- what it answers
+
+
+def test_json_holds_what_programs_need(penstock: Penstock) -> None:
+    found = asked(penstock)
+    assert found["feasible"] is True
+    assert found["lower_bound_s"] <= found["step_time_s"]
+    assert found["gap"] == pytest.approx(1 - found["lower_bound_s"] / found["step_time_s"])
+    assert found["search_time_s"] > 0
+    assert found["simulated_step_time_s"] == pytest.approx(found["step_time_s"])
+    assert list(found["nodes"]) == [
+        "actor.generate", "reward.score", "critic.value", "ref.logprob", "actor.train",
+        "critic.train",
+    ]  # fmt: skip
+    for node in found["nodes"].values():
+        layout = node["layout"]
+        used = layout["tp"] * layout["pp"] * layout["dp"] * layout["cp"]
+        assert used == len(node["devices"])
+        assert node["duration_s"] == pytest.approx(sum(node["parts_s"].values()))
+    assert list(found["memory_bytes_per_device"]) == [str(i) for i in range(8)]
+    assert 0 < max(found["memory_bytes_per_device"].values()) <= 77 * 10**9
+    assert found["runner_up"]["step_time_s"] >= found["step_time_s"]
+
+
+def test_text_and_files_show_the_same_plan(penstock: Penstock) -> None:
+    words = ("json=plan.json", "html=plan.html", "trace=trace.json", "output=out.json")
+    said = penstock("plan", *SMALL, *words)
+    assert said.code == 0, said.err
+    assert said.out.startswith("plan of ppo on h100: 1 node x 8 h100 = 8 devices, max_lag 0\n")
+    for part in (
+        "placement\n",
+        "nodes\n",
+        "timeline of one step",
+        "memory of each device",
+        "bound",
+    ):
+        assert part in said.out
+    assert said.out.endswith("wrote plan.json\nwrote plan.html\nwrote trace.json\nwrote out.json\n")
+    found = json.loads(Path("plan.json").read_text())
+    plan = Plan.read(Path("out.json"))
+    assert plan.prediction is not None
+    assert plan.prediction.step_time_s == found["step_time_s"]
+    ElementTree.fromstring(Path("plan.html").read_text().partition("\n")[2])
+    generated = [e for e in read_trace(Path("trace.json")) if e["name"] == "actor.generate"]
+    seconds = found["nodes"]["actor.generate"]["duration_s"]
+    assert generated[0]["dur"] == pytest.approx(seconds * 1e6, abs=1)
+
+
+def test_roles_may_have_models_of_their_own(penstock: Penstock) -> None:
+    words = ("plan.models.critic=qwen2.5-0.5b", "plan.models.reward=null", "model=qwen2.5-1.5b")
+    found = asked(penstock, *words)
+    assert found["nodes"]["critic.train"]["model"] == "qwen2.5-0.5b"
+    assert found["nodes"]["actor.train"]["model"] == "qwen2.5-1.5b"
+    assert "reward.score" not in found["nodes"]
+
+
+def test_a_model_folder_gives_its_shape(penstock: Penstock, tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "intermediate_size": 128, "vocab_size": 96}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes}))
+    found = asked(penstock, f"plan.models.critic={folder}", "model=qwen2.5-0.5b")
+    assert found["nodes"]["critic.train"]["model"] == "my-model"
+
+
+def test_lengths_may_be_a_histogram(penstock: Penstock) -> None:
+    short = asked(penstock, "workload.response=256")
+    spread = asked(penstock, "workload.response={tokens: [16, 496], weights: [1, 1]}")
+    assert spread["workload"]["response"] == {"tokens": [16, 496], "weights": [1.0, 1.0]}
+    assert (
+        spread["nodes"]["actor.generate"]["duration_s"]
+        > (short["nodes"]["actor.generate"]["duration_s"])
+    ), "rows that are cut off early leave the longest ones running alone"
+
+
+def test_sizes_follow_from_the_run_where_nothing_else_is_said(penstock: Penstock) -> None:
+    words = ("model=tiny", "workload.prompt=null", "workload.response=null", "cluster=cpu")
+    found = asked(penstock, *words, "task.num_train=200")
+    workload = found["workload"]
+    assert (workload["num_prompts"], workload["samples_per_prompt"]) == (128, 8)
+    assert workload["response"]["tokens"] == [5]
+    assert 3 <= min(workload["prompt"]["tokens"]) <= max(workload["prompt"]["tokens"]) <= 12
+    assert sum(workload["prompt"]["weights"]) == 200
+
+
+def test_auto_says_which_lag_wins_and_by_how_much(penstock: Penstock) -> None:
+    found = asked(penstock, "schedule=auto")
+    other = found["other_schedule"]
+    assert {found["max_lag"], other["max_lag"]} == {0, 1}
+    assert other["factor"] == pytest.approx(other["step_time_s"] / found["step_time_s"])
+    assert other["factor"] >= 1
+
+
+def test_auto_leaves_out_a_lag_that_the_loss_cannot_correct_for(
+    penstock: Penstock, tmp_path: Path
+) -> None:
+    (tmp_path / "lagging_step.py").write_text(
+        "from penstock.algorithms.losses import ClippedPolicyLoss\n"
+        "from penstock.algorithms.roles import *\n"
+        "from penstock.algorithms.roles import PolicyBatch, Sampling\n"
+        "def lagging(prompts: Prompts, actor: Policy, ref: Policy):\n"
+        "    roll = actor.generate(prompts.prompt, prompts.prompt_id, Sampling())\n"
+        "    logprob = ref.logprob(roll.tokens, roll.mask)\n"
+        "    return actor.train(ClippedPolicyLoss(), PolicyBatch(\n"
+        "        tokens=roll.tokens, mask=roll.mask, behavior_logprob=logprob,\n"
+        "        advantage=logprob))\n"
+    )
+    words = ("algorithm=own", "algorithm.step=lagging_step:lagging", "schedule=auto")
+    said = penstock("plan", *words, "json=-")
+    assert said.code == 0, said.err
+    assert json.loads(said.out)["max_lag"] == 0
+    assert said.err.startswith("penstock: note: max_lag=1 was not considered: ")
+    said = penstock("plan", *words[:2], "schedule=one_step_off")
+    assert said.code == 2
+    assert "reads no 'behavior_logprob'" in said.err
+
+
+def test_pins_are_kept(penstock: Penstock) -> None:
+    found = asked(
+        penstock,
+        "plan.pins.devices.reward=0-3",
+        "plan.pins.together=[[actor,actor.generate,ref,critic]]",
+        "plan.pins.layouts.reward.score={tp: 2, dp: 2}",
+        "plan.models.critic=qwen2.5-0.5b",
+        "model=qwen2.5-1.5b",
+    )
+    assert found["nodes"]["reward.score"]["devices"] == [0, 1, 2, 3]
+    assert found["nodes"]["reward.score"]["layout"]["tp"] == 2
+    assert found["nodes"]["critic.train"]["devices"] == [4, 5, 6, 7]
+
+
+def test_mixed_clusters_name_their_devices(penstock: Penstock) -> None:
+    said = penstock("plan", "algorithm=sft", "cluster=mixed", "model=qwen2.5-1.5b")
+    assert said.code == 0, said.err
+    assert said.out.splitlines()[0] == (
+        "plan of sft on mixed: 2 nodes x 8 h100 + 2 nodes x 8 a100-80g = 32 devices, max_lag 0"
+    )
+
+
+def test_a_run_needs_no_more_than_a_group_to_be_planned(penstock: Penstock) -> None:
+    """GRPO's reward is a rule, which has no model and costs nothing."""
+    found = json.loads(penstock("plan", "--json", "model=qwen2.5-0.5b").out)
+    assert list(found["nodes"]) == ["actor.generate", "actor.train"]
+
+
+def test_nothing_is_left_in_the_working_directory(penstock: Penstock) -> None:
+    penstock("plan", "--json", *SMALL)
+    assert list(Path().iterdir()) == []
+
+
+def test_cfg_job_checks_what_it_shows(penstock: Penstock) -> None:
+    said = penstock("plan", "--cfg", "job", "cluster.num_nodes=3")
+    assert said.code == 0
+    assert "num_nodes: 3" in said.out
+    assert penstock("plan", "--cfg", "job", "cluster.num_nodse=3").code == 2
+
+
+# --- what fits nowhere
+
+
+def test_a_model_that_fits_nowhere_names_what_is_lacking(penstock: Penstock) -> None:
+    said = penstock("plan", *SMALL, "model=llama-70b", "json=plan.json")
+    assert said.code == 2
+    assert "does not fit" in said.err or "fits nowhere" in said.err
+    assert "the cheapest change that makes it fit: " in said.err
+    found = json.loads(Path("plan.json").read_text())
+    assert found["feasible"] is False
+    assert found["reason"] in said.err
+    assert found["step_time_s"] is None
+
+
+# --- what cannot be meant
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (
+            "cluster.num_nodes=-1",
+            "'cluster.num_nodes': expected at least 1, got -1\n    num_nodes: Nodes; all equal.",
+        ),
+        (
+            "cluster.device.memory_bytes=-80",
+            "'cluster.device.memory_bytes': expected at least 1, got -80\n"
+            "    memory_bytes: Device memory, all of it.",
+        ),
+        (
+            "cluster=h101",
+            "there is no cluster 'h101'; did you mean 'h100'?\n"
+            "    cluster is one of: a100-80g, cpu, h100, h200, measured, mixed",
+        ),
+        (
+            "cluster.device=h10",
+            "'cluster.device': there is no device 'h10'; did you mean 'h100'?\n"
+            "    known devices are: a100-80g, cpu, h100, h200; for another one give its keys "
+            "(name, memory_bytes, flops_per_s, memory_bytes_per_s, host_bytes_per_s)",
+        ),
+        (
+            "cluster.within.bytes_per_s=0",
+            "'cluster.within.bytes_per_s': expected above 0, got 0\n"
+            "    bytes_per_s: One direction, per device, while all devices of the node use it.",
+        ),
+        (
+            "cluster.between.bytes_per_s=0",
+            "'cluster.between.bytes_per_s': expected above 0, got 0\n"
+            "    bytes_per_s: One direction, per device, while all devices of the node use it.",
+        ),
+        (
+            "cluster.device.flops_per_s.bfloat16=0",
+            "'cluster.device.flops_per_s.bfloat16': expected above 0, got 0\n"
+            '    flops_per_s: dtype ("float32", "bfloat16", ...) -> dense matrix-multiply peak.',
+        ),
+        (
+            "workload.num_prompts=-8",
+            "'workload.num_prompts': expected at least 1, got -8\n"
+            "    num_prompts: Prompts per step; by default `algorithm.per_step`.",
+        ),
+        ("workload.response=-1", "'workload.response': expected at least 1 token, got -1"),
+        (
+            "workload.response={tokens: [0, 9]}",
+            "'workload.response.tokens.0': expected at least 1, got 0\n"
+            "    tokens: Length of each bin, ascending.",
+        ),
+        (
+            "workload.prompt=many",
+            "'workload.prompt': expected a mapping of keys or an integer, got the text 'many'\n"
+            "    prompt: Tokens of a prompt, or `{tokens: [..], weights: [..]}`; by default as the "
+            "task's prompts.",
+        ),
+        (
+            "workload.response={tokens: [9, 3]}",
+            "a length histogram's tokens= must ascend without repeats, got (9, 3)",
+        ),
+        (
+            "plan.models.judge=llama-7b",
+            "'plan.models' names a role 'judge', which ppo does not have\n"
+            "    its roles are: actor, critic, ref, reward",
+        ),
+        (
+            "plan.models.critic=llama-8b",
+            "'plan.models.critic': there is no model 'llama-8b'; did you mean 'llama-7b'?\n"
+            "    give one of llama-13b, llama-34b, llama-70b, llama-7b, mixtral-8x7b, mlp, "
+            "qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-14b, qwen2.5-32b, qwen2.5-3b, qwen2.5-72b, "
+            "qwen2.5-7b, tiny, or a folder with a config.json",
+        ),
+        (
+            "plan.engine=jax",
+            "'plan.engine': expected one of 'any', 'torch', 'megatron' or 'vllm', got the text "
+            "'jax'\n    engine: Which engine the layouts must suit: `any`, `torch` "
+            "(data-parallel), `megatron` or `vllm`.",
+        ),
+        (
+            "plan.pins.layouts.actor.train.tp=3",
+            "'plan.pins.layouts.actor.train': tp=3 does not divide 32 heads (model 'llama-7b')",
+        ),
+        (
+            "plan.pins.layouts.actor.train={tp: 8, pp: 32, dp: 1}",
+            "'plan.pins.layouts.actor.train': tp 8 x pp 32 x dp 1 uses 256 devices, but cluster "
+            "'h100' has 8\n    a layout uses every device of its group: choose sizes whose product "
+            "is their number",
+        ),
+        (
+            "plan.pins.layouts.actor.train.ttp=2",
+            "there is no key 'plan.pins.layouts.actor.train.ttp'; did you mean "
+            "'plan.pins.layouts.actor.train.tp'?\n    plan.pins.layouts.actor.train has: tp, pp, "
+            "dp, cp, ep, zero, sequence_parallel, checkpointing, offload, micro_batch",
+        ),
+        (
+            "plan.pins.layouts.actor.train.tp=-2",
+            "'plan.pins.layouts.actor.train.tp': expected at least 1, got -2\n"
+            "    tp: Tensor parallel: ranks that share every matrix.",
+        ),
+        (
+            "plan.pins.layouts.actor.trian.tp=2",
+            "'plan.pins.layouts' names a node 'actor.trian', which the step does not have; did you "
+            "mean 'actor.train'?\n    its nodes are: actor.generate, reward.score, critic.value, "
+            "ref.logprob, actor.train, critic.train",
+        ),
+        (
+            "plan.pins.together=[[actor, critik]]",
+            "'plan.pins.together' names a unit 'critik', which the step does not have; did you "
+            "mean 'critic'?\n    its units are: actor.generate, reward, critic, ref, actor",
+        ),
+        (
+            "plan.pins.devices.reward='0-3, x'",
+            "'plan.pins.devices.reward': expected ids such as \"0-7, 12\", got '0-3, x'",
+        ),
+        (
+            "plan.pins.devices.reward=0-9",
+            "'plan.pins.devices.reward': there is no device 8\n"
+            "    cluster 'h100' has devices 0 to 7",
+        ),
+        (
+            "plan.pins.num_devices={actor: 2, actor.generate: 2, critic: 1, ref: 1, reward: 1}",
+            "'plan.pins' gives every unit its devices, 7 in all, but cluster 'h100' has 8: 1 would "
+            "be unused\n    pin more devices, leave a unit free, or plan for a smaller cluster",
+        ),
+        (
+            "cluster=cpu",
+            "'model': llama-7b of role 'actor' computes in bfloat16, but device 'cpu' of cluster "
+            "'cpu' has flops_per_s for float32 only\n    set model.dtype=float32, or choose "
+            "model=tiny; or plan for another cluster",
+        ),
+        (
+            "html=no/such/plan.html",
+            "'html': 'no/such/plan.html' cannot be written: there is no such folder",
+        ),
+        ("json=3", "'json': expected the name of a file, got 3"),
+        (
+            "cluster.nodes=3",
+            "there is no key 'cluster.nodes'; did you mean 'cluster.num_nodes'?\n    cluster has: "
+            "name, num_nodes, devices_per_node, device, within, between, node_groups",
+        ),
+    ],
+)
+def test_refusals(penstock: Penstock, word: str, message: str) -> None:
+    assert refused(penstock, word) == message
+
+
+def test_devices_that_all_units_share_but_leave_others_unused(penstock: Penstock) -> None:
+    said = refused(
+        penstock,
+        "plan.pins.together=[[actor, actor.generate, critic, ref, reward]]",
+        "plan.pins.devices.actor=0-5",
+    )
+    assert said == (
+        "'plan.pins' gives every unit its devices, 6 in all, but cluster 'h100' has 8: 2 (6-7) "
+        "would be unused\n    pin more devices, leave a unit free, or plan for a smaller cluster"
+    )
+
+
+def test_a_pinned_layout_smaller_than_its_pinned_group(penstock: Penstock) -> None:
+    said = refused(
+        penstock,
+        "plan.pins.num_devices.actor=8",
+        "plan.pins.layouts.actor.train={tp: 2, pp: 1, dp: 2}",
+    )
+    assert said == (
+        "'plan.pins.layouts.actor.train': tp 2 x pp 1 x dp 2 uses 4 devices, but 'actor' is pinned "
+        "to 8\n    a layout uses every device of its group: choose sizes whose product is their "
+        "number"
+    )
+
+
+def test_a_cluster_that_says_both(penstock: Penstock) -> None:
+    said = refused(
+        penstock, "cluster.node_groups=[{num_nodes: 1, devices_per_node: 8, device: h100}]"
+    )
+    assert said == (
+        "'cluster' has both a device and node_groups\n"
+        "    for a mixed cluster give node_groups alone: cluster=mixed is an example"
+    )
+
+
+def test_a_cluster_that_says_neither(penstock: Penstock) -> None:
+    assert refused(penstock, "cluster.device=null") == (
+        "'cluster.device' is missing\n    choose a cluster (cluster=h100), or describe one: "
+        "num_nodes, devices_per_node, device, within and between"
+    )
+
+
+def test_nodes_without_a_network(penstock: Penstock) -> None:
+    assert refused(penstock, "cluster.between=null", "cluster.num_nodes=2") == (
+        "'cluster.between' is missing, but the cluster has several nodes\n"
+        "    say how they are connected: bytes_per_s and latency_s"
+    )
+
+
+def test_a_measured_cluster_needs_its_measurement(penstock: Penstock) -> None:
+    said = penstock("plan", "cluster=measured", "model=tiny")
+    assert said.code == 2
+    assert said.err == (
+        "penstock: 'cluster' is 'measured', but no measurement is given\n    give the file that "
+        "`penstock profile` wrote: plan.calibration=runs/calibration.json\n"
+    )
+
+
+def test_an_unknown_device_in_a_group_of_nodes(penstock: Penstock) -> None:
+    said = refused(
+        penstock,
+        "cluster=mixed",
+        "cluster.node_groups=[{num_nodes: 1, devices_per_node: 8, device: b300}]",
+    )
+    assert said.startswith("'cluster.node_groups.0.device': there is no device 'b300'\n")
+
+
+def test_auto_is_for_plans(penstock: Penstock) -> None:
+    said = penstock("run", "schedule=auto")
+    assert said.code == 2
+    assert said.err.startswith(
+        "penstock: 'schedule.max_lag': expected an integer, got the text 'auto'\n"
+    )
+
+
+def test_a_group_that_is_given_null(penstock: Penstock) -> None:
+    assert refused(penstock, "cluster=null") == (
+        "a group was given null; leave it out, or choose an option"
+    )
+
+
+def test_a_step_without_language_models_is_not_planned(penstock: Penstock) -> None:
+    said = penstock("plan", "algorithm=env_ppo", "task=cartpole", "model=mlp")
+    assert said.code == 2
+    assert said.err == (
+        "penstock: 'env_ppo' has no role with a language model, and the planner knows the memory "
+        "and time of no other\n    place its nodes by hand: placement=PLAN.json, or "
+        "executor.groups and executor.nodes; or say what a role computes: plan.models.ROLE\n"
+    )

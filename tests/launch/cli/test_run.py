@@ -1,0 +1,334 @@
+"""Runs from end to end, tiny: what they leave behind, and that stopping them changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from penstock.launch.run_dir.metrics import read_metrics
+from penstock.launch.run_dir.run_folder import CodeVersion, RunFolder, record_of
+from penstock.launch.run_dir.trace import read_trace
+
+from ..conftest import Penstock
+
+TINY = (
+    "model.architecture.hidden_size=16",
+    "model.architecture.intermediate_size=32",
+    "model.architecture.num_hidden_layers=1",
+    "model.architecture.num_attention_heads=2",
+    "model.architecture.num_key_value_heads=1",
+    "task.num_train=64",
+    "task.num_held_out=8",
+    "evaluation.num_prompts=8",
+    "algorithm.num_steps=4",
+    "checkpoint_every=2",
+)
+GRPO = (
+    *TINY,
+    "algorithm.per_step.prompts=4",
+    "algorithm.cfg.sampling.num_samples=4",
+    "algorithm.before.sft.num_steps=3",
+    "algorithm.before.sft.per_step.demos=8",
+)
+
+REWARDS = ("algorithm.per_step.pairs=4", "algorithm.optimizer.warmup_calls=0")
+
+
+def only_run(folder: Path = Path("runs")) -> Path:
+    (run,) = folder.iterdir()
+    return run
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())
+
+
+def test_grpo_from_nothing(penstock: Penstock) -> None:
+    said = penstock("run", *GRPO)
+    assert said.code == 0, said.err
+    run = only_run()
+    summary = summary_of(run)
+    assert summary["stages"] == ["sft", "grpo"]
+    assert len(summary["weights_sha256"]) == 64
+    for key in ("accuracy_before_rl", "accuracy_after_rl"):
+        assert 0 <= summary[key] <= 1
+    for key in ("samples_per_s", "step_time_s", "peak_memory_bytes", "wall_time_s"):
+        assert summary[key] > 0
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert {event["name"] for event in read_trace(run / "trace.json")} >= {"actor.generate"}
+    assert (run / "models" / "actor" / "model.safetensors").is_file()
+    assert (run / "stages" / "sft" / "models" / "actor" / "tokenizer.json").is_file()
+    assert not (run / "stages" / "sft" / "checkpoints").exists()
+    assert list((run / "tensorboard").iterdir())
+    assert ElementTree.parse(run / "curve.svg").getroot().tag.endswith("svg")
+    assert "accuracy" in said.err.splitlines()[-1]
+    assert sorted(path.name for path in Path().iterdir()) == ["runs"]
+
+
+def test_a_trained_model_folder_skips_the_warm_up(penstock: Penstock) -> None:
+    assert penstock("run", "algorithm=sft", *TINY, "algorithm.per_step.demos=8").code == 0
+    model = only_run() / "models" / "actor"
+    words = [word for word in GRPO if not word.startswith(("model.", "algorithm.before"))]
+    said = penstock("run", "model=folder", f"model.folder={model}", "runs=second", *words)
+    assert said.code == 0, said.err
+    summary = summary_of(only_run(Path("second")))
+    assert summary["stages"] == ["grpo"]
+    assert summary["accuracy_before_rl"] == summary_of(only_run())["accuracy_after_rl"]
+
+
+def test_ppo_trains_its_reward_model_first_and_not_if_a_rule_is_the_reward(
+    penstock: Penstock,
+) -> None:
+    words = (
+        "algorithm=ppo",
+        *GRPO,
+        "algorithm.num_steps=2",
+        "algorithm.before.reward_modelling.num_steps=2",
+        "algorithm.before.reward_modelling.optimizer.warmup_calls=0",
+        "algorithm.before.reward_modelling.per_step.pairs=4",
+    )
+    said = penstock("run", *words)
+    assert said.code == 0, said.err
+    summary = summary_of(only_run())
+    assert summary["stages"] == ["sft", "reward_modelling", "ppo"]
+    assert set(summary["roles_sha256"]) == {"actor", "critic"}
+    said = penstock("run", *words, "algorithm.roles.reward.worker=rule", "runs=second")
+    assert said.code == 0, said.err
+    assert summary_of(only_run(Path("second")))["stages"] == ["sft", "ppo"]
+
+
+def test_reward_modelling_alone(penstock: Penstock) -> None:
+    said = penstock("run", "algorithm=reward_modelling", *TINY, *REWARDS)
+    assert said.code == 0, said.err
+    summary = summary_of(only_run())
+    assert summary["accuracy_before_rl"] is None
+    assert set(summary["roles_sha256"]) == {"reward"}
+
+
+def test_multirun_makes_a_run_for_each_job(penstock: Penstock) -> None:
+    words = ("algorithm=sft", *TINY, "algorithm.per_step.demos=8", "algorithm.num_steps=1")
+    said = penstock("run", "--multirun", *words, "seed=0,1")
+    assert said.code == 0, said.err
+    summaries = [summary_of(run) for run in sorted(Path("runs").glob("[0-9]*"))]
+    assert [summary["seed"] for summary in summaries] == [0, 1]
+    assert len({summary["weights_sha256"] for summary in summaries}) == 2
+    assert sorted(path.name for path in Path().iterdir()) == ["runs"]
+
+
+def test_the_same_seed_gives_the_same_weights(penstock: Penstock) -> None:
+    words = ("algorithm=sft", *TINY, "algorithm.per_step.demos=8")
+    for folder in ("first", "second"):
+        assert penstock("run", *words, f"runs={folder}").code == 0
+    first, second = (summary_of(only_run(Path(f))) for f in ("first", "second"))
+    assert first["weights_sha256"] == second["weights_sha256"]
+
+
+def test_the_code_is_that_of_the_start(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may edit the source tree while a run goes on."""
+    seen = (CodeVersion("1", "c0ffee", dirty=reading > 0) for reading in count())
+    monkeypatch.setattr("penstock.launch.run_dir.run_folder.code_version", lambda: next(seen))
+    words = (*TINY, "algorithm.per_step.demos=8", "algorithm.num_steps=1")
+    assert penstock("run", "algorithm=sft", *words).code == 0
+    assert summary_of(only_run())["code"] == "1 (c0ffee)"
+    assert record_of(RunFolder(only_run())).code == CodeVersion("1", "c0ffee")
+
+
+def test_a_failing_worker_ends_with_code_1_and_a_way_to_continue(
+    penstock: Penstock, tmp_path: Path
+) -> None:
+    (tmp_path / "failing.py").write_text(
+        "from penstock.algorithms.roles import Reward\n"
+        "class Failing(Reward):\n"
+        "    def score(self, tokens, mask, prompt_id):\n"
+        "        raise OSError('the judge is not there')\n"
+    )
+    said = penstock("run", *GRPO, "algorithm.roles.reward.worker=failing:Failing")
+    assert said.code == 1
+    assert "OSError: the judge is not there" in said.err
+    assert f"penstock run resume={only_run()}" in said.err
+
+
+def test_a_finished_run_is_not_resumed(penstock: Penstock) -> None:
+    words = ("algorithm=sft", *TINY, "algorithm.per_step.demos=8", "algorithm.num_steps=1")
+    assert penstock("run", *words).code == 0
+    said = penstock("run", f"resume={only_run()}")
+    assert said.code == 2
+    assert "has finished; its result is in" in said.err
+
+
+def test_a_resumed_run_keeps_its_configuration(penstock: Penstock) -> None:
+    words = ("algorithm=sft", *TINY, "algorithm.per_step.demos=8", "algorithm.num_steps=1")
+    assert penstock("run", *words).code == 0
+    (only_run() / "summary.json").unlink()
+    said = penstock("run", f"resume={only_run()}", "seed=4")
+    assert said.code == 2
+    assert "comes with seed=4" in said.err
+
+
+def unfinished(penstock: Penstock, *words: str) -> Path:
+    """A run that has still to write its summary."""
+    tiny = [word for word in TINY if not (words and word.startswith("task."))]
+    said = penstock("run", "algorithm=sft", *tiny, "algorithm.per_step.demos=8", *words)
+    assert said.code == 0, said.err
+    (only_run() / "summary.json").unlink()
+    return only_run()
+
+
+def problem_file(answers: list[str]) -> str:
+    rows = [{"prompt": f"{n}+{n}=", "answer": answer} for n, answer in enumerate(answers)]
+    Path("problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "problems.jsonl"
+
+
+def test_a_run_is_not_resumed_on_other_data(penstock: Penstock) -> None:
+    path = problem_file([str(2 * n) for n in range(24)])
+    run = unfinished(penstock, "task=file", f"task.path={path}", "task.num_held_out=8")
+    problem_file([*(str(2 * n) for n in range(23)), "64"])
+    said = penstock("run", f"resume={run}")
+    assert said.code == 2
+    before = json.loads((run / "run.json").read_text())["data"]
+    assert re.fullmatch(
+        f"penstock: run '{run.name}' was started on other problems: the data's fingerprint was "
+        f"{before} and is [0-9a-f]{{16}} now\n"
+        "    bring the data back as it was, or start a new run\n",
+        said.err,
+    )
+
+
+def test_a_run_resumed_by_other_code_says_so_and_goes_on(penstock: Penstock) -> None:
+    run = unfinished(penstock)
+    about = json.loads((run / "run.json").read_text())
+    about["code"] = {"package": "0.0.9", "commit": None, "dirty": False}
+    (run / "run.json").write_text(json.dumps(about))
+    said = penstock("run", f"resume={run}")
+    assert said.code == 0
+    assert summary_of(run)["first_step"] == 4
+    assert f"penstock: warning: run '{run.name}' was started by penstock 0.0.9 and goes" in said.err
+    assert summary_of(run)["resumed"]
+
+
+def test_a_run_whose_record_is_damaged_is_not_resumed(penstock: Penstock) -> None:
+    run = unfinished(penstock)
+    (run / "run.json").write_text("{")
+    said = penstock("run", f"resume={run}")
+    assert said.code == 2
+    assert said.err.startswith(f"penstock: run '{run.name}': run.json cannot be read (JSONDecode")
+
+
+def test_a_verifier_that_fails_on_held_out_problems_is_mentioned(penstock: Penstock) -> None:
+    Path("marking.py").write_text(
+        "def mark(prompt, response, answer):\n"
+        "    if prompt in ('0+0=', '1+1='):\n"
+        "        raise ValueError('no such problem')\n"
+        "    return 0.0\n"
+    )
+    task = ["task=file", f"task.path={problem_file([str(2 * n) for n in range(24)])}"]
+    task += ["task.reward=marking.py:mark", "task.reward_in_process=true"]
+    Path("asked.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}+{n}=", "answer": "0"}) + "\n" for n in range(8))
+    )
+    tiny = [word for word in TINY if not word.startswith("task.")]
+    words = ("algorithm=sft", *tiny, "algorithm.per_step.demos=8", *task)
+    said = penstock("run", *words, "task.held_out_path=asked.jsonl")
+    assert said.code == 0, said.err
+    for when in ("before", "after"):
+        assert (
+            f"accuracy {when} training: the verifier failed on 25.0% of the answers and ran out of "
+            "time on 0.0%; they count as wrong\n"
+        ) in said.err
+    summary = summary_of(only_run())
+    assert (summary["verifier_errors"], summary["verifier_timeouts"]) == (0.25, 0.0)
+
+
+# --- stopping -------------------------------------------------------------------------------------
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "penstock.launch.main", "run", *words]
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for_step(runs: Path, step: int, *, deadline_s: float = 120.0) -> None:
+    """Wait until the main stage has written `step`."""
+    until = time.monotonic() + deadline_s
+    while time.monotonic() < until:
+        files = list(runs.glob("*/metrics.jsonl"))
+        if files and any(row["step"] >= step for row in read_metrics(files[0])):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} was not reached within {deadline_s} s")
+
+
+LONG = (*GRPO, "algorithm.num_steps=12", "checkpoint_every=3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kill_at", "max_lag"), [(1, 1), (5, 0), (10, 1)])
+def test_a_killed_run_resumes_to_the_same_weights(
+    penstock: Penstock, tmp_path: Path, max_lag: int, kill_at: int
+) -> None:
+    words = (*LONG, f"schedule.max_lag={max_lag}")
+    assert penstock("run", *words, "runs=whole").code == 0
+    process = start(tmp_path, *words)
+    try:
+        wait_for_step(tmp_path / "runs", kill_at)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    run = only_run()
+    assert not (run / "summary.json").exists()
+    said = penstock("run", f"resume={run}")
+    assert said.code == 0, said.err
+    whole, resumed = summary_of(only_run(Path("whole"))), summary_of(run)
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert resumed["accuracy_before_rl"] == whole["accuracy_before_rl"]
+    assert resumed["accuracy_after_rl"] == whole["accuracy_after_rl"]
+    assert [resumed["resumed"], whole["resumed"]] == [True, False]
+    assert whole["first_step"] == 0
+    assert resumed["first_step"] > 0 or kill_at == 1, "there was a checkpoint to go on from"
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_says_how_to_continue(
+    penstock: Penstock, tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
+    process = start(tmp_path, *LONG, "algorithm.num_steps=200")
+    wait_for_step(tmp_path / "runs", 4)
+    process.send_signal(sent)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code
+    run = only_run()
+    assert f"penstock run resume={os.path.join('runs', run.name)}" in said
+    assert "Traceback" not in said
+    assert list((run / "checkpoints").glob("step-*[0-9]"))
+
+
+# --- on Ray ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ray_ends_with_the_weights_of_one_process(penstock: Penstock, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    words = (*GRPO, "algorithm.num_steps=2", "executor.num_threads=1")
+    assert penstock("run", *words, "runs=here").code == 0
+    process = start(tmp_path, *words, "executor=ray", "executor.groups.all=1", "runs=there")
+    _, said = process.communicate(timeout=280)
+    assert process.returncode == 0, said
+    here, there = (summary_of(only_run(Path(folder))) for folder in ("here", "there"))
+    assert there["weights_sha256"] == here["weights_sha256"]
+    assert there["accuracy_after_rl"] == here["accuracy_after_rl"]
+    assert there["examples_after"] == here["examples_after"]

@@ -1,0 +1,141 @@
+"""Groups of a plan become groups of processes: one for every engine and division of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from penstock.dataflow.errors import ConfigError, PlanError
+from penstock.dataflow.runtime.placement import Placement, sharing
+from penstock.launch.placement.auto_place import choose
+from penstock.launch.placement.divide import divided
+from penstock.launch.placement.place import written_plan
+from penstock.launch.stages.stages import stages_of
+from penstock.planner.inputs.layout import Layout
+from penstock.planner.plan.plan import GroupPlan, Plan
+
+from .test_place import calibration, config_of, written
+
+BOTH = (
+    "algorithm=ppo",
+    "algorithm.roles.reward.worker=rule",
+    "executor=ray",
+    "engine=megatron",
+    "rollout=vllm",
+    "task.num_train=64",
+    "task.num_held_out=8",
+    "algorithm.per_step.prompts=8",
+)
+ONE = Plan(
+    groups=(GroupPlan(name="all", devices=(0, 1)),),
+    layouts={
+        "actor.generate": Layout(dp=2),
+        "actor.train": Layout(tp=2),
+        "critic.value": Layout(pp=2),
+        "critic.train": Layout(pp=2),
+        "ref.logprob": Layout(tp=2),
+    },
+)
+
+
+def placed(*words: str) -> Placement:
+    return stages_of(config_of(*BOTH, *words))[-1].placement
+
+
+def shapes(placement: Placement) -> dict[str, tuple[int, int, int]]:
+    return {g.name: (g.num_ranks, g.tensor_parallel, g.pipeline_parallel) for g in placement.groups}
+
+
+def test_calls_of_a_group_that_differ_get_processes_of_their_own(tmp_path: Path) -> None:
+    placement = placed(written(tmp_path, ONE))
+    assert shapes(placement) == {
+        "all": (1, 2, 1),
+        "all-rollout": (2, 1, 1),
+        "all-tp1pp2": (1, 1, 2),
+    }
+    assert {group.devices for group in placement.groups} == {(0, 1)}
+    assert all(len(others) == 2 for others in sharing(placement.groups).values())
+    assert placement.nodes["actor.generate"] == "all-rollout"
+    assert placement.nodes["critic.value"] == placement.nodes["critic.train"] == "all-tp1pp2"
+    rest = placement.nodes.keys() - {"actor.generate", "critic.value", "critic.train"}
+    assert {placement.nodes[name] for name in rest} == {"all"}
+    assert placement.num_chunks == 2
+
+
+def test_generation_with_another_engine_takes_turns_without_a_word_about_devices() -> None:
+    placement = placed("executor.groups.all=1", "executor.tensor_parallel.all=2")
+    assert shapes(placement) == {"all": (1, 2, 1), "all-rollout": (1, 2, 1)}
+    assert sharing(placement.groups).keys() == {"all", "all-rollout"}
+
+
+def test_groups_of_the_command_line_may_name_the_same_devices() -> None:
+    placement = placed(
+        "executor.groups={train: 1, rollout: 2}",
+        "executor.tensor_parallel.train=2",
+        "executor.devices={train: [0, 1], rollout: [0, 1]}",
+        "executor.nodes={actor.generate: rollout}",
+    )
+    assert shapes(placement) == {"train": (1, 2, 1), "rollout": (2, 1, 1)}
+    assert sharing(placement.groups).keys() == {"train", "rollout"}
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            "executor.devices.all=[0]",
+            "'executor.devices.all' names 1 devices for 2 processes\n    each has one: groups x "
+            "tensor_parallel x pipeline_parallel of them",
+        ),
+        (
+            "executor.devices.al=[0, 1]",
+            "'executor.devices.al': there is no group 'al'; did you mean 'all'?\n"
+            "    executor.groups has: all",
+        ),
+    ],
+)
+def test_devices_that_do_not_fit_are_refused(words: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        placed("executor.groups.all=2", words)
+    assert str(caught.value) == text
+
+
+def test_one_engine_in_one_layout_is_left_alone(tmp_path: Path) -> None:
+    plan = Plan(groups=(GroupPlan(name="all", num_ranks=2),))
+    config = config_of(*BOTH, "engine=torch", "rollout=same", written(tmp_path, plan))
+    graph = stages_of(config)[-1].graph
+    assert divided(plan, graph, config) is plan
+
+
+@pytest.mark.parametrize(
+    ("node", "layout", "problem"),
+    [
+        ("actor.generate", Layout(pp=2), "vLLM has no pipeline stages here"),
+        ("actor.generate", Layout(cp=2), "engine 'vllm' has no cp, ep and offload"),
+        ("actor.train", Layout(dp=2, zero=3), "Megatron shares no more than the optimizer's state"),
+    ],
+)
+def test_what_an_engine_does_not_run_is_refused(
+    tmp_path: Path, node: str, layout: Layout, problem: str
+) -> None:
+    plan = ONE.model_copy(update={"layouts": {node: layout}})
+    with pytest.raises(PlanError) as caught:
+        placed(written(tmp_path, plan))
+    assert str(caught.value) == (
+        f"plan file {tmp_path / 'plan.json'}: node '{node}' has layout {layout}, but {problem}\n"
+        f"    pin its layout (plan.pins.layouts.{node})"
+    )
+
+
+def test_the_planner_places_both_engines(tmp_path: Path) -> None:
+    file = tmp_path / "measured.json"
+    calibration(num_devices=2).write(file)
+    config = config_of(*BOTH, f"calibration={file}")
+    assert written_plan(config) is None
+    plan = choose(config, stages_of(config)[-1].graph).plan
+    assert plan.prediction is not None
+    main = stages_of(config, plan)[-1]
+    kinds = {main.placement.nodes[name] for name in ("actor.generate", "actor.train")}
+    assert len(kinds) == 2
+    devices = {d for group in main.placement.groups for d in group.devices}
+    assert devices <= {0, 1}

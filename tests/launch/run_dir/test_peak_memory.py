@@ -1,0 +1,53 @@
+"""Peak memory follows this process and its children."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from penstock.launch.run_dir import peak_memory as memory_module
+from penstock.launch.run_dir.peak_memory import PeakMemory
+
+
+def test_a_peak_in_this_process_is_kept_after_it_is_gone() -> None:
+    with PeakMemory(every_s=0.01) as memory:
+        before = memory.sample()
+        block = torch.ones(16 * 2**20)  # 64 MiB
+        memory.sample()
+        del block
+    assert memory.peak_bytes - before > 48 * 2**20
+
+
+def test_children_are_counted() -> None:
+    with PeakMemory(every_s=0.01) as memory:
+        before = memory.sample()
+        code = "x = bytearray(64 << 20); x[::4096] = b'1' * len(x[::4096]); input()"
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        deadline = time.monotonic() + 30
+        while memory.peak_bytes - before < 48 * 2**20 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        child.communicate(b"\n", timeout=30)
+    assert memory.peak_bytes - before > 48 * 2**20
+
+
+def test_a_sample_that_hangs_holds_up_no_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    going_on, hangs = threading.Event(), threading.Event()
+
+    class Hangs(PeakMemory):
+        def sample(self) -> int:
+            if threading.current_thread() is not threading.main_thread():
+                hangs.set()
+                going_on.wait(30)
+            return 0
+
+    monkeypatch.setattr(memory_module, "CLOSE_S", 0.05)
+    with Hangs(every_s=0.01):
+        assert hangs.wait(30)
+    going_on.set()
+    assert "taking a sample of memory has not ended in 0.05 s" in caplog.text

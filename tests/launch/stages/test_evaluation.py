@@ -1,0 +1,41 @@
+"""Who answers held-out problems, and who scores the answers and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from penstock.launch.cli.hydra_app import compose
+from penstock.launch.inputs.compose import run_config
+from penstock.launch.stages.evaluation import Evaluator
+from penstock.launch.stages.job import prepare
+from penstock.workers.rewards.rule_reward import RuleRewardSpec
+
+OPTIONS = "algorithm.roles.reward.options"
+
+
+def verifier(folder: Path, *words: str) -> RuleRewardSpec:
+    composed = compose("run", ["task.num_train=200", "task.num_held_out=8", *words])
+    composed.pop("resume")
+    job = prepare(run_config({**composed, "evaluation": {"num_prompts": 8}}))
+    assert job.held_out is not None
+    spec = Evaluator(job.main, job.config, job.data, job.held_out, folder).workers["verifier"]
+    assert isinstance(spec, RuleRewardSpec)
+    return spec
+
+
+def test_held_out_answers_are_scored_with_the_options_of_the_stages_rule(tmp_path: Path) -> None:
+    spec = verifier(
+        tmp_path,
+        f"{OPTIONS}.time_limit_s=0.5",
+        f"{OPTIONS}={{num_processes:3,partial_credit:false}}",
+    )
+    assert (spec.time_limit_s, spec.num_processes, spec.partial_credit) == (0.5, 3, False)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "ppo"])
+def test_without_a_rule_they_are_scored_with_its_defaults(tmp_path: Path, algorithm: str) -> None:
+    spec = verifier(tmp_path, f"algorithm={algorithm}")
+    default = RuleRewardSpec(task=spec.task, tokenizer=spec.tokenizer)
+    assert spec.time_limit_s == default.time_limit_s
+    assert spec.num_processes == default.num_processes

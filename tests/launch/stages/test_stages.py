@@ -1,0 +1,145 @@
+"""Which stages a run needs, who plays each role, and where its weights come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from penstock.configs.schema import RunConfig
+from penstock.dataflow.errors import ConfigError, PlanError
+from penstock.launch.cli.hydra_app import compose
+from penstock.launch.inputs.compose import run_config
+from penstock.launch.stages.stages import Stage, stages_of
+
+
+def config_of(*overrides: str) -> RunConfig:
+    composed = compose("run", list(overrides))
+    composed.pop("resume")
+    return run_config(composed)
+
+
+def stages(*overrides: str) -> dict[str, Stage]:
+    return {stage.name: stage for stage in stages_of(config_of(*overrides))}
+
+
+def starts(stage: Stage) -> dict[str, tuple[str, str]]:
+    return {role: (plan.worker, plan.start) for role, plan in stage.roles.items()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_ppo_starts_from_both_warm_ups() -> None:
+    made = stages("algorithm=ppo")
+    assert list(made) == ["sft", "reward_modelling", "ppo"]
+    assert starts(made["reward_modelling"]) == {"reward": ("reward_model", "sft")}
+    assert starts(made["ppo"]) == {
+        "actor": ("policy", "sft"),
+        "critic": ("value", "sft"),
+        "ref": ("policy", "sft"),
+        "reward": ("reward_model", "reward_modelling"),
+    }
+
+
+def test_the_critic_may_start_from_the_reward_model() -> None:
+    made = stages("algorithm=ppo", "algorithm.roles.critic.start=reward_modelling")
+    assert starts(made["ppo"])["critic"] == ("value", "reward_modelling")
+
+
+def test_a_model_folder_leaves_the_policys_warm_up_out(folder: Path) -> None:
+    made = stages("algorithm=ppo", "model=folder", f"model.folder={folder}")
+    assert list(made) == ["reward_modelling", "ppo"]
+    assert starts(made["ppo"])["actor"] == ("policy", "model")
+
+
+def test_a_reward_folder_leaves_reward_modelling_out(folder: Path) -> None:
+    made = stages("algorithm=ppo", f"algorithm.roles.reward.start={folder}")
+    assert list(made) == ["sft", "ppo"]
+    assert starts(made["ppo"])["reward"] == ("reward_model", str(folder))
+
+
+def test_a_rule_leaves_reward_modelling_out() -> None:
+    made = stages("algorithm=ppo", "algorithm.roles.reward.worker=rule")
+    assert list(made) == ["sft", "ppo"]
+
+
+def test_grpo_is_rewarded_by_the_rule() -> None:
+    assert starts(stages()["grpo"]) == {"actor": ("policy", "sft"), "reward": ("rule", "")}
+
+
+def test_a_worker_of_ones_own() -> None:
+    made = stages("algorithm.roles.reward.worker=penstock.workers.rewards.rule_reward:RuleReward")
+    assert starts(made["grpo"])["reward"][0] == "penstock.workers.rewards.rule_reward:RuleReward"
+
+
+def test_split_groups_place_warm_ups_on_the_groups_they_use() -> None:
+    made = stages("executor=ray_split")
+    assert [group.name for group in made["sft"].placement.groups] == ["train"]
+    assert made["grpo"].placement.nodes["actor.generate"] == "rollout"
+    assert made["grpo"].placement.nodes["actor.train"] == "train"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["algorithm.roles.actor.start=nowhere"],
+            "'algorithm.roles.actor.start': 'nowhere' is neither a stage nor a model folder\n"
+            "    stages are: sft; a model folder holds config.json and safetensors",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.roles.actor.start=reward_modelling"],
+            "'algorithm.roles.actor.start': stage 'reward_modelling' trains no policy, so a policy "
+            "cannot start from it\n    stages that do: sft",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.roles.ref.optimizer.lr=0.1"],
+            "'algorithm.roles.ref.optimizer' is set, but ppo does not train 'ref'\n"
+            "    leave it out; trained roles are: actor, critic",
+        ),
+        (
+            ["algorithm.roles.actr.start=sft"],
+            "'algorithm.roles' names a role 'actr', which grpo does not have; did you mean "
+            "'actor'?\n    its roles are: actor, reward",
+        ),
+        (
+            ["algorithm.roles.reward.worker=polcy"],
+            "'algorithm.roles.reward.worker': there is no worker 'polcy'; did you mean 'policy'?\n"
+            "    workers are: policy, value, reward_model, rule, exact, math, instructions, code, "
+            "judge, mixture, process_reward, env, board, actor_critic, team_critic, q_network, "
+            "replay, or module:factory for your own",
+        ),
+        (
+            ["algorithm.per_step.promts=3"],
+            "'algorithm.per_step' names a table 'promts', which grpo does not read; did you mean "
+            "'prompts'?\n    it reads: prompts",
+        ),
+        (
+            ["+algorithm.per_step.rows=8"],
+            "'algorithm.per_step' names a table 'rows', which grpo does not read\n    it reads: "
+            "prompts; '~algorithm.per_step.rows' takes away what the algorithm's YAML says",
+        ),
+        (
+            ["executor=ray_split", "executor.nodes={actor.generate: rolout}"],
+            "'executor.nodes.actor.generate': there is no group 'rolout'; did you mean 'rollout'?\n"
+            "    executor.groups has: train, rollout",
+        ),
+        (
+            ["model.tokenizer=folder"],
+            "'model.tokenizer' is 'folder', but 'model.folder' is not set\n"
+            "    set model.tokenizer=task, or give a model folder",
+        ),
+    ],
+)
+def test_refusals(words: list[str], message: str) -> None:
+    with pytest.raises((ConfigError, PlanError)) as caught:
+        stages(*words)
+    assert str(caught.value) == message
+
+
+def test_a_group_without_work_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"'executor.groups.spare' would have nothing to do"):
+        stages("executor=ray_split", "executor.groups.spare=1")

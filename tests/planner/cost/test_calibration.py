@@ -1,0 +1,207 @@
+"""Calibrations: what is written is read back, and the fit finds constants that made the times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.dataflow.errors import PlanError
+from penstock.planner.cost.calibration import Calibration, MeasuredCall
+from penstock.planner.cost.calibration_fit import Fit, Timed, fit_constants
+from penstock.planner.cost.constants import CPU_DEFAULTS
+from penstock.planner.cost.time_model import call_time
+from penstock.planner.inputs.calls import Call, CallKind
+from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from penstock.planner.inputs.layout import Layout
+from penstock.planner.inputs.mesh import Mesh
+from penstock.planner.inputs.model_shape import ModelShape
+from penstock.planner.inputs.workload import Lengths
+
+WIDTHS = (64, 128, 256)
+
+
+def cluster(num_devices: int = 2) -> ClusterSpec:
+    link = LinkSpec(bytes_per_s=2e9, latency_s=1e-4)
+    device = DeviceSpec(
+        name="cpu",
+        memory_bytes=2**33,
+        flops_per_s={"float32": 1e11},
+        memory_bytes_per_s=3e10,
+        host_bytes_per_s=1e10,
+    )
+    node = NodeGroup(num_nodes=1, devices_per_node=num_devices, device=device, within=link)
+    return ClusterSpec(name="this machine", node_groups=(node,), between=link)
+
+
+def shape(width: int) -> ModelShape:
+    return ModelShape(
+        name=f"width {width}",
+        hidden_size=width,
+        num_layers=4,
+        num_heads=4,
+        num_key_heads=4,
+        head_dim=width // 4,
+        intermediate_size=3 * width,
+        vocab_size=64,
+        tied_embeddings=True,
+        dtype="float32",
+    )
+
+
+def call(kind: CallKind, width: int, rows: int, updates: int = 1) -> Call:
+    return Call(
+        name=f"actor.{kind}",
+        role="actor",
+        kind=kind,
+        model=shape(width),
+        head="vocabulary",
+        trained=True,
+        num_sequences=rows,
+        prompt=Lengths.constant(32),
+        response=Lengths.constant(32),
+        updates=updates,
+    )
+
+
+def calls() -> list[Call]:
+    made: list[Call] = []
+    for width in WIDTHS:
+        made += [call("train", width, 16), call("train", width, 16, updates=4)]
+        made += [call("train", width, 4, updates=4)]
+        made += [call("forward", width, 16)]
+        made += [call("generate", width, 4), call("generate", width, 64)]
+    return made
+
+
+def taken_s(
+    made: Call, efficiency: float, memory: float, launch_s: float, micro_batch: int = 16
+) -> float:
+    constants = CPU_DEFAULTS.replaced(
+        matmul_efficiency=efficiency, memory_efficiency=memory, launch_s=launch_s, call_s=0.0
+    )
+    mesh = Mesh(cluster(), (1,))
+    return call_time(made, Layout(micro_batch=micro_batch), mesh, constants).total_s
+
+
+def fitted(seconds: list[float]) -> Fit:
+    timed = [Timed(made, 16, taken) for made, taken in zip(calls(), seconds, strict=True)]
+    return fit_constants(timed, cluster(), CPU_DEFAULTS)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    memory=st.floats(0.05, 0.6),
+    launch_s=st.floats(2e-4, 2e-3),
+    efficiencies=st.tuples(*[st.floats(0.2, 1.0)] * 3),
+)
+def test_times_that_follow_the_model_are_met_again(
+    memory: float, launch_s: float, efficiencies: tuple[float, float, float]
+) -> None:
+    by_width: dict[int, float] = dict(zip(WIDTHS, efficiencies, strict=True))
+    seconds = [taken_s(c, by_width[c.model.hidden_size], memory, launch_s) for c in calls()]
+    for measured, predicted in zip(seconds, fitted(seconds).predicted_s, strict=True):
+        assert predicted == pytest.approx(measured, rel=0.03)
+
+
+def test_the_constants_are_those_that_made_the_times() -> None:
+    seconds = [taken_s(c, 0.5, 0.2, 1e-3) for c in calls()]
+    fit = fitted(seconds)
+    assert fit.matmul_efficiency == pytest.approx(dict.fromkeys(WIDTHS, 0.5), rel=0.02)
+    assert fit.constants.memory_efficiency == pytest.approx(0.2, rel=0.02)
+    assert fit.constants.launch_s == pytest.approx(1e-3, rel=0.02)
+    assert fit.constants.call_s == CPU_DEFAULTS.call_s  # no part of calls that are made directly
+    assert fit.constants.hop_s == CPU_DEFAULTS.hop_s
+
+
+def test_noise_of_a_fifth_leaves_the_calls_predicted_within_a_fifth() -> None:
+    noise = [1.2, 1 / 1.2] * len(calls())
+    seconds = [
+        taken_s(c, 0.5, 0.2, 1e-3) * factor for c, factor in zip(calls(), noise, strict=False)
+    ]
+    errors = [abs(p / m - 1) for m, p in zip(seconds, fitted(seconds).predicted_s, strict=True)]
+    assert sum(errors) / len(errors) < 0.2
+
+
+def test_efficiencies_stay_within_their_range_whatever_was_measured() -> None:
+    fit = fitted([1e-7] * len(calls()))
+    assert all(0 < share <= 1 for share in fit.matmul_efficiency.values())
+    assert 0 < fit.constants.memory_efficiency <= 1
+
+
+# --- the file
+
+
+def calibration() -> Calibration:
+    return Calibration(
+        cluster=cluster(),
+        constants=CPU_DEFAULTS.replaced(matmul_efficiency=0.5, source="measured"),
+        matmul_efficiency={64: 0.2, 256: 0.6},
+        num_threads=1,
+        executor="ray",
+        machine="2 x some processor",
+        date="2026-11-21",
+        calls=(MeasuredCall(name="train", width=64, measured_s=2.0, predicted_s=2.5),),
+    )
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    calibration().write(file)
+    assert Calibration.read(file) == calibration()
+    assert Calibration.read(file).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("width", "efficiency"), [(16, 0.2), (64, 0.2), (128, 0.4), (256, 0.6), (1024, 0.6)]
+)
+def test_the_efficiency_follows_the_width(width: int, efficiency: float) -> None:
+    constants = calibration().constants_for([None, shape(width)])
+    assert constants.matmul_efficiency == pytest.approx(efficiency)
+    assert constants.source == "measured"
+
+
+def test_the_largest_model_counts() -> None:
+    both = calibration().constants_for([shape(256), shape(64), None])
+    assert both.matmul_efficiency == 0.6
+
+
+def test_a_step_without_models_has_the_constants_of_the_middle() -> None:
+    assert calibration().constants_for([None]) == calibration().constants
+
+
+def test_the_error_is_that_of_the_calls() -> None:
+    assert calibration().calls[0].error == pytest.approx(0.25)
+    assert calibration().error == pytest.approx(0.25)
+
+
+def test_a_missing_file_says_what_writes_one(tmp_path: Path) -> None:
+    file = tmp_path / "none.json"
+    with pytest.raises(PlanError) as caught:
+        Calibration.read(file)
+    assert str(caught.value) == (
+        f"calibration file {file} does not exist; `penstock profile output={file}` writes one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"matmul_efficiency": {64: 1.5}},
+            "matmul_efficiency.64: Input should be less than or equal to 1 (got 1.5)",
+        ),
+        ({"num_threads": 0}, "num_threads: Input should be greater than or equal to 1 (got 0)"),
+        ({"speed": 1}, "speed: Extra inputs are not permitted (got 1)"),
+    ],
+)
+def test_a_bad_value_is_named(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    file.write_text(json.dumps({**calibration().model_dump(mode="json"), **changes}))
+    with pytest.raises(PlanError) as caught:
+        Calibration.read(file)
+    assert str(caught.value) == (
+        f"calibration file {file}: {message}; `penstock profile output={file}` writes a new one"
+    )

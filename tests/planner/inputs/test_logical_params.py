@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from penstock.planner.inputs.logical_params import logical_params
+from penstock.planner.inputs.model_shape import Head, ModelShape, shape_of
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from ..transfers import LLAMA_7B, LLAMA_70B, models
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 12,
+    "vocab_size": 20,
+    "head_dim": 2,
+    "pad_token_id": 0,
+}
+
+
+@given(models(), st.sampled_from(["vocabulary", "scalar"]))
+def test_sizes_add_up_to_the_shapes_own_count(model: ModelShape, head: Head) -> None:
+    params = logical_params(model, head)
+    assert sum(param.num_elements for param in params) == model.num_params(head)
+    assert len({param.name for param in params}) == len(params)
+
+
+def test_known_models_have_their_known_numbers() -> None:
+    sizes = {m.name: sum(p.num_elements for p in logical_params(m)) for m in (LLAMA_7B, LLAMA_70B)}
+    assert sizes == {"llama2-7b": 6_738_415_616, "llama2-70b": 68_976_648_192}
+    assert len(logical_params(LLAMA_70B)) == 723
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_names_and_shapes_are_hugging_faces(config: type[PretrainedConfig], tied: bool) -> None:
+    settings: dict[str, Any] = {**SIZES, "tie_word_embeddings": tied}
+    made = config(**settings)
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(made).named_parameters()
+    ours = logical_params(shape_of(made.to_dict()))
+    assert {p.name: p.shape for p in ours} == {name: tuple(p.shape) for name, p in theirs}
+
+
+def test_a_scalar_head_is_called_score() -> None:
+    settings: dict[str, Any] = {**SIZES, "num_labels": 1}
+    made = LlamaConfig(**settings)
+    with torch.device("meta"):
+        theirs = AutoModelForSequenceClassification.from_config(made).named_parameters()
+    ours = logical_params(shape_of(made.to_dict()), "scalar")
+    assert {p.name: p.shape for p in ours} == {name: tuple(p.shape) for name, p in theirs}
+
+
+def test_every_cut_falls_between_units() -> None:
+    for param in logical_params(LLAMA_70B):
+        if param.cut_dim is not None:
+            assert param.shape[param.cut_dim] % param.num_units == 0
+            assert prod(param.shape) == param.num_elements

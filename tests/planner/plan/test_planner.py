@@ -1,0 +1,217 @@
+"""The planner as a whole: graph, models, cluster and workload in, a plan out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.algorithms.grpo import GRPO, grpo_step
+from penstock.algorithms.ppo import PPO, ppo_step
+from penstock.algorithms.roles import Sampling
+from penstock.dataflow import PlanError, build
+from penstock.planner.cost.constants import GPU_DEFAULTS
+from penstock.planner.inputs.calls import calls_of
+from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from penstock.planner.inputs.layout import Layout
+from penstock.planner.inputs.mesh import Mesh
+from penstock.planner.inputs.model_shape import ModelShape
+from penstock.planner.inputs.workload import Lengths, Workload
+from penstock.planner.plan.plan import Plan
+from penstock.planner.plan.planner import plan_step
+from penstock.planner.plan.simulate import simulate_plan
+from penstock.planner.search.option_table import ModelTable
+from penstock.planner.search.pins import Pins
+
+PPO_GRAPH = build(ppo_step, cfg=PPO(epochs=1, num_minibatches=4))
+WORKLOAD = Workload(num_prompts=256, prompt=Lengths.constant(512), response=Lengths.constant(512))
+
+
+def llama(billions: int) -> ModelShape:
+    hidden, layers, heads, key_heads, width = {
+        1: (2048, 16, 32, 8, 8192),
+        7: (4096, 32, 32, 32, 11008),
+        70: (8192, 80, 64, 8, 28672),
+    }[billions]
+    return ModelShape(
+        name=f"llama-{billions}b",
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_key_heads=key_heads,
+        head_dim=hidden // heads,
+        intermediate_size=width,
+        vocab_size=32000,
+    )
+
+
+def h100(num_nodes: int = 1, devices_per_node: int = 8) -> ClusterSpec:
+    device = DeviceSpec(
+        name="h100",
+        memory_bytes=80 * 10**9,
+        flops_per_s={"bfloat16": 989e12},
+        memory_bytes_per_s=3.35e12,
+        host_bytes_per_s=40e9,
+        reserved_bytes=3 * 10**9,
+    )
+    nodes = NodeGroup(
+        num_nodes=num_nodes,
+        devices_per_node=devices_per_node,
+        device=device,
+        within=LinkSpec(bytes_per_s=450e9, latency_s=5e-6),
+    )
+    return ClusterSpec(
+        name="h100", node_groups=(nodes,), between=LinkSpec(bytes_per_s=50e9, latency_s=1e-5)
+    )
+
+
+def models(actor: int, critic: int) -> dict[str, ModelShape | None]:
+    return {
+        "actor": llama(actor),
+        "ref": llama(actor),
+        "critic": llama(critic),
+        "reward": llama(critic),
+    }
+
+
+def plan(cluster: ClusterSpec, actor: int = 1, critic: int = 1, **more: Any) -> Plan:
+    options: dict[str, Any] = {"max_lag": 0, "constants": GPU_DEFAULTS, **more}
+    return plan_step(PPO_GRAPH, models(actor, critic), cluster, WORKLOAD, **options)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    nodes=st.sampled_from([1, 2]),
+    per_node=st.sampled_from([2, 4]),
+    lag=st.sampled_from([0, 1]),
+    critic=st.sampled_from([1, 7]),
+)
+def test_the_scheduler_takes_as_long_as_the_planner_says(
+    nodes: int, per_node: int, lag: int, critic: int
+) -> None:
+    made = plan(h100(nodes, per_node), 1, critic, max_lag=lag)
+    assert made.prediction is not None
+    played = simulate_plan(PPO_GRAPH, made)
+    assert played.step_time_s == pytest.approx(made.prediction.step_time_s, rel=1e-9)
+    assert made.prediction.gap < 1e-9
+    placement = made.placement(PPO_GRAPH)
+    assert {group.num_ranks for group in placement.groups} <= set(range(1, nodes * per_node + 1))
+    assert sorted(d for group in made.groups for d in group.devices) == list(
+        range(nodes * per_node)
+    )
+
+
+def test_every_device_holds_what_the_plan_says_it_must() -> None:
+    made = plan(h100(2), 7, 7)
+    assert made.prediction is not None
+    for memory in made.prediction.memory.values():
+        assert 0 < memory.peak_bytes <= memory.capacity_bytes
+    assert made.prediction.memory.keys() == {group.name for group in made.groups}
+    assert made.prediction.nodes.keys() == made.layouts.keys()
+    for node in made.prediction.nodes.values():
+        assert sum(node.parts_s.values()) == pytest.approx(node.duration_s)
+
+
+def test_a_plan_survives_json() -> None:
+    made = plan(h100(1, 4))
+    assert Plan.model_validate_json(made.model_dump_json()) == made
+
+
+def test_a_lag_is_chosen_by_time() -> None:
+    made = plan(h100(2), 7, 7, max_lag=(0, 1))
+    assert made.prediction is not None
+    other = made.prediction.other_schedule
+    assert other is not None
+    assert {other.max_lag, made.max_lag} == {0, 1}
+    assert made.prediction.step_time_s <= other.step_time_s
+
+
+def test_pins_are_kept() -> None:
+    pins = Pins(
+        together=(("actor", "ref"),),
+        apart=(("actor", "critic"),),
+        num_devices={"critic": 4},
+        layouts={"actor.train": {"tp": 2, "zero": 1}},
+    )
+    made = plan(h100(1), 1, 1, pins=pins)
+    assert made.nodes["actor.train"] == made.nodes["ref.logprob"] != made.nodes["critic.train"]
+    assert len(made.group(made.nodes["critic.train"]).devices) == 4
+    assert (made.layouts["actor.train"].tp, made.layouts["actor.train"].zero) == (2, 1)
+
+
+def test_samples_and_updates_come_from_the_graph() -> None:
+    cfg = GRPO(sampling=Sampling(num_samples=8), epochs=2, num_minibatches=3)
+    calls = calls_of(build(grpo_step, cfg=cfg), WORKLOAD, {"actor": llama(1), "reward": None})
+    assert [call.name for call in calls] == ["actor.generate", "actor.train"]
+    assert [call.num_sequences for call in calls] == [2048, 2048]
+    assert (calls[1].passes, calls[1].updates, calls[1].after) == (2, 6, ("actor.generate",))
+    assert [call.unit for call in calls] == ["actor.generate", "actor"]
+
+
+def test_the_torch_engine_is_data_parallel_only() -> None:
+    made = plan(h100(1, 4), engine="torch", max_lag=1)
+    for layout in made.layouts.values():
+        assert (layout.tp, layout.pp, layout.zero) == (1, 1, 0)
+
+
+def test_what_fits_nowhere_is_refused_with_the_ledger_and_a_way_out() -> None:
+    with pytest.raises(PlanError) as refused:
+        plan(h100(1), 70, 70)
+    lines = str(refused.value).splitlines()
+    assert lines[0] == (
+        "'critic' fits nowhere on cluster 'h100'. At best: 'critic' alone on 8 x h100: 144 GiB per "
+        "device are needed, 71.7 GiB are there, 72.5 GiB are lacking"
+    )
+    assert lines[1].startswith("group 'all' does not fit: during 'actor.generate' each of its 8")
+    assert "always: critic" in str(refused.value)
+    assert lines[-1].startswith("the cheapest change that makes it fit: cluster.num_nodes=")
+    nodes = int(lines[-1].split("=")[1].split()[0])
+    assert plan(h100(nodes), 70, 70, max_lag=0, deadline_s=5.0).prediction is not None
+
+
+@pytest.mark.parametrize(
+    ("layouts", "message"),
+    [
+        (
+            {"actor.train": {"tp": 3}},
+            "pin layouts.actor.train: tp=3 does not divide 32 heads (model 'llama-1b')",
+        ),
+        (
+            {"actor.train": {"tp": 16}},
+            "pin layouts.actor.train: tp=16 is more than the 8 devices of a node; set "
+            "plan.tp_across_nodes=true to allow it (model 'llama-1b')",
+        ),
+        (
+            {"actor.trian": {"tp": 2}},
+            "pin layouts names call 'actor.trian'; the step's calls are actor.generate, "
+            "reward.score, critic.value, ref.logprob, actor.train, critic.train",
+        ),
+    ],
+)
+def test_illegal_pins_are_refused(layouts: dict[str, dict[str, int]], message: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        plan(h100(2), pins=Pins(layouts=layouts))
+    assert str(refused.value) == message
+
+
+def test_an_unknown_role_is_refused() -> None:
+    with pytest.raises(PlanError, match="has no role 'judge'; its roles are actor, critic"):
+        calls_of(PPO_GRAPH, WORKLOAD, {**models(1, 1), "judge": llama(1)})
+
+
+@pytest.mark.parametrize("unit", ["actor", "actor.generate", "critic", "ref"])
+def test_an_option_can_be_explained(unit: str) -> None:
+    calls = calls_of(PPO_GRAPH, WORKLOAD, models(7, 7))
+    table = ModelTable(calls, GPU_DEFAULTS)
+    mesh = Mesh(h100(1), (8,))
+    options = table.options(unit, mesh, with_source=True)
+    assert len(options) > 2
+    for option in options:
+        held, plans = table.explain(unit, mesh, option, with_source=True)
+        assert held.total == option.resident_bytes
+        assert {name: p.duration_s for name, p in plans.items()} == option.durations_s
+        assert option.least_bytes <= mesh.memory_bytes
+        for layout in option.layouts.values():
+            assert isinstance(layout, Layout)
+            assert layout.num_devices == 8

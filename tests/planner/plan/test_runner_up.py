@@ -1,0 +1,85 @@
+"""Why the second best plan lost, in step times that agree with those beside it."""
+
+from __future__ import annotations
+
+import pytest
+from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from penstock.planner.inputs.mesh import Mesh
+from penstock.planner.plan.runner_up import runner_up
+from penstock.planner.search.options import Option
+from penstock.planner.search.result import Assignment, GroupAssignment
+
+LINK = LinkSpec(bytes_per_s=1e9, latency_s=0.0)
+CLUSTER = ClusterSpec(
+    name="made-up",
+    node_groups=(
+        NodeGroup(
+            num_nodes=1,
+            devices_per_node=4,
+            device=DeviceSpec(
+                name="cpu",
+                memory_bytes=10**9,
+                flops_per_s={"float32": 1e9},
+                memory_bytes_per_s=1e9,
+                host_bytes_per_s=1e9,
+            ),
+            within=LINK,
+        ),
+    ),
+    between=LINK,
+)
+
+
+def assignment(step_time_s: float, **busy_s: float) -> Assignment:
+    """Two devices for each unit, which is that busy."""
+    groups = tuple(
+        GroupAssignment(
+            (unit,),
+            Mesh(CLUSTER, (2,)),
+            (2 * i, 2 * i + 1),
+            {unit: Option({f"{unit}.call": seconds}, 0, {f"{unit}.call": 0}, {})},
+        )
+        for i, (unit, seconds) in enumerate(busy_s.items())
+    )
+    return Assignment(groups, 0, step_time_s)
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        (
+            assignment(12.0, actor=11.5, ref=3.0),
+            "its group of actor on 2 devices is busy 11.5 s of each step, longer than the 10.0 s "
+            "of a whole step of the best plan",
+        ),
+        (
+            assignment(12.0, actor=9.5, ref=3.0),
+            "its busiest group, actor on 2 devices, works 9.50 s of each step and waits the rest "
+            "for other groups",
+        ),
+        (
+            assignment(10.02, actor=10.02, ref=3.0),
+            "only 20.0 ms slower: its group of actor on 2 devices is busy 10.0 s of each step, "
+            "longer than a whole step of the best plan takes",
+        ),
+        (
+            assignment(10.02, actor=9.5, ref=3.0),
+            "only 20.0 ms slower: its busiest group, actor on 2 devices, works 9.50 s of each step "
+            "and waits the rest for other groups",
+        ),
+        (
+            assignment(10.0, actor=10.0, ref=3.0),
+            "as fast as the best plan; of plans that take the same time the first one found wins",
+        ),
+    ],
+)
+def test_the_reason_compares_with_the_step_that_is_shown(second: Assignment, why: str) -> None:
+    lost = runner_up(second, assignment(10.0, actor=8.0, ref=2.0))
+    assert lost is not None
+    assert lost.description == "actor on 2; ref on 2"
+    assert lost.step_time_s == second.step_time_s
+    assert lost.why == why
+
+
+def test_no_other_plan() -> None:
+    assert runner_up(None, assignment(10.0, actor=8.0)) is None

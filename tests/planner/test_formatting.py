@@ -1,0 +1,98 @@
+"""Numbers, devices and tables as text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from penstock.planner.formatting import (
+    aligned,
+    bytes_text,
+    cluster_text,
+    lengths_text,
+    percent_text,
+    placement_text,
+    ranges_text,
+    seconds_text,
+    workload_text,
+)
+from penstock.planner.inputs.workload import Lengths, Workload
+
+from .hand_made import h100, ppo, split_plan
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (1234.5, "1,234 s"), (123.4, "123 s"), (12.34, "12.3 s"), (1.0, "1.00 s"),
+        (0.9996, "1.00 s"), (0.4567, "457 ms"), (0.00123, "1.23 ms"), (4.5e-6, "4.50 us"),
+        (0.0, "0 s"), (99.97, "100 s"),
+    ],
+)  # fmt: skip
+def test_seconds_have_three_digits(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (77 * 10**9, "71.7 GiB"),
+        (2**41, "2.00 TiB"),
+    ],
+)
+def test_bytes_are_in_powers_of_1024(size: int, text: str) -> None:
+    assert bytes_text(size) == text
+
+
+def test_a_column_of_bytes_has_one_unit() -> None:
+    assert bytes_text(2**29, like=2**30) == "0.50 GiB"
+    assert bytes_text(2**29, like=2**30, unit=False) == "0.50"
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.0, "0 %"), (0.0321, "3.2 %"), (0.0996, "10 %"), (0.5, "50 %"), (1, "100 %")]
+)  # fmt: skip
+def test_percents(share: float, text: str) -> None:
+    assert percent_text(share) == text
+
+
+@given(devices=st.sets(st.integers(0, 60)))
+def test_ranges_name_every_device_once(devices: set[int]) -> None:
+    named: list[int] = []
+    for piece in filter(None, ranges_text(tuple(devices)).split(", ")):
+        first, _, last = piece.partition("-")
+        named += range(int(first), int(last or first) + 1)
+    assert named == sorted(devices)
+
+
+def test_neighbours_stand_together() -> None:
+    assert ranges_text([0, 1, 2, 3, 7, 9, 10]) == "0-3, 7, 9-10"
+
+
+def test_lengths_and_workloads() -> None:
+    spread = Lengths(tokens=(30, 1000), weights=(3, 1))
+    assert lengths_text(spread) == "30 to 1,000 tokens (mean 272)"
+    workload = Workload(num_prompts=64, samples_per_prompt=8, prompt=Lengths.constant(128),
+                        response=spread, updates_per_train=4)  # fmt: skip
+    assert workload_text(workload) == (
+        "64 prompts x 8 responses; prompt 128 tokens, response 30 to 1,000 tokens (mean 272), "
+        "4 updates"
+    )
+
+
+def test_clusters() -> None:
+    assert cluster_text(h100(16)) == "h100: 16 nodes x 8 h100 = 128 devices"
+    assert cluster_text(h100(1)) == "h100: 1 node x 8 h100 = 8 devices"
+    assert cluster_text("mine") == "mine"
+
+
+def test_placements() -> None:
+    assert placement_text(ppo(), split_plan()) == "{actor, ref} on 8, {critic, reward} on 8"
+
+
+def test_columns_stand_under_each_other() -> None:
+    assert aligned([["a", "1"], ["bcd", "20"]], right=[1]) == ["a     1", "bcd  20"]

@@ -1,0 +1,285 @@
+"""File tasks: JSONL and Parquet with every kind of bad row, splits, rewards, errors."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from penstock.dataflow.errors import ConfigError
+from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.data.row_report import DataReport
+from penstock.workers.data.rows_file import Columns, read_rows
+from penstock.workers.data.task import Task, VerifierSpec, fingerprint
+
+GOOD = b'{"id": "%d", "prompt": "%d+1=", "answer": %d}\n'
+
+
+def _lines(folder: Path, *lines: bytes, name: str = "rows.jsonl") -> str:
+    path = folder / name
+    path.write_bytes(b"".join(lines))
+    return str(path)
+
+
+def _problems(folder: Path, num_rows: int, name: str = "rows.jsonl", start: int = 0) -> str:
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(start, start + num_rows)]
+    return _lines(folder, *(json.dumps(row).encode() + b"\n" for row in rows), name=name)
+
+
+def test_every_kind_of_bad_row_is_reported_with_file_and_line(tmp_path: Path) -> None:
+    path = _lines(
+        tmp_path,
+        b"\xef\xbb\xbf" + GOOD % (1, 1, 2),
+        b'{"id": "2", "prompt": "x", "answer": "y"\n',
+        b"\n",
+        b'{"id": "4", "prompt": "\xff", "answer": "y"}\n',
+        b"[" * 100_000 + b"\n",
+        b'["prompt", "answer"]\n',
+        b'{"id": "7", "answer": "y"}\n',
+        b'{"id": "8", "prompt": null, "answer": "y"}\n',
+        b'{"id": "9", "prompt": ["x"], "answer": "y"}\n',
+        b'{"id": "10", "prompt": "x", "answer": true}\n',
+        b'{"id": "11", "prompt": "  ", "answer": "y"}\n',
+        b'{"id": "12", "prompt": "x", "answer": ""}\n',
+        b'{"id": "13", "prompt": "\\ud800", "answer": "y"}\n',
+        b'{"id": "1", "prompt": "x", "answer": "y"}\n',
+        GOOD % (15, 15, 16),
+        b'{"id": 16, "prompt": "last line without an end", "answer": 0.5}',
+    )
+    report = DataReport(path, num_examples=20)
+    rows = read_rows(path, Columns(answer="answer", id="id"), report)
+    assert rows["prompt"][:] == ["1+1=", "15+1=", "last line without an end"]
+    assert rows["answer"][:] == ["2", "16", "0.5"]
+    assert rows["where"][:] == [f"{path}:{line}" for line in (1, 15, 16)]
+    assert str(report).replace(path, "rows") == (
+        "rows: 3 of 15 rows kept, 12 left out\n"
+        "    3 x malformed JSON\n"
+        "    2 x missing field 'prompt'\n"
+        "    1 x not an object\n"
+        "    1 x wrong type of 'prompt'\n"
+        "    1 x wrong type of 'answer'\n"
+        "    1 x empty prompt\n"
+        "    1 x empty answer\n"
+        "    1 x broken Unicode in 'prompt'\n"
+        "    1 x duplicate id\n"
+        "    rows:2: malformed JSON: Expecting ',' delimiter at column 41\n"
+        "    rows:4: malformed JSON: byte 24 of the line is not UTF-8\n"
+        "    rows:5: malformed JSON: nested too deeply, or a number with too many digits\n"
+        "    rows:6: not an object: a row is an object with named fields, got a list\n"
+        "    rows:7: missing field 'prompt': it has id, answer\n"
+        "    rows:8: missing field 'prompt': it is null\n"
+        "    rows:9: wrong type of 'prompt': expected text, got a list\n"
+        "    rows:10: wrong type of 'answer': expected text, got a boolean\n"
+        "    rows:11: empty prompt: 'prompt' is '  '\n"
+        "    rows:12: empty answer: 'answer' is ''\n"
+        "    rows:13: broken Unicode in 'prompt': half a surrogate pair at character 1\n"
+        "    rows:14: duplicate id: '1' first stands at rows:1"
+    )
+
+
+def test_parquet_rows_are_checked_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a local file needs no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    path = tmp_path / "rows[1].parquet"
+    columns = {"question": ["1+1=", None, " ", "2+2="], "answer": [2, 3, 4, 4]}
+    pq.write_table(pa.table(columns), path)
+    report = DataReport("rows")
+    rows = read_rows(path, Columns(prompt="question", answer="answer"), report)
+    assert rows["prompt"][:] == ["1+1=", "2+2="]
+    assert rows["answer"][:] == ["2", "4"]
+    assert rows["where"][:] == [f"{path} row 1", f"{path} row 4"]
+    assert str(report).replace(str(path), "rows") == (
+        "rows: 2 of 4 rows kept, 2 left out\n"
+        "    1 x missing field 'question'\n"
+        "    1 x empty prompt\n"
+        "    rows row 2: missing field 'question': it is null\n"
+        "    rows row 3: empty prompt: 'question' is ' '"
+    )
+
+
+def test_parquet_and_jsonl_give_the_same_task(tmp_path: Path) -> None:
+    path = _problems(tmp_path, 10)
+    columns = {"prompt": [f"{i}+1=" for i in range(10)], "answer": [i + 1 for i in range(10)]}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    from_lines = FileTaskSpec(path=path, num_held_out=3).build()
+    from_parquet = FileTaskSpec(path=str(tmp_path / "rows.parquet"), num_held_out=3).build()
+    for index in range(10):
+        assert from_lines.prompt_text(index) == from_parquet.prompt_text(index)
+        assert from_lines.answer_text(index) == from_parquet.answer_text(index)
+
+
+def test_pairs_and_equal_pairs(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "chosen": "a", "rejected": b} for b in ("b", "a", "c")]
+    path = _lines(tmp_path, *(json.dumps(row).encode() + b"\n" for row in rows))
+    task = FileTaskSpec(
+        path=path,
+        answer_field=None,
+        chosen_field="chosen",
+        rejected_field="rejected",
+        max_bad_fraction=0.5,
+    ).build()
+    assert [task.pair_texts(index) for index in task.train] == [("a", "b"), ("a", "c")]
+    assert task.answer_text(0) is None
+    assert dict(task.report.reasons) == {"equal pair": 1}
+    with pytest.raises(ConfigError) as caught:
+        _ = task.verifier
+    assert str(caught.value) == (
+        f"reward 'exact_match' compares with the answer, but '{path}' is read without one\n"
+        "    set answer_field, or another reward"
+    )
+
+
+def test_a_task_scores_and_imitates(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2", "response": "It is 2"}]
+    task = FileTaskSpec(
+        path=_lines(tmp_path, json.dumps(rows[0]).encode()), response_field="response"
+    ).build()
+    assert isinstance(task, Task)
+    assert task.task_id == "rows"
+    assert task.answer_text(0) == "It is 2"
+    assert task.pair_texts(0) is None
+    assert (task.score(0, " 2 "), task.score(0, "It is 2")) == (1.0, 0.0)
+    assert task.verifier_call(0, "r") == ("1+1=", "r", "2")
+    assert task.verifier is None
+
+
+def test_held_out_prompts_are_kept_out_of_training(tmp_path: Path) -> None:
+    path = _lines(tmp_path, *(GOOD % (i, i % 20, 1) for i in range(60)))
+    task = FileTaskSpec(path=path, num_held_out=8).build()
+    train = [task.prompt_text(index) for index in task.train]
+    held_out = [task.prompt_text(index) for index in task.held_out]
+    assert len(set(held_out)) == len(held_out) == 8
+    assert (len(train), set(train) & set(held_out)) == (36, set())
+    assert dict(task.report.reasons) == {"prompt is held out": 16}
+    again = FileTaskSpec(path=path, num_held_out=8).build()
+    assert held_out == [again.prompt_text(index) for index in again.held_out]
+
+
+def test_a_held_out_file_takes_its_prompts_from_training(tmp_path: Path) -> None:
+    path = _problems(tmp_path, 10)
+    held_out = _problems(tmp_path, 4, name="held_out.jsonl", start=8)
+    task = FileTaskSpec(path=path, held_out_path=held_out).build()
+    assert [task.prompt_text(i) for i in task.train] == [f"{i}+1=" for i in range(8)]
+    assert [task.prompt_text(i) for i in task.held_out] == [f"{i}+1=" for i in range(8, 12)]
+    assert str(task.report).splitlines()[0] == (
+        f"{path} and {held_out}: 12 of 14 rows kept, 2 left out"
+    )
+
+
+def test_rewards_are_named_for_another_process(tmp_path: Path) -> None:
+    path = _problems(tmp_path, 3)
+    (tmp_path / "mine.py").write_text("def third(prompt, response, answer):\n    return 1 / 3\n")
+    mine = f"{tmp_path}/./mine.py:third"
+    task = FileTaskSpec(path=path, reward=mine).build()
+    assert task.score(0, "x") == 1 / 3
+    assert task.verifier == VerifierSpec(
+        factory="penstock.workers.rewards.verifiers:make_verifier",
+        arguments={"reward": f"{tmp_path.resolve()}/mine.py:third"},
+    )
+    assert FileTaskSpec(path=path, reward=mine, reward_in_process=True).build().verifier is None
+    task = FileTaskSpec(path=path, reward="math_verify").build()
+    assert task.verifier is not None
+    assert task.verifier.arguments == {"reward": "math_verify"}
+
+    def quarter(prompt: str, response: str, answer: str | None) -> float:
+        return 0.25
+
+    inner = FileTaskSpec(path=path, reward=quarter, reward_in_process=True).build()
+    assert inner.score(0, "x") == 0.25
+
+
+def _message(**options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        FileTaskSpec(**options).build()
+    return str(caught.value)
+
+
+def test_errors_about_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _problems(tmp_path, 3, name="train.jsonl")
+    assert _message(path="trian.jsonl") == (
+        "there is no file 'trian.jsonl'; did you mean 'train.jsonl'?\n"
+        "    give a JSONL or Parquet file, from the folder the run is started in"
+    )
+    assert _message(path="no/such.jsonl").startswith("there is no file 'no/such.jsonl'\n")
+    assert _message(path=".") == "'.' is not a file\n    give a JSONL or Parquet file"
+    (tmp_path / "rows.csv").write_text("a,b\n")
+    assert _message(path="rows.csv") == (
+        "'rows.csv': the ending '.csv' says neither JSONL nor Parquet\n"
+        "    files end in .jsonl, .ndjson, .json, .parquet, .pq"
+    )
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert _message(path="empty.jsonl") == (
+        "empty.jsonl has no rows\n    give a file with at least one row"
+    )
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 but not really")
+    first, second = _message(path="broken.parquet").split("\n")
+    assert first.startswith("'broken.parquet' cannot be read as Parquet: Parquet magic bytes")
+    assert second == "    write the file again"
+
+
+def test_a_file_that_is_mostly_bad_stops_the_run(tmp_path: Path) -> None:
+    path = _lines(tmp_path, GOOD % (1, 1, 2), b"1 2\n", b"?\n")
+    assert _message(path=path).replace(path, "rows") == (
+        "rows: 1 of 3 rows kept, 2 left out\n"
+        "    2 x malformed JSON\n"
+        "    rows:2: malformed JSON: Extra data at column 3\n"
+        "    rows:3: malformed JSON: Expecting value at column 1\n"
+        "    that is more than max_bad_fraction=0.1 of all rows; mend them, or raise "
+        "max_bad_fraction to go on without them"
+    )
+    assert len(FileTaskSpec(path=path, max_bad_fraction=0.7).build().train) == 1
+    assert "no row is left to use" in _message(path=path, prompt_field="question")
+
+
+def test_errors_about_options(tmp_path: Path) -> None:
+    path = _problems(tmp_path, 4)
+    assert _message(path=path, num_held_out=5) == (
+        f"'{path}' has 4 different prompts, of which 5 are to be held out\n"
+        "    set num_held_out below 4"
+    )
+    assert _message(path=path, num_held_out=4) == (
+        f"'{path}' has no problem left to train on: all its prompts are held out\n"
+        "    lower num_held_out, or give another held_out_path"
+    )
+    assert _message(path=path, chosen_field="c") == (
+        f"'{path}': only chosen_field is given, but a pair has a better and a worse response\n"
+        "    give chosen_field and rejected_field together"
+    )
+    assert _message(path=path, held_out_path=path, num_held_out=2) == (
+        f"'{path}': both held_out_path and num_held_out=2 are given\n    give one of them"
+    )
+    assert "max_bad_fraction from 0 to 1" in _message(path=path, max_bad_fraction=2)
+
+
+@pytest.mark.parametrize("field", ["prompt", "answer", "response", "chosen", "rejected"])
+def test_the_fingerprint_changes_with_every_field_that_is_read(tmp_path: Path, field: str) -> None:
+    rows = [
+        {
+            part: f"{part} {i}"
+            for part in ("prompt", "answer", "response", "chosen", "rejected", "note")
+        }
+        for i in range(3)
+    ]
+
+    def now() -> str:
+        lines = (json.dumps(row).encode() + b"\n" for row in rows)
+        spec = FileTaskSpec(
+            path=_lines(tmp_path, *lines),
+            response_field="response",
+            chosen_field="chosen",
+            rejected_field="rejected",
+        )
+        return fingerprint(spec.build())
+
+    before = now()
+    rows[1]["note"] = "a field that nobody reads"
+    assert now() == before
+    rows[1][field] = "changed"
+    assert now() != before

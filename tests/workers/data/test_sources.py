@@ -1,0 +1,221 @@
+"""Sources: purity in (seed, step), epochs, tables, over-long rows, errors."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.dataflow.errors import ConfigError
+from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.data.reasoning_task import ReasoningTaskSpec
+from penstock.workers.data.sources import (
+    DemonstrationSource,
+    PairSource,
+    PromptSource,
+    epoch_order,
+)
+from penstock.workers.data.task import task_alphabet
+from penstock.workers.models.tokenizer import TokenizerSpec
+
+TASK = ReasoningTaskSpec(
+    name="chain_sum",
+    config={"max_terms": 3, "max_digits": 1},
+    prompt_template="{expression}=",
+    strip_spaces=True,
+    num_train=50,
+    num_held_out=20,
+).build()
+TOKENIZER = TokenizerSpec(alphabet=task_alphabet(TASK)).build()
+
+
+def test_the_order_of_an_epoch_is_fixed_for_good() -> None:
+    assert epoch_order(8, 0, 0).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
+    assert epoch_order(8, 0, 1).tolist() == [7, 4, 2, 6, 5, 0, 1, 3]
+    assert epoch_order(8, 1, 0).tolist() == [3, 5, 2, 7, 0, 6, 1, 4]
+
+
+@given(st.integers(1, 300), st.integers(-(2**63), 2**63), st.integers(0, 2**40))
+def test_the_order_of_an_epoch_is_a_permutation(num_rows: int, seed: int, epoch: int) -> None:
+    order = epoch_order(num_rows, seed, epoch)
+    epoch_order.cache_clear()
+    assert np.array_equal(order, epoch_order(num_rows, seed, epoch))
+    assert sorted(order.tolist()) == list(range(num_rows))
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=4), st.integers(0, 99))
+def test_a_step_depends_on_seed_and_step_alone(steps: list[int], seed: int) -> None:
+    used = PromptSource(TASK, TOKENIZER, batch_size=7, seed=seed)
+    for step in steps:
+        epoch_order.cache_clear()
+        fresh = PromptSource(TASK, TOKENIZER, batch_size=7, seed=seed).batch(step)
+        again = used.batch(step)
+        assert torch.equal(again.prompt, fresh.prompt)
+        assert torch.equal(again.prompt_id, fresh.prompt_id)
+
+
+@given(st.integers(1, 50), st.integers(0, 5))
+@settings(max_examples=20)
+def test_an_epoch_visits_each_problem_once(batch_size: int, epoch: int) -> None:
+    source = PromptSource(TASK, TOKENIZER, batch_size=batch_size, seed=3)
+    per_epoch = source.steps_per_epoch
+    assert per_epoch == 50 // batch_size
+    steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
+    seen = [index for step in steps for index in source.batch(step).prompt_id.tolist()]
+    assert len(set(seen)) == len(seen) == per_epoch * batch_size
+    assert set(seen) <= set(TASK.train)
+
+
+def test_epochs_and_seeds_differ() -> None:
+    source = PromptSource(TASK, TOKENIZER, batch_size=50, seed=0)
+    other = PromptSource(TASK, TOKENIZER, batch_size=50, seed=1)
+    assert source.batch(0).prompt_id.tolist() != source.batch(1).prompt_id.tolist()
+    assert source.batch(0).prompt_id.tolist() != other.batch(0).prompt_id.tolist()
+
+
+def test_prompts_are_the_problems_their_ids_name() -> None:
+    source = PromptSource(TASK, TOKENIZER, batch_size=5, seed=0)
+    for table in (source.batch(4), source.held_out(5)):
+        texts = TOKENIZER.decode_rows(table.prompt)
+        assert texts == [TASK.prompt_text(index) for index in table.prompt_id.tolist()]
+        assert table.prompt.dtype == table.prompt_id.dtype == torch.int64
+        assert (table.prompt >= 0).sum(1).tolist() == [len(text) for text in texts]
+
+
+def test_held_out_prompts_are_the_first_ones_and_never_trained() -> None:
+    source = PromptSource(TASK, TOKENIZER, batch_size=5, seed=0)
+    assert source.held_out().prompt_id.tolist() == list(TASK.held_out)
+    assert source.held_out(3).prompt_id.tolist() == list(TASK.held_out)[:3]
+
+
+def test_demonstrations_train_the_answer_and_its_end() -> None:
+    table = DemonstrationSource(TASK, TOKENIZER, batch_size=6, seed=0).batch(2)
+    answers = TOKENIZER.decode_responses(table.tokens, table.mask)
+    whole = TOKENIZER.decode_rows(table.tokens)
+    for row, (answer, text) in enumerate(zip(answers, whole, strict=True)):
+        prompt = text.removesuffix(f"{answer}<eos>")
+        index = [TASK.prompt_text(i) for i in TASK.train].index(prompt)
+        assert answer == TASK.answer_text(index)
+        assert table.mask[row].sum() == len(answer) + 1
+        assert not table.mask[row][table.tokens[row] < 0].any()
+    assert table.mask.dtype == torch.bool
+
+
+def test_pairs_share_the_prompt_and_the_worse_answer_is_wrong() -> None:
+    source = PairSource(TASK, TOKENIZER, batch_size=25, seed=0)
+    table = source.batch(0)
+    assert table.chosen.tolist() == [True, False] * 25
+    ids = table.pair_id.tolist()
+    assert ids[::2] == ids[1::2]
+    assert set(Counter(ids).values()) == {2}
+    responses = TOKENIZER.decode_responses(table.tokens, table.mask)
+    for index, response, chosen in zip(ids, responses, table.chosen.tolist(), strict=True):
+        assert (TASK.score(index, response) == 1.0) == chosen
+
+
+def test_made_up_answers_are_pure_in_seed_and_step_and_change_with_the_epoch() -> None:
+    source = PairSource(TASK, TOKENIZER, batch_size=50, seed=0)
+    assert torch.equal(source.batch(1).tokens, source.batch(1).tokens)
+
+    def worse(step: int) -> dict[int, str]:
+        table = source.batch(step)
+        texts = TOKENIZER.decode_responses(table.tokens, table.mask)
+        return dict(zip(table.pair_id.tolist()[1::2], texts[1::2], strict=True))
+
+    assert worse(0) != worse(1)
+
+
+def test_made_up_answers_keep_to_the_limit_and_the_alphabet() -> None:
+    source = PairSource(
+        TASK, TOKENIZER, batch_size=25, seed=0, max_response_tokens=3, max_bad_fraction=0.9
+    )
+    table = source.batch(0)
+    assert table.mask.sum(1).max() <= 3
+    assert TOKENIZER.backend.unk_token_id not in table.tokens
+
+
+def _file(folder: Path, rows: list[dict[str, str]]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_explicit_pairs_come_from_the_file(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{i}", "good": f"g{i}", "bad": f"b{i}"} for i in range(4)]
+    task = FileTaskSpec(
+        path=_file(tmp_path, rows), answer_field=None, chosen_field="good", rejected_field="bad"
+    ).build()
+    tokenizer = TokenizerSpec().build()
+    table = PairSource(task, tokenizer, batch_size=4, seed=0).batch(0)
+    texts = tokenizer.decode_rows(table.tokens)
+    expected = [f"p{i}{kind}{i}<eos>" for i in table.pair_id.tolist()[::2] for kind in ("g", "b")]
+    assert texts == expected
+
+
+def test_rows_that_do_not_fit_are_reported_with_file_and_line(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(9)]
+    rows[2]["prompt"] = "1" * 20
+    rows[4]["prompt"] = "1+é="
+    rows[6]["answer"] = "7" * 9
+    path = _file(tmp_path, rows)
+    task = FileTaskSpec(path=path).build()
+    tokenizer = TokenizerSpec().build()
+    source = DemonstrationSource(
+        task,
+        tokenizer,
+        batch_size=2,
+        seed=0,
+        max_prompt_tokens=8,
+        max_response_tokens=4,
+        max_bad_fraction=0.5,
+    )
+    assert str(source.report) == (
+        "demonstrations of task 'rows': 6 of 9 rows kept, 3 left out\n"
+        "    1 x over-long prompt\n"
+        "    1 x prompt outside the alphabet\n"
+        "    1 x over-long response\n"
+        f"    {path}:3: over-long prompt: 20 tokens, limit 8\n"
+        f"    {path}:5: prompt outside the alphabet: the tokenizer cannot express 'é'\n"
+        f"    {path}:7: over-long response: 10 tokens, limit 4"
+    )
+    texts = [text for step in range(3) for text in tokenizer.decode_rows(source.batch(step).tokens)]
+    assert sorted(texts) == [f"{i}+1={i + 1}<eos>" for i in (0, 1, 3, 5, 7, 8)]
+
+
+def test_too_many_over_long_prompts_stop_the_run() -> None:
+    with pytest.raises(ConfigError, match="more than max_bad_fraction=0.1 of all rows"):
+        PromptSource(TASK, TOKENIZER, batch_size=1, seed=0, max_prompt_tokens=4)
+
+
+def test_errors() -> None:
+    with pytest.raises(ConfigError) as large:
+        PromptSource(TASK, TOKENIZER, batch_size=51, seed=0)
+    assert str(large.value) == (
+        "batch_size is 51 prompts per step, but task 'chain_sum' has only 50\n"
+        "    use batch_size <= 50 (a stage's `per_step` key), or more problems"
+    )
+    with pytest.raises(ConfigError) as none:
+        PairSource(TASK, TOKENIZER, batch_size=0, seed=0)
+    assert str(none.value) == "batch_size is 0\n    use at least 1 preference pair per step"
+    source = PromptSource(TASK, TOKENIZER, batch_size=1, seed=0)
+    with pytest.raises(ConfigError) as many:
+        source.held_out(21)
+    assert str(many.value) == (
+        "21 held-out prompts are asked for, but task 'chain_sum' holds out 20\n"
+        "    ask for 1 to 20, or hold out more (num_held_out)"
+    )
+    with pytest.raises(ValueError, match="step must be at least 0"):
+        source.batch(-1)
+    task = ReasoningTaskSpec(name="propositional_logic", num_train=3, num_held_out=1).build()
+    with pytest.raises(ConfigError) as answers:
+        DemonstrationSource(task, TOKENIZER, batch_size=1, seed=0)
+    assert str(answers.value) == (
+        "task 'propositional_logic' has no answers to make demonstrations of\n"
+        "    choose another task, or give a file with answers or responses"
+    )

@@ -1,0 +1,289 @@
+"""Real processes on gloo: what the FSDP engine computes and learns, against the torch engine.
+
+Four processes are started, once: two of them are two shards, the others two tensor-parallel
+processes and then two ranks; afterwards they are two shards of two, and two ranks of two. Each test
+looks at a part of what they found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from megatron_models import (
+    FAMILIES,
+    OPTIMIZER,
+    load_batch,
+    optimizer_of,
+    read_weights,
+    run_group,
+    torch_policy,
+    train_pairs,
+    train_policy,
+    train_value,
+    write_models,
+)
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.planner.inputs.layout import Layout as PlannedLayout
+from penstock.planner.inputs.model_shape import shape_of
+from penstock.planner.resharding.sharding import shard
+from penstock.workers.engines.fsdp_engine.layout import fsdp_sharding
+from penstock.workers.engines.torch_engine.policy import TorchPolicy
+from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
+from penstock.workers.engines.torch_engine.value import TorchValueSpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.training.checkpoint_files import open_state, read_state_json, read_whole
+from torch import Tensor
+from torch_models import architecture
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+RANK = Path(__file__).parents[2] / "fsdp_rank.py"
+SHARDS, TENSOR, RANKS, BOTH = "r1s2t1", "r1s1t2", "r2s1t1", "r1s2t2"
+TRAINED = ("qwen2-tied", "coarse", "qwen3")
+FAMILY = {"coarse": "qwen2-tied"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the processes left what they found."""
+    made = tmp_path_factory.mktemp("fsdp")
+    write_models(made)
+    policy = resumable(made)
+    train_policy(policy, load_batch(made))
+    policy.save_state(made / "state-torch")
+    run_group(
+        made,
+        4,
+        "1,2,1:logits+train+roles+gpt2+half",
+        "~1,1,2:logits+train+roles+refusals",
+        "~2,1,1:train",
+        "1,2,2:logits+train+resume",
+        "2,2,1:resume",
+        "2,1,2:resume",
+        script=RANK,
+    )
+    return made
+
+
+def resumable(folder: Path, **options: Any) -> TorchPolicy:
+    model = ModelSpec(folder=str(folder / "qwen2-tied"), **options)
+    return torch_policy(model, optimizer=OPTIMIZER)
+
+
+def read_all(folder: Path, layout: str, part: str) -> list[dict[str, Tensor]]:
+    """What each process of a layout found."""
+    files = sorted(folder.glob(f"{part}-{layout}-*.safetensors"))
+    return [safetensors.torch.load_file(file) for file in files]
+
+
+def under(found: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    start = f"{prefix}/"
+    return {n.removeprefix(start): value for n, value in found.items() if n.startswith(start)}
+
+
+def assert_as_torch(found: dict[str, Tensor], weights: Any, metrics: dict[str, Tensor]) -> None:
+    """Weights within 1e-5, every metric within 1e-4 of itself."""
+    got = {n: value for n, value in found.items() if not n.startswith("metric/")}
+    said = under(found, "metric")
+    torch.testing.assert_close(got, weights, atol=1e-5, rtol=0)
+    assert said.keys() == metrics.keys()
+    # Whether the clipped error is the larger one is decided by rounding where both are the same.
+    for name in metrics.keys() - {"value_clip_fraction"}:
+        torch.testing.assert_close(said[name], metrics[name], atol=2e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", [SHARDS, TENSOR, BOTH])
+def test_logits_and_log_probabilities_equal_hugging_faces(folder: Path, layout: str, family: str):
+    batch = load_batch(folder)
+    found = read_all(folder, layout, "logits")
+    policy = torch_policy(ModelSpec(folder=str(folder / family)))
+    rows = batch["tokens"][:3]
+    with torch.no_grad():
+        expected = policy.module(
+            input_ids=rows.clamp(min=0), attention_mask=(rows >= 0).long()
+        ).logits[rows >= 0]
+    # Every tensor-parallel process has its own part of the vocabulary and no more.
+    tensor = int(layout[-1])
+    for begin in range(0, len(found), tensor):
+        parts = [part[f"{family}/logits"] for part in found[begin : begin + tensor]]
+        torch.testing.assert_close(torch.cat(parts, dim=-1), expected, atol=1e-5, rtol=0)
+    for name, temperature in (("logprob", 1.0), ("cold", 0.7)):
+        expected = policy.logprob(batch["tokens"], batch["mask"], temperature=temperature)
+        for part in found:
+            torch.testing.assert_close(part[f"{family}/{name}"], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", [SHARDS, TENSOR, BOTH])
+def test_weights_are_divided_and_exported_whole(folder: Path, layout: str, family: str):
+    weights = torch_policy(ModelSpec(folder=str(folder / family))).export_weights()
+    total = sum(weight.numel() for weight in weights.values())
+    for process, part in enumerate(read_all(folder, layout, "logits")):
+        export = under(part, f"{family}/export")
+        assert export.keys() == (weights.keys() if process == 0 else set())
+        for name, weight in export.items():
+            assert torch.equal(weight, weights[name]), name
+        stored = int(part[f"{family}/stored"])
+        assert stored == int(part[f"{family}/described"])
+        assert stored < 0.55 * total if layout != BOTH else stored < 0.3 * total
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """What the torch engine learns from the same: weights and metrics by role."""
+    batch = load_batch(folder)
+    learnt: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+    for family in ("qwen2-tied", "qwen3"):
+        model = ModelSpec(folder=str(folder / family))
+        policy = torch_policy(model, optimizer=optimizer_of(family))
+        metrics = train_policy(policy, batch)
+        learnt[family] = policy.export_weights(), metrics
+    learnt["coarse"] = learnt["qwen2-tied"]
+    options: dict[str, Any] = {
+        "model": ModelSpec(folder=str(folder / "qwen2-tied")),
+        "optimizer": OPTIMIZER,
+    }
+    critic = TorchValueSpec(zero_init_head=False, **options).build(WorkerContext("critic", seed=7))
+    before = {"before": critic.value(batch["tokens"], batch["mask"])}
+    metrics = train_value(critic, batch)
+    learnt["value"] = critic.export_weights() | before, metrics
+    reward = TorchRewardModelSpec(**options).build(WorkerContext("reward", seed=7))
+    rows = torch.arange(len(batch["tokens"]))
+    before = {"before": reward.score(batch["tokens"], batch["mask"], rows)}
+    metrics = train_pairs(reward, batch)
+    learnt["reward"] = reward.export_weights() | before, metrics
+    return learnt
+
+
+@pytest.mark.parametrize(
+    ("layout", "role"),
+    [
+        *itertools.product([SHARDS, TENSOR, RANKS, BOTH], TRAINED),
+        *itertools.product([SHARDS, TENSOR], ["value", "reward"]),
+    ],
+)
+def test_four_steps_learn_what_the_torch_engine_learns(
+    folder: Path,
+    expected: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]],
+    layout: str,
+    role: str,
+):
+    # Micro-batches are of 60 to 200 tokens here (4096 in "coarse") and of 4096 there.
+    found = under(read_all(folder, layout, "train" if role in TRAINED else "roles")[0], role)
+    weights, metrics = expected[role]
+    if role in TRAINED:
+        name = "model.layers.2.mlp.up_proj.weight"
+        initial = read_weights(folder / FAMILY.get(role, role))[name]
+        assert float((weights[name] - initial).abs().mean()) > 1e-3  # a hundred times the tolerance
+    assert_as_torch(found, weights, metrics)
+
+
+def test_a_family_without_a_plan_learns_the_same(folder: Path):
+    policy = torch_policy(ModelSpec(architecture=architecture("gpt2")), optimizer=OPTIMIZER)
+    metrics = train_policy(policy, load_batch(folder))
+    found = read_all(folder, SHARDS, "gpt2")[0]
+    torch.testing.assert_close(under(found, "weights"), policy.export_weights(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(under(found, "metric"), metrics, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("saved", "layout"),
+    list(itertools.product(["torch", SHARDS, TENSOR], [BOTH, "r2s2t1", "r2s1t2"])),
+)
+def test_a_state_goes_on_in_another_layout(folder: Path, saved: str, layout: str):
+    policy = resumable(folder)
+    policy.load_state(folder / f"state-{saved}")
+    metrics = train_policy(policy, load_batch(folder), range(2, 3))
+    found = under(read_all(folder, layout, "resume")[0], saved)
+    assert_as_torch(found, policy.export_weights(), metrics)
+
+
+@pytest.mark.parametrize("layout", [SHARDS, TENSOR, RANKS, BOTH])
+def test_the_torch_engine_goes_on_with_a_saved_state(folder: Path, layout: str):
+    whole = resumable(folder)
+    train_policy(whole, load_batch(folder), range(3))
+    policy = resumable(folder)
+    policy.load_state(folder / f"state-{layout}")
+    train_policy(policy, load_batch(folder), range(2, 3))
+    torch.testing.assert_close(policy.export_weights(), whole.export_weights(), atol=1e-5, rtol=0)
+
+
+def test_bfloat16_weights_learn_through_a_float32_copy(folder: Path):
+    found = read_all(folder, SHARDS, "half")[0]
+    policy = resumable(folder, dtype="bfloat16")
+    before = policy.export_weights()
+    metrics = train_policy(policy, load_batch(folder))
+    weights, trained = policy.export_weights(), under(found, "trained")
+    assert trained.keys() == weights.keys()
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"):
+        moved = (weights[name].float() - before[name].float()).abs().mean()
+        apart = (weights[name].float() - trained[name].float()).abs().mean()
+        assert apart < 0.2 * moved, name
+    assert float(found["metric/grad_norm"]) == pytest.approx(float(metrics["grad_norm"]), rel=0.05)
+    saved = folder / f"half-{SHARDS}"
+    state = read_whole(open_state(saved, read_state_json(saved), "optimizer"))
+    for name, weight in trained.items():
+        assert torch.equal(state[f"master/{name}"].bfloat16(), weight), name
+
+
+@pytest.mark.parametrize("layout", [SHARDS, TENSOR])
+def test_folders_are_hugging_faces(folder: Path, layout: str):
+    auto: Any = transformers.AutoModelForCausalLM
+    loaded = auto.from_pretrained(folder / f"policy-{layout}", local_files_only=True)
+    initial = read_weights(folder / "qwen3")
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, initial[name] + 1), name
+    critic = under(read_all(folder, layout, "roles")[0], "value")
+    saved = ModelSpec(folder=str(folder / f"critic-{layout}"))
+    again = TorchValueSpec(model=saved).build(WorkerContext("x")).export_weights()
+    assert bool(again["value_head.weight"].any())
+    for name, weight in again.items():
+        assert torch.equal(critic[name], weight), name
+
+
+@pytest.mark.parametrize(("shards", "tensor"), [(2, 1), (1, 2), (2, 2), (5, 2)])
+def test_the_planner_describes_it_the_same(shards: int, tensor: int):
+    policy = torch_policy(ModelSpec(architecture=architecture("qwen3") | {"vocab_size": 64}))
+    config = policy.module.config
+    shape = shape_of(config.to_dict(), name="tiny", dtype="float32")
+    weights = policy.export_weights()
+    ours = fsdp_sharding(
+        {name: tuple(weight.shape) for name, weight in weights.items()},
+        shards=shards,
+        tensor=tensor,
+        dtype="float32",
+    )
+    layout = PlannedLayout(tp=tensor, dp=shards, zero=3)
+    planned = shard(shape, layout, range(shards * tensor))
+    boxes = {p.name: set(planned.patterns[p.pattern]) for p in planned.params}
+    assert {p.name: set(ours.patterns[p.pattern]) for p in ours.params} == boxes
+
+
+REFUSALS = {
+    "generate": "ConfigError: 'actor' is trained by the FSDP engine, which does not generate; "
+    "give it a rollout engine (rollout=vllm or rollout=torch)",
+    "train": "RuntimeError: 'actor' is frozen and cannot train; give its spec an optimizer= "
+    "(OptimizerSpec)",
+    "odd": "PlanError: tensor parallelism 2 does not divide the 61 words of this 'qwen2'; "
+    "take more shards",
+    "gpt2": "ConfigError: engine=fsdp has tensor parallelism for llama, qwen2 and qwen3, not for "
+    "'gpt2'; leave engine.options.shards out, so that all processes that share the model divide "
+    "it by rows",
+    "shards": "ConfigError: 'actor' has shards=3, which does not divide the 2 processes that "
+    "share its model\n    set executor.tensor_parallel to a multiple of shards",
+    "stages": "ConfigError: 'actor' is on a group of 2 pipeline stages, which engine=fsdp does "
+    "not have\n    set executor.pipeline_parallel to 1, or engine=megatron",
+}
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_what_it_says_of_what_it_cannot_do(folder: Path, process: int):
+    assert json.loads((folder / f"fsdp-refusals-{process}.json").read_text()) == REFUSALS

@@ -1,0 +1,97 @@
+"""The lean forward pass against Hugging Face's own, in outputs and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from penstock.workers.engines.torch_engine.network import LeanNetwork, PlainNetwork
+from penstock.workers.engines.torch_engine.packing import pack_rows
+from torch import Tensor
+from torch_models import FAMILIES, VOCAB, make_policy
+
+ROWS, WIDTH, PROMPT = 24, 40, 9
+
+
+def rows(*, same_prompt: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, where logits are wanted (with holes), and prompt lengths."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCAB, (ROWS, WIDTH), generator=generator)
+    length = torch.randint(PROMPT + 1, WIDTH + 1, (ROWS,), generator=generator)
+    length[3] = PROMPT  # a row of which only the prompt is needed
+    tokens[torch.arange(WIDTH) >= length[:, None]] = -1
+    if same_prompt:
+        tokens[: ROWS // 2, :PROMPT] = tokens[0, :PROMPT]
+        tokens[ROWS // 2 :, :PROMPT] = tokens[-1, :PROMPT]
+    place = torch.arange(WIDTH)
+    reads = (place >= PROMPT - 1) & (place < length[:, None])
+    reads &= torch.rand(reads.shape, generator=generator) < 0.8
+    reads[:, PROMPT - 1] = True
+    reads[5] = False  # a row of which nothing is needed
+    return tokens, reads, torch.full((ROWS,), PROMPT)
+
+
+def hugging_face(module: Any, tokens: Tensor, reads: Tensor) -> Tensor:
+    logits = module(input_ids=tokens.clamp(min=0), attention_mask=(tokens >= 0).long()).logits
+    return logits[reads]
+
+
+@pytest.mark.parametrize("same_prompt", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_hugging_face(name: str, same_prompt: bool):
+    policy = make_policy(name)
+    assert isinstance(policy.network, LeanNetwork)
+    tokens, reads, shared = rows(same_prompt=same_prompt)
+    expected = hugging_face(policy.module, tokens, reads)
+    for grad in (False, True):  # they take different attention paths
+        with torch.set_grad_enabled(grad):
+            outputs, entry = policy.network.outputs(tokens, reads, shared)
+        torch.testing.assert_close(outputs[entry], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("same_prompt", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_equal_hugging_face(name: str, same_prompt: bool):
+    policy = make_policy(name)
+    tokens, reads, shared = rows(same_prompt=same_prompt)
+    weight = torch.randn(int(reads.sum()), VOCAB, generator=torch.Generator().manual_seed(2))
+
+    flat = policy.network.flat
+    flat.enable_gradients()
+    outputs, entry = policy.network.outputs(tokens, reads, shared)
+    (outputs[entry] * weight).sum().backward()
+    got = flat.named(flat.grad)
+
+    flat.enable_gradients()
+    (hugging_face(policy.module, tokens, reads) * weight).sum().backward()
+    expected = flat.named(flat.grad)
+    for name_, gradient in expected.items():
+        scale = max(float(gradient.abs().max()), 1e-3)
+        torch.testing.assert_close(got[name_], gradient, atol=2e-5 * scale, rtol=0)
+
+
+def test_a_shared_prompt_is_packed_once():
+    tokens, reads, shared = rows(same_prompt=True)
+    alone = pack_rows(tokens, reads)
+    together = pack_rows(tokens, reads, shared)
+    saved = (ROWS - 2 - 1) * PROMPT  # two prompts remain, and one row was not needed at all
+    assert abs(len(alone.tokens) - len(together.tokens) - saved) <= 16
+
+
+def test_other_architectures_take_the_hugging_face_forward():
+    policy = make_policy("gpt2")
+    assert isinstance(policy.network, PlainNetwork)
+    tokens, reads, shared = rows(same_prompt=False)
+    outputs, entry = policy.network.outputs(tokens, reads, shared)
+    expected = hugging_face(policy.module, tokens, reads)
+    torch.testing.assert_close(outputs[entry], expected, atol=1e-5, rtol=0)
+
+
+def test_a_sliding_window_is_not_taken_for_full_attention():
+    from penstock.workers.engines.torch_engine.backbone import is_lean
+    from penstock.workers.models.spec import ModelSpec
+    from torch_models import BASE
+
+    sliding = {**BASE, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}
+    assert not is_lean(ModelSpec(architecture={**sliding, "sliding_window": 8}).trunk("cpu"))

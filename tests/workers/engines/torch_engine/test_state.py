@@ -1,0 +1,166 @@
+"""Weights and states in and out of the torch workers."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
+from penstock.algorithms.roles import ValueBatch
+from penstock.dataflow.runtime.call_context import call_scope
+from penstock.dataflow.runtime.worker_protocol import Trainable, WorkerContext
+from penstock.workers.engines.torch_engine.policy import TorchPolicy, TorchPolicySpec
+from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
+from penstock.workers.engines.torch_engine.value import TorchValueSpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.training.optimizer import OptimizerSpec
+from torch_models import EOS, architecture, make_batch, make_policy
+
+OPTIMIZER = OptimizerSpec(lr=1e-3, schedule="linear", total_calls=8, warmup_calls=1)
+CONTEXT = WorkerContext("critic", seed=3)
+
+
+def train(policy: TorchPolicy, steps: range) -> None:
+    for step in steps:
+        with call_scope(step, 0):
+            policy.train(ClippedPolicyLoss(), make_batch(make_policy()), num_minibatches=2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("saved_after", [0, 2])
+@pytest.mark.parametrize("trained_before", [0, 1])
+def test_a_resumed_worker_goes_on_bit_for_bit(
+    tmp_path: Path, dtype: str, saved_after: int, trained_before: int
+):
+    whole = make_policy(optimizer=OPTIMIZER, dtype=dtype)
+    train(whole, range(saved_after))
+    whole.save_state(tmp_path)
+    train(whole, range(2, 4))
+    resumed = make_policy(optimizer=OPTIMIZER, dtype=dtype)
+    train(resumed, range(trained_before))
+    resumed.load_state(tmp_path)
+    train(resumed, range(2, 4))
+    assert resumed.weights_sha256() == whole.weights_sha256()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"weights.safetensors", "optimizer.safetensors", "state.json"}
+
+
+def test_a_state_of_another_model_is_refused(tmp_path: Path):
+    make_policy("qwen2-tied").save_state(tmp_path)
+    with pytest.raises(ValueError, match=r"weights do not fit: missing \['lm_head.weight'\]"):
+        make_policy("qwen2").load_state(tmp_path)
+    with pytest.raises(ValueError, match="was saved by a frozen worker and has no optimizer state"):
+        make_policy("qwen2-tied", optimizer=OPTIMIZER).load_state(tmp_path)
+
+
+def test_exported_weights_are_a_snapshot_and_load_in_place():
+    source = make_policy(optimizer=OPTIMIZER)
+    before = source.weights_sha256()
+    snapshot = source.export_weights()
+    train(source, range(1))
+    assert source.weights_sha256() != before
+    copy = make_policy()
+    copy.load_weights(source.export_weights())
+    assert copy.weights_sha256() == source.weights_sha256()
+    copy.load_weights(snapshot)
+    assert copy.weights_sha256() == before
+    assert isinstance(copy, Trainable)
+
+
+def test_weights_with_a_wrong_shape_are_refused():
+    policy = make_policy()
+    weights = policy.export_weights()
+    before = policy.weights_sha256()
+    weights["model.norm.weight"] = torch.zeros(5)
+    with pytest.raises(ValueError, match=r"'model.norm.weight': expected shape \[48\], got \[5\]"):
+        policy.load_weights(weights)
+    assert policy.weights_sha256() == before
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3", "gpt2"])
+def test_a_saved_policy_is_a_hugging_face_folder(tmp_path: Path, name: str):
+    policy = make_policy(name)
+    policy.save_pretrained(tmp_path)
+    auto: Any = transformers.AutoModelForCausalLM
+    loaded = auto.from_pretrained(tmp_path, local_files_only=True)
+    tokens = torch.arange(3, 20)[None]
+    torch.testing.assert_close(loaded(tokens).logits, policy.module(tokens).logits)
+    spec = TorchPolicySpec(model=ModelSpec(folder=str(tmp_path)), eos_token_id=EOS)
+    again = pickle.loads(pickle.dumps(spec)).build(CONTEXT)
+    assert again.weights_sha256() == policy.weights_sha256()
+
+
+def test_value_and_reward_models_start_from_the_policys_trunk(tmp_path: Path):
+    policy = make_policy()
+    policy.save_pretrained(tmp_path)
+    model = ModelSpec(folder=str(tmp_path))
+    trunk = policy.export_weights()
+    for spec in (TorchValueSpec(model=model), TorchRewardModelSpec(model=model)):
+        weights = spec.build(CONTEXT).export_weights()
+        assert {name: trunk[name].tolist() for name in trunk} == {
+            name: weight.tolist() for name, weight in weights.items() if name in trunk
+        }
+        assert len(weights) == len(trunk) + 2
+
+
+def test_value_and_reward_models_keep_their_heads(tmp_path: Path):
+    model = ModelSpec(architecture=architecture("llama"))
+    value = TorchValueSpec(model=model, zero_init_head=False).build(CONTEXT)
+    value.save_pretrained(tmp_path / "value")
+    again = TorchValueSpec(model=ModelSpec(folder=str(tmp_path / "value"))).build(CONTEXT)
+    assert again.weights_sha256() == value.weights_sha256()
+    reward = TorchRewardModelSpec(model=model).build(CONTEXT)
+    reward.save_pretrained(tmp_path / "reward")
+    other = WorkerContext("other", seed=99)
+    again = TorchRewardModelSpec(model=ModelSpec(folder=str(tmp_path / "reward"))).build(other)
+    assert again.weights_sha256() == reward.weights_sha256()
+
+
+def test_values_are_read_before_each_token_and_scores_after_the_last():
+    batch = make_batch(make_policy("llama"))
+    model = ModelSpec(architecture=architecture("llama"))
+    value = TorchValueSpec(model=model, zero_init_head=False).build(CONTEXT)
+    reward = TorchRewardModelSpec(model=model, micro_batch_tokens=100).build(CONTEXT)
+    values = value.value(batch.tokens, batch.mask)
+    scores = reward.score(batch.tokens, batch.mask, torch.arange(len(batch.tokens)))
+    for row, tokens in enumerate(batch.tokens):
+        ids = tokens[tokens >= 0][None]
+        hidden = value.module.model(input_ids=ids).last_hidden_state
+        expected = value.module.value_head(hidden)[0, :, 0].detach()
+        for t in torch.nonzero(batch.mask[row])[:, 0].tolist():
+            assert float(values[row, t]) == pytest.approx(float(expected[t - 1]), abs=1e-5)
+        hidden = reward.module.model(input_ids=ids).last_hidden_state
+        last = reward.module.score(hidden)[0, -1, 0].detach()
+        assert float(scores[row]) == pytest.approx(float(last), abs=1e-5)
+    assert not values[~batch.mask].any()
+
+
+def test_a_value_head_starts_at_zero_and_learns():
+    batch = make_batch(make_policy())
+    spec = TorchValueSpec(
+        model=ModelSpec(architecture=architecture("qwen2-tied")), optimizer=OptimizerSpec(lr=1e-2)
+    )
+    critic = spec.build(CONTEXT)
+    old = critic.value(batch.tokens, batch.mask)
+    assert not old.any()
+    target = ValueBatch(
+        tokens=batch.tokens, mask=batch.mask, old_value=old, value_target=batch.mask.float()
+    )
+    losses = [
+        critic.train(ClippedValueLoss(eps=None), target).metrics["loss"].value for _ in range(60)
+    ]
+    assert losses[0] == pytest.approx(0.5, rel=1e-3)
+    assert losses[-1] < 0.05
+
+
+def test_model_specs_say_what_is_wrong(tmp_path: Path):
+    with pytest.raises(ValueError, match="exactly one of folder= and architecture="):
+        ModelSpec()
+    with pytest.raises(ValueError, match="has no 'model_type'"):
+        ModelSpec(architecture={"hidden_size": 3})
+    with pytest.raises(FileNotFoundError, match=r"has no config.json; give a local folder"):
+        ModelSpec(folder=str(tmp_path)).causal_lm("cpu")

@@ -1,0 +1,267 @@
+"""New weights for a real vLLM engine, started once, with a cache too small for its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from penstock.algorithms.roles import Sampling
+from penstock.dataflow.runtime.worker_protocol import Trainable, WorkerContext
+from penstock.planner.resharding.plan_transfer import plan_transfer
+from penstock.workers.engines.torch_engine.policy import TorchPolicySpec
+from penstock.workers.engines.vllm_engine.engine import Request
+from penstock.workers.engines.vllm_engine.policy import VllmPolicy
+from penstock.workers.models.tokenizer import TokenizerSpec
+from penstock.workers.weight_sync.version_tracker import WeightsError
+from penstock.workers.weight_sync.weight_buffer import parameter_checksum
+from torch import Tensor
+from torch_models import EOS, make_prompts
+from vllm_models import (
+    by_sample,
+    generate,
+    hugging_face_logprob,
+    long_prompts,
+    model_spec,
+    random_weights,
+    set_weights,
+    start,
+)
+
+SAMPLING = Sampling(num_samples=2, max_new_tokens=20)
+TOKENIZER = TokenizerSpec(alphabet="".join(map(chr, range(65, 65 + 57))))  # ids 4 to 60
+STOP = ("C", "KL")
+GATE, UP = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def module() -> Any:
+    return model_spec("llama").causal_lm("cpu")
+
+
+@pytest.fixture(scope="module")
+def policy() -> Generator[VllmPolicy]:
+    """Keys and values of 1 KiB per token: 640 tokens."""
+    made = start("llama", stop=STOP, tokenizer=TOKENIZER, kv_cache_bytes=640 << 10)
+    yield made
+    made.close()
+
+
+def difference(policy: VllmPolicy, module: Any) -> float:
+    """Largest difference to Hugging Face over some samples."""
+    prompt, prompt_id = make_prompts(6)
+    roll = generate(policy, prompt, prompt_id, SAMPLING)
+    return float((roll.behavior_logprob - hugging_face_logprob(module, roll)).abs().max())
+
+
+VERSIONS = count(1001)
+"""Versions that the engine has not seen."""
+
+
+def deliver(policy: VllmPolicy, weights: dict[str, Tensor]) -> int:
+    version = next(VERSIONS)
+    policy.receive(weights, version, sums(weights, version))
+    return version
+
+
+def sums(weights: dict[str, Tensor], version: int) -> dict[str, int]:
+    return {name: parameter_checksum(name, t, version) for name, t in weights.items()}
+
+
+def refused(policy: VllmPolicy) -> str:
+    prompt, prompt_id = make_prompts(2)
+    with pytest.raises(WeightsError) as error:
+        generate(policy, prompt, prompt_id, SAMPLING)
+    return str(error.value)
+
+
+def test_logprobs_are_hugging_faces_after_0_1_2_and_50_updates(policy: VllmPolicy, module: Any):
+    assert difference(policy, module) < 1e-5
+    for update in range(1, 51):
+        weights = random_weights(module, update)
+        policy.load_weights(weights)
+        if update in (1, 2, 50):
+            set_weights(module, weights)
+            assert difference(policy, module) < 1e-5
+    assert policy.engine.weight_version == "50"
+
+
+def test_it_implements_what_publication_asks_for(policy: VllmPolicy):
+    assert isinstance(policy, Trainable)
+
+
+def test_the_prefix_cache_is_void_after_an_update(policy: VllmPolicy, module: Any):
+    prompt, prompt_id = long_prompts(2, 70)
+    request = [Request(prompt[0].tolist(), 1)]
+    options: dict[str, Any] = {"temperature": 1, "max_new_tokens": 2, "eos_token_id": EOS}
+    deliver(policy, random_weights(module, 60))
+    policy.engine.generate(request, **options)
+    (again,) = policy.engine.generate(request, **options)
+    assert again.cached_tokens == 64
+    old = generate(policy, prompt, prompt_id, SAMPLING)
+    weights = random_weights(module, 61)
+    deliver(policy, weights)
+    (fresh,) = policy.engine.generate(request, **options)
+    assert fresh.cached_tokens == 0
+    set_weights(module, weights)
+    new = generate(policy, prompt, prompt_id, SAMPLING)
+    expected = hugging_face_logprob(module, new)
+    torch.testing.assert_close(new.behavior_logprob, expected, atol=1e-5, rtol=0)
+    assert new.tokens.tolist() != old.tokens.tolist()
+
+
+def test_parameters_may_come_one_by_one_in_any_order(policy: VllmPolicy, module: Any):
+    weights = random_weights(module, 62)
+    version = next(VERSIONS)
+    for name in sorted(weights, reverse=True):
+        policy.receive({name: weights[name]}, version)
+    set_weights(module, weights)
+    assert difference(policy, module) < 1e-5
+
+
+# --- the four ways in which a transfer can go wrong
+
+
+def test_a_damaged_slice_is_refused(policy: VllmPolicy, module: Any):
+    weights = random_weights(module, 70)
+    version = next(VERSIONS)
+    made = sums(weights, version)
+    weights[UP][7, 3:5] = 0.1
+    with pytest.raises(WeightsError) as error:
+        policy.receive(weights, version, made)
+    assert str(error.value) == (
+        f"'actor' was given parameter '{UP}' as version {version}, and it does not have the "
+        "checksum that its sender made of that: it was damaged, swapped with another, or is of "
+        "another version. Send it again"
+    )
+    assert refused(policy) == (
+        f"cannot use the weights on device 0: parameter '{UP}' has only 0 of its 5120 elements of "
+        f"version {version}; version {version} is expected. Transfer version {version} to it, whole"
+    )
+    good = random_weights(module, 70)
+    policy.receive({UP: good[UP]}, version, made)
+    set_weights(module, good)
+    assert difference(policy, module) < 1e-5
+
+
+def test_a_dropped_slice_is_refused(policy: VllmPolicy, module: Any):
+    before = deliver(policy, random_weights(module, 71))
+    weights = random_weights(module, 72)
+    version = next(VERSIONS)
+    policy.receive({n: t for n, t in weights.items() if n != GATE}, version, sums(weights, version))
+    assert refused(policy) == (
+        f"cannot use the weights on device 0: parameter '{GATE}' is of version {before}; version "
+        f"{version} is expected. Transfer version {version} to it, whole"
+    )
+    policy.receive({GATE: weights[GATE]}, version, sums(weights, version))
+    set_weights(module, weights)
+    assert difference(policy, module) < 1e-5
+
+
+def test_two_swapped_slices_are_refused(policy: VllmPolicy, module: Any):
+    weights = random_weights(module, 73)
+    version = next(VERSIONS)
+    made = sums(weights, version)
+    weights[GATE], weights[UP] = weights[UP], weights[GATE]
+    with pytest.raises(WeightsError, match=f"parameter '{UP}' as version {version}, and it does"):
+        policy.receive(weights, version, made)
+    assert f"parameter '{GATE}' has only 0 of its 5120 elements" in refused(policy)
+    deliver(policy, random_weights(module, 73))
+
+
+def test_an_old_version_is_refused(policy: VllmPolicy, module: Any):
+    version = deliver(policy, random_weights(module, 74))
+    old = random_weights(module, 73)
+    with pytest.raises(WeightsError) as error:
+        policy.receive(old, version - 1, sums(old, version - 1))
+    assert str(error.value) == (
+        f"'actor' was given parameter 'model.embed_tokens.weight' of version {version - 1}, and "
+        f"expects version {version} or newer; send the current weights"
+    )
+    with pytest.raises(WeightsError, match=f"as version {version + 1}, and it does not have"):
+        policy.receive(old, next(VERSIONS), sums(old, version - 1))
+    assert f"version {version + 1} is expected" in refused(policy)
+    deliver(policy, random_weights(module, 74))
+
+
+def test_weights_that_were_announced_and_never_came_are_missed(policy: VllmPolicy, module: Any):
+    version = deliver(policy, random_weights(module, 75))
+    policy.expect(version + 1)
+    assert refused(policy) == (
+        "cannot use the weights on device 0: parameter 'model.embed_tokens.weight' is of version "
+        f"{version}; version {version + 1} is expected. Transfer version {version + 1} to it, whole"
+    )
+    policy.expect(version)
+    set_weights(module, random_weights(module, 75))
+    assert difference(policy, module) < 1e-5
+
+
+# --- the rest of what a copy of weights is asked for
+
+
+def test_weights_of_another_model_change_nothing(policy: VllmPolicy, module: Any):
+    weights = random_weights(module, 80)
+    deliver(policy, weights)
+    set_weights(module, weights)
+    other = random_weights(module, 81)
+    with pytest.raises(ValueError, match=r"missing \['lm_head.weight'\], unknown \['head'\]"):
+        policy.load_weights({("head" if n == "lm_head.weight" else n): t for n, t in other.items()})
+    with pytest.raises(ValueError, match=r"weight 'lm_head.weight': expected shape \[61, 64\]"):
+        policy.load_weights({**other, "lm_head.weight": other["lm_head.weight"].T})
+    assert difference(policy, module) < 1e-5
+
+
+def test_what_the_training_engine_saved_is_loaded(policy: VllmPolicy, module: Any, tmp_path: Path):
+    spec = TorchPolicySpec(model=model_spec("llama"), eos_token_id=EOS)
+    trainer = spec.build(WorkerContext("actor"))
+    weights = random_weights(module, 82)
+    trainer.load_weights(weights)
+    trainer.save_state(tmp_path)
+    policy.load_state(tmp_path)
+    set_weights(module, weights)
+    assert difference(policy, module) < 1e-5
+
+
+def test_the_layout_is_every_parameter_whole(policy: VllmPolicy, module: Any):
+    layout = policy.weights_layout()
+    assert {p.name: p.shape for p in layout.params} == {
+        name: tuple(tensor.shape) for name, tensor in module.named_parameters()
+    }
+    assert layout.bytes_on == {0: 4 * sum(t.numel() for t in module.parameters())}
+    moved = plan_transfer(layout.on([3]), layout)
+    assert moved.sent_bytes == layout.bytes_on[0]
+
+
+def test_a_cache_too_small_for_the_batch_changes_no_sample(policy: VllmPolicy, module: Any):
+    weights = random_weights(module, 83)
+    deliver(policy, weights)
+    set_weights(module, weights)
+    prompt, prompt_id = long_prompts(12, 40)
+    sampling = Sampling(num_samples=4, max_new_tokens=60)
+    roll = generate(policy, prompt, prompt_id, sampling)  # preempts and computes again
+    expected = hugging_face_logprob(module, roll)
+    torch.testing.assert_close(roll.behavior_logprob, expected, atol=1e-5, rtol=0)
+    whole = by_sample(roll, 4)
+    for row in range(3):
+        one = generate(policy, prompt[row : row + 1], prompt_id[row : row + 1], sampling)
+        for key, (tokens, _) in by_sample(one, 4).items():
+            assert whole[key][0] == tokens
+
+
+def test_a_response_ends_where_it_first_says_a_stop_string(policy: VllmPolicy):
+    tokenizer = TOKENIZER.build()
+    prompt, prompt_id = make_prompts(24)
+    roll = generate(policy, prompt, prompt_id, Sampling(num_samples=8, max_new_tokens=40))
+    stopped = 0
+    for row in range(len(roll.tokens)):
+        response = roll.tokens[row][roll.mask[row]].tolist()
+        text = tokenizer.decode(response)
+        before = tokenizer.decode(response[:-1])
+        assert not any(stop in before for stop in STOP)
+        ended = text.endswith(STOP)
+        assert bool(roll.finished[row]) == (ended or response[-1] == EOS)
+        stopped += ended
+    assert stopped > 10

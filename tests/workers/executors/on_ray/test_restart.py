@@ -1,0 +1,106 @@
+"""Groups that train nothing survive the death of a process, and the run is none the worse."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from penstock.dataflow.graph.role import Role
+from penstock.dataflow.runtime.engine import Engine, StepResult
+from penstock.dataflow.runtime.executor import Executor, InProcess
+from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.workers.executors.on_ray.executor import RayExecutor, connect_ray, shutdown_ray
+
+from ....algorithms import runs
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray() -> Iterator[None]:
+    connect_ray()
+    yield
+    shutdown_ray()
+
+
+@dataclass(frozen=True)
+class MortalSpec:
+    """The worker kills its process at some of its rollouts, each once in all."""
+
+    spec: Any
+    folder: str
+    fatal: tuple[int, ...] = (1, 4)
+
+    def build(self, context: WorkerContext) -> Role:
+        worker = self.spec.build(context)
+        if "generate" in context.methods and "train" not in context.methods and context.rank == 1:
+            generate, mark = worker.generate, Path(self.folder)
+
+            def mortal(*args: Any, **kwargs: Any) -> Any:
+                rollout = generate(*args, **kwargs)
+                count = len(list(mark.glob("call-*")))
+                (mark / f"call-{count}").touch()
+                if count in self.fatal:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return rollout
+
+            worker.generate = mortal
+        return worker
+
+
+def finish(
+    run: runs.Run,
+    placement: Placement,
+    executor: Executor,
+    max_lag: int,
+    num_kept: list[int] | None = None,
+    **workers: Any,
+) -> tuple[dict[str, str], list[StepResult]]:
+    engine = Engine(
+        run.graph,
+        placement,
+        workers={**run.workers, **workers},
+        executor=executor,
+        schedule=Schedule(max_lag=max_lag),
+    )
+    steps: list[StepResult] = []
+    with engine:
+        for step in engine.run(run.sources, 4):
+            steps.append(step)
+            if isinstance(executor, RayExecutor) and num_kept is not None:
+                num_kept.append(executor.num_kept)
+        return {role: engine.ask(role, "weights_sha256") for role in run.trained}, steps
+
+
+@pytest.mark.parametrize("main", [(), (0,)], ids=["apart", "in-turns"])
+def test_a_rollout_process_that_dies_loses_nothing_and_adds_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, main: tuple[int, ...]
+) -> None:
+    run = runs.make("grpo")
+    here = replace(one_group(run.graph), num_chunks=2)
+    expected, plain = finish(run, here, InProcess(), max_lag=1)
+
+    names = [node.name for node in run.graph.nodes if node.name not in run.graph.sources]
+    nodes = {name: "rollout" if name == "actor.generate" else "main" for name in names}
+    groups = (DeviceGroup("main", devices=main), DeviceGroup("rollout", 2, devices=(0, 1)))
+    apart = Placement(groups, nodes, num_chunks=2)
+    mortal = MortalSpec(run.workers["actor"], str(tmp_path))
+    executor = RayExecutor(num_threads=1, transport="point_to_point")
+    num_kept: list[int] = []
+    found, steps = finish(run, apart, executor, max_lag=1, num_kept=num_kept, actor=mortal)
+
+    assert found == expected
+    assert [step.num_rows for step in steps] == [step.num_rows for step in plain]
+    assert any(num_kept)
+    assert max(num_kept) <= 2  # older snapshots are given up
+    assert len(list(tmp_path.iterdir())) == 6  # of four steps, two again
+    told = [r.getMessage() for r in caplog.records if r.name == "penstock.ray"]
+    assert len(told) == 2
+    assert all(text.startswith("rank 1 of group 'rollout' died: ") for text in told)

@@ -1,0 +1,193 @@
+"""Rule rewards: scores, metrics, failures, time limits, and the same task on both sides."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from penstock.algorithms.roles import Reward
+from penstock.dataflow.errors import WorkerError
+from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, drain_metrics
+from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.data.reasoning_task import ReasoningTaskSpec
+from penstock.workers.data.sources import DemonstrationSource
+from penstock.workers.data.task import fingerprint
+from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
+from penstock.workers.rewards.rule_reward import RuleReward, RuleRewardSpec
+from torch import Tensor
+
+TOKENIZER = TokenizerSpec().build()
+SUMS = ReasoningTaskSpec(
+    name="chain_sum", config={"max_terms": 3, "max_digits": 1}, num_train=40, num_held_out=10
+)
+CONTEXT = WorkerContext(role="reward")
+
+MINE = """
+def f(prompt, response, answer):
+    if response == "loop":
+        while True:
+            pass
+    if response == "raise":
+        raise KeyError(prompt)
+    return 1.0 if response == answer else -0.5
+"""
+
+
+def _rows(responses: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Rows of a prompt "?" and a response with its end of sequence."""
+    prompt = TOKENIZER.encode("?")
+    tokens = pad_rows([*prompt, *TOKENIZER.encode(r), TOKENIZER.eos_id] for r in responses)
+    mask = tokens >= 0
+    mask[:, 0] = False
+    return tokens, mask
+
+
+def _file_task(folder: Path, reward: str) -> FileTaskSpec:
+    (folder / "rows.jsonl").write_text('{"prompt": "1/2+0=", "answer": "1/2"}\n')
+    (folder / "mine.py").write_text(MINE)
+    return FileTaskSpec(path=str(folder / "rows.jsonl"), reward=reward.format(folder=folder))
+
+
+def test_right_answers_score_one() -> None:
+    spec = RuleRewardSpec(task=SUMS, tokenizer=TokenizerSpec())
+    reward = pickle.loads(pickle.dumps(spec)).build(CONTEXT)
+    assert isinstance(reward, Reward)
+    assert isinstance(spec, WorkerSpec)
+    task = SUMS.build()
+    table = DemonstrationSource(task, TOKENIZER, batch_size=40, seed=0).batch(0)
+    problem = {task.prompt_text(i) + (task.answer_text(i) or ""): i for i in task.train}
+    whole = TOKENIZER.decode_rows(table.tokens)
+    ids = [problem[text.removesuffix("<eos>")] for text in whole]
+    score = reward.score(table.tokens, table.mask, torch.tensor(ids))
+    assert score.dtype == torch.float32
+    assert score.tolist() == [1.0] * 40
+    assert drain_metrics(reward)["reward/correct"].value == 1.0
+    assert drain_metrics(reward) == {}
+
+
+def test_metrics_and_partial_credit() -> None:
+    task = SUMS.build()
+    answer = task.answer_text(0) or ""
+    tokens, mask = _rows([answer, f"{answer}, surely", "?", ""])
+    ids = torch.zeros(4, dtype=torch.int64)
+    reward = RuleReward(task, TOKENIZER)
+    part = len(answer) / len(f"{answer} surely")  # reasoning-gym takes commas out first
+    assert reward.score(tokens, mask, ids).tolist() == pytest.approx([1.0, part, 0.0, 0.0])
+    metrics = {name: metric.value for name, metric in drain_metrics(reward).items()}
+    assert metrics == pytest.approx(
+        {
+            "reward/mean": (1 + part) / 4,
+            "reward/mean_square": (1 + part**2) / 4,
+            "reward/positive": 0.5,
+            "reward/correct": 0.25,
+            "reward/errors": 0.0,
+            "reward/timeouts": 0.0,
+        }
+    )
+    strict = RuleReward(task, TOKENIZER, partial_credit=False)
+    assert strict.score(tokens, mask, ids).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert drain_metrics(strict)["reward/correct"].total == 1.0
+
+
+def test_a_verifier_that_fails_is_counted_and_shown_once(caplog: pytest.LogCaptureFixture) -> None:
+    task = ReasoningTaskSpec(name="prime_factorization", num_train=5, num_held_out=1).build()
+    reward = RuleReward(task, TOKENIZER)
+    tokens, mask = _rows([task.answer_text(0) or "", "x", "1/0"])
+    ids = torch.zeros(3, dtype=torch.int64)
+    with caplog.at_level(logging.WARNING, logger="penstock.reward"):
+        for _ in range(2):
+            assert reward.score(tokens, mask, ids).tolist() == [1.0, 0.0, 0.0]
+    assert drain_metrics(reward)["reward/errors"].total == 4.0
+    assert reward.first_error is not None
+    assert "ValueError: invalid literal for int" in reward.first_error
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "the verifier of task 'prime_factorization' failed; such responses score 0 and are counted "
+        "in reward/errors. The first failure:\nTraceback (most recent call last):\n"
+    )
+
+
+def test_a_users_function_that_loops_or_fails_costs_its_own_rows(tmp_path: Path) -> None:
+    task = _file_task(tmp_path, "{folder}/mine.py:f")
+    spec = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), time_limit_s=1.0, num_processes=2)
+    reward = spec.build(CONTEXT)
+    tokens, mask = _rows(["1/2", "loop", "raise", "no", "loop", "1/2"])
+    score = reward.score(tokens, mask, torch.zeros(6, dtype=torch.int64))
+    assert score.tolist() == [1.0, 0.0, 0.0, -0.5, 0.0, 1.0]
+    metrics = drain_metrics(reward)
+    assert metrics["reward/timeouts"].total == 2.0
+    assert metrics["reward/errors"].total == 1.0
+    assert metrics["reward/mean"].total == 1.5
+    assert "KeyError: '1/2+0='" in (reward.first_error or "")
+    reward.close()
+    assert not psutil.Process().children()
+
+
+def test_math_verify_runs_in_the_pool(tmp_path: Path) -> None:
+    task = _file_task(tmp_path, "math_verify")
+    spec = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), time_limit_s=2.0, num_processes=1)
+    reward = spec.build(CONTEXT)
+    tokens, mask = _rows(["it is $0.5$", "1/3", "", "$\\frac{{{", "9**9**9"])
+    score = reward.score(tokens, mask, torch.zeros(5, dtype=torch.int64))
+    assert score.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+    reward.close()
+
+
+def test_a_verifier_that_evaluates_responses_runs_in_the_pool() -> None:
+    spec = ReasoningTaskSpec(name="spiral_matrix", num_train=4, num_held_out=1, allow_eval=True)
+    task = spec.build()
+    reward = RuleReward(task, TOKENIZER, num_processes=1, time_limit_s=2.0)
+    tokens, mask = _rows([task.answer_text(2) or "", "[9**9**9**9]"])
+    assert reward.score(tokens, mask, torch.tensor([2, 2])).tolist() == [1.0, 0.0]
+    assert drain_metrics(reward)["reward/timeouts"].total == 1.0
+    reward.close()
+
+
+def test_another_task_than_the_prompts_is_refused() -> None:
+    same = fingerprint(SUMS.build())
+    RuleRewardSpec(task=SUMS, tokenizer=TokenizerSpec(), task_fingerprint=same).build(CONTEXT)
+    spec = RuleRewardSpec(task=SUMS, tokenizer=TokenizerSpec(), task_fingerprint="0" * 16)
+    with pytest.raises(WorkerError) as caught:
+        spec.build(CONTEXT)
+    assert str(caught.value) == (
+        "role 'reward': task 'chain_sum' has other problems in this process than where its prompts "
+        "come from, so answers would be scored against the wrong ones\n"
+        "    set PYTHONHASHSEED=0, and see that all machines read the same data"
+    )
+
+
+def test_an_unknown_problem_is_refused() -> None:
+    reward = RuleReward(SUMS.build(), TOKENIZER)
+    tokens, mask = _rows(["1"])
+    for index in (50, -1):
+        with pytest.raises(WorkerError) as caught:
+            reward.score(tokens, mask, torch.tensor([index]))
+        assert str(caught.value) == (
+            f"prompt_id {index} is not a problem of task 'chain_sum', which has 50\n"
+            "    give prompts and reward the same task"
+        )
+
+
+def test_a_verifier_that_never_works_ends_the_run(tmp_path: Path) -> None:
+    task = _file_task(tmp_path, "{folder}/mine.py:f")
+    reward = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), num_processes=1).build(CONTEXT)
+    tokens, mask = _rows(["raise"] * 32)
+    ids = torch.zeros(32, dtype=torch.int64)
+    try:
+        assert reward.score(tokens, mask, ids).tolist() == [0.0] * 32
+        with pytest.raises(WorkerError) as raised:
+            reward.score(tokens, mask, ids)
+    finally:
+        reward.close()
+    told = str(raised.value).splitlines()
+    assert told[0].startswith("the verifier of task '")
+    assert told[0].endswith(
+        "' failed on all of its first 64 responses; training on rewards of 0 teaches nothing. The "
+        "first failure:"
+    )
+    assert told[-1] == "KeyError: '1/2+0='"

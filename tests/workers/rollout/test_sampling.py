@@ -1,0 +1,81 @@
+"""Counter-based random numbers and inverse-CDF draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from penstock.dataflow.runtime.call_context import CallKey
+from penstock.workers.rollout.sampling import draw, row_uniforms, stream_generator, stream_key
+
+KEY = stream_key(1, "actor", "generate", CallKey(2, 3))
+EXPECTED_KEY = [17484432256914496287, 5461913485380153386]
+EXPECTED_UNIFORMS = [0.7995464162668213, 0.5210370222339407, 0.15454361180309206]
+EXPECTED_SHUFFLE = [5, 3, 0, 1, 2, 4]
+
+
+def uniforms(prompts: list[int], samples: list[int], count: int) -> list[list[float]]:
+    rows = row_uniforms(KEY, np.array(prompts, np.int64), np.array(samples, np.int64), count)
+    return rows.tolist()
+
+
+def test_the_stream_never_changes():
+    # Written down once: another value here would change every run of every user.
+    assert KEY.tolist() == EXPECTED_KEY
+    assert uniforms([5], [0], 3)[0] == EXPECTED_UNIFORMS
+    shuffle = stream_generator(1, "actor", "minibatches", CallKey(0, 0), 0).permutation(6)
+    assert shuffle.tolist() == EXPECTED_SHUFFLE
+
+
+def test_a_row_is_its_own_stream():
+    whole = uniforms([5, 5, 9, -1], [0, 1, 0, 0], 8)
+    assert uniforms([9], [0], 3)[0] == whole[2][:3]
+    assert uniforms([-1, 5], [0, 1], 8) == [whole[3], whole[1]]
+    assert len({row[0] for row in whole}) == 4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        stream_key(2, "actor", "generate", CallKey(2, 3)),
+        stream_key(1, "critic", "generate", CallKey(2, 3)),
+        stream_key(1, "actor", "minibatches", CallKey(2, 3)),
+        stream_key(1, "actor", "generate", CallKey(3, 2)),
+        stream_key(1, "actor", "generate", CallKey(2, 3), 0),
+    ],
+)
+def test_every_part_of_the_key_counts(other: np.ndarray):
+    assert other.tolist() != KEY.tolist()
+
+
+def test_draws_follow_the_distribution():
+    logits = torch.tensor([1.0, float("-inf"), 0.0, 2.0, float("-inf")])
+    count = 20000
+    uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    token, logprob = draw(logits.expand(count, -1), uniform, 2.0)
+    expected = torch.log_softmax(logits / 2.0, -1)
+    share = torch.bincount(token, minlength=5) / count
+    torch.testing.assert_close(share, expected.exp(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(logprob, expected[token])
+
+
+@given(
+    st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.1, 1.0, 3.0]),
+)
+def test_an_impossible_token_is_never_drawn(values: list[float], word: int, temperature: float):
+    logits = torch.tensor([float("-inf"), *values, float("-inf")])
+    uniform = torch.tensor([(word + 0.5) / 2**32], dtype=torch.float64)
+    token, logprob = draw(logits[None], uniform, temperature)
+    assert 1 <= int(token) <= len(values)
+    assert bool(logprob.isfinite())
+
+
+def test_temperature_zero_is_greedy():
+    logits = torch.tensor([[0.0, 3.0, 3.0], [2.0, 1.0, 0.0]])
+    token, logprob = draw(logits, torch.tensor([0.99, 0.99], dtype=torch.float64), 0.0)
+    assert token.tolist() == [1, 0]
+    assert logprob.tolist() == [0.0, 0.0]

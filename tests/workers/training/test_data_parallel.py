@@ -1,0 +1,62 @@
+"""Two real processes train as one does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from penstock.workers.training.data_parallel import RankGroup
+from torch import Tensor
+
+RANK = Path(__file__).parents[1] / "data_parallel_rank.py"
+
+
+def run(folder: Path, num_ranks: int, split: int) -> list[dict[str, Tensor]]:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(RANK), str(rank), str(num_ranks), str(folder), str(split)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=200)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    files = [folder / f"{num_ranks}-{rank}.safetensors" for rank in range(num_ranks)]
+    return [safetensors.torch.load_file(file) for file in files]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [2, 6])  # with 6 the second rank holds no rows at all
+def test_two_ranks_train_as_one(tmp_path: Path, split: int):
+    (alone,) = run(tmp_path, 1, 0)
+    ranks = run(tmp_path, 2, split)
+    tokens = torch.cat([rank.pop("tokens") for rank in ranks])
+    assert torch.equal(tokens, alone.pop("tokens"))
+    assert alone["metric/first/replaced"] == 0
+    assert alone["metric/second/replaced"] == 1
+    weights = {name for name in alone if not name.startswith("metric/")}
+    for rank in ranks:
+        assert rank.keys() == alone.keys()
+        for name, value in alone.items():
+            torch.testing.assert_close(rank[name], value, atol=1e-5, rtol=1e-5)
+    for name in weights:
+        assert torch.equal(ranks[0][name], ranks[1][name]), name
+
+
+def test_one_rank_talks_to_nobody():
+    group = RankGroup(0, 1, torch.device("cpu"))
+    assert group.alone
+    assert group.sum_(torch.tensor([3.0])).tolist() == [3.0]
+    assert [part.tolist() for part in group.gather(torch.tensor([4, 5]))] == [[4, 5]]
+    assert group.union(["b", "a"]) == ["a", "b"]

@@ -1,0 +1,118 @@
+"""AdamW and its schedule against torch's optimizer and against numbers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from penstock.workers.training.flat_parameters import FlatParameters
+from penstock.workers.training.optimizer import AdamW, OptimizerSpec
+from torch import nn
+
+
+def test_steps_equal_torch_adamw():
+    torch.manual_seed(0)
+    module, twin = nn.Linear(7, 5), nn.Linear(7, 5)
+    twin.load_state_dict(module.state_dict())
+    flat = FlatParameters(module)
+    spec = OptimizerSpec(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, max_grad_norm=0.5)
+    ours = AdamW(flat, spec)
+    theirs = torch.optim.AdamW(twin.parameters(), betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    for lr in (0.1, 0.01, 0.05, 0.0):
+        x = torch.randn(3, 7)
+        grad = flat.enable_gradients()
+        module(x).square().sum().backward()
+        norm = ours.step(grad, lr)
+        theirs.zero_grad()
+        twin(x).square().sum().backward()
+        expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        theirs.param_groups[0]["lr"] = lr
+        theirs.step()
+        assert norm == pytest.approx(float(expected), rel=1e-5)
+        torch.testing.assert_close(module.weight, twin.weight, atol=1e-6, rtol=0)
+        torch.testing.assert_close(module.bias, twin.bias, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_that_restarts_goes_on_as_a_new_one_would(dtype: torch.dtype):
+    old, new = FlatParameters(nn.Linear(4, 4).to(dtype)), FlatParameters(nn.Linear(4, 4).to(dtype))
+    optimizer = AdamW(old, OptimizerSpec())
+    for size in (3.0, -1.0):
+        optimizer.step(torch.full_like(old.data, size, dtype=torch.float32), 0.1)
+    optimizer.restart()
+    new.data.copy_(old.data)
+    fresh = AdamW(new, OptimizerSpec())
+    for taken in (optimizer, fresh):
+        for size in (0.5, 2.0):
+            taken.step(torch.full_like(old.data, size, dtype=torch.float32), 0.01)
+    assert taken.steps == optimizer.steps == 2
+    torch.testing.assert_close(
+        old.data, new.data, atol=1e-3 if dtype != torch.float32 else 0, rtol=0
+    )
+
+
+def test_clipping_can_be_off_and_a_short_gradient_is_left_alone():
+    flat = FlatParameters(nn.Linear(2, 1))
+    for limit, expected in ((0.0, 30.0), (100.0, 30.0), (3.0, 3.0)):
+        grad = torch.zeros_like(flat.data)
+        grad[0] = 30.0
+        assert AdamW(flat, OptimizerSpec(max_grad_norm=limit)).step(grad, 0.1) == 30.0
+        assert float(grad[0]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (OptimizerSpec(lr=2.0), [2.0, 2.0, 2.0]),
+        (OptimizerSpec(lr=2.0, warmup_calls=4), [0.5, 1.0, 1.5, 2.0, 2.0]),
+        (
+            OptimizerSpec(lr=1.0, schedule="linear", warmup_calls=2, total_calls=6),
+            [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0],
+        ),
+        (
+            OptimizerSpec(lr=1.0, schedule="cosine", total_calls=4, min_lr_ratio=0.2),
+            [1.0, 0.8828427, 0.6, 0.3171573, 0.2, 0.2],
+        ),
+    ],
+)
+def test_learning_rate(spec: OptimizerSpec, expected: list[float]):
+    got = [spec.lr_at(call) for call in range(len(expected))]
+    assert got == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_falling_schedule_needs_its_length():
+    with pytest.raises(ValueError, match=r"schedule 'cosine' needs total_calls above"):
+        OptimizerSpec(schedule="cosine", warmup_calls=3, total_calls=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", -1e-4),
+        ("betas", (0.9, 1.0)),
+        ("betas", (-0.1, 0.9)),
+        ("eps", 0.0),
+        ("weight_decay", -0.1),
+        ("max_grad_norm", -1.0),
+        ("warmup_calls", -1),
+        ("total_calls", -1),
+        ("min_lr_ratio", 1.5),
+    ],
+)
+def test_options_out_of_range(name: str, value: Any):
+    with pytest.raises(ValueError, match=f"^{name} is {re.escape(str(value))}; expected "):
+        OptimizerSpec(**{name: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_that_takes_no_step_holds_nothing(dtype: torch.dtype):
+    flat = FlatParameters(nn.Linear(4, 4).to(dtype))
+    optimizer = AdamW(flat, OptimizerSpec())
+    optimizer.refresh()
+    assert optimizer.state() == {}
+    optimizer.load_state({}, 0)
+    optimizer.step(torch.ones_like(flat.data, dtype=torch.float32), 0.1)
+    kinds = {"first", "second"} if dtype == torch.float32 else {"first", "second", "master"}
+    assert set(optimizer.state()) == {f"{kind}/{name}" for kind in kinds for name in flat.names}

@@ -1,0 +1,28 @@
+"""Threads are set for all that compute, whatever the environment says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+_SCRIPT = """
+import numpy, torch
+from threadpoolctl import threadpool_info
+from penstock.workers.training.threads import use_threads
+
+def found():
+    return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+print(*found(), torch.get_num_threads())
+use_threads(1)
+print(*found(), torch.get_num_threads())
+"""
+
+
+def test_numpy_and_torch_have_as_many_threads_as_they_are_given() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == ["2 2", "1 1"], done.stderr

@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.planner.inputs.layout import Layout
+from penstock.planner.resharding.box import Box, volume
+from penstock.planner.resharding.plan import TransferPlan
+from penstock.planner.resharding.plan_transfer import plan_transfer
+from penstock.planner.resharding.rank_assignment import strided_generation
+from penstock.planner.resharding.sharding import Sharding, shard
+from penstock.planner.resharding.storage import concatenate, transpose
+from penstock.workers.weight_sync.checksum import checksum
+from penstock.workers.weight_sync.device_slices import Part, messages_of
+from penstock.workers.weight_sync.packets import Packet, copy_local, pack, unpack
+from penstock.workers.weight_sync.version_tracker import HeldWeights, WeightsError
+from torch import Tensor
+
+from ...planner.transfers import LLAMA_7B, LLAMA_70B, TINY, transfers
+from .transfer_engines import Engine, empty, engine, expected, is_same
+
+VERSION = 3
+
+
+def plan_of(source: Sharding, destination: Sharding, bucket_bytes: int = 200) -> TransferPlan:
+    return plan_transfer(
+        source, destination, relay=False, bucket_bytes=bucket_bytes, min_part_bytes=1
+    )
+
+
+def packed(plan: TransferPlan, source: Engine, version: int = VERSION) -> dict[int, list[Packet]]:
+    """Destination -> its packets."""
+    found = defaultdict[int, list[Packet]](list)
+    for device, tensors in source.items():
+        for destination, packet in pack(plan, device, tensors, version).items():
+            found[destination].append(packet)
+    return found
+
+
+@given(
+    transfers(), st.sampled_from(["float32", "bfloat16"]), st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from([1, 200, 10**6]), st.sampled_from([1, 30, 10**6]),
+)  # fmt: skip
+@settings(max_examples=150)
+def test_packets_rebuild_every_shard_and_hold_nothing_else(
+    pair: tuple[Sharding, Sharding], from_dtype: str, to_dtype: str, bucket_bytes: int,
+    min_part_bytes: int,
+) -> None:  # fmt: skip
+    """All bits right and no more bytes than are lacking: so nothing came twice."""
+    source, destination = replace(pair[0], dtype=from_dtype), replace(pair[1], dtype=to_dtype)
+    plan = plan_transfer(
+        source, destination, relay=False, bucket_bytes=bucket_bytes, min_part_bytes=min_part_bytes
+    )
+    before, after = engine(source), empty(destination)
+    sent = packed(plan, before)
+    for device in destination.devices:
+        held = HeldWeights.of(destination, device)
+        share = plan.traffic[device]
+        received = unpack(plan, device, sent[device], after[device], VERSION, held)
+        assert received == share.received_bytes == share.lower_bound_bytes
+        if device in before:
+            copied = copy_local(plan, device, before[device], after[device], version=VERSION,
+                                held=held)  # fmt: skip
+            assert copied == share.kept_bytes
+        held.check(VERSION)
+    assert is_same(after, expected(destination, from_dtype))
+
+
+@given(transfers())
+@settings(max_examples=100)
+def test_replicas_share_the_packing_to_within_a_slice(pair: tuple[Sharding, Sharding]) -> None:
+    source, destination = pair
+    plan = plan_of(source, destination)
+    sent = defaultdict[int, int](int)
+    for packets in packed(plan, engine(source)).values():
+        for packet in packets:
+            sent[packet.source] += packet.num_bytes
+    replicas = defaultdict[frozenset[tuple[str, Box]], list[int]](list)
+    for device in source.devices:
+        held = frozenset(
+            (param.name, piece.box)
+            for param in source.params
+            for piece in source.patterns[param.pattern]
+            if piece.device == device
+        )
+        replicas[held].append(sent[device])
+    largest = max(volume(piece.box) for pattern in source.patterns for piece in pattern) * 2
+    for loads in replicas.values():
+        assert max(loads) - min(loads) <= largest
+
+
+@pytest.mark.parametrize(
+    ("model", "size_gb", "train", "generate", "received_gb"),
+    [
+        (LLAMA_70B, 140, Layout(tp=8, dp=16), Layout(tp=2, dp=64), 52.5),
+        (LLAMA_70B, 140, Layout(tp=8, pp=2, dp=8), Layout(tp=4, dp=32), 26.25),
+        (LLAMA_7B, 14, Layout(tp=8, dp=2), Layout(tp=2, dp=8), 5.25),
+    ],
+)
+def test_messages_carry_what_hybridflow_published(
+    model: object, size_gb: float, train: Layout, generate: Layout, received_gb: float
+) -> None:
+    """Table 2 again, counted in the messages that are really sent; norms make the tolerance."""
+    assert isinstance(model, type(LLAMA_7B))
+    devices = range(train.num_devices)
+    source = shard(model, train, devices)
+    order = strided_generation(train, generate, devices)
+    plan = plan_transfer(source, shard(model, generate, order))
+    scale = size_gb / (model.num_params() * model.dtype_bytes)
+    for device, messages in messages_of(plan, [0, len(devices) - 1]).items():
+        received = sum(m.num_bytes for m in messages if m.source != device)
+        assert received == plan.traffic[device].lower_bound_bytes
+        assert received * scale == pytest.approx(received_gb, rel=1e-4)
+
+
+def small() -> tuple[TransferPlan, Engine, Engine, dict[int, list[Packet]]]:
+    """From tp 2 on devices 0, 1 to one fused, partly transposed whole on device 2."""
+    source = shard(TINY, Layout(tp=2), [0, 1])
+    destination = concatenate(
+        transpose(shard(TINY, Layout(), [2]), "down_proj"),
+        ("q_proj", "k_proj", "v_proj"),
+        "qkv_proj",
+    )
+    plan = plan_of(source, destination)
+    before = engine(source, version=VERSION)
+    return plan, before, empty(destination), packed(plan, before)
+
+
+def refusal(plan: TransferPlan, packets: list[Packet], after: Engine) -> str:
+    """The error's text; nothing has been written, and the engine cannot be used."""
+    untouched = {device: {n: t.clone() for n, t in ts.items()} for device, ts in after.items()}
+    held = HeldWeights({param.name: 1 for param in plan.params}, 2)
+    with pytest.raises(WeightsError) as caught:
+        unpack(plan, 2, packets, after[2], VERSION, held)
+    assert is_same(after, untouched)
+    with pytest.raises(WeightsError, match="was never received"):
+        held.check(VERSION)
+    return str(caught.value)
+
+
+def slices(plan: TransferPlan, source: int) -> list[tuple[int, Part, slice]]:
+    """Bucket in its packet, part and bytes of everything that device 2 gets from a device."""
+    messages = [m for m in messages_of(plan, [2])[2] if m.source == source]
+    return [
+        (bucket, part, slice(begin, end))
+        for bucket, message in enumerate(messages)
+        for part, begin, end in zip(message.parts, (0, *message.ends), message.ends, strict=False)
+    ]
+
+
+def altered(packet: Packet, bucket: int, data: np.ndarray) -> Packet:
+    buckets = [*packet.buckets]
+    buckets[bucket] = data
+    return replace(packet, buckets=tuple(buckets))
+
+
+def test_whole_packets_are_taken() -> None:
+    plan, _, after, packets = small()
+    again = pickle.loads(pickle.dumps(packets[2]))
+    unpack(plan, 2, again[::-1], after[2], VERSION)
+    assert [p.num_bytes for p in packets[2]] == [p.num_bytes for p in again]
+
+
+@pytest.mark.parametrize("which", [0, 7, -1])
+@pytest.mark.parametrize("bit", [0, 7])
+def test_one_flipped_bit_is_refused(which: int, bit: int) -> None:
+    plan, _, after, packets = small()
+    bucket, part, where = slices(plan, 0)[which]
+    data = packets[2][0].buckets[bucket].copy()
+    data[where.stop - 1] ^= 1 << bit
+    assert refusal(plan, [altered(packets[2][0], bucket, data), packets[2][1]], after) == (
+        f"packet from device 0 to device 2: slice {part.move.box} of parameter "
+        f"'{part.param.name}' has the wrong checksum; send it again"
+    )
+
+
+@pytest.mark.parametrize("which", [0, 7, -1])
+def test_a_dropped_slice_is_refused(which: int) -> None:
+    plan, _, after, packets = small()
+    bucket, part, where = slices(plan, 0)[which]
+    packet = packets[2][0]
+    shorter = altered(packet, bucket, np.delete(packet.buckets[bucket], where))
+    at = which % len(packet.params)
+    box, name, length = part.move.box, part.param.name, len(packet.params)
+    honest = replace(
+        shorter, params=np.delete(packet.params, at), checksums=np.delete(packet.checksums, at)
+    )
+    assert refusal(plan, [honest, packets[2][1]], after) == (
+        f"packet from device 0 to device 2: slice {box} of parameter '{name}' is missing, the "
+        f"slice numbered {at} of {length}; the packet has {length - 1}"
+    )
+    assert "is not whole: its bucket has" in refusal(plan, [shorter, packets[2][1]], after)
+    assert refusal(plan, [packet], after).startswith(
+        f"device 2 lacks {slices(plan, 1)[0][1]}: no packet has come from device 1"
+    )
+
+
+def equal_slices(plan: TransferPlan) -> tuple[int, int]:
+    """Two slices of one size, of different parameters, in one bucket."""
+    listed = slices(plan, 0)
+    for i, (bucket, part, where) in enumerate(listed):
+        for j, (other, second, there) in enumerate(listed[:i]):
+            alike = where.stop - where.start == there.stop - there.start
+            if alike and bucket == other and part.param != second.param:
+                return j, i
+    raise AssertionError("no two slices of one size in a bucket")
+
+
+@pytest.mark.parametrize("with_checksums", [False, True])
+def test_two_swapped_slices_are_refused(with_checksums: bool) -> None:
+    """Even with their checksums: those are bound to the parameter."""
+    plan, _, after, packets = small()
+    one, other = equal_slices(plan)
+    (bucket, part, first), (_, _, second) = slices(plan, 0)[one], slices(plan, 0)[other]
+    data = packets[2][0].buckets[bucket].copy()
+    data[first], data[second] = data[second].copy(), data[first].copy()
+    packet = altered(packets[2][0], bucket, data)
+    if with_checksums:
+        checksums = packet.checksums.copy()
+        checksums[[one, other]] = checksums[[other, one]]
+        packet = replace(packet, checksums=checksums)
+    assert refusal(plan, [packet, packets[2][1]], after) == (
+        f"packet from device 0 to device 2: {part} has the wrong checksum; send it again"
+    )
+
+
+def test_an_old_version_is_refused() -> None:
+    """As it is, or under a new stamp."""
+    plan, before, after, packets = small()
+    old = pack(plan, 0, before[0], VERSION - 1)[2]
+    first = slices(plan, 0)[0][1]
+    assert refusal(plan, [old, packets[2][1]], after) == (
+        f"packet from device 0 to device 2: {first} and all others are of version 2; expected "
+        "version 3. Pack them again after the update"
+    )
+    assert refusal(plan, [replace(old, version=VERSION), packets[2][1]], after) == (
+        f"packet from device 0 to device 2: {first} has the wrong checksum; send it again"
+    )
+
+
+def test_packets_of_others_are_refused() -> None:
+    plan, before, after, packets = small()
+    one, other = packets[2]
+    assert "was given two packets from device 0" in refusal(plan, [one, one, other], after)
+    elsewhere = [replace(one, destination=5), other]
+    assert "a packet from device 0 for device 5" in refusal(plan, elsewhere, after)
+    foreign = pack(plan, 0, before[0], VERSION)[2]
+    assert "packed by another plan" in refusal(plan, [replace(foreign, plan=1), other], after)
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    plan, before, after, packets = small()
+    with pytest.raises(WeightsError, match="and there is no such tensor; the engine has 0"):
+        pack(plan, 0, {}, VERSION)
+    name = "model.norm.weight"
+    with pytest.raises(WeightsError, match="which is float32; the plan is for bfloat16"):
+        unpack(plan, 2, packets[2], {**after[2], name: torch.zeros(6)}, VERSION)
+    narrow = {**before[0], name: torch.zeros(5)}
+    with pytest.raises(WeightsError, match=r"from \[0\] over \[6\]; the tensor is only \[5\]"):
+        pack(plan_of(shard(TINY, Layout(), [0]), shard(TINY, Layout(), [1])), 0,
+             {**engine(shard(TINY, Layout(), [0]))[0], name: narrow[name]}, VERSION)  # fmt: skip
+
+
+def test_relays_need_processes() -> None:
+    source, destination = shard(TINY, Layout(), [0]), shard(TINY, Layout(dp=2), [1, 2])
+    plan = plan_transfer(source, destination, min_part_bytes=1)
+    assert any(move.round for move in plan.moves)
+    with pytest.raises(WeightsError, match="make the plan with relay=False"):
+        pack(plan, 0, engine(source)[0], VERSION)
+
+
+def test_shared_memory_is_left_alone() -> None:
+    there = shard(TINY, Layout(tp=2), [0, 1])
+    plan = plan_transfer(there, there, relay=False)
+    tensors, held = engine(there)[0], HeldWeights.of(there, 0)
+    assert copy_local(plan, 0, tensors, tensors, version=1, held=held) == 0
+    held.check(1)
+    copies = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    assert copy_local(plan, 0, tensors, copies) == plan.traffic[0].kept_bytes
+    assert is_same({0: copies}, {0: tensors})
+
+
+class OnDevice(Tensor):
+    """Host memory that says it is a GPU's."""
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return torch.device("cuda", 0)
+
+
+def test_the_checksum_of_a_gpu_is_another_and_is_used_there() -> None:
+    part = slices(small()[0], 0)[0][1]
+    data = torch.arange(20000).to(torch.uint8)
+    there = data.as_subclass(OnDevice)
+    assert checksum(part, there, 1) == checksum(part, data.clone().as_subclass(OnDevice), 1)
+    assert checksum(part, there, 1) != checksum(part, data, 1)
+
+
+@pytest.mark.parametrize("kind", [Tensor, OnDevice])
+@given(
+    st.integers(0, 70000), st.integers(0, 7), st.integers(0, 2**20), st.integers(0, 2**20),
+    st.integers(1, 255),
+)  # fmt: skip
+@settings(max_examples=200)
+def test_a_checksum_sees_any_byte_and_any_two_that_change_places(
+    kind: type[Tensor], length: int, offset: int, one: int, other: int, flip: int
+) -> None:
+    part = slices(small()[0], 0)[0][1]
+    made = torch.Generator().manual_seed(length)
+    whole = torch.randint(0, 256, (length + offset,), dtype=torch.uint8, generator=made)
+    data = whole[offset:].as_subclass(kind)
+    found = checksum(part, data, 1)
+    assert found == checksum(part, data.clone(), 1)
+    assert found != checksum(part, data, 2)
+    if length:
+        i, j = one % length, other % length
+        damaged = data.clone()
+        damaged[i] ^= flip
+        assert checksum(part, damaged, 1) != found
+        swapped = data.clone()
+        swapped[i], swapped[j] = data[j], data[i]
+        assert (checksum(part, swapped, 1) == found) == (data[i] == data[j]).item()
+        assert checksum(part, data[:-1], 1) != found

@@ -1,0 +1,315 @@
+"""Tasks of the reasoning-gym package: generated problems, scored by the package's own verifiers.
+
+Problems are drawn in order from the package's dataset and kept if their prompt is new; the first
+`num_held_out` of them are held out, so the held-out set does not change with `num_train`. Because
+repeats are dropped, rare problems are rarer in training than the generator would draw them.
+"""
+
+from __future__ import annotations
+
+import os
+import string
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from ...dataflow.errors import ConfigError, nearest
+from .row_report import DataReport
+from .task import VerifierSpec
+
+__all__ = ["ReasoningTask", "ReasoningTaskSpec", "reasoning_task_names"]
+
+EVALUATES_RESPONSES = frozenset(
+    {
+        "binary_matrix",
+        "countdown",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+    }
+)
+"""Tasks whose verifier in reasoning-gym 0.1.25 runs the response as Python (eval, or sympy's
+parse_expr, which is eval underneath)."""
+
+DEPENDS_ON_HASH_SEED = frozenset(
+    {
+        "isomorphic_strings",
+        "knight_swap",
+        "polynomial_multiplication",
+        "ransom_note",
+        "word_ladder",
+    }
+)
+"""Tasks whose problems follow the order of a set of strings, which differs between processes."""
+
+_MAX_IDLE_DRAWS = 2000
+"""Draws in a row without a new problem after which the task counts as exhausted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningTaskSpec:
+    """A reasoning-gym task and how many of its problems to use."""
+
+    name: str
+    """The task's name in reasoning-gym: "chain_sum"."""
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The task's own settings: `{"min_terms": 2, "max_digits": 1}`."""
+    seed: int = 0
+    """Of the generator; the run's seed does not change the problems."""
+    num_train: int = 10_000
+    """Training problems, at most: a small task may have fewer distinct ones."""
+    num_held_out: int = 512
+    """Problems kept for evaluation, exactly."""
+    prompt_template: str = "{question}"
+    """The prompt, with fields of the problem: `{question}` or an item of its metadata, as in
+    "{expression}=". A small model learns a short prompt sooner; the verifier does not see it."""
+    strip_spaces: bool = False
+    """Whether to take the spaces out of the prompt: "3+4=" for "3 + 4 ="."""
+    allow_eval: bool = False
+    """Whether a verifier that runs responses as Python may be used (in a process of its own, under
+    a time limit, but with your rights)."""
+
+    def build(self) -> ReasoningTask:
+        """Generate the problems.
+
+        Raises:
+            ConfigError: If the name, a setting or a template field is unknown, if a setting is
+                refused by the task, or if the task has too few distinct problems.
+        """
+        return ReasoningTask(self)
+
+
+class ReasoningTask:
+    """Problems of one reasoning-gym task; see `Task` for the methods."""
+
+    correct_score = 1.0
+
+    def __init__(self, spec: ReasoningTaskSpec) -> None:
+        _check_spec(spec)
+        self.spec = spec
+        self.task_id = spec.name
+        self._dataset = _make_dataset(spec, size=_max_draws(spec))
+        _check_repeatable(spec, self._dataset)
+        self._template = _Template(spec)
+        problems = self._draw()
+        num_train = len(problems) - spec.num_held_out
+        self.train = range(num_train)
+        self.held_out = range(num_train, len(problems))
+        held_out, train = problems[: spec.num_held_out], problems[spec.num_held_out :]
+        self._problems = train + held_out
+        self.report = DataReport(f"task '{spec.name}'")
+        self.report.keep(len(problems))
+
+    @property
+    def verifier(self) -> VerifierSpec | None:
+        """None unless the verifier evaluates responses, which asks for a process and a limit."""
+        if self.spec.name not in EVALUATES_RESPONSES:
+            return None
+        return VerifierSpec(
+            factory="penstock.workers.data.reasoning_task:make_verifier",
+            arguments={
+                "name": self.spec.name,
+                "config": dict(self.spec.config),
+                "seed": self.spec.seed,
+                "size": _max_draws(self.spec),
+            },
+        )
+
+    @property
+    def summary(self) -> str:
+        """One line: how many distinct problems, and how they are split."""
+        spec = self.spec
+        asked = "" if len(self.train) == spec.num_train else f" (of {spec.num_train} asked for)"
+        return (
+            f"task '{spec.name}': {len(self._problems)} distinct problems, {len(self.train)} for "
+            f"training{asked}, {len(self.held_out)} held out"
+        )
+
+    def prompt_text(self, index: int) -> str:
+        """The template filled with the problem."""
+        return self._problems[index].prompt
+
+    def answer_text(self, index: int) -> str | None:
+        """The package's answer; None for tasks that have many and name none."""
+        answer = self._problems[index].entry["answer"]
+        return answer if isinstance(answer, str) else None
+
+    def pair_texts(self, index: int) -> tuple[str, str] | None:
+        """None: generated problems have no explicit pairs."""
+        return None
+
+    def score(self, index: int, response: str) -> float:
+        """The package's own verifier; 1 is right, and some tasks give part of it for near misses.
+
+        Raises:
+            Exception: Whatever the verifier raises on a response it did not foresee.
+        """
+        return float(self._dataset.score_answer(response, self._problems[index].entry))
+
+    def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
+        """The problem's place in the generator, and the response."""
+        return (self._problems[index].draw, response)
+
+    def where(self, index: int) -> str:
+        """The task and the problem's place in the generator."""
+        return f"{self.spec.name}[{self._problems[index].draw}]"
+
+    def _draw(self) -> list[_Problem]:
+        wanted = self.spec.num_train + self.spec.num_held_out
+        found: dict[str, _Problem] = {}
+        draws = idle = 0
+        for problem in self._problems_in_order():
+            draws += 1
+            new = problem.prompt not in found
+            idle = 0 if new else idle + 1
+            if new:
+                found[problem.prompt] = problem
+            if len(found) == wanted or idle == _MAX_IDLE_DRAWS:
+                break
+        if len(found) <= self.spec.num_held_out:
+            raise ConfigError(
+                f"task '{self.spec.name}' with {dict(self.spec.config)} gave only {len(found)} "
+                f"distinct problems in {draws} draws; {self.spec.num_held_out} are to be held out "
+                "and at least 1 must be left to train on\n"
+                "    lower num_held_out, or widen the task's own settings (more digits, more terms)"
+            )
+        return list(found.values())
+
+    def _problems_in_order(self) -> Iterator[_Problem]:
+        for draw in range(_max_draws(self.spec)):
+            try:
+                entry: dict[str, Any] = self._dataset[draw]
+            except IndexError:  # a few tasks hold a fixed number of problems
+                return
+            yield _Problem(draw, self._template.fill(entry), entry)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    draw: int
+    prompt: str
+    entry: dict[str, Any]
+
+
+class _Template:
+    def __init__(self, spec: ReasoningTaskSpec) -> None:
+        self._spec = spec
+        try:
+            parsed = list(string.Formatter().parse(spec.prompt_template))
+        except ValueError as error:
+            raise ConfigError(
+                f"prompt_template {spec.prompt_template!r} cannot be read: {error}\n"
+                "    write fields as {name}, and braces that are text twice: {{ }}"
+            ) from error
+        self._fields = [name for _, name, _, _ in parsed if name is not None]
+        if not self._fields:
+            raise ConfigError(
+                f"prompt_template {spec.prompt_template!r} names no field of the problem, so all "
+                "prompts would be the same\n    use {question}"
+            )
+
+    def fill(self, entry: Mapping[str, Any]) -> str:
+        values = {**entry["metadata"], "question": entry["question"]}
+        for name in self._fields:
+            if name not in values:
+                raise ConfigError(
+                    f"prompt_template {self._spec.prompt_template!r}: problems of "
+                    f"'{self._spec.name}' have no field '{name}'{nearest(name, values)}\n"
+                    f"    fields are: {', '.join(sorted(map(str, values)))}"
+                )
+        text = self._spec.prompt_template.format_map(values)
+        return text.replace(" ", "") if self._spec.strip_spaces else text
+
+
+def make_verifier(name: str, config: Mapping[str, Any], seed: int, size: int) -> Any:
+    """A verifier by place in the generator, for a process that scores and does nothing else."""
+    spec = ReasoningTaskSpec(name=name, config=config, seed=seed)
+    dataset = _make_dataset(spec, size)
+
+    def verify(draw: int, response: str) -> float:
+        return float(dataset.score_answer(response, dataset[draw]))
+
+    return verify
+
+
+def reasoning_task_names() -> tuple[str, ...]:
+    """Names of all tasks that the installed reasoning-gym offers, sorted."""
+    return tuple(sorted(_factory().DATASETS))
+
+
+def _factory() -> ModuleType:
+    with warnings.catch_warnings():
+        # A dependency of reasoning-gym is compiled on first import with a SyntaxWarning.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym.factory
+    return reasoning_gym.factory
+
+
+def _max_draws(spec: ReasoningTaskSpec) -> int:
+    return 20 * (spec.num_train + spec.num_held_out) + _MAX_IDLE_DRAWS
+
+
+def _check_spec(spec: ReasoningTaskSpec) -> None:
+    names = reasoning_task_names()
+    if spec.name not in names:
+        raise ConfigError(
+            f"reasoning-gym has no task '{spec.name}'{nearest(spec.name, names)}\n"
+            f"    it has {len(names)}: {', '.join(names)}"
+        )
+    if spec.num_train < 1 or spec.num_held_out < 0:
+        raise ConfigError(
+            f"task '{spec.name}': num_train={spec.num_train} and num_held_out={spec.num_held_out}"
+            "\n    num_train must be at least 1 and num_held_out at least 0"
+        )
+    if spec.name in EVALUATES_RESPONSES and not spec.allow_eval:
+        raise ConfigError(
+            f"the verifier of reasoning-gym's '{spec.name}' runs responses as Python code\n"
+            "    set allow_eval=true to let it, in a process of its own but with your rights"
+        )
+    if spec.name in DEPENDS_ON_HASH_SEED and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        raise ConfigError(
+            f"reasoning-gym's '{spec.name}' generates other problems in every process, because it "
+            "follows Python's hash seed\n    set PYTHONHASHSEED=0 in the environment"
+        )
+
+
+def _make_dataset(spec: ReasoningTaskSpec, size: int) -> Any:
+    factory = _factory()
+    _, config_class = factory.DATASETS[spec.name]
+    known = [n for n in config_class.__dataclass_fields__ if n not in ("seed", "size")]
+    for key in spec.config:
+        if key in ("seed", "size"):
+            use = "seed" if key == "seed" else "num_train and num_held_out"
+            raise ConfigError(f"task '{spec.name}': config.{key} is set by us\n    use {use}")
+        if key not in known:
+            raise ConfigError(
+                f"task '{spec.name}' has no setting '{key}'{nearest(key, known)}\n"
+                f"    its settings are: {', '.join(known)}"
+            )
+    try:
+        return factory.create_dataset(spec.name, seed=spec.seed, size=size, **spec.config)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"task '{spec.name}' refuses its settings {dict(spec.config)}: {error}\n"
+            f"    its settings are: {', '.join(known)}"
+        ) from error
+
+
+def _check_repeatable(spec: ReasoningTaskSpec, dataset: Any) -> None:
+    again = _make_dataset(spec, size=_max_draws(spec))
+    for draw in range(3):
+        try:
+            same = dataset[draw]["question"] == again[draw]["question"]
+        except IndexError:
+            return
+        if not same:
+            raise ConfigError(
+                f"reasoning-gym's '{spec.name}' gives other problems each time for the same seed, "
+                "so its answers could not be found again\n    choose another task"
+            )

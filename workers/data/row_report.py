@@ -1,0 +1,113 @@
+"""What became of every row of the input: kept, or left out for a reason, with file and line.
+
+A run never dies for one bad row and never trains on one silently: whoever reads data adds to a
+`DataReport`, the launcher prints it, and `check` stops the run before it starts when too much of
+the data is bad.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ...dataflow.errors import ConfigError
+
+__all__ = ["BadRow", "DataReport"]
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """One row left out.
+
+    Attributes:
+        where: File and line, "train.jsonl:17".
+        reason: The kind of fault, the same words for every row that has it: "malformed JSON".
+        detail: What exactly was wrong with this row.
+    """
+
+    where: str
+    reason: str
+    detail: str
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, (self.where, self.reason, self.detail)))
+
+
+class DataReport:
+    """Counts rows kept and rows left out, and remembers the first examples.
+
+    Args:
+        source: What was read, as the user named it.
+        num_examples: How many bad rows are kept for printing.
+
+    Attributes:
+        num_kept: Rows that may be used.
+        reasons: Reason -> number of rows left out for it.
+        examples: The first bad rows.
+    """
+
+    def __init__(self, source: str, num_examples: int = 5) -> None:
+        self.source = source
+        self.num_kept = 0
+        self.reasons: Counter[str] = Counter()
+        self.examples: list[BadRow] = []
+        self._num_examples = num_examples
+
+    @property
+    def num_bad(self) -> int:
+        """Rows left out."""
+        return self.reasons.total()
+
+    @property
+    def num_rows(self) -> int:
+        """All rows seen."""
+        return self.num_kept + self.num_bad
+
+    def keep(self, count: int = 1) -> None:
+        """Count `count` more rows as kept."""
+        self.num_kept += count
+
+    def reject(self, where: str, reason: str, detail: str = "") -> None:
+        """Count a row as left out."""
+        self.reasons[reason] += 1
+        if len(self.examples) < self._num_examples:
+            self.examples.append(BadRow(where, reason, detail))
+
+    def drop(self, where: str, reason: str, detail: str = "") -> None:
+        """Count a row that was kept as left out after all."""
+        self.num_kept -= 1
+        self.reject(where, reason, detail)
+
+    def joined(self, other: DataReport) -> DataReport:
+        """One report on both sources."""
+        both = DataReport(f"{self.source} and {other.source}", self._num_examples)
+        both.num_kept = self.num_kept + other.num_kept
+        both.reasons = self.reasons + other.reasons
+        both.examples = (self.examples + other.examples)[: self._num_examples]
+        return both
+
+    def check(self, max_bad_fraction: float) -> None:
+        """Refuse data of which too much is bad.
+
+        Raises:
+            ConfigError: If no row is left, or more than `max_bad_fraction` of all rows is bad.
+        """
+        if self.num_rows == 0:
+            raise ConfigError(f"{self.source} has no rows\n    give a file with at least one row")
+        if self.num_kept == 0:
+            raise ConfigError(f"{self}\n    no row is left to use; mend the rows above")
+        if self.num_bad > max_bad_fraction * self.num_rows:
+            raise ConfigError(
+                f"{self}\n    that is more than max_bad_fraction={max_bad_fraction:g} of all rows; "
+                "mend them, or raise max_bad_fraction to go on without them"
+            )
+
+    def __str__(self) -> str:
+        lines = [f"{self.source}: {self.num_kept} of {self.num_rows} rows kept"]
+        if self.num_bad:
+            lines[0] += f", {self.num_bad} left out"
+            lines += [f"    {count} x {reason}" for reason, count in self.reasons.most_common()]
+            lines += [f"    {row}" for row in self.examples]
+            if self.num_bad > len(self.examples):
+                lines.append(f"    ... and {self.num_bad - len(self.examples)} more")
+        return "\n".join(lines)

@@ -1,0 +1,213 @@
+"""Tasks: problems with a prompt, an answer to imitate and a verifier, by index.
+
+A task numbers its problems once: training problems come first, held-out problems after them, and
+no prompt text stands in both. A problem's index is the `prompt_id` of the tables, so a reward
+worker that built the same task finds the problem from the id alone.
+
+This module owns the protocol and the registry of task kinds; it reads no data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any, Protocol, runtime_checkable
+
+from ...dataflow.errors import ConfigError, nearest
+from .row_report import DataReport
+
+__all__ = [
+    "PATIENCE",
+    "ScoresPairs",
+    "Task",
+    "TaskSpec",
+    "VerifierSpec",
+    "fingerprint",
+    "register_task",
+    "task_alphabet",
+    "task_kinds",
+    "task_spec",
+]
+
+PATIENCE = ("max_restarts", "step_limit_s")
+"""Fields of how much may go wrong, not of what is computed: a resumed run may change them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierSpec:
+    """How another process makes a task's verifier; everything in it is JSON.
+
+    Example:
+        `VerifierSpec(factory="penstock.workers.rewards.verifiers:make_verifier",
+        arguments={"reward": "math_verify"})`
+    """
+
+    factory: str
+    """`module:function` that takes `arguments` by keyword and returns the verifier, a function of
+    `Task.verifier_call(index, response)`'s items that returns a finite number."""
+    arguments: Mapping[str, Any]
+    """Keyword arguments of the factory."""
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Problems by index; building the same spec again gives the same problems."""
+
+    @property
+    def task_id(self) -> str:
+        """Names the task in logs and file names: "chain_sum"."""
+        ...
+
+    @property
+    def train(self) -> range:
+        """Indices of the training problems."""
+        ...
+
+    @property
+    def held_out(self) -> range:
+        """Indices of the problems kept for evaluation; their prompts are not in `train`."""
+        ...
+
+    @property
+    def report(self) -> DataReport:
+        """What was read and what was left out."""
+        ...
+
+    @property
+    def correct_score(self) -> float:
+        """A response with at least this score counts as right."""
+        ...
+
+    @property
+    def verifier(self) -> VerifierSpec | None:
+        """How to score in another process under a time limit; None if `score` is quick and safe."""
+        ...
+
+    def prompt_text(self, index: int) -> str:
+        """What the model reads."""
+        ...
+
+    def answer_text(self, index: int) -> str | None:
+        """A right response to imitate, or None if the task knows none."""
+        ...
+
+    def pair_texts(self, index: int) -> tuple[str, str] | None:
+        """A better and a worse response, or None if the task has no explicit pairs."""
+        ...
+
+    def score(self, index: int, response: str) -> float:
+        """Score a response, in this process. May raise whatever the verifier raises."""
+        ...
+
+    def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
+        """Arguments, as JSON, for the verifier that `verifier` makes elsewhere."""
+        ...
+
+    def where(self, index: int) -> str:
+        """Where the problem stands, for messages: "train.jsonl:17"."""
+        ...
+
+
+@runtime_checkable
+class ScoresPairs(Protocol):
+    """A task that may know how good the responses of its pairs are. Optional."""
+
+    def pair_scores(self, index: int) -> tuple[float, float] | None:
+        """Of the better and the worse response, or None."""
+        ...
+
+
+@runtime_checkable
+class TaskSpec(Protocol):
+    """Picklable recipe for a task."""
+
+    def build(self) -> Task:
+        """Make the task: read or generate its problems.
+
+        Raises:
+            ConfigError: If the options do not make a usable task.
+        """
+        ...
+
+
+_KINDS: dict[str, str] = {
+    "reasoning_gym": "penstock.workers.data.reasoning_task:ReasoningTaskSpec",
+    "file": "penstock.workers.data.file_task:FileTaskSpec",
+    "gymnasium": "penstock.workers.envs.task:EnvTaskSpec",
+    "board_game": "penstock.workers.envs.games.task:BoardTaskSpec",
+    "library_game": "penstock.workers.envs.games.task:LibraryGameTaskSpec",
+}
+
+
+def register_task(kind: str, spec_class: str) -> None:
+    """Add a kind of task: `spec_class` is "module:class", a dataclass that is a `TaskSpec`."""
+    _KINDS[kind] = spec_class
+
+
+def task_kinds() -> tuple[str, ...]:
+    """Names of the registered kinds, sorted."""
+    return tuple(sorted(_KINDS))
+
+
+def task_spec(kind: str, **options: Any) -> TaskSpec:
+    """The spec of a registered kind with its options.
+
+    Raises:
+        ConfigError: If the kind or an option is unknown, a needed option is missing, or a value is
+            out of range.
+    """
+    if kind not in _KINDS:
+        raise ConfigError(
+            f"there is no task kind '{kind}'{nearest(kind, _KINDS)}\n"
+            f"    task kinds are: {', '.join(task_kinds())}"
+        )
+    module, _, name = _KINDS[kind].partition(":")
+    spec_class: Any = getattr(import_module(module), name)
+    known = [field.name for field in fields(spec_class)]
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"a '{kind}' task has no option '{option}'{nearest(option, known)}\n"
+                f"    its options are: {', '.join(known)}"
+            )
+    try:
+        return spec_class(**options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"a '{kind}' task cannot be made: {error}") from error
+
+
+def task_alphabet(task: Task) -> str:
+    """Every character of the task's prompts, answers and pairs, sorted: the smallest alphabet.
+
+    A policy can only write these characters, which is right where answers share an alphabet.
+    """
+    found: set[str] = set()
+    for index in (*task.train, *task.held_out):
+        found.update(task.prompt_text(index), task.answer_text(index) or "")
+        for text in task.pair_texts(index) or ():
+            found.update(text)
+    return "".join(sorted(found))
+
+
+def fingerprint(task: Task) -> str:
+    """SHA-256 over all that a task says of every problem, in order, as 16 hex digits.
+
+    Equal fingerprints mean that an index names the same problem in another process or another run:
+    the same prompt, the same answer and pair to learn from, and the same call of the verifier.
+    """
+    digest = hashlib.sha256()
+    for index in (*task.train, *task.held_out):
+        problem = (
+            task.prompt_text(index),
+            task.answer_text(index),
+            task.pair_texts(index),
+            task.verifier_call(index, ""),
+        )
+        if isinstance(task, ScoresPairs) and (scores := task.pair_scores(index)) is not None:
+            problem = (*problem, scores)
+        digest.update(json.dumps(problem).encode() + b"\n")
+    digest.update(f"{task.train} {task.held_out}".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,116 @@
+"""Which process computes which part of a model: the device mesh of an FSDP group.
+
+A data-parallel rank is `tensor_parallel` processes that share a model and get the same rows. They
+form a grid: `shards` of them divide the weights by rows (FSDP2) and take different rows of a call,
+and beside each stand those that divide its matrix products (tensor parallelism). Ranks are
+replicas. So `WorkerContext.process` is tensor place + tensor size x (shard + shards x rank).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ....dataflow.errors import ConfigError
+from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...training.data_parallel import RankGroup, rank_group
+
+__all__ = ["FsdpMesh", "join_mesh"]
+
+
+@dataclass(frozen=True)
+class FsdpMesh:
+    """This process's place.
+
+    Attributes:
+        replicas: The ranks: each has rows of its own, and holds the same weights.
+        shards: The processes that divide the same weights by rows, and share out a rank's rows.
+        beside: The context of a worker that computes alone what this process does: every shard of
+            every rank is a data-parallel rank there.
+        tensor: The processes that divide matrix products, in the order of the vocabulary; None if
+            that is this one alone.
+        mesh: All processes: ("replica", "shard", "tensor").
+    """
+
+    replicas: RankGroup
+    shards: RankGroup
+    beside: WorkerContext
+    tensor: dist.ProcessGroup | None
+    mesh: DeviceMesh
+
+    @property
+    def tensor_size(self) -> int:
+        """Processes that divide matrix products."""
+        return self.mesh.size(2)
+
+
+def join_mesh(context: WorkerContext, shards: int | None) -> FsdpMesh:
+    """Make the process groups of a worker group, or find them.
+
+    Every process of the group must call this at the same time. A group of one process needs no
+    torch.distributed for anything else; it gets a default group of itself.
+
+    Args:
+        context: Where the worker lives.
+        shards: See `FsdpOptions.shards`.
+
+    Raises:
+        ConfigError: If the group's processes cannot be divided so.
+    """
+    size = context.tensor_parallel
+    shards = size if shards is None else shards
+    if size % shards:
+        raise ConfigError(
+            f"'{context.role}' has shards={shards}, which does not divide the {size} processes "
+            "that share its model\n    set executor.tensor_parallel to a multiple of shards"
+        )
+    if context.pipeline_parallel > 1:
+        raise ConfigError(
+            f"'{context.role}' is on a group of {context.pipeline_parallel} pipeline stages, which "
+            "engine=fsdp does not have\n    set executor.pipeline_parallel to 1, or engine=megatron"
+        )
+    device = torch.device(context.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a mesh asks for "the current device"
+    if not dist.is_initialized():
+        _start_alone(context)
+    tensor = size // shards
+    mesh = _mesh(device.type, context.num_ranks, shards, tensor)
+    shard, place = divmod(context.tensor_rank, tensor)
+    beside = replace(
+        context,
+        rank=shard + shards * context.rank,
+        num_ranks=shards * context.num_ranks,
+        tensor_rank=place,
+        tensor_parallel=tensor,
+    )
+    return FsdpMesh(
+        replicas=rank_group(context, device),
+        shards=RankGroup(shard, shards, device, mesh.get_group("shard")),
+        beside=beside,
+        tensor=mesh.get_group("tensor") if tensor > 1 else None,
+        mesh=mesh,
+    )
+
+
+@lru_cache
+def _mesh(kind: str, replicas: int, shards: int, tensor: int) -> DeviceMesh:
+    names = ("replica", "shard", "tensor")
+    return init_device_mesh(kind, (replicas, shards, tensor), mesh_dim_names=names)
+
+
+def _start_alone(context: WorkerContext) -> None:
+    if context.num_processes > 1:
+        raise ConfigError(
+            f"'{context.role}' is one of {context.num_processes} processes, but torch.distributed "
+            "was not started; initialise its default group over exactly these processes first"
+        )
+    cuda = torch.device(context.device).type == "cuda"
+    in_memory: Any = dist
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=in_memory.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,209 @@
+"""A Hugging Face model divided over a mesh: tensor parallelism by name, then FSDP2 by layer.
+
+The module is made without memory for its weights, divided, and only then given storage for its own
+part, which the worker fills. Its forward is Hugging Face's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.modules import module as nn_module
+
+from ....dataflow.errors import ConfigError, PlanError
+from ...models.spec import ModelSpec, ScoreNetwork, ValueNetwork
+from ..torch_engine.backbone import is_lean
+from .mesh import FsdpMesh
+
+__all__ = ["FsdpModel", "HeadName", "build_model"]
+
+HeadName = Literal["lm_head", "value_head", "score"]
+"""What a model ends in; the last two are one number with a bias."""
+
+
+class FsdpModel(nn.Module):
+    """Token ids to head outputs at chosen positions, in one forward.
+
+    FSDP2 has a module's weights whole only inside its forward, so nothing is computed outside.
+
+    Args:
+        module: The model, whose parameters' names are the checkpoint's.
+        trunk: The part that maps tokens to hidden states.
+        head: What maps those to outputs; None if only the module itself knows.
+
+    Attributes:
+        known: Whether the family is one whose parts may be computed apart.
+        divided: Whether outputs are this process's part of the vocabulary.
+    """
+
+    def __init__(self, module: nn.Module, trunk: nn.Module, head: nn.Module | None) -> None:
+        super().__init__()
+        self.module = module
+        self.known = is_lean(trunk)
+        self.divided = False
+        self._parts: tuple[Any, Any] = (trunk, head)  # a tuple: they are registered in `module`
+
+    def forward(self, tokens: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs after the tokens at `reads`.
+
+        Args:
+            tokens: i64[rows, T], right padded with -1. What follows a token does not change its
+                output, so padding needs no mask.
+            reads: bool[rows, T].
+
+        Returns:
+            f[n, width], this process's part of the vocabulary, or [n, 1]; and a zero of shape []
+            that depends on every weight. Without it the weights of a head of which nothing is read
+            would have no gradient here, and processes would add up different lists of gradients.
+        """
+        trunk, head = self._parts
+        rows = tokens.clamp(min=0)
+        if head is None:
+            whole: Any = self.module
+            picked = whole(input_ids=rows, use_cache=False).logits[reads]
+            return picked, picked.sum().float() * 0
+        states = trunk(input_ids=rows, use_cache=False).last_hidden_state
+        picked = head(states[reads])
+        if self.divided:
+            picked = picked.clone()  # FSDP2 warns of outputs that are views, as a local part is
+        return picked, states.reshape(-1)[0].float() * 0 + picked.sum().float() * 0
+
+
+def build_model(spec: ModelSpec, mesh: FsdpMesh, head: HeadName) -> FsdpModel:
+    """This process's part of a model, its weights not set.
+
+    Args:
+        spec: Architecture and precision.
+        mesh: Which part.
+        head: What it ends in.
+
+    Raises:
+        ConfigError: If tensor parallelism is asked for and the family is not known.
+        PlanError: If the model cannot be divided as the mesh is.
+    """
+    model = _skeleton(spec, head)
+    if mesh.tensor is not None:
+        _check_divisible(spec, model, mesh.tensor_size)
+        _divide_products(model, mesh)
+    _divide_rows(model, mesh)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    device = mesh.shards.device
+    model.to_empty(device=device)  # buffers too, so they are put back
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    return model
+
+
+def _skeleton(spec: ModelSpec, head: HeadName) -> FsdpModel:
+    """The whole module in evaluation mode, with parameters on the meta device."""
+    auto: Any = transformers.AutoModelForCausalLM
+    with _no_storage():
+        config, dtype = spec.config, getattr(torch, spec.dtype)
+        module: Any = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        trunk = module.base_model
+        if head == "value_head":
+            module = ValueNetwork(trunk, config.hidden_size, zero_init=False)
+        elif head == "score":
+            module = ScoreNetwork(trunk, config.hidden_size)
+    last: nn.Module | None = None
+    if head != "lm_head":
+        last = getattr(module, head)
+    elif is_lean(trunk):
+        last = module.get_output_embeddings()
+    return FsdpModel(module.eval(), trunk, last)
+
+
+@contextmanager
+def _no_storage() -> Generator[None]:
+    """Parameters that are registered inside have shape and dtype and no memory; buffers have."""
+
+    def hook(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        del module, name
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    register: Any = nn_module.register_module_parameter_registration_hook
+    handle = register(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _check_divisible(spec: ModelSpec, model: FsdpModel, size: int) -> None:
+    config = spec.config
+    if not model.known:
+        raise ConfigError(
+            f"engine=fsdp has tensor parallelism for llama, qwen2 and qwen3, not for "
+            f"'{config.model_type}'; leave engine.options.shards out, so that all processes that "
+            "share the model divide it by rows"
+        )
+    sizes = {
+        "words": config.vocab_size,
+        "query heads": config.num_attention_heads,
+        "key heads": config.num_key_value_heads,
+        "feed-forward units": config.intermediate_size,
+    }
+    for what, number in sizes.items():
+        if number % size:
+            raise PlanError(
+                f"tensor parallelism {size} does not divide the {number} {what} of this "
+                f"'{config.model_type}'; take more shards"
+            )
+
+
+def _divide_products(model: FsdpModel, mesh: FsdpMesh) -> None:
+    """Cut projections between processes that get the same rows."""
+    trunk: Any = model._parts[0]  # pyright: ignore[reportPrivateUsage]
+    module: Any = model.module
+    layer: dict[str, ParallelStyle] = {
+        **{f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
+        **{f"mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")},
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    tensor = mesh.mesh["tensor"]
+    for block in trunk.layers:
+        parallelize_module(block, tensor, layer)
+    table = trunk.embed_tokens.weight
+    parallelize_module(trunk, tensor, {"embed_tokens": RowwiseParallel(input_layouts=Replicate())})
+    head = getattr(module, "lm_head", None)
+    if head is not None:
+        model.divided = True
+        tied = head.weight is table
+        parallelize_module(module, tensor, {"lm_head": ColwiseParallel(output_layouts=Shard(-1))})
+        if tied:
+            head.weight = trunk.embed_tokens.weight
+
+
+def _divide_rows(model: FsdpModel, mesh: FsdpMesh) -> None:
+    """Give each shard its rows of every parameter; layers are gathered one at a time."""
+    trunk: Any = model._parts[0]  # pyright: ignore[reportPrivateUsage]
+    layers: set[str] = set(getattr(trunk, "_no_split_modules", None) or ())
+    options: dict[str, Any] = {
+        "mesh": mesh.mesh["shard"],
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+    }
+    for part in list(trunk.modules()):
+        if type(part).__name__ in layers:
+            fully_shard(part, **options)
+    fully_shard(model, **options)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            # Losses are divided already, and gloo knows no mean.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)

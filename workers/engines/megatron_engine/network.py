@@ -1,0 +1,213 @@
+"""This process's part of a model with its weights and gradients, and megatron-core's schedules.
+
+Weights and gradients lie in one flat buffer each, as in the torch engine, instead of in
+megatron-core's own gradient buffers: those average over data-parallel ranks and cut the optimizer
+state at bucket boundaries, where the state here is saved as boxes of the checkpoint's parameters.
+
+Imported only after `megatron_cpu.prepare_megatron`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+
+from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...training.flat_parameters import FlatParameters
+from .model import Trunk
+
+__all__ = ["MegatronNetwork"]
+
+M = TypeVar("M")
+
+_LAYER = "decoder.layers."
+
+
+class MegatronNetwork:
+    """A part of a model.
+
+    Args:
+        trunk: The part.
+        context: Which part.
+        tied: Whether the head is the embedding.
+
+    Attributes:
+        flat: Its weights under megatron-core's names, with layers counted from the stage's first.
+        is_last: Whether outputs are computed here.
+    """
+
+    def __init__(self, trunk: Trunk, context: WorkerContext, *, tied: bool) -> None:
+        self.flat = FlatParameters(trunk)
+        self.is_last = context.stage == context.pipeline_parallel - 1
+        self._trunk: Any = trunk
+        self._context = context
+        self._tied_ends = tied and context.pipeline_parallel > 1
+        self._offset = context.stage * len(self._trunk.decoder.layers)
+        self._exact: Tensor | None = None
+
+    @property
+    def vocabulary_group(self) -> dist.ProcessGroup:
+        """The processes that share the vocabulary."""
+        group: Any = parallel_state.get_tensor_model_parallel_group()
+        return group
+
+    def engine_name(self, name: str) -> str:
+        """What `megatron_layout` calls a tensor of `flat`."""
+        if name.startswith(_LAYER):
+            layer, rest = name.removeprefix(_LAYER).split(".", 1)
+            return f"{_LAYER}{int(layer) + self._offset}.{rest}"
+        if name == "output_layer.weight" and self._tied_ends:
+            return "embedding.word_embeddings.weight"
+        return name
+
+    def engine_tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
+        """Views of a buffer laid out as the weights (of the weights themselves by default)."""
+        source = self.flat.data if buffer is None else buffer
+        return {self.engine_name(name): self.flat.view(source, name) for name in self.flat.names}
+
+    def buffers(self) -> list[Tensor]:
+        """The flat buffers that exist: weights, gradients, their sum in float32."""
+        made = (self.flat.data, self.flat.grad, self._exact)
+        return [buffer for buffer in made if buffer is not None]
+
+    def states(self, tokens: Tensor) -> Tensor:
+        """What this stage sends on, [T, rows, D]; tokens i64[rows, T] count in the first alone."""
+        return self._trunk(
+            input_ids=self._padded(tokens, 0).clamp(min=0), position_ids=None, attention_mask=None
+        )
+
+    def outputs(self, tokens: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:
+        """Head outputs after the tokens at `reads`; the last stage's alone.
+
+        Args:
+            tokens: i64[rows, T], right padded with -1. What follows a token does not change its
+                output, so padding needs no mask.
+            reads: bool[rows, T].
+
+        Returns:
+            This process's logits [n, V] for each True of `reads`, row by row, or [n, 1] of a scalar
+            head; and a zero that depends on the states, for rows of which nothing is read: the
+            stage before waits for a gradient all the same.
+        """
+        states = self.states(tokens)
+        if self._trunk.config.sequence_parallel:
+            # The head below adds up its input's gradient over processes, so here it is only cut.
+            states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
+        picked = states.transpose(0, 1)[self._padded(reads, False)]
+        head: Any = self._trunk.output_layer
+        anchor = states.reshape(-1)[0].float() * 0
+        if isinstance(head, nn.Linear):
+            return head(picked), anchor
+        weight = self._trunk.shared_embedding_or_output_weight() if head.weight is None else None
+        return head(picked, weight=weight)[0], anchor
+
+    def _padded(self, column: Tensor, value: float) -> Tensor:
+        """Sequence parallelism cuts the width evenly."""
+        if not self._trunk.config.sequence_parallel:
+            return column
+        return F.pad(column, (0, -column.shape[1] % self._context.tensor_parallel), value=value)
+
+    def run(self, step: Callable[[M], Tensor], parts: Sequence[M], *, backward: bool) -> None:
+        """Take micro-batches through all stages: one forward, one backward in turn, if several.
+
+        Args:
+            step: A micro-batch to what this stage sends on, or on the last stage to the scalar to
+                go backward from.
+            parts: The micro-batches; the same number on all processes of the rank.
+            backward: Whether gradients are wanted; they are added to `flat.grad`.
+        """
+        if not parts:
+            return
+        nothing = torch.zeros((), dtype=torch.int, device=self.flat.data.device)
+
+        def forward_step(
+            waiting: Iterator[M], model: nn.Module
+        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, None]]]:
+            del model
+            return step(next(waiting)), lambda total: (total, nothing, None)
+
+        # Widths vary, so the length here is not looked at; the rows are sent along as well.
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(parts),
+            model=self._trunk,
+            num_microbatches=len(parts),
+            seq_length=self._context.tensor_parallel,
+            micro_batch_size=1,
+            forward_only=not backward,
+        )
+
+    def start_gradient(self) -> Tensor:
+        """A zeroed f32 buffer laid out as the weights, which `run` adds gradients to."""
+        grad = self.flat.enable_gradients()
+        if grad.dtype == torch.float32:
+            return grad
+        if self._exact is None:
+            # bfloat16 gradients of micro-batches are added up in float32.
+            self._exact = torch.zeros_like(grad, dtype=torch.float32)
+            for name in self.flat.names:
+                view = self.flat.view(self._exact, name)
+                self.flat.parameter(name).register_post_accumulate_grad_hook(_adds_to(view))
+        return self._exact.zero_()
+
+    def finish_gradient(self, grad: Tensor) -> None:
+        """Add what other processes of the rank computed of the same weights' gradients.
+
+        - Weights that a tensor-parallel process has whole but uses on a part: head norms on its
+          heads, all norms on its part of the sequence.
+        - The embedding and its copy under the last stage's head.
+        """
+        parts = [self.flat.view(grad, name) for name in self.flat.names if self._is_partial(name)]
+        if parts and self._context.tensor_parallel > 1:
+            together = torch.cat([part.reshape(-1) for part in parts])
+            dist.all_reduce(together, group=parallel_state.get_tensor_model_parallel_group())
+            for part, total in zip(
+                parts, together.split([part.numel() for part in parts]), strict=True
+            ):
+                part.copy_(total.view_as(part))
+        table = self._tied_table()
+        if table is not None:
+            dist.all_reduce(self.flat.view(grad, table), group=parallel_state.get_embedding_group())
+
+    def _is_partial(self, name: str) -> bool:
+        if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+            return True
+        return bool(self._trunk.config.sequence_parallel) and name.endswith("layernorm.weight")
+
+    def _tied_table(self) -> str | None:
+        """The name of this stage's copy of the embedding, if another stage has one too."""
+        if not self._tied_ends:
+            return None
+        if self._context.stage == 0:
+            return "embedding.word_embeddings.weight"
+        return "output_layer.weight" if self.is_last else None
+
+    def spans(self, tensors: Set[str]) -> list[tuple[int, int]]:
+        """Where some of the engine's tensors lie in the buffers, neighbours as one."""
+        spans: list[tuple[int, int]] = []
+        for name in self.flat.names:
+            start, stop = self.flat.span(name)
+            if self.engine_name(name) not in tensors:
+                continue
+            if spans and spans[-1][1] == start:
+                spans[-1] = (spans[-1][0], stop)
+            else:
+                spans.append((start, stop))
+        return spans
+
+
+def _adds_to(view: Tensor) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        view.add_(parameter.grad)
+        parameter.grad.zero_()
+
+    return hook

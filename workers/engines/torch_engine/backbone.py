@@ -1,0 +1,198 @@
+"""The Llama, Qwen2 and Qwen3 forward pass over packed tokens, without the Hugging Face forward.
+
+`LeanBackbone` reads the Hugging Face module's own weights (through `FlatParameters`, which makes
+the fused query-key-value and gate-up weights views of the same memory) and serves training,
+evaluation and the generator's prompt pass. At small sizes most of the Hugging Face forward is
+Python, padding and unfused kernels; here padding is never multiplied, a shared prompt is computed
+once, and the last layer's feed-forward runs only where a hidden state is read.
+
+Shapes: N packed tokens, D hidden size, H query heads, K key heads, E head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...training.flat_parameters import FlatParameters
+from .attention import attend_packed
+from .packing import Pack
+
+__all__ = ["LayerWeights", "LeanBackbone", "fused_names", "is_lean"]
+
+_FAMILIES = {"LlamaModel", "Qwen2Model", "Qwen3Model"}
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+
+
+def is_lean(trunk: nn.Module) -> bool:
+    """True if `LeanBackbone` computes exactly what this trunk's own forward does."""
+    config: Any = getattr(trunk, "config", None)
+    if type(trunk).__name__ not in _FAMILIES or config is None:
+        return False
+    layer_types: Sequence[str] = getattr(config, "layer_types", None) or []
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return rope in _STATIC_ROPE and all(kind == "full_attention" for kind in layer_types)
+
+
+def fused_names(trunk: nn.Module, prefix: str) -> list[tuple[str, ...]]:
+    """Names of the parameters `LeanBackbone` wants side by side; `prefix` is the trunk's own."""
+    names = {name for name, _ in trunk.named_parameters()}
+    groups: list[tuple[str, ...]] = []
+    modules = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
+    layers: Any = trunk.layers
+    for index in range(len(layers)):
+        for block, parts in modules:
+            for kind in ("weight", "bias"):
+                group = tuple(f"layers.{index}.{block}.{part}.{kind}" for part in parts)
+                if names.issuperset(group):
+                    groups.append(tuple(prefix + name for name in group))
+    return groups
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Leaf tensors of one decoder layer."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+class LeanBackbone:
+    """Functional forward over a trunk's weights.
+
+    Args:
+        trunk: A trunk for which `is_lean` is true.
+        flat: Holds its weights, laid out with `fused_names(trunk, prefix)` side by side.
+        prefix: What the trunk's parameters are called in `flat`: "model.".
+    """
+
+    def __init__(self, trunk: nn.Module, flat: FlatParameters, prefix: str) -> None:
+        self._trunk: Any = trunk
+        config: Any = trunk.config
+        attention: Any = self._trunk.layers[0].self_attn
+        self.head_dim: int = attention.head_dim
+        self.num_heads: int = config.num_attention_heads
+        self.num_key_heads: int = config.num_key_value_heads
+        self.scale: float = attention.scaling
+        self.eps: float = self._trunk.norm.variance_epsilon
+        self.activation: nn.Module = self._trunk.layers[0].mlp.act_fn
+        self.embedding: Tensor = self._trunk.embed_tokens.weight
+        self.final_norm: Tensor = self._trunk.norm.weight
+        self.layers = [
+            _layer_weights(flat, f"{prefix}layers.{i}.") for i in range(len(self._trunk.layers))
+        ]
+        self._rope: tuple[Tensor, Tensor] | None = None
+
+    def rope(self, length: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine tables of at least `length` positions, each [positions, 1, E/2]."""
+        if self._rope is None or len(self._rope[0]) < length:
+            size = 1 << max(length - 1, 63).bit_length()
+            position = torch.arange(size, device=self.embedding.device)[None]
+            with torch.no_grad():
+                cos, sin = self._trunk.rotary_emb(self.embedding[:1], position)
+            half = self.head_dim // 2
+            self._rope = (cos[0, :, None, :half].contiguous(), sin[0, :, None, :half].contiguous())
+        return self._rope
+
+    def states(self, pack: Pack, caches: Sequence[tuple[Tensor, Tensor]] | None = None) -> Tensor:
+        """Hidden states after the final norm at `pack.read`, [U, D].
+
+        Args:
+            pack: What to compute; positions must be within the model's reach.
+            caches: If given, a pair of [N, K, E] tensors per layer which receive keys and values.
+        """
+        cos, sin = (table[pack.position] for table in self.rope(int(pack.position.max()) + 1))
+        x = F.embedding(pack.tokens, self.embedding)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            query, key, value = self.project(x, layer, cos, sin)
+            if caches is not None:
+                caches[index][0].copy_(key)
+                caches[index][1].copy_(value)
+            mixed = attend_packed(query, key, value, pack, self.scale)
+            if index == last:
+                mixed, x = _pick(mixed, pack.read), _pick(x, pack.read)
+            x = self.finish(x, mixed, layer)
+        return F.rms_norm(x, (x.shape[-1],), self.final_norm, self.eps)
+
+    def project(
+        self, x: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [N, H, E] and keys [N, K, E], and values [N, K, E]."""
+        normed = F.rms_norm(x, (x.shape[-1],), layer.input_norm, self.eps)
+        heads, keys = self.num_heads, self.num_key_heads
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(x), -1, self.head_dim)
+        if layer.query_norm is None or layer.key_norm is None:
+            both, value = qkv.split([heads + keys, keys], dim=1)
+            query, key = _rotate(both, cos, sin).split([heads, keys], dim=1)
+            return query, key, value
+        # split, not slices: its gradient is one concatenation instead of a sum of padded copies.
+        query, key, value = qkv.split([heads, keys, keys], dim=1)
+        size = (self.head_dim,)
+        query = F.rms_norm(query, size, layer.query_norm, self.eps)
+        key = F.rms_norm(key, size, layer.key_norm, self.eps)
+        return _rotate(query, cos, sin), _rotate(key, cos, sin), value
+
+    def finish(self, x: Tensor, mixed: Tensor, layer: LayerWeights) -> Tensor:
+        """Output projection, residual and feed-forward; `mixed` is [N, H * E]."""
+        x = x + F.linear(mixed, layer.out, layer.out_bias)
+        normed = F.rms_norm(x, (x.shape[-1],), layer.mlp_norm, self.eps)
+        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        return x + F.linear(self.activation(gate) * up, layer.down, layer.down_bias)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in Hugging Face's half-split order; x is [N, heads, E]."""
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+def _pick(x: Tensor, index: Tensor) -> Tensor:
+    return x[index]
+
+
+def _layer_weights(flat: FlatParameters, prefix: str) -> LayerWeights:
+    def one(name: str) -> Tensor | None:
+        full = prefix + name
+        return flat.parameter(full) if full in flat.names else None
+
+    def needed(name: str) -> Tensor:
+        return flat.parameter(prefix + name)
+
+    def fused(block: str, parts: Sequence[str], kind: str) -> Tensor | None:
+        names = tuple(f"{prefix}{block}.{part}.{kind}" for part in parts)
+        return flat.fused_weight(names) if names[0] in flat.names else None
+
+    qkv = fused("self_attn", ("q_proj", "k_proj", "v_proj"), "weight")
+    gate_up = fused("mlp", ("gate_proj", "up_proj"), "weight")
+    assert qkv is not None
+    assert gate_up is not None
+    return LayerWeights(
+        input_norm=needed("input_layernorm.weight"),
+        qkv=qkv,
+        qkv_bias=fused("self_attn", ("q_proj", "k_proj", "v_proj"), "bias"),
+        query_norm=one("self_attn.q_norm.weight"),
+        key_norm=one("self_attn.k_norm.weight"),
+        out=needed("self_attn.o_proj.weight"),
+        out_bias=one("self_attn.o_proj.bias"),
+        mlp_norm=needed("post_attention_layernorm.weight"),
+        gate_up=gate_up,
+        gate_up_bias=fused("mlp", ("gate_proj", "up_proj"), "bias"),
+        down=needed("mlp.down_proj.weight"),
+        down_bias=one("mlp.down_proj.bias"),
+    )

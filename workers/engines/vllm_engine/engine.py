@@ -1,0 +1,393 @@
+"""vLLM's engine, driven request by request in this process.
+
+`LLMEngine` with its core in the process is chosen over `AsyncLLM`. Both run the same scheduler and
+model runner with continuous batching. `AsyncLLM` has its core in a further process, and which
+requests share a batch there depends on when messages arrive; a worker is given all prompts of a
+call at once, so there is nothing to await, and in exchange for nothing the batches (and with them
+the last bits of log-probabilities) would vary from run to run. In this process weights are handed
+over by reference, an abort takes effect before the next forward pass, and whoever kills the worker
+kills the engine.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import random
+import warnings
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....dataflow.errors import PenstockError
+
+__all__ = ["Drawn", "EngineOptions", "GenerationAbortedError", "Request", "VllmEngine"]
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in this process
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+_CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # compiling small functions costs the first call 7 to 26 s
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the process may share its cores with others
+}
+
+
+class GenerationAbortedError(PenstockError):
+    """A call to generate was aborted as a whole."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a vLLM engine is started with.
+
+    Attributes:
+        dtype: "float32" or "bfloat16".
+        max_model_len: Longest sequence, prompt and response.
+        max_rows: Sequences decoded at once.
+        kv_cache_bytes: Size of the key-value cache; None for `memory_fraction` of a GPU.
+        memory_fraction: Of a GPU's memory, for weights, activations and cache together.
+        enforce_eager: Whether to do without compiled graphs.
+        tokenizer: A folder with a tokenizer, if text is looked at.
+        device: "cpu" or "cuda:0".
+        tensor_parallel: Processes that share the model.
+        process: This process in torch.distributed's default group, if that is initialised.
+    """
+
+    dtype: str
+    max_model_len: int
+    max_rows: int
+    kv_cache_bytes: int | None
+    memory_fraction: float
+    enforce_eager: bool
+    tokenizer: Path | None
+    device: str
+    tensor_parallel: int
+    process: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to draw.
+
+    Attributes:
+        prompt: Token ids.
+        seed: Of this response's random numbers; 63 bits.
+    """
+
+    prompt: list[int]
+    seed: int
+
+
+@dataclass
+class Drawn:
+    """A response as far as it was drawn.
+
+    Attributes:
+        tokens: Sampled token ids, the one that ended it included.
+        logprobs: Of each token, at the sampling temperature.
+        finished: Whether an end-of-sequence token or a stop string ended it.
+        cached_tokens: Of the prompt, found in the prefix cache.
+    """
+
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    finished: bool = False
+    cached_tokens: int = 0
+
+
+class VllmEngine:
+    """A model in vLLM.
+
+    A process has at most one: vLLM keeps its process groups in globals, and closing one engine
+    would take them away from another.
+
+    Args:
+        folder: The model, in Hugging Face's layout. Not needed any more afterwards.
+        options: See there.
+
+    Raises:
+        RuntimeError: If the process has an engine already, or vLLM was built for another device.
+    """
+
+    _running: bool = False
+
+    def __init__(self, folder: Path, options: EngineOptions) -> None:
+        if VllmEngine._running:
+            raise RuntimeError(
+                "this process already runs a vLLM engine, and vLLM can have one per process; place "
+                "the roles that use it on groups of their own (executor=ray)"
+            )
+        self._options = options
+        self._calls = 0
+        self._aborted: queue.SimpleQueue[frozenset[int] | None] = queue.SimpleQueue()
+        self._asleep = False
+        self._freed_bytes: list[int] = []
+        with _starting(options):
+            self._engine: Any = _start(folder, options)
+            self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+        VllmEngine._running = True
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        eos_token_id: int,
+        stop: Sequence[str] = (),
+    ) -> list[Drawn]:
+        """Draw a response to every request; equal prompts share their keys and values.
+
+        A response depends on its prompt, its seed and the weights, not on the other requests, up to
+        the rounding of sums: where two tokens are equally good to the last bits, a batch of another
+        shape may choose the other one.
+
+        Raises:
+            GenerationAbortedError: If `abort` was called without naming requests.
+            RuntimeError: If the engine sleeps.
+        """
+        if self._asleep:
+            raise RuntimeError("the vLLM engine sleeps; call wake() before generating")
+        self._forget_aborts()
+        params = _sampling_params(temperature, max_new_tokens, eos_token_id, stop)
+        self._calls += 1
+        names = {f"{self._calls}/{index}": index for index in range(len(requests))}
+        drawn = [Drawn() for _ in requests]
+        try:
+            for name, request in zip(names, requests, strict=True):
+                self._add(name, request, params)
+            while self._engine.has_unfinished_requests():
+                self._serve_aborts(names)
+                for output in self._engine.step():
+                    _append(drawn[names[output.request_id]], output)
+        except BaseException:
+            self._engine.abort_request(list(names))
+            raise
+        return drawn
+
+    def _add(self, name: str, request: Request, params: Any) -> None:
+        own = params.clone()
+        own.seed = request.seed
+        prompt = {"type": "token", "prompt_token_ids": request.prompt}
+        self._engine.add_request(name, prompt, own)
+
+    def abort(self, requests: Iterable[int] | None = None) -> None:
+        """Cut requests of the call being served short, before its next token. From any thread.
+
+        Args:
+            requests: Their indices; what they have so far is kept. None for the whole call, which
+                then raises.
+        """
+        self._aborted.put(None if requests is None else frozenset(requests))
+
+    def _forget_aborts(self) -> None:
+        while not self._aborted.empty():
+            self._aborted.get_nowait()
+
+    def _serve_aborts(self, names: Mapping[str, int]) -> None:
+        while not self._aborted.empty():
+            indices = self._aborted.get_nowait()
+            if indices is None:
+                raise GenerationAbortedError("generation was aborted; nothing was kept of the call")
+            self._engine.abort_request([n for n, index in names.items() if index in indices])
+
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Replace all weights; caches of the old ones are emptied."""
+        from .weights import load_whole_tensors
+
+        load_whole_tensors(self._engine, tensors, version)
+
+    @property
+    def weight_version(self) -> str:
+        """What `load` was last given; "default" before."""
+        return self._engine.get_weight_version()
+
+    def sleep(self) -> int:
+        """Give device memory to others until `wake`; nothing to do if it sleeps.
+
+        On a GPU weights move to host memory and the key-value cache is dropped, by vLLM's own sleep
+        mode. vLLM's CPU build has none: there the cache's memory is given back to the system, and
+        the weights stay, because their packed form cannot be taken out of its kernels.
+
+        Returns:
+            Bytes given back.
+        """
+        if self._asleep:
+            return 0
+        self._asleep = True
+        if self._on_cpu:
+            self._engine.reset_prefix_cache()
+            (self._freed_bytes,) = self._engine.collective_rpc(_free_kv_cache)
+            return sum(self._freed_bytes)
+        free = torch.cuda.mem_get_info()[0]
+        self._engine.sleep(level=1)
+        return max(torch.cuda.mem_get_info()[0] - free, 0)
+
+    def wake(self) -> None:
+        """Take the memory back; nothing to do if it is awake."""
+        if not self._asleep:
+            return
+        if self._on_cpu:
+            self._engine.collective_rpc(_allocate_kv_cache, args=(self._freed_bytes,))
+        else:
+            self._engine.wake_up()
+        self._asleep = False
+
+    @property
+    def _on_cpu(self) -> bool:
+        return torch.device(self._options.device).type == "cpu"
+
+    def close(self) -> None:
+        """End the engine; nothing may be asked of it afterwards."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        engine.engine_core.shutdown()
+        del engine
+        # What vLLM does when an engine is collected must not happen to the next one.
+        gc.collect()
+        VllmEngine._running = False
+
+
+def _start(folder: Path, options: EngineOptions) -> Any:
+    """Build the `LLMEngine`."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from .weights import weight_transfer_config
+
+    device = torch.device(options.device).type
+    if current_platform.device_type != device:
+        raise RuntimeError(
+            f"the vLLM that is installed runs on '{current_platform.device_type}', and this worker "
+            f"is placed on '{device}'; install the build for {device} or place the role elsewhere"
+        )
+    cpu: dict[str, Any] = {}
+    if device == "cpu":
+        # On CPUs vLLM cannot take back the random number of a prompt that it computed in part, so
+        # seeded prompts must not be cut into chunks. Blocks of 32 tokens (of 128 by default) let
+        # short prompts share theirs.
+        batch = max(options.max_model_len, 2048)
+        cpu = {"enable_chunked_prefill": False, "max_num_batched_tokens": batch, "block_size": 32}
+    backend = "external_launcher" if torch.distributed.is_initialized() else None
+    if backend and device == "cpu":
+        from .cpu_worker import agree_on_name
+
+        cpu["worker_cls"] = agree_on_name()
+    args = EngineArgs(
+        model=str(folder),
+        tokenizer=None if options.tokenizer is None else str(options.tokenizer),
+        skip_tokenizer_init=options.tokenizer is None,
+        dtype=options.dtype,  # pyright: ignore[reportArgumentType]
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_rows,
+        kv_cache_memory_bytes=options.kv_cache_bytes,
+        gpu_memory_utilization=options.memory_fraction,
+        enforce_eager=options.enforce_eager,
+        tensor_parallel_size=options.tensor_parallel,
+        distributed_executor_backend=backend,
+        enable_prefix_caching=True,
+        enable_sleep_mode=device != "cpu",
+        generation_config="vllm",  # nothing but what a request says decides how it is sampled
+        logprobs_mode="processed_logprobs",  # after the temperature
+        weight_transfer_config=weight_transfer_config(),
+        use_tqdm_on_load=False,
+        disable_log_stats=True,
+        seed=0,  # unused: every request has its own
+        **cpu,
+    )
+    return LLMEngine.from_engine_args(args)
+
+
+@contextmanager
+def _starting(options: EngineOptions) -> Generator[None]:
+    """What vLLM changes in a process to start, put back afterwards.
+
+    It reads environment variables, seeds all random generators, and on CPUs replaces
+    `torch.set_num_threads`; its modules warn of torch's deprecations. Variables that it sets for
+    itself stay, and on CPUs nothing is compiled by torch in this process any more.
+    """
+    wanted = dict(_ENVIRONMENT)
+    if torch.device(options.device).type == "cpu":
+        wanted |= _CPU_ENVIRONMENT
+        # Whoever imported it before has made it read its environment already.
+        torch._dynamo.config.disable = True  # pyright: ignore[reportPrivateUsage] - its documented switch
+    if torch.distributed.is_initialized():
+        wanted |= {"RANK": str(options.process), "LOCAL_RANK": "0"}
+    before = {name: os.environ.get(name) for name in wanted}
+    threads, python, numpy = torch.set_num_threads, random.getstate(), np.random.get_state()
+    os.environ.update(wanted)
+    try:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads = threads
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _sampling_params(
+    temperature: float, max_new_tokens: int, eos_token_id: int, stop: Sequence[str]
+) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=max_new_tokens,
+        logprobs=0,  # of the sampled token alone
+        ignore_eos=True,  # the model's own; the caller's ends a response
+        stop_token_ids=[eos_token_id],
+        stop=list(stop),
+        detokenize=bool(stop),
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _append(drawn: Drawn, output: Any) -> None:
+    """Add what one step brought."""
+    (part,) = output.outputs
+    drawn.tokens += part.token_ids
+    drawn.logprobs += [
+        entry[token].logprob for token, entry in zip(part.token_ids, part.logprobs, strict=True)
+    ]
+    drawn.finished = part.finish_reason == "stop"
+    drawn.cached_tokens = max(drawn.cached_tokens, output.num_cached_tokens or 0)
+
+
+def _free_kv_cache(worker: Any) -> list[int]:
+    """Free the memory under a CPU worker's key-value cache; its tensors keep their shapes.
+
+    Returns:
+        Bytes of each tensor's storage; tensors may share one.
+    """
+    storages = [tensor.untyped_storage() for tensor in worker.model_runner.kv_caches]
+    sizes = [storage.nbytes() for storage in storages]
+    for storage in storages:
+        storage.resize_(0)
+    return sizes
+
+
+def _allocate_kv_cache(worker: Any, sizes: Sequence[int]) -> None:
+    """Undo `_free_kv_cache`. Zeros, because attention multiplies what is unused by 0."""
+    for tensor, size in zip(worker.model_runner.kv_caches, sizes, strict=True):
+        tensor.untyped_storage().resize_(size)
+        tensor.zero_()

@@ -1,0 +1,65 @@
+"""A vLLM engine that has served its run, kept for the next run in the same process.
+
+Starting one takes seconds to minutes, most of it importing vLLM and building kernels; giving one
+other weights takes as long as reading them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...models.tokenizer import TokenizerSpec
+from .engine import EngineOptions, VllmEngine
+
+__all__ = ["engine_key", "keep", "take"]
+
+_WHERE_FROM = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+"""What a config says of its file rather than of the model."""
+
+_kept: dict[str, VllmEngine] = {}
+"""At most one, as a process can have."""
+
+
+def engine_key(config: Any, options: EngineOptions, tokenizer: TokenizerSpec | None) -> str:
+    """What two engines have in common that differ in their weights alone.
+
+    Args:
+        config: Hugging Face's, of the model.
+        options: What the engine is started with; `tokenizer` there is a passing folder.
+        tokenizer: What is in that folder.
+    """
+    model = {key: value for key, value in config.to_dict().items() if key not in _WHERE_FROM}
+    described = json.dumps(model, sort_keys=True, default=str)
+    return f"{described} {replace(options, tokenizer=None)} {tokenizer}"
+
+
+def keep(key: str, engine: VllmEngine) -> None:
+    """Put an engine by, asleep, until one like it is asked for or another is started."""
+    engine.sleep()
+    _kept[key] = engine
+
+
+def take(key: str) -> VllmEngine | None:
+    """The engine that was kept under this key, awake, with the weights it had; None if none was.
+
+    One that was kept under another key is closed: a process has one engine.
+
+    Raises:
+        RuntimeError: If that one is shared with other processes.
+    """
+    engine = _kept.pop(key, None)
+    if _kept and torch.distributed.is_initialized():
+        # It would end torch.distributed with it, and so the next engine's way to its peers.
+        raise RuntimeError(
+            "processes that share a vLLM engine were kept for a model that has changed since; end "
+            "them with shutdown_ray() and start again"
+        )
+    while _kept:
+        _kept.popitem()[1].close()
+    if engine is not None:
+        engine.wake()
+    return engine

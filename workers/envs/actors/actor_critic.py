@@ -1,0 +1,266 @@
+"""A perceptron that acts and criticises, as an `ActorCritic`: asked, evaluated and trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....algorithms.ops.distributions import action_logprob, entropy_of_logits
+from ....algorithms.roles.environment import (
+    ActionSpace,
+    ActorCritic,
+    ActorCriticOutput,
+    Acts,
+    Evaluation,
+    Values,
+)
+from ....algorithms.roles.language import TrainMetrics
+from ....dataflow.errors import WorkerError
+from ....dataflow.graph.role import Loss, Metric
+from ....dataflow.option_checks import check_range
+from ....dataflow.runtime.call_context import call_key
+from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...engines.torch_engine.worker import TorchWorker
+from ...rollout.sampling import stream_generator
+from ...training.data_parallel import rank_group
+from ...training.optimizer import OptimizerSpec
+from .numpy_actor import NumpyActor
+from .on_host import OnHost
+from .perceptron import ActorCriticNetwork, FlatNetwork, HasSpaces, PerceptronSpec
+from .recurrent import NumpyMemory
+from .single_steps import single_steps, state_values
+from .weight_inheritance import take_over
+
+__all__ = ["TorchActorCritic", "TorchActorCriticSpec"]
+
+B = TypeVar("B")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchActorCriticSpec:
+    """Recipe for a `TorchActorCritic`."""
+
+    network: PerceptronSpec = PerceptronSpec()
+    """Its layers."""
+    env: HasSpaces
+    """What it acts in, for the numbers of observations and actions."""
+    start: str | None = None
+    """A folder that such a worker saved, whose weights it begins with: of the same layers, for the
+    same observations and actions. None for random ones."""
+    optimizer: OptimizerSpec | None = None
+    """None for one that only acts."""
+    micro_batch_steps: int = 65536
+    """Steps computed at once in training."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "micro_batch_steps", at_least=1)
+
+    def build(self, context: WorkerContext) -> TorchActorCritic:
+        """Make it on the context's device.
+
+        Raises:
+            ConfigError: If `start` is no such folder, or its network does not fit.
+        """
+        return TorchActorCritic(self, context)
+
+
+class TorchActorCritic(TorchWorker, ActorCritic):
+    """See `TorchActorCriticSpec`."""
+
+    def __init__(self, spec: TorchActorCriticSpec, context: WorkerContext) -> None:
+        num_features, actions = spec.env.spaces()
+        self.spec = spec
+        self.actions: ActionSpace = actions
+        self.module = ActorCriticNetwork(spec.network, num_features, actions).to(context.device)
+        if spec.start is not None:
+            self.module.load_pretrained(spec.start)
+        network: Any = FlatNetwork(self.module)
+        super().__init__(context, network, spec.optimizer, spec.micro_batch_steps)
+        self._on_host = OnHost(self.module, self.network.flat)
+        acting = self._on_host.module
+        memory = None if acting.memory is None else NumpyMemory(acting.memory)
+        self._numpy = NumpyActor(acting.actor, actions, acting.log_std, memory)
+
+    def act(
+        self,
+        obs: NDArray[np.float32],
+        noise: NDArray[np.float64],
+        action_mask: NDArray[np.bool_] | None,
+        memory: NDArray[np.float32] | None = None,
+    ) -> Acts:
+        """See `Actor.act`."""
+        self._on_host.follow()
+        return self._numpy.act(obs, noise, action_mask, memory)
+
+    def answer_all(self, method: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Acts]:
+        """See `Gathers`: what is waiting for actions is computed together."""
+        if method != "act":
+            return [getattr(self, method)(*arguments) for arguments in calls]
+        self._on_host.follow()
+        return self._numpy.act_all(calls)
+
+    def weights_changed(self) -> None:
+        """See `TorchWorker.weights_changed`."""
+        super().weights_changed()
+        self._on_host.is_stale = True
+
+    def evaluate(
+        self,
+        obs: Tensor,
+        action: Tensor,
+        action_mask: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Evaluation:
+        """See `ActorCritic.evaluate`."""
+        logprob, entropy = torch.zeros(obs.shape[:2]), torch.zeros(obs.shape[:2])
+        with torch.no_grad():
+            seen = self._seen(obs, memory, mask)
+            for row, columns_ in enumerate(zip(seen, action, action_mask, strict=True)):
+                part = [column.to(self.device) for column in columns_]
+                logprob[row], its = self._policy(*part, needs_entropy=True)
+                assert its is not None  # as asked
+                entropy[row] = its
+        return Evaluation(logprob=logprob, entropy=entropy)
+
+    def value(
+        self,
+        obs: Tensor,
+        last_obs: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Values:
+        """See `ActorCritic.value`."""
+        if self.module.memory is not None:
+            with torch.no_grad():
+                seen = self._seen(torch.cat([obs, last_obs[:, None]], dim=1), memory, mask)
+            obs, last_obs = seen[:, :-1], seen[:, -1]
+        return state_values(self.module.value, obs, last_obs, self.device)
+
+    def _seen(self, obs: Tensor, memory: Tensor | None, mask: Tensor | None) -> Tensor:
+        """What actor and critic see, a row at a time as in `state_values`."""
+        net = self.module.memory
+        if net is None or not len(obs):
+            return obs
+        if memory is None or mask is None:
+            raise WorkerError(
+                f"'{self.context.role}' has a memory, and was not told what rows begin with; pass "
+                "on memory=traj.memory, mask=traj.mask"
+            )
+        columns_ = zip(*(c.to(self.device).split(1) for c in (obs, memory, mask)), strict=True)
+        return torch.cat([net.beside(*row) for row in columns_])
+
+    def train(
+        self,
+        loss: Loss[B, ActorCriticOutput],
+        batch: B,
+        *,
+        epochs: int = 1,
+        num_minibatches: int = 1,
+    ) -> TrainMetrics:
+        """See `ActorCritic.train`. Every step is a row of its own if nothing is remembered."""
+        rows = single_steps(batch) if self.module.memory is None else batch
+        try:
+            return self._train(self._forward, loss, rows, epochs, num_minibatches)
+        finally:  # and not before: who is asked meanwhile would copy what is half trained
+            self._on_host.is_stale = True
+
+    def inherit(
+        self,
+        rival: ActorCritic,
+        *,
+        fitness: Tensor,
+        rival_fitness: Tensor,
+        mutation: float = 0.0,
+        every: int = 1,
+    ) -> TrainMetrics:
+        """See `ActorCritic.inherit`. Moments of the optimizer stay.
+
+        Raises:
+            WorkerError: If one of the two has no rows that say how fit it is.
+        """
+        key = call_key(self.context.role, "inherit")
+        own, its = self._means(fitness, rival_fitness)
+        gives_way = (key.step + 1) % every == 0 and its > own
+        if gives_way:
+            random = stream_generator(self.context.seed, self.context.role, "mutation", key)
+            take_over(self, rival, mutation=mutation, random=random)
+        replaced = Metric.mean(float(gives_way), 1.0)
+        return TrainMetrics({"fitness": Metric.mean(own, 1.0), "replaced": replaced})
+
+    def _means(self, *columns_: Tensor) -> list[float]:
+        """Of columns f32[rows], over all ranks: each of them must come to the same decision."""
+        sums = torch.tensor(
+            [[float(column.double().sum()), len(column)] for column in columns_],
+            dtype=torch.float64,
+            device=self.device,
+        )
+        table: list[list[float]] = rank_group(self.context, self.device).sum_(sums).tolist()
+        if not all(rows for _, rows in table):
+            raise WorkerError(
+                f"'{self.context.role}.inherit' compares two that have both acted, and was given "
+                f"{' and '.join(f'{rows:g}' for _, rows in table)} rows of fitness; raise the "
+                "number of rows, or lower the rows of a group"
+            )
+        return [total / rows for total, rows in table]
+
+    def _forward(self, rows: Any, needs_entropy: bool) -> ActorCriticOutput:
+        shape, net = rows.mask.shape, self.module.memory
+        seen = rows.obs if net is None else net.beside(rows.obs, rows.memory, rows.mask)
+        seen, action, allowed = (c.flatten(0, 1) for c in (seen, rows.action, rows.action_mask))
+        logprob, entropy = self._policy(seen, action, allowed, needs_entropy=needs_entropy)
+        value, logits = self.module.value_and_logits(seen)
+        return ActorCriticOutput(
+            value=value.unflatten(0, shape),
+            value_logits=None if logits is None else logits.unflatten(0, shape),
+            logprob=logprob.unflatten(0, shape),
+            entropy=None if entropy is None else entropy.unflatten(0, shape),
+        )
+
+    def _policy(
+        self, obs: Tensor, action: Tensor, action_mask: Tensor, *, needs_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probability and entropy, f32[rows] each; components add up."""
+        found = self.module.actor(obs)
+        if self.module.log_std is not None:
+            return _numbers(found, self.module.log_std, action, needs_entropy)
+        logprobs: list[Tensor] = []
+        entropies: list[Tensor] = []
+        begin = 0
+        for component, size in enumerate(self.actions.sizes):
+            span = slice(begin, begin + size)
+            valid = action_mask[:, span] if self.actions.masked else None
+            logits = found[:, span]
+            logprobs.append(action_logprob(logits, action[:, component].long(), valid))
+            if needs_entropy:
+                entropies.append(entropy_of_logits(logits, valid))
+            begin += size
+        if len(logprobs) == 1:
+            return logprobs[0], entropies[0] if needs_entropy else None
+        entropy = torch.stack(entropies).sum(dim=0) if needs_entropy else None
+        return torch.stack(logprobs).sum(dim=0), entropy
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the network to a folder (only rank 0 does)."""
+        if self.context.rank == 0:
+            self.module.save_pretrained(folder)
+
+
+def _numbers(
+    mean: Tensor, log_std: Tensor, action: Tensor, needs_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Of a normal distribution with independent components."""
+    half_log = 0.5 * math.log(2 * math.pi)
+    deviation = (action - mean) * (-log_std).exp()
+    logprob = (-0.5 * deviation.square() - log_std - half_log).sum(dim=-1)
+    if not needs_entropy:
+        return logprob, None
+    return logprob, (0.5 + half_log + log_std).sum().expand(len(mean))

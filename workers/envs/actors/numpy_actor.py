@@ -1,0 +1,172 @@
+"""Acting with numpy: a perceptron's weights as views, and draws from given noise.
+
+An environment of few numbers steps in microseconds; torch needs more than that to begin a call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from ....algorithms.roles.environment import ActionSpace, Acts
+from .recurrent import NumpyMemory
+
+__all__ = ["NumpyActor"]
+
+_Call = tuple[
+    NDArray[np.float32], NDArray[np.float64], NDArray[np.bool_] | None, NDArray[np.float32] | None
+]
+"""Arguments of `act`."""
+
+_LOG_ROOT_2PI = 0.5 * math.log(2 * math.pi)
+
+
+class NumpyActor:
+    """Draws actions from a network's actor; follows its weights wherever they are changed in place.
+
+    Args:
+        actor: Linear layers with activations between them, on the CPU.
+        actions: What can be done.
+        log_std: Of continuous actions.
+        memory: What the actor sees beside observations, if it has one.
+    """
+
+    def __init__(
+        self,
+        actor: nn.Sequential,
+        actions: ActionSpace,
+        log_std: nn.Parameter | None,
+        memory: NumpyMemory | None = None,
+    ) -> None:
+        self._actions, self._memory = actions, memory
+        linear = [layer for layer in actor if isinstance(layer, nn.Linear)]
+        self._layers = [
+            (layer.weight.detach().numpy().T, layer.bias.detach().numpy()) for layer in linear
+        ]
+        self._tanh = any(isinstance(layer, nn.Tanh) for layer in actor)
+        self._log_std = None if log_std is None else log_std.detach().numpy()
+        ends = np.cumsum((0, *actions.sizes)).tolist()
+        self._spans = list(zip(ends[:-1], ends[1:], strict=True))
+
+    def outputs(self, obs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Logits or means, f32[..., envs, outputs], of f32[..., envs, features]."""
+        found = obs
+        for weight, bias in self._layers[:-1]:
+            found = found @ weight
+            found += bias
+            if self._tanh:
+                np.tanh(found, out=found)
+            else:
+                np.maximum(found, 0.0, out=found)
+        weight, bias = self._layers[-1]
+        found = found @ weight
+        found += bias
+        return found
+
+    def act(
+        self,
+        obs: NDArray[np.float32],
+        noise: NDArray[np.float64],
+        action_mask: NDArray[np.bool_] | None,
+        memory: NDArray[np.float32] | None = None,
+    ) -> Acts:
+        """See `Actor.act`."""
+        if self._memory is None:
+            return self._draw(self.outputs(obs), noise, action_mask)
+        held = self._memory.step(obs, memory)
+        acts = self._draw(self.outputs(np.concatenate([obs, held], axis=-1)), noise, action_mask)
+        return acts._replace(memory=held)
+
+    def _draw(
+        self,
+        found: NDArray[np.float32],
+        noise: NDArray[np.float64],
+        action_mask: NDArray[np.bool_] | None,
+    ) -> Acts:
+        if self._log_std is not None:
+            return _draw_numbers(found, self._log_std, noise)
+        if action_mask is not None:
+            found = np.where(action_mask, found, np.finfo(np.float32).min)
+        if len(self._spans) == 1:
+            choice, logprob = _draw_choice(found, noise[:, 0])
+            return Acts(choice[:, None].astype(np.float32), logprob)
+        return _draw_choices(found, noise, self._spans)
+
+    def act_all(
+        self,
+        calls: Sequence[_Call],
+    ) -> list[Acts]:
+        """What `act` says to each of these arguments, bit for bit; of equal shapes together.
+
+        Groups are stacked, not joined: numpy multiplies each by the weights as it would alone, so
+        that the order of its sums is the same. All else concerns single rows.
+        """
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for index, (obs, _, mask, _) in enumerate(calls):
+            alike.setdefault((obs.shape, mask is None), []).append(index)
+        found: dict[int, Acts] = {}
+        for indices in alike.values():
+            some = [calls[index] for index in indices]
+            for index, acts in zip(indices, self._act_alike(some), strict=True):
+                found[index] = acts
+        return [found[index] for index in range(len(calls))]
+
+    def _act_alike(
+        self,
+        calls: Sequence[_Call],
+    ) -> list[Acts]:
+        if len(calls) == 1:
+            return [self.act(*calls[0])]
+        obs, noise, masks, memories = zip(*calls, strict=True)
+        seen, count = np.stack(obs), len(calls)
+        held: Sequence[NDArray[np.float32] | None] = [None] * count
+        if self._memory is not None:
+            before = [self._memory.blank(len(obs[0])) if m is None else m for m in memories]
+            after = self._memory.step(seen, np.stack(before))
+            seen, held = np.concatenate([seen, after], axis=-1), list(after)
+        found = self.outputs(seen)
+        allowed = [mask for mask in masks if mask is not None]
+        acts = self._draw(
+            found.reshape(-1, found.shape[-1]),
+            np.concatenate(noise),
+            np.concatenate(allowed) if allowed else None,
+        )
+        parts = np.split(acts.action, count), np.split(acts.logprob, count), held
+        return [Acts(*one) for one in zip(*parts, strict=True)]
+
+
+def _draw_choice(
+    logits: NDArray[np.float32], uniform: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The choice whose stretch of the cumulative distribution the number falls in."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    cumulative = np.exp(shifted).cumsum(axis=1, dtype=np.float64)
+    total = cumulative[:, -1]
+    # The first choice strictly above the target: one of probability 0 is never drawn.
+    choice = (cumulative <= (uniform * total)[:, None]).sum(axis=1)
+    chosen = shifted[np.arange(len(choice)), choice]
+    return choice, (chosen - np.log(total)).astype(np.float32)
+
+
+def _draw_choices(
+    logits: NDArray[np.float32], noise: NDArray[np.float64], spans: Sequence[tuple[int, int]]
+) -> Acts:
+    action = np.empty((len(logits), len(spans)), np.float32)
+    logprob = np.zeros(len(logits), np.float32)
+    for component, (begin, end) in enumerate(spans):
+        choice, its = _draw_choice(logits[:, begin:end], noise[:, component])
+        action[:, component] = choice
+        logprob += its
+    return Acts(action, logprob)
+
+
+def _draw_numbers(
+    mean: NDArray[np.float32], log_std: NDArray[np.float32], noise: NDArray[np.float64]
+) -> Acts:
+    action = (mean + np.exp(log_std) * noise).astype(np.float32)
+    logprob = (-0.5 * np.square(noise) - log_std - _LOG_ROOT_2PI).sum(axis=1)
+    return Acts(action, logprob.astype(np.float32))

@@ -1,0 +1,193 @@
+"""Small networks that act and criticise: multilayer perceptrons over flat observations.
+
+Initialised as in Huang et al., "The 37 Implementation Details of Proximal Policy Optimization",
+2022: orthogonal weights of gain sqrt(2), 0.01 for the actor's last layer and 1 for the critic's,
+biases 0, and a deviation of continuous actions that does not depend on the observation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ....algorithms.ops.value_transforms import two_hot_value, value_bins
+from ....algorithms.roles.environment import ActionSpace
+from ....dataflow.errors import ConfigError
+from ....dataflow.option_checks import check_range
+from ...training.flat_parameters import FlatParameters
+from .recurrent import Memory
+
+__all__ = [
+    "ActorCriticNetwork",
+    "FlatNetwork",
+    "HasSpaces",
+    "PerceptronSpec",
+    "perceptron",
+    "refuse_value_bins",
+    "save_network",
+]
+
+
+class HasSpaces(Protocol):
+    """What an actor acts in: an environment's specification, or a game's."""
+
+    def spaces(self) -> tuple[int, ActionSpace]:
+        """Numbers of an observation, and what can be done."""
+        ...
+
+
+_ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerceptronSpec:
+    """Layers of an actor and of its critic, who share none but the memory."""
+
+    hidden_sizes: tuple[int, ...] = (64, 64)
+    """Width of each hidden layer."""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """After each hidden layer."""
+    memory: int = 0
+    """Units of a recurrent memory (GRU) of what was observed in an episode, which actor and critic
+    see beside the observation; 0 for none. Training unrolls it over whole rows."""
+    init_seed: int = 0
+    """Seeds the weights."""
+    value_bins: int | None = None
+    """Let the critic weigh so many values between -20 and 20, in the scale of `symlog`, instead of
+    saying one; 255 is usual. Its loss is `two_hot` then."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "hidden_sizes", at_least=1)
+        check_range(self, "value_bins", at_least=2)
+        check_range(self, "memory", at_least=0)
+        if self.activation not in _ACTIVATIONS:
+            raise ValueError(f"activation is {self.activation!r}; choose 'tanh' or 'relu'")
+
+
+def refuse_value_bins(spec: PerceptronSpec, who: str) -> None:
+    """Require a network that says each value as one number.
+
+    Args:
+        spec: Its layers.
+        who: Whose network it is.
+
+    Raises:
+        ConfigError: If it is to weigh several.
+    """
+    if spec.value_bins is not None:
+        raise ConfigError(
+            f"{who} cannot weigh values ({spec.value_bins} of them): its loss is a squared error\n"
+            "    leave out model.architecture.value_bins; env_ppo, a2c, self_play and population "
+            "have a loss for it, two_hot"
+        )
+
+
+class FlatNetwork:
+    """A network as `TorchWorker` knows one; its weights move into one flat buffer.
+
+    Attributes:
+        flat: They.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.flat = FlatParameters(module)
+
+
+def perceptron(
+    spec: PerceptronSpec, num_in: int, num_out: int, gain: float, random: torch.Generator
+) -> nn.Sequential:
+    """A perceptron whose last layer has gain `gain`; weights are drawn from `random` in order."""
+    sizes = (num_in, *spec.hidden_sizes)
+    layers: list[nn.Module] = []
+    for width_in, width_out in zip(sizes[:-1], sizes[1:], strict=True):
+        layers += [_linear(width_in, width_out, math.sqrt(2), random),
+                   _ACTIVATIONS[spec.activation]()]  # fmt: skip
+    return nn.Sequential(*layers, _linear(sizes[-1], num_out, gain, random))
+
+
+def _linear(num_in: int, num_out: int, gain: float, random: torch.Generator) -> nn.Linear:
+    layer = nn.Linear(num_in, num_out)
+    nn.init.orthogonal_(layer.weight, gain, generator=random)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class ActorCriticNetwork(nn.Module):
+    """Actor and critic.
+
+    Args:
+        spec: Layers.
+        num_features: Numbers of an observation.
+        actions: What can be done.
+
+    Attributes:
+        actor: To the logits of all choices, or the means of all numbers.
+        critic: To a value.
+        memory: What both see beside the observation; None if nothing.
+        log_std: f32[components] of continuous actions, else None.
+    """
+
+    def __init__(self, spec: PerceptronSpec, num_features: int, actions: ActionSpace) -> None:
+        super().__init__()
+        self.spec, self.num_features, self.actions = spec, num_features, actions
+        random = torch.Generator().manual_seed(spec.init_seed)
+        continuous = actions.kind == "continuous"
+        num_out = actions.num_components if continuous else sum(actions.sizes)
+        # A critic that weighs values starts with equal weights: 0.
+        count = spec.value_bins
+        width = num_features + spec.memory
+        self.critic = perceptron(spec, width, count or 1, 0.0 if count else 1.0, random)
+        self.actor = perceptron(spec, width, num_out, 0.01, random)
+        self.memory = Memory(num_features, spec.memory, random) if spec.memory else None
+        self.log_std = nn.Parameter(torch.zeros(num_out)) if continuous else None
+
+    def value(self, obs: Tensor) -> Tensor:
+        """f32[rows] from f32[rows, features], or features and units."""
+        return self.value_and_logits(obs)[0]
+
+    def value_and_logits(self, obs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Also the weights of the values, f32[rows, bins], if there are any."""
+        found = self.critic(obs)
+        if self.spec.value_bins is None:
+            return found[:, 0], None
+        return two_hot_value(found, value_bins(found.shape[1]).to(found)), found
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write `config.json` and `model.safetensors`."""
+        save_network(folder, self, "perceptron_actor_critic", self.spec, self._spaces())
+
+    def load_pretrained(self, folder: Path | str) -> None:
+        """Take the weights that were written to a folder; raises as `load_network`."""
+        from .saved_network import load_network
+
+        load_network(folder, self, "perceptron_actor_critic", self.spec, self._spaces())
+
+    def _spaces(self) -> dict[str, Any]:
+        return {"num_features": self.num_features, "actions": asdict(self.actions)}
+
+
+def save_network(
+    folder: Path, network: nn.Module, model_type: str, spec: PerceptronSpec, more: Mapping[str, Any]
+) -> None:
+    """Write `config.json` and `model.safetensors` of a network made of perceptrons.
+
+    Args:
+        folder: Made if it is not there.
+        network: Its weights, by the names they have in it.
+        model_type: What the configuration calls it.
+        spec: Its layers.
+        more: What else must be known to make it: numbers of what it sees and says.
+    """
+    from ...training.flat_parameters import write_tensors
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / "model.safetensors", network.state_dict())
+    config = {"model_type": model_type, **asdict(spec), **more}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

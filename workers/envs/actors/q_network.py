@@ -1,0 +1,207 @@
+"""A Q-network as a worker: a perceptron over observations, and acting by its best choice.
+
+How often it acts at random is one of its weights, which training moves by a schedule. So whoever
+acts by a version of the weights explores as that version does, wherever it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ....algorithms.roles.environment import ActionSpace, Acts
+from ....algorithms.roles.language import TrainMetrics, ValueOutput
+from ....algorithms.roles.replay import QNetwork
+from ....dataflow.errors import ConfigError
+from ....dataflow.graph.role import Loss, Metric
+from ....dataflow.option_checks import check_range
+from ....dataflow.runtime.call_context import call_key
+from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...engines.torch_engine.worker import TorchWorker
+from ...training.data_parallel import rank_group
+from ...training.microbatch import columns
+from ...training.optimizer import OptimizerSpec
+from ..spec import EnvSpec
+from .numpy_actor import NumpyActor
+from .on_host import OnHost
+from .perceptron import (
+    FlatNetwork,
+    PerceptronSpec,
+    perceptron,
+    refuse_value_bins,
+    save_network,
+)
+from .recurrent import refuse_memory
+from .saved_network import load_network
+from .weight_inheritance import take_over
+
+__all__ = ["QNetworkSpec", "TorchQNetwork"]
+
+B = TypeVar("B")
+
+_MODEL_TYPE = "perceptron_q_network"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QNetworkSpec:
+    """Recipe for a `TorchQNetwork`; a `ConfigError` if its network has a memory or value bins."""
+
+    network: PerceptronSpec = PerceptronSpec(hidden_sizes=(120, 84), activation="relu")
+    """Its layers. Networks of one seed start alike."""
+    env: EnvSpec
+    """What it acts in, for the numbers of observations and actions."""
+    start: str | None = None
+    """A folder that such a worker saved, whose weights it begins with: of the same layers, for the
+    same observations and actions. Until it is trained it also acts at random as often as that
+    one did. None for random weights."""
+    optimizer: OptimizerSpec | None = None
+    """None for a network that only follows another one."""
+    epsilon_start: float = 1.0
+    """Share of choices drawn at random, before the first training."""
+    epsilon_end: float = 0.05
+    """What it falls to."""
+    epsilon_calls: int = 1
+    """Train calls over which it falls, in a straight line."""
+
+    def __post_init__(self) -> None:
+        refuse_memory(self.network.memory, "a Q-network", "a replay keeps single steps")
+        refuse_value_bins(self.network, "a Q-network")
+        check_range(self, "epsilon_start", "epsilon_end", at_least=0, at_most=1)
+        check_range(self, "epsilon_calls", at_least=1)
+
+    def epsilon(self, calls: int) -> float:
+        """The share of random choices after so many train calls."""
+        past = min(calls / self.epsilon_calls, 1.0)
+        return self.epsilon_start + past * (self.epsilon_end - self.epsilon_start)
+
+    def build(self, context: WorkerContext) -> TorchQNetwork:
+        """Make it on the context's device.
+
+        Raises:
+            ConfigError: If an action is not one choice of several, all of them always allowed; or
+                `start` is no such folder, or its network does not fit.
+        """
+        num_features, actions = self.env.spaces()
+        if actions.kind != "discrete" or len(actions.sizes) != 1 or actions.masked:
+            raise ConfigError(
+                f"role '{context.role}' values every choice there is: it needs an environment "
+                f"with one discrete action, never masked, and '{self.env.id}' has {actions}"
+            )
+        return TorchQNetwork(self, context, num_features, actions)
+
+
+class _Network(nn.Module):
+    """Values of all choices, and the share of random ones."""
+
+    def __init__(self, spec: QNetworkSpec, num_features: int, num_choices: int) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(spec.network.init_seed)
+        self.layers = perceptron(spec.network, num_features, num_choices, 1.0, random)
+        self.epsilon = nn.Parameter(torch.tensor([spec.epsilon_start]), requires_grad=False)
+
+
+class TorchQNetwork(TorchWorker, QNetwork):
+    """See `QNetworkSpec`."""
+
+    def __init__(
+        self, spec: QNetworkSpec, context: WorkerContext, num_features: int, actions: ActionSpace
+    ) -> None:
+        self.spec, self.num_features, self.actions = spec, num_features, actions
+        self.module = _Network(spec, num_features, actions.sizes[0]).to(context.device)
+        if spec.start is not None:
+            load_network(spec.start, self.module, _MODEL_TYPE, spec.network, self._spaces())
+        network: Any = FlatNetwork(self.module)
+        super().__init__(context, network, spec.optimizer, micro_batch_tokens=1 << 16)
+        self._on_host = OnHost(self.module, self.network.flat)
+        self._numpy = NumpyActor(self._on_host.module.layers, actions, None)
+
+    def act(
+        self,
+        obs: NDArray[np.float32],
+        noise: NDArray[np.float64],
+        action_mask: NDArray[np.bool_] | None,
+        memory: NDArray[np.float32] | None = None,
+    ) -> Acts:
+        """See `Actor.act`: one number decides whether a choice is random, and which one then."""
+        del action_mask, memory
+        self._on_host.follow()
+        value = self._numpy.outputs(obs)
+        count, best = value.shape[1], value.argmax(axis=1)
+        epsilon, uniform = float(self._on_host.module.epsilon), noise[:, 0]
+        drawn = np.minimum(uniform / max(epsilon, 1e-12) * count, count - 1).astype(np.int64)
+        choice = np.where(uniform < epsilon, drawn, best)
+        probability = epsilon / count + (1 - epsilon) * (choice == best)
+        return Acts(choice[:, None].astype(np.float32), np.log(probability).astype(np.float32))
+
+    def weights_changed(self) -> None:
+        """See `TorchWorker.weights_changed`."""
+        super().weights_changed()
+        self._on_host.is_stale = True
+
+    def best(self, obs: Tensor) -> Tensor:
+        """See `QNetwork.best`."""
+        with torch.no_grad():
+            choice = self.module.layers(obs.to(self.device)).argmax(-1, keepdim=True)
+        return choice.float().to(obs.device)
+
+    def value(self, obs: Tensor, action: Tensor) -> Tensor:
+        """See `QNetwork.value`."""
+        with torch.no_grad():
+            return self._value(obs.to(self.device), action.to(self.device)).to(obs.device)
+
+    def _value(self, obs: Tensor, action: Tensor) -> Tensor:
+        return self.module.layers(obs).gather(-1, action.long()).squeeze(-1)
+
+    def train(
+        self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
+    ) -> TrainMetrics:
+        """See `QNetwork.train`.
+
+        As long as the batch has no step that counts, on any rank, no optimizer step is taken: the
+        first of them is not to find moments that have been averaged over nothing. The call counts
+        all the same, so schedules of learning rate and exploration go on.
+        """
+
+        def forward(rows: Any, needs_entropy: bool) -> ValueOutput:
+            del needs_entropy
+            return ValueOutput(value=self._value(rows.obs, rows.action))
+
+        try:
+            if self._trainer is None or self._any_counts(batch):
+                found = self._train(forward, loss, batch, epochs, num_minibatches)
+            else:
+                found = self._trainer.skip()
+            epsilon = self.spec.epsilon(self._trainer.calls if self._trainer else 0)
+            self.module.epsilon.data.fill_(epsilon)
+        finally:  # and not before: who is asked meanwhile would copy what is half trained
+            self._on_host.is_stale = True
+        return TrainMetrics({**found.metrics, "epsilon": Metric.mean(epsilon, 1.0)})
+
+    def _any_counts(self, batch: object) -> bool:
+        """Whether any rank has a step to learn from; all of them must ask."""
+        mask = columns(batch).get("mask")
+        if mask is None:
+            return True
+        count = mask.sum().double().to(self.device)
+        return bool(rank_group(self.context, self.device).sum_(count) > 0)
+
+    def follow(self, leader: QNetwork, *, share: float = 1.0, every: int = 1) -> TrainMetrics:
+        """See `QNetwork.follow`."""
+        due = call_key(self.context.role, "follow").step % every == 0
+        if due:
+            take_over(self, leader, share=share)
+        return TrainMetrics({"followed": Metric.mean(float(due), 1.0)})
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write `config.json` and `model.safetensors` (only rank 0 does)."""
+        if self.context.rank == 0:
+            save_network(folder, self.module, _MODEL_TYPE, self.spec.network, self._spaces())
+
+    def _spaces(self) -> dict[str, Any]:
+        return {"num_features": self.num_features, "actions": asdict(self.actions)}

@@ -1,0 +1,95 @@
+"""Weights of perceptrons from a folder that `save_network` wrote, if they fit what is made now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ....dataflow.errors import ConfigError
+from ...training.flat_parameters import read_tensors
+from .perceptron import PerceptronSpec
+
+__all__ = ["load_network"]
+
+_MODEL_TYPE = "model_type"
+_SEED = "init_seed"
+"""Says nothing about weights that were trained since."""
+
+
+def load_network(
+    folder: str | Path,
+    network: nn.Module,
+    model_type: str,
+    spec: PerceptronSpec,
+    more: Mapping[str, Any],
+) -> None:
+    """Give a network the weights of a folder; the arguments are those of `save_network`.
+
+    Args:
+        folder: Holds `config.json` and `model.safetensors`.
+        network: Its weights are overwritten, each with that of the same name.
+        model_type: What the folder's configuration must say that it is.
+        spec: Layers of `network`; seeds need not agree.
+        more: Numbers of what it sees and says, which must agree.
+
+    Raises:
+        ConfigError: If there is no such folder, or it holds another kind of network, or one made
+            for other observations, actions or layers; all that differs is listed.
+    """
+    folder = Path(folder)
+    found = _configuration(folder, model_type)
+    wanted: dict[str, Any] = json.loads(json.dumps({**asdict(spec), **more}))
+    # A field that a folder does not know was not there yet, and so at its default.
+    found = {**json.loads(json.dumps(asdict(PerceptronSpec()))), **found}
+    differing = [
+        f"{key}: {_shown(found.get(key))}, and here {_shown(value)}"
+        for key, value in wanted.items()
+        if key != _SEED and found.get(key) != value
+    ]
+    if differing:
+        raise ConfigError(
+            f"the network in '{folder}' was made for something else:\n    "
+            + "\n    ".join(differing)
+            + "\n    use the task that it was trained on, and model.architecture as in its "
+            "config.json"
+        )
+    _read_weights(folder, network)
+
+
+def _configuration(folder: Path, model_type: str) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        found: Any = json.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"'{folder}' has no config.json to read ({error.strerror})\n"
+            "    give the folder of one role below a run's models/, as models/actor"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"'{file}' is not JSON: {error}") from error
+    kind = found.get(_MODEL_TYPE) if isinstance(found, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    if kind != model_type:
+        raise ConfigError(
+            f"'{folder}' holds a model of type {kind!r}, and '{model_type}' is needed\n"
+            "    give a folder that such a role of another run left below its models/"
+        )
+    return found
+
+
+def _read_weights(folder: Path, network: nn.Module) -> None:
+    file = folder / "model.safetensors"
+    try:
+        network.load_state_dict(read_tensors(file))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error}; its config.json is there") from error
+    except RuntimeError as error:  # other names or shapes than the configuration beside it says
+        raise ConfigError(f"'{file}' does not fit the config.json beside it: {error}") from error
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)

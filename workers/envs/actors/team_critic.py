@@ -1,0 +1,124 @@
+"""The critic of a team as a worker: a perceptron over what all its agents see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ....algorithms.roles.environment import Values
+from ....algorithms.roles.language import TrainMetrics, ValueOutput
+from ....algorithms.roles.teams import TeamCritic
+from ....dataflow.errors import ConfigError
+from ....dataflow.graph.role import Loss
+from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...engines.torch_engine.worker import TorchWorker
+from ...training.optimizer import OptimizerSpec
+from ..spec import EnvSpec
+from .perceptron import (
+    FlatNetwork,
+    PerceptronSpec,
+    perceptron,
+    refuse_value_bins,
+    save_network,
+)
+from .recurrent import refuse_memory
+from .saved_network import load_network
+from .single_steps import single_steps, state_values
+
+__all__ = ["TeamCriticSpec", "TorchTeamCritic"]
+
+B = TypeVar("B")
+
+_MODEL_TYPE = "perceptron_team_critic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeamCriticSpec:
+    """Recipe for a `TorchTeamCritic`; a `ConfigError` if its network has a memory or value bins."""
+
+    network: PerceptronSpec = PerceptronSpec()
+    """Its layers."""
+    env: EnvSpec
+    """What the team acts in, for the numbers of observations and agents."""
+    start: str | None = None
+    """A folder that such a worker saved, whose weights it begins with: of the same layers, for the
+    same observations and agents. None for random ones."""
+    optimizer: OptimizerSpec | None = None
+    """None for one that is never trained."""
+
+    def __post_init__(self) -> None:
+        refuse_memory(self.network.memory, "a team's critic", "it is shown single states")
+        refuse_value_bins(self.network, "a team's critic")
+
+    def build(self, context: WorkerContext) -> TorchTeamCritic:
+        """Make it on the context's device.
+
+        Raises:
+            ConfigError: If `start` is no such folder, or its network does not fit.
+        """
+        return TorchTeamCritic(self, context)
+
+
+class _Network(nn.Module):
+    """From what a team sees to a value."""
+
+    def __init__(self, spec: TeamCriticSpec) -> None:
+        super().__init__()
+        self.width = spec.env.spaces()[0] * spec.env.num_agents
+        random = torch.Generator().manual_seed(spec.network.init_seed)
+        self.critic = perceptron(spec.network, self.width, 1, 1.0, random)
+
+    def value(self, obs: Tensor) -> Tensor:
+        """f32[rows] from f32[rows, features]."""
+        return self.critic(obs)[:, 0]
+
+
+class TorchTeamCritic(TorchWorker, TeamCritic):
+    """See `TeamCriticSpec`."""
+
+    def __init__(self, spec: TeamCriticSpec, context: WorkerContext) -> None:
+        self.spec = spec
+        self.module = _Network(spec).to(context.device)
+        if spec.start is not None:
+            load_network(spec.start, self.module, _MODEL_TYPE, spec.network, self._spaces())
+        network: Any = FlatNetwork(self.module)
+        super().__init__(context, network, spec.optimizer, micro_batch_tokens=1 << 16)
+
+    def value(self, obs: Tensor, last_obs: Tensor) -> Values:
+        """See `TeamCritic.value`.
+
+        Raises:
+            ConfigError: If the step joins the observations of another number of agents.
+        """
+        width, agents = self.module.width, self.spec.env.num_agents
+        if obs.shape[-1] != width:
+            raise ConfigError(
+                f"role '{self.context.role}' sees {agents} agent(s) of '{self.spec.env.id}', "
+                f"{width} numbers in all, but the step shows it {obs.shape[-1]}\n"
+                f"    set algorithm.cfg.num_agents={agents}, or task.num_agents"
+            )
+        return state_values(self.module.value, obs, last_obs, self.device)
+
+    def train(
+        self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
+    ) -> TrainMetrics:
+        """See `TeamCritic.train`."""
+
+        def forward(rows: Any, needs_entropy: bool) -> ValueOutput:
+            del needs_entropy
+            return ValueOutput(value=self.module.value(rows.obs[:, 0])[:, None])
+
+        return self._train(forward, loss, single_steps(batch), epochs, num_minibatches)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write `config.json` and `model.safetensors` (only rank 0 does)."""
+        if self.context.rank == 0:
+            save_network(folder, self.module, _MODEL_TYPE, self.spec.network, self._spaces())
+
+    def _spaces(self) -> dict[str, Any]:
+        env = self.spec.env
+        return {"num_features": env.spaces()[0], "num_agents": env.num_agents}

@@ -1,0 +1,146 @@
+"""Games of two players who place stones in turn: tic-tac-toe, connect four, and their like.
+
+All games of a group are played side by side with numpy. A game is seen by one of the players: own
+stones, then the other's, 1 where there is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....algorithms.roles.environment import ActionSpace
+from ....dataflow.option_checks import check_range
+from ....dataflow.runtime.worker_protocol import WorkerContext
+from .boards import GameNames
+from .worker import BoardGameWorker
+
+__all__ = ["CONNECT_FOUR", "TIC_TAC_TOE", "BoardSpec", "StoneBoards"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoardSpec:
+    """Rules of a game, and the recipe for who keeps them."""
+
+    height: int = 3
+    """Rows of the board."""
+    width: int = 3
+    """Columns of the board."""
+    in_line: int = 3
+    """Stones in a line, straight or diagonal, that win."""
+    gravity: bool = False
+    """A stone falls to the lowest free place of a column, and a choice is a column; else a choice
+    is a place."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "height", "width", "in_line", at_least=1)
+        check_range(self, "in_line", at_most=max(self.height, self.width))
+
+    @property
+    def title(self) -> str:
+        """See `GameSpec.title`."""
+        falls = " falling" if self.gravity else ""
+        return f"{self.in_line} in line on {self.height}x{self.width}{falls}"
+
+    @property
+    def num_places(self) -> int:
+        """Places of the board: the longest game, in moves."""
+        return self.height * self.width
+
+    @property
+    def max_turns(self) -> int:
+        """Turns of the first player in the longest game."""
+        return (self.num_places + 1) // 2
+
+    @property
+    def actions(self) -> ActionSpace:
+        """One choice, of which some are not allowed."""
+        choices = self.width if self.gravity else self.num_places
+        return ActionSpace("discrete", sizes=(choices,), masked=True)
+
+    def spaces(self) -> tuple[int, ActionSpace]:
+        """Numbers of an observation, and what can be done."""
+        return 2 * self.num_places, self.actions
+
+    def lines(self) -> NDArray[np.int64]:
+        """The places of every line that wins, i64[lines, in_line]."""
+        found: list[list[int]] = []
+        for row in range(self.height):
+            for column in range(self.width):
+                for down, right in ((0, 1), (1, 0), (1, 1), (1, -1)):
+                    last_row = row + down * (self.in_line - 1)
+                    last_column = column + right * (self.in_line - 1)
+                    if last_row < self.height and 0 <= last_column < self.width:
+                        found.append(
+                            [
+                                (row + down * i) * self.width + column + right * i
+                                for i in range(self.in_line)
+                            ]
+                        )
+        return np.array(found, dtype=np.int64)
+
+    def boards(self, names: GameNames) -> StoneBoards:
+        """Empty boards."""
+        return StoneBoards(self, len(names.numbers))
+
+    def build(self, context: WorkerContext) -> BoardGameWorker:
+        """Make the worker; it keeps nothing from call to call."""
+        return BoardGameWorker(self, context)
+
+
+TIC_TAC_TOE = BoardSpec()
+CONNECT_FOUR = BoardSpec(height=6, width=7, in_line=4, gravity=True)
+
+
+class StoneBoards:
+    """`Boards` of stones.
+
+    Args:
+        spec: The rules.
+        num_games: How many.
+    """
+
+    def __init__(self, spec: BoardSpec, num_games: int) -> None:
+        self._spec, self._lines = spec, spec.lines()
+        self._games = np.arange(num_games)
+        self._stones: NDArray[np.bool_] = np.zeros((num_games, 2, spec.num_places), np.bool_)
+        self.over: NDArray[np.bool_] = np.zeros(num_games, np.bool_)
+        self.cut: NDArray[np.bool_] = np.zeros(num_games, np.bool_)
+        self.turn: NDArray[np.int64] = np.zeros(num_games, np.int64)
+
+    def obs(self, side: NDArray[np.int64]) -> NDArray[np.float32]:
+        """See `Boards.obs`."""
+        seen = self._stones[self._games[:, None], np.stack([side, 1 - side], axis=1)]
+        return seen.reshape(len(seen), -1).astype(np.float32)
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """See `Boards.allowed`."""
+        free = ~np.any(self._stones, axis=1)
+        return free[:, : self._spec.width] if self._spec.gravity else free  # the top row
+
+    def move(self, choice: NDArray[np.int64], live: NDArray[np.bool_]) -> NDArray[np.float32]:
+        """See `Boards.move`: 1 to who has won by it, -1 to the other."""
+        games = np.nonzero(live)[0]
+        side = self.turn[games]
+        self._stones[games, side, self._places(choice)[games]] = True
+        lines = np.all(self._stones[games, side][:, self._lines], axis=2)
+        won = np.any(lines, axis=1)
+        self.over[games] = won | np.all(self._stones[games].any(axis=1), axis=1)
+        self.turn[games] = 1 - side
+        reward = np.zeros((len(choice), 2), np.float32)
+        reward[games[won], side[won]] = 1.0
+        reward[games[won], 1 - side[won]] = -1.0
+        return reward
+
+    def _places(self, choice: NDArray[np.int64]) -> NDArray[np.int64]:
+        if not self._spec.gravity:
+            return choice
+        height, width = self._spec.height, self._spec.width
+        taken = self._stones.any(axis=1).reshape(-1, height, width)
+        stack = taken.sum(axis=1)[self._games, choice]
+        return (height - 1 - stack) * width + choice
+
+    def close(self) -> None:
+        """There is nothing to give up."""

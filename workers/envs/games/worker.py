@@ -1,0 +1,245 @@
+"""The worker of a `BoardGame` role: whole games side by side, and the loop of moving in them.
+
+Every call begins games anew, and what is drawn belongs to (seed, role, step, ordinal, game, move).
+So the worker keeps nothing from call to call, and games depend neither on the number of workers nor
+on what was played before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....algorithms.roles.environment import Actor, Trajectories
+from ....algorithms.roles.games import BoardGame
+from ....dataflow.graph.role import Metric, add_metrics
+from ....dataflow.runtime.call_context import CallKey, call_key
+from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...rollout.sampling import row_uniforms, stream_key
+from .boards import Boards, GameNames, GameSpec
+from .columns import GameColumns
+
+__all__ = ["BoardGameWorker"]
+
+_SIDES = ("first player", "second player")
+
+Players = tuple[Actor, Actor]
+
+
+class BoardGameWorker(BoardGame):
+    """Plays the games of a specification.
+
+    Attributes:
+        metrics: Of the last call: shares of games in which the first and the second player earned
+            more than the other, and which were cut off; what the first earned; how many moves a
+            game took, and how many all of them (`env_steps`).
+    """
+
+    def __init__(self, spec: GameSpec, context: WorkerContext) -> None:
+        self.spec = spec
+        self.context = context
+        self.metrics: dict[str, Metric] = {}
+
+    def play(self, game: Tensor, group: Tensor, first: Actor, second: Actor) -> Trajectories:
+        """See `BoardGame.play`.
+
+        Raises:
+            WorkerError: If a player makes a move that is not allowed, or says what is no number, or
+                a game fails or shows what it should not; names game, seed and move.
+        """
+        key = call_key(self.context.role, "play")
+        parts = [self._group(numbers, (first, second), key) for numbers in _groups(game, group)]
+        if not parts:
+            parts = [self._room(0).rows(np.zeros(0, np.int64))]
+        columns = {
+            name: torch.from_numpy(np.concatenate([part[name] for part in parts]))
+            for name in parts[0]
+        }
+        return Trajectories(**columns)
+
+    def _room(self, num_games: int) -> GameColumns:
+        num_features, actions = self.spec.spaces()
+        return GameColumns(num_games, self.spec.max_turns, num_features, actions.num_choices)
+
+    def _group(
+        self, numbers: NDArray[np.int64], players: Players, key: CallKey
+    ) -> dict[str, NDArray[Any]]:
+        """Play some games to their ends: columns of `Trajectories`."""
+        context, title = self.context, self.spec.title
+        names = GameNames(context.role, context.seed, key, numbers, title)
+        with closing(self.spec.boards(names)) as boards:
+            played = _Played(boards, self._room(len(numbers)), names, players)
+            stream = stream_key(context.seed, context.role, "noise", key)
+            length = 2 * self.spec.max_turns
+            noise = row_uniforms(stream, numbers, np.zeros_like(numbers), length).numpy()
+            while played.goes_on():
+                played.move(noise[:, names.move : names.move + 1])
+            cut = played.end()
+        self._count(played.columns, cut)
+        return played.columns.rows(numbers)
+
+    def _count(self, columns: GameColumns, cut: NDArray[np.bool_]) -> None:
+        first, second = columns.earned.T
+        count, num_moves = float(len(first)), float(columns.turns.sum())
+        add_metrics(
+            self.metrics,
+            {
+                "first_wins": Metric.mean(float((first > second).sum()), count),
+                "second_wins": Metric.mean(float((second > first).sum()), count),
+                "first_return": Metric.mean(float(first.sum()), count),
+                "cut_off": Metric.mean(float(cut.sum()), count),
+                "num_moves": Metric.mean(num_moves, count),
+                "games": Metric.sum(count),
+                "env_steps": Metric.sum(num_moves),
+            },
+        )
+
+
+class _Played:
+    """The games of a group while they are played. All that go on are at the same move."""
+
+    def __init__(
+        self, boards: Boards, columns: GameColumns, names: GameNames, players: Players
+    ) -> None:
+        self.columns = columns
+        self._boards, self._names, self._players = boards, names, players
+        self._memories: list[NDArray[np.float32] | None] = [None, None]
+        self._live = self._still_live()
+
+    def goes_on(self) -> bool:
+        """Whether any game does."""
+        return bool(self._live.any())
+
+    def _still_live(self) -> NDArray[np.bool_]:
+        boards = self._boards
+        side = np.where(boards.over, 0, boards.turn)  # nobody is to move where a game is over
+        self._names.blame(
+            (side != 0) & (side != 1),
+            lambda index: f"says it is the turn of player {side[index]}; expected 0 or 1",
+        )
+        return ~boards.over & self.columns.has_room(side)
+
+    def move(self, noise: NDArray[np.float64]) -> None:
+        """One move in every game that goes on, drawn with `noise`, f64[games, 1]."""
+        live, turn = self._live, self._boards.turn * self._live
+        obs, allowed = self._seen(turn), self._allowed()
+        choice = np.zeros(len(live), np.int64)
+        for side in range(2):
+            asked = live & (turn == side)
+            if not asked.any():
+                continue
+            action, logprob, memory = self._players[side].act(
+                obs, noise, allowed, self._memories[side]
+            )
+            self._check_numbers(asked, action, logprob)
+            choice[asked] = action[asked, 0]
+            self._check_choice(asked, allowed, choice)
+            self._remember(side, asked, memory)
+            self.columns.add(
+                asked,
+                side,
+                obs=obs,
+                action=action,
+                action_mask=allowed,
+                behavior_logprob=logprob,
+            )
+        self.columns.pay(self._reward(self._boards.move(choice, live)))
+        self._names.move += 1
+        self._live = live & self._still_live()
+
+    def end(self) -> NDArray[np.bool_]:
+        """End all games; which were cut off, bool[games]."""
+        cut = ~self._boards.over | self._boards.cut
+        left = None
+        if cut.any():
+            sides = [self._seen(np.full(len(cut), side)) for side in range(2)]
+            left = np.stack(sides, axis=1)
+        self.columns.end(cut, left)
+        return cut
+
+    def _seen(self, side: NDArray[np.int64]) -> NDArray[np.float32]:
+        obs = self._boards.obs(side)
+        bad = ~np.isfinite(obs)
+
+        def shown(index: int) -> str:
+            at = int(bad[index].argmax())
+            return (
+                f"showed the {_SIDES[side[index]]} {obs[index, at]} as number {at + 1} of "
+                f"{obs.shape[1]} that it sees; expected finite numbers"
+            )
+
+        self._names.blame(np.any(bad, axis=1), shown)
+        return obs
+
+    def _allowed(self) -> NDArray[np.bool_]:
+        """As `Boards.allowed`; all of them where no move is to come, as some choice must be."""
+        allowed = self._boards.allowed()
+        self._names.blame(
+            self._live & ~np.any(allowed, axis=1),
+            lambda index: (
+                f"allows the {_SIDES[self._boards.turn[index]]} no choice, and it goes on; "
+                "expected at least one, or an end"
+            ),
+        )
+        return allowed | ~self._live[:, None]
+
+    def _reward(self, reward: NDArray[np.float32]) -> NDArray[np.float32]:
+        bad = ~np.isfinite(reward)
+
+        def paid(index: int) -> str:
+            side = int(bad[index].argmax())
+            return f"pays the {_SIDES[side]} {reward[index, side]}; expected finite numbers"
+
+        self._names.blame(np.any(bad, axis=1), paid)
+        return reward
+
+    def _remember(
+        self, side: int, asked: NDArray[np.bool_], memory: NDArray[np.float32] | None
+    ) -> None:
+        """Keep what a player has seen in the games in which it was asked."""
+        if memory is None:
+            return
+        before = self._memories[side]
+        kept = np.zeros_like(memory) if before is None else before
+        self._memories[side] = np.where(asked[:, None], memory, kept)
+
+    def _check_numbers(
+        self,
+        asked: NDArray[np.bool_],
+        action: NDArray[np.float32],
+        logprob: NDArray[np.float32],
+    ) -> None:
+        for found, what in ((action[:, 0], "action"), (logprob, "log-probability of an action")):
+            bad = asked & ~np.isfinite(found)
+            self._names.refuse(bad, lambda _, what=what: f"the actor's {what} is not finite")
+
+    def _check_choice(
+        self, asked: NDArray[np.bool_], allowed: NDArray[np.bool_], choice: NDArray[np.int64]
+    ) -> None:
+        there = (choice >= 0) & (choice < allowed.shape[1])
+        bad = asked & ~(there & allowed[np.arange(len(choice)), choice * there])
+        self._names.refuse(
+            bad,
+            lambda index: (
+                f"choice {choice[index]} is not allowed, which are "
+                f"{allowed[index].nonzero()[0].tolist()}; an actor must heed its action_mask"
+            ),
+        )
+
+
+def _groups(game: Tensor, group: Tensor) -> Iterator[NDArray[np.int64]]:
+    """The games of every group, in the order of the rows."""
+    ends = torch.cat(
+        [(group[1:] != group[:-1]).nonzero().flatten() + 1, torch.tensor([len(group)])]
+    )
+    start = 0
+    for end in ends.tolist():
+        if end > start:
+            yield game[start:end].numpy()
+        start = end

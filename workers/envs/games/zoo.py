@@ -1,0 +1,278 @@
+"""PettingZoo's games of two players, and any other in its AEC form, one after another in Python."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from ....algorithms.roles.environment import ActionSpace
+from ....dataflow.errors import ConfigError, WorkerError, nearest, raised_at
+from ..alarm import StepAlarm
+from ..spaces import num_features
+from .boards import GameNames, answered
+
+__all__ = ["ZooBoards", "zoo_game_spaces"]
+
+_OBS, _MASK = "observation", "action_mask"
+"""What PettingZoo's games show a player."""
+
+_METHODS = ("observation_space", "action_space", "reset", "observe", "step", "close")
+_BEGUN = ("agent_selection", "rewards", "terminations", "truncations")
+"""What a game in its AEC form has beside `possible_agents`; the latter once it has begun."""
+
+
+class ZooBoards:
+    """`Boards` of PettingZoo's. A game has a seed of its own.
+
+    Args:
+        game_id: PettingZoo's name of the game, or `module:function`.
+        options: The game's own.
+        names: Of the games.
+        limit_s: Longest time of an answer of one game; None for no limit.
+
+    Raises:
+        ConfigError: If PettingZoo is not installed, or the game is none for two players.
+        WorkerError: If a game fails to begin.
+    """
+
+    def __init__(
+        self,
+        game_id: str,
+        options: Mapping[str, Any],
+        names: GameNames,
+        limit_s: float | None,
+    ) -> None:
+        self._names = names
+        self._num_features, self._actions = zoo_game_spaces(game_id, options)
+        count = len(names.numbers)
+        self.over: NDArray[np.bool_] = np.zeros(count, np.bool_)
+        self.cut: NDArray[np.bool_] = np.zeros(count, np.bool_)
+        self.turn: NDArray[np.int64] = np.zeros(count, np.int64)
+        self._games: list[Any] = []
+        self._players: list[tuple[str, str]] = []
+        with ExitStack() as made:
+            self._alarm = made.enter_context(StepAlarm(limit_s))
+            for index in range(count):
+                game = _made(game_id, options)
+                made.callback(game.close)
+                self._games.append(game)
+                self._ask(index, lambda g=game, s=names.own_seed(index): g.reset(seed=s))
+                _require(game_id, game, _BEGUN)
+                one, other = game.possible_agents
+                begins = self._side(index, (one, other))
+                self._players.append((other, one) if begins else (one, other))
+            self._opened = made.pop_all()
+
+    def _ask(self, index: int, ask: Callable[[], Any]) -> Any:
+        return answered(lambda: self._names.own(index), self._alarm, ask)
+
+    def _side(self, index: int, players: Sequence[str]) -> int:
+        """Who of the players is to move."""
+        mover = self._games[index].agent_selection
+        if mover not in players:
+            raise WorkerError(
+                f"{self._names.own(index)} says it is the turn of {mover!r}; expected "
+                f"{' or '.join(map(repr, players))}"
+            )
+        return players.index(mover)
+
+    def obs(self, side: NDArray[np.int64]) -> NDArray[np.float32]:
+        """See `Boards.obs`; nothing of games that have come to their end.
+
+        Raises:
+            WorkerError: If a game fails, takes too long, or shows something of another shape; as
+                the other methods.
+        """
+        obs = np.zeros((len(side), self._num_features), np.float32)
+        for index in np.nonzero(~self.over | self.cut)[0]:
+            obs[index] = self._shown(index, int(side[index]), _OBS, self._num_features)
+        return obs
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """See `Boards.allowed`; all where it is over."""
+        choices = self._actions.num_choices
+        allowed = np.ones((len(self._games), choices), np.bool_)
+        for index in np.nonzero(~self.over)[0]:
+            allowed[index] = self._shown(index, int(self.turn[index]), _MASK, choices) != 0
+        return allowed
+
+    def _shown(self, index: int, side: int, part: str, width: int) -> NDArray[Any]:
+        """A part of what a player is shown, laid out flat."""
+        player = self._players[index][side]
+        shown = self._ask(index, lambda: self._games[index].observe(player))
+        if not isinstance(shown, Mapping) or part not in shown:
+            raise WorkerError(
+                f"{self._names.own(index)} showed {player} {shown!s:.60}; expected a dict with "
+                f"{_OBS} and {_MASK}"
+            )
+        found = np.asarray(shown[part])
+        if found.size != width or found.dtype.kind not in "biuf":
+            raise WorkerError(
+                f"{self._names.own(index)} showed {player} as {part} {found.dtype}"
+                f"{list(found.shape)}; expected {width} numbers"
+            )
+        return found.reshape(-1)
+
+    def move(self, choice: NDArray[np.int64], live: NDArray[np.bool_]) -> NDArray[np.float32]:
+        """See `Boards.move`."""
+        reward = np.zeros((len(choice), 2), np.float32)
+        for index in np.nonzero(live)[0]:
+            game, players = self._games[index], self._players[index]
+            self._ask(index, lambda g=game, c=int(choice[index]): g.step(c))
+            reward[index] = [game.rewards.get(player, 0.0) for player in players]
+            ended = any(game.terminations.values())
+            self.over[index] = ended or any(game.truncations.values())
+            self.cut[index] = self.over[index] and not ended
+            if not self.over[index]:
+                self.turn[index] = self._side(index, players)
+        return reward
+
+    def close(self) -> None:
+        """See `Boards.close`."""
+        self._opened.close()
+
+
+def zoo_game_spaces(game_id: str, options: Mapping[str, Any]) -> tuple[int, ActionSpace]:
+    """Numbers of an observation, and what can be done.
+
+    Args:
+        game_id: PettingZoo's name of the game, or `module:function`.
+        options: The game's own.
+
+    Raises:
+        ConfigError: If PettingZoo is not installed or does not have it, or it is no game of two
+            players who choose in turn from what is allowed.
+    """
+    game = _made(game_id, options)
+    try:
+        players = list(game.possible_agents)
+        shown = [game.observation_space(player) for player in players]
+        taken = [game.action_space(player) for player in players]
+    except Exception as error:  # of many kinds
+        raise ConfigError(
+            f"game '{game_id}' does not say what it shows and takes: it {_raised(error)}"
+        ) from error
+    finally:
+        game.close()
+    seen: Any = shown[0] if players else None
+    one: Any = taken[0] if players else None
+    parts = seen.spaces if isinstance(seen, spaces.Dict) else {}
+    for wrong, what in (
+        (len(players) != 2, f"has {len(players)} player{'s' * (len(players) != 1)}"),
+        (not {_OBS, _MASK} <= parts.keys(), f"shows {seen}"),
+        (not isinstance(one, spaces.Discrete) or one.start != 0, f"takes {one}"),
+        (any(space != seen for space in shown), "shows its players things of other shapes"),
+        (any(space != one for space in taken), "lets its players choose from different things"),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"'{game_id}' of PettingZoo {what}; expected a game of two players, who choose in "
+                f"turn from what is allowed, a Dict with {_OBS} and {_MASK}\n"
+                "    such are connect_four_v3, tictactoe_v3 and go_v5"
+            )
+    actions = ActionSpace("discrete", sizes=(int(one.n),), masked=True)
+    return num_features(parts[_OBS], game_id), actions
+
+
+def _made(game_id: str, options: Mapping[str, Any]) -> Any:
+    """A new game."""
+    module, _, function = game_id.partition(":")
+    make = _own(game_id, module, function) if function else _pettingzoos(game_id)
+    try:
+        game = make(**options)
+    except Exception as error:  # of many kinds
+        raise ConfigError(f"game '{game_id}' cannot be made: it {_raised(error)}") from error
+    _require(game_id, game, ("possible_agents", *_METHODS))
+    return game
+
+
+def _require(game_id: str, game: Any, names: Iterable[str]) -> None:
+    """Refuse what is no game in PettingZoo's AEC form."""
+    missing = [name for name in names if not hasattr(game, name)]
+    if not missing:
+        return
+    kind = type(game).__name__
+    came = "None" if game is None else f"a{'n' * (kind[0] in 'AEIOU')} {kind}"
+    raise ConfigError(
+        f"'{game_id}' of PettingZoo returned {came}, which has no {missing[0]}; expected a game in "
+        "PettingZoo's AEC form (possible_agents, agent_selection, observe, step ...)\n"
+        "    return an AECEnv; of a ParallelEnv, pettingzoo.utils.parallel_to_aec makes one"
+    )
+
+
+def _pettingzoos(game_id: str) -> Callable[..., Any]:
+    """What makes one of PettingZoo's games."""
+    name = f"pettingzoo.classic.{game_id}"
+    try:
+        make = getattr(_imported(game_id, name), "env", None)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise ConfigError(
+                f"{_needs(game_id, error)}\n    install penstock[pettingzoo]; for card games also "
+                "rlcard, for chess also chess"
+            ) from error
+        make = None
+    if make is not None:
+        return make
+    where = importlib.import_module("pettingzoo.classic").__path__
+    known = [found.name for found in pkgutil.iter_modules(where) if not found.ispkg]
+    raise ConfigError(
+        f"PettingZoo has no game '{game_id}'{nearest(game_id, known)}\n"
+        "    a game of your own is task.id=module:function"
+    )
+
+
+def _own(game_id: str, module: str, function: str) -> Callable[..., Any]:
+    """What makes a game of the user's own."""
+    try:
+        found = _imported(game_id, module)
+    except ModuleNotFoundError as error:
+        if f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"there is no module for game '{game_id}'") from error
+        mend = "penstock[pettingzoo]" if error.name == "pettingzoo" else "it"
+        raise ConfigError(
+            f"{_needs(game_id, error)}\n    module {module} imports it; install {mend}"
+        ) from error
+    make = getattr(found, function, None)
+    if callable(make):
+        return make
+    if hasattr(found, function):
+        wrong = f"'{function}' of module {module} is {make!r:.60}"
+    else:
+        wrong = f"module {module} has no '{function}'{nearest(function, vars(found))}"
+    raise ConfigError(
+        f"game '{game_id}' cannot be made: {wrong}\n"
+        "    task.id=module:function names a function that returns a game"
+    )
+
+
+def _imported(game_id: str, name: str) -> Any:
+    """A module; a `ModuleNotFoundError` is left to the caller."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what pygame imports warns of its own end
+            return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # of many kinds
+        raise ConfigError(f"game '{game_id}' cannot be imported: it {_raised(error)}") from error
+
+
+def _needs(game_id: str, error: ModuleNotFoundError) -> str:
+    package = str(error.name).partition(".")[0]
+    return f"game '{game_id}' needs the package {package}, which is not installed"
+
+
+def _raised(error: Exception) -> str:
+    """What was raised, and where if that was not our call."""
+    where = raised_at(error)
+    place = "" if where.file == __file__ else f" ({where.short})"
+    return f"raised {type(error).__name__}: {error}{place}"

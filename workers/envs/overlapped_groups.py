@@ -1,0 +1,268 @@
+"""Rings: several groups of environments rolled out at the same time, by threads of one process.
+
+While one group waits for its environments, or for the answer of whoever serves the actor, another
+computes. What a group does depends on nothing but itself and its noise, so a rollout is the same
+for every size of the ring.
+
+With one slot the groups are rolled out one after another by the calling thread, and environments
+that hang can be interrupted (`StepAlarm`). Threads cannot be: with more slots a step that takes too
+long ends the rollout with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import resource
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...algorithms.roles.environment import Actor, Acts
+from ...dataflow.errors import WorkerError
+from ...planner.cost.overlapped_groups import LoopTimes, choose_ring_size
+from .live import LiveGroup
+
+__all__ = ["Ring", "RingSize"]
+
+RingSize = int | Literal["auto"]
+"""Groups rolled out at the same time; "auto": the planner chooses from what the first rollout
+takes."""
+
+_POLL_S = 0.25
+"""How often the steps under way are looked at."""
+
+_LEAST_WAITS = 0.5
+"""A loop with fewer waits in a turn does not wait."""
+
+_LOG = logging.getLogger("penstock.envs")
+
+Columns = dict[str, NDArray[Any]]
+
+
+class _Ended(Exception):
+    """The rollout is over for everyone: another slot failed."""
+
+
+class _Timed(Actor):
+    """Passes questions on, and adds up how long the answers took, and everything between them.
+
+    A thread that never waits of its own accord computes all the time. Its clock may say otherwise
+    on a machine that is busy with other things, so that is not asked.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        self.num_turns = 0
+        self.ask_s = self.ask_cpu_s = 0.0
+        self._begin_s, self._begin_cpu_s = time.perf_counter(), time.thread_time()
+        self._begin_waits = _num_waits()
+
+    def act(
+        self,
+        obs: NDArray[np.float32],
+        noise: NDArray[np.float64],
+        action_mask: NDArray[np.bool_] | None,
+        memory: NDArray[np.float32] | None = None,
+    ) -> Acts:
+        """See `Actor.act`."""
+        before_s, before_cpu_s = time.perf_counter(), time.thread_time()
+        found = self._actor.act(obs, noise, action_mask, memory)
+        self.ask_s += time.perf_counter() - before_s
+        self.ask_cpu_s += time.thread_time() - before_cpu_s
+        self.num_turns += 1
+        return found
+
+    def times(self) -> LoopTimes:
+        """Of a turn, since the beginning."""
+        turns = max(self.num_turns, 1)
+        all_s = time.perf_counter() - self._begin_s
+        all_cpu_s = time.thread_time() - self._begin_cpu_s
+        if _num_waits() - self._begin_waits < turns * _LEAST_WAITS:
+            all_cpu_s, self.ask_cpu_s = all_s, self.ask_s
+        return LoopTimes(
+            step_s=max(all_s - self.ask_s, 0.0) / turns,
+            step_cpu_s=max(all_cpu_s - self.ask_cpu_s, 0.0) / turns,
+            ask_s=self.ask_s / turns,
+            ask_cpu_s=self.ask_cpu_s / turns,
+        )
+
+
+def _num_waits() -> float:
+    """How often this thread has given its core away of its own accord; inf if nobody counts."""
+    if not hasattr(resource, "RUSAGE_THREAD"):
+        return math.inf
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+@dataclass
+class _Slot(Actor):
+    """One thread's place: passes questions on, and notes since when it steps.
+
+    Attributes:
+        actor: Who answers.
+        ended: Set when the rollout is over for everyone.
+        numbers: The environments being stepped.
+        stepping_s: Since when; None while nothing is.
+    """
+
+    actor: Actor
+    ended: threading.Event
+    numbers: Sequence[int] = ()
+    stepping_s: float | None = None
+
+    def act(
+        self,
+        obs: NDArray[np.float32],
+        noise: NDArray[np.float64],
+        action_mask: NDArray[np.bool_] | None,
+        memory: NDArray[np.float32] | None = None,
+    ) -> Acts:
+        """See `Actor.act`."""
+        self.stepping_s = None
+        if self.ended.is_set():
+            raise _Ended
+        found = self.actor.act(obs, noise, action_mask, memory)
+        self.stepping_s = time.monotonic()
+        return found
+
+
+@dataclass
+class _Rollout:
+    """What the threads of a rollout share.
+
+    Attributes:
+        todo: Index, group and noise of the groups that nobody has begun.
+        done: Of each group its columns, or what was raised; None at the end of a thread.
+        ended: See `_Slot`.
+    """
+
+    todo: queue.SimpleQueue[tuple[int, LiveGroup, NDArray[np.float64]]] = field(
+        default_factory=queue.SimpleQueue[tuple[int, LiveGroup, NDArray[np.float64]]]
+    )
+    done: queue.SimpleQueue[tuple[int, Columns | BaseException]] = field(
+        default_factory=queue.SimpleQueue[tuple[int, Columns | BaseException]]
+    )
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, slot: _Slot) -> None:
+        """A thread's work: one group after another until there are none."""
+        while not self.ended.is_set():
+            try:
+                index, live, noise = self.todo.get_nowait()
+            except queue.Empty:
+                return
+            slot.numbers = live.numbers
+            try:
+                found: Columns | BaseException = live.roll(slot, noise)
+            except BaseException as error:  # noqa: BLE001 - raised again by the calling thread
+                found = error
+            slot.stepping_s = None
+            self.done.put((index, found))
+
+
+class Ring:
+    """Rolls out groups, `size` at a time.
+
+    Args:
+        size: See `RingSize`.
+        step_limit_s: Longest time of one environment's step; None for no limit.
+
+    Attributes:
+        size: Chosen by the first rollout of several groups, if it was "auto".
+    """
+
+    def __init__(self, size: RingSize, step_limit_s: float | None) -> None:
+        self.size: RingSize = size
+        self._step_limit_s = step_limit_s
+
+    def uses_threads(self, num_groups: int) -> bool:
+        """Whether so many groups would be rolled out by other threads than the caller's."""
+        return num_groups > 1 and self.size not in ("auto", 1)
+
+    def roll(
+        self, groups: Sequence[LiveGroup], noises: Sequence[NDArray[np.float64]], actor: Actor
+    ) -> list[Columns]:
+        """What `LiveGroup.roll` returns for each group, in order.
+
+        Raises:
+            WorkerError: Whatever a group raises; or a step took too long.
+        """
+        if self.size == "auto" and len(groups) > 1:
+            return self._measured(groups, noises, actor)
+        if self.uses_threads(len(groups)):
+            return self._at_once(groups, noises, actor)
+        return [live.roll(actor, noise) for live, noise in zip(groups, noises, strict=True)]
+
+    def _measured(
+        self, groups: Sequence[LiveGroup], noises: Sequence[NDArray[np.float64]], actor: Actor
+    ) -> list[Columns]:
+        timed = _Timed(actor)
+        found = [live.roll(timed, noise) for live, noise in zip(groups, noises, strict=True)]
+        times = timed.times()
+        self.size = choose_ring_size(times, len(groups))
+        _LOG.info("ring of %d for %d groups: %s", self.size, len(groups), times)
+        return found
+
+    def _at_once(
+        self, groups: Sequence[LiveGroup], noises: Sequence[NDArray[np.float64]], actor: Actor
+    ) -> list[Columns]:
+        shared = _Rollout()
+        for index, (live, noise) in enumerate(zip(groups, noises, strict=True)):
+            shared.todo.put((index, live, noise))
+        assert self.size != "auto"
+        slots = [_Slot(actor, shared.ended) for _ in range(min(self.size, len(groups)))]
+        threads = [
+            threading.Thread(
+                target=shared.run, args=(slot,), name=f"penstock-ring-{i}", daemon=True
+            )
+            for i, slot in enumerate(slots)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            found = _gather(shared, len(groups), lambda: self._check(slots))
+        finally:
+            shared.ended.set()
+            for thread in threads:
+                thread.join(_POLL_S)  # One that hangs is left behind; the process ends soon.
+        return [found[index] for index in range(len(groups))]
+
+    def _check(self, slots: Sequence[_Slot]) -> None:
+        """Require that no group has been stepping for longer than its environments may, one by one.
+
+        Raises:
+            WorkerError: If one has.
+        """
+        for slot in slots:
+            since_s = slot.stepping_s
+            if since_s is None or self._step_limit_s is None:
+                continue
+            limit_s = self._step_limit_s * len(slot.numbers)
+            if time.monotonic() - since_s > limit_s:
+                raise WorkerError(
+                    f"a step of environments {list(slot.numbers)} took longer than {limit_s:g} s "
+                    f"(step_limit_s={self._step_limit_s:g} for each of them); with ring=1 one that "
+                    "hangs is restarted"
+                )
+
+
+def _gather(shared: _Rollout, num_groups: int, check: Callable[[], None]) -> dict[int, Columns]:
+    """The columns of all groups, once they are there; the first failure is raised."""
+    found: dict[int, Columns] = {}
+    while len(found) < num_groups:
+        try:
+            index, columns = shared.done.get(timeout=_POLL_S)
+        except queue.Empty:
+            check()
+            continue
+        if isinstance(columns, BaseException):
+            raise columns
+        found[index] = columns
+    return found

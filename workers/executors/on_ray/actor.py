@@ -1,0 +1,391 @@
+"""The actor of the Ray executor: one rank of one group, and what it puts on the wire."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import RayActorError
+
+from ....dataflow.errors import WorkerError
+from ....dataflow.graph.role import Role
+from ....dataflow.runtime.device_sharing import needs_device, sleep_workers, wake_workers
+from ....dataflow.runtime.executor import Program, build_role, methods_of
+from ....dataflow.runtime.host import Host
+from ....dataflow.runtime.messages import (
+    CallWork,
+    ExportSlicesWork,
+    ImportSlicesWork,
+    LayoutWork,
+    Part,
+    Report,
+    Result,
+    Work,
+)
+from ....dataflow.runtime.placement import DeviceGroup
+from ....dataflow.runtime.ragged import Packed
+from ....dataflow.runtime.remote_inference import Holdings, Served
+from ....dataflow.runtime.worker_protocol import WorkerContext, close_workers
+from ...inference.client import AnswerClient
+from ...inference.server import AnswerServer
+from ...training.threads import use_threads
+from ...weight_sync.p2p_link import Clock
+from ...weight_sync.packet_server import Kept, Mail, Route, Shelf, Store
+from ...weight_sync.packets import Packet
+from ...weight_sync.slice_exchange import SliceTraffic
+from .actor_pool import Parkable
+from .rendezvous import Address, meet, open_listener
+
+__all__ = ["Answer", "Rank", "part_to_numpy"]
+
+
+_LEAVE_S = 1.0
+"""How long a process that ends waits for others to leave its routes."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an actor returns: a few hundred bytes, whatever it made.
+
+    Attributes:
+        report: See `Report`; None if it failed.
+        parts: Handles of the outputs.
+        weights: Handle of a snapshot.
+        error: What was raised.
+        trace: Its traceback.
+        leads: Whether this process answers for its rank.
+    """
+
+    report: Report | None
+    parts: tuple[Any, ...] = ()
+    weights: Any = None
+    error: str = ""
+    trace: str = ""
+    leads: bool = True
+
+
+@dataclass(frozen=True)
+class _Exported(Result):
+    """Slices of weights, apart for every process that takes some."""
+
+    packets: Mapping[tuple[str, int], Packet] = field(default_factory=dict[tuple[str, int], Packet])
+
+
+class Rank:
+    """One process of a rank: a `Host`, and the conversions between tensors and what Ray stores.
+
+    Args:
+        group: The group it belongs to.
+        process: Its number there; see `DeviceGroup.processes`.
+        num_threads: Torch's and numpy's threads.
+        deadline_s: How long to wait for another rank in a call, or for what it stored.
+        start_s: The same until all ranks have started.
+    """
+
+    def __init__(
+        self, group: DeviceGroup, process: int, num_threads: int, deadline_s: float, start_s: float
+    ) -> None:
+        use_threads(num_threads)
+        self._group, self._process = group, process
+        self._traffic = SliceTraffic(process, group.processes(0))
+        self._deadline_s, self._start_s = deadline_s, start_s
+        self._hosts: dict[str, Host] = {}
+        self._roles: dict[str, Role] = {}
+        self._listener: socket.socket | None = None
+        self._shelf = Shelf()
+        self._mail: dict[Route, Mail] = {}
+        self._holdings = Holdings(f"group '{group.name}' (process {process})")
+        self._clients: dict[str, AnswerClient] = {}
+        self._server: AnswerServer | None = None
+        self._sleeps = ""
+
+    def listen(self) -> Address:
+        """Open the socket at which this process is met next."""
+        self._listener = open_listener()
+        return self._listener.getsockname()
+
+    def join(self, address: Address) -> None:
+        """Join the group's process group, whose process 0 listens at `address`."""
+        dist.init_process_group(
+            "nccl" if self._group.device.startswith("cuda") else "gloo",
+            store=self._meet(address, self._group.num_processes),
+            rank=self._process,
+            world_size=self._group.num_processes,
+            timeout=timedelta(seconds=self._deadline_s),
+        )
+
+    def exchange(self, route: Route, address: Address) -> None:
+        """Give or take weights by this route from now on; its process 0 listens at `address`."""
+        number = route.number(self._group.name, self._process)
+        store = self._meet(address, route.num_processes)
+        mail = Mail(route, number, store, self._deadline_s, self._start_s)
+        self._mail[route] = mail
+        if route.givers == self._group.name:
+            mail.serve(self._shelf)
+
+    def _leave_routes(self) -> None:
+        """Those who give have nothing to wait for once those who take have left."""
+        clock = Clock(_LEAVE_S)
+        while self._mail:
+            self._mail.popitem()[1].close(clock.left.total_seconds())
+
+    def forget(self, key: int) -> None:
+        """Nobody will ask for these weights again."""
+        self._shelf.drop(key)
+
+    def _meet(self, address: Address, num_processes: int) -> Store:
+        listener, self._listener = self._listener, None
+        return meet(address, listener, num_processes, self._start_s)
+
+    def build(self, hosted: list[Any], seed: int) -> None:
+        """Build this rank's roles, each once, for all programs."""
+        programs, workers = ray.get(hosted[0], timeout=self._start_s)
+        for key, program in programs.items():
+            if all(group.name != self._group.name for group in program.placement.groups):
+                continue
+            names = program.placement.hosted_roles(program.graph, self._group.name)
+            for name in names:
+                if name not in self._roles:
+                    self._roles[name] = build_role(
+                        name, workers[name], self._context(name, seed, programs)
+                    )
+            self._hosts[key] = Host(
+                program.graph,
+                {name: self._roles[name] for name in names},
+                program.placement.num_chunks,
+                self._fetch,
+                self._served(program),
+                self._holdings,
+            )
+            for role, server in program.placement.serving(program.graph):
+                if server == self._group.name:
+                    self._holdings.add(role, program.graph.roles[role], self._roles[role])
+
+    def _served(self, program: Program) -> dict[str, Served]:
+        """The roles that others serve here."""
+        served: dict[str, Served] = {}
+        found = program.placement.served_roles(program.graph, self._group.name)
+        for role, server in found.items():
+            if server not in self._clients:
+                self._clients[server] = AnswerClient(f"group '{server}'", self._deadline_s)
+            served[role] = Served(role, program.graph.roles[role], self._clients[server].ask)
+        return served
+
+    def serve(self, token: str) -> tuple[str, int]:
+        """Answer questions from now on, on this node's own address; where that is."""
+        self._server = AnswerServer(self._holdings, ray.util.get_node_ip_address(), token)
+        return self._server.address
+
+    def ask_at(self, servers: Mapping[str, Sequence[tuple[str, int]]], token: str) -> None:
+        """Where the ranks of the groups are that serve this one."""
+        rank = self._group.rank_of(self._process)
+        for group, addresses in servers.items():
+            if group in self._clients:
+                self._clients[group].connect(addresses[rank % len(addresses)], token)
+
+    def _context(self, role: str, seed: int, programs: Mapping[str, Program]) -> WorkerContext:
+        group = self._group
+        beside, tensor_rank = divmod(self._process, group.tensor_parallel)
+        stage, rank = divmod(beside, group.num_ranks)
+        return WorkerContext(
+            role,
+            seed,
+            rank,
+            group.num_ranks,
+            "cuda:0" if group.device.startswith("cuda") else "cpu",
+            group.tensor_parallel,
+            tensor_rank,
+            group.pipeline_parallel,
+            stage,
+            methods_of(programs, group.name, role),
+        )
+
+    def sleep(self) -> None:
+        """Give up the device; whatever needs it is refused until `wake`."""
+        self._sleeps = "nobody has woken it"
+        sleep_workers(self._roles.values())
+
+    def wake(self, asleep: list[Any]) -> None:
+        """Take the device back once others have given it up.
+
+        What goes wrong is told to whoever asks for work next, because nobody looks at this call.
+
+        Args:
+            asleep: References to their calls of `sleep`, in a list, so that Ray does not look.
+        """
+        try:
+            for one in asleep:
+                with contextlib.suppress(RayActorError):  # The dead hold nothing.
+                    ray.get(one, timeout=self._deadline_s)
+            wake_workers(self._roles.values())
+            self._sleeps = ""
+        except Exception:  # noqa: BLE001 - workers may raise anything; it is passed on
+            self._sleeps = f"waking it failed:\n{traceback.format_exc()}"
+
+    def perform(self, program: str, work: Work, leads: bool) -> Answer:
+        """Do one piece of work; outputs stay in this node's object store.
+
+        Args:
+            program: Which host.
+            work: What to do.
+            leads: Whether outputs are wanted of this process of its rank.
+        """
+        answer, parts = self._answer(program, work, leads)
+        return replace(answer, parts=tuple(ray.put(part) for part in parts))
+
+    def perform_apart(self, program: str, work: Work, count: int) -> tuple[Any, ...]:
+        """The same, with outputs as results of their own, which outlive this process.
+
+        Args:
+            program: Which host.
+            work: A call.
+            count: How many results beside the answer; as many as there may be outputs.
+        """
+        answer, parts = self._answer(program, work, leads=True)
+        return answer, *parts, *[None] * (count - len(parts))
+
+    def _answer(self, program: str, work: Work, leads: bool) -> tuple[Answer, list[Any]]:
+        try:
+            result = self._perform(program, work)
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
+            text = f"{type(error).__name__}: {error}"
+            return Answer(None, error=text, trace=traceback.format_exc(), leads=leads), []
+        weights: Any = None
+        if isinstance(result, _Exported):
+            weights = self._offered(result.packets)
+        elif result.weights is not None and leads:
+            weights = ray.put(_weights_to_numpy(result.weights))
+        parts = [part_to_numpy(part) for part in result.parts] if leads else []
+        return Answer(result.report, weights=weights, leads=leads), parts
+
+    def _perform(self, program: str, work: Work) -> Result:
+        """What concerns slices of weights here, everything else by the host."""
+        if self._sleeps and needs_device(work):
+            raise WorkerError(
+                f"process {self._process} of group '{self._group.name}' sleeps; {self._sleeps}"
+            )
+        host, start_s, traffic = self._hosts[program], time.time(), self._traffic
+        answer: Any = None
+        packets: dict[tuple[str, int], Packet] | None = None
+        match work:
+            case LayoutWork():
+                answer = traffic.layout(host.roles[work.role])
+            case ExportSlicesWork():
+                packets = traffic.export(host.roles[work.role], work.takers, work.version)
+            case ImportSlicesWork():
+                # Each begins with another process, so that all of those give at the same time.
+                first = self._process % len(work.slices)
+                turned = (*work.slices[first:], *work.slices[:first])
+                given = [self._fetched(slices, work.group) for slices in turned]
+                arrived = [packet for packet in given if packet is not None]
+                worker = host.roles[work.role]
+                with self._holdings.changing(work.role, work.version):
+                    traffic.take(work.role, worker, work.source, arrived, work.version)
+            case CallWork():
+                for role, version in work.versions:
+                    traffic.check(role, version)
+                return host.perform(work)
+            case _:
+                return host.perform(work)
+        report = Report(start_s, time.time(), answer=answer)
+        return Result(report) if packets is None else _Exported(report, packets=packets)
+
+    def _offered(self, packets: Mapping[tuple[str, int], Packet]) -> Any:
+        """Where takers find what is for them: here, if they have a route, or in the store."""
+        if not any(route.givers == self._group.name for route in self._mail):
+            return {taker: ray.put(packet) for taker, packet in packets.items()}
+        key = self._shelf.put(packets)
+        return Kept(self._group.name, self._process, key, frozenset(packets))
+
+    def _fetched(self, slices: Any, group: str) -> Packet | None:
+        """What one exporting process has for this one."""
+        if isinstance(slices, Kept):
+            if (group, self._process) not in slices.takers:
+                return None
+            mail = next((m for r, m in self._mail.items() if r.givers == slices.group), None)
+            if mail is None:
+                raise WorkerError(
+                    f"group '{group}' has no connection to group '{slices.group}', whose weights "
+                    "it is to take"
+                )
+            return mail.fetch(slices.process, slices.key)
+        handle = slices.get((group, self._process))
+        return None if handle is None else ray.get(handle, timeout=self._deadline_s)
+
+    def park(self) -> bool:
+        """Get ready for another run, if every worker can be parked; says whether it is."""
+        if not self._roles or not all(isinstance(r, Parkable) for r in self._roles.values()):
+            return False
+        if self._clients or self._server:
+            return False  # Others may still be connected.
+        self._leave_routes()
+        for role in self._roles.values():
+            if isinstance(role, Parkable):
+                role.park()
+        threads = torch.get_num_threads()
+        Rank.__init__(self, self._group, self._process, threads, self._deadline_s, self._start_s)
+        return True
+
+    def close(self) -> None:
+        """Close the workers; the process ends next."""
+        try:
+            for one in (*self._clients.values(), *([self._server] if self._server else ())):
+                one.close()
+        finally:
+            roles, self._roles = self._roles, {}
+            try:
+                close_workers(roles.values())
+            finally:
+                self._leave_routes()
+
+    def _fetch(self, handle: Any) -> Any:
+        """Pull a stored part or snapshot; copied, because Ray's arrays are shared and read-only."""
+        stored = ray.get(handle, timeout=self._deadline_s)
+        if isinstance(stored, dict):
+            return {name: _tensor(array, dtype) for name, (dtype, array) in stored.items()}
+        return tuple(
+            Packed(_tensor(values), None if lengths is None else _tensor(lengths))
+            for values, lengths in stored
+        )
+
+
+# --- tensors on the wire: numpy arrays, which Ray stores without copying
+
+
+_Column = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
+
+
+def part_to_numpy(part: Part) -> tuple[_Column, ...]:
+    """A part's columns as arrays of values and of lengths."""
+    return tuple(
+        (
+            column.values.cpu().numpy(),
+            None if column.lengths is None else column.lengths.cpu().numpy(),
+        )
+        for column in part
+    )
+
+
+def _weights_to_numpy(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, Any]]:
+    """bfloat16, which numpy lacks, travels as its bits."""
+    stored: dict[str, tuple[str, Any]] = {}
+    for name, tensor in weights.items():
+        array = tensor.detach().cpu().contiguous()
+        bits = array.view(torch.int16) if array.dtype is torch.bfloat16 else array
+        stored[name] = (str(array.dtype).removeprefix("torch."), bits.numpy())
+    return stored
+
+
+def _tensor(array: np.ndarray[Any, Any], dtype: str = "") -> torch.Tensor:
+    tensor = torch.from_numpy(array.copy())
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

@@ -1,1 +1,0 @@
-"""Games of two players: whose rules they are, and the worker that plays them."""

@@ -1,0 +1,248 @@
+"""The thread that answers questions to roles which a process serves.
+
+One thread reads what has arrived on all connections, answers everything that is waiting at once,
+and sends the answers. So questions gather while it is busy, and nobody waits for a batch to fill.
+It never waits for a connection to take an answer: one that has not taken its answers is asked no
+further question until it has, and is dropped if it takes nothing for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...dataflow.errors import PenstockError, WorkerError
+from ...dataflow.runtime.remote_inference import Holdings, Question
+from ...dataflow.runtime.worker_protocol import CLOSE_S
+from .protocol import (
+    CHALLENGE_BYTES,
+    PROOF_BYTES,
+    FrameReader,
+    answer_frame,
+    error_frame,
+    proof,
+    question_from,
+)
+
+__all__ = ["AnswerServer"]
+
+_PIECE = 1 << 20
+"""Most bytes taken from a connection at once."""
+
+_PATIENCE_S = 10.0
+"""How long a connection may keep us waiting: to prove itself, and to take an answer."""
+
+_LOG = logging.getLogger("penstock.serving")
+
+
+@dataclass
+class _Peer:
+    """One connection.
+
+    Attributes:
+        link: Its socket.
+        expected: The proof it owes; empty once it has given it.
+        since_s: When it connected.
+        given: What has come of the proof.
+        reader: Its questions.
+        unsent: Answers it has not taken yet.
+        took_s: When it last took some, or they began to wait.
+    """
+
+    link: socket.socket
+    expected: bytes
+    since_s: float
+    given: bytes = b""
+    reader: FrameReader = field(default_factory=FrameReader)
+    unsent: bytearray = field(default_factory=bytearray)
+    took_s: float = 0.0
+
+
+class AnswerServer:
+    """Answers questions from other processes until it is closed.
+
+    Args:
+        holdings: Who answers.
+        host: The address to listen at, no other.
+        token: What whoever connects must know.
+
+    Attributes:
+        address: Host and port.
+        num_questions: Answered so far.
+        num_batches: In how many batches.
+    """
+
+    def __init__(self, holdings: Holdings, host: str, token: str) -> None:
+        self._holdings, self._token = holdings, token
+        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._listener.setblocking(False)
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self.num_questions = self.num_batches = 0
+        self._wake, self._woken = socket.socketpair()
+        self._closing = False
+        self._failure: Exception | None = None
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._peers: dict[int, _Peer] = {}
+        self._thread = threading.Thread(target=self._run, name="penstock-serving", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering and close all connections; idempotent.
+
+        Raises:
+            WorkerError: If an answer is still being computed after `CLOSE_S`, or answering has
+                ended by a fault.
+        """
+        if self._closing:
+            return
+        self._closing = True
+        with contextlib.suppress(BrokenPipeError):  # the thread has ended before
+            self._wake.send(b"x")
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            raise WorkerError(f"an answer is still being computed after {CLOSE_S:g} s")
+        self._wake.close()
+        if self._failure is not None:
+            raise WorkerError(
+                "the thread that answers questions has ended by a fault of its own, so whoever "
+                f"asked lost the connection: {self._failure!r}"
+            ) from self._failure
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                waiting = self._gather()
+                if waiting:
+                    self._answer(waiting)
+        except Exception as error:
+            _LOG.exception("answering questions has ended")
+            self._failure = error
+        finally:
+            for peer in list(self._peers.values()):
+                self._drop(peer)
+            for one in (self._listener, self._woken, self._selector):
+                one.close()
+
+    def _gather(self) -> list[tuple[_Peer, Question]]:
+        """Wait until something arrives; the questions that are complete."""
+        waiting: list[tuple[_Peer, Question]] = []
+        for key, events in self._selector.select(_PATIENCE_S):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._woken:
+                continue
+            elif events & selectors.EVENT_WRITE:
+                self._flush(self._peers[key.fd])
+            else:
+                waiting += self._read(self._peers[key.fd])
+        longest_ago = time.monotonic() - _PATIENCE_S
+        for peer in list(self._peers.values()):
+            unproven = peer.expected and peer.since_s < longest_ago
+            if unproven or (peer.unsent and peer.took_s < longest_ago):
+                self._drop(peer)
+        return waiting
+
+    def _accept(self) -> None:
+        try:
+            link, _ = self._listener.accept()
+        except OSError:
+            return  # It has gone again.
+        challenge = os.urandom(CHALLENGE_BYTES)
+        peer = _Peer(link, proof(self._token, challenge), time.monotonic())
+        self._peers[link.fileno()] = peer
+        self._selector.register(link, selectors.EVENT_READ)
+        link.setblocking(False)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._send(peer, challenge)
+
+    def _read(self, peer: _Peer) -> list[tuple[_Peer, Question]]:
+        try:
+            piece = peer.link.recv(_PIECE)
+        except BlockingIOError:
+            return []
+        except OSError:
+            piece = b""
+        if not piece:
+            self._drop(peer)
+            return []
+        if peer.expected:
+            piece = self._check(peer, piece)
+        peer.reader.feed(piece)
+        found: list[tuple[_Peer, Question]] = []
+        try:
+            while (frame := peer.reader.take()) is not None:
+                found.append((peer, question_from(frame)))
+        except WorkerError as error:
+            _LOG.warning("a connection is dropped: %s", error)
+            self._drop(peer)
+        return found
+
+    def _check(self, peer: _Peer, piece: bytes) -> bytes:
+        """Take the proof from the beginning of what a connection sends; the rest."""
+        given = peer.given + piece
+        peer.given, rest = given[:PROOF_BYTES], given[PROOF_BYTES:]
+        if len(peer.given) < PROOF_BYTES:
+            return b""
+        if not hmac.compare_digest(peer.given, peer.expected):
+            _LOG.warning("a connection is dropped that does not know the token of this run")
+            self._drop(peer)
+            return b""
+        peer.expected = b""
+        return rest
+
+    def _answer(self, waiting: Sequence[tuple[_Peer, Question]]) -> None:
+        self.num_questions += len(waiting)
+        self.num_batches += 1
+        answers = self._holdings.answer_all([asked for _, asked in waiting])
+        for (peer, asked), answer in zip(waiting, answers, strict=True):
+            self._send(peer, _frame_of(asked, answer))
+
+    def _send(self, peer: _Peer, data: bytes) -> None:
+        """Send what the connection takes now, and the rest when it takes more."""
+        if not peer.unsent:
+            peer.took_s = time.monotonic()
+        peer.unsent += data
+        self._flush(peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        try:
+            while peer.unsent:
+                del peer.unsent[: peer.link.send(peer.unsent)]
+                peer.took_s = time.monotonic()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(peer)  # It has gone; whoever asked will notice.
+            return
+        wanted = selectors.EVENT_WRITE if peer.unsent else selectors.EVENT_READ
+        self._selector.modify(peer.link, wanted)
+
+    def _drop(self, peer: _Peer) -> None:
+        number = peer.link.fileno()
+        if self._peers.pop(number, None) is not None:
+            self._selector.unregister(peer.link)
+            peer.link.close()
+
+
+def _frame_of(asked: Question, answer: object) -> bytes:
+    """The answer as bytes, or what went wrong."""
+    if not isinstance(answer, Exception):
+        try:
+            return answer_frame(answer)
+        except WorkerError as error:
+            answer = error
+    if isinstance(answer, PenstockError):
+        return error_frame(f"'{asked.role}.{asked.method}': {answer}")
+    trace = "".join(traceback.format_exception(answer)).rstrip()
+    return error_frame(f"'{asked.role}.{asked.method}' failed where it is served:\n{trace}")

@@ -1,0 +1,216 @@
+"""Models as data: which architecture, which weights, which precision.
+
+A `ModelSpec` is picklable and builds the same weights wherever it is built: initialisation runs on
+the CPU in float32 from the spec's own seed and is cast and moved afterwards. Nothing here reaches
+for a network, and weights are read from safetensors only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from ..training.flat_parameters import read_tensors, write_tensors
+
+__all__ = [
+    "ModelSpec",
+    "ScoreNetwork",
+    "ValueNetwork",
+    "load_head",
+    "quiet_transformers",
+    "save_headed",
+    "seeded_heads",
+]
+
+_HEAD_FILE = "head.safetensors"
+"""Where a value or reward model keeps its head, beside the trunk's own files."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A causal language model: a folder, or an architecture with seeded random weights.
+
+    Example:
+        >>> spec = ModelSpec(architecture={"model_type": "qwen2", "vocab_size": 32,
+        ...     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+        ...     "num_attention_heads": 2, "num_key_value_heads": 1})
+        >>> type(spec.causal_lm("cpu")).__name__
+        'Qwen2ForCausalLM'
+    """
+
+    folder: str | None = None
+    """A local folder in Hugging Face's layout (config.json and safetensors)."""
+    architecture: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Fields of a Hugging Face config with `model_type`, if no folder is given."""
+    init_seed: int = 0
+    """Seeds the random weights of an `architecture`; equal seeds give equal weights."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of weights and activations; log-probabilities are float32 in either case."""
+
+    def __post_init__(self) -> None:
+        if (self.folder is None) == (not self.architecture):
+            raise ValueError("ModelSpec needs exactly one of folder= and architecture=")
+        if self.architecture and "model_type" not in self.architecture:
+            raise ValueError(
+                "ModelSpec.architecture has no 'model_type'; add one, such as model_type='qwen2'"
+            )
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"ModelSpec.dtype is {self.dtype!r}; expected one of {list(_DTYPES)}")
+
+    @property
+    def num_positions(self) -> int | None:
+        """Longest sequence the model is made for, in tokens; None if its config does not say.
+
+        Reads the config alone.
+        """
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def causal_lm(self, device: str) -> transformers.PreTrainedModel:
+        """Build the whole language model on `device`, in evaluation mode (dropout off).
+
+        Raises:
+            FileNotFoundError: If `folder` is not a folder with a config.json.
+        """
+        if self.folder is None:
+            model = self._initialised()
+        else:
+            auto: Any = transformers.AutoModelForCausalLM
+            model = self._loaded(auto)
+        return self._placed(model, device)
+
+    def trunk(self, device: str) -> transformers.PreTrainedModel:
+        """The same model without its language-model head: token ids to hidden states."""
+        if self.folder is None:
+            model = self._initialised().base_model
+        else:
+            model = self._loaded(transformers.AutoModel)
+        return self._placed(model, device)
+
+    def _placed(self, model: Any, device: str) -> transformers.PreTrainedModel:
+        return model.to(device=device, dtype=_DTYPES[self.dtype]).eval()
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face config; reads config.json, no weights."""
+        if self.folder is not None:
+            return transformers.AutoConfig.from_pretrained(
+                self.folder, local_files_only=True, trust_remote_code=False
+            )
+        kinds = dict(self.architecture)
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            kinds.setdefault(token, None)  # the defaults name tokens of the original vocabulary
+        return transformers.AutoConfig.for_model(kinds.pop("model_type"), **kinds)
+
+    def _initialised(self) -> Any:
+        config = self.config
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.init_seed)
+            return transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="sdpa"
+            )
+
+    def _loaded(self, auto: Any) -> Any:
+        folder = Path(str(self.folder))
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(
+                f"model folder '{folder}' has no config.json; give a local folder written by "
+                "save_pretrained (models are never downloaded)"
+            )
+        with quiet_transformers():
+            return auto.from_pretrained(
+                folder,
+                dtype=_DTYPES[self.dtype],
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                attn_implementation="sdpa",
+            )
+
+
+class ValueNetwork(nn.Module):
+    """A trunk with one value per token on top."""
+
+    def __init__(self, trunk: nn.Module, hidden_size: int, *, zero_init: bool) -> None:
+        super().__init__()
+        reference = next(trunk.parameters())
+        self.model = trunk
+        self.value_head = nn.Linear(hidden_size, 1).to(reference.device, reference.dtype)
+        if zero_init:
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
+
+
+class ScoreNetwork(nn.Module):
+    """A trunk with one score per sequence on top."""
+
+    def __init__(self, trunk: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        reference = next(trunk.parameters())
+        self.model = trunk
+        self.score = nn.Linear(hidden_size, 1).to(reference.device, reference.dtype)
+        _init_score_head(self.score)
+
+
+def _init_score_head(head: nn.Linear) -> None:
+    """Weights from N(0, 1/(d+1)), bias 0, so that scores start with variance near 1.
+
+    Stiennon et al. 2020, "Learning to summarize from human feedback", appendix.
+    """
+    values: Tensor = torch.empty(head.weight.shape, dtype=torch.float32)
+    nn.init.normal_(values, std=(head.in_features + 1) ** -0.5)
+    with torch.no_grad():
+        head.weight.copy_(values)
+    nn.init.zeros_(head.bias)
+
+
+@contextmanager
+def seeded_heads(seed: int, role: str) -> Generator[None]:
+    """Draw new heads inside from the run's seed and the role, leaving torch's own state alone."""
+    with torch.random.fork_rng(devices=[]):
+        digest = hashlib.blake2b(f"{seed}\x1f{role}\x1fhead".encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+        yield
+
+
+def save_headed(folder: Path, trunk: Any, head: nn.Linear, name: str) -> None:
+    """Write a trunk in Hugging Face's layout and its head as `head.safetensors`."""
+    with quiet_transformers():
+        trunk.save_pretrained(folder)
+    write_tensors(folder / _HEAD_FILE, {f"{name}.weight": head.weight, f"{name}.bias": head.bias})
+
+
+def load_head(head: nn.Linear, folder: str | None, name: str) -> None:
+    """Take over the head of that name that `save_headed` wrote to `folder`, if there is one."""
+    path = None if folder is None else Path(folder) / _HEAD_FILE
+    if path is None or not path.is_file():
+        return
+    saved = read_tensors(path)
+    if f"{name}.weight" in saved:
+        with torch.no_grad():
+            head.weight.copy_(saved[f"{name}.weight"])
+            head.bias.copy_(saved[f"{name}.bias"])
+
+
+@contextmanager
+def quiet_transformers() -> Generator[None]:
+    """Hide progress bars, and the load report that a trunk without its head always gives."""
+    logging: Any = transformers.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,219 @@
+"""Text to token ids and back, offline: characters, bytes, or a model folder's own tokenizer.
+
+Token columns are padded with -1, so no tokenizer's padding token ever stands in a table; `pad_id`
+is what an engine may feed a model at padded positions. It always differs from `eos_id`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from ...dataflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["PRINTABLE", "Tokenizer", "TokenizerSpec", "pad_rows"]
+
+PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
+"""The default alphabet: printable ASCII and the line feed."""
+
+_SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+"""Special tokens of our own tokenizers; their ids are 0 to 3, in this order."""
+
+
+class Tokenizer:
+    """Encodes and decodes, and knows the ids an engine needs.
+
+    Args:
+        backend: A Hugging Face tokenizer with an end-of-sequence token.
+        alphabet: The characters it can express, or None if it can express any text.
+
+    Attributes:
+        eos_id: Ends a response.
+        pad_id: Any id but `eos_id`; fed to models at padded positions, never found in a table.
+        bos_id: Begins a sequence, for models that want one; None if the tokenizer has none.
+        vocab_size: Number of ids, special tokens included; ids are 0 to `vocab_size - 1`.
+
+    Raises:
+        ConfigError: If the tokenizer has no end-of-sequence token.
+    """
+
+    def __init__(self, backend: PreTrainedTokenizerBase, alphabet: str | None = None) -> None:
+        if not isinstance(backend.eos_token_id, int):
+            raise ConfigError(
+                f"the tokenizer '{backend.name_or_path}' has no end-of-sequence token, so no "
+                "response could ever end\n    add one to its tokenizer_config.json"
+            )
+        self.backend = backend
+        self.alphabet = None if alphabet is None else frozenset(alphabet)
+        self.eos_id: int = backend.eos_token_id
+        self.bos_id = backend.bos_token_id if isinstance(backend.bos_token_id, int) else None
+        pad = backend.pad_token_id
+        if not isinstance(pad, int) or pad == self.eos_id:
+            pad = int(self.eos_id == 0)
+        self.pad_id = pad
+        self.vocab_size = len(backend)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without special tokens added; what cannot be expressed becomes unknown."""
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, in one call."""
+        if not texts:
+            return []
+        return self.backend(list(texts), add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; special tokens appear as their names, ids out of range as unknown."""
+        known = [i if 0 <= i < self.vocab_size else self._unknown_id for i in ids]
+        text = self.backend.decode(
+            known, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text if isinstance(text, str) else "".join(text)
+
+    def decode_responses(self, tokens: Tensor, mask: Tensor) -> list[str]:
+        """Text of each row's response: its masked tokens up to the first end of sequence.
+
+        Args:
+            tokens: i64[rows, T], padded with -1.
+            mask: bool[rows, T], True on the response.
+        """
+        texts: list[str] = []
+        for row, kept in zip(tokens.tolist(), mask.tolist(), strict=True):
+            ids = [token for token, keep in zip(row, kept, strict=True) if keep]
+            texts.append(self.decode(ids[: ids.index(self.eos_id)] if self.eos_id in ids else ids))
+        return texts
+
+    def decode_rows(self, tokens: Tensor) -> list[str]:
+        """Text of each row of i64[rows, T], its padding of -1 left out."""
+        return [self.decode([token for token in row if token >= 0]) for row in tokens.tolist()]
+
+    def inexpressible(self, text: str) -> str:
+        """The characters of `text` that the tokenizer cannot express, each once, in order."""
+        if self.alphabet is None:
+            return ""
+        return "".join(dict.fromkeys(c for c in text if c not in self.alphabet))
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer to `folder` as JSON; `TokenizerSpec(kind="folder")` reads it back."""
+        self.backend.save_pretrained(str(folder))
+
+    @property
+    def _unknown_id(self) -> int:
+        unknown = self.backend.unk_token_id
+        return unknown if isinstance(unknown, int) else self.pad_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSpec:
+    """Which tokenizer a run uses."""
+
+    kind: Literal["char", "byte", "folder"] = "char"
+    """`char`: a token per character of `alphabet`. `byte`: a token per UTF-8 byte, for any text.
+    `folder`: the tokenizer saved in a model's folder."""
+    alphabet: str = PRINTABLE
+    """For `char`: the characters. Fewer make a smaller and faster model; ids follow sorted
+    order."""
+    folder: str | None = None
+    """For `folder`: where tokenizer.json lies. Nothing is downloaded."""
+
+    def build(self) -> Tokenizer:
+        """Make the tokenizer.
+
+        Raises:
+            ConfigError: If the alphabet is empty, or the folder is missing or holds no tokenizer.
+        """
+        if self.kind == "char":
+            return _char_tokenizer(self.alphabet)
+        if self.kind == "byte":
+            return _byte_tokenizer()
+        if self.kind == "folder":
+            return _folder_tokenizer(self.folder)
+        raise ConfigError(f"tokenizer.kind is '{self.kind}'\n    use 'char', 'byte' or 'folder'")
+
+
+def _char_tokenizer(alphabet: str) -> Tokenizer:
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    if not alphabet:
+        raise ConfigError(
+            "tokenizer.alphabet is empty: a character tokenizer needs at least one character\n"
+            "    list the characters of the prompts and the answers, or leave the key out"
+        )
+    characters = [*_SPECIAL.values(), *sorted(set(alphabet))]
+    vocabulary = {character: index for index, character in enumerate(characters)}
+    backend = Backend(models.WordLevel(vocabulary, unk_token=_SPECIAL["unk_token"]))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    return Tokenizer(_wrapped(backend), alphabet)
+
+
+def _byte_tokenizer() -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    letters = [*_SPECIAL.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Backend(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    return Tokenizer(_wrapped(backend))
+
+
+def _wrapped(backend: object) -> PreTrainedTokenizerBase:
+    from transformers import PreTrainedTokenizerFast
+
+    # split_special_tokens: a prompt that spells "<eos>" is five characters, never the token.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+        **_SPECIAL,
+    )
+
+
+def _folder_tokenizer(folder: str | None) -> Tokenizer:
+    # Not AutoTokenizer: importing it imports every kind of model first, and tokenizer.json already
+    # holds the whole pipeline.
+    from transformers import PreTrainedTokenizerFast
+
+    if folder is None:
+        raise ConfigError(
+            "tokenizer.kind is 'folder' but tokenizer.folder is not given\n"
+            "    give the folder of a local model, the one that holds tokenizer.json"
+        )
+    path = Path(folder)
+    if not (path / "tokenizer.json").is_file():
+        what = "holds no tokenizer.json" if path.is_dir() else "is not a folder"
+        raise ConfigError(
+            f"tokenizer.folder '{folder}' {what}\n"
+            "    give the folder of a local model; nothing is downloaded"
+        )
+    try:
+        loaded = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # the tokenizers library raises Exception itself
+        raise ConfigError(
+            f"tokenizer.folder '{folder}' cannot be read: {error}\n"
+            "    give a folder that a tokenizer was saved to"
+        ) from error
+    return Tokenizer(loaded)
+
+
+def pad_rows(rows: Iterable[Sequence[int]]) -> Tensor:
+    """Rows of ids as one column.
+
+    Returns:
+        i64[rows, longest], padded on the right with -1.
+    """
+    listed = [list(row) for row in rows]
+    width = max(map(len, listed), default=0)
+    padded = [row + [-1] * (width - len(row)) for row in listed]
+    return torch.tensor(padded, dtype=torch.int64).reshape(len(listed), width)

@@ -1,0 +1,4 @@
+"""Verifiable instructions: which of them a response keeps.
+
+Nothing here asks a model.
+"""

@@ -1,0 +1,227 @@
+"""The 25 instructions of IFEval, under the ids of its data set.
+
+Zhou et al., "Instruction-Following Evaluation for Large Language Models", 2023. Every check takes
+the response and the data set's own options. `compat=True` counts keywords as published: as regular
+expressions that match inside words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from .language import may_be
+from .text import (
+    bare,
+    compare,
+    count_keyword,
+    count_sentences,
+    count_words,
+    instruction,
+    paragraphs,
+    tokens,
+)
+
+__all__: list[str] = []
+
+
+@instruction("keywords:existence")
+def keywords_exist(response: str, *, keywords: Sequence[str], compat: bool = False) -> bool:
+    """All keywords occur."""
+    return all(count_keyword(response, keyword, compat=compat) for keyword in keywords)
+
+
+@instruction("keywords:frequency")
+def keyword_frequency(
+    response: str,
+    *,
+    keyword: str,
+    frequency: int,
+    relation: str = "at least",
+    compat: bool = False,
+) -> bool:
+    """A keyword occurs at least, or less than, so often."""
+    return compare(count_keyword(response, keyword, compat=compat), relation, frequency)
+
+
+@instruction("keywords:forbidden_words")
+def no_forbidden_words(response: str, *, forbidden_words: Sequence[str]) -> bool:
+    """None of the words occurs as a whole word."""
+    return not any(count_keyword(response, word) for word in forbidden_words)
+
+
+@instruction("keywords:letter_frequency", "letters:letter_counting2")
+def letter_frequency(
+    response: str, *, letter: str, let_frequency: int, let_relation: str = "at least"
+) -> bool:
+    """A letter occurs at least, or less than, so often, in any case."""
+    return compare(response.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+@instruction("language:response_language")
+def response_language(response: str, *, language: str) -> bool:
+    """The response is in a language, given as an ISO 639-1 code."""
+    return may_be(response, language)
+
+
+@instruction("length_constraints:number_sentences")
+def number_sentences(response: str, *, num_sentences: int, relation: str) -> bool:
+    """At least, or less than, so many sentences."""
+    return compare(count_sentences(response), relation, num_sentences)
+
+
+@instruction("length_constraints:number_paragraphs")
+def number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
+    """Exactly so many paragraphs, divided by three stars."""
+    pieces = paragraphs(response)
+    return pieces is not None and len(pieces) == num_paragraphs
+
+
+@instruction("length_constraints:number_words")
+def number_words(response: str, *, num_words: int, relation: str) -> bool:
+    """At least, or less than, so many words."""
+    return compare(count_words(response), relation, num_words)
+
+
+@instruction("length_constraints:nth_paragraph_first_word")
+def nth_paragraph_first_word(
+    response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str
+) -> bool:
+    """So many paragraphs, divided by blank lines, of which the n-th starts with a word."""
+    pieces = [piece.strip() for piece in re.split(r"\n\n", response) if piece.strip()]
+    if len(pieces) != num_paragraphs or not 1 <= nth_paragraph <= len(pieces):
+        return False
+    start = re.match(r"[\"'“‘]*([^\s.,?!'\"”’]*)", pieces[nth_paragraph - 1])
+    return start is not None and start.group(1).lower() == first_word.lower()
+
+
+@instruction("detectable_content:number_placeholders")
+def number_placeholders(response: str, *, num_placeholders: int) -> bool:
+    """At least so many placeholders in square brackets, such as [address]."""
+    return count_placeholders(response) >= num_placeholders
+
+
+def count_placeholders(text: str) -> int:
+    """How many `[...]` a text has."""
+    return len(re.findall(r"\[.*?\]", text))
+
+
+@instruction("detectable_content:postscript")
+def postscript(response: str, *, postscript_marker: str) -> bool:
+    """A line starts a postscript: "P.S." or "P.P.S", with or without a space within."""
+    marker = postscript_marker.strip().lower()
+    spelled = {"p.p.s": r"p\.\s?p\.\s?s", "p.s.": r"p\.\s?s\."}
+    pattern = spelled.get(marker, re.escape(marker))
+    return re.search(rf"\s*{pattern}.*$", response.lower(), flags=re.MULTILINE) is not None
+
+
+@instruction("detectable_format:number_bullet_lists")
+def number_bullets(response: str, *, num_bullets: int) -> bool:
+    """Exactly so many bullet points."""
+    return count_bullets(response) == num_bullets
+
+
+def count_bullets(text: str) -> int:
+    """Lines that start with one star, or with a hyphen; "** bold" is no bullet."""
+    return len(re.findall(r"^\s*\*[^*].*$", text, flags=re.MULTILINE)) + len(
+        re.findall(r"^\s*-.*$", text, flags=re.MULTILINE)
+    )
+
+
+_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+
+
+@instruction("detectable_format:constrained_response")
+def constrained_response(response: str) -> bool:
+    """One of three given answers occurs."""
+    return any(answer in response for answer in _ANSWERS)
+
+
+@instruction("detectable_format:number_highlighted_sections")
+def number_highlights(response: str, *, num_highlights: int) -> bool:
+    """At least so many highlighted sections."""
+    return count_highlights(response) >= num_highlights
+
+
+def count_highlights(text: str) -> int:
+    """Non-empty `*sections*` and `**sections**`."""
+    single = re.findall(r"\*([^\n*]*)\*", text)
+    double = re.findall(r"\*\*([^\n*]*)\*\*", text)
+    return sum(bool(section.strip()) for section in (*single, *double))
+
+
+@instruction("detectable_format:multiple_sections")
+def multiple_sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
+    """At least so many numbered sections: "Section 1", "Section 2", ..."""
+    found = re.findall(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", response)
+    return len(found) >= num_sections
+
+
+@instruction("detectable_format:json_format")
+def json_format(response: str) -> bool:
+    """The whole response is JSON, in a code fence or not."""
+    text = re.sub(r"^```(?:json)?", "", response.strip(), flags=re.IGNORECASE)
+    try:
+        json.loads(text.removesuffix("```").strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+@instruction("detectable_format:title")
+def title(response: str) -> bool:
+    """A title in double angular brackets: <<title>>."""
+    found = re.findall(r"<<[^\n]+>>", response)
+    return any(text.lstrip("<").rstrip(">").strip() for text in found)
+
+
+@instruction("combination:two_responses")
+def two_responses(response: str) -> bool:
+    """Two different responses, divided by six stars."""
+    pieces = paragraphs(response, r"\*{6}")
+    return pieces is not None and len(pieces) == 2 and pieces[0] != pieces[1]
+
+
+@instruction("combination:repeat_prompt")
+def repeat_prompt(response: str, *, prompt_to_repeat: str) -> bool:
+    """The response starts with the prompt, in any case."""
+    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+@instruction("startend:end_checker")
+def ends_with(response: str, *, end_phrase: str) -> bool:
+    """The response ends with a phrase, in any case; a closing quotation mark does not matter."""
+    return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+@instruction("startend:quotation")
+def quotation(response: str) -> bool:
+    """The response stands in double quotation marks."""
+    text = response.strip()
+    return len(text) > 1 and text.startswith('"') and text.endswith('"')
+
+
+@instruction("change_case:capital_word_frequency")
+def capital_words(response: str, *, capital_frequency: int, capital_relation: str) -> bool:
+    """At least, or less than, so many words in capitals."""
+    found = [word for word in tokens(response) if bare(word).isupper()]
+    return compare(len(found), capital_relation, capital_frequency)
+
+
+@instruction("change_case:english_capital")
+def english_capital(response: str) -> bool:
+    """English, in capital letters only."""
+    return response.isupper() and may_be(response, "en")
+
+
+@instruction("change_case:english_lowercase")
+def english_lowercase(response: str) -> bool:
+    """English, in small letters only."""
+    return response.islower() and may_be(response, "en")
+
+
+@instruction("punctuation:no_comma")
+def no_comma(response: str) -> bool:
+    """No comma."""
+    return "," not in response

@@ -1,0 +1,187 @@
+"""Verifiable instructions: which of them a response keeps, and what that is worth.
+
+The checks are in `instructions_ifeval`, `instructions_iftrain`, `instructions_ifbench` and
+`instructions_format`; here they are looked up by id, called strictly or loosely, and added up.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ....dataflow.errors import nearest
+from . import formats, ifbench, ifeval, iftrain
+from .text import CHECKS, COMPAT
+
+__all__ = [
+    "Instruction",
+    "Mode",
+    "follows",
+    "instruction_reward",
+    "instruction_score",
+    "instructions_of",
+    "known_instructions",
+]
+
+# Importing these registered what they hold.
+_SOURCES = (ifeval, iftrain, ifbench, formats)
+
+Mode = Literal["strict", "loose"]
+"""`loose` also tries the response without its first line, last line, both, and without stars."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """One instruction of a prompt."""
+
+    name: str
+    """Its id: `keywords:existence`."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What the data set says of it: `{"keywords": ["tea"]}`."""
+    weight: float = 1.0
+    """What keeping it is worth."""
+    multiplier: float = 1.0
+    """A factor on that."""
+
+
+def known_instructions() -> tuple[str, ...]:
+    """Ids of all instructions that can be checked, sorted."""
+    return tuple(sorted(CHECKS))
+
+
+def follows(
+    response: str, instruction: Instruction, *, mode: Mode = "strict", compat: bool = False
+) -> bool:
+    """Whether a response keeps an instruction; an empty one keeps none.
+
+    Args:
+        response: The text.
+        instruction: What was asked for.
+        mode: See `Mode`.
+        compat: Count keywords as published, as regular expressions that match inside words.
+
+    Raises:
+        ValueError: If there is no such instruction, or its options are not the ones it takes.
+    """
+    if instruction.name not in CHECKS:
+        raise ValueError(
+            f"there is no instruction '{instruction.name}'"
+            f"{nearest(instruction.name, known_instructions())}; "
+            f"{len(CHECKS)} are known, see known_instructions()"
+        )
+    check = CHECKS[instruction.name]
+    parameters = inspect.signature(check).parameters
+    # Data sets give every option of any instruction, null where it is another one's.
+    options = {name: value for name, value in instruction.options.items() if value is not None}
+    if compat and COMPAT in parameters:
+        options[COMPAT] = True
+    try:
+        inspect.signature(check).bind("", **options)
+    except TypeError as error:
+        taken = [name for name in parameters if name not in ("response", COMPAT)]
+        raise ValueError(
+            f"instruction '{instruction.name}' with options {sorted(options)}: {error}; "
+            f"its options are: {', '.join(taken) or 'none'}"
+        ) from None
+    variants = [response] if mode == "strict" else _variants(response)
+    return any(variant.strip() and check(variant, **options) for variant in variants)
+
+
+def _variants(response: str) -> list[str]:
+    """The eight texts of which one has to pass loosely."""
+    lines = response.split("\n")
+    cuts = (lines, lines[1:], lines[:-1], lines[1:-1])
+    texts = ["\n".join(cut).strip() if i else response for i, cut in enumerate(cuts)]
+    return [*texts, *(text.replace("*", "") for text in texts)]
+
+
+def instruction_reward(
+    response: str,
+    instructions: Iterable[Instruction],
+    *,
+    mode: Mode = "strict",
+    compat: bool = False,
+) -> float:
+    """The sum of `weight * multiplier` over the instructions that a response keeps.
+
+    Pyatkin et al., "Generalizing Verifiable Instruction Following", 2025.
+    """
+    return sum(
+        i.weight * i.multiplier
+        for i in instructions
+        if follows(response, i, mode=mode, compat=compat)
+    )
+
+
+def instructions_of(answer: str | Mapping[str, Any] | Sequence[Any]) -> list[Instruction]:
+    """Read a problem's instructions.
+
+    Args:
+        answer: JSON, or what it holds: a list of `{"id", "kwargs", "weight", "multiplier"}`, of
+            which only the id is needed, or IFEval's `{"instruction_id_list", "kwargs"}`, where
+            kwargs is a list of the same length.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    read: Any = json.loads(answer) if isinstance(answer, str) else answer
+    if isinstance(read, list) and len(read) == 1 and "instruction_id_list" in read[0]:
+        read = read[0]
+    if isinstance(read, Mapping) and "instruction_id_list" in read:
+        names = list(read["instruction_id_list"])
+        options = list(read.get("kwargs") or [{}] * len(names))
+        pairs = zip(names, options, strict=True)
+        return [Instruction(name=name, options=given or {}) for name, given in pairs]
+    if not isinstance(read, list) or not read or not all("id" in item for item in read):
+        raise ValueError(
+            "the answer must list instructions as JSON, such as "
+            '[{"id": "keywords:existence", "kwargs": {"keywords": ["tea"]}}], or be an IFEval row '
+            f"with instruction_id_list and kwargs; got {answer!r:.200}"
+        )
+    return [
+        Instruction(
+            name=item["id"],
+            options=item.get("kwargs") or {},
+            weight=float(item.get("weight", 1.0)),
+            multiplier=float(item.get("multiplier", 1.0)),
+        )
+        for item in read
+    ]
+
+
+def instruction_score(
+    prompt: str,
+    response: str,
+    answer: str | None,
+    *,
+    mode: Mode = "strict",
+    compat: bool = False,
+    score: Literal["share", "sum", "all"] = "share",
+) -> float:
+    """A verifier: how far a response keeps the instructions that the answer lists.
+
+    Args:
+        prompt: Not looked at.
+        response: The text.
+        answer: See `instructions_of`.
+        mode: See `Mode`.
+        compat: See `follows`.
+        score: "share" of the weights kept, so that 1 is all of them; their "sum"; or 1 only if
+            "all" are kept.
+
+    Raises:
+        ValueError: If the answer lists no instructions, or one that cannot be checked.
+    """
+    del prompt
+    if answer is None:
+        raise ValueError("instructions need an answer that lists them as JSON")
+    listed = instructions_of(answer)
+    kept = instruction_reward(response, listed, mode=mode, compat=compat)
+    if score == "sum":
+        return kept
+    if score == "all":
+        return float(all(follows(response, i, mode=mode, compat=compat) for i in listed))
+    return kept / sum(i.weight * i.multiplier for i in listed)

@@ -1,0 +1,249 @@
+"""Rewards from a task's verifier: a `Reward` worker that decodes responses and scores them.
+
+A verifier that is quick and safe runs in this process. Any other runs in a pool of processes with a
+time limit per call (see `verifier_pool.py`). Whatever the model wrote and whatever the verifier
+does, every row gets a number: a verifier that fails or runs out of time scores 0 and is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
+from ...dataflow.errors import WorkerError
+from ...dataflow.graph.role import Metric, add_metrics
+from ...dataflow.option_checks import check_range
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ..data.task import Task, TaskSpec, fingerprint
+from ..models.tokenizer import Tokenizer, TokenizerSpec
+from .answered_task import AnsweredTask
+from .verifier_pool import Outcome, VerifierPool
+
+__all__ = ["RuleReward", "RuleRewardSpec", "checked_problems", "same_task"]
+
+_LOG = logging.getLogger("penstock.reward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleRewardSpec:
+    """Recipe for a `RuleReward`; a `WorkerSpec`."""
+
+    task: TaskSpec
+    """Where prompts and verifier come from."""
+    tokenizer: TokenizerSpec
+    """The policy's tokenizer."""
+    partial_credit: bool = True
+    """Whether a score below the task's `correct_score` counts; if not, it becomes 0."""
+    time_limit_s: float = 5.0
+    """Seconds a verifier in a process of its own may take for one response."""
+    num_processes: int = 2
+    """Processes for such verifiers."""
+    verifier: str | None = None
+    """Which verifier compares a response with the problem's answer: `exact_match`, `math_verify`,
+    `instructions`, `code_tests`, or your `module:function`; the task's own by default."""
+    verifier_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further arguments of that verifier, such as `{mode: loose}` of `instructions`."""
+    scale: float = 1.0
+    """Factor on the score; metrics of correctness are without it."""
+    task_fingerprint: str | None = None
+    """`fingerprint` of the task the prompts come from, to be sure that both are the same."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "time_limit_s", above=0)
+        check_range(self, "num_processes", at_least=1)
+        check_range(self, "scale")
+
+    def build(self, context: WorkerContext) -> RuleReward:
+        """Build the task again here and wrap it.
+
+        Raises:
+            ConfigError: If the task, the tokenizer or the verifier cannot be made.
+            WorkerError: If the task came out different from the one the prompts come from.
+        """
+        task = same_task(self.task, self.task_fingerprint, context.role)
+        if self.verifier is not None:
+            task = AnsweredTask(task, self.verifier, self.verifier_options)
+        return RuleReward(
+            task,
+            self.tokenizer.build(),
+            partial_credit=self.partial_credit,
+            time_limit_s=self.time_limit_s,
+            num_processes=self.num_processes,
+            scale=self.scale,
+        )
+
+
+def same_task(spec: TaskSpec, task_fingerprint: str | None, role: str) -> Task:
+    """The task built in this process, where its indices name the problems they name elsewhere.
+
+    Raises:
+        ConfigError: If it cannot be built.
+        WorkerError: If its fingerprint is another one; None asks for none.
+    """
+    task = spec.build()
+    if task_fingerprint not in (None, fingerprint(task)):
+        raise WorkerError(
+            f"role '{role}': task '{task.task_id}' has other problems in this process "
+            "than where its prompts come from, so answers would be scored against the wrong "
+            "ones\n    set PYTHONHASHSEED=0, and see that all machines read the same data"
+        )
+    return task
+
+
+def checked_problems(task: Task, prompt_id: Tensor) -> list[int]:
+    """The rows' problems, as indices into the task.
+
+    Raises:
+        WorkerError: If an index is not one of the task's.
+    """
+    problems = [int(index) for index in prompt_id.tolist()]
+    number = len(task.train) + len(task.held_out)
+    for index in problems:
+        if not 0 <= index < number:
+            raise WorkerError(
+                f"prompt_id {index} is not a problem of task '{task.task_id}', which has "
+                f"{number}\n    give prompts and reward the same task"
+            )
+    return problems
+
+
+_NEVER_WORKS = 64
+"""Failures, and no response that was scored, after which a verifier is taken to be broken."""
+
+
+class RuleReward(Reward):
+    """Scores responses with a task's verifier.
+
+    Args:
+        task: The problems; `prompt_id` is a problem's index in it.
+        tokenizer: The policy's.
+        partial_credit: See `RuleRewardSpec`, as for the rest.
+        time_limit_s: Not used by verifiers that run in this process.
+        num_processes: Not used by verifiers that run in this process.
+        scale: Factor on the score.
+
+    Attributes:
+        metrics: Of the last call, for `drain_metrics`. `reward/mean` and `reward/mean_square` (the
+            standard deviation is the root of mean_square - mean^2); shares of rows:
+            `reward/positive` (above 0), `reward/correct` (at least the task's `correct_score`),
+            `reward/errors` and `reward/timeouts`, whose totals are the counts.
+        first_error: Traceback of the first failure of the verifier; logged once as a warning.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: Tokenizer,
+        *,
+        partial_credit: bool = True,
+        time_limit_s: float = 5.0,
+        num_processes: int = 2,
+        scale: float = 1.0,
+    ) -> None:
+        self.metrics: dict[str, Metric] = {}
+        self.first_error: str | None = None
+        self._works = False
+        self._num_failed = 0
+        self._task = task
+        self._tokenizer = tokenizer
+        self._partial_credit = partial_credit
+        self._scale = scale
+        self._pool: VerifierPool | None = None
+        if task.verifier is not None:
+            self._pool = VerifierPool(
+                task.verifier, num_processes=num_processes, time_limit_s=time_limit_s
+            )
+
+    def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
+        """Score each row's response: its masked tokens up to the first end of sequence.
+
+        Args:
+            tokens: i64[rows, T].
+            mask: bool[rows, T].
+            prompt_id: i64[rows], indices into the task.
+
+        Returns:
+            f32[rows].
+
+        Raises:
+            WorkerError: If an index is not one of the task's, or the verifier cannot be loaded or
+                has failed on all of its first responses.
+        """
+        problems = checked_problems(self._task, prompt_id)
+        responses = self._tokenizer.decode_responses(tokens, mask)
+        outcomes = self._outcomes(problems, responses)
+        self._show_first_error(outcomes)
+        self._refuse_if_it_never_works(outcomes)
+        scores = torch.tensor([self._value(o) for o in outcomes], dtype=torch.float32)
+        self._count(outcomes, scores)
+        return scores.to(tokens.device)
+
+    def close(self) -> None:
+        """Stop the verifier's processes, if there are any; may be called again."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _outcomes(self, problems: Sequence[int], responses: Sequence[str]) -> list[Outcome]:
+        pairs = list(zip(problems, responses, strict=True))
+        if self._pool is None:
+            return [self._here(index, response) for index, response in pairs]
+        return self._pool.run([self._task.verifier_call(i, response) for i, response in pairs])
+
+    def _here(self, index: int, response: str) -> Outcome:
+        try:
+            score = self._task.score(index, response)
+        except Exception:  # a verifier's failure is data: counted, kept and shown, never fatal
+            return Outcome(error=traceback.format_exc())
+        if not math.isfinite(score):
+            return Outcome(error=f"the verifier returned {score}, not a finite number\n")
+        return Outcome(score=score)
+
+    def _value(self, outcome: Outcome) -> float:
+        full = outcome.score >= self._task.correct_score
+        return self._scale * outcome.score if full or self._partial_credit else 0.0
+
+    def _show_first_error(self, outcomes: Sequence[Outcome]) -> None:
+        error = next((o.error for o in outcomes if o.error is not None), None)
+        if error is not None and self.first_error is None:
+            self.first_error = error
+            _LOG.warning(
+                "the verifier of task '%s' failed; such responses score 0 and are counted in "
+                "reward/errors. The first failure:\n%s",
+                self._task.task_id,
+                error.rstrip(),
+            )
+
+    def _refuse_if_it_never_works(self, outcomes: Sequence[Outcome]) -> None:
+        """One bad response says nothing of the verifier; all of many, and never another, do."""
+        failed = [outcome for outcome in outcomes if outcome.error is not None]
+        if self._works or len(failed) < len(outcomes):
+            self._works = True
+            return
+        self._num_failed += len(failed)
+        if self._num_failed >= _NEVER_WORKS:
+            raise WorkerError(
+                f"the verifier of task '{self._task.task_id}' failed on all of its first "
+                f"{self._num_failed} responses; training on rewards of 0 teaches nothing. The "
+                f"first failure:\n{(self.first_error or '').rstrip()}"
+            )
+
+    def _count(self, outcomes: Sequence[Outcome], scores: Tensor) -> None:
+        exact = scores.double()
+        sums = {
+            "reward/mean": float(exact.sum()),
+            "reward/mean_square": float(exact.square().sum()),
+            "reward/positive": float((exact > 0).sum()),
+            "reward/correct": float(sum(o.score >= self._task.correct_score for o in outcomes)),
+            "reward/errors": float(sum(o.error is not None for o in outcomes)),
+            "reward/timeouts": float(sum(o.timed_out for o in outcomes)),
+        }
+        rows = float(len(outcomes))
+        add_metrics(self.metrics, {name: Metric.mean(sums[name], rows) for name in sums})

@@ -1,0 +1,211 @@
+"""Verifiers by name: exact match, math-verify, instructions, code tests, the user's own functions.
+
+A verifier is a function of (prompt, response, answer) that returns a finite number. It is named by
+a string, so that another process can load it: a built-in name, `module:function`, or
+`path.py:function`. Loading one imports the user's own module; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ...dataflow.errors import ConfigError, nearest, raised_at
+from .code_tests import code_tests
+from .instructions.instructions import instruction_score
+
+__all__ = [
+    "BUILT_IN",
+    "Verifier",
+    "exact_match",
+    "load_verifier",
+    "make_verifier",
+    "math_verify",
+    "reference_of",
+]
+
+Verifier = Callable[[str, str, str | None], float]
+"""Function of (prompt, response, answer) that returns a score."""
+
+_SIGNATURE = "a reward is a function of (prompt, response, answer) that returns a number"
+
+
+def exact_match(prompt: str, response: str, answer: str | None) -> float:
+    """1 if the response is the answer, white space around both left aside; else 0."""
+    if answer is None:
+        raise ValueError("exact_match needs an answer to compare with")
+    return float(response.strip() == answer.strip())
+
+
+def math_verify(prompt: str, response: str, answer: str | None) -> float:
+    r"""1 if the last result in the response equals the answer as mathematics, else 0.
+
+    Both may be plain or LaTeX: "0.5" equals "$\frac{1}{2}$". math-verify's own time limits work
+    through signals, in a main thread only, and are off: call this where a limit holds, as in a
+    `VerifierPool`.
+
+    Raises:
+        ValueError: If the answer cannot be read as mathematics.
+    """
+    if answer is None:
+        raise ValueError("math_verify needs an answer to compare with")
+    # Each of the two says once that its time limit is off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    from math_verify import parse, verify
+
+    gold = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    if not gold:
+        raise ValueError(f"the answer {answer!r} cannot be read as mathematics")
+    given = parse(response, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    return float(verify(gold, given, timeout_seconds=None))
+
+
+BUILT_IN: dict[str, Verifier] = {
+    "exact_match": exact_match,
+    "math_verify": math_verify,
+    "instructions": instruction_score,
+    "code_tests": code_tests,
+}
+"""Verifiers by name. They need an answer."""
+
+
+def make_verifier(reward: str, options: Mapping[str, Any] | None = None) -> Verifier:
+    """`load_verifier` for a process of its own, ready for the first call.
+
+    math-verify imports sympy and builds its grammars when first used, which takes seconds; that
+    must not count against a call's time limit.
+    """
+    verifier = load_verifier(reward, options)
+    if reward == "math_verify":
+        verifier("", "$\\frac{1}{2}$ and 2", "1/2")
+    return verifier
+
+
+def load_verifier(reference: str, options: Mapping[str, Any] | None = None) -> Verifier:
+    """The function that `reference` names.
+
+    Args:
+        reference: A name of `BUILT_IN`, "package.module:function" or "path.py:function".
+        options: Further arguments of the function, by keyword.
+
+    Raises:
+        ConfigError: If there is no such function, its module fails, or it does not take
+            (prompt, response, answer) and the options.
+    """
+    found = _load(reference)
+    if not options:
+        return found
+    try:
+        inspect.signature(found).bind("", "", "", **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward '{reference}' takes {inspect.signature(found)}: {error}\n"
+            f"    options given are: {', '.join(options)}"
+        ) from error
+    return partial(found, **options)
+
+
+def _load(reference: str) -> Verifier:
+    if reference in BUILT_IN:
+        return BUILT_IN[reference]
+    place, colon, name = reference.rpartition(":")
+    if not colon or not place or not name:
+        raise ConfigError(
+            f"there is no reward '{reference}'{nearest(reference, BUILT_IN)}\n"
+            f"    use {', '.join(sorted(BUILT_IN))}, module:function or path.py:function"
+        )
+    module = _import(reference, place)
+    function = getattr(module, name, None)
+    if function is None:
+        raise ConfigError(
+            f"reward '{reference}': {place} has no '{name}'{nearest(name, vars(module))}\n"
+            f"    {_SIGNATURE}"
+        )
+    _check_signature(reference, function)
+    return function
+
+
+def reference_of(function: Verifier) -> str:
+    """A string by which another process can load `function`.
+
+    Raises:
+        ConfigError: If it is a lambda, a method or an inner function, which have no such name.
+    """
+    name = getattr(function, "__qualname__", "")
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    if module is None or not name.isidentifier() or getattr(module, name, None) is not function:
+        raise ConfigError(
+            f"the reward {function!r} cannot be found by name in another process\n"
+            "    define it at the top of a module, or set reward_in_process=true to run it in the "
+            "worker itself, without a time limit"
+        )
+    _check_signature(name, function)
+    file = getattr(module, "__file__", None)
+    if module.__name__ == "__main__" and file is not None:
+        return f"{Path(file).resolve()}:{name}"
+    return f"{module.__name__}:{name}"
+
+
+def _check_signature(reference: str, function: Any) -> None:
+    if not callable(function):
+        raise ConfigError(
+            f"reward '{reference}' is a {type(function).__name__}, not a function\n    {_SIGNATURE}"
+        )
+    try:
+        inspect.signature(function).bind("", "", "")
+    except TypeError as error:
+        raise ConfigError(
+            f"reward '{reference}' takes {inspect.signature(function)}: {error}\n    {_SIGNATURE}"
+        ) from error
+    except ValueError:  # a builtin that does not tell its signature
+        return
+
+
+def _import(reference: str, place: str) -> ModuleType:
+    path = Path(place).expanduser().resolve() if place.endswith(".py") else None
+    if path is not None and not path.is_file():
+        raise ConfigError(
+            f"reward '{reference}': there is no file {place}\n"
+            "    give the path of a Python file, from the folder the run is started in"
+        )
+    try:
+        return importlib.import_module(place) if path is None else _module_of(path)
+    except Exception as error:
+        raise ConfigError(
+            f"reward '{reference}': importing {place} fails {_blame(error)}\n"
+            "    mend the module; it is imported before the run starts"
+        ) from error
+
+
+def _module_of(path: Path) -> ModuleType:
+    name = f"penstock_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # a half-made module must not be found the next time
+        raise
+    return module
+
+
+def _blame(error: Exception) -> str:
+    """`at file:line: Type: text`, of the innermost frame."""
+    at = f"at {raised_at(error).short}: "
+    if isinstance(error, (ModuleNotFoundError, SyntaxError)):
+        at = ""  # the text itself says which module or line
+    return f"{at}{type(error).__name__}: {error}"

@@ -1,0 +1,201 @@
+"""Cutting a batch: minibatches that no layout can change, micro-batches that fit in memory.
+
+A batch is a frozen dataclass of columns whose first axis counts rows. Minibatches are drawn from
+the global rows (or groups) by a shuffle that depends on the call alone; every rank computes the
+same shuffle and takes the rows it holds. Within a minibatch rows keep their order, so that rows of
+one prompt stay neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Literal, TypeVar, get_type_hints
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...dataflow.graph.axes import GroupId, has_mark, spec_of
+from .data_parallel import RankGroup
+
+__all__ = ["Minibatches", "columns", "micro_batches", "on_device", "row_sizes", "take_rows"]
+
+T = TypeVar("T")
+
+
+@cache
+def _annotations(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+@cache
+def _ragged(kind: type) -> frozenset[str]:
+    """The ragged columns of a batch dataclass."""
+    specs = {name: spec_of(hint) for name, hint in _annotations(kind).items()}
+    return frozenset(n for n, spec in specs.items() if spec is not None and spec.ragged_axis)
+
+
+def row_sizes(batch: object) -> Tensor:
+    """What each row counts for where micro-batches are bounded, i64[rows], on the CPU.
+
+    The length of its `tokens`; in a batch without them, all steps of its `mask`, True or False.
+    """
+    found = columns(batch)
+    if "tokens" in found:
+        return (found["tokens"] >= 0).sum(1).cpu()
+    return torch.full((len(found["mask"]),), found["mask"].shape[1])
+
+
+def columns(batch: object) -> dict[str, Tensor]:
+    """The tensor fields of a batch dataclass by name."""
+    if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
+        raise TypeError(
+            f"a batch must be a dataclass of columns, got {type(batch).__name__}; declare one like "
+            "PolicyBatch"
+        )
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+
+
+def take_rows(batch: T, rows: Tensor, device: torch.device | None = None) -> T:
+    """Some rows of a batch, trimmed to the longest of them.
+
+    Args:
+        batch: A batch dataclass, with a `tokens` column if any column is ragged.
+        rows: i64[n]; at least one.
+        device: Where the result goes; the batch's own device by default.
+    """
+    parts = {name: column[rows.to(column.device)] for name, column in columns(batch).items()}
+    ragged = _ragged(type(batch))
+    if ragged:
+        width = max(int((parts["tokens"] >= 0).sum(1).max()), 1) if len(rows) else 0
+        parts |= {name: parts[name][:, :width] for name in ragged & parts.keys()}
+    whole: Any = batch
+    found: T = dataclasses.replace(whole, **parts)
+    return found if device is None else on_device(found, device)
+
+
+def on_device(batch: T, device: torch.device) -> T:
+    """A batch with all columns on a device; the same one if they are."""
+    found = columns(batch)
+    if all(column.device == device for column in found.values()):
+        return batch
+    whole: Any = batch
+    return dataclasses.replace(whole, **{name: part.to(device) for name, part in found.items()})
+
+
+def _group_ids(batch: object) -> Tensor:
+    annotations = _annotations(type(batch))
+    for name, column in columns(batch).items():
+        if has_mark(annotations[name], GroupId):
+            return column
+    raise ValueError(
+        f"{type(batch).__name__} has no GroupId column, but its loss works on whole groups; "
+        "annotate one column with GroupId()"
+    )
+
+
+class Minibatches:
+    """Which of this rank's rows belong to which minibatch.
+
+    Args:
+        batch: This rank's part of the batch.
+        unit: "row", or "group" to keep the rows of a group together.
+        num_minibatches: How many to cut the batch into; sizes differ by at most one unit.
+        group: The data-parallel group; every rank must construct this at the same time.
+
+    Raises:
+        ValueError: If there are fewer units than minibatches, or a group is spread over ranks.
+    """
+
+    def __init__(
+        self, batch: object, unit: Literal["row", "group"], num_minibatches: int, group: RankGroup
+    ) -> None:
+        num_rows = len(next(iter(columns(batch).values())))
+        if unit == "row":
+            counts = [int(part) for part in group.gather(torch.tensor([num_rows]))]
+            begin = sum(counts[: group.rank])
+            self._unit_of_row = torch.arange(begin, begin + num_rows)
+            self._num_units = sum(counts)
+        else:
+            self._unit_of_row, self._num_units = _group_units(_group_ids(batch), group)
+        if not 1 <= num_minibatches <= self._num_units:
+            raise ValueError(
+                f"num_minibatches is {num_minibatches}, but the batch has {self._num_units} "
+                f"{unit}s; each minibatch needs at least one"
+            )
+        self._num_minibatches = num_minibatches
+
+    def epoch(self, random: np.random.Generator) -> Iterator[Tensor]:
+        """This rank's rows of each minibatch, i64[n], ascending; n may be 0."""
+        order = torch.from_numpy(random.permutation(self._num_units))
+        place = torch.empty_like(order)
+        place[order] = torch.arange(self._num_units)
+        bounds = [
+            round(i * self._num_units / self._num_minibatches)
+            for i in range(self._num_minibatches + 1)
+        ]
+        mine = place[self._unit_of_row]
+        for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+            yield torch.nonzero((mine >= low) & (mine < high))[:, 0]
+
+
+def _group_units(ids: Tensor, group: RankGroup) -> tuple[Tensor, int]:
+    """Number the groups over all ranks in order of first appearance."""
+    parts = group.gather(ids)
+    number: dict[int, int] = {}
+    holder: dict[int, int] = {}
+    for rank, part in enumerate(parts):
+        for value in part.tolist():
+            number.setdefault(value, len(number))
+            if holder.setdefault(value, rank) != rank:
+                raise ValueError(
+                    f"group {value} has rows on ranks {holder[value]} and {rank}, but the loss "
+                    "works on whole groups; split the batch between groups"
+                )
+    own = parts[group.rank].tolist()
+    return torch.tensor([number[value] for value in own], dtype=torch.int64), len(number)
+
+
+def micro_batches(
+    batch: object,
+    rows: Tensor,
+    unit: Literal["row", "group"],
+    max_tokens: int,
+    *,
+    sort_by_length: bool,
+) -> Iterator[Tensor]:
+    """Cut a minibatch's rows into micro-batches of at most `max_tokens` tokens or one unit.
+
+    Args:
+        batch: Columns with `tokens`, or `mask` without them; see `row_sizes`.
+        rows: i64[n]; the minibatch.
+        unit: "group" keeps the rows of a group in one micro-batch.
+        max_tokens: Real tokens, padding not counted.
+        sort_by_length: Bring units of similar length together (worth it where padding costs).
+    """
+    lengths = row_sizes(batch)[rows]
+    if unit == "row" and not sort_by_length and len(rows) and int(lengths.sum()) <= max_tokens:
+        yield rows
+        return
+    units: dict[int, list[int]] = {}
+    keys = (rows if unit == "row" else _group_ids(batch).cpu()[rows]).tolist()
+    for at, key in enumerate(keys):
+        units.setdefault(key, []).append(at)
+    members = list(units.values())
+    length: list[int] = lengths.tolist()
+    if sort_by_length:
+        members.sort(key=lambda unit_rows: max(length[at] for at in unit_rows))
+    taken: list[int] = []
+    tokens = 0
+    for unit_rows in members:
+        size = sum(length[at] for at in unit_rows)
+        if taken and tokens + size > max_tokens:
+            yield rows[taken]
+            taken, tokens = [], 0
+        taken += unit_rows
+        tokens += size
+    if taken:
+        yield rows[taken]

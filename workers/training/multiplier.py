@@ -1,0 +1,106 @@
+"""A Lagrange multiplier as a worker: a number, and the costs of recent responses."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...algorithms.controllers.multiplier import Ascent, Multiplier, next_log_multiplier
+from ...algorithms.roles.language import TrainMetrics
+from ...dataflow.graph.role import Metric
+from ...dataflow.option_checks import check_range
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from .data_parallel import rank_group
+
+__all__ = ["LagrangeMultiplier", "MultiplierSpec"]
+
+_STATE = "multiplier.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiplierSpec:
+    """Recipe for a `LagrangeMultiplier`."""
+
+    initial: float = 1.0
+    """The multiplier before the first step."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "initial", above=0)
+
+    def build(self, context: WorkerContext) -> LagrangeMultiplier:
+        """Make the multiplier."""
+        return LagrangeMultiplier(self, context)
+
+
+class LagrangeMultiplier(Multiplier):
+    """See `MultiplierSpec`. All ranks of a group take in all costs and hold the same number."""
+
+    def __init__(self, spec: MultiplierSpec, context: WorkerContext) -> None:
+        self._context = context
+        self._group = rank_group(context, torch.device(context.device))
+        self._log_multiplier = math.log(spec.initial)
+        self._costs: deque[float] = deque()
+        self._steps = 0
+
+    def update(self, cost: Tensor, ascent: Ascent) -> TrainMetrics:
+        """See `Multiplier.update`."""
+        # The ranks' rows are gathered as integers of the same bits, in row order.
+        for part in self._group.gather(cost.detach().double().cpu().view(torch.int64)):
+            self._costs.extend(part.view(torch.float64).tolist())
+        while len(self._costs) > ascent.window:
+            self._costs.popleft()
+        mean_cost = sum(self._costs) / len(self._costs) if self._costs else ascent.threshold
+        if self._steps >= ascent.delay_steps:
+            self._log_multiplier = next_log_multiplier(
+                self._log_multiplier,
+                mean_cost=mean_cost,
+                threshold=ascent.threshold,
+                lr=ascent.lr,
+                highest=ascent.highest,
+            )
+        self._steps += 1
+        return TrainMetrics(
+            {
+                "multiplier": Metric.mean(math.exp(self._log_multiplier), 1.0),
+                "recent_cost": Metric.mean(mean_cost, 1.0),
+            }
+        )
+
+    def price(self, cost: Tensor) -> Tensor:
+        """See `Multiplier.price`."""
+        return torch.full_like(cost, math.exp(self._log_multiplier))
+
+    def export_weights(self) -> dict[str, Tensor]:
+        """The logarithm alone: a copy elsewhere is asked for prices only."""
+        return {"log_multiplier": torch.tensor([self._log_multiplier], dtype=torch.float64)}
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over the logarithm."""
+        self._log_multiplier = float(weights["log_multiplier"].item())
+
+    def save_state(self, folder: Path) -> None:
+        """Write the number and the recent costs; only process 0 does."""
+        if self._context.process != 0:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "log_multiplier": self._log_multiplier,
+            "costs": list(self._costs),
+            "steps": self._steps,
+        }
+        (folder / _STATE).write_text(json.dumps(state) + "\n")
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what `save_state` wrote, bit for bit."""
+        state: dict[str, Any] = json.loads((folder / _STATE).read_text())
+        self._log_multiplier = float(state["log_multiplier"])
+        self._costs = deque(map(float, state["costs"]))
+        self._steps = int(state["steps"])

@@ -1,0 +1,224 @@
+"""AdamW over one flat buffer, with a learning rate that moves once per train call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...dataflow.option_checks import check_range
+from .flat_parameters import FlatParameters
+
+__all__ = [
+    "AdamW",
+    "OptimizerSpec",
+    "clip_gradient",
+    "forget_moments",
+    "optimizer_buffers",
+    "update_weights",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """AdamW (Loshchilov and Hutter 2019, "Decoupled weight decay regularization") and schedule."""
+
+    lr: float = 1e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and second moments per optimizer step."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Weights shrink by `lr * weight_decay` per optimizer step, biases and norms included."""
+    max_grad_norm: float = 1.0
+    """Gradients of a longer global norm are scaled down to it; 0 never clips."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after warm-up: not at all, or to `min_lr_ratio` of the peak."""
+    warmup_calls: int = 0
+    """Train calls over which the learning rate rises: call n (from 0) uses (n + 1) / warmup."""
+    total_calls: int = 0
+    """Train calls of the run, warm-up included; needed unless the schedule is constant."""
+    min_lr_ratio: float = 0.0
+    """Where a falling schedule ends, as a fraction of the peak."""
+    restart_every_call: bool = False
+    """Begin every train call without moments, as the first one does (Kimi k1.5, section 2.3.2)."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "lr", "weight_decay", "max_grad_norm", at_least=0)
+        check_range(self, "warmup_calls", "total_calls", at_least=0)
+        check_range(self, "betas", at_least=0, below=1)
+        check_range(self, "eps", above=0)
+        check_range(self, "min_lr_ratio", at_least=0, at_most=1)
+        if self.schedule != "constant" and self.total_calls <= self.warmup_calls:
+            raise ValueError(
+                f"OptimizerSpec: schedule '{self.schedule}' needs total_calls above "
+                f"warmup_calls={self.warmup_calls}, got {self.total_calls}; take more steps (a "
+                "stage has its num_steps as total_calls) or a shorter warm-up"
+            )
+
+    def lr_at(self, call: int) -> float:
+        """The learning rate of train call `call`, counted from 0.
+
+        Example:
+            >>> spec = OptimizerSpec(lr=1.0, schedule="linear", warmup_calls=2, total_calls=4)
+            >>> [spec.lr_at(call) for call in range(5)]
+            [0.5, 1.0, 1.0, 0.5, 0.0]
+        """
+        if call < self.warmup_calls:
+            return self.lr * (call + 1) / self.warmup_calls
+        if self.schedule == "constant":
+            return self.lr
+        past = (call - self.warmup_calls) / (self.total_calls - self.warmup_calls)
+        past = min(past, 1.0)
+        fall = 1 - past if self.schedule == "linear" else (1 + math.cos(math.pi * past)) / 2
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
+
+
+def optimizer_buffers(data: Tensor) -> dict[str, Tensor]:
+    """State of an optimizer that has taken no step.
+
+    f32, shaped as the weights: "first" and "second", and "master" unless the weights themselves are
+    float32.
+    """
+    buffers = {
+        moment: torch.zeros_like(data, dtype=torch.float32) for moment in ("first", "second")
+    }
+    if data.dtype != torch.float32:
+        buffers["master"] = data.float()
+    return buffers
+
+
+def forget_moments(buffers: Mapping[str, Tensor]) -> None:
+    """Make an optimizer's state, from `optimizer_buffers`, that of one that has taken no step."""
+    for kind, buffer in buffers.items():
+        if kind != "master":
+            buffer.zero_()
+
+
+def clip_gradient(grad: Tensor, norm: float, spec: OptimizerSpec, step: int) -> None:
+    """Scale a gradient, or a part of one, of global norm `norm` down to the spec's bound, in place.
+
+    Raises:
+        FloatingPointError: If the norm is not finite.
+    """
+    if not math.isfinite(norm):
+        raise FloatingPointError(
+            f"gradient norm is {norm} at optimizer step {step}; the weights are "
+            "unchanged. Look for infinities in the batch, or lower the learning rate"
+        )
+    if 0 < spec.max_grad_norm < norm:
+        grad.mul_(spec.max_grad_norm / norm)
+
+
+def update_weights(
+    data: Tensor,
+    grad: Tensor,
+    buffers: Mapping[str, Tensor],
+    spec: OptimizerSpec,
+    lr: float,
+    step: int,
+) -> None:
+    """One step of AdamW, in place.
+
+    Args:
+        data: Weights, or any part of them.
+        grad: f32, shaped as `data`, clipped.
+        buffers: From `optimizer_buffers`.
+        spec: Betas, eps and decay.
+        lr: Learning rate of this step.
+        step: Counted from 1.
+    """
+    first, second, master = buffers["first"], buffers["second"], buffers.get("master", data)
+    beta1, beta2 = spec.betas
+    with torch.no_grad():
+        first.lerp_(grad, 1 - beta1)
+        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        scale = math.sqrt(1 - beta2**step)
+        denominator = second.sqrt().div_(scale).add_(spec.eps)
+        if spec.weight_decay:
+            master.mul_(1 - lr * spec.weight_decay)
+        master.addcdiv_(first, denominator, value=-lr / (1 - beta1**step))
+        if master is not data:
+            data.copy_(master)
+
+
+class AdamW:
+    """Optimizer of a `FlatParameters`.
+
+    Weights in bfloat16 are stepped through a float32 master copy: a bfloat16 weight cannot hold an
+    update smaller than 1/256 of itself. Moments and master copy are made by the first step, so a
+    replica that only generates has none.
+
+    Attributes:
+        steps: Optimizer steps taken.
+    """
+
+    def __init__(self, flat: FlatParameters, spec: OptimizerSpec) -> None:
+        self._flat = flat
+        self._spec = spec
+        self.steps = 0
+        self._buffers: dict[str, Tensor] = {}
+
+    def _allocated(self) -> dict[str, Tensor]:
+        """Buffers "first" and "second", and "master" unless the weights themselves are float32."""
+        if not self._buffers:
+            self._buffers |= optimizer_buffers(self._flat.data)
+        return self._buffers
+
+    def step(self, grad: Tensor, lr: float) -> float:
+        """Clip `grad` in place, take one step, return its norm before clipping.
+
+        Args:
+            grad: f32[size], in the layout of the weights.
+            lr: Learning rate of this step.
+
+        Raises:
+            FloatingPointError: If the norm is not finite; no weight has changed then.
+        """
+        norm = float(torch.linalg.vector_norm(grad, dtype=torch.float32))
+        clip_gradient(grad, norm, self._spec, self.steps + 1)
+        self.steps += 1
+        update_weights(self._flat.data, grad, self._allocated(), self._spec, lr, self.steps)
+        return norm
+
+    def restart(self) -> None:
+        """Forget all steps taken; the weights stay."""
+        self.steps = 0
+        forget_moments(self._buffers)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Moments and master weights, as far as they exist."""
+        return list(self._buffers.values())
+
+    def refresh(self) -> None:
+        """Take over weights that were loaded from outside."""
+        if "master" in self._buffers:
+            self._buffers["master"].copy_(self._flat.data)
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments (and master weights, if any) by parameter name; empty before the first step."""
+        return {
+            f"{kind}/{name}": tensor
+            for kind, buffer in self._buffers.items()
+            for name, tensor in self._flat.named(buffer).items()
+        }
+
+    def load_state(self, state: Mapping[str, Tensor], steps: int) -> None:
+        """Restore `state()`; call `refresh` or load the weights first.
+
+        Raises:
+            ValueError: If the tensors do not fit this model.
+        """
+        self._buffers.clear()
+        for kind, buffer in (self._allocated() if steps else self._buffers).items():
+            part = {
+                n.removeprefix(f"{kind}/"): t for n, t in state.items() if n.startswith(f"{kind}/")
+            }
+            self._flat.load(part, buffer)
+        self.steps = steps

@@ -1,0 +1,152 @@
+"""What a process does to hand weights over in slices, and to take them.
+
+The transfer plan follows from the two groups' layouts and is the same wherever it is computed.
+Devices of the exporting group are numbered as its processes, those of a taker behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ...dataflow.errors import WorkerError
+from ...dataflow.runtime.messages import HeldLayout
+from ...planner.resharding.plan import TransferPlan
+from ...planner.resharding.plan_transfer import plan_transfer
+from ...planner.resharding.sharding import Sharding
+from .packets import Packet, pack, unpack
+from .version_tracker import HeldWeights
+
+__all__ = ["SliceHolder", "SliceTaker", "SliceTraffic"]
+
+
+@runtime_checkable
+class SliceHolder(Protocol):
+    """A worker whose tensors can be read and written where they lie."""
+
+    def weights_layout(self) -> Sharding:
+        """Who in the group stores what; devices are numbered as the group's processes."""
+        ...
+
+    def local_tensors(self) -> Mapping[str, Tensor]:
+        """This process's tensors by the names that the layout gives them: views, not copies."""
+        ...
+
+    def weights_changed(self) -> None:
+        """They have been written from outside."""
+        ...
+
+
+@runtime_checkable
+class SliceTaker(Protocol):
+    """A worker that is given whole tensors by name and does the rest itself."""
+
+    def weights_layout(self) -> Sharding:
+        """Whole tensors in every process that wants them."""
+        ...
+
+    def receive(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Use these weights from now on."""
+        ...
+
+    def expect(self, version: int) -> None:
+        """Refuse to work with weights of any other version."""
+        ...
+
+
+class SliceTraffic:
+    """The slices that one process sends and receives, and what it holds of them.
+
+    Args:
+        process: This process's number in its group.
+        givers: The processes of rank 0, which export for their group.
+    """
+
+    def __init__(self, process: int, givers: tuple[int, ...]) -> None:
+        self._process = process
+        self._givers = givers
+        self._held: dict[str, HeldWeights] = {}
+
+    def layout(self, worker: object) -> HeldLayout | None:
+        """How the worker's group holds the weights; None if it cannot say."""
+        if not isinstance(worker, (SliceHolder, SliceTaker)):
+            return None
+        takes = worker.weights_layout()
+        return HeldLayout(_only(takes, self._givers).to_json(), takes.to_json())
+
+    def export(
+        self, worker: object, takers: Mapping[str, str], version: int
+    ) -> dict[tuple[str, int], Packet]:
+        """What each process of the takers is to get from this one: (group, process) -> packet."""
+        if not isinstance(worker, SliceHolder):
+            raise WorkerError(
+                f"a {type(worker).__name__} cannot export its weights in slices; it needs "
+                "weights_layout, local_tensors and weights_changed"
+            )
+        source = _only(worker.weights_layout(), self._givers).to_json()
+        tensors = worker.local_tensors()
+        found: dict[tuple[str, int], Packet] = {}
+        for group, layout in takers.items():
+            plan, first = _plan(source, layout)
+            for device, packet in pack(plan, self._process, tensors, version).items():
+                found[group, device - first] = packet
+        return found
+
+    def take(
+        self, role: str, worker: object, source: str, packets: Sequence[Packet], version: int
+    ) -> None:
+        """Write what has come into the worker's tensors: all of it or nothing.
+
+        Raises:
+            WeightsError: If a slice is missing, damaged or of another version; names the parameter.
+        """
+        if not isinstance(worker, (SliceHolder, SliceTaker)):
+            raise WorkerError(f"a {type(worker).__name__} cannot take weights in slices")
+        layout = worker.weights_layout()
+        plan, first = _plan(source, layout.to_json())
+        held = self._held.get(role)
+        if held is None:
+            held = self._held[role] = HeldWeights.of(layout, self._process)
+        device = first + self._process
+        if isinstance(worker, SliceHolder):
+            unpack(plan, device, packets, worker.local_tensors(), version, held)
+            worker.weights_changed()
+            return
+        dtype: torch.dtype = getattr(torch, layout.dtype)
+        room = {param.tensor: torch.empty(param.shape, dtype=dtype) for param in layout.params}
+        unpack(plan, device, packets, room, version, held)
+        worker.expect(version)
+        worker.receive(room, version)
+
+    def check(self, role: str, version: int) -> None:
+        """Refuse a call that must see a version which this copy does not wholly have.
+
+        Raises:
+            WeightsError: Names the parameter.
+        """
+        held = self._held.get(role)
+        if held is not None:
+            held.check(version)
+
+
+@lru_cache(maxsize=16)
+def _plan(source: str, taker: str) -> tuple[TransferPlan, int]:
+    """The moves from rank 0 of one group to all of another, and the latter's first device."""
+    given, wanted = Sharding.from_json(source), Sharding.from_json(taker)
+    first = max(given.devices) + 1
+    moved = wanted.on([first + device for device in wanted.devices])
+    return plan_transfer(given, moved, relay=False), first
+
+
+def _only(sharding: Sharding, devices: tuple[int, ...]) -> Sharding:
+    """What some of the devices hold."""
+    patterns = tuple(
+        tuple(piece for piece in pattern if piece.device in devices)
+        for pattern in sharding.patterns
+    )
+    return replace(sharding, devices=tuple(sorted(devices)), patterns=patterns)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .controllers.kl_controller import KLController, KLTarget, less_priced_kl
+from .controllers.kl_controller import KLController, KLTarget, kl_penalized_reward
 from .ops.kl import response_kl
 from .options.policy_updates import train_policy
 from .ppo import PPO
@@ -49,7 +49,7 @@ def adaptive_ppo_step(
     value = critic.value(roll.tokens, states)
     ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
     kl = response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob)
-    shaped = less_priced_kl(
+    shaped = kl_penalized_reward(
         cfg.token_reward(roll, score, None),
         roll.mask,
         logprob=roll.behavior_logprob,

@@ -1,4 +1,4 @@
-"""Cost modelling: learn how unsafe responses are, with 0 between safe and unsafe.
+"""Cost modeling: learn how unsafe responses are, with 0 between safe and unsafe.
 
 Dai et al., "Safe RLHF: Safe Reinforcement Learning from Human Feedback", 2023, equation 6.
 """

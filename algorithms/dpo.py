@@ -1,7 +1,7 @@
-"""Direct preference optimisation: learn from pairs of responses without a reward model.
+"""Direct preference optimization: learn from pairs of responses without a reward model.
 
 Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
-2023. Length-normalised DPO, IPO and others are values of `loss.loss_type`.
+2023. Length-normalized DPO, IPO and others are values of `loss.loss_type`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["DPO", "dpo_step"]
 
 @dataclass(frozen=True, kw_only=True)
 class DPO:
-    """Options of direct preference optimisation."""
+    """Options of direct preference optimization."""
 
     loss: DPOLoss = DPOLoss()
     """Which function of the two log-ratios, and its beta."""

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation in environments.
+"""Proximal policy optimization in environments.
 
 Schulman et al., 2017, with the details of Huang et al., "The 37 Implementation Details of Proximal
 Policy Optimization", 2022, whose numbers for classic control are the defaults. One thing differs
@@ -35,7 +35,7 @@ class EnvPPO:
     """lambda of the advantage estimate; 0 trusts the critic fully, 1 not at all."""
     percentile_scaling: bool = False
     """Divide advantages by the distance between the 5th and the 95th percentile of the batch's
-    value targets, where it is above 1. Instead of `loss.normalise_advantages`."""
+    value targets, where it is above 1. Instead of `loss.normalize_advantages`."""
     loss: ActorCriticLoss = ActorCriticLoss()
     """The actor's and the critic's."""
     epochs: int = 4
@@ -46,9 +46,9 @@ class EnvPPO:
     def __post_init__(self) -> None:
         check_range(self, "horizon", "epochs", "num_minibatches", at_least=1)
         check_range(self, "discount", "gae_lambda", at_least=0, at_most=1)
-        if self.percentile_scaling and self.loss.normalise_advantages:
+        if self.percentile_scaling and self.loss.normalize_advantages:
             raise ValueError(
-                "percentile_scaling and loss.normalise_advantages both scale advantages; turn one "
+                "percentile_scaling and loss.normalize_advantages both scale advantages; turn one "
                 "of them off"
             )
 

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation: a sample is as good as it beats its group; no critic.
+"""Group relative policy optimization: a sample is as good as it beats its group; no critic.
 
 Shao et al., "DeepSeekMath", 2024, section 4, without the KL term: `reference_grpo` adds it, and the
 reference model it needs. Dr. GRPO is `divide_by_std=False` with the aggregation "constant".

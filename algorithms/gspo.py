@@ -1,4 +1,4 @@
-"""Group sequence policy optimisation: GRPO with the ratio, and its clip, of whole responses.
+"""Group sequence policy optimization: GRPO with the ratio, and its clip, of whole responses.
 
 Zheng et al., "Group Sequence Policy Optimization", 2025. The ratio is the geometric mean over a
 response's tokens, so clip ranges are a thousand times narrower than for tokens, and a clip stops

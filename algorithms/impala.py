@@ -50,7 +50,7 @@ class Impala:
     def loss(self) -> ActorCriticLoss:
         """Both losses; advantages stay as V-trace has made them."""
         return ActorCriticLoss(
-            policy=self.policy_loss, value=self.value_loss, normalise_advantages=False
+            policy=self.policy_loss, value=self.value_loss, normalize_advantages=False
         )
 
 

@@ -23,7 +23,7 @@ __all__ = ["Kimi", "kimi_step"]
 
 @dataclass(frozen=True, kw_only=True)
 class Kimi(Updates):
-    """Options of Kimi k1.5's policy optimisation."""
+    """Options of Kimi k1.5's policy optimization."""
 
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=1024)
     """How responses are drawn; `num_samples` is the size of a group."""

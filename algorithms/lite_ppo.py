@@ -25,7 +25,7 @@ class LitePPO(Updates):
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=1024)
     """How responses are drawn; `num_samples` is the size of a group."""
     std_of: StdScores = "raw"
-    """Whose deviation divides: scores as they came, or less their group's mean ("centred")."""
+    """Whose deviation divides: scores as they came, or less their group's mean ("centered")."""
     std_variance: Variance = "unbiased"
     """Whether that deviation divides by n - 1 ("unbiased") or n ("biased")."""
     std_eps: float = 1e-4

@@ -1,4 +1,4 @@
-"""Reward modelling with margins: a response should win by as much as people said it is better.
+"""Reward modeling with margins: a response should win by as much as people said it is better.
 
 Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023, section 3.2.2.
 """
@@ -16,7 +16,7 @@ __all__ = ["MarginModelling", "margin_modelling_step"]
 
 @dataclass(frozen=True, kw_only=True)
 class MarginModelling:
-    """Options of reward modelling with margins."""
+    """Options of reward modeling with margins."""
 
     loss: MarginLoss = MarginLoss()
     """Margin per unit of score, and centering."""

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation with a critic, and the KL to a reference in the reward.
+"""Proximal policy optimization with a critic, and the KL to a reference in the reward.
 
 Schulman et al., 2017, as applied by Huang et al., "The N+ Implementation Details of RLHF with PPO",
 2024, whose numbers are the defaults. One default differs: the score is paid on a response's last
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from .losses import ClippedPolicyLoss, ClippedValueLoss
 from .ops.advantages import GaeTargets
-from .ops.final_state import bootstrap_of, with_end
+from .ops.final_state import bootstrap_of, with_final_state
 from .options.gae import Estimates
 from .options.kl_score import reference_logprob, reported_kl
 from .options.policy_updates import Updates, train_policy
@@ -64,7 +64,7 @@ class PPO(KLReward, Estimates, Updates):
         """The rollout, and the states a critic is asked about: one more per row if need be."""
         if self.no_eos != "zero" and self.score_slot != "after_last":
             return roll, roll.mask
-        lengthened = with_end(roll)
+        lengthened = with_final_state(roll)
         return lengthened, lengthened.states
 
     def trained_states(self, roll: Rollout, states: TokenMask) -> TokenMask:

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation with a KL term to a reference policy in the loss.
+"""Group relative policy optimization with a KL term to a reference policy in the loss.
 
 Shao et al., "DeepSeekMath", 2024, section 4. A step of its own and not an option of `grpo`, because
 only here is there a reference model.

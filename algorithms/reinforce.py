@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .losses import ReinforceLoss
-from .ops.advantages import batch_centred, broadcast_over_tokens
+from .ops.advantages import batch_centered, broadcast_over_tokens
 from .options.policy_updates import Updates, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
@@ -43,5 +43,5 @@ def reinforce_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: Reinfor
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
     if cfg.baseline == "batch_mean":
-        score = batch_centred(score)
+        score = batch_centered(score)
     return train_policy(actor, roll, broadcast_over_tokens(score, roll.mask), cfg.loss, cfg)

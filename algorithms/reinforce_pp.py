@@ -1,8 +1,8 @@
-"""REINFORCE++: returns to go, normalised over the whole batch; and its variant with a baseline.
+"""REINFORCE++: returns to go, normalized over the whole batch; and its variant with a baseline.
 
 Hu, "REINFORCE++: A Simple and Efficient Approach for Aligning Large Language Models", 2025. Plain:
 the KL to the reference is in every token's reward. With baseline: the group's mean is taken off
-first, and the KL is a k2 term of the loss. Both normalise over all sampled tokens of the batch.
+first, and the KL is a k2 term of the loss. Both normalize over all sampled tokens of the batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReinforcePP(KLReward, Updates):
     discount: float = 1.0
     """gamma, per token."""
     whitening_variance: Variance = "unbiased"
-    """Whether normalising divides by n - 1 ("unbiased") or n ("biased")."""
+    """Whether normalizing divides by n - 1 ("unbiased") or n ("biased")."""
     loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
     """Clipping; the mean is over tokens."""
 
@@ -52,7 +52,7 @@ class ReinforcePP(KLReward, Updates):
 def reinforce_pp_step(
     prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, cfg: ReinforcePP
 ) -> TrainMetrics:
-    """Sample, score, and train on normalised returns to go."""
+    """Sample, score, and train on normalized returns to go."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
     ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
@@ -69,7 +69,7 @@ class ReinforcePPBaseline(Updates):
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=1024)
     """How responses are drawn; `num_samples` is the size of a group."""
     whitening_variance: Variance = "unbiased"
-    """Whether normalising divides by n - 1 ("unbiased") or n ("biased")."""
+    """Whether normalizing divides by n - 1 ("unbiased") or n ("biased")."""
     loss: ReferenceKLPolicyLoss = ReferenceKLPolicyLoss(
         policy=ClippedPolicyLoss(report_entropy=True), kl_coef=0.01, kl_estimator="k2"
     )
@@ -83,11 +83,11 @@ class ReinforcePPBaseline(Updates):
 def reinforce_pp_baseline_step(
     prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, cfg: ReinforcePPBaseline
 ) -> TrainMetrics:
-    """Sample groups, score, and train on scores less their group's mean, normalised."""
+    """Sample groups, score, and train on scores less their group's mean, normalized."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
-    centred = group_advantage(score, roll.prompt_id, divide_by_std=False)
-    per_token = broadcast_over_tokens(centred, roll.mask)
+    centered = group_advantage(score, roll.prompt_id, divide_by_std=False)
+    per_token = broadcast_over_tokens(centered, roll.mask)
     advantage = whiten(per_token, roll.mask, variance=cfg.whitening_variance)
     ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
     return train_policy(actor, roll, advantage, cfg.loss, cfg, ref_logprob=ref_logprob)

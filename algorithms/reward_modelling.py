@@ -1,4 +1,4 @@
-"""Reward modelling: learn to score responses as people (or rules) compared them.
+"""Reward modeling: learn to score responses as people (or rules) compared them.
 
 Ouyang et al., "Training Language Models to Follow Instructions with Human Feedback", 2022. Reward
 models overfit fast: one pass over the pairs is usual.

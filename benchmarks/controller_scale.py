@@ -14,7 +14,7 @@ from penstock.dataflow.scheduler.events import RunCall, RunTrain
 from penstock.dataflow.scheduler.flow import Flow, FlowNode, WeightRead
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
-from penstock.dataflow.scheduler.simulate import Rehearsal, rehearse
+from penstock.dataflow.scheduler.simulate import Simulation, dry_run
 
 SIZES = ((1_000, 32), (4_000, 32), (15_000, 32))
 """Environment workers, trainers; the last is SRL's."""
@@ -64,10 +64,10 @@ def duration_s(work: object) -> float:
 
 
 def run(num_envs: int, num_trainers: int) -> dict[str, float]:
-    """One rehearsal; what it cost for real."""
+    """One simulation; what it cost for real."""
     scheduler = Scheduler(flow(num_envs, num_trainers), Schedule(max_lag=1), NUM_STEPS)
     begin = time.process_time()  # one thread, so other work on the machine does not count
-    found: Rehearsal = rehearse(scheduler, duration_s)
+    found: Simulation = dry_run(scheduler, duration_s)
     spent = time.process_time() - begin
     if scheduler.completed != NUM_STEPS:
         raise RuntimeError(f"only {scheduler.completed} of {NUM_STEPS} steps were completed")

@@ -184,8 +184,8 @@ def _(d: Draw) -> tuple[Any, Any]:
     theirs, _ = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(
         d.paid_last, d.floats, d.group.numpy()
     )
-    centred = ours.group_advantage(d.score, d.group, divide_by_std=False)
-    return ours.whiten(ours.broadcast_over_tokens(centred, d.mask), d.mask), theirs
+    centered = ours.group_advantage(d.score, d.group, divide_by_std=False)
+    return ours.whiten(ours.broadcast_over_tokens(centered, d.mask), d.mask), theirs
 
 
 @case("V-trace", "rlax vtrace_td_error_and_advantage", "advantages.vtrace")

@@ -107,13 +107,13 @@ class Walk:
         left = next(k for k, group in enumerate(state.groups) if unit in group)
         target = self._random.randrange(len(groups) + 1)
         if target == len(groups):
-            giver = self._random.randrange(len(groups))
-            if not groups[giver]:
+            sender = self._random.randrange(len(groups))
+            if not groups[sender]:
                 return None
-            shares = self._random_division(self._devices(allocation[giver]))
+            shares = self._random_division(self._devices(allocation[sender]))
             if shares is None:
                 return None
-            allocation[giver] = shares[0]
+            allocation[sender] = shares[0]
             groups.append([unit])
             allocation.append(shares[1])
         else:

@@ -37,7 +37,7 @@ def num_rows(num_nodes: int) -> int:
     return max(128, 32 * num_nodes)
 
 
-def modelled(num_nodes: int, ask_s: float) -> Problem:
+def modeled(num_nodes: int, ask_s: float) -> Problem:
     """What `penstock plan` asks for the shipped PPO."""
     workload = Workload(
         num_prompts=num_rows(num_nodes),
@@ -57,7 +57,7 @@ def synthetic(num_nodes: int, ask_s: float) -> Problem:
 
 
 PROBLEMS: dict[str, Callable[[int, float], Problem]] = {
-    "model": modelled,
+    "model": modeled,
     "synthetic": synthetic,
 }
 """Table -> the problem for so many nodes, if a made-up question takes so many seconds."""

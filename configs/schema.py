@@ -19,7 +19,7 @@ from ..workers.models.tokenizer import TokenizerSpec
 from ..workers.training.optimizer import OptimizerSpec
 
 __all__ = [
-    "AgreementConfig",
+    "MismatchConfig",
     "AlgorithmConfig",
     "EngineConfig",
     "EvaluationConfig",
@@ -182,7 +182,7 @@ class RolloutConfig(Section):
     """Fields of the rollout worker's spec, such as `max_decode_rows`."""
 
 
-class AgreementConfig(Section):
+class MismatchConfig(Section):
     """How far the engine that samples may be from the one that trains, on the same weights.
 
     Both bounds are in nats per token, by the k3 estimator, over the first minibatch of a train
@@ -233,7 +233,7 @@ class RunConfig(Section):
     """What trains and evaluates; see `engine=`."""
     rollout: RolloutConfig = RolloutConfig()
     """What generates; see `rollout=`."""
-    agreement: AgreementConfig = AgreementConfig()
+    mismatch: MismatchConfig = MismatchConfig()
     """When to complain that two engines disagree."""
     placement: str = "auto"
     """`auto`: with several ranks the planner chooses where nodes run. Or the file of a plan, which

@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each says where, what was expected, what came, and how to mend it.
+"""The errors a user can meet. Each says where, what was expected, what came, and how to fix it.
 
 `ConfigError` is about what was typed, `FlowError` about the definition of a step (before any device
 is touched), `PlanError` about a placement that cannot work, `WorkerError` about code that failed

@@ -48,9 +48,9 @@ def against_median(score: PerSample, prompt_id: PromptId, *, divide: bool = True
     advantage = torch.zeros_like(score)
     for group in prompt_id.unique():
         rows = prompt_id == group
-        centred = score[rows] - score[rows].quantile(0.5)
-        deviation = centred.abs().mean()
-        advantage[rows] = centred / deviation if divide and deviation > 0 else centred
+        centered = score[rows] - score[rows].quantile(0.5)
+        deviation = centered.abs().mean()
+        advantage[rows] = centered / deviation if divide and deviation > 0 else centered
     return advantage
 
 

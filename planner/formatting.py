@@ -70,7 +70,7 @@ def _digits(value: float) -> str:
 
 
 def ranges_text(devices: Sequence[int]) -> str:
-    """Device ids, neighbours together: "0-7, 16, 24-31"."""
+    """Device ids, neighbors together: "0-7, 16, 24-31"."""
     runs: list[list[int]] = []
     for device in sorted(devices):
         if runs and device == runs[-1][1] + 1:

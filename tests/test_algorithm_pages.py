@@ -63,7 +63,7 @@ def test_every_public_function_is_listed(scripts: Any) -> None:
 def test_modules_used_one_by_one_have_entries_with_their_imports() -> None:
     page = (PAGES / "functions.md").read_text()
     named = {"ops.distributions": "unimix", "ops.value_transforms": "symlog"}
-    named |= {"ops.final_state": "with_end", "ops.rollout_correction": "RolloutCorrection"}
+    named |= {"ops.final_state": "with_final_state", "ops.rollout_correction": "RolloutCorrection"}
     named |= {"ops.novelty": "switch_rewards"}
     lines = [f"`from penstock.algorithms.{m} import {name}`" for m, name in named.items()]
     assert [line for line in lines if line not in page] == [], AGAIN

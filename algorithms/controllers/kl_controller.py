@@ -20,7 +20,7 @@ from ..ops.kl import KLEstimator, adaptive_kl_coef, kl_estimate
 from ..ops.reductions import check_token_columns
 from ..roles.language import PerSample, PerToken, TokenMask, TrainMetrics
 
-__all__ = ["KLController", "KLTarget", "less_priced_kl"]
+__all__ = ["KLController", "KLTarget", "kl_penalized_reward"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class KLController(Role):
 
 
 @op(scope="row")
-def less_priced_kl(
+def kl_penalized_reward(
     reward: PerToken,
     mask: TokenMask,
     *,

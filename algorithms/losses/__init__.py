@@ -9,13 +9,13 @@ tensors without any of this.
 Metrics are weighted means, per token unless it says otherwise:
 
 - `policy_loss`, `value_loss`: the loss without entropy and KL terms, as aggregated.
-- `ratio_mean`: new over behaviour probability; 1 when both are the same policy.
+- `ratio_mean`: new over behavior probability; 1 when both are the same policy.
 - `clip_fraction_low`, `clip_fraction_high`, `dual_clip_fraction`: share of tokens whose update that
   bound stopped.
 - `capped_fraction`: share of tokens whose weight the cap held.
-- `sequence_log_ratio`: log of new over behaviour probability of a whole response, in nats.
+- `sequence_log_ratio`: log of new over behavior probability of a whole response, in nats.
 - `score_gap`: per pair, how far apart the two responses' scores are.
-- `approx_kl_k1`, `approx_kl_k3`: KL(behaviour || policy) by two estimators, in nats.
+- `approx_kl_k1`, `approx_kl_k3`: KL(behavior || policy) by two estimators, in nats.
 - `entropy`: of the next-token distribution, in nats; if the forward pass computed it.
 - `ref_kl_k1_per_sequence`, `ref_kl_k3_per_token`: KL(policy || reference), in nats.
 - `value_clip_fraction`: share of tokens where the value clip decided the loss.

@@ -30,7 +30,7 @@ class ActorLoss(Loss[ActorCriticBatch, PolicyOutput]):
 
     policy: ClippedPolicyLoss | ReinforceLoss = ClippedPolicyLoss(entropy_coef=0.01)
     """The policy's, with the entropy bonus."""
-    normalise_advantages: bool = True
+    normalize_advantages: bool = True
     """Shift and scale the advantages of every minibatch to mean 0 and deviation 1."""
 
     @property
@@ -46,8 +46,8 @@ class ActorLoss(Loss[ActorCriticBatch, PolicyOutput]):
 
     def __call__(self, output: PolicyOutput, batch: ActorCriticBatch, totals: Tensor) -> LossSum:
         """These rows' share of the minibatch's loss."""
-        if self.normalise_advantages:
-            batch = replace(batch, advantage=_normalised(batch.advantage, totals))
+        if self.normalize_advantages:
+            batch = replace(batch, advantage=_normalized(batch.advantage, totals))
         return self.policy(output, batch, totals[:3])
 
 
@@ -77,7 +77,7 @@ class ActorCriticLoss(Loss[ActorCriticBatch, ActorCriticOutput]):
     """The actor's, with the entropy bonus."""
     value: ClippedValueLoss = ClippedValueLoss(coef=0.5)
     """The critic's, half a squared error times its `coef`."""
-    normalise_advantages: bool = True
+    normalize_advantages: bool = True
     """Shift and scale the advantages of every minibatch to mean 0 and deviation 1."""
     two_hot: bool = False
     """Train a critic that weighs values, by cross-entropy: `model.architecture.value_bins`. Of
@@ -85,7 +85,7 @@ class ActorCriticLoss(Loss[ActorCriticBatch, ActorCriticOutput]):
 
     @property
     def _actor(self) -> ActorLoss:
-        return ActorLoss(policy=self.policy, normalise_advantages=self.normalise_advantages)
+        return ActorLoss(policy=self.policy, normalize_advantages=self.normalize_advantages)
 
     @property
     def needs_entropy(self) -> bool:
@@ -128,7 +128,7 @@ class ActorCriticLoss(Loss[ActorCriticBatch, ActorCriticOutput]):
         return self.value.coef * self.value.reduce(loss, batch.mask, totals)
 
 
-def _normalised(advantage: Tensor, totals: Tensor) -> Tensor:
+def _normalized(advantage: Tensor, totals: Tensor) -> Tensor:
     """Less the minibatch's mean, over its unbiased deviation plus 1e-8."""
     steps, total, squares = totals[0], totals[3], totals[4]
     mean = total / steps.clamp(min=1)

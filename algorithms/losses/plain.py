@@ -70,7 +70,7 @@ def policy_loss(
         kl_gradient: See `KLGradient`.
 
     Returns:
-        Scalar, to be minimised.
+        Scalar, to be minimized.
 
     Raises:
         ValueError: If shapes differ or options do not fit.

@@ -109,7 +109,7 @@ class TokenPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
         }
 
     def ratio(self, output: PolicyOutput, batch: PolicyColumns) -> Tensor:
-        """f32[rows, T], differentiable: new over behaviour probability, 1 where masked out."""
+        """f32[rows, T], differentiable: new over behavior probability, 1 where masked out."""
         return self._ratio(
             zero_where_masked_out(output.logprob, batch.mask),
             zero_where_masked_out(batch.behavior_logprob, batch.mask),

@@ -1,4 +1,4 @@
-"""Losses on preferences: what a policy or a scoring model trains with on labelled responses.
+"""Losses on preferences: what a policy or a scoring model trains with on labeled responses.
 
 Metrics are weighted means, per pair unless it says otherwise:
 
@@ -42,7 +42,7 @@ __all__ = ["BradleyTerryLoss", "CostModelLoss", "DPOLoss", "KTOLoss", "MarginLos
 
 @dataclass(frozen=True, kw_only=True)
 class DPOLoss(Loss[ReferencePairBatch, PolicyOutput]):
-    """Direct preference optimisation and its kin, averaged over pairs; see `dpo_loss`.
+    """Direct preference optimization and its kin, averaged over pairs; see `dpo_loss`.
 
     A pair without trained tokens counts for nothing.
     """
@@ -245,7 +245,7 @@ def _of_scores(
 
 @dataclass(frozen=True, kw_only=True)
 class CostModelLoss(Loss[ScoredPairBatch, ScoreOutput]):
-    """Loss of a cost model on labelled pairs, averaged over pairs; see `cost_model_loss`.
+    """Loss of a cost model on labeled pairs, averaged over pairs; see `cost_model_loss`.
 
     `chosen` is the safer response of a pair; one whose score is below `safe_from` is unsafe.
     """

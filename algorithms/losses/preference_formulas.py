@@ -65,7 +65,7 @@ def dpo_loss(
         rejected_length: Tokens of the rejected response.
 
     Returns:
-        f32[pairs], to be minimised.
+        f32[pairs], to be minimized.
 
     Raises:
         ValueError: If shapes differ, a choice is unknown, lengths are needed and missing, or the
@@ -150,7 +150,7 @@ def kto_loss(
             desirable / (undesirable_weight * number of others)` lies in [1, 4/3].
 
     Returns:
-        f32[rows], to be minimised.
+        f32[rows], to be minimized.
 
     Raises:
         ValueError: If shapes differ or `desirable` is not boolean.
@@ -176,12 +176,12 @@ def cost_model_loss(
     Args:
         unsafer_cost: f32[pairs], differentiable.
         safer_cost: f32[pairs], differentiable.
-        unsafer_sign: f32[pairs], +1 where that response is labelled unsafe, -1 where safe.
+        unsafer_sign: f32[pairs], +1 where that response is labeled unsafe, -1 where safe.
         safer_sign: f32[pairs], the same of the other response.
 
     Returns:
-        f32[pairs], to be minimised.
+        f32[pairs], to be minimized.
     """
     ranked = F.logsigmoid(unsafer_cost - safer_cost)
-    labelled = F.logsigmoid(unsafer_sign * unsafer_cost) + F.logsigmoid(safer_sign * safer_cost)
-    return -(ranked + labelled)
+    labeled = F.logsigmoid(unsafer_sign * unsafer_cost) + F.logsigmoid(safer_sign * safer_cost)
+    return -(ranked + labeled)

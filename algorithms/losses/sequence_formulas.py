@@ -58,7 +58,7 @@ def mirror_descent_loss(
 ) -> Tensor:
     """`-A logprob + (tau / 2) (logprob - behavior_logprob)^2` per response.
 
-    One step of policy mirror descent, with the policy that sampled as the centre; there is no clip.
+    One step of policy mirror descent, with the policy that sampled as the center; there is no clip.
     Kimi Team, "Kimi k1.5", 2025, equation 3. The squared form is `(A - tau log_ratio)^2`.
 
     Args:
@@ -69,7 +69,7 @@ def mirror_descent_loss(
         form: See `MirrorForm`.
 
     Returns:
-        f32[rows], to be minimised.
+        f32[rows], to be minimized.
 
     Raises:
         ValueError: If `form` is unknown.
@@ -107,7 +107,7 @@ def p3o_loss(
         clip: See `PairClip`.
 
     Returns:
-        f32[pairs], to be minimised.
+        f32[pairs], to be minimized.
 
     Raises:
         ValueError: If `clip` is unknown.
@@ -148,7 +148,7 @@ def rebel_loss(
         form: See `EtaForm`.
 
     Returns:
-        f32[pairs], to be minimised.
+        f32[pairs], to be minimized.
 
     Raises:
         ValueError: If `form` is unknown.
@@ -180,7 +180,7 @@ def a_lol_loss(
             (the reference-free variant).
 
     Returns:
-        f32[...], to be minimised.
+        f32[...], to be minimized.
     """
     if ratio_clip is None:
         return -advantage * logprob
@@ -205,7 +205,7 @@ def a_lol_kl_loss(
         kl_coef: Weight of the penalty.
 
     Returns:
-        f32[rows], to be minimised.
+        f32[rows], to be minimized.
     """
     penalty = sequence_logprob - ref_sequence_logprob
     return -advantage * sequence_logprob + kl_coef * penalty

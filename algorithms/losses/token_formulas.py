@@ -113,7 +113,7 @@ def clipped_policy_loss(
         mask: See `probability_ratio`.
 
     Returns:
-        f32[...], to be minimised. With a ratio of whole responses each token has its row's loss, so
+        f32[...], to be minimized. With a ratio of whole responses each token has its row's loss, so
         that "seq-mean-token-mean" is the mean over responses.
     """
     ratio = probability_ratio(
@@ -154,7 +154,7 @@ def capped_weight_loss(
         log_ratio_clamp: See `probability_ratio`.
 
     Returns:
-        f32[...], to be minimised.
+        f32[...], to be minimized.
     """
     ratio = probability_ratio(
         logprob=logprob.detach(), behavior_logprob=behavior_logprob, log_ratio_clamp=log_ratio_clamp
@@ -173,7 +173,7 @@ def reinforce_loss(*, logprob: Tensor, advantage: Tensor) -> Tensor:
         advantage: f32[...], of the same shape; taken as it is, no gradient passes.
 
     Returns:
-        f32[...], to be minimised.
+        f32[...], to be minimized.
     """
     return -advantage.detach() * logprob
 
@@ -193,7 +193,7 @@ def clipped_value_loss(
         eps: None for the plain squared error.
 
     Returns:
-        f32[...], to be minimised.
+        f32[...], to be minimized.
     """
     error = (value - value_target).square()
     if eps is not None:
@@ -222,7 +222,7 @@ def bradley_terry_loss(
         centering_coef: 0.01 is usual; 0 leaves the level of scores free.
 
     Returns:
-        f32[pairs], to be minimised.
+        f32[pairs], to be minimized.
     """
     loss = -F.logsigmoid(chosen_score - rejected_score - margin)
     if centering_coef:

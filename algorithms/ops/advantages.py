@@ -37,7 +37,7 @@ __all__ = [
     "MissingScore",
     "SingletonGroup",
     "StdScores",
-    "batch_centred",
+    "batch_centered",
     "batch_std_advantage",
     "broadcast_over_tokens",
     "gae",
@@ -53,7 +53,7 @@ __all__ = [
     "whiten",
 ]
 
-StdScores = Literal["raw", "centred"]
+StdScores = Literal["raw", "centered"]
 """Scores whose deviation a batch's advantages are divided by: as they came, or less their group's
 mean. They differ where groups have different means."""
 
@@ -161,13 +161,13 @@ def group_advantage(
             `singleton_group` is "error".
     """
     groups = Groups(score, prompt_id, missing)
-    centred = groups.centred()
+    centered = groups.centered()
     degrees = groups.sizes - variance_correction(variance)
-    advantage = centred
+    advantage = centered
     if divide_by_std:
-        std = (sum_rows(centred.square()) / degrees.clamp(min=1)).sqrt()
-        # A group of equal scores has centred == 0: keep 0 / (0 + eps) from being 0 / 0.
-        advantage = centred / torch.where(std > 0, std + eps, torch.ones_like(std))[:, None]
+        std = (sum_rows(centered.square()) / degrees.clamp(min=1)).sqrt()
+        # A group of equal scores has centered == 0: keep 0 / (0 + eps) from being 0 / 0.
+        advantage = centered / torch.where(std > 0, std + eps, torch.ones_like(std))[:, None]
     return groups.per_row(advantage, singleton_group)
 
 
@@ -177,8 +177,8 @@ def leave_one_out(
 ) -> PerSample:
     """Score minus the mean of the *other* scores of the group.
 
-    Equal to `n / (n - 1)` times the group-centred score. Kool et al., "Buy 4 REINFORCE Samples, Get
-    a Baseline for Free!", 2019; Ahmadian et al., "Back to Basics", 2024.
+    Equal to `n / (n - 1)` times the group-centered score. Kool et al., "Buy 4 REINFORCE Samples,
+    Get a Baseline for Free!", 2019; Ahmadian et al., "Back to Basics", 2024.
 
     Args:
         score: f32[rows].
@@ -194,11 +194,11 @@ def leave_one_out(
     """
     groups = Groups(score, prompt_id)
     weight = groups.sizes / (groups.sizes - 1).clamp(min=1)
-    return groups.per_row(groups.centred() * weight[:, None], singleton_group)
+    return groups.per_row(groups.centered() * weight[:, None], singleton_group)
 
 
 @op(scope="batch")
-def batch_centred(score: PerSample) -> PerSample:
+def batch_centered(score: PerSample) -> PerSample:
     """Score minus the mean of the whole batch: f32[rows]."""
     score = floating(score)
     return (score.double() - score.double().mean()).to(score)
@@ -233,15 +233,15 @@ def batch_std_advantage(
         ValueError: If shapes differ, a choice is unknown, or a group has one row and
             `singleton_group` is "error".
     """
-    if std_of not in ("raw", "centred"):
-        raise ValueError(f"std_of {std_of!r} is unknown; choose 'raw' or 'centred'")
+    if std_of not in ("raw", "centered"):
+        raise ValueError(f"std_of {std_of!r} is unknown; choose 'raw' or 'centered'")
     score = floating(score)
     groups = Groups(score, prompt_id)
-    centred = groups.per_row(groups.centred(), singleton_group).double()
-    spread = score.double() if std_of == "raw" else centred
+    centered = groups.per_row(groups.centered(), singleton_group).double()
+    spread = score.double() if std_of == "raw" else centered
     correction = variance_correction(variance)
     std = spread.std(correction=correction) if len(score) > 1 else spread.new_zeros(())
-    return (centred / torch.where(std > 0, std + eps, 1.0)).to(score)
+    return (centered / torch.where(std > 0, std + eps, 1.0)).to(score)
 
 
 @op(scope="group")
@@ -353,9 +353,9 @@ def step_advantage(
     variance: Variance = "unbiased",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Advantages from rewards of steps: normalised over all steps of a group, summed to the end.
+    """Advantages from rewards of steps: normalized over all steps of a group, summed to the end.
 
-    A token's advantage is the sum of the normalised rewards of all steps that end at or after it.
+    A token's advantage is the sum of the normalized rewards of all steps that end at or after it.
     Shao et al., "DeepSeekMath", 2024, section 4.1.3.
 
     Args:
@@ -375,10 +375,10 @@ def step_advantage(
     """
     step_reward, there = floating(step_reward), step_end >= 0
     of_row = prompt_id[:, None].expand(step_end.shape)[there]
-    normalised = torch.zeros_like(step_reward)
-    normalised[there] = group_advantage(
+    normalized = torch.zeros_like(step_reward)
+    normalized[there] = group_advantage(
         step_reward[there], of_row, variance=variance, eps=eps, singleton_group="zero"
     )
     place = torch.arange(mask.shape[1], device=mask.device)
     later = (step_end[:, None, :] >= place[None, :, None]) & there[:, None, :]
-    return zero_where_masked_out((later * normalised[:, None, :]).sum(dim=2), mask)
+    return zero_where_masked_out((later * normalized[:, None, :]).sum(dim=2), mask)

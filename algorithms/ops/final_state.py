@@ -17,7 +17,7 @@ from ...dataflow.graph.tracer import op
 from ..roles.language import PerSample, PerToken, Rollout, SampleFlag, TokenMask
 from .reductions import check_token_columns
 
-__all__ = ["RolloutWithEnd", "bootstrap_of", "with_end"]
+__all__ = ["RolloutWithEnd", "bootstrap_of", "with_final_state"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class RolloutWithEnd(Rollout):
 
 
 @op(scope="row", makes_rows=True)
-def with_end(roll: Rollout) -> RolloutWithEnd:
+def with_final_state(roll: Rollout) -> RolloutWithEnd:
     """Lengthen every row by one token, a copy of its last one.
 
     Args:

@@ -92,7 +92,7 @@ class Groups:
         scaled = (self._scores / scale).masked_fill(~self._present, -torch.inf)
         return scale * (torch.logsumexp(scaled, dim=1) - self.sizes.double().log())
 
-    def centred(self) -> Tensor:
+    def centered(self) -> Tensor:
         """f64[groups, widest]: scores minus their group's mean; 0 where there is no row.
 
         A score that is not finite leaves no finite number in its group.

@@ -148,7 +148,7 @@ def kl_shaped_reward(
         log_ratio_clamp: As in `kl_estimate`.
         score_slot: "last_token" pays on the last sampled token; "after_last" one slot later where
             the row leaves room, which is a padding position: then reward, critic and `gae` must
-            be given a mask that has that slot too. `end_state.with_end` lengthens rows by it.
+            be given a mask that has that slot too; `with_final_state` lengthens rows by it.
         score_clip: The score is clamped to plus and minus this; None leaves it.
         no_eos: For rows that are not finished: "replace" the score by `no_eos_score`, "subtract"
             `no_eos_penalty`, set it to "zero" (and give `gae` a bootstrap value), or "none".

@@ -174,7 +174,7 @@ def macro_gae(
     macro_value: MacroValue = "equal",
     macro_reward: MacroReward = "sum",
 ) -> GaeTargets:
-    """Generalised advantage estimation with macro actions as steps; see `gae`.
+    """Generalized advantage estimation with macro actions as steps; see `gae`.
 
     Args:
         mask: bool[rows, T].

@@ -271,7 +271,7 @@ def aggregate(
 ) -> Tensor:
     """Reduce a token loss to a number.
 
-    Without `totals` it normalises over the rows it is given. With totals of a larger minibatch it
+    Without `totals` it normalizes over the rows it is given. With totals of a larger minibatch it
     gives these rows' share of that minibatch's value: the shares of all micro-batches and ranks
     add up to it, and must not be divided again.
 

@@ -62,7 +62,7 @@ def gae(
     lam: float = 0.95,
     masking: Masking = "transparent",
 ) -> GaeTargets:
-    """Generalised advantage estimation over sampled tokens.
+    """Generalized advantage estimation over sampled tokens.
 
     `delta_t = reward_t + discount * value_tp1 - value_t` and
     `advantage_t = delta_t + discount * lam * advantage_tp1`, right to left; `value_target_t =

@@ -80,7 +80,7 @@ def overlong_penalty(
 
     Args:
         length: [rows], sampled tokens of each response; integers or f32.
-        max_length: Longest response that is not fully penalised, in tokens.
+        max_length: Longest response that is not fully penalized, in tokens.
         cache: Tokens before that over which the penalty grows; at least 1.
         form: See `OverlongForm`.
 
@@ -146,7 +146,7 @@ def kl_penalized_score(score: PerSample, *, kl: PerSample, kl_coef: float) -> Pe
 
 
 def combine_rewards(rewards: Sequence[Tensor], *, weights: Sequence[float] | None = None) -> Tensor:
-    """Weighted sum of several rewards, before anything is normalised.
+    """Weighted sum of several rewards, before anything is normalized.
 
     Args:
         rewards: Tensors f32[rows]; nan where a reward has nothing to say of a row.

@@ -64,7 +64,7 @@ def two_hot_loss(logits: Tensor, value_target: Tensor, bins: Tensor) -> Tensor:
         bins: f32[bins], in symlog space.
 
     Returns:
-        f32[...], to be minimised.
+        f32[...], to be minimized.
     """
     code = two_hot(symlog(value_target), bins)
     return -(code * logits.log_softmax(dim=-1)).sum(dim=-1)

@@ -68,7 +68,7 @@ EnvId = Annotated[Tensor, i64(ENV)]
 EnvGroup = Annotated[Tensor, i64(ENV), GroupId()]
 """The group a row is stepped with: all its environments live in one worker."""
 Observations = Annotated[Tensor, f32(ENV, TIME, FEATURE)]
-"""What the actor sees before each step, laid out flat and normalised."""
+"""What the actor sees before each step, laid out flat and normalized."""
 LastObservation = Annotated[Tensor, f32(ENV, FEATURE)]
 """What it sees after a row's last step."""
 Actions = Annotated[Tensor, f32(ENV, TIME, COMPONENT)]

@@ -222,7 +222,7 @@ class PairBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencePairBatch(PairBatch):
-    """A `PairBatch` with reference log-probabilities, for direct preference optimisation."""
+    """A `PairBatch` with reference log-probabilities, for direct preference optimization."""
 
     ref_logprob: PerToken
 

@@ -272,7 +272,7 @@ def check_lag(graph: Graph, max_lag: int) -> None:
 
     Raises:
         FlowError: If a train call is fed by a rollout of the same role, its loss does not tolerate
-            lag, and none of its inputs is the rollout's behaviour log-probability.
+            lag, and none of its inputs is the rollout's behavior log-probability.
     """
     if max_lag == 0:
         return

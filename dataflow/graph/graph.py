@@ -1,4 +1,4 @@
-"""The graph of a step: frozen data that prints, compares, serialises and draws.
+"""The graph of a step: frozen data that prints, compares, serializes and draws.
 
 A `Graph` is what `build` records and all that the scheduler, the planner and the engine ever see of
 an algorithm. Nodes are in program order, which is a topological order; edges are references to the

@@ -174,7 +174,7 @@ class Loss(Generic[B, O]):
     Attributes:
         unit: "group" if rows of one group must meet in one micro-batch (pairs), else "row".
         needs_entropy: True if `O` must carry the entropy of every choice.
-        tolerates_lag: True if the loss is sound on rollouts of older weights without behaviour
+        tolerates_lag: True if the loss is sound on rollouts of older weights without behavior
             log-probabilities (regression on fixed targets, for instance).
     """
 

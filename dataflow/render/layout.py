@@ -2,11 +2,11 @@
 
 Boxes stand in layers, by topological generation. A line to a box further down passes each layer in
 between through a *bend*, a narrow item that takes its place among the boxes, so no line crosses a
-box. Lines of one kind from one box share their bends: they run as one trunk and branch off.
+box. Lines of one kind from one box share their bends: they run as one backbone and branch off.
 
-Within a layer the order comes from the mean place of each item's neighbours (Sugiyama, Tagawa and
+Within a layer the order comes from the mean place of each item's neighbors (Sugiyama, Tagawa and
 Toda, "Methods for Visual Understanding of Hierarchical System Structures", 1981), kept only if it
-reduces crossings; the positions minimise squared distance to the neighbours at a fixed order
+reduces crossings; the positions minimize squared distance to the neighbors at a fixed order
 (isotonic regression). Everything is deterministic: equal graphs are drawn equally.
 """
 
@@ -27,14 +27,14 @@ _PLACING_SWEEPS = 100
 
 @dataclass(eq=False)
 class Item:
-    """A box, or a bend of a trunk, in one layer.
+    """A box, or a bend of a backbone, in one layer.
 
     Attributes:
-        name: The box's node; the trunk's source for a bend.
-        kind: Kind of the trunk for a bend, "" for a box.
+        name: The box's node; the backbone's source for a bend.
+        kind: Kind of the backbone for a bend, "" for a box.
         layer: Its layer, 0 at the top.
         width: Width to keep free.
-        x: Its centre.
+        x: Its center.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Line:
 
 @dataclass
 class Layout:
-    """Items by layer, left to right, and the lines between neighbouring layers."""
+    """Items by layer, left to right, and the lines between neighboring layers."""
 
     layers: list[list[Item]]
     lines: list[Line]
@@ -106,7 +106,7 @@ def _with_bends(
     return layout
 
 
-def _neighbours(layout: Layout, item: Item, *, above: bool) -> list[Item]:
+def _neighbors(layout: Layout, item: Item, *, above: bool) -> list[Item]:
     if above:
         return [line.upper for line in layout.lines if line.lower is item]
     return [line.lower for line in layout.lines if line.upper is item]
@@ -119,7 +119,7 @@ def _reduce_crossings(layout: Layout) -> None:
         for layer in layout.layers if down else reversed(layout.layers):
             place = _places(layout)
             layer.sort(key=lambda item: _rank(layout, item, place, above=down))
-        _swap_neighbours(layout)
+        _swap_neighbors(layout)
         crossings = _crossings(layout)
         if crossings < fewest:
             best, fewest = [list(layer) for layer in layout.layers], crossings
@@ -136,12 +136,12 @@ def _places(layout: Layout) -> dict[int, float]:
 
 
 def _rank(layout: Layout, item: Item, place: Mapping[int, float], *, above: bool) -> float:
-    near = [place[id(other)] for other in _neighbours(layout, item, above=above)]
+    near = [place[id(other)] for other in _neighbors(layout, item, above=above)]
     return mean(near) if near else place[id(item)]
 
 
-def _swap_neighbours(layout: Layout) -> None:
-    """Exchange two neighbours wherever that removes a crossing, until nothing does."""
+def _swap_neighbors(layout: Layout) -> None:
+    """Exchange two neighbors wherever that removes a crossing, until nothing does."""
     improved = True
     while improved:
         improved = False
@@ -207,7 +207,7 @@ def _spread(layer: Sequence[Item], wanted: Sequence[tuple[float, float]]) -> Non
     """Move items as little as possible from where they want to be, in order and without overlap.
 
     Subtracting the room that the items to the left need turns the spacing into plain order, and the
-    least-squares answer under an order is found by pooling neighbours that violate it.
+    least-squares answer under an order is found by pooling neighbors that violate it.
     """
     offsets = [0.0]
     for left, right in pairwise(layer):

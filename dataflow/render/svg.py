@@ -1,6 +1,6 @@
 """A graph as one self-contained SVG picture, fit for a paper or a page, light or dark.
 
-Boxes are filled by kind and carry a stripe in their role's colour. Every text is monospaced, so its
+Boxes are filled by kind and carry a stripe in their role's color. Every text is monospaced, so its
 width is known without a font file and always fits its box.
 """
 
@@ -26,7 +26,7 @@ KIND_FILLS: Mapping[NodeKind, str] = {
 }
 """Fill of a box by what its node does."""
 
-# Okabe and Ito's palette, which readers with any colour vision can tell apart.
+# Okabe and Ito's palette, which readers with any color vision can tell apart.
 _ROLE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 
 _LINE_STYLES: Mapping[ArrowKind, str] = {
@@ -52,12 +52,12 @@ _BETWEEN = 42.0
 
 
 def role_colors(graph: Graph) -> dict[str, str]:
-    """A colour for each role, by its place in the step's parameters."""
+    """A color for each role, by its place in the step's parameters."""
     return {role: _ROLE_COLORS[index % len(_ROLE_COLORS)] for index, role in enumerate(graph.roles)}
 
 
 def to_svg(graph: Graph) -> str:
-    """The graph as SVG text: layers from top to bottom, arrows labelled with their columns.
+    """The graph as SVG text: layers from top to bottom, arrows labeled with their columns.
 
     A thin blue arrow streams, a thick black one with a bar is a barrier, a dotted one leads from a
     train call to the calls after it that read the weights it made.

@@ -55,7 +55,7 @@ _MERMAID_ARROWS: dict[ArrowKind, str] = {"stream": "-->", "barrier": "==>", "wei
 def to_mermaid(graph: Graph) -> str:
     """The graph as a Mermaid flowchart: thin arrows stream, thick ones are barriers.
 
-    Nodes are filled by kind and outlined in their role's colour; a dotted arrow leads from a train
+    Nodes are filled by kind and outlined in their role's color; a dotted arrow leads from a train
     call to the calls after it that read the weights it made.
     """
     ids = {node.name: f"n{index}" for index, node in enumerate(graph.nodes)}

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from .messages import LayoutWork, Work
 from .placement import DeviceGroup, sharing
 
-__all__ = ["HandOver", "Sleeper", "Turns", "needs_device", "sleep_workers", "wake_workers"]
+__all__ = ["HandOff", "Sleeper", "Turns", "needs_device", "sleep_workers", "wake_workers"]
 
 
 @runtime_checkable
@@ -34,7 +34,7 @@ class Sleeper(Protocol):
 
 
 @dataclass(frozen=True)
-class HandOver:
+class HandOff:
     """Who gives up devices, and who takes them.
 
     Attributes:
@@ -61,14 +61,14 @@ class Turns:
         """Whether a group shares devices, so that it sleeps when it is not its turn."""
         return group in self._sharing
 
-    def take(self, group: str) -> HandOver:
+    def take(self, group: str) -> HandOff:
         """Give a group its turn; says what is to be done for it."""
         if not self.shares(group) or group in self._awake:
-            return HandOver()
+            return HandOff()
         giving = tuple(sorted(self._sharing[group] & self._awake))
         self._awake -= self._sharing[group]
         self._awake.add(group)
-        return HandOver(giving, group)
+        return HandOff(giving, group)
 
 
 def needs_device(work: Work) -> bool:

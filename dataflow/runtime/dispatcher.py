@@ -1,4 +1,4 @@
-"""The desk: what is out at the executor, for whom, and when all ranks of a submission are back."""
+"""The dispatcher: what is out at the executor, for whom, and when all ranks are back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..scheduler.events import Task
 from .executor import Completion, Executor
 from .messages import Work
 
-__all__ = ["Desk", "Submission", "describe"]
+__all__ = ["Dispatcher", "Submission", "describe"]
 
 POLL_S = 1.0
 """Longest wait for completions before deadlines are looked at again."""
@@ -42,7 +42,7 @@ class Submission:
         return min(self.completions, key=lambda completion: completion.rank)
 
 
-class Desk:
+class Dispatcher:
     """Hands work to an executor and gathers the ranks' answers.
 
     One run at a time may have tasks out. `perform_now` may be called whenever the caller has the
@@ -91,7 +91,7 @@ class Desk:
         """Hand one piece of work to each of the given ranks.
 
         Raises:
-            StateError: If the desk is closed.
+            StateError: If the dispatcher is closed.
         """
         self._check_open()
         self._last_ticket += 1
@@ -105,7 +105,7 @@ class Desk:
         """Tasks of the run that are complete, or failed on some rank, since the last call.
 
         Raises:
-            StateError: If the desk is closed.
+            StateError: If the dispatcher is closed.
         """
         self._check_open()
         if not self._finished:
@@ -122,7 +122,7 @@ class Desk:
 
         Raises:
             WorkerError: If it fails, or a rank does not answer in time.
-            StateError: If the desk is closed.
+            StateError: If the dispatcher is closed.
         """
         submission = self.submit(None, program, group, works)
         ticket, end_s = self._last_ticket, time.monotonic() + deadline_s

@@ -14,7 +14,7 @@ from ..graph.graph import Graph
 from ..graph.role import Role
 from ..scheduler.schedule import Schedule
 from .checkpoint import CheckpointFolder
-from .dispatcher import Desk
+from .dispatcher import Dispatcher
 from .executor import Executor, InProcess, Program, check_workers
 from .messages import AskWork
 from .placement import Placement, flow_of
@@ -72,7 +72,7 @@ class Engine:
         self.executor: Executor = executor or InProcess()
         self.seed = seed
         self._workers = workers
-        self._desk = Desk(self.executor)
+        self._dispatcher = Dispatcher(self.executor)
         self._trained: Trained = {}
         self._started = False
 
@@ -96,9 +96,9 @@ class Engine:
 
     def close(self) -> None:
         """Close the workers that were built here and end all worker processes; idempotent."""
-        self._desk.close()
+        self._dispatcher.close()
         self.executor.stop()
-        self._desk = Desk(self.executor)
+        self._dispatcher = Dispatcher(self.executor)
         self._trained.clear()
         self._started = False
 
@@ -164,7 +164,7 @@ class Engine:
             sources,
             self.schedule,
             self.executor,
-            self._desk,
+            self._dispatcher,
             self._trained,
             seed=self.seed,
             num_steps=num_steps,
@@ -202,5 +202,5 @@ class Engine:
         home = placement.home(graph, role)
         group = placement.group(home) if home else hosts[0]
         works = dict.fromkeys(range(group.num_ranks), AskWork(role, method, arguments))
-        done = self._desk.perform_now(program, group.name, works, self.schedule.deadline_s)
+        done = self._dispatcher.perform_now(program, group.name, works, self.schedule.deadline_s)
         return done.first.report.answer if done.first.report else None

@@ -118,12 +118,12 @@ class ExportSlicesWork:
 
     Attributes:
         role: Whose.
-        takers: Group -> how it is to hold the weights, from `LayoutWork`.
+        receivers: Group -> how it is to hold the weights, from `LayoutWork`.
         version: Of the weights.
     """
 
     role: str
-    takers: Mapping[str, Any]
+    receivers: Mapping[str, Any]
     version: int
 
 

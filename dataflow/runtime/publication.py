@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .dispatcher import Desk
+from .dispatcher import Dispatcher
 from .messages import (
     ExportSlicesWork,
     ExportWork,
@@ -27,50 +27,52 @@ class Publication:
     """Makes the work of publishing and loading.
 
     Args:
-        desk: Where workers are asked how they hold weights.
+        dispatcher: Where workers are asked how they hold weights.
         moves_slices: Whether the executor can move slices.
         deadline_s: How long a worker may take to say it.
     """
 
-    def __init__(self, desk: Desk, *, moves_slices: bool, deadline_s: float) -> None:
-        self._desk = desk
+    def __init__(self, dispatcher: Dispatcher, *, moves_slices: bool, deadline_s: float) -> None:
+        self._dispatcher = dispatcher
         self._moves_slices = moves_slices
         self._deadline_s = deadline_s
         self._layouts: dict[tuple[str, str], HeldLayout | None] = {}
-        self._takers: dict[str, tuple[str, ...]] = {}
+        self._receivers: dict[str, tuple[str, ...]] = {}
 
-    def learn(self, role: str, home: tuple[str, str], program: str, takers: Sequence[str]) -> None:
+    def learn(
+        self, role: str, home: tuple[str, str], program: str, receivers: Sequence[str]
+    ) -> None:
         """Ask how a role's weights are held, unless that is known; before `export` and `take`.
 
         Args:
             role: Whose.
             home: Program and group of the copy that is trained.
             program: Of the copies.
-            takers: Their groups.
+            receivers: Their groups.
         """
-        self._takers.pop(role, None)
-        if not self._moves_slices or not takers:
+        self._receivers.pop(role, None)
+        if not self._moves_slices or not receivers:
             return
-        for where, group in (home, *((program, taker) for taker in takers)):
+        for where, group in (home, *((program, receiver) for receiver in receivers)):
             if (role, group) not in self._layouts:
                 work = {0: LayoutWork(role)}
-                done = self._desk.perform_now(where, group, work, self._deadline_s)
+                done = self._dispatcher.perform_now(where, group, work, self._deadline_s)
                 answer = done.first.report.answer if done.first.report else None
                 self._layouts[role, group] = answer
             if self._layouts[role, group] is None:
                 return
-        self._takers[role] = tuple(takers)
+        self._receivers[role] = tuple(receivers)
 
     def export(self, role: str, version: int) -> Work:
         """For rank 0 of the home."""
-        if role not in self._takers:
+        if role not in self._receivers:
             return ExportWork(role)
-        takers = {group: self._known(role, group).takes for group in self._takers[role]}
-        return ExportSlicesWork(role, takers, version)
+        receivers = {group: self._known(role, group).takes for group in self._receivers[role]}
+        return ExportSlicesWork(role, receivers, version)
 
     def take(self, role: str, home: str, group: str, weights: Handle, version: int) -> Work:
         """For all ranks of a copy's group; `weights` is what the export left."""
-        if role not in self._takers:
+        if role not in self._receivers:
             return ImportWork(role, weights, version)
         slices = weights if isinstance(weights, tuple) else (weights,)
         return ImportSlicesWork(role, group, self._known(role, home).gives, slices, version)

@@ -77,10 +77,10 @@ def pack(name: str, dense: Tensor, spec: Spec, lengths: Tensor | None) -> Packed
     longest = int(lengths.max()) if len(lengths) else 0
     if dense.shape[0] != len(lengths) or dense.shape[1] < longest:
         others = dense.shape[0] != len(lengths)
-        mend = "; an op that drops or adds rows says @op(..., makes_rows=True)" if others else ""
+        fix = "; an op that drops or adds rows says @op(..., makes_rows=True)" if others else ""
         raise WorkerError(
             f"'{name}' is {spec}, with {len(lengths)} rows of up to {longest} "
-            f"{spec.axes[1].name}s, but the call returned {_shown(dense)}{mend}"
+            f"{spec.axes[1].name}s, but the call returned {_shown(dense)}{fix}"
         )
     return Packed(dense.detach()[_inside(lengths, dense.shape[1])], lengths)
 

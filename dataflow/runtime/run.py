@@ -40,7 +40,7 @@ from ..scheduler.events import (
 from ..scheduler.schedule import Schedule
 from ..scheduler.scheduler import Scheduler
 from .checkpoint import CheckpointFolder, ResumePoint, SavedRun, read_resume_point, write_run_state
-from .dispatcher import POLL_S, Desk, Submission, describe
+from .dispatcher import POLL_S, Dispatcher, Submission, describe
 from .executor import Executor, Program
 from .messages import (
     CallWork,
@@ -109,7 +109,7 @@ class Run:
         sources: Mapping[str, Source],
         schedule: Schedule,
         executor: Executor,
-        desk: Desk,
+        dispatcher: Dispatcher,
         trained: Trained,
         *,
         seed: int,
@@ -123,7 +123,7 @@ class Run:
         self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
         self._sources = sources
         self._deadline_s = schedule.deadline_s
-        self._executor, self._desk, self._trained = executor, desk, trained
+        self._executor, self._dispatcher, self._trained = executor, dispatcher, trained
         self._seed = seed
         self._checkpoints = checkpoints
         self._store: dict[Output, Handle] = {}
@@ -132,7 +132,7 @@ class Run:
         self._versions: dict[NodeTask, Versions] = {}
         self._failed: tuple[Task, BaseException | None] | None = None
         self._publication = Publication(
-            desk, moves_slices=executor.moves_slices, deadline_s=schedule.deadline_s
+            dispatcher, moves_slices=executor.moves_slices, deadline_s=schedule.deadline_s
         )
         self._waited_s = 0.0
         self._bytes_before = executor.controller_bytes
@@ -152,7 +152,7 @@ class Run:
 
     def steps(self) -> Generator[StepResult]:
         """Bring the workers to where the run begins, then yield steps as they complete."""
-        with self._desk.run(self._name):
+        with self._dispatcher.run(self._name):
             for role, home in self._flow.homes.items():
                 replicas = [group for group in self._hosts(role) if group != home]
                 self._publication.learn(role, (self._name, home), self._name, replicas)
@@ -179,7 +179,7 @@ class Run:
                 else:
                     todo.extend(self._carry_out(instruction))
             since_s = time.monotonic()
-            submissions = self._desk.wait(min(POLL_S, self._deadline_s))
+            submissions = self._dispatcher.wait(min(POLL_S, self._deadline_s))
             self._waited_s += time.monotonic() - since_s
             for submission in submissions:
                 todo.extend(self._answered(submission))
@@ -270,7 +270,7 @@ class Run:
         return dict(self._versions[task])[node.role or ""] - min(known) if known else None
 
     def _submit(self, task: Task, group: str, works: Mapping[int, Work]) -> None:
-        self._desk.submit(task, self._name, group, works)
+        self._dispatcher.submit(task, self._name, group, works)
 
     def _on_all(self, group: str, work: Work) -> dict[int, Work]:
         return dict.fromkeys(range(self._flow.groups[group]), work)
@@ -279,7 +279,7 @@ class Run:
 
     def _answered(self, submission: Submission) -> Sequence[Instruction]:
         task, now = submission.task, self._waited_s
-        assert task is not None, "a desk keeps other answers from its run"
+        assert task is not None, "a dispatcher keeps other answers from its run"
         if submission.failed is not None:
             self._failed = (task, submission.failed.error)
             text = describe(submission.failed)
@@ -363,7 +363,7 @@ class Run:
                 continue
             self._publication.learn(role, (program, home), self._name, replicas)
             work = {0: self._publication.export(role, version)}
-            exported = self._desk.perform_now(program, home, work, self._deadline_s)
+            exported = self._dispatcher.perform_now(program, home, work, self._deadline_s)
             weights = exported.first.weights
             for group in replicas:
                 take = self._publication.take(role, home, group, weights, version)
@@ -386,7 +386,7 @@ class Run:
     # --- checkpoints
 
     def _now(self, group: str, works: Mapping[int, Work]) -> Submission:
-        return self._desk.perform_now(self._name, group, works, self._deadline_s)
+        return self._dispatcher.perform_now(self._name, group, works, self._deadline_s)
 
     def _group_of(self, node: str) -> str:
         """Where a node's parts are saved and restored; a source's at the first group."""

@@ -52,7 +52,7 @@ class WorkerContext:
         methods: What is asked of the role in this group, "generate" and "train" say; empty if that
             is not known.
 
-    If the group has several processes, torch.distributed's default process group is initialised
+    If the group has several processes, torch.distributed's default process group is initialized
     and spans exactly them before `build` is called, and so are the groups of `process_groups.py`.
     """
 

@@ -32,7 +32,7 @@ from .events import (
 )
 from .scheduler import Scheduler
 
-__all__ = ["Rehearsal", "Span", "rehearse"]
+__all__ = ["Simulation", "Span", "dry_run"]
 
 _Work: TypeAlias = RunCall | RunTrain | Publish | Load | AdmitStep | SaveCheckpoint
 
@@ -48,7 +48,7 @@ class Span:
 
 
 @dataclass
-class Rehearsal:
+class Simulation:
     """What happened.
 
     Attributes:
@@ -72,13 +72,13 @@ class Rehearsal:
         return [i for i in self.instructions if isinstance(i, SaveCheckpoint)]
 
 
-def rehearse(
+def dry_run(
     scheduler: Scheduler,
     duration_s: Callable[[_Work], float],
     *,
     after_event: Callable[[Scheduler, Event], None] | None = None,
     replace: Callable[[Event], Event] = lambda event: event,
-) -> Rehearsal:
+) -> Simulation:
     """Run `scheduler` to its end with every piece of work taking `duration_s(work)` seconds.
 
     Args:
@@ -90,26 +90,26 @@ def rehearse(
     Raises:
         StateError: The scheduler waits for nothing and is not finished.
     """
-    rehearsal, pending, count = Rehearsal(), list[tuple[float, int, _Work, float]](), 0
+    simulation, pending, count = Simulation(), list[tuple[float, int, _Work, float]](), 0
     instructions = scheduler.start(0.0)
     while True:
-        rehearsal.instructions += instructions
+        simulation.instructions += instructions
         for instruction in instructions:
             if isinstance(instruction, _Work):
                 count += 1
-                now_s = rehearsal.end_s
+                now_s = simulation.end_s
                 end_s = now_s + duration_s(instruction)
                 heapq.heappush(pending, (end_s, count, instruction, now_s))
         if any(isinstance(i, Finished | Abort) for i in instructions):
-            return rehearsal
+            return simulation
         if not pending:
             raise StateError(f"nothing is pending\n{scheduler.describe()}", scheduler.story())
         end_s, _, work, start_s = heapq.heappop(pending)
-        rehearsal.end_s = end_s
+        simulation.end_s = end_s
         event = replace(_event(work, end_s))
         if isinstance(event, TaskDone):
             versions = work.versions if isinstance(work, RunCall | RunTrain) else ()
-            rehearsal.spans.append(Span(event.task, start_s, end_s, versions))
+            simulation.spans.append(Span(event.task, start_s, end_s, versions))
         instructions = scheduler.handle(event)
         if after_event is not None:
             after_event(scheduler, event)

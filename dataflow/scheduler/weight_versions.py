@@ -159,12 +159,12 @@ class Weights:
     def published(self, task: Publish) -> tuple[list[Task], list[DropSnapshot]]:
         """A snapshot is there: replicas may load it, and training may overwrite the original."""
         del self.publishing[task.role]
-        takers = [r for r in self.replicas(task.role) if self._wanted(r, task.version)]
+        receivers = [r for r in self.replicas(task.role) if self._wanted(r, task.version)]
         ready = self._retry_trains(self.home(task.role))
-        if not takers:
+        if not receivers:
             return ready, [DropSnapshot(task.role, task.version)]
-        self.snapshots[task.role][task.version] = {replica.group for replica in takers}
-        for replica in takers:
+        self.snapshots[task.role][task.version] = {replica.group for replica in receivers}
+        for replica in receivers:
             ready += self._load(replica)
         return ready, []
 

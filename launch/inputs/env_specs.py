@@ -112,10 +112,10 @@ def refuse_scaled_fitness(graph: Graph, spec: EnvTaskSpec | GameTaskSpec) -> Non
         and node.method == ActorCritic.inherit.__name__
         for node in graph.nodes
     )
-    if compares and isinstance(spec, EnvTaskSpec) and spec.normalisation.rewards:
+    if compares and isinstance(spec, EnvTaskSpec) and spec.normalization.rewards:
         raise ConfigError(
             f"{graph.name} compares what its members have earned, and every group of environments "
-            "scales rewards by what it has seen itself\n    set task.normalisation.rewards=false"
+            "scales rewards by what it has seen itself\n    set task.normalization.rewards=false"
         )
 
 

@@ -83,11 +83,11 @@ def check_layouts(plan: Plan, graph: Graph, config: RunConfig, where: str) -> No
         engine = runs_on(config, graph, node)
         problem = None if layout is None else not_run(layout, engine)
         if problem is not None:
-            mend = f"plan for it: plan.engine={engine}"
+            fix = f"plan for it: plan.engine={engine}"
             if engine != "torch":
-                mend = f"pin its layout (plan.pins.layouts.{node.name})"
+                fix = f"pin its layout (plan.pins.layouts.{node.name})"
             raise PlanError(
-                f"{where}: node '{node.name}' has layout {layout}, but {problem}\n    {mend}"
+                f"{where}: node '{node.name}' has layout {layout}, but {problem}\n    {fix}"
             )
 
 

@@ -153,14 +153,14 @@ def _check_dtypes(
                 continue
             known = ", ".join(device.flops_per_s)
             if named.get(role) is None:
-                key, mend = "model", f"set model.dtype={next(iter(device.flops_per_s))}"
-                mend += ", or choose model=tiny" if "float32" in device.flops_per_s else ""
+                key, fix = "model", f"set model.dtype={next(iter(device.flops_per_s))}"
+                fix += ", or choose model=tiny" if "float32" in device.flops_per_s else ""
             else:
-                key, mend = f"plan.models.{role}", f"choose a model in {known}"
+                key, fix = f"plan.models.{role}", f"choose a model in {known}"
             raise ConfigError(
                 f"'{key}': {model.name or 'the model'} of role '{role}' computes in {model.dtype}, "
                 f"but device '{device.name}' of cluster '{cluster.name}' has flops_per_s for "
-                f"{known} only\n    {mend}; or plan for another cluster"
+                f"{known} only\n    {fix}; or plan for another cluster"
             )
 
 

@@ -1,6 +1,6 @@
 """Links between ranks: how long a message takes, how long a sum over all ranks.
 
-Neighbours (0 and 1, 2 and 3, ...) send to each other all at once, because a link's figure is what
+Neighbors (0 and 1, 2 and 3, ...) send to each other all at once, because a link's figure is what
 one device gets while all of them use it. From a short and a long message follow latency and
 bandwidth, from a short and a long sum what collectives reach of them.
 """

@@ -111,13 +111,13 @@ class Together:
         """Seconds of `body` from when all ranks are ready."""
         if not self._alone:
             dist.barrier()
-        self._synchronise()
+        self._synchronize()
         begin = time.perf_counter()
         body()
-        self._synchronise()
+        self._synchronize()
         return time.perf_counter() - begin
 
-    def _synchronise(self) -> None:
+    def _synchronize(self) -> None:
         if self._cuda:
             torch.cuda.synchronize()
 

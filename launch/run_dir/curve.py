@@ -77,9 +77,9 @@ def _ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
-def _line(places: Sequence[tuple[float, float]], colour: str, width: float) -> str:
+def _line(places: Sequence[tuple[float, float]], color: str, width: float) -> str:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
+    return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}"/>'
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

@@ -36,7 +36,7 @@ class ProgressDisplay:
         >>> with ProgressDisplay("grpo", num_steps=200) as display:
         ...     for result in engine.run(sources, num_steps=200):
         ...         display.update(result.step, num_samples=128, values={"reward": 0.5})
-        ...     display.summarise({"accuracy": "0.12 -> 0.61"})
+        ...     display.summarize({"accuracy": "0.12 -> 0.61"})
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ProgressDisplay:
             self._said_s = now_s
             self._say(f"{self.title} {self.num_done}/{self.num_steps}  {status}")
 
-    def summarise(self, values: Mapping[str, float | str]) -> None:
+    def summarize(self, values: Mapping[str, float | str]) -> None:
         """Say in one line what came out."""
         took = format_duration(self._clock() - self._started_s)
         self._say(

@@ -32,7 +32,7 @@ from .env_evaluation import EnvEvaluator, env_actors
 from .evaluation import Evaluator, Measured
 from .export import combined_sha256, export_roles
 from .job import Job
-from .mismatch_guard import AgreementGuard
+from .mismatch_guard import MismatchGuard
 from .prediction_check import node_seconds
 from .stages import Stage
 from .worker_specs import Results, worker_specs
@@ -153,7 +153,7 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
             checkpoint_every=config.checkpoint_every,
             checkpoints=store,
         )
-        guard = AgreementGuard(config.agreement)
+        guard = MismatchGuard(config.mismatch)
         for result in _timed(steps, stage, outcome):
             logs.write(result, outcome)
             guard.check(result)

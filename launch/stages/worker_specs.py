@@ -27,7 +27,7 @@ from ...workers.models.spec import ModelSpec
 from ...workers.rewards.mixture import TASK_REWARDS
 from ...workers.rewards.process_reward import TorchProcessRewardSpec
 from ...workers.rollout.split_policy import SplitPolicySpec
-from ...workers.training.logprob_mismatch import AgreementLimits
+from ...workers.training.logprob_mismatch import MismatchLimits
 from ..inputs.compose import load_object
 from ..inputs.data import Data, task_spec_of
 from ..inputs.env_specs import ENV_SPECS, FILLED_IN, NETWORKS, env_worker, perceptron_spec
@@ -49,7 +49,7 @@ _OURS = {
     "model",
     "eos_token_id",
     "optimizer",
-    "agreement",
+    "mismatch",
     "task",
     "tokenizer",
     "task_fingerprint",
@@ -275,9 +275,9 @@ def _spec(
         options["tokenizer"] = data.tokenizer_spec
     if plan.worker != "policy":
         return spec(**options)
-    judged = config.agreement
-    limits = AgreementLimits(every=judged.every, stop_above=judged.stop_above)
-    made = spec(**options, eos_token_id=data.tokenizer.eos_id, agreement=limits)
+    judged = config.mismatch
+    limits = MismatchLimits(every=judged.every, stop_above=judged.stop_above)
+    made = spec(**options, eos_token_id=data.tokenizer.eos_id, mismatch=limits)
     rollout = _rollout(config)
     if rollout is None:
         return made

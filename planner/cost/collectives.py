@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Links(NamedTuple):
-    """What a mesh's links give a program. `stride` below is the distance of neighbouring ranks.
+    """What a mesh's links give a program. `stride` below is the distance of neighboring ranks.
 
     Ranks are devices 0, stride, 2 stride, ... of a block, so a node holds `node_size // stride` of
     them.

@@ -11,7 +11,7 @@ queries. Sharded states: Rajbhandari et al. 2020, "ZeRO: memory optimizations to
 trillion parameter models", section 5. Micro-batches in flight: Narayanan et al. 2021, "Efficient
 large-scale language model training on GPU clusters using Megatron-LM", section 2.2 (1F1B).
 
-Attention is taken to be fused: no scores are kept. `attention="plain"` adds them. Not modelled:
+Attention is taken to be fused: no scores are kept. `attention="plain"` adds them. Not modeled:
 buffers inside libraries and fragmentation (`DeviceSpec.reserved_bytes` is for them).
 """
 

@@ -1,7 +1,7 @@
 """What this project's own torch engine holds at its peak, from a call's sizes alone.
 
 The engine keeps all weights, gradients and Adam moments whole on every rank and computes
-micro-batches of packed tokens without padding. What is modelled, and found by listing every
+micro-batches of packed tokens without padding. What is modeled, and found by listing every
 tensor alive at the peak of real calls on a CPU:
 
 - Training keeps, per layer, the tensors named in `_Sizes`; the last layer's feed-forward runs only
@@ -11,8 +11,8 @@ tensor alive at the peak of real calls on a CPU:
 - Generation holds the cache of all rows of a wave at their greatest length. A row that ends leaves
   the batch when a fifth of the rows has ended; the old and the smaller cache then exist together.
 
-Prompts shared by neighbouring rows are packed once where that saves a fifth of the tokens. Not
-modelled: architectures that run through the Hugging Face forward, and buffers inside libraries.
+Prompts shared by neighboring rows are packed once where that saves a fifth of the tokens. Not
+modeled: architectures that run through the Hugging Face forward, and buffers inside libraries.
 
 Shapes: N packed tokens, U positions that are read, M rows of a wave.
 """
@@ -249,7 +249,7 @@ class _Sizes(NamedTuple):
     inner: int
     """One of the feed-forward's four: gate, up, the activated gate, its product with up."""
     norm: int
-    """Saved by a norm: its input and the normalised input (float32), its output."""
+    """Saved by a norm: its input and the normalized input (float32), its output."""
 
 
 def _sizes(shape: ModelShape) -> _Sizes:

@@ -74,5 +74,5 @@ class Mesh:
         return self.cluster.between
 
     def link(self, ranks: int) -> LinkSpec:
-        """The slowest link inside a block of `ranks` neighbouring devices."""
+        """The slowest link inside a block of `ranks` neighboring devices."""
         return self.within if ranks <= self.node_size else self.between

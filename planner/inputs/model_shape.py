@@ -52,7 +52,7 @@ class ModelShape(BaseModel):
     qkv_bias: bool = False
     """Whether query, key and value projections have biases."""
     qk_norm: bool = False
-    """Whether every head's query and key are normalised."""
+    """Whether every head's query and key are normalized."""
     num_experts: int = Field(default=0, ge=0)
     """Experts per layer; 0 for a dense model."""
     experts_per_token: int = Field(default=0, ge=0)

@@ -61,7 +61,7 @@ def critical_path(
     Args:
         graph: The step.
         placement: Where its nodes run.
-        spans: All tasks of a rehearsal, in the order in which they ended.
+        spans: All tasks of a simulation, in the order in which they ended.
         from_s: A moment since when steps repeat each other.
         until_s: The moment a much later step was complete.
         step_time_s: Seconds per step.

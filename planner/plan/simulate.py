@@ -19,7 +19,7 @@ from ...dataflow.runtime.spans import TaskSpan
 from ...dataflow.scheduler.events import NodeTask, RunCall, RunTrain
 from ...dataflow.scheduler.schedule import Schedule
 from ...dataflow.scheduler.scheduler import Scheduler
-from ...dataflow.scheduler.simulate import Span, rehearse
+from ...dataflow.scheduler.simulate import Span, dry_run
 from .critical_path import PathItem, critical_path
 from .plan import Plan
 
@@ -166,7 +166,7 @@ def _play(
     def duration_s(work: object) -> float:
         return durations_s.get(work.node, 0.0) if isinstance(work, RunCall | RunTrain) else 0.0
 
-    spans = rehearse(scheduler, duration_s).spans
+    spans = dry_run(scheduler, duration_s).spans
     return spans, _completed(spans, played)[:num_steps]
 
 

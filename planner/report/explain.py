@@ -170,7 +170,7 @@ def _bar(
 ) -> str:
     """One line of a timeline: in each column the call that takes most of it, "." where none does.
 
-    A call that takes less than a column has one all the same, if its neighbour can spare it.
+    A call that takes less than a column has one all the same, if its neighbor can spare it.
     """
     width_s = (simulation.end_s - simulation.start_s) / _COLUMNS
     owner: list[int | None] = [None] * _COLUMNS

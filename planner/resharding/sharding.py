@@ -230,7 +230,7 @@ def shard(
 
     - tp cuts query, key, value, gate and up projections, embedding and head by rows, output and
       down projections by columns; norms and routers are whole everywhere. With more ranks than
-      key-value heads, neighbouring ranks share a head.
+      key-value heads, neighboring ranks share a head.
     - pp gives each stage a run of layers, the first the embedding, the last norm and head.
     - ep deals experts in runs to the dp ranks `dp % ep`.
     - `zero=3` cuts what a rank would hold once more, by rows, over its dp ranks, as

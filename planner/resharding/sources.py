@@ -221,8 +221,8 @@ class _Chooser:
                 self._send(part, source, first, round_)
             for receiver in devices:
                 if receiver != first:
-                    giver = self._source(part, near_holders, (first, round_), far=False)
-                    self._send(part, giver[0], receiver, giver[1])
+                    sender = self._source(part, near_holders, (first, round_), far=False)
+                    self._send(part, sender[0], receiver, sender[1])
 
     def _source(
         self, part: _Part, holders: Sequence[int], landed: tuple[int, int], *, far: bool

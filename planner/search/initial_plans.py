@@ -77,15 +77,15 @@ def improved(branch: Branch, found: Found, check: Callable[[], None]) -> Iterato
 def _moves(pools: Sequence[Pool], allocation: tuple[Index, ...]) -> list[tuple[Index, ...]]:
     """Allocations in which one group gave devices of one pool to another."""
     moves: list[tuple[Index, ...]] = []
-    for giver, taker in permutations(range(len(allocation)), 2):
+    for sender, receiver in permutations(range(len(allocation)), 2):
         for k, pool in enumerate(pools):
             for amount in _amounts(pool):
-                given = _position(pool, pool.sizes[allocation[giver][k]] - amount)
-                taken = _position(pool, pool.sizes[allocation[taker][k]] + amount)
+                given = _position(pool, pool.sizes[allocation[sender][k]] - amount)
+                taken = _position(pool, pool.sizes[allocation[receiver][k]] + amount)
                 if given is None or taken is None:
                     continue
                 moved = list(allocation)
-                for group, position in ((giver, given), (taker, taken)):
+                for group, position in ((sender, given), (receiver, taken)):
                     index = list(moved[group])
                     index[k] = position
                     moved[group] = tuple(index)

@@ -95,7 +95,7 @@ def a2c(**other: Any) -> EnvPPO:
     loss = ActorCriticLoss(
         policy=ClippedPolicyLoss(entropy_coef=ENTROPY),
         value=ClippedValueLoss(eps=None, coef=VALUE),
-        normalise_advantages=False,
+        normalize_advantages=False,
     )
     options: dict[str, Any] = {"epochs": 1, "num_minibatches": 1, "gae_lambda": 1.0, "loss": loss}
     return EnvPPO(horizon=HORIZON, discount=DISCOUNT, **{**options, **other})

@@ -118,9 +118,9 @@ HALF = f64([1, -1, -1, 1, 0, 0, 0, 0])
 
 def test_rloo_is_dr_grpo_times_n_over_n_minus_one() -> None:
     close(leave_one_out(SCORES, PROMPTS), (HALF * 0.666667).tolist())
-    centred = group_advantage(SCORES, PROMPTS, divide_by_std=False)
-    close(centred, (HALF * 0.5).tolist())
-    torch.testing.assert_close(leave_one_out(SCORES, PROMPTS), centred * 4 / 3)
+    centered = group_advantage(SCORES, PROMPTS, divide_by_std=False)
+    close(centered, (HALF * 0.5).tolist())
+    torch.testing.assert_close(leave_one_out(SCORES, PROMPTS), centered * 4 / 3)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_the_kl_is_part_of_a_response_s_score() -> None:
         ("biased", [0.803007, 0.813095, 0.833271], -1.224687),
     ],
 )
-def test_reinforce_pp_normalises_returns_to_go(
+def test_reinforce_pp_normalizes_returns_to_go(
     variance: Variance, first: list[float], second: float
 ) -> None:
     mask = mask_of(3, 2)
@@ -160,11 +160,11 @@ def test_reinforce_pp_normalises_returns_to_go(
     close(whiten(to_go, mask, variance=variance), [first, [second, second, 0]])
 
 
-def test_reinforce_pp_baseline_normalises_over_tokens() -> None:
+def test_reinforce_pp_baseline_normalizes_over_tokens() -> None:
     mask = mask_of(2, 3, 1, 3)
-    centred = group_advantage(f64([1, 0, 1, 1]), torch.tensor([0, 0, 1, 1]), divide_by_std=False)
-    close(centred, [0.5, -0.5, 0, 0])
-    per_token = broadcast_over_tokens(centred, mask)
+    centered = group_advantage(f64([1, 0, 1, 1]), torch.tensor([0, 0, 1, 1]), divide_by_std=False)
+    close(centered, [0.5, -0.5, 0, 0])
+    per_token = broadcast_over_tokens(centered, mask)
     close(
         whiten(per_token, mask),
         [
@@ -213,7 +213,7 @@ def test_grpo_with_rewards_of_steps() -> None:
     close(got, [[0, 0, 0.848528, 0.848528, 0], [0, 0, 0, 1.131371, 0]])
 
 
-def test_rewards_are_added_up_before_they_are_normalised() -> None:
+def test_rewards_are_added_up_before_they_are_normalized() -> None:
     nan = math.nan
     total = combine_rewards([f64([1, nan, nan, 0]), f64([0, 1, nan, 0])], weights=[2, 1])
     torch.testing.assert_close(total, f64([2, 1, nan, 0]), equal_nan=True)
@@ -341,7 +341,7 @@ def test_cispo(floor: float, cap: float, expected: float, slope: list[list[float
     [
         ("raw", 1e-4, [0.965905, -0.965905, -0.965905, 0.965905] + [0.482953] * 3 + [-1.448858]),
         (
-            "centred",
+            "centered",
             1e-6,
             [0.999998, -0.999998, -0.999998, 0.999998] + [0.499999] * 3 + [-1.499997],
         ),

@@ -22,7 +22,7 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
-from penstock.workers.envs.normalization import Normalisation
+from penstock.workers.envs.normalization import Normalization
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
@@ -33,7 +33,7 @@ CFG = EnvPPO(horizon=24, epochs=2, num_minibatches=2)
 GRAPH = build(env_ppo_step, cfg=CFG)
 SOURCES = {"rows": EnvRowSource(4, 2)}
 CARTPOLE = EnvSpec(id="CartPole-v1")
-SCALED = EnvSpec(id="Pendulum-v1", normalisation=Normalisation(observations=True, rewards=True))
+SCALED = EnvSpec(id="Pendulum-v1", normalization=Normalization(observations=True, rewards=True))
 STEPS = 6
 
 

@@ -163,7 +163,7 @@ def test_ppo_can_whiten_rewards_keeping_their_mean() -> None:
 
 @pytest.mark.parametrize(("divide_by_std", "expected"), [(True, 0.707106), (False, 0.5)])
 def test_grpo_trains_on_the_group_advantage(divide_by_std: bool, expected: float) -> None:
-    """Scores 1 and 0 in one group: centred +-.5, unbiased deviation sqrt(.5)."""
+    """Scores 1 and 0 in one group: centered +-.5, unbiased deviation sqrt(.5)."""
     actor = ScriptedPolicy(LOG_RATIO, [True, True], [8, 8])
     cfg = GRPO(divide_by_std=divide_by_std, num_minibatches=2)
     grpo_step(PROMPTS, actor, ScriptedReward([1, 0]), cfg)

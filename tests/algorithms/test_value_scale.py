@@ -19,7 +19,7 @@ from penstock.dataflow.runtime.call_context import step_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
-from penstock.workers.envs.normalization import Normalisation, Normaliser
+from penstock.workers.envs.normalization import Normalization, Normalizer
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 
@@ -30,8 +30,8 @@ FLAGS = (
     "algorithm.cfg.loss.two_hot=true",
     "+model.architecture.value_bins=51",
     "algorithm.cfg.percentile_scaling=true",
-    "algorithm.cfg.loss.normalise_advantages=false",
-    "task.normalisation.symlog=true",
+    "algorithm.cfg.loss.normalize_advantages=false",
+    "task.normalization.symlog=true",
 )
 
 
@@ -73,7 +73,7 @@ def test_it_learns_values_of_any_scale_in_as_many_updates(bins: int | None, near
     """300 updates bring a critic over bins to 5000; one that says its value gets nowhere near."""
     actor = critic(bins)
     loss = ActorCriticLoss(
-        two_hot=bins is not None, value=ClippedValueLoss(eps=None), normalise_advantages=False
+        two_hot=bins is not None, value=ClippedValueLoss(eps=None), normalize_advantages=False
     )
     learned = batch(5000.0)
     for step in range(300):
@@ -135,7 +135,7 @@ def test_two_ways_of_scaling_advantages_exclude_each_other() -> None:
 
 
 def test_observations_are_squeezed() -> None:
-    normaliser = Normaliser(Normalisation(symlog=True), 1, 3)
-    seen: Any = normaliser.obs(np.array([[-10.0, 0.0, 100.0]], np.float32))
+    normalizer = Normalizer(Normalization(symlog=True), 1, 3)
+    seen: Any = normalizer.obs(np.array([[-10.0, 0.0, 100.0]], np.float32))
     assert seen.dtype == np.float32
     assert np.allclose(seen, [[-2.397895, 0.0, 4.615121]])

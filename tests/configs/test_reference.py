@@ -26,8 +26,8 @@ def test_every_key_of_the_reference_has_a_meaning() -> None:
 def test_what_environments_and_their_actors_take_is_in_the_reference() -> None:
     tables = {part.partition("\n")[0]: part for part in key_reference().split("\n## ")}
     for title, keys in {
-        "task (kind: gymnasium)": ("id", "backend", "masked", "normalisation", "group_size"),
-        "`task.normalisation`": ("observations", "symlog", "rewards", "discount", "clip"),
+        "task (kind: gymnasium)": ("id", "backend", "masked", "normalization", "group_size"),
+        "`task.normalization`": ("observations", "symlog", "rewards", "discount", "clip"),
         "task (kind: board_game)": ("game", "group_size"),
         "task (kind: library_game)": ("id", "backend", "options", "max_turns", "group_size"),
         "`task.game`": ("height", "gravity"),

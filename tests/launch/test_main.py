@@ -177,7 +177,7 @@ def test_a_loss_with_the_wrong_batch(penstock: Penstock, steps: str) -> None:
     assert "node 'actor.train', input 'batch': ClippedPolicyLoss reads a PolicyBatch, got" in said
 
 
-def test_lag_without_behaviour_logprobs(penstock: Penstock, steps: str) -> None:
+def test_lag_without_behavior_logprobs(penstock: Penstock, steps: str) -> None:
     words = ("algorithm=own", f"algorithm.step={steps}:lagging")
     said = refused(penstock, *words, "schedule.max_lag=1")
     assert (

@@ -69,7 +69,7 @@ def test_ranges_name_every_device_once(devices: set[int]) -> None:
     assert named == sorted(devices)
 
 
-def test_neighbours_stand_together() -> None:
+def test_neighbors_stand_together() -> None:
     assert ranges_text([0, 1, 2, 3, 7, 9, 10]) == "0-3, 7, 9-10"
 
 

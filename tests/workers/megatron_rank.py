@@ -37,7 +37,7 @@ from penstock.workers.engines.megatron_engine.policy import MegatronPolicy, Mega
 from penstock.workers.engines.megatron_engine.reward import MegatronRewardSpec
 from penstock.workers.engines.megatron_engine.value import MegatronValueSpec
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.training.logprob_mismatch import AgreementLimits, DisagreementError
+from penstock.workers.training.logprob_mismatch import MismatchError, MismatchLimits
 from torch import Tensor
 from torch_models import architecture
 
@@ -184,12 +184,12 @@ def written(part: Part) -> None:
 def disagree(part: Part) -> None:
     """All processes refuse alike to train on what another model has sampled."""
     batch = part.rows(load_batch(part.folder))  # its log-probabilities are far from the model's
-    limits = AgreementLimits(stop_above=0.01)
-    policy = part.policy("qwen2-tied", optimizer=OPTIMIZER, agreement=limits)
+    limits = MismatchLimits(stop_above=0.01)
+    policy = part.policy("qwen2-tied", optimizer=OPTIMIZER, mismatch=limits)
     part.keep("before", policy.export_weights())
     try:
         train_policy(policy, batch, behind=0)
-    except DisagreementError as error:
+    except MismatchError as error:
         said = str(error).partition(" (largest")[0]
         (part.folder / f"disagree-{part.layout}-{part.process}.txt").write_text(said)
     part.keep("after", policy.export_weights())

@@ -95,11 +95,11 @@ class DataReport:
         if self.num_rows == 0:
             raise ConfigError(f"{self.source} has no rows\n    give a file with at least one row")
         if self.num_kept == 0:
-            raise ConfigError(f"{self}\n    no row is left to use; mend the rows above")
+            raise ConfigError(f"{self}\n    no row is left to use; fix the rows above")
         if self.num_bad > max_bad_fraction * self.num_rows:
             raise ConfigError(
                 f"{self}\n    that is more than max_bad_fraction={max_bad_fraction:g} of all rows; "
-                "mend them, or raise max_bad_fraction to go on without them"
+                "fix them, or raise max_bad_fraction to go on without them"
             )
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from ...dataflow.errors import StateError, WorkerError
 from ...dataflow.graph.role import Metric
 from ...dataflow.runtime.call_context import CallKey
 from .group import EnvGroup
-from .normalization import Normalisation, Normaliser
+from .normalization import Normalization, Normalizer
 from .restarts import all_finite
 
 __all__ = ["LiveGroup"]
@@ -28,14 +28,14 @@ class LiveGroup:
     Args:
         group: The environments.
         numbers: Theirs, unique in the run.
-        normalisation: What is scaled.
+        normalization: What is scaled.
     """
 
-    def __init__(self, group: EnvGroup, numbers: list[int], normalisation: Normalisation) -> None:
+    def __init__(self, group: EnvGroup, numbers: list[int], normalization: Normalization) -> None:
         self._group = group
         self.numbers = numbers
-        self._normaliser = Normaliser(normalisation, group.num_envs, group.num_features)
-        self._scales_rewards = normalisation.rewards
+        self._normalizer = Normalizer(normalization, group.num_envs, group.num_features)
+        self._scales_rewards = normalization.rewards
         self._obs = np.zeros((group.num_envs, group.num_features), np.float32)
         self._over = np.zeros(group.num_envs, np.bool_)
         self._memory: NDArray[np.float32] | None = None  # the actor's, if it has one
@@ -57,12 +57,12 @@ class LiveGroup:
 
     def see_as(self, state: Mapping[str, Any]) -> None:
         """Scale observations as the group did that gave `state`, from now on and unchanged."""
-        self._normaliser.restore(state["normaliser"])
-        self._normaliser.frozen = True
+        self._normalizer.restore(state["normalizer"])
+        self._normalizer.frozen = True
 
     def start(self) -> None:
         """Begin the first episodes."""
-        self._obs = self._normaliser.obs(self._group.start()).copy()
+        self._obs = self._normalizer.obs(self._group.start()).copy()
 
     def check_order(self, call: CallKey) -> None:
         """Require the calls of a run one after another; step 0 begins a run.
@@ -102,7 +102,7 @@ class LiveGroup:
         )
         earned_t = np.empty_like(reward_t) if self._scales_rewards else reward_t
         broken: list[tuple[int, int]] = []
-        obs, scale, masked = self._obs, self._normaliser, group.actions.masked
+        obs, scale, masked = self._obs, self._normalizer, group.actions.masked
         valid: NDArray[np.bool_] | None = None
         memory = self._memory
         for t in range(horizon):
@@ -231,7 +231,7 @@ class LiveGroup:
 
     def moments(self) -> dict[str, Any]:
         """The part of `state` that `see_as` needs."""
-        return {"normaliser": self._normaliser.state()}
+        return {"normalizer": self._normalizer.state()}
 
     def state(self) -> dict[str, Any]:
         """All of it, as JSON."""
@@ -266,7 +266,7 @@ class LiveGroup:
         self._memory = None if memory is None else np.array(memory, np.float32)
         self._return = np.array(state["return"], np.float64)
         self._length = np.array(state["length"], np.int64)
-        self._normaliser.restore(state["normaliser"])
+        self._normalizer.restore(state["normalizer"])
         self._group.restore(state["envs"])
 
     def close(self) -> None:

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from ...dataflow.errors import ConfigError
 from ...dataflow.option_checks import check_range
 
-__all__ = ["Moments", "Normalisation", "Normaliser"]
+__all__ = ["Moments", "Normalization", "Normalizer"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Normalisation:
+class Normalization:
     """What is scaled, and how far it may go."""
 
     observations: bool = False
@@ -81,7 +81,7 @@ class Moments:
         self.count = float(state["count"])
 
 
-class Normaliser:
+class Normalizer:
     """Scales what a group shows.
 
     Args:
@@ -96,7 +96,7 @@ class Normaliser:
         ConfigError: If `options.start` holds no environments, or such of other observations.
     """
 
-    def __init__(self, options: Normalisation, num_envs: int, num_features: int) -> None:
+    def __init__(self, options: Normalization, num_envs: int, num_features: int) -> None:
         self.frozen = False
         self._options = options
         self._obs = Moments(num_features)
@@ -109,15 +109,15 @@ class Normaliser:
         files = sorted(folder.glob("group-*.json"))
         if not files:
             raise ConfigError(
-                f"'task.normalisation.start': '{folder}' holds no environments\n    give the "
+                f"'task.normalization.start': '{folder}' holds no environments\n    give the "
                 "folder of the role in a checkpoint, as runs/ID/checkpoints/step-N/env"
             )
         for number, file in enumerate(files):
-            state = json.loads(file.read_text())["normaliser"]
+            state = json.loads(file.read_text())["normalizer"]
             width = len(state["obs"]["mean"])
             if width != num_features:
                 raise ConfigError(
-                    f"'task.normalisation.start': environments in '{folder}' show {width} numbers, "
+                    f"'task.normalization.start': environments in '{folder}' show {width} numbers, "
                     f"and here {num_features}\n    use the task that was trained on there"
                 )
             for own, name, size in ((self._obs, "obs", width), (self._returns, "returns", 1)):

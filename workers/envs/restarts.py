@@ -59,7 +59,7 @@ class Restarts:
     Args:
         alarm: Limits the time of every call; entered by whoever makes them.
         max_restarts: How many failures may be made good before `failures` is cleared.
-        advice: What else would mend it, as lines of a message.
+        advice: What else would fix it, as lines of a message.
 
     Attributes:
         failures: See `EnvGroup.failures`.

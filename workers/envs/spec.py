@@ -16,7 +16,7 @@ from .alarm import StepAlarm
 from .group import EnvGroup, env_seed
 from .loop import LoopGroup
 from .native import NativeGroup
-from .normalization import Normalisation
+from .normalization import Normalization
 from .pool import PoolGroup, pool_spaces
 from .restarts import described
 from .spaces import action_space, num_features
@@ -43,7 +43,7 @@ class EnvSpec:
     masked: bool = False
     """Whether it says which choices are allowed: `info["action_mask"]`, or a method
     `action_masks`; of EnvPool also `info["legal_action_mask"]`."""
-    normalisation: Normalisation = Normalisation()
+    normalization: Normalization = Normalization()
     """What is scaled by running moments."""
     step_limit_s: float | None = 10.0
     """Longest time of one step; an environment that takes longer is restarted. None for no limit

@@ -15,7 +15,7 @@ from typing import Any
 from ...dataflow.option_checks import check_range
 from ..data.row_report import DataReport
 from ..data.task import PATIENCE, TaskSpec, VerifierSpec
-from .normalization import Normaliser
+from .normalization import Normalizer
 from .spec import EnvSpec
 
 __all__ = ["EnvTask", "EnvTaskSpec"]
@@ -47,7 +47,7 @@ class EnvTaskSpec(EnvSpec):
             ConfigError: If there is no such environment, no actor can act in it, or it is not what
                 moments to begin with are of.
         """
-        Normaliser(self.normalisation, 1, self.spaces()[0])
+        Normalizer(self.normalization, 1, self.spaces()[0])
         return EnvTask(self.id, self)
 
 

@@ -140,12 +140,12 @@ class EnvWorker(Env):
         spec, context = self.spec.env, self.context
         made = spec.group(number, numbers, context.seed, f"{context.role}/held-out", self._alarm)
         with closed_on_error(made.close):
-            live = LiveGroup(made, numbers, replace(spec.normalisation, rewards=False))
+            live = LiveGroup(made, numbers, replace(spec.normalization, rewards=False))
             if number in self._live:
                 live.see_as(self._live[number].moments())
             elif number in self._saved:
                 live.see_as(self._saved[number])
-            elif spec.normalisation.start is not None:
+            elif spec.normalization.start is not None:
                 live.see_as(live.moments())
             live.start()
         return live
@@ -172,7 +172,7 @@ class EnvWorker(Env):
                 number, numbers, self.context.seed, self.context.role, self._alarm
             )
             with closed_on_error(made.close):
-                live = LiveGroup(made, numbers, self.spec.env.normalisation)
+                live = LiveGroup(made, numbers, self.spec.env.normalization)
                 if number in self._saved:
                     live.restore(self._saved[number])
                 else:

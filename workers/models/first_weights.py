@@ -16,7 +16,7 @@ __all__ = ["model_source"]
 
 
 class _Trunk:
-    """A folder that holds a trunk without a head, whose names lack the model's own prefix."""
+    """A folder that holds a backbone without a head, whose names lack the model's own prefix."""
 
     _PREFIX = "model."
 

@@ -1,6 +1,6 @@
 """Models as data: which architecture, which weights, which precision.
 
-A `ModelSpec` is picklable and builds the same weights wherever it is built: initialisation runs on
+A `ModelSpec` is picklable and builds the same weights wherever it is built: initialization runs on
 the CPU in float32 from the spec's own seed and is cast and moved afterwards. Nothing here reaches
 for a network, and weights are read from safetensors only.
 """
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _HEAD_FILE = "head.safetensors"
-"""Where a value or reward model keeps its head, beside the trunk's own files."""
+"""Where a value or reward model keeps its head, beside the backbone's own files."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -82,16 +82,16 @@ class ModelSpec:
             FileNotFoundError: If `folder` is not a folder with a config.json.
         """
         if self.folder is None:
-            model = self._initialised()
+            model = self._initialized()
         else:
             auto: Any = transformers.AutoModelForCausalLM
             model = self._loaded(auto)
         return self._placed(model, device)
 
-    def trunk(self, device: str) -> transformers.PreTrainedModel:
+    def backbone(self, device: str) -> transformers.PreTrainedModel:
         """The same model without its language-model head: token ids to hidden states."""
         if self.folder is None:
-            model = self._initialised().base_model
+            model = self._initialized().base_model
         else:
             model = self._loaded(transformers.AutoModel)
         return self._placed(model, device)
@@ -111,7 +111,7 @@ class ModelSpec:
             kinds.setdefault(token, None)  # the defaults name tokens of the original vocabulary
         return transformers.AutoConfig.for_model(kinds.pop("model_type"), **kinds)
 
-    def _initialised(self) -> Any:
+    def _initialized(self) -> Any:
         config = self.config
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.init_seed)
@@ -138,12 +138,12 @@ class ModelSpec:
 
 
 class ValueNetwork(nn.Module):
-    """A trunk with one value per token on top."""
+    """A backbone with one value per token on top."""
 
-    def __init__(self, trunk: nn.Module, hidden_size: int, *, zero_init: bool) -> None:
+    def __init__(self, backbone: nn.Module, hidden_size: int, *, zero_init: bool) -> None:
         super().__init__()
-        reference = next(trunk.parameters())
-        self.model = trunk
+        reference = next(backbone.parameters())
+        self.model = backbone
         self.value_head = nn.Linear(hidden_size, 1).to(reference.device, reference.dtype)
         if zero_init:
             nn.init.zeros_(self.value_head.weight)
@@ -151,12 +151,12 @@ class ValueNetwork(nn.Module):
 
 
 class ScoreNetwork(nn.Module):
-    """A trunk with one score per sequence on top."""
+    """A backbone with one score per sequence on top."""
 
-    def __init__(self, trunk: nn.Module, hidden_size: int) -> None:
+    def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
         super().__init__()
-        reference = next(trunk.parameters())
-        self.model = trunk
+        reference = next(backbone.parameters())
+        self.model = backbone
         self.score = nn.Linear(hidden_size, 1).to(reference.device, reference.dtype)
         _init_score_head(self.score)
 
@@ -182,10 +182,10 @@ def seeded_heads(seed: int, role: str) -> Generator[None]:
         yield
 
 
-def save_headed(folder: Path, trunk: Any, head: nn.Linear, name: str) -> None:
-    """Write a trunk in Hugging Face's layout and its head as `head.safetensors`."""
+def save_headed(folder: Path, backbone: Any, head: nn.Linear, name: str) -> None:
+    """Write a backbone in Hugging Face's layout and its head as `head.safetensors`."""
     with quiet_transformers():
-        trunk.save_pretrained(folder)
+        backbone.save_pretrained(folder)
     write_tensors(folder / _HEAD_FILE, {f"{name}.weight": head.weight, f"{name}.bias": head.bias})
 
 
@@ -203,7 +203,7 @@ def load_head(head: nn.Linear, folder: str | None, name: str) -> None:
 
 @contextmanager
 def quiet_transformers() -> Generator[None]:
-    """Hide progress bars, and the load report that a trunk without its head always gives."""
+    """Hide progress bars, and the load report that a backbone without its head always gives."""
     logging: Any = transformers.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -1,7 +1,7 @@
 """A reward model that scores every step of a response: a `ProcessReward`.
 
 A step ends at a token whose text holds the delimiter, and at the response's last token. The model
-is one that scores whole responses, as reward modelling trains it, or one trained on labels of
+is one that scores whole responses, as reward modeling trains it, or one trained on labels of
 steps; it is asked about what came up to each step's end.
 """
 
@@ -30,7 +30,7 @@ class TorchProcessRewardSpec:
     """Recipe for a `TorchProcessReward`."""
 
     model: ModelSpec
-    """A folder that a reward model was saved to; else the trunk, under a new head."""
+    """A folder that a reward model was saved to; else the backbone, under a new head."""
     tokenizer: TokenizerSpec
     """The policy's tokenizer."""
     delimiter: str = "\n"
@@ -58,12 +58,12 @@ class TorchProcessReward(TorchWorker, ProcessReward):
     """
 
     def __init__(self, spec: TorchProcessRewardSpec, context: WorkerContext) -> None:
-        trunk = spec.model.trunk(context.device)
+        backbone = spec.model.backbone(context.device)
         with seeded_heads(context.seed, context.role):
-            module = ScoreNetwork(trunk, trunk.config.hidden_size)
+            module = ScoreNetwork(backbone, backbone.config.hidden_size)
         load_head(module.score, spec.model.folder, "score")
         self.module = module
-        network = make_network(module, trunk, module.score)
+        network = make_network(module, backbone, module.score)
         super().__init__(context, network, None, spec.micro_batch_tokens)
         self._sigmoid = spec.sigmoid
         self._tokenizer = spec.tokenizer.build()

@@ -182,7 +182,7 @@ def _import(reference: str, place: str) -> ModuleType:
     except Exception as error:
         raise ConfigError(
             f"reward '{reference}': importing {place} fails {_blame(error)}\n"
-            "    mend the module; it is imported before the run starts"
+            "    fix the module; it is imported before the run starts"
         ) from error
 
 

@@ -1,6 +1,6 @@
 """All weights of a model in one flat buffer, and how they are named, hashed and written.
 
-The module's parameters become views of the buffer, with chosen neighbours (query, key and value
+The module's parameters become views of the buffer, with chosen neighbors (query, key and value
 projections) adjacent, so that a fused weight is a view too and costs no copy at any weight
 version. Gradients live in a second buffer of the same layout: clipping, reduction over ranks and
 the optimizer each touch one tensor.
@@ -133,7 +133,7 @@ class FlatParameters:
 
 
 def _runs(parameters: Mapping[str, Tensor], fused: Iterable[tuple[str, ...]]) -> list[list[str]]:
-    """Parameter names in buffer order, neighbours together."""
+    """Parameter names in buffer order, neighbors together."""
     together = {name: names for names in fused for name in names}
     runs: list[list[str]] = []
     placed: set[str] = set()

@@ -20,7 +20,7 @@ from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from .data_parallel import RankGroup
 
-__all__ = ["ROLLOUT_K3", "Agreement", "AgreementLimits", "DisagreementError", "check_agreement"]
+__all__ = ["ROLLOUT_K3", "Mismatch", "MismatchLimits", "MismatchError", "check_mismatch"]
 
 ROLLOUT_K3 = "rollout_k3"
 """Metric: KL(rollout || trainer) by the k3 estimator, nats per token."""
@@ -29,12 +29,12 @@ _LARGEST, _SIZE = "rollout_logprob_max_diff", "rollout_ess"
 _MOST = 20.0  # a log-ratio beyond which the exponential says nothing
 
 
-class DisagreementError(PenstockError):
+class MismatchError(PenstockError):
     """What samples and what trains say different things of the same tokens on the same weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgreementLimits:
+class MismatchLimits:
     """When the two are compared, and how far apart they may be."""
 
     every: int = 1
@@ -47,7 +47,7 @@ class AgreementLimits:
         check_range(self, "stop_above", at_least=0)
 
 
-class Agreement:
+class Mismatch:
     """Sums over one minibatch; w is the trainer's over the rollout's probability of a token.
 
     Args:
@@ -103,29 +103,29 @@ class Agreement:
         }
 
 
-def check_agreement(
-    found: dict[str, Metric], limits: AgreementLimits, role: str, step: int, behind: int | None
+def check_mismatch(
+    found: dict[str, Metric], limits: MismatchLimits, role: str, step: int, behind: int | None
 ) -> None:
     """Refuse to train on what another model must have sampled.
 
     Args:
-        found: From `Agreement.metrics`.
+        found: From `Mismatch.metrics`.
         limits: How far apart the engines may be.
         role: What is trained.
         step: Of the run.
         behind: See `call_behind`; only 0 is judged.
 
     Raises:
-        DisagreementError: If the divergence is above `limits.stop_above`, or not a number.
+        MismatchError: If the divergence is above `limits.stop_above`, or not a number.
     """
     if not found or behind != 0 or limits.stop_above is None:
         return
     k3, largest, size = (found[name].value for name in (ROLLOUT_K3, _LARGEST, _SIZE))
     if not k3 <= limits.stop_above:
-        raise DisagreementError(
+        raise MismatchError(
             f"step {step}: '{role}' and what sampled for it disagree by {k3:.3g} nats per token on "
             f"the same weights (largest difference {largest:.3g}, effective sample size "
-            f"{size:.3g}); agreement.stop_above is {limits.stop_above:g}. Nothing was updated\n"
+            f"{size:.3g}); mismatch.stop_above is {limits.stop_above:g}. Nothing was updated\n"
             "    compare dtypes and kernels of the two engines, or set a correction "
             "(algorithm.cfg.correction)"
         )

@@ -3,7 +3,7 @@
 A batch is a frozen dataclass of columns whose first axis counts rows. Minibatches are drawn from
 the global rows (or groups) by a shuffle that depends on the call alone; every rank computes the
 same shuffle and takes the rows it holds. Within a minibatch rows keep their order, so that rows of
-one prompt stay neighbours.
+one prompt stay neighbors.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from ...algorithms.roles.language import PolicyOutput, TrainMetrics
 from ...dataflow.graph.role import Loss, Metric, add_metrics
 from ...dataflow.runtime.call_context import call_key
 from ...dataflow.runtime.worker_protocol import WorkerContext
-from .logprob_mismatch import AgreementLimits
+from .logprob_mismatch import MismatchLimits
 from .trainer import Forward, TrainLoop
 
 __all__ = [
@@ -117,7 +117,7 @@ def train_call(
     batch: B,
     epochs: int,
     num_minibatches: int,
-    limits: AgreementLimits | None,
+    limits: MismatchLimits | None,
 ) -> TrainMetrics:
     """Train in the call being served.
 

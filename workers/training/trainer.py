@@ -22,7 +22,7 @@ from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..rollout.sampling import stream_generator
 from .data_parallel import RankGroup, rank_group
 from .flat_parameters import FlatParameters
-from .logprob_mismatch import Agreement, AgreementLimits, check_agreement
+from .logprob_mismatch import Mismatch, MismatchLimits, check_mismatch
 from .microbatch import Minibatches, columns, micro_batches, on_device, take_rows
 from .optimizer import AdamW, OptimizerSpec
 
@@ -80,7 +80,7 @@ class TrainLoop(Generic[O]):
         self._device = device
         self._group = rank_group(context, device)
         self._holders = self._group  # whose parts of a batch, put together, are the batch
-        self._agreement: Agreement | None = None
+        self._mismatch: Mismatch | None = None
         self._compared = False
         self.calls = 0
 
@@ -93,13 +93,13 @@ class TrainLoop(Generic[O]):
         epochs: int,
         num_minibatches: int,
         key: CallKey,
-        limits: AgreementLimits | None = None,
+        limits: MismatchLimits | None = None,
     ) -> TrainMetrics:
         """Take `epochs * num_minibatches` steps on this rank's part of a batch.
 
         Raises:
             ValueError: If the batch cannot be cut as asked.
-            DisagreementError: If another model must have sampled it; nothing has been changed.
+            MismatchError: If another model must have sampled it; nothing has been changed.
             FloatingPointError: If a gradient is not finite.
         """
         if epochs < 1:
@@ -110,9 +110,9 @@ class TrainLoop(Generic[O]):
             self._restart()
         sums = Sums()
         norms: list[float] = []
-        limits = limits or AgreementLimits()
+        limits = limits or MismatchLimits()
         if not self._compared or key.step % limits.every == 0:
-            self._agreement = Agreement(self._context, self._device)
+            self._mismatch = Mismatch(self._context, self._device)
         agreed: dict[str, Metric] = {}
         for epoch in range(epochs):
             random = stream_generator(
@@ -149,14 +149,14 @@ class TrainLoop(Generic[O]):
             }
         )
 
-    def _end_comparing(self, key: CallKey, limits: AgreementLimits) -> dict[str, Metric]:
+    def _end_comparing(self, key: CallKey, limits: MismatchLimits) -> dict[str, Metric]:
         """What the minibatch just looked at says of its sampler; refuses one that disagrees."""
-        if self._agreement is None:
+        if self._mismatch is None:
             return {}
-        found = self._agreement.metrics()
-        self._agreement = None
+        found = self._mismatch.metrics()
+        self._mismatch = None
         self._compared = True
-        check_agreement(found, limits, self._context.role, key.step, call_behind())
+        check_mismatch(found, limits, self._context.role, key.step, call_behind())
         return found
 
     def _gradient(
@@ -170,8 +170,8 @@ class TrainLoop(Generic[O]):
     ) -> Tensor:
         """What some rows contribute to the minibatch's loss; adds its numbers to `sums`."""
         output = forward(micro, loss.needs_entropy)
-        if self._agreement is not None:
-            self._agreement.add(output, micro)
+        if self._mismatch is not None:
+            self._mismatch.add(output, micro)
         result: LossSum = loss(output, micro, totals)
         sums.add("loss", result.total, torch.ones((), device=self._device))
         for name, (total, weight) in result.metrics.items():

@@ -1,9 +1,9 @@
 """Packets of weights between the processes of two groups, by torch.distributed, point to point.
 
-A packet stays with the process that made it, and threads give it to whoever asks: the taker may be
-busy with older weights for long, or is started again and asks once more. Each pair of groups has
-a process group of its own, the givers first, so that neither side's other messages are in the way.
-Packets lie in host memory, and travel bucket by bucket over gloo.
+A packet stays with the process that made it, and threads give it to whoever asks: the receiver
+may be busy with older weights for long, or is started again and asks once more. Each pair of
+groups has a process group of its own, the senders first, so that neither side's other messages
+are in the way. Packets lie in host memory, and travel bucket by bucket over gloo.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .p2p_link import Clock, Link, Op
 from .packets import Packet
 from .version_tracker import WeightsError
 
-__all__ = ["Kept", "Mail", "Route", "Shelf", "Store"]
+__all__ = ["Kept", "PacketServer", "Route", "Outbox", "Store"]
 
 _UNBOUNDED = timedelta(days=3650)
 """For the thread that waits for questions, as a server does; every answer has a deadline."""
@@ -41,14 +41,14 @@ class Route:
     """Between which groups, and which of their processes.
 
     Attributes:
-        givers: The group that gives.
-        takers: The group that takes.
-        from_processes: Those of rank 0 of the givers, which export for all.
-        to_processes: All of the takers.
+        senders: The group that gives.
+        receivers: The group that takes.
+        from_processes: Those of rank 0 of the senders, which export for all.
+        to_processes: All of the receivers.
     """
 
-    givers: str
-    takers: str
+    senders: str
+    receivers: str
     from_processes: tuple[int, ...]
     to_processes: tuple[int, ...]
 
@@ -58,8 +58,8 @@ class Route:
         return len(self.from_processes) + len(self.to_processes)
 
     def number(self, group: str, process: int) -> int:
-        """A process's number on the route: givers come first."""
-        if group == self.givers:
+        """A process's number on the route: senders come first."""
+        if group == self.senders:
             return self.from_processes.index(process)
         return len(self.from_processes) + self.to_processes.index(process)
 
@@ -72,16 +72,16 @@ class Kept:
         group: Of the process.
         process: Its number there.
         key: Of the packets, in this process.
-        takers: (group, process) of all for whom there is one.
+        receivers: (group, process) of all for whom there is one.
     """
 
     group: str
     process: int
     key: int
-    takers: frozenset[tuple[str, int]]
+    receivers: frozenset[tuple[str, int]]
 
 
-class Shelf:
+class Outbox:
     """The packets that a process has ready, until nobody can ask for them any more."""
 
     def __init__(self) -> None:
@@ -89,14 +89,14 @@ class Shelf:
         self._keys = itertools.count(1)
 
     def put(self, packets: Mapping[tuple[str, int], Packet]) -> int:
-        """Keep packets, by taker; the key to ask for them."""
+        """Keep packets, by receiver; the key to ask for them."""
         key = next(self._keys)
         self._packets[key] = packets
         return key
 
-    def find(self, key: int, taker: tuple[str, int]) -> Packet | None:
-        """The packet of a taker; None if it is not there, or no more."""
-        return self._packets.get(key, {}).get(taker)
+    def find(self, key: int, receiver: tuple[str, int]) -> Packet | None:
+        """The packet of a receiver; None if it is not there, or no more."""
+        return self._packets.get(key, {}).get(receiver)
 
     def drop(self, key: int) -> None:
         """Nobody will ask for these again."""
@@ -106,7 +106,7 @@ class Shelf:
         return len(self._packets)
 
 
-class Mail:
+class PacketServer:
     """A process's end of a route.
 
     Args:
@@ -131,35 +131,35 @@ class Mail:
             store, number, route.num_processes, timedelta(seconds=start_s)
         )
 
-    def serve(self, shelf: Shelf) -> None:
-        """Give packets to whoever asks, by a thread for each taker that ends when it is gone."""
+    def serve(self, outbox: Outbox) -> None:
+        """Give packets to whoever asks, by a thread for each receiver that ends when it is gone."""
         first = len(self._route.from_processes)
         for number in range(first, self._route.num_processes):
-            thread = threading.Thread(target=self._serve, args=(shelf, number), daemon=True)
+            thread = threading.Thread(target=self._serve, args=(outbox, number), daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def fetch(self, process: int, key: int) -> Packet:
-        """Ask a giver for the packet that it has for this process.
+        """Ask a sender for the packet that it has for this process.
 
         Args:
-            process: Of the giver, in its group.
+            process: Of the sender, in its group.
             key: What it called its packets.
 
         Raises:
             WeightsError: If it has none, or does not answer by the deadline.
         """
         clock = Clock(self._deadline_s)
-        number = self._route.number(self._route.givers, process)
-        whose = f"the weights of process {process} of group '{self._route.givers}'"
+        number = self._route.number(self._route.senders, process)
+        whose = f"the weights of process {process} of group '{self._route.senders}'"
         asked = self._send([torch.tensor([key])], number, f"a question for {whose}")
         (head,) = self._receive([_HEAD_SIZE], torch.int64, number, whose, clock)
         self._wait(asked, clock)
         found, plan, source, destination, version, num_slices, num_buckets = head.tolist()
         if not found:
             raise WeightsError(
-                f"process {process} of group '{self._route.givers}' no longer has the weights that "
-                f"group '{self._route.takers}' asked it for"
+                f"process {process} of group '{self._route.senders}' no longer has the weights "
+                f"that group '{self._route.receivers}' asked it for"
             )
         sizes = [num_slices, num_slices, num_buckets]
         params, checksums, lengths = self._receive(sizes, torch.int64, number, whose, clock)
@@ -175,7 +175,7 @@ class Mail:
         )
 
     def close(self, timeout_s: float) -> None:
-        """Leave the route: takers say that they ask no more, givers wait until all have said so.
+        """Leave the route: receivers say that they ask no more, senders wait for all of them.
 
         Args:
             timeout_s: After which the other side is left as it is.
@@ -188,38 +188,38 @@ class Mail:
                 try:
                     self._wait(self._send([torch.tensor([_NO_MORE])], number, "a good-bye"), clock)
                 except WeightsError as error:
-                    _LOG.info("group '%s' is gone already: %s", self._route.givers, error)
+                    _LOG.info("group '%s' is gone already: %s", self._route.senders, error)
         self._group = None
 
-    def _serve(self, shelf: Shelf, number: int) -> None:
-        """Until the taker has left, or died."""
+    def _serve(self, outbox: Outbox, number: int) -> None:
+        """Until the receiver has left, or died."""
         group, question = self._group, torch.zeros(1, dtype=torch.int64)
         while True:
             try:
                 group.recv([question], number, 0).wait(_UNBOUNDED)
             except RuntimeError as error:
                 # Whoever has given it work hears that it is dead.
-                _LOG.info("%s asks no more: %s", self._taker(number), error)
+                _LOG.info("%s asks no more: %s", self._receiver(number), error)
                 return
             if int(question) == _NO_MORE:
                 return
             try:
-                self._answer(shelf, int(question), number)
+                self._answer(outbox, int(question), number)
             except WeightsError:
-                _LOG.exception("%s gets no more weights from here", self._taker(number))
+                _LOG.exception("%s gets no more weights from here", self._receiver(number))
                 return
 
-    def _taker(self, number: int) -> str:
+    def _receiver(self, number: int) -> str:
         process = self._route.to_processes[number - len(self._route.from_processes)]
-        return f"process {process} of group '{self._route.takers}'"
+        return f"process {process} of group '{self._route.receivers}'"
 
-    def _answer(self, shelf: Shelf, key: int, number: int) -> None:
+    def _answer(self, outbox: Outbox, key: int, number: int) -> None:
         clock = Clock(self._deadline_s)
         process = self._route.to_processes[number - len(self._route.from_processes)]
-        packet = shelf.find(key, (self._route.takers, process))
+        packet = outbox.find(key, (self._route.receivers, process))
         nothing = [torch.zeros(_HEAD_SIZE, dtype=torch.int64)]
         buffers = nothing if packet is None else _buffers(packet)
-        self._wait(self._send(buffers, number, f"an answer to {self._taker(number)}"), clock)
+        self._wait(self._send(buffers, number, f"an answer to {self._receiver(number)}"), clock)
 
     def _send(self, buffers: Sequence[Tensor], number: int, story: str) -> list[_Posted]:
         return self._post([Op(True, buffer, number, story) for buffer in buffers])
@@ -240,7 +240,8 @@ class Mail:
             except RuntimeError as error:
                 raise WeightsError(
                     f"{op.story}: the connection to number {op.process} of the route from group "
-                    f"'{self._route.givers}' to '{self._route.takers}' is lost. It said: {error}"
+                    f"'{self._route.senders}' to '{self._route.receivers}' is lost. "
+                    f"It said: {error}"
                 ) from error
         return posted
 

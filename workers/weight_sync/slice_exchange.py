@@ -1,7 +1,7 @@
 """What a process does to hand weights over in slices, and to take them.
 
 The transfer plan follows from the two groups' layouts and is the same wherever it is computed.
-Devices of the exporting group are numbered as its processes, those of a taker behind them.
+Devices of the exporting group are numbered as its processes, those of a receiver behind them.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class SliceTraffic:
 
     Args:
         process: This process's number in its group.
-        givers: The processes of rank 0, which export for their group.
+        senders: The processes of rank 0, which export for their group.
     """
 
-    def __init__(self, process: int, givers: tuple[int, ...]) -> None:
+    def __init__(self, process: int, senders: tuple[int, ...]) -> None:
         self._process = process
-        self._givers = givers
+        self._senders = senders
         self._held: dict[str, HeldWeights] = {}
 
     def layout(self, worker: object) -> HeldLayout | None:
@@ -77,21 +77,21 @@ class SliceTraffic:
         if not isinstance(worker, (SliceHolder, SliceTaker)):
             return None
         takes = worker.weights_layout()
-        return HeldLayout(_only(takes, self._givers).to_json(), takes.to_json())
+        return HeldLayout(_only(takes, self._senders).to_json(), takes.to_json())
 
     def export(
-        self, worker: object, takers: Mapping[str, str], version: int
+        self, worker: object, receivers: Mapping[str, str], version: int
     ) -> dict[tuple[str, int], Packet]:
-        """What each process of the takers is to get from this one: (group, process) -> packet."""
+        """What each process of the receivers gets from this one: (group, process) -> packet."""
         if not isinstance(worker, SliceHolder):
             raise WorkerError(
                 f"a {type(worker).__name__} cannot export its weights in slices; it needs "
                 "weights_layout, local_tensors and weights_changed"
             )
-        source = _only(worker.weights_layout(), self._givers).to_json()
+        source = _only(worker.weights_layout(), self._senders).to_json()
         tensors = worker.local_tensors()
         found: dict[tuple[str, int], Packet] = {}
-        for group, layout in takers.items():
+        for group, layout in receivers.items():
             plan, first = _plan(source, layout)
             for device, packet in pack(plan, self._process, tensors, version).items():
                 found[group, device - first] = packet
@@ -135,9 +135,9 @@ class SliceTraffic:
 
 
 @lru_cache(maxsize=16)
-def _plan(source: str, taker: str) -> tuple[TransferPlan, int]:
+def _plan(source: str, receiver: str) -> tuple[TransferPlan, int]:
     """The moves from rank 0 of one group to all of another, and the latter's first device."""
-    given, wanted = Sharding.from_json(source), Sharding.from_json(taker)
+    given, wanted = Sharding.from_json(source), Sharding.from_json(receiver)
     first = max(given.devices) + 1
     moved = wanted.on([first + device for device in wanted.devices])
     return plan_transfer(given, moved, relay=False), first

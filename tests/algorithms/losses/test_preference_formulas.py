@@ -197,8 +197,8 @@ def test_margins_come_from_the_data() -> None:
     assert expected == pytest.approx(0.724077, abs=1e-6)
     none = MarginLoss(margin_coef=0.0)
     assert float(none(SCORES, scored, none.totals(scored)).total) == pytest.approx(expected)
-    centred = MarginLoss(margin_coef=0.0, centering_coef=0.01)
-    total = float(centred(SCORES, scored, centred.totals(scored)).total)
+    centered = MarginLoss(margin_coef=0.0, centering_coef=0.01)
+    total = float(centered(SCORES, scored, centered.totals(scored)).total)
     assert total == pytest.approx(0.748177, abs=1e-6)
 
 

@@ -62,7 +62,7 @@ def test_clip_higher(eps_high: float, first: list[float], mean: float) -> None:
     assert loss.mean().item() == pytest.approx(mean, abs=1e-6)
 
 
-def test_ratio_against_the_behaviour_of_a_stale_row() -> None:
+def test_ratio_against_the_behavior_of_a_stale_row() -> None:
     loss = clipped_policy_loss(
         logprob=f64([0.2 + 0.3, -0.2 + 0.1, 1.2 + 0.05, -0.4]) - 1,
         behavior_logprob=torch.full((4,), -1.0).double(),
@@ -176,10 +176,10 @@ def test_bradley_terry_loss(margin: list[float], centering_coef: float, expected
 def test_bradley_terry_centering_term() -> None:
     chosen_score, rejected_score = f64([1.2, 0.3]), f64([0.7, 0.8])
     plain = bradley_terry_loss(chosen_score=chosen_score, rejected_score=rejected_score)
-    centred = bradley_terry_loss(
+    centered = bradley_terry_loss(
         chosen_score=chosen_score, rejected_score=rejected_score, centering_coef=1.0
     )
-    term = centred - plain
+    term = centered - plain
     assert term.mean().item() == pytest.approx(2.41, abs=1e-6)
 
 

@@ -387,8 +387,8 @@ def test_singleton_groups() -> None:
         group_advantage(score, prompt_id)
     with pytest.raises(ValueError, match="group 42 has a single sample, .*Sampling.num_samples"):
         leave_one_out(score, prompt_id)
-    centred = group_advantage(score, prompt_id, divide_by_std=False, singleton_group="zero")
-    assert_close(centred, [0, -1, 1])
+    centered = group_advantage(score, prompt_id, divide_by_std=False, singleton_group="zero")
+    assert_close(centered, [0, -1, 1])
     assert_close(leave_one_out(score, prompt_id, singleton_group="score"), [2, -2, 2])
     with pytest.raises(ValueError, match="singleton_group 'drop' is unknown; choose 'error'"):
         leave_one_out(score, prompt_id, singleton_group="drop")  # pyright: ignore[reportArgumentType]
@@ -464,14 +464,14 @@ def test_group_shift_and_scale(
 
 
 @given(scores_in_groups)
-def test_leave_one_out_is_the_centred_score_times_n_over_n_minus_1(
+def test_leave_one_out_is_the_centered_score_times_n_over_n_minus_1(
     case: tuple[list[int], list[float], list[int]],
 ) -> None:
     groups, scores, _ = case
     score, prompt_id = f64(scores), torch.tensor(groups)
     sizes = torch.bincount(prompt_id)[prompt_id]
-    centred = group_advantage(score, prompt_id, divide_by_std=False)
-    torch.testing.assert_close(leave_one_out(score, prompt_id), centred * sizes / (sizes - 1))
+    centered = group_advantage(score, prompt_id, divide_by_std=False)
+    torch.testing.assert_close(leave_one_out(score, prompt_id), centered * sizes / (sizes - 1))
 
 
 def test_broadcast_over_tokens() -> None:
@@ -481,7 +481,7 @@ def test_broadcast_over_tokens() -> None:
         broadcast_over_tokens(f64([1, 2, 3]), mask)
 
 
-def test_step_rewards_normalised_over_the_group() -> None:
+def test_step_rewards_normalized_over_the_group() -> None:
     """Process supervision: all step rewards of a group share one mean and standard deviation."""
     step_reward = f64([0.2, 0.8, 0.5, 0.1, 0.9])
     normal = group_advantage(step_reward, torch.zeros(5).long(), eps=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from penstock.algorithms.ops.advantages import gae
-from penstock.algorithms.ops.final_state import bootstrap_of, with_end
+from penstock.algorithms.ops.final_state import bootstrap_of, with_final_state
 from penstock.algorithms.ops.kl import kl_shaped_reward
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.algorithms.roles import Rollout
@@ -20,7 +20,7 @@ ROLL = Rollout(
 
 
 def test_every_row_is_one_token_longer() -> None:
-    roll = with_end(ROLL)
+    roll = with_final_state(ROLL)
     assert roll.tokens.tolist() == [[5, 6, 7, 2, 2, -1], [5, 8, 8, 8, 8, 8]]
     assert torch.equal(roll.mask[:, :5], ROLL.mask)
     assert not roll.mask[:, 5].any()
@@ -48,7 +48,7 @@ def test_the_score_can_be_paid_after_the_last_token() -> None:
 
 
 def test_only_a_response_that_was_cut_off_has_a_future() -> None:
-    roll = with_end(ROLL)
+    roll = with_final_state(ROLL)
     value = torch.arange(12.0).reshape(2, 6)
     assert bootstrap_of(value, roll.mask, roll.states, roll.finished).tolist() == [0, 9]
 
@@ -57,5 +57,5 @@ def test_both_are_part_of_ppo_s_graph() -> None:
     for cfg in (PPO(score_slot="after_last"), PPO(no_eos="zero")):
         graph = build(ppo_step, cfg=cfg)
         critic = dict(graph["critic.value"].inputs)
-        assert (critic["tokens"].node, critic["mask"].column) == ("with_end", "states")
+        assert (critic["tokens"].node, critic["mask"].column) == ("with_final_state", "states")
     assert "bootstrap_of" in [node.name for node in graph.nodes]

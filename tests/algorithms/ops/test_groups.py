@@ -8,7 +8,7 @@ import pytest
 import torch
 from penstock.algorithms.losses import kto_loss, policy_loss
 from penstock.algorithms.ops.advantages import (
-    batch_centred,
+    batch_centered,
     batch_std_advantage,
     broadcast_over_tokens,
     group_advantage,
@@ -34,7 +34,7 @@ def test_advantages_of_whole_numbers_are_those_of_floats(verdicts: Tensor) -> No
         assert torch.equal(advantage(verdicts, PROMPT_ID), advantage(exact, PROMPT_ID))
     soft = log_partition_advantage(verdicts, PROMPT_ID, tau=0.5)
     assert torch.equal(soft, log_partition_advantage(exact, PROMPT_ID, tau=0.5))
-    assert torch.equal(batch_centred(verdicts), batch_centred(exact))
+    assert torch.equal(batch_centered(verdicts), batch_centered(exact))
     greedy = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1])
     sampled = remax_advantage(verdicts, MASK, greedy_score=greedy.to(verdicts), discount=0.5)
     assert torch.equal(

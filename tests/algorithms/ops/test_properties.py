@@ -36,7 +36,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "grpo": lambda score, ids: group_advantage(score, ids, eps=0),
     "dr_grpo": lambda score, ids: group_advantage(score, ids, divide_by_std=False),
     "rloo": leave_one_out,
-    "lite_ppo": lambda score, ids: batch_std_advantage(score, ids, std_of="centred"),
+    "lite_ppo": lambda score, ids: batch_std_advantage(score, ids, std_of="centered"),
     "kimi": lambda score, ids: log_partition_advantage(score, ids, tau=0.5),
 }
 

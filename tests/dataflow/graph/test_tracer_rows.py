@@ -66,7 +66,7 @@ def baseline_step(prompts: Prompts, actor: Policy, reward: Reward) -> TrainMetri
 
 
 def without_behavior(graph: Graph, name: str) -> Graph:
-    """As if that node's log-probabilities were not marked as a behaviour's."""
+    """As if that node's log-probabilities were not marked as a behavior's."""
     nodes = tuple(
         replace(node, outputs=tuple(replace(o, behavior=False) for o in node.outputs))
         if node.name == name

@@ -85,7 +85,7 @@ def test_lines_that_need_not_cross_do_not() -> None:
     assert (x["a"] < x["b"]) == (x["d"] < x["c"])
 
 
-def test_one_trunk_serves_all_lines_of_one_kind() -> None:
+def test_one_backbone_serves_all_lines_of_one_kind() -> None:
     layout = lay_out(
         [["a"], ["b"], ["c"], ["d", "e"]],
         dict.fromkeys("abcde", 50.0),

@@ -84,7 +84,7 @@ def test_arrows_join_columns_and_show_weights_made_in_the_step() -> None:
     )
 
 
-def test_an_arrow_is_labelled_by_column_and_by_parameter_where_they_differ() -> None:
+def test_an_arrow_is_labeled_by_column_and_by_parameter_where_they_differ() -> None:
     labels = {(a.source, a.target): a.labels for a in arrows_of(GRAPHS["ppo"])}
     assert labels["actor.generate", "critic.value"] == ("tokens", "mask")
     assert labels["critic.value", "critic.train"] == ("old_value",)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 from penstock.dataflow.errors import PlanError
-from penstock.dataflow.runtime.device_sharing import HandOver, Turns, needs_device
+from penstock.dataflow.runtime.device_sharing import HandOff, Turns, needs_device
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.executor import InProcess
 from penstock.dataflow.runtime.messages import CallWork, LayoutWork
@@ -17,7 +17,7 @@ from penstock.dataflow.scheduler.events import NodeTask, Publish, Task
 from penstock.dataflow.scheduler.flow import Flow
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
-from penstock.dataflow.scheduler.simulate import Span, rehearse
+from penstock.dataflow.scheduler.simulate import Span, dry_run
 
 from ..counter import COUNT, SOURCES, Counter, Key, Score, apart, seen
 
@@ -52,20 +52,20 @@ def test_fewer_ranks_keep_their_devices() -> None:
 def test_a_turn_puts_those_with_the_devices_to_sleep() -> None:
     groups = [DeviceGroup("a", 2, devices=(0, 1)), DeviceGroup("b", devices=(0,))]
     turns = Turns([*groups, DeviceGroup("c", devices=(1,)), DeviceGroup("d")])
-    assert turns.take("d") == HandOver()
-    assert turns.take("b") == HandOver((), "b")
-    assert turns.take("c") == HandOver((), "c")
-    assert turns.take("c") == HandOver()
-    assert turns.take("a") == HandOver(("b", "c"), "a")
-    assert turns.take("b") == HandOver(("a",), "b")
+    assert turns.take("d") == HandOff()
+    assert turns.take("b") == HandOff((), "b")
+    assert turns.take("c") == HandOff((), "c")
+    assert turns.take("c") == HandOff()
+    assert turns.take("a") == HandOff(("b", "c"), "a")
+    assert turns.take("b") == HandOff(("a",), "b")
 
 
 # --- what the scheduler does
 
 
-def rehearsed(flow: Flow, max_lag: int) -> tuple[Scheduler, list[Span]]:
+def simulated(flow: Flow, max_lag: int) -> tuple[Scheduler, list[Span]]:
     scheduler = Scheduler(flow, Schedule(max_lag=max_lag), 4)
-    spans = rehearse(scheduler, lambda work: 1.0, after_event=lambda s, _: s.validate()).spans
+    spans = dry_run(scheduler, lambda work: 1.0, after_event=lambda s, _: s.validate()).spans
     return scheduler, spans
 
 
@@ -79,14 +79,14 @@ def group_of(task: Task) -> str:
 def test_one_group_works_at_a_time_and_goes_on_while_it_can(max_lag: int, changes: int) -> None:
     """In 4 steps: sample, train, sample, train, ...; or, one step off, two of each in a turn."""
     placement = replace(SHARED, num_chunks=3)
-    shared, spans = rehearsed(flow_of(COUNT, placement), max_lag)
+    shared, spans = simulated(flow_of(COUNT, placement), max_lag)
     ordered = sorted(spans, key=lambda span: span.start_s)
     for one, other in pairwise(ordered):
         assert other.start_s >= one.end_s
     turns = [group_of(span.task) for span in ordered]
     assert sum(a != b for a, b in pairwise(turns)) == changes
 
-    apart_too, _ = rehearsed(flow_of(COUNT, replace(SPLIT, num_chunks=3)), max_lag)
+    apart_too, _ = simulated(flow_of(COUNT, replace(SPLIT, num_chunks=3)), max_lag)
     assert shared.schedule_sha256() == apart_too.schedule_sha256()
 
 
@@ -96,7 +96,7 @@ def test_a_task_that_waits_for_its_devices_says_so() -> None:
     flow = replace(flow, nodes=(*flow.nodes, look))
     scheduler = Scheduler(flow, Schedule(), 1)
     seen_texts: list[str] = []
-    rehearse(scheduler, lambda work: 1.0, after_event=lambda s, _: seen_texts.append(s.describe()))
+    dry_run(scheduler, lambda work: 1.0, after_event=lambda s, _: seen_texts.append(s.describe()))
     waits = "ready and waiting for its devices, on which another group works"
     assert any(waits in text for text in seen_texts)
 

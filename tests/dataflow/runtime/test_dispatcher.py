@@ -1,4 +1,4 @@
-"""The desk over the real in-process executor: whose answers are whose."""
+"""The dispatcher over the real in-process executor: whose answers are whose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 from penstock.dataflow.errors import StateError, WorkerError
-from penstock.dataflow.runtime.dispatcher import Desk
+from penstock.dataflow.runtime.dispatcher import Dispatcher
 from penstock.dataflow.runtime.executor import InProcess, Program
 from penstock.dataflow.runtime.messages import AskWork, ExportWork
 from penstock.dataflow.runtime.placement import one_group
@@ -30,11 +30,11 @@ class Fragile(Counter):
 
 
 @pytest.fixture
-def desk() -> Generator[Desk]:
+def dispatcher() -> Generator[Dispatcher]:
     executor = InProcess()
     programs = {"main": Program(COUNT, one_group(COUNT))}
     executor.start(programs, {"model": FragileSpec()}, 0, 60.0)
-    yield Desk(executor)
+    yield Dispatcher(executor)
     executor.stop()
 
 
@@ -44,70 +44,73 @@ COUNTED = {0: AskWork("model", "count")}
 FIRST, SECOND = Publish("model", 1), Load("model", 1, "all")
 
 
-def test_a_run_gets_its_tasks_one_after_another(desk: Desk) -> None:
-    with desk.run("main"):
-        desk.submit(FIRST, "main", "all", EXPORT)
-        desk.submit(SECOND, "main", "all", FAIL)
-        (first,), (second,) = desk.wait(1), desk.wait(1)
+def test_a_run_gets_its_tasks_one_after_another(dispatcher: Dispatcher) -> None:
+    with dispatcher.run("main"):
+        dispatcher.submit(FIRST, "main", "all", EXPORT)
+        dispatcher.submit(SECOND, "main", "all", FAIL)
+        (first,), (second,) = dispatcher.wait(1), dispatcher.wait(1)
         assert (first.task, first.failed) == (FIRST, None)
         assert first.first.weights is not None
         assert second.task == SECOND
         assert isinstance(second.failed and second.failed.error, ZeroDivisionError)
-        assert desk.wait(0.1) == []
+        assert dispatcher.wait(0.1) == []
 
 
-def test_what_is_done_beside_a_run_leaves_its_answers_for_it(desk: Desk) -> None:
-    with desk.run("main"):
-        desk.submit(FIRST, "main", "all", EXPORT)
-        desk.submit(SECOND, "main", "all", EXPORT)
-        asked = desk.perform_now("main", "all", COUNTED, 5)
+def test_what_is_done_beside_a_run_leaves_its_answers_for_it(dispatcher: Dispatcher) -> None:
+    with dispatcher.run("main"):
+        dispatcher.submit(FIRST, "main", "all", EXPORT)
+        dispatcher.submit(SECOND, "main", "all", EXPORT)
+        asked = dispatcher.perform_now("main", "all", COUNTED, 5)
         assert asked.first.report is not None
         assert asked.first.report.answer == 0
-        assert [done.task for done in desk.wait(1)] == [FIRST, SECOND]
+        assert [done.task for done in dispatcher.wait(1)] == [FIRST, SECOND]
 
 
-def test_a_failure_beside_a_run_is_raised_with_what_caused_it(desk: Desk) -> None:
-    with desk.run("main"):
-        desk.submit(FIRST, "main", "all", EXPORT)
+def test_a_failure_beside_a_run_is_raised_with_what_caused_it(dispatcher: Dispatcher) -> None:
+    with dispatcher.run("main"):
+        dispatcher.submit(FIRST, "main", "all", EXPORT)
         with pytest.raises(WorkerError) as raised:
-            desk.perform_now("main", "all", FAIL, 5)
+            dispatcher.perform_now("main", "all", FAIL, 5)
         assert re.fullmatch(
             r"ZeroDivisionError: on purpose\nraised at test_dispatcher\.py:\d+\n"
             r'    raise ZeroDivisionError\("on purpose"\)',
             str(raised.value),
         )
         assert isinstance(raised.value.__cause__, ZeroDivisionError)
-        assert [done.task for done in desk.wait(1)] == [FIRST]
+        assert [done.task for done in dispatcher.wait(1)] == [FIRST]
 
 
-def test_nobody_hears_of_what_a_run_had_out_when_it_ended(desk: Desk) -> None:
-    with desk.run("main"):
-        desk.submit(FIRST, "main", "all", EXPORT)
-        desk.submit(SECOND, "main", "all", EXPORT)
-        desk.perform_now("main", "all", COUNTED, 5)
-        desk.submit(SECOND, "main", "all", FAIL)
-    with desk.run("main"):
-        assert desk.wait(0.1) == []
-        desk.submit(FIRST, "main", "all", EXPORT)
-        assert [done.task for done in desk.wait(1)] == [FIRST]
+def test_nobody_hears_of_what_a_run_had_out_when_it_ended(dispatcher: Dispatcher) -> None:
+    with dispatcher.run("main"):
+        dispatcher.submit(FIRST, "main", "all", EXPORT)
+        dispatcher.submit(SECOND, "main", "all", EXPORT)
+        dispatcher.perform_now("main", "all", COUNTED, 5)
+        dispatcher.submit(SECOND, "main", "all", FAIL)
+    with dispatcher.run("main"):
+        assert dispatcher.wait(0.1) == []
+        dispatcher.submit(FIRST, "main", "all", EXPORT)
+        assert [done.task for done in dispatcher.wait(1)] == [FIRST]
 
 
-def test_one_run_at_a_time(desk: Desk) -> None:
-    with desk.run("main"):
-        with pytest.raises(StateError, match="a run of program 'main' is not over"), desk.run("b"):
+def test_one_run_at_a_time(dispatcher: Dispatcher) -> None:
+    with dispatcher.run("main"):
+        with (
+            pytest.raises(StateError, match="a run of program 'main' is not over"),
+            dispatcher.run("b"),
+        ):
             pass
-        desk.submit(FIRST, "main", "all", EXPORT)
-        assert [done.task for done in desk.wait(1)] == [FIRST]
-    with desk.run("b"):
+        dispatcher.submit(FIRST, "main", "all", EXPORT)
+        assert [done.task for done in dispatcher.wait(1)] == [FIRST]
+    with dispatcher.run("b"):
         pass
 
 
-def test_a_closed_desk_takes_no_work(desk: Desk) -> None:
-    desk.close()
+def test_a_closed_dispatcher_takes_no_work(dispatcher: Dispatcher) -> None:
+    dispatcher.close()
     for refused in (
-        lambda: desk.submit(FIRST, "main", "all", EXPORT),
-        lambda: desk.perform_now("main", "all", EXPORT, 5),
-        lambda: desk.wait(0.1),
+        lambda: dispatcher.submit(FIRST, "main", "all", EXPORT),
+        lambda: dispatcher.perform_now("main", "all", EXPORT, 5),
+        lambda: dispatcher.wait(0.1),
     ):
         with pytest.raises(StateError, match="its engine has been closed"):
             refused()

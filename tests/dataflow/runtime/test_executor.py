@@ -132,7 +132,7 @@ class SideBySide(InProcess):
     one_at_a_time = False
 
 
-def test_the_time_that_the_taker_of_the_steps_needs_does_not_count() -> None:
+def test_the_time_that_the_receiver_of_the_steps_needs_does_not_count() -> None:
     with Engine(
         FOUR,
         ON_FOUR_GROUPS,

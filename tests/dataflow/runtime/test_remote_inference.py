@@ -112,7 +112,10 @@ def test_whoever_does_not_answer_every_question_is_told() -> None:
     ("held", "message"),
     [
         (2, "version 3 of the weights, but group 'desk' holds version 2;"),
-        (None, "version 3 of the weights, but group 'desk' holds weights that are being changed;"),
+        (
+            None,
+            "version 3 of the weights, but group 'desk' holds weights that are being changed;",
+        ),
     ],
 )
 def test_another_version_refuses(held: int | None, message: str) -> None:
@@ -231,7 +234,10 @@ SERVED = {"model": "desk"}
             "group 'desk' cannot serve 'model' to group 'watch': it is itself served by 'main'",
         ),
         (
-            moved(desk=DeviceGroup("desk", devices=(0,)), main=DeviceGroup("main", devices=(0,))),
+            moved(
+                desk=DeviceGroup("desk", devices=(0,)),
+                main=DeviceGroup("main", devices=(0,)),
+            ),
             "group 'desk' cannot serve 'model' to group 'watch': it shares devices, so it sleeps; "
             "give it its own",
         ),

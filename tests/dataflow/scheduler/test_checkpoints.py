@@ -27,7 +27,7 @@ from penstock.dataflow.scheduler.events import (
 from penstock.dataflow.scheduler.flow import Flow, FlowNode, WeightRead
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
-from penstock.dataflow.scheduler.simulate import rehearse
+from penstock.dataflow.scheduler.simulate import dry_run
 
 PROMPTS = FlowNode("prompts", "source")
 TRAIN = FlowNode("train", "train", False, "a", ("generate",), trains="actor")
@@ -52,17 +52,17 @@ def validated(scheduler: Scheduler, event: Event) -> None:
 
 def test_synchronous_checkpoints_hold_nothing_but_weights() -> None:
     scheduler = Scheduler(flow(), Schedule(), 3, checkpoint_every=2)
-    rehearsal = rehearse(scheduler, lambda work: 1.0, after_event=validated)
-    hashes = [save.resume.history_sha256 for save in rehearsal.checkpoints]
-    assert rehearsal.checkpoints == [
+    simulation = dry_run(scheduler, lambda work: 1.0, after_event=validated)
+    hashes = [save.resume.history_sha256 for save in simulation.checkpoints]
+    assert simulation.checkpoints == [
         SaveCheckpoint(2, (), ResumeState(2, frozenset(), hashes[0])),
         SaveCheckpoint(3, (), ResumeState(3, frozenset(), hashes[1])),
     ]
     assert hashes[1] == scheduler.schedule_sha256()
-    at = rehearsal.instructions.index(rehearsal.checkpoints[0])
-    assert rehearsal.instructions[at - 1] == StepCompleted(1, ((0, 1),))
-    assert rehearsal.instructions[at + 1] == AdmitStep(2)
-    assert rehearsal.instructions[-2:] == [rehearsal.checkpoints[1], Finished()]
+    at = simulation.instructions.index(simulation.checkpoints[0])
+    assert simulation.instructions[at - 1] == StepCompleted(1, ((0, 1),))
+    assert simulation.instructions[at + 1] == AdmitStep(2)
+    assert simulation.instructions[-2:] == [simulation.checkpoints[1], Finished()]
 
 
 def test_one_step_ahead_the_checkpoint_holds_the_older_rollouts() -> None:
@@ -154,8 +154,8 @@ def test_steps_that_complete_together_are_admitted_one_by_one() -> None:
     def duration_s(work: object) -> float:
         return seconds.get((getattr(work, "node", ""), getattr(work, "step", -1)), 1.0)
 
-    rehearsal = rehearse(s, duration_s, after_event=validated)
-    first = rehearsal.checkpoints[0]
+    simulation = dry_run(s, duration_s, after_event=validated)
+    first = simulation.checkpoints[0]
     assert first.step == 2
     assert NodeTask("generate", 2, 0) in first.resume.done
 

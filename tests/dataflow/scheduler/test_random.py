@@ -40,7 +40,7 @@ from penstock.dataflow.scheduler.events import (
 from penstock.dataflow.scheduler.flow import Flow, FlowNode, NodeKind, WeightRead
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
-from penstock.dataflow.scheduler.simulate import rehearse
+from penstock.dataflow.scheduler.simulate import dry_run
 
 # --- random flows
 
@@ -287,14 +287,14 @@ def run(
 ) -> tuple[Recorded, dict[NodeTask, Versions]]:
     """Rehearse a whole run and act it out; returns what was read."""
     scheduler = Recorded(flow, schedule, num_steps, checkpoint_every=checkpoint_every)
-    rehearsal = rehearse(scheduler, timing(seed))
+    simulation = dry_run(scheduler, timing(seed))
     shell = Shell(flow, schedule)
     for message in scheduler.trace:
         shell.take(message)
     assert scheduler.done
     assert shell.completed == num_steps
     assert len(shell.ended) == len(set(shell.ended))
-    return scheduler, rehearsal.reads
+    return scheduler, simulation.reads
 
 
 def assert_only_needed_weights_move(
@@ -368,7 +368,7 @@ def test_a_resumed_run_does_exactly_what_is_left(
     stored = [output for step in resumed.steps.values() for output in step.stored]
     assert set(stored) == set(save.live)
 
-    rest = rehearse(resumed, timing(seed + 1)).reads
+    rest = dry_run(resumed, timing(seed + 1)).reads
     shell = Shell(flow, schedule, save.step)
     shell.stored = set(save.live)
     for message in resumed.trace:
@@ -396,8 +396,8 @@ def test_a_failure_aborts_once_and_for_good(
         return event
 
     scheduler = Recorded(flow, Schedule(max_lag=max_lag), num_steps)
-    rehearsal = rehearse(scheduler, timing(seed), replace=fail_nth)
-    ends = [i for i in rehearsal.instructions if isinstance(i, Abort | Finished)]
+    simulation = dry_run(scheduler, timing(seed), replace=fail_nth)
+    ends = [i for i in simulation.instructions if isinstance(i, Abort | Finished)]
     assert len(ends) == 1
     if isinstance(ends[0], Abort):
         assert count == nth
@@ -422,9 +422,9 @@ def test_whatever_stops_answering_is_noticed(
         count += 1
         return event if count <= nth else Tick(event.at_s + 60.1)
 
-    rehearsal = rehearse(scheduler, timing(seed), replace=go_silent)
+    simulation = dry_run(scheduler, timing(seed), replace=go_silent)
     if count > nth:
-        assert isinstance(rehearsal.instructions[-1], Abort)
+        assert isinstance(simulation.instructions[-1], Abort)
         assert count == nth + 1
     else:
         assert scheduler.done
@@ -455,8 +455,8 @@ def test_arrival_order_depends_on_timing() -> None:
     def versions(order: str, train_s: float) -> list[int]:
         schedule = Schedule(max_lag=2, order=order)  # pyright: ignore[reportArgumentType]
         scheduler = Recorded(flow, schedule, 6)
-        rehearsal = rehearse(scheduler, lambda work: _seconds(work, train_s))
-        reads = rehearsal.reads
+        simulation = dry_run(scheduler, lambda work: _seconds(work, train_s))
+        reads = simulation.reads
         return [dict(reads[NodeTask("generate", step, 0)])["actor"] for step in range(6)]
 
     assert versions("step", 0.1) == versions("step", 10.0) == [0, 0, 0, 1, 2, 3]
@@ -491,12 +491,12 @@ def test_memory_does_not_grow_with_steps(max_lag: int) -> None:
             + snapshots + parked
         )  # fmt: skip
 
-    rehearse(scheduler, timing(0), after_event=measure)
+    dry_run(scheduler, timing(0), after_event=measure)
     assert max(sizes[len(sizes) // 2 :]) <= max(sizes[: len(sizes) // 2])
     assert len(scheduler.log.entries) == 100
 
 
-@pytest.mark.parametrize("at", ["desk", "main"])
+@pytest.mark.parametrize("at", ["dispatcher", "main"])
 def test_a_served_copy_stays_in_order_of_arrival_too(at: str) -> None:
     """Its ranks are free while the reader's work, so nothing else would keep it."""
     read = WeightRead("actor", lagged=True, at=at)
@@ -505,16 +505,16 @@ def test_a_served_copy_stays_in_order_of_arrival_too(at: str) -> None:
     flow = Flow(
         "served",
         (FlowNode("prompts", "source"), rollout, train),
-        {"main": 1, "acting": 1, "desk": 1},
+        {"main": 1, "acting": 1, "dispatcher": 1},
         {"actor": "main"},
         {"actor": 1},
         num_chunks=2,
     )
     schedule = Schedule(max_lag=1, order="arrival")
     scheduler = Recorded(flow, schedule, 4)
-    rehearsal = rehearse(scheduler, lambda work: 10.0 if isinstance(work, RunCall) else 0.1)
+    simulation = dry_run(scheduler, lambda work: 10.0 if isinstance(work, RunCall) else 0.1)
     shell = Shell(flow, schedule)
     for message in scheduler.trace:
         shell.take(message)
     assert scheduler.done
-    assert rehearsal.reads == expected_reads(flow, schedule, 4)
+    assert simulation.reads == expected_reads(flow, schedule, 4)

@@ -30,7 +30,7 @@ from penstock.dataflow.scheduler.events import (
 from penstock.dataflow.scheduler.flow import Flow, FlowNode, WeightRead
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
-from penstock.dataflow.scheduler.simulate import rehearse
+from penstock.dataflow.scheduler.simulate import dry_run
 
 
 def grpo(rollout: str = "gpu", num_chunks: int = 1, num_ranks: int = 1) -> Flow:
@@ -187,7 +187,7 @@ def test_one_step_ahead_on_two_groups_overlaps(drivers: list[Driver]) -> None:
 def test_one_step_ahead_reads_versions_0_0_1_2(rollout: str) -> None:
     """The one-step asynchronous schedule of Cleanba and of Noukhovitch et al. 2024."""
     scheduler = Scheduler(grpo(rollout), Schedule(max_lag=1), 4)
-    reads = rehearse(scheduler, lambda work: 1.0).reads
+    reads = dry_run(scheduler, lambda work: 1.0).reads
     generate = [dict(reads[NodeTask("generate", step, 0)])["actor"] for step in range(4)]
     learner = [dict(reads[NodeTask("train", step)])["actor"] for step in range(4)]
     assert generate == [0, 0, 1, 2]
@@ -199,7 +199,7 @@ def test_generation_overlaps_training_and_so_takes_less_time() -> None:
     def end_s(max_lag: int) -> float:
         scheduler = Scheduler(grpo("rollout"), Schedule(max_lag=max_lag), 10)
         seconds = {"generate": 3.0, "train": 3.0}
-        return rehearse(scheduler, lambda work: seconds.get(getattr(work, "node", ""), 0.0)).end_s
+        return dry_run(scheduler, lambda work: seconds.get(getattr(work, "node", ""), 0.0)).end_s
 
     assert end_s(0) == 60.0
     assert end_s(1) == 33.0
@@ -355,7 +355,7 @@ def test_a_lagged_read_behind_an_exact_one_is_exact() -> None:
         for n in (flow.nodes[0], exact, *flow.nodes[1:])
     )
     scheduler = Scheduler(replace(flow, nodes=nodes), Schedule(max_lag=2), 4)
-    reads = rehearse(scheduler, lambda work: 1.0, after_event=lambda s, e: s.validate()).reads
+    reads = dry_run(scheduler, lambda work: 1.0, after_event=lambda s, e: s.validate()).reads
     assert [dict(reads[NodeTask("generate", s, 0)])["actor"] for s in range(4)] == [0, 1, 2, 3]
 
 
@@ -444,7 +444,7 @@ def test_the_interface_is_used_in_order() -> None:
 def test_the_schedule_hash_sees_every_version() -> None:
     def sha256(max_lag: int, num_steps: int = 3) -> str:
         scheduler = Scheduler(grpo(), Schedule(max_lag=max_lag), num_steps)
-        rehearse(scheduler, lambda work: 1.0)
+        dry_run(scheduler, lambda work: 1.0)
         return scheduler.schedule_sha256()
 
     assert sha256(0) == sha256(0)

@@ -119,10 +119,10 @@ LATE = """
     class Late(CartPoleEnv):
         \"\"\"Breaks once there is a checkpoint: here, when all has been learnt.\"\"\"
 
-        mended = False
+        fixed = False
 
         def step(self, action):
-            if not self.mended and any(Path("all").glob("*/checkpoints/*")):
+            if not self.fixed and any(Path("all").glob("*/checkpoints/*")):
                 raise RuntimeError("broken")
             return super().step(action)
 
@@ -143,7 +143,7 @@ def test_what_was_learnt_is_written_though_the_last_measurement_fails(
     (run,) = Path("all").iterdir()
     assert (run / "models" / "actor" / "model.safetensors").is_file()
     assert not (run / "summary.json").is_file()
-    monkeypatch.setattr(importlib.import_module("late").Late, "mended", True)
+    monkeypatch.setattr(importlib.import_module("late").Late, "fixed", True)
     said = penstock("run", f"resume={run}")
     assert said.code == 0, said.err
     assert "nan" not in said.out + said.err

@@ -85,9 +85,9 @@ def test_a_language_model_can_begin_elsewhere_too() -> None:
             "    raise algorithm.per_step.rows, or set task.group_size to 4 or less",
         ),
         (
-            (*POPULATION, "task.normalisation.rewards=true"),
+            (*POPULATION, "task.normalization.rewards=true"),
             "population compares what its members have earned, and every group of environments "
-            "scales rewards by what it has seen itself\n    set task.normalisation.rewards=false",
+            "scales rewards by what it has seen itself\n    set task.normalization.rewards=false",
         ),
         (
             ("algorithm=impala", "task=cartpole", *MLP, "model.architecture.value_bins=255"),

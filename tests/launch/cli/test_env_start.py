@@ -174,7 +174,7 @@ def test_what_saw_scaled_observations_sees_them_alike(penstock: Penstock, tmp_pa
         "algorithm.num_steps=1",
         f"algorithm.roles.actor.start={first / 'models' / 'actor'}",
     )
-    moments = f"task.normalisation.start={first / 'checkpoints' / 'step-00000002' / 'env'}"
+    moments = f"task.normalization.start={first / 'checkpoints' / 'step-00000002' / 'env'}"
     _, same = finished(penstock, tmp_path / "same", *started, moments)
     _, other = finished(penstock, tmp_path / "other", *started)
     assert same["episode_return_before"] == trained["episode_return_after"]

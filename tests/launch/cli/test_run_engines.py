@@ -33,7 +33,7 @@ WORDS = (
     "executor.tensor_parallel.train=2",
     "executor.num_threads=1",
     "schedule.deadline_s=120",
-    "agreement.stop_above=1e-6",
+    "mismatch.stop_above=1e-6",
     # vLLM's attention on CPUs has heads of 32 dimensions and more.
     "model.architecture.hidden_size=64",
     "model.architecture.intermediate_size=96",

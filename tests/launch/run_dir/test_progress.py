@@ -31,7 +31,7 @@ def test_a_log_gets_occasional_plain_lines_and_the_last_step() -> None:
         for step in range(8):
             clock.now_s += 2.0
             display.update(step, num_samples=128, values={"reward": step / 8, "loss": 0.125})
-        display.summarise({"accuracy": "0.12 -> 0.61", "samples/s": 64.0})
+        display.summarize({"accuracy": "0.12 -> 0.61", "samples/s": 64.0})
     assert file.getvalue() == (
         "grpo 1/8  64 samples/s  reward 0  loss 0.125  14.0 s left\n"
         "grpo 4/8  64 samples/s  reward 0.375  loss 0.125  8.0 s left\n"

@@ -57,7 +57,7 @@ def test_ranks_that_lie_apart_share_a_node_with_fewer() -> None:
 
 
 def test_every_rank_to_every_other() -> None:
-    # 100 bytes to each: three neighbours on the node, four ranks on the other.
+    # 100 bytes to each: three neighbors on the node, four ranks on the other.
     expected = 3 * (100 / 100 + 1) + 4 * (100 / 10 + 5)
     assert all_to_all_s(LINKS, 800, 8) == pytest.approx(expected)
 

@@ -62,4 +62,4 @@ PPO = (
         trains=True,
     ),
 )
-"""Proximal policy optimisation, as `calls_of` reports it."""
+"""Proximal policy optimization, as `calls_of` reports it."""

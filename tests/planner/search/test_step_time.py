@@ -12,7 +12,7 @@ from penstock.dataflow.scheduler.events import RunCall, RunTrain
 from penstock.dataflow.scheduler.flow import Flow, FlowNode, WeightRead
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
-from penstock.dataflow.scheduler.simulate import rehearse
+from penstock.dataflow.scheduler.simulate import dry_run
 from penstock.planner.search.options import CallNode
 from penstock.planner.search.step_time import StepTimer, period
 
@@ -52,7 +52,7 @@ def completions_s(
 ) -> list[float]:
     """When each step was complete, by the scheduler."""
     scheduler = Scheduler(flow, Schedule(max_lag=max_lag), num_steps)
-    seconds = rehearse(
+    seconds = dry_run(
         scheduler,
         lambda work: durations_s[work.node] if isinstance(work, RunCall | RunTrain) else 0.0,
     ).spans

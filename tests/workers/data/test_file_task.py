@@ -231,7 +231,7 @@ def test_a_file_that_is_mostly_bad_stops_the_run(tmp_path: Path) -> None:
         "    2 x malformed JSON\n"
         "    rows:2: malformed JSON: Extra data at column 3\n"
         "    rows:3: malformed JSON: Expecting value at column 1\n"
-        "    that is more than max_bad_fraction=0.1 of all rows; mend them, or raise "
+        "    that is more than max_bad_fraction=0.1 of all rows; fix them, or raise "
         "max_bad_fraction to go on without them"
     )
     assert len(FileTaskSpec(path=path, max_bad_fraction=0.7).build().train) == 1

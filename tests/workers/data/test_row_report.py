@@ -36,7 +36,7 @@ def test_check_at_and_above_the_limit() -> None:
         "a.jsonl: 8 of 9 rows kept, 1 left out\n"
         "    1 x equal pair\n"
         "    a.jsonl:1: equal pair: why\n"
-        "    that is more than max_bad_fraction=0.1 of all rows; mend them, or raise "
+        "    that is more than max_bad_fraction=0.1 of all rows; fix them, or raise "
         "max_bad_fraction to go on without them"
     )
 

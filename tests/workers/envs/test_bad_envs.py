@@ -185,7 +185,7 @@ class Licensed(Bad):
 
     def __init__(self) -> None:
         if not Licensed.left:
-            raise OSError("no more licences")
+            raise OSError("no more licenses")
         Licensed.left -= 1
         super().__init__(how="raises", share=1.1)
 
@@ -207,7 +207,7 @@ def test_one_that_cannot_be_made_anew_is_named(licensed: EnvSpec) -> None:
     with pytest.raises(
         WorkerError,
         match=r"^environment 0 of 'toys/Licensed-v0' \(seed \d+\) could not be made anew: "
-        r"environment 'toys/Licensed-v0' cannot be made: it raised OSError: no more licences "
+        r"environment 'toys/Licensed-v0' cannot be made: it raised OSError: no more licenses "
         r"\(test_bad_envs.py:\d+\), at step 2 of its episode, failure 4 of its group in one",
     ):
         roll(env_worker(licensed), 0, num_envs=2)

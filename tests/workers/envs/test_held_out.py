@@ -18,7 +18,7 @@ from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.executor import InProcess, Program
 from penstock.dataflow.runtime.placement import follow
 from penstock.workers.envs.held_out import PIECE
-from penstock.workers.envs.normalization import Normalisation
+from penstock.workers.envs.normalization import Normalization
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker
@@ -28,7 +28,7 @@ from .acting import NoisyActor, env_worker, roll
 from .test_acting import CARTPOLE, GRAPH, SOURCES, placed, workers
 from .toys import Counting
 
-SCALED = EnvSpec(id="CartPole-v1", normalisation=Normalisation(observations=True, rewards=True))
+SCALED = EnvSpec(id="CartPole-v1", normalization=Normalization(observations=True, rewards=True))
 TEAMS = EnvSpec(id="penstock.workers.envs.cover:penstock/Cover-v0", num_agents=3)
 
 
@@ -169,7 +169,7 @@ def test_observations_are_scaled_as_by_now_and_returns_are_not() -> None:
     evaluated(env_worker(CARTPOLE), group=0, actor=plain)
     roll(worker, 0, horizon=300)
     found = evaluated(worker, group=0, actor=scaled)
-    state: Any = worker._live[0].moments()["normaliser"]["obs"]  # pyright: ignore[reportPrivateUsage]
+    state: Any = worker._live[0].moments()["normalizer"]["obs"]  # pyright: ignore[reportPrivateUsage]
     expected = (plain.seen[0] - state["mean"]) / np.sqrt(np.array(state["variance"]) + 1e-8)
     assert scaled.seen[0] == pytest.approx(expected, abs=1e-5)
     assert torch.equal(found, evaluated(env_worker(CARTPOLE), group=0))

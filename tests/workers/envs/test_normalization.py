@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.envs.normalization import Moments, Normalisation, Normaliser
+from penstock.workers.envs.normalization import Moments, Normalization, Normalizer
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.task import EnvTaskSpec
 
@@ -27,7 +27,7 @@ def test_moments_are_those_of_all_rows() -> None:
 
 
 def test_rewards_are_divided_by_the_deviation_of_their_discounted_sum() -> None:
-    scaled = Normaliser(Normalisation(rewards=True, discount=0.5), 2, 1)
+    scaled = Normalizer(Normalization(rewards=True, discount=0.5), 2, 1)
     nobody, everyone = np.array([False, False]), np.array([True, True])
     scaled.reward(np.array([1.0, 3.0]), np.array([True, False]), everyone)
     found = scaled.reward(np.array([1.0, 1.0]), nobody, everyone)
@@ -45,7 +45,7 @@ def test_steps_of_resets_and_episodes_given_up_do_not_scale_rewards() -> None:
     bad = EnvSpec(
         id="toys/Bad-v0", options={"how": "raises", "share": 0.2, "at": 4}, max_restarts=20
     )
-    scaled = replace(bad, normalisation=Normalisation(rewards=True, discount=0.5))
+    scaled = replace(bad, normalization=Normalization(rewards=True, discount=0.5))
     worker = env_worker(bad)
     plain = roll(worker, 0, num_envs=8, group_size=8, horizon=40)
     found = roll(env_worker(scaled), 0, num_envs=8, group_size=8, horizon=40)
@@ -60,21 +60,21 @@ def test_steps_of_resets_and_episodes_given_up_do_not_scale_rewards() -> None:
 
 
 def test_nothing_is_scaled_unless_asked() -> None:
-    plain = Normaliser(Normalisation(), 1, 2)
+    plain = Normalizer(Normalization(), 1, 2)
     obs = np.array([[100.0, -100.0]], np.float32)
     assert plain.obs(obs) is obs
 
 
 def test_groups_begin_with_the_moments_that_others_had_together(tmp_path: Path) -> None:
-    scaled = Normalisation(observations=True, rewards=True, discount=0.5)
-    cartpole = EnvSpec(id="CartPole-v1", normalisation=scaled)
+    scaled = Normalization(observations=True, rewards=True, discount=0.5)
+    cartpole = EnvSpec(id="CartPole-v1", normalization=scaled)
     worker = env_worker(cartpole)
     roll(worker, 0, num_envs=6, group_size=2, horizon=50)
     worker.save_state(tmp_path)
-    plain = env_worker(replace(cartpole, normalisation=Normalisation()))
+    plain = env_worker(replace(cartpole, normalization=Normalization()))
     found = roll(plain, 0, num_envs=6, group_size=2, horizon=50)
     seen = torch.cat([found.obs, found.last_obs[:, None]], dim=1).flatten(0, 1).numpy()
-    begun = Normaliser(replace(scaled, start=str(tmp_path)), 1, 4).state()
+    begun = Normalizer(replace(scaled, start=str(tmp_path)), 1, 4).state()
     assert begun["obs"]["mean"] == pytest.approx(seen.mean(0), abs=1e-5)
     assert begun["obs"]["variance"] == pytest.approx(seen.var(0), rel=1e-3)
     assert begun["obs"]["count"] == pytest.approx(len(seen), abs=1e-2)
@@ -82,22 +82,22 @@ def test_groups_begin_with_the_moments_that_others_had_together(tmp_path: Path) 
 
 
 def test_one_groups_moments_are_begun_with_as_they_are(tmp_path: Path) -> None:
-    scaled = Normalisation(observations=True, rewards=True)
-    worker = env_worker(EnvSpec(id="CartPole-v1", normalisation=scaled))
+    scaled = Normalization(observations=True, rewards=True)
+    worker = env_worker(EnvSpec(id="CartPole-v1", normalization=scaled))
     roll(worker, 0, num_envs=2, group_size=2)
     worker.save_state(tmp_path)
-    saved = json.loads((tmp_path / "group-0.json").read_text())["normaliser"]
-    begun = Normaliser(replace(scaled, start=str(tmp_path)), 2, 4).state()
+    saved = json.loads((tmp_path / "group-0.json").read_text())["normalizer"]
+    begun = Normalizer(replace(scaled, start=str(tmp_path)), 2, 4).state()
     assert (begun["obs"], begun["returns"]) == (saved["obs"], saved["returns"])
 
 
 def test_moments_of_other_environments_are_refused(tmp_path: Path) -> None:
-    start = Normalisation(observations=True, start=str(tmp_path))
-    acrobot = EnvTaskSpec(id="Acrobot-v1", normalisation=start)
+    start = Normalization(observations=True, start=str(tmp_path))
+    acrobot = EnvTaskSpec(id="Acrobot-v1", normalization=start)
     with pytest.raises(ConfigError) as nothing:
         acrobot.build()
     assert str(nothing.value) == (
-        f"'task.normalisation.start': '{tmp_path}' holds no environments\n"
+        f"'task.normalization.start': '{tmp_path}' holds no environments\n"
         "    give the folder of the role in a checkpoint, as runs/ID/checkpoints/step-N/env"
     )
     worker = env_worker(EnvSpec(id="CartPole-v1"))
@@ -106,6 +106,6 @@ def test_moments_of_other_environments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as other:
         acrobot.build()
     assert str(other.value) == (
-        f"'task.normalisation.start': environments in '{tmp_path}' show 4 numbers, and here 6\n"
+        f"'task.normalization.start': environments in '{tmp_path}' show 4 numbers, and here 6\n"
         "    use the task that was trained on there"
     )

@@ -12,7 +12,7 @@ import torch
 from penstock.algorithms.roles.environment import Acts
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.envs.normalization import Normalisation
+from penstock.workers.envs.normalization import Normalization
 from penstock.workers.envs.overlapped_groups import RingSize
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
@@ -53,7 +53,7 @@ def worker(env: EnvSpec, ring: RingSize) -> EnvWorker:
     "env",
     [
         EnvSpec(id="CartPole-v1"),
-        EnvSpec(id="toys/Sleepy-v0", normalisation=Normalisation(observations=True, rewards=True)),
+        EnvSpec(id="toys/Sleepy-v0", normalization=Normalization(observations=True, rewards=True)),
     ],
     ids=lambda env: env.id,
 )

@@ -15,7 +15,7 @@ import torch
 from penstock.algorithms.roles.environment import Actor, Trajectories
 from penstock.dataflow.errors import StateError, WorkerError
 from penstock.dataflow.runtime.executor import InProcess
-from penstock.workers.envs.normalization import Normalisation
+from penstock.workers.envs.normalization import Normalization
 from penstock.workers.envs.spec import EnvSpec
 
 from .acting import NoisyActor, env_worker, roll
@@ -187,16 +187,16 @@ def test_an_environment_does_the_same_in_any_group_whatever_goes_wrong_there(
     assert shown == also
 
 
-@pytest.mark.parametrize("normalisation", [Normalisation(), Normalisation(observations=True)])
+@pytest.mark.parametrize("normalization", [Normalization(), Normalization(observations=True)])
 @pytest.mark.parametrize("how", ["nan", "reward", "raises", "shape"])
 def test_what_was_saved_after_a_restart_goes_on_bit_for_bit(
-    how: str, normalisation: Normalisation, damaged: Damage, tmp_path: Path
+    how: str, normalization: Normalization, damaged: Damage, tmp_path: Path
 ) -> None:
     if how in ONE:
         damaged(how, at=range(8) if how == "nan" else range(5, 7))
     else:
         damaged(how, at=range(7, 8), every=1)
-    spec = cartpole(max_restarts=99, normalisation=normalisation)
+    spec = cartpole(max_restarts=99, normalization=normalization)
     worker, resumed = env_worker(spec), env_worker(spec)
     for step in range(2):
         roll(worker, step, horizon=9)

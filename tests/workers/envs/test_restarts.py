@@ -19,7 +19,7 @@ from penstock.dataflow.errors import StateError, WorkerError
 from penstock.dataflow.runtime.executor import InProcess
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.group import Stepped
-from penstock.workers.envs.normalization import Normalisation
+from penstock.workers.envs.normalization import Normalization
 from penstock.workers.envs.restarts import BadRows, finite
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
@@ -43,7 +43,7 @@ ONE = ("nan", "reward")
 """Where it can be told which environment it was."""
 
 HOW = pytest.mark.parametrize("how", SAID)
-SCALED = Normalisation(observations=True, rewards=True)
+SCALED = Normalization(observations=True, rewards=True)
 
 
 def bad(how: str = "nan", *, at: int = 5, share: float = 1.1, **options: Any) -> EnvSpec:
@@ -185,9 +185,9 @@ def test_advantages_do_not_reach_over_a_restart() -> None:
 
 @HOW
 def test_what_went_wrong_never_enters_the_moments(how: str) -> None:
-    worker = env_worker(bad(how, normalisation=SCALED, step_limit_s=0.2))
+    worker = env_worker(bad(how, normalization=SCALED, step_limit_s=0.2))
     scaled, plain = rolled(worker), rolled(env_worker(bad(how, step_limit_s=0.2)))
-    state: Any = worker._live[0].moments()["normaliser"]  # pyright: ignore[reportPrivateUsage]
+    state: Any = worker._live[0].moments()["normalizer"]  # pyright: ignore[reportPrivateUsage]
     # Of the first observations, and of what every step has shown, the one that failed included.
     assert state["obs"]["count"] == pytest.approx(4 * 9, abs=1e-3)
     shown = np.concatenate([plain.obs.numpy().reshape(-1, 4), plain.last_obs.numpy()])
@@ -197,11 +197,11 @@ def test_what_went_wrong_never_enters_the_moments(how: str) -> None:
     assert torch.equal(scaled.mask, plain.mask)
 
 
-@pytest.mark.parametrize("normalisation", [Normalisation(), SCALED], ids=["plain", "scaled"])
+@pytest.mark.parametrize("normalization", [Normalization(), SCALED], ids=["plain", "scaled"])
 def test_what_was_saved_after_a_restart_goes_on_bit_for_bit(
-    normalisation: Normalisation, tmp_path: Path
+    normalization: Normalization, tmp_path: Path
 ) -> None:
-    spec = bad(at=7, normalisation=normalisation)
+    spec = bad(at=7, normalization=normalization)
     worker, resumed = env_worker(spec), env_worker(spec)
     rolled(worker, horizon=10)
     assert worker.metrics["env_restarts"].value == 1
@@ -246,11 +246,11 @@ HALF = replace(bad(share=0.5, at=9, max_restarts=9), id=f"{toys.__name__}:toys/B
 """About half of all groups go wrong in their ninth step, until another object is as it should."""
 
 
-@pytest.mark.parametrize("normalisation", [Normalisation(), SCALED], ids=["plain", "scaled"])
+@pytest.mark.parametrize("normalization", [Normalization(), SCALED], ids=["plain", "scaled"])
 def test_a_rollout_does_not_depend_on_the_ring_or_on_who_has_which_group(
-    normalisation: Normalisation,
+    normalization: Normalization,
 ) -> None:
-    spec = replace(HALF, normalisation=normalisation)
+    spec = replace(HALF, normalization=normalization)
     found: list[Any] = []
     for ring in (1, 2, 3, "auto"):
         one = EnvWorkerSpec(env=spec, ring=ring).build(WorkerContext("env", 1))

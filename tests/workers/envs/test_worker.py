@@ -10,7 +10,7 @@ import pytest
 import torch
 from penstock.dataflow.errors import StateError
 from penstock.dataflow.runtime.call_context import call_scope
-from penstock.workers.envs.normalization import Normalisation
+from penstock.workers.envs.normalization import Normalization
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 
@@ -22,7 +22,7 @@ SINGLE = EnvSpec(id="CartPole-v1", vectorized=False)
 SCALED = EnvSpec(
     id="CartPole-v1",
     vectorized=False,
-    normalisation=Normalisation(observations=True, rewards=True),
+    normalization=Normalization(observations=True, rewards=True),
 )
 PENDULUM = EnvSpec(id="Pendulum-v1", options={})
 ALL = pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def act(what, value=None):
         return os.getpid()
 
 def fail():
-    raise RuntimeError("no licence")
+    raise RuntimeError("no license")
 
 def slow():
     time.sleep(600)
@@ -165,7 +165,7 @@ def test_a_process_that_died_while_idle_costs_nothing(make_pool: MakePool) -> No
 def test_a_verifier_that_cannot_be_made(make_pool: MakePool) -> None:
     pool = make_pool("fail", num_processes=1)
     for _ in range(2):
-        with pytest.raises(WorkerError, match="(?s)cannot be made:.*RuntimeError: no licence"):
+        with pytest.raises(WorkerError, match="(?s)cannot be made:.*RuntimeError: no license"):
             pool.run([("return", 1)])
     slow = make_pool("slow", num_processes=1, start_limit_s=0.5)
     with pytest.raises(WorkerError) as caught:

@@ -112,16 +112,16 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         f"reward 'a.py:score' takes (response): too many positional arguments\n{signature}"
     )
     assert _message("a.py:limit") == f"reward 'a.py:limit' is a int, not a function\n{signature}"
-    mend = "    mend the module; it is imported before the run starts"
+    fix = "    fix the module; it is imported before the run starts"
     assert _message("no_such_module:f") == (
         "reward 'no_such_module:f': importing no_such_module fails "
-        f"ModuleNotFoundError: No module named 'no_such_module'\n{mend}"
+        f"ModuleNotFoundError: No module named 'no_such_module'\n{fix}"
     )
     (tmp_path / "b.py").write_text("import math\n\nx = 1 / 0\n")
     for _ in range(2):
         assert _message("b.py:f") == (
             "reward 'b.py:f': importing b.py fails "
-            f"at b.py:3: ZeroDivisionError: division by zero\n{mend}"
+            f"at b.py:3: ZeroDivisionError: division by zero\n{fix}"
         )
     (tmp_path / "c.py").write_text("def f(:\n")
     assert "SyntaxError: invalid syntax (c.py, line 1)" in _message("c.py:f")

@@ -19,7 +19,7 @@ from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.workers.engines.torch_engine.policy import TorchPolicy
-from penstock.workers.training.logprob_mismatch import AgreementLimits, DisagreementError
+from penstock.workers.training.logprob_mismatch import MismatchError, MismatchLimits
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch_models import make_batch, make_policy
 
@@ -30,7 +30,7 @@ OPTIMIZER = OptimizerSpec(lr=1e-3)
 
 def policy_and_batch(offset: float = 0.0, **limits: Any) -> tuple[TorchPolicy, Any]:
     """A policy, and what it sampled, said to have been `offset` nats likelier."""
-    policy = make_policy(optimizer=OPTIMIZER, agreement=AgreementLimits(**limits))
+    policy = make_policy(optimizer=OPTIMIZER, mismatch=MismatchLimits(**limits))
     batch = make_batch(policy)
     return policy, replace(batch, behavior_logprob=batch.behavior_logprob + offset * batch.mask)
 
@@ -54,7 +54,7 @@ def test_what_is_reported_of_a_known_difference() -> None:
 def test_a_call_that_is_refused_changes_nothing(offset: float) -> None:
     policy, batch = policy_and_batch(offset, stop_above=0.01)
     before = policy.weights_sha256()
-    with pytest.raises(DisagreementError) as error:
+    with pytest.raises(MismatchError) as error:
         train(policy, batch, step=3)
     assert policy.weights_sha256() == before
     said = "0.107" if offset == 0.5 else "nan"
@@ -63,7 +63,7 @@ def test_a_call_that_is_refused_changes_nothing(offset: float) -> None:
         "weights (largest difference "
     )
     assert str(error.value).endswith(
-        "); agreement.stop_above is 0.01. Nothing was updated\n    compare dtypes and kernels of "
+        "); mismatch.stop_above is 0.01. Nothing was updated\n    compare dtypes and kernels of "
         "the two engines, or set a correction (algorithm.cfg.correction)"
     )
     good = make_batch(policy)
@@ -75,7 +75,7 @@ def test_a_corrected_call_is_compared_with_what_sampled() -> None:
     """Its ratio is against the trainer's own log-probabilities, which say nothing of the other."""
     policy, batch = policy_and_batch(stop_above=0.01)
     other = batch.behavior_logprob + 0.5 * batch.mask
-    with pytest.raises(DisagreementError, match=r"disagree by 0.107 nats per token"):
+    with pytest.raises(MismatchError, match=r"disagree by 0.107 nats per token"):
         train(policy, with_rollout_logprob(batch, other))
     assert train(policy, batch)["rollout_k3"] < 1e-8
 
@@ -119,8 +119,8 @@ class GarbledSpec:
 @pytest.mark.parametrize(("from_step", "max_lag"), [(0, 0), (0, 1), (2, 0)])
 def test_a_generator_with_garbled_weights_stops_the_run(from_step: int, max_lag: int) -> None:
     run = runs.make("grpo")
-    limits = AgreementLimits(stop_above=1e-4)
-    actor = replace(run.workers["actor"], agreement=limits)  # pyright: ignore[reportArgumentType]
+    limits = MismatchLimits(stop_above=1e-4)
+    actor = replace(run.workers["actor"], mismatch=limits)  # pyright: ignore[reportArgumentType]
 
     def start(spec: Any) -> Engine:
         workers = {**run.workers, "actor": spec}

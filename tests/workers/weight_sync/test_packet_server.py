@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
-from penstock.workers.weight_sync.packet_server import Mail, Route, Shelf, Store
+from penstock.workers.weight_sync.packet_server import Outbox, PacketServer, Route, Store
 from penstock.workers.weight_sync.packets import Packet
 from penstock.workers.weight_sync.version_tracker import WeightsError
 
@@ -47,12 +47,12 @@ def same(one: Packet, other: Packet) -> bool:
     )
 
 
-def met(route: Route, folder: Path, deadline_s: float = 20.0) -> list[Mail]:
+def met(route: Route, folder: Path, deadline_s: float = 20.0) -> list[PacketServer]:
     """Both ends of a route, each made by a thread of its own because they wait for each other."""
-    mails: dict[int, Mail] = {}
+    mails: dict[int, PacketServer] = {}
 
     def make(number: int) -> None:
-        mails[number] = Mail(route, number, store_in(folder, route), deadline_s, 30.0)
+        mails[number] = PacketServer(route, number, store_in(folder, route), deadline_s, 30.0)
 
     threads = [threading.Thread(target=make, args=(i,)) for i in range(route.num_processes)]
     for thread in threads:
@@ -67,70 +67,74 @@ def store_in(folder: Path, route: Route) -> Store:
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[tuple[list[Mail], dict[int, Shelf]]]:
+def ends(tmp_path: Path) -> Iterator[tuple[list[PacketServer], dict[int, Outbox]]]:
     mails = met(ROUTE, tmp_path)
-    shelves = {process: Shelf() for process in ROUTE.from_processes}
-    for process, shelf in shelves.items():
-        mails[ROUTE.number("train", process)].serve(shelf)
+    shelves = {process: Outbox() for process in ROUTE.from_processes}
+    for process, outbox in shelves.items():
+        mails[ROUTE.number("train", process)].serve(outbox)
     yield mails, shelves
-    for mail in reversed(mails):  # takers first: those who give wait for them
-        mail.close(20)
+    for packet_server in reversed(mails):  # receivers first: those who give wait for them
+        packet_server.close(20)
 
 
 def test_everybody_gets_what_is_for_them_as_often_as_they_ask(
-    ends: tuple[list[Mail], dict[int, Shelf]],
+    ends: tuple[list[PacketServer], dict[int, Outbox]],
 ) -> None:
     mails, shelves = ends
-    made = {(giver, taker): packet(giver, taker) for giver in (3, 2) for taker in (0, 1)}
+    made = {
+        (sender, receiver): packet(sender, receiver) for sender in (3, 2) for receiver in (0, 1)
+    }
     keys = {
-        giver: shelf.put({("rollout", taker): made[giver, taker] for taker in (0, 1)})
-        for giver, shelf in shelves.items()
+        sender: outbox.put({("rollout", receiver): made[sender, receiver] for receiver in (0, 1)})
+        for sender, outbox in shelves.items()
     }
     for _ in range(2):
-        for taker in (1, 0):
-            mail = mails[ROUTE.number("rollout", taker)]
-            for giver in (2, 3):
-                assert same(mail.fetch(giver, keys[giver]), made[giver, taker])
+        for receiver in (1, 0):
+            packet_server = mails[ROUTE.number("rollout", receiver)]
+            for sender in (2, 3):
+                assert same(packet_server.fetch(sender, keys[sender]), made[sender, receiver])
 
 
-def test_takers_may_ask_at_the_same_time(ends: tuple[list[Mail], dict[int, Shelf]]) -> None:
+def test_receivers_may_ask_at_the_same_time(
+    ends: tuple[list[PacketServer], dict[int, Outbox]],
+) -> None:
     mails, shelves = ends
-    made = {taker: packet(3, taker, (5_000_000,)) for taker in (0, 1)}
-    key = shelves[3].put({("rollout", taker): made[taker] for taker in (0, 1)})
+    made = {receiver: packet(3, receiver, (5_000_000,)) for receiver in (0, 1)}
+    key = shelves[3].put({("rollout", receiver): made[receiver] for receiver in (0, 1)})
     got: dict[int, list[Packet]] = {0: [], 1: []}
 
-    def ask(taker: int) -> None:
+    def ask(receiver: int) -> None:
         for _ in range(3):
-            got[taker].append(mails[ROUTE.number("rollout", taker)].fetch(3, key))
+            got[receiver].append(mails[ROUTE.number("rollout", receiver)].fetch(3, key))
 
-    threads = [threading.Thread(target=ask, args=(taker,)) for taker in (0, 1)]
+    threads = [threading.Thread(target=ask, args=(receiver,)) for receiver in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
     assert [len(found) for found in got.values()] == [3, 3]
-    assert all(same(one, made[taker]) for taker, found in got.items() for one in found)
+    assert all(same(one, made[receiver]) for receiver, found in got.items() for one in found)
 
 
 def test_what_was_dropped_is_refused_and_the_rest_still_given(
-    ends: tuple[list[Mail], dict[int, Shelf]],
+    ends: tuple[list[PacketServer], dict[int, Outbox]],
 ) -> None:
     mails, shelves = ends
     old = shelves[3].put({("rollout", 0): packet(3, 0)})
     new = shelves[3].put({("rollout", 0): packet(3, 0)})
     shelves[3].drop(old)
-    mail = mails[ROUTE.number("rollout", 0)]
+    packet_server = mails[ROUTE.number("rollout", 0)]
     with pytest.raises(
         WeightsError,
         match=r"^process 3 of group 'train' no longer has the weights that group 'rollout' asked "
         r"it for$",
     ):
-        mail.fetch(3, old)
-    assert same(mail.fetch(3, new), packet(3, 0))
+        packet_server.fetch(3, old)
+    assert same(packet_server.fetch(3, new), packet(3, 0))
     assert len(shelves[3]) == 1
 
 
-def test_a_giver_that_does_not_answer_is_not_waited_for_longer_than_the_deadline(
+def test_a_sender_that_does_not_answer_is_not_waited_for_longer_than_the_deadline(
     tmp_path: Path,
 ) -> None:
     mails = met(ALONE, tmp_path, deadline_s=0.5)
@@ -141,69 +145,69 @@ def test_a_giver_that_does_not_answer_is_not_waited_for_longer_than_the_deadline
         r"had passed of the 0\.5 s that the transfer may take\. It said: ",
     ):
         mails[1].fetch(0, 1)
-    for mail in mails:
-        mail.close(0.1)
+    for packet_server in mails:
+        packet_server.close(0.1)
     assert time.monotonic() - begin < 10
 
 
-_GIVER = """
+_SENDER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_packet_server import ALONE, Shelf, Mail, packet, store_in
-shelf = Shelf()
-mail = Mail(ALONE, 0, store_in(Path(sys.argv[1]), ALONE), 20.0, 30.0)
-assert shelf.put({("rollout", 0): packet(0, 0)}) == 1
-mail.serve(shelf)
+from test_packet_server import ALONE, Outbox, PacketServer, packet, store_in
+outbox = Outbox()
+packet_server = PacketServer(ALONE, 0, store_in(Path(sys.argv[1]), ALONE), 20.0, 30.0)
+assert outbox.put({("rollout", 0): packet(0, 0)}) == 1
+packet_server.serve(outbox)
 time.sleep(60)
 """
 
 
-def test_a_giver_that_dies_is_named(tmp_path: Path) -> None:
-    giver = subprocess.Popen(
-        [sys.executable, "-c", _GIVER, str(tmp_path), str(Path(__file__).parent)]
+def test_a_sender_that_dies_is_named(tmp_path: Path) -> None:
+    sender = subprocess.Popen(
+        [sys.executable, "-c", _SENDER, str(tmp_path), str(Path(__file__).parent)]
     )
     try:
-        mail = Mail(ALONE, 1, store_in(tmp_path, ALONE), 20.0, 30.0)
-        assert same(mail.fetch(0, 1), packet(0, 0))
+        packet_server = PacketServer(ALONE, 1, store_in(tmp_path, ALONE), 20.0, 30.0)
+        assert same(packet_server.fetch(0, 1), packet(0, 0))
     finally:
-        giver.kill()
-        giver.wait(20)
+        sender.kill()
+        sender.wait(20)
     with pytest.raises(WeightsError, match=r"of process 0 of group 'train'.* It said: "):
-        mail.fetch(0, 1)
-    mail.close(0.1)
+        packet_server.fetch(0, 1)
+    packet_server.close(0.1)
 
 
-_TAKER = """
+_RECEIVER = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_packet_server import ALONE, Mail, store_in
-mail = Mail(ALONE, 1, store_in(Path(sys.argv[1]), ALONE), 20.0, 30.0)
-mail.fetch(0, 1)
+from test_packet_server import ALONE, PacketServer, store_in
+packet_server = PacketServer(ALONE, 1, store_in(Path(sys.argv[1]), ALONE), 20.0, 30.0)
+packet_server.fetch(0, 1)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_nothing_waits_for_a_taker_that_has_died(tmp_path: Path) -> None:
-    taker = subprocess.Popen(
-        [sys.executable, "-c", _TAKER, str(tmp_path), str(Path(__file__).parent)]
+def test_nothing_waits_for_a_receiver_that_has_died(tmp_path: Path) -> None:
+    receiver = subprocess.Popen(
+        [sys.executable, "-c", _RECEIVER, str(tmp_path), str(Path(__file__).parent)]
     )
     try:
-        shelf = Shelf()
-        mail = Mail(ALONE, 0, store_in(tmp_path, ALONE), 20.0, 30.0)
-        shelf.put({("rollout", 0): packet(0, 0)})
+        outbox = Outbox()
+        packet_server = PacketServer(ALONE, 0, store_in(tmp_path, ALONE), 20.0, 30.0)
+        outbox.put({("rollout", 0): packet(0, 0)})
         begin = threading.active_count()
-        mail.serve(shelf)
+        packet_server.serve(outbox)
         assert threading.active_count() == begin + 1
-        assert taker.wait(30) == -signal.SIGKILL
+        assert receiver.wait(30) == -signal.SIGKILL
     finally:
-        taker.kill()
-        taker.wait(20)
-    mail.close(20)
+        receiver.kill()
+        receiver.wait(20)
+    packet_server.close(20)
     assert threading.active_count() == begin
 
 
 def test_others_that_do_not_come_are_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
-        Mail(ALONE, 0, store_in(tmp_path, ALONE), 20.0, 0.5)
+        PacketServer(ALONE, 0, store_in(tmp_path, ALONE), 20.0, 0.5)

@@ -41,7 +41,7 @@ class FsdpModel(nn.Module):
 
     Args:
         module: The model, whose parameters' names are the checkpoint's.
-        trunk: The part that maps tokens to hidden states.
+        backbone: The part that maps tokens to hidden states.
         head: What maps those to outputs; None if only the module itself knows.
 
     Attributes:
@@ -49,12 +49,12 @@ class FsdpModel(nn.Module):
         divided: Whether outputs are this process's part of the vocabulary.
     """
 
-    def __init__(self, module: nn.Module, trunk: nn.Module, head: nn.Module | None) -> None:
+    def __init__(self, module: nn.Module, backbone: nn.Module, head: nn.Module | None) -> None:
         super().__init__()
         self.module = module
-        self.known = is_lean(trunk)
+        self.known = is_lean(backbone)
         self.divided = False
-        self._parts: tuple[Any, Any] = (trunk, head)  # a tuple: they are registered in `module`
+        self._parts: tuple[Any, Any] = (backbone, head)  # a tuple: they are registered in `module`
 
     def forward(self, tokens: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs after the tokens at `reads`.
@@ -69,13 +69,13 @@ class FsdpModel(nn.Module):
             that depends on every weight. Without it the weights of a head of which nothing is read
             would have no gradient here, and processes would add up different lists of gradients.
         """
-        trunk, head = self._parts
+        backbone, head = self._parts
         rows = tokens.clamp(min=0)
         if head is None:
             whole: Any = self.module
             picked = whole(input_ids=rows, use_cache=False).logits[reads]
             return picked, picked.sum().float() * 0
-        states = trunk(input_ids=rows, use_cache=False).last_hidden_state
+        states = backbone(input_ids=rows, use_cache=False).last_hidden_state
         picked = head(states[reads])
         if self.divided:
             picked = picked.clone()  # FSDP2 warns of outputs that are views, as a local part is
@@ -113,17 +113,17 @@ def _skeleton(spec: ModelSpec, head: HeadName) -> FsdpModel:
     with _no_storage():
         config, dtype = spec.config, getattr(torch, spec.dtype)
         module: Any = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        trunk = module.base_model
+        backbone = module.base_model
         if head == "value_head":
-            module = ValueNetwork(trunk, config.hidden_size, zero_init=False)
+            module = ValueNetwork(backbone, config.hidden_size, zero_init=False)
         elif head == "score":
-            module = ScoreNetwork(trunk, config.hidden_size)
+            module = ScoreNetwork(backbone, config.hidden_size)
     last: nn.Module | None = None
     if head != "lm_head":
         last = getattr(module, head)
-    elif is_lean(trunk):
+    elif is_lean(backbone):
         last = module.get_output_embeddings()
-    return FsdpModel(module.eval(), trunk, last)
+    return FsdpModel(module.eval(), backbone, last)
 
 
 @contextmanager
@@ -168,7 +168,7 @@ def _check_divisible(spec: ModelSpec, model: FsdpModel, size: int) -> None:
 
 def _divide_products(model: FsdpModel, mesh: FsdpMesh) -> None:
     """Cut projections between processes that get the same rows."""
-    trunk: Any = model._parts[0]  # pyright: ignore[reportPrivateUsage]
+    backbone: Any = model._parts[0]  # pyright: ignore[reportPrivateUsage]
     module: Any = model.module
     layer: dict[str, ParallelStyle] = {
         **{f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
@@ -177,28 +177,30 @@ def _divide_products(model: FsdpModel, mesh: FsdpMesh) -> None:
         "mlp.down_proj": RowwiseParallel(),
     }
     tensor = mesh.mesh["tensor"]
-    for block in trunk.layers:
+    for block in backbone.layers:
         parallelize_module(block, tensor, layer)
-    table = trunk.embed_tokens.weight
-    parallelize_module(trunk, tensor, {"embed_tokens": RowwiseParallel(input_layouts=Replicate())})
+    table = backbone.embed_tokens.weight
+    parallelize_module(
+        backbone, tensor, {"embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+    )
     head = getattr(module, "lm_head", None)
     if head is not None:
         model.divided = True
         tied = head.weight is table
         parallelize_module(module, tensor, {"lm_head": ColwiseParallel(output_layouts=Shard(-1))})
         if tied:
-            head.weight = trunk.embed_tokens.weight
+            head.weight = backbone.embed_tokens.weight
 
 
 def _divide_rows(model: FsdpModel, mesh: FsdpMesh) -> None:
     """Give each shard its rows of every parameter; layers are gathered one at a time."""
-    trunk: Any = model._parts[0]  # pyright: ignore[reportPrivateUsage]
-    layers: set[str] = set(getattr(trunk, "_no_split_modules", None) or ())
+    backbone: Any = model._parts[0]  # pyright: ignore[reportPrivateUsage]
+    layers: set[str] = set(getattr(backbone, "_no_split_modules", None) or ())
     options: dict[str, Any] = {
         "mesh": mesh.mesh["shard"],
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
     }
-    for part in list(trunk.modules()):
+    for part in list(backbone.modules()):
         if type(part).__name__ in layers:
             fully_shard(part, **options)
     fully_shard(model, **options)

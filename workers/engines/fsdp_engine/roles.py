@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ....algorithms.roles.language import Policy, RewardModel, ValueModel
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.spec import ModelSpec
-from ...training.logprob_mismatch import AgreementLimits
+from ...training.logprob_mismatch import MismatchLimits
 from ..sharded.policy import ShardedPolicy
 from ..sharded.value import ShardedReward, ShardedValue, score_head, value_head
 from .options import FsdpOptions
@@ -31,7 +31,7 @@ class FsdpPolicySpec(FsdpOptions):
     """Architecture and weights; tensor parallelism is for Llama, Qwen2 and Qwen3."""
     eos_token_id: int
     """The token that ends a response."""
-    agreement: AgreementLimits = AgreementLimits()
+    mismatch: MismatchLimits = MismatchLimits()
     """How far what it is trained on may be from its own log-probabilities."""
 
     def build(self, context: WorkerContext) -> FsdpPolicy:
@@ -46,7 +46,7 @@ class FsdpPolicy(FsdpWorker, ShardedPolicy, Policy):
 
     def __init__(self, spec: FsdpPolicySpec, context: WorkerContext) -> None:
         self.spec = spec
-        self.limits = spec.agreement
+        self.limits = spec.mismatch
         super().__init__(context, spec.model, spec)
 
 
@@ -55,7 +55,7 @@ class FsdpValueSpec(FsdpOptions):
     """Recipe for an `FsdpValue`."""
 
     model: ModelSpec
-    """The trunk: the policy's folder or architecture, or a folder a value worker saved."""
+    """The backbone: the policy's folder or architecture, or a folder a value worker saved."""
     zero_init_head: bool = True
     """Start with value 0 everywhere, unless the folder has a head of its own."""
 
@@ -78,7 +78,7 @@ class FsdpRewardSpec(FsdpOptions):
     """Recipe for an `FsdpReward`."""
 
     model: ModelSpec
-    """The trunk: the policy's folder or architecture, or a folder a reward worker saved."""
+    """The backbone: the policy's folder or architecture, or a folder a reward worker saved."""
 
     def build(self, context: WorkerContext) -> FsdpReward:
         """Make this process's part of the reward model on the context's device."""

@@ -126,5 +126,5 @@ def _first_weights(spec: ModelSpec, model: FsdpModel, head: HeadName) -> TensorS
         return model_source(spec)
     if head == "lm_head":
         return WholeTensors(dict(spec.causal_lm("cpu").named_parameters()))
-    trunk: nn.Module = spec.trunk("cpu")
-    return WholeTensors({f"model.{name}": value for name, value in trunk.named_parameters()})
+    backbone: nn.Module = spec.backbone("cpu")
+    return WholeTensors({f"model.{name}": value for name, value in backbone.named_parameters()})

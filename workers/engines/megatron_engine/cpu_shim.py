@@ -29,7 +29,7 @@ _ADAPTED = {
     "megatron.core.utils",
     # Rotary frequencies are moved to the current CUDA device at the first forward pass.
     "megatron.core.models.common.embeddings.rotary_pos_embedding",
-    # A pipeline's messages are received on the current CUDA device, after a synchronisation.
+    # A pipeline's messages are received on the current CUDA device, after a synchronization.
     "megatron.core.pipeline_parallel.p2p_communication",
     # The count of tokens over micro-batches is made with device="cuda".
     "megatron.core.pipeline_parallel.schedules",

@@ -78,7 +78,7 @@ def _start_alone(context: WorkerContext) -> None:
     if context.num_processes > 1:
         raise ConfigError(
             f"'{context.role}' is one of {context.num_processes} processes, but torch.distributed "
-            "was not started; initialise its default group over exactly these processes first"
+            "was not started; initialize its default group over exactly these processes first"
         )
     cuda = torch.device(context.device).type == "cuda"
     backend = "nccl" if cuda else "gloo"

@@ -25,7 +25,7 @@ from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.inputs.model_shape import ModelShape, shape_of
 from .layout import HeadName
 
-__all__ = ["Trunk", "build_trunk", "supported_shape"]
+__all__ = ["Backbone", "build_backbone", "supported_shape"]
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -98,7 +98,7 @@ class _CausalAttention(nn.Module):
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
-class Trunk(GPTModel):
+class Backbone(GPTModel):
     """A GPTModel that ends in hidden states: the head is applied where something is read."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -106,14 +106,14 @@ class Trunk(GPTModel):
         return hidden_states
 
 
-def build_trunk(
+def build_backbone(
     config: Any,
     shape: ModelShape,
     context: WorkerContext,
     head: HeadName,
     *,
     sequence_parallel: bool,
-) -> Trunk:
+) -> Backbone:
     """Allocate this process's part of a model; its weights are not set.
 
     Args:
@@ -135,7 +135,7 @@ def build_trunk(
         attention.q_layernorm = attention.k_layernorm = norm
     layers = [layer] * (shape.num_layers // context.pipeline_parallel)
     scalar = head != "lm_head"
-    trunk = Trunk(
+    backbone = Backbone(
         own,
         cast(ModuleSpec, TransformerBlockSubmodules(layers, layer_norm=norm)),
         vocab_size=shape.vocab_size,
@@ -148,14 +148,14 @@ def build_trunk(
         position_embedding_type="rope",
     )
     device = torch.device(context.device)
-    frequencies: Any = trunk.rotary_pos_emb
+    frequencies: Any = backbone.rotary_pos_emb
     frequencies.inv_freq = _rotary_frequencies(config).to(device)
-    ends: Any = trunk
+    ends: Any = backbone
     if last and scalar:
         ends.output_layer = nn.Linear(shape.hidden_size, 1, device=device, dtype=own.params_dtype)
     elif last:
         ends.output_layer.sequence_parallel = False  # it is given states that are whole already
-    return trunk
+    return backbone
 
 
 def _rotary_frequencies(config: Any) -> Tensor:

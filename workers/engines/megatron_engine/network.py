@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...training.flat_parameters import FlatParameters
-from .model import Trunk
+from .model import Backbone
 
 __all__ = ["MegatronNetwork"]
 
@@ -35,7 +35,7 @@ class MegatronNetwork:
     """A part of a model.
 
     Args:
-        trunk: The part.
+        backbone: The part.
         context: Which part.
         tied: Whether the head is the embedding.
 
@@ -44,13 +44,13 @@ class MegatronNetwork:
         is_last: Whether outputs are computed here.
     """
 
-    def __init__(self, trunk: Trunk, context: WorkerContext, *, tied: bool) -> None:
-        self.flat = FlatParameters(trunk)
+    def __init__(self, backbone: Backbone, context: WorkerContext, *, tied: bool) -> None:
+        self.flat = FlatParameters(backbone)
         self.is_last = context.stage == context.pipeline_parallel - 1
-        self._trunk: Any = trunk
+        self._backbone: Any = backbone
         self._context = context
         self._tied_ends = tied and context.pipeline_parallel > 1
-        self._offset = context.stage * len(self._trunk.decoder.layers)
+        self._offset = context.stage * len(self._backbone.decoder.layers)
         self._exact: Tensor | None = None
 
     @property
@@ -80,7 +80,7 @@ class MegatronNetwork:
 
     def states(self, tokens: Tensor) -> Tensor:
         """What this stage sends on, [T, rows, D]; tokens i64[rows, T] count in the first alone."""
-        return self._trunk(
+        return self._backbone(
             input_ids=self._padded(tokens, 0).clamp(min=0), position_ids=None, attention_mask=None
         )
 
@@ -98,20 +98,20 @@ class MegatronNetwork:
             stage before waits for a gradient all the same.
         """
         states = self.states(tokens)
-        if self._trunk.config.sequence_parallel:
+        if self._backbone.config.sequence_parallel:
             # The head below adds up its input's gradient over processes, so here it is only cut.
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
         picked = states.transpose(0, 1)[self._padded(reads, False)]
-        head: Any = self._trunk.output_layer
+        head: Any = self._backbone.output_layer
         anchor = states.reshape(-1)[0].float() * 0
         if isinstance(head, nn.Linear):
             return head(picked), anchor
-        weight = self._trunk.shared_embedding_or_output_weight() if head.weight is None else None
+        weight = self._backbone.shared_embedding_or_output_weight() if head.weight is None else None
         return head(picked, weight=weight)[0], anchor
 
     def _padded(self, column: Tensor, value: float) -> Tensor:
         """Sequence parallelism cuts the width evenly."""
-        if not self._trunk.config.sequence_parallel:
+        if not self._backbone.config.sequence_parallel:
             return column
         return F.pad(column, (0, -column.shape[1] % self._context.tensor_parallel), value=value)
 
@@ -138,7 +138,7 @@ class MegatronNetwork:
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(parts),
-            model=self._trunk,
+            model=self._backbone,
             num_microbatches=len(parts),
             seq_length=self._context.tensor_parallel,
             micro_batch_size=1,
@@ -180,7 +180,7 @@ class MegatronNetwork:
     def _is_partial(self, name: str) -> bool:
         if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
             return True
-        return bool(self._trunk.config.sequence_parallel) and name.endswith("layernorm.weight")
+        return bool(self._backbone.config.sequence_parallel) and name.endswith("layernorm.weight")
 
     def _tied_table(self) -> str | None:
         """The name of this stage's copy of the embedding, if another stage has one too."""
@@ -191,7 +191,7 @@ class MegatronNetwork:
         return "output_layer.weight" if self.is_last else None
 
     def spans(self, tensors: Set[str]) -> list[tuple[int, int]]:
-        """Where some of the engine's tensors lie in the buffers, neighbours as one."""
+        """Where some of the engine's tensors lie in the buffers, neighbors as one."""
         spans: list[tuple[int, int]] = []
         for name in self.flat.names:
             start, stop = self.flat.span(name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ....algorithms.roles.language import Policy
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.spec import ModelSpec
-from ...training.logprob_mismatch import AgreementLimits
+from ...training.logprob_mismatch import MismatchLimits
 from ..sharded.policy import ShardedPolicy
 from .options import MegatronOptions
 from .worker import MegatronWorker
@@ -23,7 +23,7 @@ class MegatronPolicySpec(MegatronOptions):
     """Architecture and weights: Llama, Qwen2 or Qwen3."""
     eos_token_id: int
     """The token that ends a response."""
-    agreement: AgreementLimits = AgreementLimits()
+    mismatch: MismatchLimits = MismatchLimits()
     """How far what it is trained on may be from its own log-probabilities."""
 
     def build(self, context: WorkerContext) -> MegatronPolicy:
@@ -38,5 +38,5 @@ class MegatronPolicy(MegatronWorker, ShardedPolicy, Policy):
 
     def __init__(self, spec: MegatronPolicySpec, context: WorkerContext) -> None:
         self.spec = spec
-        self.limits = spec.agreement
+        self.limits = spec.mismatch
         super().__init__(context, spec.model, spec)

@@ -1,4 +1,4 @@
-"""A trunk with a score head as a `RewardModel` computed by megatron-core."""
+"""A backbone with a score head as a `RewardModel` computed by megatron-core."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MegatronRewardSpec(MegatronOptions):
     """Recipe for a `MegatronReward`."""
 
     model: ModelSpec
-    """The trunk: the policy's folder or architecture, or a folder a reward worker saved."""
+    """The backbone: the policy's folder or architecture, or a folder a reward worker saved."""
 
     def build(self, context: WorkerContext) -> MegatronReward:
         """Make this process's part of the reward model on the context's device."""

@@ -1,4 +1,4 @@
-"""A trunk with a value head as a `ValueModel` computed by megatron-core."""
+"""A backbone with a value head as a `ValueModel` computed by megatron-core."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MegatronValueSpec(MegatronOptions):
     """Recipe for a `MegatronValue`."""
 
     model: ModelSpec
-    """The trunk: the policy's folder or architecture, or a folder a value worker saved."""
+    """The backbone: the policy's folder or architecture, or a folder a value worker saved."""
     zero_init_head: bool = True
     """Start with value 0 everywhere, unless the folder has a head of its own."""
 

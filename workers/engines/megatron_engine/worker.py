@@ -47,7 +47,7 @@ class MegatronWorker(SleepsInHostMemory, ShardedWorker):
         head: tuple[HeadName, nn.Linear] | None = None,
     ) -> None:
         join_groups(context)
-        from .model import build_trunk, supported_shape
+        from .model import build_backbone, supported_shape
         from .network import MegatronNetwork
 
         self._micro_batch_tokens = options.micro_batch_tokens
@@ -58,14 +58,14 @@ class MegatronWorker(SleepsInHostMemory, ShardedWorker):
         layout = one.model_copy(update={"dp": context.num_ranks})
         everyone = range(context.num_processes)
         ours = sorted(group_of(context).processes(context.rank))
-        # Before the trunk: megatron-core asserts what these explain.
+        # Before the backbone: megatron-core asserts what these explain.
         stored = megatron_sharding(shape, layout, everyone, head=name)
         rank_stored = megatron_sharding(shape, one, ours, head=name)
-        trunk = build_trunk(
+        backbone = build_backbone(
             config, shape, context, name, sequence_parallel=options.sequence_parallel
         )
         tied = shape.tied_embeddings and head is None
-        self.network = MegatronNetwork(trunk, context, tied=tied)
+        self.network = MegatronNetwork(backbone, context, tied=tied)
         super().__init__(
             context,
             model,

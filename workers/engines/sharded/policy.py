@@ -12,7 +12,7 @@ from ....algorithms.roles.language import PolicyOutput, Sampling, TrainMetrics
 from ....dataflow.errors import ConfigError
 from ....dataflow.graph.role import Loss
 from ...models.spec import quiet_transformers
-from ...training.logprob_mismatch import AgreementLimits
+from ...training.logprob_mismatch import MismatchLimits
 from ...training.train_calls import check_temperature, policy_forward
 from .vocabulary_parallel import vocabulary_logprob
 from .worker import ShardedWorker
@@ -33,7 +33,7 @@ class ShardedPolicy(ShardedWorker):
     """
 
     network: Any
-    limits: AgreementLimits
+    limits: MismatchLimits
     engine: str
 
     def generate(self, prompt: Tensor, prompt_id: Tensor, sampling: Sampling) -> NoReturn:

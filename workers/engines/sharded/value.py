@@ -1,4 +1,4 @@
-"""What a trunk with a value or score head does that is spread over the processes of a rank."""
+"""What a backbone with a value or score head does that is spread over the processes of a rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ B = TypeVar("B")
 
 def value_head(spec: ModelSpec, context: WorkerContext, *, zero_init: bool) -> nn.Linear:
     """The head that the torch engine starts from: the folder's, or drawn from the same seed."""
-    blank = nn.RMSNorm(1)  # stands for a trunk
+    blank = nn.RMSNorm(1)  # stands for a backbone
     with seeded_heads(context.seed, context.role):
         head = ValueNetwork(blank, spec.config.hidden_size, zero_init=zero_init).value_head
     load_head(head, spec.folder, "value_head")
@@ -62,7 +62,7 @@ class ShardedValue(ShardedWorker):
         return self._train(forward, loss, batch, epochs, num_minibatches)
 
     def _values(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """f32[rows, T]: what the trunk says before each masked token."""
+        """f32[rows, T]: what the backbone says before each masked token."""
         reads = torch.zeros_like(mask)
         reads[:, :-1] = mask[:, 1:]
         outputs, anchor = self.network.outputs(tokens, reads)
@@ -70,8 +70,8 @@ class ShardedValue(ShardedWorker):
         return zero.masked_scatter(mask, outputs[:, 0].float())
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write trunk and head; `ModelSpec(folder=...)` in a value spec reads both back."""
-        _save_trunk(self, folder, "value_head")
+        """Write backbone and head; `ModelSpec(folder=...)` in a value spec reads both back."""
+        _save_backbone(self, folder, "value_head")
 
 
 class ShardedReward(ShardedWorker):
@@ -106,17 +106,19 @@ class ShardedReward(ShardedWorker):
         return zero.masked_scatter(last > 0, outputs[:, 0].float())
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write trunk and head; `ModelSpec(folder=...)` in such a spec reads both back."""
-        _save_trunk(self, folder, "score")
+        """Write backbone and head; `ModelSpec(folder=...)` in such a spec reads both back."""
+        _save_backbone(self, folder, "score")
 
 
-def _save_trunk(worker: ShardedWorker, folder: Path, name: Literal["value_head", "score"]) -> None:
-    """Write a trunk in Hugging Face's layout and its head beside it (one process does)."""
+def _save_backbone(
+    worker: ShardedWorker, folder: Path, name: Literal["value_head", "score"]
+) -> None:
+    """Write a backbone in Hugging Face's layout and its head beside it (one process does)."""
     weights = worker.weights_to_write()
     if not weights:
         return
     head = nn.Linear(weights[f"{name}.weight"].shape[1], 1).to(weights[f"{name}.weight"].dtype)
     head.load_state_dict({part: weights.pop(f"{name}.{part}") for part in ("weight", "bias")})
-    trunk: Any = worker.model.trunk("cpu")
-    trunk.load_state_dict({key.removeprefix("model."): value for key, value in weights.items()})
-    save_headed(folder, trunk, head, name)
+    backbone: Any = worker.model.backbone("cpu")
+    backbone.load_state_dict({key.removeprefix("model."): value for key, value in weights.items()})
+    save_headed(folder, backbone, head, name)

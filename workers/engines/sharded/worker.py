@@ -28,7 +28,7 @@ from ...training.checkpoint_files import (
     read_state_json,
 )
 from ...training.flat_parameters import tensors_sha256, write_tensors
-from ...training.logprob_mismatch import AgreementLimits
+from ...training.logprob_mismatch import MismatchLimits
 from ...training.train_calls import train_call
 from ...training.trainer import Forward
 from ..megatron_engine.layout import pieces_on, stored_view
@@ -246,7 +246,7 @@ class ShardedWorker:
         batch: B,
         epochs: int,
         num_minibatches: int,
-        limits: AgreementLimits | None = None,
+        limits: MismatchLimits | None = None,
     ) -> TrainMetrics:
         return train_call(
             self._trainer, self.context, forward, loss, batch, epochs, num_minibatches, limits

@@ -1,7 +1,7 @@
 """Attention over packed tokens (training, evaluation, prompts) and over a cache (decoding).
 
 The plain matmul-softmax-matmul form is used wherever a row's result must not depend on its
-neighbours: `F.scaled_dot_product_attention` on the CPU splits its work over threads by batch
+neighbors: `F.scaled_dot_product_attention` on the CPU splits its work over threads by batch
 size and then differs in the last bit; batched matrix products do not.
 """
 

@@ -29,22 +29,22 @@ _FAMILIES = {"LlamaModel", "Qwen2Model", "Qwen3Model"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
-def is_lean(trunk: nn.Module) -> bool:
-    """True if `LeanBackbone` computes exactly what this trunk's own forward does."""
-    config: Any = getattr(trunk, "config", None)
-    if type(trunk).__name__ not in _FAMILIES or config is None:
+def is_lean(backbone: nn.Module) -> bool:
+    """True if `LeanBackbone` computes exactly what this backbone's own forward does."""
+    config: Any = getattr(backbone, "config", None)
+    if type(backbone).__name__ not in _FAMILIES or config is None:
         return False
     layer_types: Sequence[str] = getattr(config, "layer_types", None) or []
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     return rope in _STATIC_ROPE and all(kind == "full_attention" for kind in layer_types)
 
 
-def fused_names(trunk: nn.Module, prefix: str) -> list[tuple[str, ...]]:
-    """Names of the parameters `LeanBackbone` wants side by side; `prefix` is the trunk's own."""
-    names = {name for name, _ in trunk.named_parameters()}
+def fused_names(backbone: nn.Module, prefix: str) -> list[tuple[str, ...]]:
+    """Names of the parameters `LeanBackbone` wants side by side; `prefix` is the backbone's own."""
+    names = {name for name, _ in backbone.named_parameters()}
     groups: list[tuple[str, ...]] = []
     modules = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
-    layers: Any = trunk.layers
+    layers: Any = backbone.layers
     for index in range(len(layers)):
         for block, parts in modules:
             for kind in ("weight", "bias"):
@@ -73,28 +73,28 @@ class LayerWeights:
 
 
 class LeanBackbone:
-    """Functional forward over a trunk's weights.
+    """Functional forward over a backbone's weights.
 
     Args:
-        trunk: A trunk for which `is_lean` is true.
-        flat: Holds its weights, laid out with `fused_names(trunk, prefix)` side by side.
-        prefix: What the trunk's parameters are called in `flat`: "model.".
+        backbone: A backbone for which `is_lean` is true.
+        flat: Holds its weights, laid out with `fused_names(backbone, prefix)` side by side.
+        prefix: What the backbone's parameters are called in `flat`: "model.".
     """
 
-    def __init__(self, trunk: nn.Module, flat: FlatParameters, prefix: str) -> None:
-        self._trunk: Any = trunk
-        config: Any = trunk.config
-        attention: Any = self._trunk.layers[0].self_attn
+    def __init__(self, backbone: nn.Module, flat: FlatParameters, prefix: str) -> None:
+        self._backbone: Any = backbone
+        config: Any = backbone.config
+        attention: Any = self._backbone.layers[0].self_attn
         self.head_dim: int = attention.head_dim
         self.num_heads: int = config.num_attention_heads
         self.num_key_heads: int = config.num_key_value_heads
         self.scale: float = attention.scaling
-        self.eps: float = self._trunk.norm.variance_epsilon
-        self.activation: nn.Module = self._trunk.layers[0].mlp.act_fn
-        self.embedding: Tensor = self._trunk.embed_tokens.weight
-        self.final_norm: Tensor = self._trunk.norm.weight
+        self.eps: float = self._backbone.norm.variance_epsilon
+        self.activation: nn.Module = self._backbone.layers[0].mlp.act_fn
+        self.embedding: Tensor = self._backbone.embed_tokens.weight
+        self.final_norm: Tensor = self._backbone.norm.weight
         self.layers = [
-            _layer_weights(flat, f"{prefix}layers.{i}.") for i in range(len(self._trunk.layers))
+            _layer_weights(flat, f"{prefix}layers.{i}.") for i in range(len(self._backbone.layers))
         ]
         self._rope: tuple[Tensor, Tensor] | None = None
 
@@ -104,7 +104,7 @@ class LeanBackbone:
             size = 1 << max(length - 1, 63).bit_length()
             position = torch.arange(size, device=self.embedding.device)[None]
             with torch.no_grad():
-                cos, sin = self._trunk.rotary_emb(self.embedding[:1], position)
+                cos, sin = self._backbone.rotary_emb(self.embedding[:1], position)
             half = self.head_dim // 2
             self._rope = (cos[0, :, None, :half].contiguous(), sin[0, :, None, :half].contiguous())
         return self._rope

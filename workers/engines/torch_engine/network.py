@@ -42,13 +42,13 @@ class Network(Protocol):
 
 
 class LeanNetwork:
-    """Packed forward pass of a supported trunk under a linear head."""
+    """Packed forward pass of a supported backbone under a linear head."""
 
     def __init__(
-        self, trunk: nn.Module, flat: FlatParameters, prefix: str, head: nn.Module
+        self, backbone: nn.Module, flat: FlatParameters, prefix: str, head: nn.Module
     ) -> None:
         self.flat = flat
-        self.backbone = LeanBackbone(trunk, flat, prefix)
+        self.backbone = LeanBackbone(backbone, flat, prefix)
         self._head: Any = head
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,24 +83,26 @@ class PlainNetwork:
         width = int((reads * torch.arange(1, reads.shape[1] + 1, device=reads.device)).max())
         rows = tokens[used, :width]
         mask = (rows >= 0).long()
-        trunk = self.module if self._head is None else self.module.model
-        out = trunk(input_ids=rows.clamp(min=0), attention_mask=mask, use_cache=False)
+        backbone = self.module if self._head is None else self.module.model
+        out = backbone(input_ids=rows.clamp(min=0), attention_mask=mask, use_cache=False)
         picked = (out.logits if self._head is None else out.last_hidden_state)[reads[used, :width]]
         outputs = picked if self._head is None else self._head(picked)
         return outputs, torch.arange(len(outputs), device=outputs.device)
 
 
-def make_network(module: nn.Module, trunk: nn.Module, head: nn.Module | None) -> Network:
+def make_network(module: nn.Module, backbone: nn.Module, head: nn.Module | None) -> Network:
     """The best network for a module.
 
     Args:
         module: The whole model; its weights move into one flat buffer.
-        trunk: The part that maps tokens to hidden states.
+        backbone: The part that maps tokens to hidden states.
         head: A linear head inside `module`, or None for a language model's own.
     """
-    if not is_lean(trunk):
+    if not is_lean(backbone):
         return PlainNetwork(module, FlatParameters(module), head)
-    prefix = next(name for name, part in module.named_modules() if part is trunk) + "."
-    flat = FlatParameters(module, fused_names(trunk, prefix))
+    prefix = next(name for name, part in module.named_modules() if part is backbone) + "."
+    flat = FlatParameters(module, fused_names(backbone, prefix))
     whole: Any = module
-    return LeanNetwork(trunk, flat, prefix, whole.get_output_embeddings() if head is None else head)
+    return LeanNetwork(
+        backbone, flat, prefix, whole.get_output_embeddings() if head is None else head
+    )

@@ -1,4 +1,4 @@
-"""Packing: sequences end to end without padding, and where attention finds its neighbours.
+"""Packing: sequences end to end without padding, and where attention finds its neighbors.
 
 Everything but attention works on one flat run of tokens, so no padded position is ever
 multiplied. Attention gathers queries and keys into small rectangles (`Block`) of similar length.

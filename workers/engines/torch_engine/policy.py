@@ -17,7 +17,7 @@ from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.spec import ModelSpec, quiet_transformers
 from ...rollout.rollout import check_prompts, report_responses, to_rollout
 from ...rollout.sampling import row_uniforms, stream_key
-from ...training.logprob_mismatch import AgreementLimits
+from ...training.logprob_mismatch import MismatchLimits
 from ...training.optimizer import OptimizerSpec
 from ...training.train_calls import check_temperature, policy_forward
 from .decode import Responses, decode
@@ -44,7 +44,7 @@ class TorchPolicySpec:
     """Tokens computed at once in evaluation and training."""
     max_decode_rows: int = 512
     """Responses drawn at once; a bound on the memory of the key-value cache."""
-    agreement: AgreementLimits = AgreementLimits()
+    mismatch: MismatchLimits = MismatchLimits()
     """How far what it is trained on may be from its own log-probabilities."""
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class TorchPolicy(TorchWorker, Policy):
     ) -> TrainMetrics:
         """See `Policy.train`."""
         forward = policy_forward(self._output, temperature)
-        limits = self.spec.agreement
+        limits = self.spec.mismatch
         return self._train(forward, loss, batch, epochs, num_minibatches, limits)
 
     def _output(

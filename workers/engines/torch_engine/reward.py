@@ -1,4 +1,4 @@
-"""A trunk with a score head as a `RewardModel`."""
+"""A backbone with a score head as a `RewardModel`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TorchRewardModelSpec:
     """Recipe for a `TorchRewardModel`."""
 
     model: ModelSpec
-    """The trunk: the policy's folder or architecture, or a folder this worker saved."""
+    """The backbone: the policy's folder or architecture, or a folder this worker saved."""
     optimizer: OptimizerSpec | None = None
     """None for a frozen reward model."""
     micro_batch_tokens: int = 4096
@@ -47,12 +47,12 @@ class TorchRewardModel(TorchWorker, RewardModel):
     """See `TorchRewardModelSpec`. A row without any masked token scores 0."""
 
     def __init__(self, spec: TorchRewardModelSpec, context: WorkerContext) -> None:
-        trunk = spec.model.trunk(context.device)
+        backbone = spec.model.backbone(context.device)
         with seeded_heads(context.seed, context.role):
-            module = ScoreNetwork(trunk, trunk.config.hidden_size)
+            module = ScoreNetwork(backbone, backbone.config.hidden_size)
         load_head(module.score, spec.model.folder, "score")
         self.module = module
-        network = make_network(module, trunk, module.score)
+        network = make_network(module, backbone, module.score)
         super().__init__(context, network, spec.optimizer, spec.micro_batch_tokens)
 
     def score(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Tensor:
@@ -82,6 +82,6 @@ class TorchRewardModel(TorchWorker, RewardModel):
         return zero.masked_scatter(last > 0, outputs[:, 0].float()[entry])
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write trunk and head; `ModelSpec(folder=...)` in such a spec reads both back."""
+        """Write backbone and head; `ModelSpec(folder=...)` in such a spec reads both back."""
         if self.context.rank == 0:
             save_headed(folder, self.module.model, self.module.score, "score")

@@ -1,4 +1,4 @@
-"""A trunk with a value head as a `ValueModel`."""
+"""A backbone with a value head as a `ValueModel`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TorchValueSpec:
     """Recipe for a `TorchValue`."""
 
     model: ModelSpec
-    """The trunk: the policy's folder or architecture, or a folder this worker saved."""
+    """The backbone: the policy's folder or architecture, or a folder this worker saved."""
     optimizer: OptimizerSpec | None = None
     """None for a frozen value model."""
     zero_init_head: bool = True
@@ -49,12 +49,14 @@ class TorchValue(TorchWorker, ValueModel):
     """See `TorchValueSpec`."""
 
     def __init__(self, spec: TorchValueSpec, context: WorkerContext) -> None:
-        trunk = spec.model.trunk(context.device)
+        backbone = spec.model.backbone(context.device)
         with seeded_heads(context.seed, context.role):
-            module = ValueNetwork(trunk, trunk.config.hidden_size, zero_init=spec.zero_init_head)
+            module = ValueNetwork(
+                backbone, backbone.config.hidden_size, zero_init=spec.zero_init_head
+            )
         load_head(module.value_head, spec.model.folder, "value_head")
         self.module = module
-        network = make_network(module, trunk, module.value_head)
+        network = make_network(module, backbone, module.value_head)
         super().__init__(context, network, spec.optimizer, spec.micro_batch_tokens)
 
     def value(self, tokens: Tensor, mask: Tensor) -> Tensor:
@@ -69,7 +71,7 @@ class TorchValue(TorchWorker, ValueModel):
         return self._train(forward, loss, batch, epochs, num_minibatches)
 
     def _values(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """f32[rows, T]: what the trunk says before each masked token."""
+        """f32[rows, T]: what the backbone says before each masked token."""
         zero = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         if not bool(mask.any()):
             return zero + no_outputs(self.network)
@@ -79,6 +81,6 @@ class TorchValue(TorchWorker, ValueModel):
         return zero.masked_scatter(mask, outputs[:, 0].float()[entry])
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write trunk and head; `ModelSpec(folder=...)` in a value spec reads both back."""
+        """Write backbone and head; `ModelSpec(folder=...)` in a value spec reads both back."""
         if self.context.rank == 0:
             save_headed(folder, self.module.model, self.module.value_head, "value_head")

@@ -18,7 +18,7 @@ from ...training.checkpoint_files import open_state, read_state_json, read_whole
 from ...training.data_parallel import rank_group
 from ...training.flat_parameters import tensors_sha256, write_tensors
 from ...training.host_offload import SleepsInHostMemory
-from ...training.logprob_mismatch import AgreementLimits
+from ...training.logprob_mismatch import MismatchLimits
 from ...training.optimizer import OptimizerSpec
 from ...training.train_calls import check_columns, train_call
 from ...training.trainer import Forward, Trainer
@@ -151,7 +151,7 @@ class TorchWorker(SleepsInHostMemory):
         batch: B,
         epochs: int,
         num_minibatches: int,
-        limits: AgreementLimits | None = None,
+        limits: MismatchLimits | None = None,
     ) -> TrainMetrics:
         return train_call(
             self._trainer, self.context, forward, loss, batch, epochs, num_minibatches, limits

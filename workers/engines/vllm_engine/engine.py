@@ -60,7 +60,7 @@ class EngineOptions:
         tokenizer: A folder with a tokenizer, if text is looked at.
         device: "cpu" or "cuda:0".
         tensor_parallel: Processes that share the model.
-        process: This process in torch.distributed's default group, if that is initialised.
+        process: This process in torch.distributed's default group, if that is initialized.
     """
 
     dtype: str

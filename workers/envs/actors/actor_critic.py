@@ -1,4 +1,4 @@
-"""A perceptron that acts and criticises, as an `ActorCritic`: asked, evaluated and trained."""
+"""A perceptron that acts and criticizes, as an `ActorCritic`: asked, evaluated and trained."""
 
 from __future__ import annotations
 

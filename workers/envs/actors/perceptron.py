@@ -1,6 +1,6 @@
-"""Small networks that act and criticise: multilayer perceptrons over flat observations.
+"""Small networks that act and criticize: multilayer perceptrons over flat observations.
 
-Initialised as in Huang et al., "The 37 Implementation Details of Proximal Policy Optimization",
+Initialized as in Huang et al., "The 37 Implementation Details of Proximal Policy Optimization",
 2022: orthogonal weights of gain sqrt(2), 0.01 for the actor's last layer and 1 for the critic's,
 biases 0, and a deviation of continuous actions that does not depend on the observation.
 """

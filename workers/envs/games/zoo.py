@@ -237,9 +237,9 @@ def _own(game_id: str, module: str, function: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if f"{module}.".startswith(f"{error.name}."):
             raise ConfigError(f"there is no module for game '{game_id}'") from error
-        mend = "penstock[pettingzoo]" if error.name == "pettingzoo" else "it"
+        fix = "penstock[pettingzoo]" if error.name == "pettingzoo" else "it"
         raise ConfigError(
-            f"{_needs(game_id, error)}\n    module {module} imports it; install {mend}"
+            f"{_needs(game_id, error)}\n    module {module} imports it; install {fix}"
         ) from error
     make = getattr(found, function, None)
     if callable(make):

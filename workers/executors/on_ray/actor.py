@@ -40,7 +40,7 @@ from ...inference.client import AnswerClient
 from ...inference.server import AnswerServer
 from ...training.threads import use_threads
 from ...weight_sync.p2p_link import Clock
-from ...weight_sync.packet_server import Kept, Mail, Route, Shelf, Store
+from ...weight_sync.packet_server import Kept, Outbox, PacketServer, Route, Store
 from ...weight_sync.packets import Packet
 from ...weight_sync.slice_exchange import SliceTraffic
 from .actor_pool import Parkable
@@ -102,8 +102,8 @@ class Rank:
         self._hosts: dict[str, Host] = {}
         self._roles: dict[str, Role] = {}
         self._listener: socket.socket | None = None
-        self._shelf = Shelf()
-        self._mail: dict[Route, Mail] = {}
+        self._outbox = Outbox()
+        self._packet_server: dict[Route, PacketServer] = {}
         self._holdings = Holdings(f"group '{group.name}' (process {process})")
         self._clients: dict[str, AnswerClient] = {}
         self._server: AnswerServer | None = None
@@ -128,20 +128,20 @@ class Rank:
         """Give or take weights by this route from now on; its process 0 listens at `address`."""
         number = route.number(self._group.name, self._process)
         store = self._meet(address, route.num_processes)
-        mail = Mail(route, number, store, self._deadline_s, self._start_s)
-        self._mail[route] = mail
-        if route.givers == self._group.name:
-            mail.serve(self._shelf)
+        packet_server = PacketServer(route, number, store, self._deadline_s, self._start_s)
+        self._packet_server[route] = packet_server
+        if route.senders == self._group.name:
+            packet_server.serve(self._outbox)
 
     def _leave_routes(self) -> None:
         """Those who give have nothing to wait for once those who take have left."""
         clock = Clock(_LEAVE_S)
-        while self._mail:
-            self._mail.popitem()[1].close(clock.left.total_seconds())
+        while self._packet_server:
+            self._packet_server.popitem()[1].close(clock.left.total_seconds())
 
     def forget(self, key: int) -> None:
         """Nobody will ask for these weights again."""
-        self._shelf.drop(key)
+        self._outbox.drop(key)
 
     def _meet(self, address: Address, num_processes: int) -> Store:
         listener, self._listener = self._listener, None
@@ -281,7 +281,7 @@ class Rank:
             case LayoutWork():
                 answer = traffic.layout(host.roles[work.role])
             case ExportSlicesWork():
-                packets = traffic.export(host.roles[work.role], work.takers, work.version)
+                packets = traffic.export(host.roles[work.role], work.receivers, work.version)
             case ImportSlicesWork():
                 # Each begins with another process, so that all of those give at the same time.
                 first = self._process % len(work.slices)
@@ -301,24 +301,26 @@ class Rank:
         return Result(report) if packets is None else _Exported(report, packets=packets)
 
     def _offered(self, packets: Mapping[tuple[str, int], Packet]) -> Any:
-        """Where takers find what is for them: here, if they have a route, or in the store."""
-        if not any(route.givers == self._group.name for route in self._mail):
-            return {taker: ray.put(packet) for taker, packet in packets.items()}
-        key = self._shelf.put(packets)
+        """Where receivers find what is for them: here, if they have a route, or in the store."""
+        if not any(route.senders == self._group.name for route in self._packet_server):
+            return {receiver: ray.put(packet) for receiver, packet in packets.items()}
+        key = self._outbox.put(packets)
         return Kept(self._group.name, self._process, key, frozenset(packets))
 
     def _fetched(self, slices: Any, group: str) -> Packet | None:
         """What one exporting process has for this one."""
         if isinstance(slices, Kept):
-            if (group, self._process) not in slices.takers:
+            if (group, self._process) not in slices.receivers:
                 return None
-            mail = next((m for r, m in self._mail.items() if r.givers == slices.group), None)
-            if mail is None:
+            packet_server = next(
+                (m for r, m in self._packet_server.items() if r.senders == slices.group), None
+            )
+            if packet_server is None:
                 raise WorkerError(
                     f"group '{group}' has no connection to group '{slices.group}', whose weights "
                     "it is to take"
                 )
-            return mail.fetch(slices.process, slices.key)
+            return packet_server.fetch(slices.process, slices.key)
         handle = slices.get((group, self._process))
         return None if handle is None else ray.get(handle, timeout=self._deadline_s)
 

@@ -180,10 +180,10 @@ def connect_mail(groups: Mapping[str, ActorGroup], routes: Sequence[Route], star
         WorkerError: If a process fails or takes too long.
     """
     for route in routes:
-        givers = [groups[route.givers].actors[i] for i in route.from_processes]
-        takers = [groups[route.takers].actors[i] for i in route.to_processes]
-        (address,) = _all([givers[0].listen.remote()], "opening a socket for weights", start_s)
-        calls = [actor.exchange.remote(route, address) for actor in (*givers, *takers)]
+        senders = [groups[route.senders].actors[i] for i in route.from_processes]
+        receivers = [groups[route.receivers].actors[i] for i in route.to_processes]
+        (address,) = _all([senders[0].listen.remote()], "opening a socket for weights", start_s)
+        calls = [actor.exchange.remote(route, address) for actor in (*senders, *receivers)]
         _all(calls, "connecting for weights", start_s)
 
 
@@ -206,11 +206,11 @@ def routes_of(programs: Mapping[str, Program]) -> list[Route]:
     return [
         Route(
             home,
-            taker,
+            receiver,
             tuple(groups[home].processes(0)),
-            tuple(range(groups[taker].num_processes)),
+            tuple(range(groups[receiver].num_processes)),
         )
-        for home, taker in sorted(pairs)
+        for home, receiver in sorted(pairs)
     ]
 
 

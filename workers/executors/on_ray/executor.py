@@ -57,7 +57,7 @@ _ON_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch for listening where other machines can connect; says what it does elsewhere."""
 
 _MOST_RESTARTS = 3
-"""A group that dies more often than this has a cause that starting again does not mend."""
+"""A group that dies more often than this has a cause that starting again does not fix."""
 
 _LOG = logging.getLogger("penstock.ray")
 
@@ -319,7 +319,7 @@ class RayExecutor:
         try:
             self._wait_asleep(asked.group)
             start_groups([group], self._hosted, self._seed, self._start_s)
-            broken = [route for route in self._routes if route.takers == asked.group]
+            broken = [route for route in self._routes if route.receivers == asked.group]
             connect_mail(self._groups, broken, self._start_s)
         except PenstockError as error:
             self._pending.clear()

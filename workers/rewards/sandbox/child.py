@@ -1,7 +1,7 @@
-"""The process that foreign code runs in: a script of the standard library alone.
+"""The process that untrusted code runs in: a script of the standard library alone.
 
 Its argument is a JSON object that says what to run and where; results go, a JSON object a line, to
-a descriptor of their own. It gives up all it does not need before the first foreign line runs.
+a descriptor of their own. It gives up all it does not need before the first untrusted line runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the Linux kernel takes from a process that runs foreign code; standard library only.
+"""What the Linux kernel takes from a process that runs untrusted code; standard library only.
 
 Needs no privileges, no namespaces and no container runtime: a seccomp filter forbids system calls,
 Landlock forbids files, resource limits bound the rest. Everything holds for good and for all

@@ -56,7 +56,7 @@ def test_a_sample_does_not_depend_on_its_batch(name: str, dtype: str, threads: i
         torch.set_num_threads(before)
 
 
-def test_the_lengths_of_neighbours_and_waves_do_not_matter():
+def test_the_lengths_of_neighbors_and_waves_do_not_matter():
     policy = make_policy()
     prompt, prompt_id = make_prompts(12, longest=100, seed=1)
     short = (prompt >= 0).sum(1) < 20

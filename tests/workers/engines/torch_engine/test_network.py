@@ -94,4 +94,4 @@ def test_a_sliding_window_is_not_taken_for_full_attention():
     from torch_models import BASE
 
     sliding = {**BASE, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}
-    assert not is_lean(ModelSpec(architecture={**sliding, "sliding_window": 8}).trunk("cpu"))
+    assert not is_lean(ModelSpec(architecture={**sliding, "sliding_window": 8}).backbone("cpu"))

@@ -94,17 +94,17 @@ def test_a_saved_policy_is_a_hugging_face_folder(tmp_path: Path, name: str):
     assert again.weights_sha256() == policy.weights_sha256()
 
 
-def test_value_and_reward_models_start_from_the_policys_trunk(tmp_path: Path):
+def test_value_and_reward_models_start_from_the_policys_backbone(tmp_path: Path):
     policy = make_policy()
     policy.save_pretrained(tmp_path)
     model = ModelSpec(folder=str(tmp_path))
-    trunk = policy.export_weights()
+    backbone = policy.export_weights()
     for spec in (TorchValueSpec(model=model), TorchRewardModelSpec(model=model)):
         weights = spec.build(CONTEXT).export_weights()
-        assert {name: trunk[name].tolist() for name in trunk} == {
-            name: weight.tolist() for name, weight in weights.items() if name in trunk
+        assert {name: backbone[name].tolist() for name in backbone} == {
+            name: weight.tolist() for name, weight in weights.items() if name in backbone
         }
-        assert len(weights) == len(trunk) + 2
+        assert len(weights) == len(backbone) + 2
 
 
 def test_value_and_reward_models_keep_their_heads(tmp_path: Path):

@@ -182,7 +182,7 @@ def test_the_loss_does_not_depend_on_micro_batches() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-def test_advantages_are_normalised_in_each_minibatch() -> None:
+def test_advantages_are_normalized_in_each_minibatch() -> None:
     worker = actor_critic(DISCRETE)
     data = batch(DISCRETE, worker)
     loss = ActorCriticLoss(policy=ClippedPolicyLoss())
@@ -192,7 +192,7 @@ def test_advantages_are_normalised_in_each_minibatch() -> None:
     scaled = (steps - steps.mean()) / (steps.std() + 1e-8)
     single = dataclasses.replace(data, advantage=data.advantage.clone())
     single.advantage[data.mask] = scaled
-    plain = dataclasses.replace(loss, normalise_advantages=False)
+    plain = dataclasses.replace(loss, normalize_advantages=False)
     found = worker.evaluate(data.obs, data.action, data.action_mask)
     value = worker.value(data.obs, data.obs[:, -1]).value
     out = ActorCriticOutput(value=value, logprob=found.logprob, entropy=found.entropy)

@@ -200,7 +200,7 @@ def test_gradients_reach_what_was_seen_before() -> None:
     last[:, -1] = torch.tensor([1.0, -1.0, 1.0, -1.0])
     batch = dataclasses.replace(batch, advantage=last)
     before = worker.module.get_parameter("memory.cell.weight_hh").clone()
-    plain = ActorCriticLoss(normalise_advantages=False)
+    plain = ActorCriticLoss(normalize_advantages=False)
     with call_scope(0, 0):
         worker.train(plain, batch, epochs=5, num_minibatches=2)
     after = worker.evaluate(batch.obs, batch.action, batch.action_mask, batch.memory, batch.mask)

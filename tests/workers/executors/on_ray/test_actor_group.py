@@ -50,7 +50,7 @@ def test_a_route_is_for_all_roles_of_two_groups() -> None:
 
 def test_groups_may_give_to_each_other_and_those_who_read_nothing_get_nothing() -> None:
     one = program(apart=("actor.generate", "critic.train"), judges=("ref", "reward"))
-    assert [(route.givers, route.takers) for route in routes_of({"train": one})] == [
+    assert [(route.senders, route.receivers) for route in routes_of({"train": one})] == [
         ("apart", "main"),
         ("main", "apart"),
     ]
@@ -58,7 +58,7 @@ def test_groups_may_give_to_each_other_and_those_who_read_nothing_get_nothing() 
 
 def test_a_role_may_be_trained_here_by_one_program_and_there_by_another() -> None:
     here, there = program(apart=("actor.generate",)), program(apart=("actor.train",))
-    assert [(r.givers, r.takers) for r in routes_of({"a": here, "b": there})] == [
+    assert [(r.senders, r.receivers) for r in routes_of({"a": here, "b": there})] == [
         ("apart", "main"),
         ("main", "apart"),
     ]

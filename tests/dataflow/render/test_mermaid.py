@@ -18,7 +18,8 @@ from penstock.algorithms.sft import SFT, sft_step
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.render.edges import DrawnArrow, arrows_of
-from penstock.dataflow.render.text import to_mermaid, to_svg, to_text
+from penstock.dataflow.render.mermaid import to_mermaid
+from penstock.dataflow.render.svg import to_svg
 
 GOLDEN = Path(__file__).parents[1] / "graphs"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -42,7 +43,7 @@ GRAPHS = {
 
 
 def test_text_shows_versions_roles_and_both_kinds_of_arrow() -> None:
-    assert to_text(GRAPHS["two_trains"]) == (
+    assert str(GRAPHS["two_trains"]) == (
         "graph two_trains\n"
         "  source demos: Demonstrations\n"
         "  role actor: Policy, trained\n"  # not ref, which is asked for nothing

@@ -36,10 +36,14 @@ from .numpy_actor import NumpyActor
 from .on_host import OnHost
 from .perceptron import ActorCriticNetwork, FlatNetwork, HasSpaces, PerceptronSpec
 from .recurrent import NumpyMemory
+from .saved_network import load_network, save_network
 from .single_steps import single_steps, state_values
 from .weight_inheritance import take_over
 
 __all__ = ["TorchActorCritic", "TorchActorCriticSpec"]
+
+_MODEL_TYPE = "perceptron_actor_critic"
+"""What the configuration of a saved network calls it."""
 
 B = TypeVar("B")
 
@@ -81,7 +85,8 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         self.actions: ActionSpace = actions
         self.module = ActorCriticNetwork(spec.network, num_features, actions).to(context.device)
         if spec.start is not None:
-            self.module.load_pretrained(spec.start)
+            spaces = self.module.spaces()
+            load_network(spec.start, self.module, _MODEL_TYPE, spec.network, spaces)
         network: Any = FlatNetwork(self.module)
         super().__init__(context, network, spec.optimizer, spec.micro_batch_steps)
         self._on_host = OnHost(self.module, self.network.flat)
@@ -251,7 +256,8 @@ class TorchActorCritic(TorchWorker, ActorCritic):
     def save_pretrained(self, folder: Path) -> None:
         """Write the network to a folder (only rank 0 does)."""
         if self.context.rank == 0:
-            self.module.save_pretrained(folder)
+            spec = self.spec.network
+            save_network(folder, self.module, _MODEL_TYPE, spec, self.module.spaces())
 
 
 def _numbers(

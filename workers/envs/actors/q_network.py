@@ -35,10 +35,9 @@ from .perceptron import (
     PerceptronSpec,
     perceptron,
     refuse_value_bins,
-    save_network,
 )
 from .recurrent import refuse_memory
-from .saved_network import load_network
+from .saved_network import load_network, save_network
 from .weight_inheritance import take_over
 
 __all__ = ["QNetworkSpec", "TorchQNetwork"]

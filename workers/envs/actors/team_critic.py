@@ -23,10 +23,9 @@ from .perceptron import (
     PerceptronSpec,
     perceptron,
     refuse_value_bins,
-    save_network,
 )
 from .recurrent import refuse_memory
-from .saved_network import load_network
+from .saved_network import load_network, save_network
 from .single_steps import single_steps, state_values
 
 __all__ = ["TeamCriticSpec", "TorchTeamCritic"]

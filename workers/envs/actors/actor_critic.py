@@ -32,8 +32,7 @@ from ...engines.torch_engine.worker import TorchWorker
 from ...rollout.sampling import stream_generator
 from ...training.data_parallel import rank_group
 from ...training.optimizer import OptimizerSpec
-from .numpy_actor import NumpyActor
-from .on_host import OnHost
+from .numpy_actor import NumpyActor, OnHost
 from .perceptron import ActorCriticNetwork, FlatNetwork, HasSpaces, PerceptronSpec
 from .recurrent import NumpyMemory
 from .saved_network import load_network, save_network

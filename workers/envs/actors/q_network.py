@@ -28,8 +28,7 @@ from ...training.data_parallel import rank_group
 from ...training.microbatch import columns
 from ...training.optimizer import OptimizerSpec
 from ..spec import EnvSpec
-from .numpy_actor import NumpyActor
-from .on_host import OnHost
+from .numpy_actor import NumpyActor, OnHost
 from .perceptron import (
     FlatNetwork,
     PerceptronSpec,

@@ -16,7 +16,7 @@ from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors import actor_critic as torch_actor_critic
 from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
-from penstock.workers.envs.actors.on_host import OnHost
+from penstock.workers.envs.actors.numpy_actor import OnHost
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.training.flat_parameters import FlatParameters
 from penstock.workers.training.optimizer import OptimizerSpec

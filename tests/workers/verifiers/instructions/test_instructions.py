@@ -6,14 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from penstock.workers.rewards.instructions.ifbench import palindromes
-from penstock.workers.rewards.instructions.ifeval import (
+from penstock.workers.verifiers.instructions.ifbench import palindromes
+from penstock.workers.verifiers.instructions.ifeval import (
     count_bullets,
     count_highlights,
     count_placeholders,
 )
-from penstock.workers.rewards.instructions.iftrain import count_lowercase
-from penstock.workers.rewards.instructions.instructions import (
+from penstock.workers.verifiers.instructions.iftrain import count_lowercase
+from penstock.workers.verifiers.instructions.instructions import (
     Instruction,
     follows,
     instruction_reward,
@@ -21,8 +21,8 @@ from penstock.workers.rewards.instructions.instructions import (
     instructions_of,
     known_instructions,
 )
-from penstock.workers.rewards.instructions.language import LANGUAGES, language_of, may_be
-from penstock.workers.rewards.instructions.text import (
+from penstock.workers.verifiers.instructions.language import LANGUAGES, language_of, may_be
+from penstock.workers.verifiers.instructions.text import (
     count_keyword,
     count_words,
     paragraphs,

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.rewards.sandbox import sandbox
-from penstock.workers.rewards.sandbox.sandbox import Limits, check_sandbox, run_python
+from penstock.workers.verifiers.sandbox import sandbox
+from penstock.workers.verifiers.sandbox.sandbox import Limits, check_sandbox, run_python
 
 
 def test_a_program_reads_and_writes_its_streams() -> None:
@@ -239,7 +239,7 @@ def test_a_program_ends_with_whoever_started_it() -> None:
     """The kernel kills it when the thread that waits for it ends, however that comes about."""
     code = (
         "import os, threading\n"
-        "from penstock.workers.rewards.sandbox.sandbox import Limits, run_python\n"
+        "from penstock.workers.verifiers.sandbox.sandbox import Limits, run_python\n"
         "run = lambda: run_python('import time\\ntime.sleep(60)', limits=Limits(time_s=60))\n"
         "threading.Thread(target=run, daemon=True).start()\n"
         "import time\ntime.sleep(1.5)\n"

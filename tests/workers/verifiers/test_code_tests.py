@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.rewards.code_tests import code_tests, program_in
-from penstock.workers.rewards.code_tests import tests_of as read_tests
+from penstock.workers.verifiers.code_tests import code_tests, program_in
+from penstock.workers.verifiers.code_tests import tests_of as read_tests
 
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 CALLS = [

@@ -15,8 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from penstock.dataflow.errors import ConfigError, WorkerError
-from penstock.workers.data.task import VerifierSpec
-from penstock.workers.rewards.verifier_pool import Outcome, VerifierPool
+from penstock.workers.verifiers.pool import Outcome, VerifierPool, VerifierSpec
 
 REWARD = """
 import ctypes, os, signal, subprocess, sys, time
@@ -229,7 +228,7 @@ def test_a_killed_parent_leaves_nothing_running(
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "from penstock.workers.data.task import VerifierSpec\n"
-        "from penstock.workers.rewards.verifier_pool import VerifierPool\n"
+        "from penstock.workers.verifiers.pool import VerifierPool\n"
         "pool = VerifierPool(VerifierSpec(factory='pool_reward:make', arguments={}), "
         "num_processes=1, time_limit_s=600)\n"
         "pool.run([('return', 1)])\nprint(pool.process_ids[0], flush=True)\n"

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.rewards.verifiers import exact_match, load_verifier, math_verify, reference_of
+from penstock.workers.verifiers.verifiers import (
+    exact_match,
+    load_verifier,
+    math_verify,
+    reference_of,
+)
 
 
 def half(prompt: str, response: str, answer: str | None) -> float:
@@ -63,7 +68,7 @@ def test_functions_are_loaded_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_functions_have_references(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reference_of(half) == f"{__name__}:half"
-    assert reference_of(exact_match) == "penstock.workers.rewards.verifiers:exact_match"
+    assert reference_of(exact_match) == "penstock.workers.verifiers.verifiers:exact_match"
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "__file__", "script.py", raising=False)
     monkeypatch.setattr(main, "half", half, raising=False)

@@ -18,19 +18,34 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ...dataflow.errors import ConfigError, WorkerError
-from ..data.task import VerifierSpec
 
 __all__ = ["Outcome", "VerifierPool"]
 
-_CHILD = Path(__file__).with_name("verifier_child.py")
+_CHILD = Path(__file__).with_name("child.py")
 _STOP_S = 5.0
 """Seconds a killed process may take to vanish."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierSpec:
+    """How another process makes a task's verifier; everything in it is JSON.
+
+    Example:
+        `VerifierSpec(factory="penstock.workers.verifiers.verifiers:make_verifier",
+        arguments={"reward": "math_verify"})`
+    """
+
+    factory: str
+    """`module:function` that takes `arguments` by keyword and returns the verifier, a function of
+    `Task.verifier_call(index, response)`'s items that returns a finite number."""
+    arguments: Mapping[str, Any]
+    """Keyword arguments of the factory."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from .losses import ReinforceLoss
 from .ops.advantages import broadcast_over_tokens
 from .ops.constrained import MeanOver, constrained_reward, kl_allowance, less_mean
+from .ops.rollout_correction import RolloutCorrection
 from .options.constrained_updates import Constrained, sample_and_judge
 from .options.policy_updates import train_policy
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics
@@ -25,6 +26,8 @@ __all__ = ["CGPO", "cgpo_step"]
 class CGPO(Constrained):
     """Options of CGPO."""
 
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's."""
     mean_over: MeanOver = "batch"
     """Whose mean reward is the baseline: all responses' of the batch, those that pass, or all of
     the same prompt."""

@@ -20,14 +20,10 @@ __all__ = ["CRRAFT", "crraft_step"]
 
 @dataclass(frozen=True, kw_only=True)
 class CRRAFT(Constrained):
-    """Options of constrained reward-ranked fine-tuning; it takes no `correction`."""
+    """Options of constrained reward-ranked fine-tuning."""
 
     loss: ReinforceLoss = ReinforceLoss(aggregation="seq-mean-token-sum", report_entropy=True)
     """The log-likelihood of whole responses, weighed by their score."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_uncorrected()
 
 
 def crraft_step(

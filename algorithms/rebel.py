@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .losses import RebelLoss
-from .options.kl_score import score_less_kl
 from .options.pair_updates import PairUpdates, train_on_pairs
+from .options.reference_kl import score_less_kl
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 __all__ = ["Rebel", "rebel_step"]

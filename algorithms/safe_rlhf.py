@@ -12,9 +12,9 @@ from typing import Literal
 
 from .controllers.multiplier import Ascent, Multiplier, mixed_advantage
 from .losses import ClippedValueLoss
-from .options.kl_score import reference_logprob, reported_kl
 from .options.policy_updates import train_policy
-from .ppo import PPO
+from .options.reference_kl import reference_logprob, reported_kl
+from .ppo import PPO, gae_targets, token_rewards, train_critic, whitened_advantage
 from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics, ValueModel
 
 __all__ = ["SafeRLHF", "safe_rlhf_step"]
@@ -73,10 +73,10 @@ def safe_rlhf_step(
     value = critic.value(roll.tokens, roll.mask)
     cost_value = cost_critic.value(roll.tokens, roll.mask)
     ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
-    shaped = cfg.token_reward(roll, score, ref_logprob, kl_coef=cfg.kl_share)
-    costs = cfg.token_reward(roll, cost_score, ref_logprob, kl_coef=-cfg.kl_share, no_eos="none")
-    target = cfg.targets(roll, roll.mask, reward=shaped, value=value)
-    cost_target = cfg.targets(roll, roll.mask, reward=costs, value=cost_value)
+    shaped = token_rewards(score, roll, ref_logprob, cfg, kl_coef=cfg.kl_share)
+    costs = token_rewards(cost_score, roll, ref_logprob, cfg, kl_coef=-cfg.kl_share, no_eos="none")
+    target = gae_targets(roll, roll.mask, cfg, reward=shaped, value=value)
+    cost_target = gae_targets(roll, roll.mask, cfg, reward=costs, value=cost_value)
     ascended = multiplier.update(cost_score, cfg.ascent)
     mixed = mixed_advantage(
         roll.mask,
@@ -84,12 +84,12 @@ def safe_rlhf_step(
         cost=cost_target.advantage,
         multiplier=multiplier.price(cost_score),
     )
-    advantage = cfg.scaled(mixed, roll.mask)
+    advantage = whitened_advantage(mixed, roll.mask, cfg)
     return (
         train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
-        cfg.train_critic(critic, roll, roll.mask, value=value, target=target.value_target),
-        cfg.train_critic(
-            cost_critic, roll, roll.mask, value=cost_value, target=cost_target.value_target
+        train_critic(critic, roll, roll.mask, cfg, value=value, target=target.value_target),
+        train_critic(
+            cost_critic, roll, roll.mask, cfg, value=cost_value, target=cost_target.value_target
         ),
         ascended,
         cost_score,

@@ -9,24 +9,28 @@ from ..ops.advantages import paired_baseline
 from ..ops.kl import response_kl
 from ..ops.rewards import calibrated_score
 from ..roles.language import PerSample, Policy, Prompts, Reward, Rollout, Sampling
-from .policy_updates import Updates
+from .policy_updates import check_groups, check_updates
 
 __all__ = ["Constrained", "Judged", "sample_and_judge"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constrained(Updates):
+class Constrained:
     """Options of such steps."""
 
     sampling: Sampling = Sampling(num_samples=4, max_new_tokens=1024)
-    """How responses are drawn; the baseline's is the reference's likeliest one."""
+    """How responses are sampled; the baseline's is the reference's likeliest one."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
     kl_max: float = 10.0
     """KL to the reference, in nats per response, from which a response counts for nothing."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_updates(self)
+        check_groups(self)
         check_range(self, "kl_max", above=0)
-        self.check_groups()
 
 
 @dataclass(frozen=True)

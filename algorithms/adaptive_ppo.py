@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .controllers.kl_controller import KLController, KLTarget, kl_penalized_reward
-from .ops.kl import response_kl
+from .controllers.kl_controller import KLController, KLTarget
+from .ops.kl import kl_penalized_reward, response_kl
 from .options.policy_updates import train_policy
 from .ppo import (
     PPO,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ..dataflow.option_checks import check_range
 from .losses.actor_critic import ActorCriticLoss
-from .ops.scale_invariance import percentile_scaled
+from .ops.value_transforms import percentile_scaled
 from .options.env_updates import gae_of, train_actor_critic
 from .roles import TrainMetrics
 from .roles.environment import ActorCritic, Env, EnvRows, Trajectories

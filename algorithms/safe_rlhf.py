@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .controllers.multiplier import Ascent, Multiplier, mixed_advantage
+from .controllers.multiplier import Ascent, Multiplier
 from .losses import ClippedValueLoss
+from .ops.lagrangian import mixed_advantage
 from .options.policy_updates import train_policy
 from .options.reference_kl import reference_logprob, reported_kl
 from .ppo import PPO, gae_targets, token_rewards, train_critic, whitened_advantage

@@ -29,8 +29,8 @@ def codpo_step(
 ) -> tuple[TrainMetrics, PerSample, PerSample]:
     """Sample, judge, pair, and train on the pairs; reports who passed, and the KL."""
     temperature = cfg.sampling.temperature
-    judged = sample_and_judge(prompts, actor, ref, reward, judges, cfg)
-    pairs = passing_and_failing(judged.roll, judged.score, passed=judged.passed)
+    compared = sample_and_judge(prompts, actor, ref, reward, judges, cfg)
+    pairs = passing_and_failing(compared.roll, compared.score, passed=compared.passed)
     batch = ReferencePairBatch(
         pair_id=pairs.pair_id,
         tokens=pairs.tokens,
@@ -45,4 +45,4 @@ def codpo_step(
         num_minibatches=cfg.num_minibatches,
         temperature=temperature,
     )
-    return report, judged.passed, judged.kl
+    return report, compared.passed, compared.kl

@@ -30,14 +30,14 @@ def crraft_step(
     prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, judges: Reward, cfg: CRRAFT
 ) -> tuple[TrainMetrics, PerSample, PerSample]:
     """Sample, judge, choose, and imitate; reports who passed, and the KL."""
-    judged = sample_and_judge(prompts, actor, ref, reward, judges, cfg)
-    other = judged.baseline
+    compared = sample_and_judge(prompts, actor, ref, reward, judges, cfg)
+    other = compared.baseline
     rows = best_passing(
-        judged.roll,
+        compared.roll,
         other,
-        score=judged.score,
-        passed=judged.passed,
-        kl=judged.kl,
+        score=compared.score,
+        passed=compared.passed,
+        kl=compared.kl,
         fallback_passed=judges.score(other.tokens, other.mask, other.prompt_id),
         kl_max=cfg.kl_max,
     )
@@ -54,4 +54,4 @@ def crraft_step(
         num_minibatches=cfg.num_minibatches,
         temperature=cfg.sampling.temperature,
     )
-    return report, judged.passed, judged.kl
+    return report, compared.passed, compared.kl

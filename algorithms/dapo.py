@@ -27,11 +27,11 @@ class DAPO(GRPO):
     """Options of DAPO."""
 
     sampling: Sampling = Sampling(num_samples=16, max_new_tokens=20480)
-    """How responses are drawn; `num_samples` is the size of a group."""
+    """How responses are sampled; `num_samples` is the size of a group."""
     filling: DynamicSampling = DynamicSampling()
     """Which groups are kept, and how long more are sampled."""
     signed: bool = True
-    """Pay 1 for a correct response and -1 for another, in place of the verifier's score."""
+    """Reward a correct response with 1 and another with -1, in place of the verifier's score."""
     overlong: Literal["piecewise", "linear", "none"] = "piecewise"
     """Penalty for a response in its last `overlong_cache` tokens, capped at 1 or not. To leave
     responses that were cut off out of the loss, use "none" and `filling.finished_only`."""

@@ -24,7 +24,7 @@ class LitePPO:
     """Options of Lite PPO."""
 
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=1024)
-    """How responses are drawn; `num_samples` is the size of a group."""
+    """How responses are sampled; `num_samples` is the size of a group."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: int = 1

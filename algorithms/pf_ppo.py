@@ -31,7 +31,7 @@ class PFPPO(PPO):
     """Options of PF-PPO."""
 
     sampling: Sampling = Sampling(num_samples=5, temperature=0.7, max_new_tokens=53)
-    """How responses are drawn, before they are filtered."""
+    """How responses are sampled, before they are filtered."""
     strategy: Strategy = "best_worst"
     """Which responses are kept."""
     num_kept: int = 2

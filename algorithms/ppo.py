@@ -8,8 +8,8 @@ reward model, and the policy and reference from SFT.
 What is clipped: the probability ratio, by `policy_loss` (`eps_low`, `eps_high`, `dual_clip`); the
 change of a value, by `value_loss` (`eps`); the score, by `score_clip`.
 
-A response that was cut off is treated as ended, and only its score may change; with `no_eos="zero"`
-it is expected to go on as the critic says of the state after its last token.
+A response that was cut off counts as ended, and only its score may change. With `no_eos="zero"` the
+value of its final state, after the last token, stands for what would have followed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PPO:
     """Where the score is paid: on the "last_token", or "after_last", on the state after it."""
     no_eos: NoEos = "replace"
     """What happens to the score of a response that was cut off: "replace" it, "subtract" from it,
-    set it to "zero" and expect what the critic says after the last token, or "none"."""
+    set it to "zero" and bootstrap from the value of the final state, or "none"."""
     no_eos_score: float = -1.0
     """The score that "replace" gives such a response."""
     no_eos_penalty: float = 1.0
@@ -232,7 +232,7 @@ def train_critic(
     value: PerToken,
     target: PerToken,
 ) -> TrainMetrics:
-    """Train a critic towards `target`; `value` is what it said before the update."""
+    """Train a critic towards `target`; `value` is its own before the update."""
     batch = ValueBatch(
         tokens=roll.tokens,
         mask=rewarded_states(roll, states, cfg),

@@ -1,4 +1,4 @@
-"""PPO with a process reward model: every step of a response is paid a little, success most.
+"""PPO with a process reward model: rewards for the steps of a response, most of it for success.
 
 Gao et al., "On Designing Effective RL Reward at Training Time for LLM Reasoning", 2024. Step scores
 go through Clip and Delta, so that a policy gains nothing by more steps; see `process_reward`.
@@ -20,14 +20,14 @@ __all__ = ["ProcessPPO", "process_ppo_step"]
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessPPO(PPO):
-    """Options of PPO, and how steps are paid."""
+    """Options of PPO, and how steps are rewarded."""
 
     step_coef: float = 0.02
     """Weight of the step rewards (alpha)."""
     step_clip: float | None = 0.5
     """What a step must score to lose nothing, near the model's mean; None goes without Clip."""
     step_delta: bool = True
-    """Pay a step its score less the next step's."""
+    """Reward a step with its score less the next step's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

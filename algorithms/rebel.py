@@ -21,7 +21,7 @@ class Rebel(PairUpdates):
     """Options of REBEL."""
 
     sampling: Sampling = Sampling(num_samples=2, temperature=0.7, max_new_tokens=53)
-    """How responses are drawn, two per prompt."""
+    """How responses are sampled, two per prompt."""
     loss: RebelLoss = RebelLoss(report_entropy=True)
     """The regression and its step size."""
     epochs: int = 4

@@ -23,7 +23,7 @@ class Reinforce:
     """Options of REINFORCE."""
 
     sampling: Sampling = Sampling(max_new_tokens=53)
-    """How responses are drawn."""
+    """How responses are sampled."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: int = 1

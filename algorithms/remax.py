@@ -1,7 +1,7 @@
 """ReMax: the baseline of a response is the score of the greedy response to the same prompt.
 
 Li et al., "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning
-Large Language Models", 2023. The greedy response is drawn from the same weights, and is neither
+Large Language Models", 2023. The greedy response comes from the same weights, and is neither
 trained on nor part of any statistic.
 """
 
@@ -35,7 +35,7 @@ class ReMax:
     """Options of ReMax."""
 
     sampling: Sampling = Sampling(max_new_tokens=53)
-    """How responses are drawn."""
+    """How responses are sampled."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: int = 1
@@ -61,7 +61,7 @@ class ReMax:
 
     @property
     def greedy(self) -> Sampling:
-        """How the response to compare with is drawn."""
+        """How the response to compare with is sampled."""
         return replace(self.sampling, num_samples=1, temperature=0.0)
 
     def advantage(

@@ -26,7 +26,7 @@ class RLOO:
     """Options of RLOO."""
 
     sampling: Sampling = Sampling(num_samples=4, max_new_tokens=53)
-    """How responses are drawn; 2 or 4 samples per prompt are usual."""
+    """How responses are sampled; 2 or 4 samples per prompt are usual."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: int = 1

@@ -26,11 +26,11 @@ class SafeRLHF(PPO):
     """Options of Safe RLHF."""
 
     sampling: Sampling = Sampling(max_new_tokens=512)
-    """How responses are drawn."""
+    """How responses are sampled."""
     ascent: Ascent = Ascent()
     """The constraint, and how the multiplier follows it."""
     kl_split: Literal["full", "half"] = "full"
-    """Whether reward and cost both pay for all of the KL, or half of it each."""
+    """Whether reward and cost each account for all of the KL, or for half of it."""
     kl_coef: float = 0.02
     """Reward taken, and cost added, per nat of KL to the reference."""
     score_clip: float | None = 50.0
@@ -52,7 +52,7 @@ class SafeRLHF(PPO):
 
     @property
     def kl_share(self) -> float:
-        """What reward and cost each pay per nat of KL."""
+        """What is taken off the reward, and added to the cost, per nat of KL."""
         return self.kl_coef if self.kl_split == "full" else self.kl_coef / 2
 
 

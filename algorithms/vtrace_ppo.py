@@ -77,7 +77,7 @@ class VtracePPO(PPO):
 def vtrace_ppo_step(
     prompts: Prompts, actor: Policy, critic: ValueModel, ref: Policy, reward: Reward, cfg: VtracePPO
 ) -> tuple[TrainMetrics, TrainMetrics, PerSample | None]:
-    """Sample, score, see what today's weights think of it, and train on V-trace's word."""
+    """As `ppo_step`, with today's log-probabilities, and targets by V-trace."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
     roll, states = critic_states(roll, cfg)

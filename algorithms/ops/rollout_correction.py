@@ -173,9 +173,9 @@ def corrected_batch(
     """What a policy loss reads of a rollout; a `ReferencePolicyBatch` if there is a `ref_logprob`.
 
     Without a correction the loss's ratio is against the log-probabilities that the rollout came
-    with, and the advantages are as given. With one, the actor says what it thinks of every token
-    before its update: the ratio is against that, and each advantage is multiplied by its token's
-    weight.
+    with, and the advantages are as given. With one, the actor evaluates every token before
+    its update: the ratio is against these log-probabilities, and each advantage is multiplied by
+    its token's weight.
     """
     logprob = None
     if correction is not None:
@@ -204,7 +204,7 @@ def corrected_batch(
 
 
 def with_rollout_logprob(batch: PolicyBatch, rollout_logprob: PerToken) -> PolicyBatch:
-    """A corrected batch with what the engine that sampled said, for the trainer to compare."""
+    """A corrected batch with the sampling engine's log-probabilities, to compare with."""
     kind = (
         CorrectedReferencePolicyBatch
         if isinstance(batch, ReferencePolicyBatch)

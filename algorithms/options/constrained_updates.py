@@ -11,7 +11,7 @@ from ..ops.rewards import calibrated_score
 from ..roles.language import PerSample, Policy, Prompts, Reward, Rollout, Sampling
 from .policy_updates import check_groups, check_updates
 
-__all__ = ["Constrained", "Judged", "sample_and_judge"]
+__all__ = ["Constrained", "Compared", "sample_and_judge"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class Constrained:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """Responses, what they are worth, and whether they may be."""
+class Compared:
+    """Responses compared with the reference's own, and the judges' verdicts on them."""
 
     roll: Rollout
     baseline: Rollout
@@ -49,8 +49,8 @@ class Judged:
 
 def sample_and_judge(
     prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, judges: Reward, cfg: Constrained
-) -> Judged:
-    """Draw responses and the reference's own, score both, and ask the judges about the former."""
+) -> Compared:
+    """Sample responses and the reference's own, score both, and ask the judges about the former."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     once = replace(cfg.sampling, num_samples=1, temperature=0.0)
     baseline = ref.generate(prompts.prompt, prompts.prompt_id, once)
@@ -58,7 +58,7 @@ def sample_and_judge(
     other = reward.score(baseline.tokens, baseline.mask, baseline.prompt_id)
     paired = paired_baseline(roll.prompt_id, baseline=other, baseline_prompt_id=baseline.prompt_id)
     ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
-    return Judged(
+    return Compared(
         roll=roll,
         baseline=baseline,
         score=calibrated_score(own, baseline_score=paired),

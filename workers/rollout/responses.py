@@ -2,26 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ...algorithms.roles.language import Rollout, Sampling
 from ...dataflow.graph.role import Metric, add_metrics
-from ..engines.torch_engine.decode import Responses
 
-__all__ = ["check_prompts", "report_responses", "to_rollout"]
+__all__ = ["Responses", "check_prompts", "report_responses", "to_rollout"]
 
 
-def check_prompts(prompt: Tensor, sampling: Sampling, num_positions: int | None) -> None:
+@dataclass(frozen=True)
+class Responses:
+    """What was drawn for some rows.
+
+    Attributes:
+        token: i64[rows, max_new]; -1 after the end.
+        logprob: f32[rows, max_new]; 0 after the end.
+        length: i64[rows]; tokens drawn, the end-of-sequence token included.
+        finished: bool[rows]; True if the end-of-sequence token was drawn.
+    """
+
+    token: Tensor
+    logprob: Tensor
+    length: Tensor
+    finished: Tensor
+
+    @staticmethod
+    def joined(waves: Sequence[Responses], max_new: int) -> Responses:
+        """Of waves drawn one after another, on the CPU."""
+        if not waves:
+            none = torch.zeros(0, dtype=torch.int64)
+            return Responses(none.view(0, max_new), torch.zeros(0, max_new), none, none.bool())
+        return Responses(
+            torch.cat([wave.token for wave in waves]).cpu(),
+            torch.cat([wave.logprob for wave in waves]).cpu(),
+            torch.cat([wave.length for wave in waves]).cpu(),
+            torch.cat([wave.finished for wave in waves]).cpu(),
+        )
+
+
+def check_prompts(
+    prompt: Tensor, sampling: Sampling, *, num_positions: int | None, vocab_size: int
+) -> None:
     """Require prompts that a model can answer.
 
     Args:
         prompt: i64[P, T], right padded with -1.
         sampling: Says how long responses may be.
         num_positions: The longest sequence that the model is made for; None if unknown.
+        vocab_size: Tokens that the model knows.
 
     Raises:
-        ValueError: If a prompt is empty, or too long for the model with its response.
+        ValueError: If a prompt is empty, too long for the model with its response, or has ids that
+            the model does not know.
     """
     if not len(prompt):
         return
@@ -33,6 +69,12 @@ def check_prompts(prompt: Tensor, sampling: Sampling, num_positions: int | None)
             f"prompt row {int(lengths.argmax())} has {int(lengths.max())} tokens; with "
             f"max_new_tokens={sampling.max_new_tokens} that exceeds the model's {num_positions} "
             "positions. Drop long prompts or lower max_new_tokens"
+        )
+    if int(prompt.max()) >= vocab_size:
+        row = int(prompt.max(1).values.argmax())
+        raise ValueError(
+            f"prompt row {row} has token {int(prompt.max())}, but the model's vocabulary has "
+            f"{vocab_size}; prompts and model need the same tokenizer"
         )
 
 

@@ -37,6 +37,7 @@ from ..training.logprob_mismatch import MismatchLimits
 from ..training.model_worker import ModelWorker, check_columns
 from ..training.network import LanguageNetwork
 from ..training.optimizer import OptimizerSpec
+from ..training.stored_pieces import gather_weights
 from ..training.trainer import Forward
 
 __all__ = [
@@ -110,15 +111,16 @@ class LanguageWorker(ModelWorker):
 
         `ModelSpec(folder=...)` in a spec of the same role reads it back.
         """
-        module = self.network.module
-        if module is None:
-            weights = self.weights_to_write()
-            if weights:
-                whole = self.head.whole_model(self.model, self.context, "cpu")
-                # Of a language model's, tied heads are not among them.
-                whole.load_state_dict(weights, strict=self.head.is_scalar)
-                self.head.save(folder, whole)
-        elif self.context.rank == 0:
+        if self.context.rank != 0:
+            return
+        if self.network.module is not None:
+            self.head.save(folder, self.network.module)
+            return
+        weights = gather_weights(self.network, 0)  # process 0 is where transformers writes files
+        if weights:
+            module = self.head.whole_model(self.model, self.context, "cpu")
+            # Of a language model's, tied heads are not among them.
+            module.load_state_dict(weights, strict=self.head.is_scalar)
             self.head.save(folder, module)
 
 

@@ -95,12 +95,6 @@ class ModelWorker:
         lead = worker_group(self.context).processes(self.context.rank)[0]
         return gather_weights(self._network, lead)
 
-    def weights_to_write(self) -> dict[str, Tensor]:
-        """The same on process 0, the one where transformers writes files; nothing elsewhere."""
-        if self.context.rank != 0:
-            return {}
-        return gather_weights(self._network, 0)
-
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all weights in place, each process its part.
 

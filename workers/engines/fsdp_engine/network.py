@@ -12,20 +12,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ...models.first_weights import model_source
-from ...models.heads import Head
-from ...models.spec import ModelSpec
-from ...training.checkpoint_files import TensorSource, WholeTensors
 from ...training.network import Outputs
 from ...training.optimizer import OptimizerSpec
 from ...training.stored_pieces import pieces_on
-from ..sharded.divided_network import DividedNetwork, fill_first_weights
+from ..sharded.divided_network import DividedNetwork
 from .layout import fsdp_sharding, held_box
-from .mesh import FsdpMesh, join_mesh
-from .model import FsdpModel, build_model
+from .mesh import FsdpMesh
+from .model import FsdpModel
 from .optimizer import FsdpAdamW
 
-__all__ = ["FsdpNetwork", "make_network"]
+__all__ = ["FsdpNetwork"]
 
 M = TypeVar("M")
 R = TypeVar("R")
@@ -204,35 +200,3 @@ def _adds_to(view: Tensor) -> Callable[[Tensor], None]:
         parameter.grad = None
 
     return hook
-
-
-def make_network(
-    model: ModelSpec, context: WorkerContext, head: Head, shards: int | None
-) -> FsdpNetwork:
-    """This process's part of a model with its first weights.
-
-    Args:
-        model: Architecture and weights.
-        context: Where the worker lives.
-        head: What the model ends in.
-        shards: See `FsdpOptions`.
-
-    Raises:
-        ConfigError: If the group's processes cannot be divided as asked.
-        PlanError: If the model cannot be divided as the group is.
-    """
-    mesh = join_mesh(context, shards)
-    module = build_model(model, mesh, head)
-    network = FsdpNetwork(module, mesh, context, model.dtype)
-    fill_first_weights(network, _source(model, module, head), head, model, context)
-    return network
-
-
-def _source(spec: ModelSpec, model: FsdpModel, head: Head) -> TensorSource:
-    """Of the families whose files are known only what a process needs is read."""
-    if model.known:
-        return model_source(spec)
-    if not head.is_scalar:
-        return WholeTensors(dict(spec.causal_lm("cpu").named_parameters()))
-    backbone: nn.Module = spec.backbone("cpu")
-    return WholeTensors({f"model.{name}": value for name, value in backbone.named_parameters()})

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
+
 from ....dataflow.option_checks import check_range
 from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...models.first_weights import fill_first_weights, model_source
 from ...models.heads import Head
 from ...models.spec import ModelSpec
+from ...training.checkpoint_files import TensorSource, WholeTensors
 from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
-from .network import FsdpNetwork, make_network
+from .mesh import join_mesh
+from .model import FsdpModel, build_model
+from .network import FsdpNetwork
 
 __all__ = ["FsdpOptions", "FsdpPolicySpec", "FsdpRewardSpec", "FsdpValueSpec"]
 
@@ -31,8 +37,27 @@ class FsdpOptions:
             check_range(self, "shards", at_least=1)
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> FsdpNetwork:
-        """See `Recipe.make_network`."""
-        return make_network(model, context, head, self.shards)
+        """See `Recipe.make_network`.
+
+        Raises:
+            ConfigError: If the group's processes cannot be divided as asked.
+            PlanError: If the model cannot be divided as the group is.
+        """
+        mesh = join_mesh(context, self.shards)
+        module = build_model(model, mesh, head)
+        network = FsdpNetwork(module, mesh, context, model.dtype)
+        fill_first_weights(network, _source(model, module, head), head, model, context)
+        return network
+
+
+def _source(spec: ModelSpec, model: FsdpModel, head: Head) -> TensorSource:
+    """Of the families whose files are known only what a process needs is read."""
+    if model.known:
+        return model_source(spec)
+    if not head.is_scalar:
+        return WholeTensors(dict(spec.causal_lm("cpu").named_parameters()))
+    backbone: nn.Module = spec.backbone("cpu")
+    return WholeTensors({f"model.{name}": value for name, value in backbone.named_parameters()})
 
 
 @dataclass(frozen=True, kw_only=True)

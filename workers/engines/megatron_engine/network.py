@@ -21,23 +21,18 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ....planner.inputs.layout import Layout
 from ....planner.resharding.sharding import Sharding
-from ...models.first_weights import model_source
-from ...models.heads import Head
-from ...models.spec import ModelSpec
-from ...training.data_parallel import rank_group, worker_group
+from ...training.data_parallel import rank_group
 from ...training.flat_parameters import FlatParameters
 from ...training.network import Outputs
 from ...training.optimizer import OptimizerSpec
 from ...training.stored_pieces import pieces_on
-from ..sharded.divided_network import DividedNetwork, fill_first_weights
+from ..sharded.divided_network import DividedNetwork
 from .groups import model_group
-from .layout import megatron_sharding
-from .model import Backbone, build_backbone, supported_shape
+from .model import Backbone
 from .optimizer import SharedAdamW
 
-__all__ = ["MegatronNetwork", "make_network"]
+__all__ = ["MegatronNetwork"]
 
 M = TypeVar("M")
 R = TypeVar("R")
@@ -267,43 +262,3 @@ def _adds_to(view: Tensor) -> Callable[[Tensor], None]:
         parameter.grad.zero_()
 
     return hook
-
-
-def make_network(
-    model: ModelSpec,
-    context: WorkerContext,
-    head: Head,
-    *,
-    sequence_parallel: bool,
-    share_optimizer: bool,
-) -> MegatronNetwork:
-    """This process's part of a model with its first weights, in a group that has joined.
-
-    Args:
-        model: Architecture and weights.
-        context: Where the worker lives.
-        head: What the model ends in.
-        sequence_parallel: See `MegatronOptions`, as the next.
-        share_optimizer: See there.
-
-    Raises:
-        ConfigError: If the engine cannot compute the model.
-        PlanError: If the model cannot be divided as the group is.
-    """
-    shape = supported_shape(model.config, model.dtype)
-    one = Layout(tp=context.tensor_parallel, pp=context.pipeline_parallel)
-    layout = one.model_copy(update={"dp": context.num_ranks})
-    group = worker_group(context)
-    # Before the backbone: megatron-core asserts what these explain.
-    stored = megatron_sharding(shape, layout, range(context.num_processes), head=head.name)
-    ours = sorted(group.processes(context.rank))
-    network = MegatronNetwork(
-        build_backbone(model.config, shape, context, head, sequence_parallel=sequence_parallel),
-        context,
-        stored,
-        megatron_sharding(shape, one, ours, head=head.name),
-        tied=shape.tied_embeddings and not head.is_scalar,
-        share_optimizer=share_optimizer,
-    )
-    fill_first_weights(network, model_source(model), head, model, context)
-    return network

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
+from ....planner.inputs.layout import Layout
+from ...models.first_weights import fill_first_weights, model_source
 from ...models.heads import Head
 from ...models.spec import ModelSpec
+from ...training.data_parallel import worker_group
 from ...training.network import LanguageNetwork
 from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
 from .groups import join_groups
+from .layout import megatron_sharding
 
 __all__ = ["MegatronOptions", "MegatronPolicySpec", "MegatronRewardSpec", "MegatronValueSpec"]
 
@@ -29,15 +33,30 @@ class MegatronOptions:
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> LanguageNetwork:
         """See `Recipe.make_network`."""
         join_groups(context)  # before megatron-core is imported
-        from .network import make_network
+        from .model import build_backbone, supported_shape
+        from .network import MegatronNetwork
 
-        return make_network(
-            model,
+        shape = supported_shape(model.config, model.dtype)
+        one = Layout(tp=context.tensor_parallel, pp=context.pipeline_parallel)
+        layout = one.model_copy(update={"dp": context.num_ranks})
+        everyone = range(context.num_processes)
+        ours = sorted(worker_group(context).processes(context.rank))
+        # Before the backbone: megatron-core asserts what these explain.
+        stored = megatron_sharding(shape, layout, everyone, head=head.name)
+        rank_stored = megatron_sharding(shape, one, ours, head=head.name)
+        backbone = build_backbone(
+            model.config, shape, context, head, sequence_parallel=self.sequence_parallel
+        )
+        network = MegatronNetwork(
+            backbone,
             context,
-            head,
-            sequence_parallel=self.sequence_parallel,
+            stored,
+            rank_stored,
+            tied=shape.tied_embeddings and not head.is_scalar,
             share_optimizer=self.share_optimizer,
         )
+        fill_first_weights(network, model_source(model), head, model, context)
+        return network
 
 
 @dataclass(frozen=True, kw_only=True)

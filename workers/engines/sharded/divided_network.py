@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ...models.heads import Head
-from ...models.spec import ModelSpec
-from ...training.checkpoint_files import TensorSource, WholeTensors
-from ...training.network import Network, Outputs
-from ...training.stored_pieces import fill_weights
+from ...training.network import Outputs
 from .vocabulary_parallel import vocabulary_logprob
 
-__all__ = ["DividedNetwork", "fill_first_weights"]
+__all__ = ["DividedNetwork", "join_processes"]
+
+
+def join_processes(context: WorkerContext) -> None:
+    """Require torch.distributed's default group over the worker group's processes.
+
+    A group of one process needs none for anything else; it gets one of itself.
+
+    Raises:
+        ConfigError: If there are several processes and no group.
+    """
+    cuda = torch.device(context.device).type == "cuda"
+    if cuda:
+        torch.cuda.set_device(context.device)  # libraries ask for "the current device"
+    if dist.is_initialized():
+        return
+    if context.num_processes > 1:
+        raise ConfigError(
+            f"'{context.role}' is one of {context.num_processes} processes, but torch.distributed "
+            "was not started; initialize its default group over exactly these processes first"
+        )
+    in_memory: Any = dist
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=in_memory.HashStore(), rank=0, world_size=1)
 
 
 class DividedNetwork:
@@ -37,24 +60,3 @@ class DividedNetwork:
         logits = outputs.values.float() / temperature
         logprob, entropy = vocabulary_logprob(logits, target, self.vocabulary_group)
         return logprob, entropy if needs_entropy else None
-
-
-def fill_first_weights(
-    network: Network, source: TensorSource, head: Head, model: ModelSpec, context: WorkerContext
-) -> None:
-    """Give a process's part its first weights.
-
-    Args:
-        network: The part.
-        source: The language model's, or at least its backbone's.
-        head: Its first weights are its own unless it is the language model's.
-        model: Where they come from.
-        context: The run's seed and the role.
-    """
-    if not head.is_scalar:
-        fill_weights(network, source, exact=False)
-        return
-    fill_weights(network, source, exact=False, but=head.name)
-    linear = head.first_weights(model, context)
-    added = {f"{head.name}.{part}": value for part, value in linear.named_parameters()}
-    fill_weights(network, WholeTensors(added), exact=False, only=head.name)

@@ -212,10 +212,13 @@ class EvaluationConfig(Section):
 
 
 class TrackerConfig(Section):
-    """Where metrics go besides metrics.jsonl."""
+    """Where metrics go besides metrics.jsonl, which is always written."""
 
-    tensorboard: bool = True
-    """Write TensorBoard event files into the run's folder."""
+    kind: str | None = "tensorboard"
+    """`tensorboard`: event files in the run's folder. Or `module:factory` of a tracker of your own;
+    null for nowhere."""
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Keyword arguments of what makes the tracker."""
 
 
 class RunConfig(Section):

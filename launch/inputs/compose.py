@@ -8,22 +8,20 @@ algorithm need not be installed; its config class is found from the annotation o
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from ...configs.references import load_object
 from ...configs.schema import RunConfig
-from ...configs.validate import nearest_key, validated
-from ...dataflow.errors import ConfigError, PenstockError, raised_at
+from ...configs.validate import validated
+from ...dataflow.errors import ConfigError
 from ...dataflow.graph.check import hints_of
 from .data import task_spec_of
 
-__all__ = ["dumped", "load_object", "load_step", "run_config", "step_cfg"]
+__all__ = ["dumped", "load_step", "run_config", "step_cfg"]
 
 
 def run_config(composed: Mapping[str, Any]) -> RunConfig:
@@ -52,50 +50,6 @@ def load_step(reference: str, at: str) -> Callable[..., Any]:
             "    give a step function whose parameters are annotated with roles and tables"
         )
     return step
-
-
-def load_object(reference: str, at: str) -> Any:
-    """Whatever `module:name` names; raises as `load_step`."""
-    module_name, colon, name = reference.partition(":")
-    if not colon or not module_name or not name:
-        raise ConfigError(
-            f"'{at}': expected 'module:name', got '{reference}'\n"
-            "    such as penstock.algorithms.grpo:grpo_step"
-        )
-    module = _import(module_name, at)
-    if not hasattr(module, name):
-        public = [other for other in vars(module) if not other.startswith("_")]
-        raise ConfigError(
-            f"'{at}': module '{module_name}' has no '{name}'{nearest_key(name, public)}\n"
-            f"    it is {module.__file__}"
-        )
-    return getattr(module, name)
-
-
-def _import(name: str, at: str) -> Any:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except PenstockError:
-        raise
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ConfigError(
-                f"'{at}': there is no module '{name}'\n    it is looked for in the working "
-                f"directory ({os.getcwd()}) and among installed packages"
-            ) from error
-        raise ConfigError(_import_failure(name, at, error)) from error
-    except Exception as error:
-        raise ConfigError(_import_failure(name, at, error)) from error
-
-
-def _import_failure(name: str, at: str, error: BaseException) -> str:
-    where = raised_at(error)
-    return (
-        f"'{at}': module '{name}' cannot be imported\n{where.file}:{where.line}\n"
-        f"    {where.source}\n    {type(error).__name__}: {error}"
-    )
 
 
 def step_cfg(step: Callable[..., Any], data: Mapping[str, Any], at: str) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import shutil
 import statistics
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...configs.schema import EngineConfig, RolloutConfig
 from ...dataflow.errors import StateError, WorkerError
@@ -24,10 +24,10 @@ from ...workers.training.threads import use_threads
 from ..placement.place import make_executor
 from ..run_dir.atomic import write_json
 from ..run_dir.checkpoint import CheckpointStore
-from ..run_dir.metrics import MetricsLog, TensorBoardLog
 from ..run_dir.progress import ProgressDisplay
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.trace import TraceLog
+from ..run_dir.trackers.registry import Trackers
 from .env_evaluation import EnvEvaluator, env_actors
 from .evaluation import Evaluator, Measured
 from .export import combined_sha256, export_roles
@@ -121,7 +121,9 @@ class Outcome:
         return statistics.median(self.step_times_s) if self.step_times_s else float("nan")
 
 
-def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outcome:
+def run_stage(
+    job: Job, stage: Stage, home: RunFolder, results: Results, trackers: Trackers
+) -> Outcome:
     """Train one stage to its end, from its newest checkpoint if there is one.
 
     Args:
@@ -129,6 +131,7 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
         stage: The stage.
         home: Its folder: the run's own for the main stage.
         results: Stages that have finished.
+        trackers: Where its metrics go.
 
     Raises:
         WorkerError: If user code fails, or nothing comes back within the deadline.
@@ -142,7 +145,7 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
     first_step = point.state.step if point else 0
     engine = _engine(job, stage, specs, evaluator)
     outcome = Outcome(first_step=first_step)
-    with engine, _logs(job, stage, home, first_step) as logs:
+    with engine, _logs(stage, home, first_step, trackers) as logs:
         if evaluator is not None:
             outcome.before = _before(home, evaluator, engine)
             if not first_step:
@@ -269,21 +272,19 @@ class _Logs:
     """Where a step is written, and who shows it."""
 
     def __init__(
-        self, stage: Stage, display: ProgressDisplay, trace: TraceLog, *numbers: Any
+        self, stage: Stage, display: ProgressDisplay, trace: TraceLog, trackers: Trackers
     ) -> None:
         self._stage = stage
         self._display = display
         self._trace = trace
-        self._numbers = numbers
+        self._trackers = trackers
 
     def note(self, step: int, measured: Measured) -> None:
         """Write what was measured after so many steps, where steps need not follow each other."""
         values = {f"evaluation/{role}/return": x for role, x in measured.episode_return.items()}
         if measured.accuracy is not None:
             values["evaluation/accuracy"] = measured.accuracy
-        for log in self._numbers:
-            if isinstance(log, TensorBoardLog):
-                log.write(step, values)
+        self._trackers.note(step, self._stage.name, values)
 
     def write(self, result: StepResult, outcome: Outcome) -> None:
         """Write one step everywhere."""
@@ -298,8 +299,7 @@ class _Logs:
         }
         if env_steps:
             values["run/env_steps_per_s"] = env_steps / took_s if took_s else 0.0
-        for log in self._numbers:
-            log.write(result.step, values)
+        self._trackers.log(result.step, self._stage.name, values)
         self._trace.write(result.spans)
         self._trace.write_counters(result.step, time.time(), _shown(values))
         self._display.update(
@@ -323,18 +323,14 @@ def _shown(values: dict[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def _logs(job: Job, stage: Stage, home: RunFolder, first_step: int) -> Generator[_Logs]:
-    with ExitStack() as stack:
-        numbers: list[Any] = [stack.enter_context(MetricsLog(home.metrics, first_step=first_step))]
-        if job.config.tracker.tensorboard:
-            numbers.append(
-                stack.enter_context(TensorBoardLog(home.tensorboard, first_step=first_step))
-            )
-        trace = stack.enter_context(TraceLog(home.trace, first_step=first_step))
-        display = stack.enter_context(
-            ProgressDisplay(stage.name, num_steps=stage.config.num_steps, first_step=first_step)
-        )
-        yield _Logs(stage, display, trace, *numbers)
+def _logs(stage: Stage, home: RunFolder, first_step: int, trackers: Trackers) -> Generator[_Logs]:
+    trackers.rewind(first_step, stage.name)
+    total = stage.config.num_steps
+    with (
+        TraceLog(home.trace, first_step=first_step) as trace,
+        ProgressDisplay(stage.name, num_steps=total, first_step=first_step) as display,
+    ):
+        yield _Logs(stage, display, trace, trackers)
 
 
 def _export(

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from ...configs.references import load_object
 from ...configs.schema import RunConfig, model_spec
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
@@ -28,7 +29,6 @@ from ...workers.rewards.mixture import TASK_REWARDS
 from ...workers.rewards.process_reward import TorchProcessRewardSpec
 from ...workers.rollout.split_policy import SplitPolicySpec
 from ...workers.training.logprob_mismatch import MismatchLimits
-from ..inputs.compose import load_object
 from ..inputs.data import Data, task_spec_of
 from ..inputs.env_specs import ENV_SPECS, FILLED_IN, NETWORKS, env_worker, perceptron_spec
 from .stages import CONTRACTS, MODEL, RolePlan, Stage

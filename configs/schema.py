@@ -123,7 +123,8 @@ class TaskConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
 
     kind: str
-    """`reasoning_gym` for generated problems, `file` for a JSONL or Parquet file."""
+    """`reasoning_gym` for generated problems, `file` for a JSONL or Parquet file, `gymnasium`,
+    `board_game` and `library_game` to act in; or `module:Class` of a task of your own."""
     max_prompt_tokens: AtLeastOne | None = None
     """Longer prompts are reported and left out."""
     max_response_tokens: AtLeastOne = 16

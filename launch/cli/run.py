@@ -45,7 +45,7 @@ def _run(composed: dict[str, Any]) -> None:
 def _carry_out(composed: dict[str, Any], resumed: Path | None, moved: bool) -> None:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
     from ...planner.plan.plan import Plan
-    from ..inputs.compose import dumped, run_config
+    from ..inputs.compose import dumped, resolve, run_config
     from ..run_dir.atomic import write_text
     from ..run_dir.peak_memory import PeakMemory
     from ..run_dir.run_folder import RunFolder, code_version, create_run, open_run
@@ -56,17 +56,16 @@ def _carry_out(composed: dict[str, Any], resumed: Path | None, moved: bool) -> N
     code = code_version()
     file = None if resumed is None or moved else RunFolder(resumed).plan
     placed = Plan.read(file) if file is not None and file.is_file() else None
-    asked = run_config(composed)
-    trackers = Trackers(asked.tracker)
-    job = prepare(asked, placed)
-    config = job.config
+    config = run_config(composed)
+    trackers = Trackers(config.tracker)
+    job = prepare(resolve(config), placed)
     console = Console(stderr=True)
     if job.note:
         console.print(job.note, highlight=False, markup=False, soft_wrap=True)
     for report in job.reports:
         if report.num_bad:
             console.print(str(report), highlight=False, markup=False)
-    plain = dumped(config)
+    plain = dumped(config, job.run)
     written = yaml.safe_dump(plain, sort_keys=False)
     plan = job.plan.model_dump_json(indent=2, exclude_defaults=True)
     if resumed is None:

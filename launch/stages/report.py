@@ -52,7 +52,7 @@ def summary_of(
     return {
         "graph": main.graph.name,
         "task": job.data.task.task_id,
-        "seed": job.config.seed,
+        "seed": job.run.seed,
         "stages": [stage.name for stage in job.stages],
         "num_steps": main.config.num_steps,
         "weights_sha256": outcome.weights_sha256,

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 from ...configs.schema import EngineConfig, RolloutConfig
@@ -21,6 +21,7 @@ from ...dataflow.runtime.engine import Engine, StepResult
 from ...dataflow.runtime.executor import Program
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...workers.training.threads import use_threads
+from ..inputs.engines import engines_of
 from ..placement.place import make_executor
 from ..run_dir.atomic import write_json
 from ..run_dir.checkpoint import CheckpointStore
@@ -137,11 +138,11 @@ def run_stage(
         WorkerError: If user code fails, or nothing comes back within the deadline.
     """
     started_s = time.monotonic()
-    config = job.config
-    specs = worker_specs(stage, config, job.data, results)
+    run = job.run
+    specs = worker_specs(stage, run, job.data, results)
     evaluator = _evaluator(job, stage, home)
-    store = CheckpointStore(home.checkpoints, keep=config.keep_checkpoints)
-    point = read_resume_point(store, stage.graph, stage.seed(config))
+    store = CheckpointStore(home.checkpoints, keep=run.keep_checkpoints)
+    point = read_resume_point(store, stage.graph, stage.seed)
     first_step = point.state.step if point else 0
     engine = _engine(job, stage, specs, evaluator)
     outcome = Outcome(first_step=first_step)
@@ -153,10 +154,10 @@ def run_stage(
         steps = engine.run(
             job.sources[stage.name],
             stage.config.num_steps,
-            checkpoint_every=config.checkpoint_every,
+            checkpoint_every=run.checkpoint_every,
             checkpoints=store,
         )
-        guard = MismatchGuard(config.mismatch)
+        guard = MismatchGuard(run.mismatch)
         for result in _timed(steps, stage, outcome):
             logs.write(result, outcome)
             guard.check(result)
@@ -196,25 +197,25 @@ def _evaluator(job: Job, stage: Stage, home: RunFolder) -> _Evaluates | None:
     if stage is not job.main:
         return None
     if job.held_out is not None:
-        return Evaluator(stage, job.config, job.data, job.held_out, home.path)
-    if job.config.evaluation.num_episodes and env_actors(stage):
-        return EnvEvaluator(stage, job.config.evaluation, job.sources[stage.name], job.data.spec)
+        return Evaluator(stage, job.run.evaluation.num_examples, job.data, job.held_out, home.path)
+    if job.run.evaluation.num_episodes and env_actors(stage):
+        return EnvEvaluator(stage, job.run.evaluation, job.sources[stage.name], job.data.spec)
     return None
 
 
 def _engine(
     job: Job, stage: Stage, specs: dict[str, WorkerSpec | Role], evaluator: _Evaluates | None
 ) -> Engine:
-    config = job.config
-    if config.executor.num_threads is not None:
-        use_threads(config.executor.num_threads)
+    section = job.run.placement.executor
+    if section.num_threads is not None:
+        use_threads(section.num_threads)
     return Engine(
         stage.graph,
         stage.placement,
         workers={**specs, **(evaluator.workers if evaluator else {})},
-        schedule=config.schedule,
-        seed=stage.seed(config),
-        executor=make_executor(config),
+        schedule=job.run.schedule,
+        seed=stage.seed,
+        executor=make_executor(section),
         also=evaluator.programs if evaluator else None,
     )
 
@@ -348,12 +349,11 @@ def _export(
     last = store.latest()
     if last is None:
         raise StateError(f"stage '{stage.name}' ended without a checkpoint in {store.folder}")
-    here = job.config.model_copy(update={"engine": EngineConfig(), "rollout": RolloutConfig()})
+    here = replace(job.run, engines=engines_of(EngineConfig(), RolloutConfig()))
     specs = worker_specs(stage, here, job.data, results)
     trained = {role: specs[role] for role in stage.graph.trains_per_step}
-    seed = stage.seed(job.config)
     tokenizer = job.data.tokenizer if job.data.has_text else None
-    exported = export_roles(trained, last, tokenizer, home.path / MODELS, seed)
+    exported = export_roles(trained, last, tokenizer, home.path / MODELS, stage.seed)
     outcome.roles_sha256 = dict(exported.weights_sha256)
     outcome.weights_sha256 = combined_sha256(outcome.roles_sha256)
     if stage is not job.main:

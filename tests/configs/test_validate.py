@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import pytest
 from penstock.configs.key_docs import key_docs
-from penstock.configs.reference import key_reference
 from penstock.configs.schema import RunConfig
 from penstock.configs.validate import RENAMED, fields_of, validated
 from penstock.dataflow.errors import ConfigError
+from penstock.launch.cli.key_reference import key_reference
 
 BASE: dict[str, Any] = {
     "algorithm": {"step": "a:b", "num_steps": 3, "per_step": {"prompts": 3}},

@@ -37,9 +37,7 @@ class SlowPolicySpec:
     """Of the learning rate that was configured."""
 
     def build(self, context: WorkerContext) -> Role:
-        optimizer = self.optimizer and replace(
-            self.optimizer, lr=self.lr_share * self.optimizer.lr
-        )
+        optimizer = self.optimizer and replace(self.optimizer, lr=self.lr_share * self.optimizer.lr)
         spec = DEFAULT.spec("policy")(
             model=self.model,
             eos_token_id=self.eos_token_id,

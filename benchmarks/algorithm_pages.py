@@ -35,7 +35,7 @@ from penstock.configs.reference import as_yaml
 from penstock.configs.validate import fields_of
 from penstock.dataflow.graph.axes import Spec
 from penstock.dataflow.graph.graph import Constant, Graph, Node, TableArgument
-from penstock.dataflow.render.text import to_svg
+from penstock.dataflow.render.svg import to_svg
 from torch import Tensor
 
 DOCS = Path(__file__).parents[1] / "docs" / "algorithms"

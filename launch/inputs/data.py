@@ -23,8 +23,7 @@ from ...workers.data.sources import (
     ScoredPairSource,
 )
 from ...workers.data.task import Task, TaskSpec, fingerprint, task_alphabet, task_spec
-from ...workers.envs.games.rows import GameRowSource
-from ...workers.envs.rows import EnvRowSource
+from ...workers.envs.rows import EnvRowSource, GameRowSource
 from ...workers.envs.task import EnvTaskSpec
 from ...workers.models.tokenizer import Tokenizer, TokenizerSpec
 from .env_specs import (

@@ -23,7 +23,7 @@ from ...workers.engines.registry import DEFAULT, ENGINES
 from ...workers.models.averaged_weights import mean_folder
 from ...workers.models.spec import ModelSpec
 from ...workers.rewards.mixture import TASK_REWARDS
-from ...workers.rollout.split_policy import SplitPolicySpec
+from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ..inputs.compose import load_object
 from ..inputs.data import Data, task_spec_of

@@ -34,7 +34,7 @@ from penstock.configs.key_docs import key_docs
 from penstock.configs.validate import fields_of
 from penstock.dataflow.graph.axes import Spec
 from penstock.dataflow.graph.graph import Constant, Graph, Node, TableArgument
-from penstock.dataflow.render.text import to_svg
+from penstock.dataflow.render.svg import to_svg
 from penstock.launch.cli.key_reference import as_yaml
 from torch import Tensor
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 
 from bench import machine, parser, report, table
+from penstock.dataflow.kinds import WeightRead
 from penstock.dataflow.scheduler.events import RunCall, RunTrain
-from penstock.dataflow.scheduler.flow import Flow, FlowNode, WeightRead
+from penstock.dataflow.scheduler.flow import Flow, FlowNode
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import Simulation, dry_run

@@ -1,27 +1,17 @@
-"""Numbers, devices and tables as people read them; shared by everything that shows a plan."""
+"""Numbers, device ids and tables as people read them, in every message and report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..dataflow.graph.graph import Graph, NodeKind
-from .inputs.cluster import ClusterSpec
-from .inputs.workload import Lengths, Workload
-from .plan.plan import Plan
-
 __all__ = [
     "aligned",
     "bytes_text",
     "bytes_unit",
-    "cluster_text",
-    "lengths_text",
     "part_text",
     "percent_text",
-    "placement_text",
     "ranges_text",
     "seconds_text",
-    "units_by_group",
-    "workload_text",
 ]
 
 
@@ -83,59 +73,6 @@ def ranges_text(devices: Sequence[int]) -> str:
 def part_text(part: str) -> str:
     """A part of a time or a size: "kv cache"."""
     return part.replace("_", " ")
-
-
-def lengths_text(lengths: Lengths) -> str:
-    """A constant ("1,024 tokens"), or the range and the mean of a histogram."""
-    if len(lengths.tokens) == 1:
-        return f"{lengths.longest:,} tokens"
-    return f"{lengths.tokens[0]:,} to {lengths.longest:,} tokens (mean {lengths.mean:,.0f})"
-
-
-def workload_text(workload: Workload) -> str:
-    """Rows and tokens of a step in one line."""
-    samples = workload.samples_per_prompt
-    rows = f"{workload.num_prompts:,} prompts"
-    rows += "" if samples is None else f" x {samples} response{'s' if samples > 1 else ''}"
-    prompt, response = lengths_text(workload.prompt), lengths_text(workload.response)
-    text = f"{rows}; prompt {prompt}, response {response}"
-    return text + (f", {workload.updates_per_train} updates" if workload.updates_per_train else "")
-
-
-def cluster_text(cluster: ClusterSpec | str) -> str:
-    """Its nodes and devices: "h100: 16 nodes x 8 h100 = 128 devices"."""
-    if isinstance(cluster, str):
-        return cluster or "some cluster"
-    groups = " + ".join(
-        f"{g.num_nodes} node{'s' if g.num_nodes > 1 else ''} x {g.devices_per_node} {g.device.name}"
-        for g in cluster.node_groups
-    )
-    return f"{cluster.name}: {groups} = {cluster.num_devices} devices"
-
-
-def units_by_group(graph: Graph, plan: Plan) -> dict[str, list[str]]:
-    """Group -> what runs there: roles, or single calls of roles that are spread over groups."""
-    calls = [node for node in graph.nodes if node.role and node.kind is not NodeKind.SOURCE]
-    units: dict[str, list[str]] = {group.name: [] for group in plan.groups}
-    for role in graph.roles:
-        mine = [node for node in calls if node.role == role]
-        homes = dict.fromkeys(plan.group_of(node) for node in mine)
-        if len(homes) == 1:
-            units[next(iter(homes))].append(role)
-        else:
-            for node in mine:
-                units[plan.group_of(node)].append(node.name)
-    return units
-
-
-def placement_text(graph: Graph, plan: Plan) -> str:
-    """Who shares how many devices: "{actor, ref} on 64, {critic, reward} on 64"."""
-    units = units_by_group(graph, plan)
-    return ", ".join(
-        f"{{{', '.join(units[group.name])}}} on {len(group.devices) or group.num_ranks}"
-        for group in plan.groups
-        if units[group.name]
-    )
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:

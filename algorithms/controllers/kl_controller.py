@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...dataflow.graph.role import Role, call
-from ...dataflow.graph.tracer import op
 from ...dataflow.option_checks import check_range
-from ..ops.kl import KLEstimator, adaptive_kl_coef, kl_estimate
-from ..ops.reductions import check_token_columns
-from ..roles.language import PerSample, PerToken, TokenMask, TrainMetrics
+from ..ops.kl import adaptive_kl_coef
+from ..roles.language import PerSample, TrainMetrics
 
-__all__ = ["KLController", "KLTarget", "kl_penalized_reward"]
+__all__ = ["KLController", "KLTarget"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,34 +64,3 @@ class KLController(Role):
     def coefficient(self, kl: PerSample, first: float) -> PerSample:
         """The coefficient, once per row of `kl`; `first` is that of the first step."""
         raise NotImplementedError
-
-
-@op(scope="row")
-def kl_penalized_reward(
-    reward: PerToken,
-    mask: TokenMask,
-    *,
-    logprob: PerToken,
-    ref_logprob: PerToken,
-    kl_coef: PerSample,
-    kl_estimator: KLEstimator = "k1",
-) -> PerToken:
-    """Rewards less the KL of each token, by a coefficient per row; see `kl_shaped_reward`.
-
-    Args:
-        reward: f32[rows, T].
-        mask: bool[rows, T].
-        logprob: f32[rows, T], under the policy that sampled the tokens.
-        ref_logprob: f32[rows, T], under the reference.
-        kl_coef: f32[rows], reward taken per nat.
-        kl_estimator: See `kl_estimate`.
-
-    Returns:
-        f32[rows, T], without gradient.
-
-    Raises:
-        ValueError: If shapes differ.
-    """
-    check_token_columns(mask, reward=reward)
-    kl = kl_estimate(mask, logprob=logprob, ref_logprob=ref_logprob, estimator=kl_estimator)
-    return (reward - kl_coef[:, None] * kl).detach()

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ...dataflow.graph.tracer import op
-from ..controllers.multiplier import lagrangian_advantage
 from ..roles.language import PerSample, PerStep, PerToken, PromptId, StepMask, TokenMask
 from .groups import Groups, MissingScore, SingletonGroup, floating, sum_rows
+from .lagrangian import lagrangian_advantage
 from .reductions import (
     Variance,
     WeightedBy,

@@ -33,6 +33,7 @@ __all__ = [
     "adaptive_kl_coef",
     "finished_score",
     "kl_estimate",
+    "kl_penalized_reward",
     "kl_shaped_reward",
     "response_kl",
 ]
@@ -85,6 +86,37 @@ def kl_estimate(
     if value_clamp is not None:
         estimate = estimate.clamp(-value_clamp, value_clamp)
     return estimate
+
+
+@op(scope="row")
+def kl_penalized_reward(
+    reward: PerToken,
+    mask: TokenMask,
+    *,
+    logprob: PerToken,
+    ref_logprob: PerToken,
+    kl_coef: PerSample,
+    kl_estimator: KLEstimator = "k1",
+) -> PerToken:
+    """Rewards less the KL of each token, by a coefficient per row; see `kl_shaped_reward`.
+
+    Args:
+        reward: f32[rows, T].
+        mask: bool[rows, T].
+        logprob: f32[rows, T], under the policy that sampled the tokens.
+        ref_logprob: f32[rows, T], under the reference.
+        kl_coef: f32[rows], reward taken per nat.
+        kl_estimator: See `kl_estimate`.
+
+    Returns:
+        f32[rows, T], without gradient.
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    check_token_columns(mask, reward=reward)
+    kl = kl_estimate(mask, logprob=logprob, ref_logprob=ref_logprob, estimator=kl_estimator)
+    return (reward - kl_coef[:, None] * kl).detach()
 
 
 @op(scope="row")

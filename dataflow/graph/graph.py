@@ -10,18 +10,26 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from typing import Any
 
 import networkx as nx
 
-from ..errors import FlowError, Where
-from ..scheduler.flow import WeightRead
-from .axes import Spec
-from .role import Role, Scope
+from ..errors import FlowError
+from ..kinds import NodeKind, WeightRead
+from .nodes import (
+    Argument,
+    Constant,
+    Node,
+    OutputColumn,
+    Ref,
+    RoleRef,
+    TableArgument,
+    argument_json,
+)
+from .role import Role
 
 __all__ = [
     "Argument",
@@ -35,125 +43,6 @@ __all__ = [
     "TableArgument",
     "WeightRead",
 ]
-
-
-class NodeKind(Enum):
-    """What a node does: bring data in, compute, make rows, evaluate a role, or train it."""
-
-    SOURCE = "source"
-    OP = "op"
-    ROLLOUT = "rollout"
-    FORWARD = "forward"
-    TRAIN = "train"
-
-
-@dataclass(frozen=True)
-class Ref:
-    """An edge: one output column of another node."""
-
-    node: str
-    column: str
-
-    def __str__(self) -> str:
-        return f"{self.node}.{self.column}"
-
-
-@dataclass(frozen=True)
-class RoleRef:
-    """A role passed as an argument: the callee reads that role's weights."""
-
-    role: str
-
-    def __str__(self) -> str:
-        return f"<{self.role}>"
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A value fixed when the step was recorded."""
-
-    value: Any
-
-    def __str__(self) -> str:
-        return _describe(self.value)
-
-
-@dataclass(frozen=True)
-class TableArgument:
-    """A table built from columns, as a train call's batch is."""
-
-    table: type
-    fields: tuple[tuple[str, Argument], ...]
-
-
-Argument = Ref | RoleRef | Constant | TableArgument
-
-
-@dataclass(frozen=True)
-class OutputColumn:
-    """One column a node produces.
-
-    Attributes:
-        name: Field name in the output table, or "out" for a single column.
-        rows: Which node made the rows this column describes; columns with equal `rows` line up.
-        group_id: True if it says which group each row belongs to.
-        behavior: True if it is the log-probability the rows were made with.
-    """
-
-    name: str
-    spec: Spec
-    rows: str
-    group_id: bool = False
-    behavior: bool = False
-
-
-@dataclass(frozen=True)
-class Node:
-    """One call of the step.
-
-    Attributes:
-        name: `actor.generate`, `gae`, `ref.logprob#2`; unique, deterministic, what plans refer to.
-        ordinal: How many calls of the same method or op came before it in the step.
-        arguments: Parameter name -> argument, in the callee's order.
-        output_table: The dataclass of the outputs, or None for a single column or none.
-        reads: Weights this call reads, own role first.
-        where: The line of the step function that made it.
-    """
-
-    name: str
-    kind: NodeKind
-    scope: Scope
-    ordinal: int
-    where: Where
-    role: str | None = None
-    method: str | None = None
-    function: Callable[..., Any] | None = None
-    arguments: tuple[tuple[str, Argument], ...] = ()
-    outputs: tuple[OutputColumn, ...] = ()
-    output_table: type | None = None
-    reads: tuple[WeightRead, ...] = ()
-
-    @cached_property
-    def inputs(self) -> tuple[tuple[str, Ref], ...]:
-        """Every column read, as (path, producer): `("batch.advantage", Ref(...))`."""
-        return tuple(_references(self.arguments))
-
-    def output(self, column: str) -> OutputColumn:
-        """The output of that name; KeyError if there is none."""
-        for output in self.outputs:
-            if output.name == column:
-                return output
-        raise KeyError(column)
-
-
-def _references(
-    arguments: tuple[tuple[str, Argument], ...], prefix: str = ""
-) -> Iterator[tuple[str, Ref]]:
-    for name, argument in arguments:
-        if isinstance(argument, Ref):
-            yield prefix + name, argument
-        elif isinstance(argument, TableArgument):
-            yield from _references(argument.fields, f"{prefix}{name}.")
 
 
 @dataclass(frozen=True)
@@ -233,10 +122,37 @@ class Graph:
         reading = set(self.dag.successors(name))
         return tuple(node.name for node in self.nodes if node.name in reading)
 
-    def __str__(self) -> str:
-        from ..render.text import to_text
+    def streams(self, node: Node, ref: Ref) -> bool:
+        """True if the edge may carry part of a batch before the rest is there."""
+        return node.scope != "batch" and self[ref.node].scope != "batch"
 
-        return to_text(self)
+    def weights_note(self, node: Node) -> str:
+        """Which weight versions a node reads or makes; empty if only frozen roles are concerned.
+
+        `reads actor@0 or older` for a call, `actor@0 -> actor@1` for a train call.
+        """
+        reads = [
+            f"{read.role}@{read.offset}{' or older' if read.lagged else ''}"
+            for read in node.reads
+            if self.trains_per_step.get(read.role)
+        ]
+        if node.kind is NodeKind.TRAIN:
+            return f"{reads[0]} -> {node.role}@{node.reads[0].offset + 1}"
+        return f"reads {', '.join(reads)}" if reads else ""
+
+    def __str__(self) -> str:
+        """One node per paragraph in program order; stable, so tests compare it."""
+        lines = [f"graph {self.name}"]
+        for name, table in self.sources.items():
+            lines.append(f"  source {name}: {table.__name__}")
+        for name, contract in self.roles.items():
+            trained = "trained" if self.trains_per_step.get(name) else "frozen"
+            lines.append(f"  role {name}: {contract.__name__}, {trained}")
+        for node in self.nodes:
+            if node.kind is not NodeKind.SOURCE:
+                lines.extend(["", *_node_lines(self, node)])
+        lines.extend(["", f"returns {', '.join(self.results) or 'nothing'}"])
+        return "\n".join(lines)
 
     def diff(self, other: Graph) -> str:
         """A unified diff of the two graphs' texts; empty if they are the same."""
@@ -273,33 +189,33 @@ def _node_json(node: Node) -> dict[str, Any]:
         "role": node.role,
         "method": node.method,
         "op": f"{node.function.__module__}:{node.function.__qualname__}" if node.function else None,
-        "arguments": {name: _argument_json(argument) for name, argument in node.arguments},
+        "arguments": {name: argument_json(argument) for name, argument in node.arguments},
         "outputs": [{"name": o.name, "spec": str(o.spec), "rows": o.rows} for o in node.outputs],
         "reads": [dataclasses.asdict(read) for read in node.reads],
         "where": node.where.short,
     }
 
 
-def _argument_json(argument: Argument) -> Any:
+def _node_lines(graph: Graph, node: Node) -> list[str]:
+    note = graph.weights_note(node)
+    head = f"{node.name}  [{node.kind.value}, {node.scope}]"
+    lines = [f"{head}  {note}" if note else head]
+    for name, argument in node.arguments:
+        lines.extend(_argument_lines(graph, node, name, argument))
+    for output in node.outputs:
+        lines.append(f"  -> {output.name} {output.spec}")
+    return lines
+
+
+def _argument_lines(graph: Graph, node: Node, name: str, argument: Argument) -> list[str]:
     if isinstance(argument, TableArgument):
-        fields = {name: _argument_json(value) for name, value in argument.fields}
-        return {"table": argument.table.__name__, "fields": fields}
+        lines = [f"  {name}: {argument.table.__name__}"]
+        for field, value in argument.fields:
+            lines.extend("  " + line for line in _argument_lines(graph, node, field, value))
+        return lines
     if isinstance(argument, Ref):
-        return {"from": str(argument)}
+        arrow = "~>" if graph.streams(node, argument) else "<-"
+        return [f"  {name} {arrow} {argument}"]
     if isinstance(argument, RoleRef):
-        return {"role": argument.role}
-    return {"constant": _describe(argument.value)}
-
-
-def _describe(value: Any) -> str:
-    """A short, stable text of a constant: options that differ from their defaults only."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        shown = [
-            f"{field.name}={_describe(getattr(value, field.name))}"
-            for field in dataclasses.fields(value)
-            if getattr(value, field.name) != field.default
-        ]
-        return f"{type(value).__name__}({', '.join(shown)})"
-    if callable(value) and hasattr(value, "__qualname__"):
-        return str(value.__qualname__)
-    return repr(value)
+        return [f"  {name} = role {argument.role}"]
+    return [f"  {name} = {Constant(argument.value)}"]

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..graph.graph import Graph, Node, NodeKind, Ref
+from ..graph.graph import Graph, Node, NodeKind
 
-__all__ = ["ArrowKind", "DrawnArrow", "arrows_of", "streams", "weights_note"]
+__all__ = ["ArrowKind", "DrawnArrow", "arrows_of"]
 
 ArrowKind = Literal["stream", "barrier", "weights"]
 
@@ -35,26 +35,6 @@ class DrawnArrow:
     labels: tuple[str, ...]
 
 
-def streams(graph: Graph, node: Node, ref: Ref) -> bool:
-    """True if the edge may carry part of a batch before the rest is there."""
-    return node.scope != "batch" and graph[ref.node].scope != "batch"
-
-
-def weights_note(graph: Graph, node: Node) -> str:
-    """Which weight versions a node reads or makes; empty if only frozen roles are concerned.
-
-    `reads actor@0 or older` for a call, `actor@0 -> actor@1` for a train call.
-    """
-    reads = [
-        f"{read.role}@{read.offset}{' or older' if read.lagged else ''}"
-        for read in node.reads
-        if graph.trains_per_step.get(read.role)
-    ]
-    if node.kind is NodeKind.TRAIN:
-        return f"{reads[0]} -> {node.role}@{node.reads[0].offset + 1}"
-    return f"reads {', '.join(reads)}" if reads else ""
-
-
 def arrows_of(graph: Graph) -> tuple[DrawnArrow, ...]:
     """Every arrow, in the order of the nodes they enter."""
     arrows: list[DrawnArrow] = []
@@ -66,7 +46,7 @@ def arrows_of(graph: Graph) -> tuple[DrawnArrow, ...]:
             carried = labels.setdefault(ref.node, [])
             if text not in carried:
                 carried.append(text)
-            kinds[ref.node] = "stream" if streams(graph, node, ref) else "barrier"
+            kinds[ref.node] = "stream" if graph.streams(node, ref) else "barrier"
         arrows.extend(
             DrawnArrow(source, node.name, kinds[source], tuple(texts))
             for source, texts in labels.items()

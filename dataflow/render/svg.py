@@ -12,7 +12,7 @@ from html import escape
 import networkx as nx
 
 from ..graph.graph import Graph, Node, NodeKind
-from .edges import ArrowKind, DrawnArrow, arrows_of, weights_note
+from .edges import ArrowKind, DrawnArrow, arrows_of
 from .layout import Item, Line, lay_out
 
 __all__ = ["KIND_FILLS", "role_colors", "to_svg"]
@@ -232,7 +232,7 @@ def _generations(graph: Graph, arrows: tuple[DrawnArrow, ...]) -> list[list[str]
 
 
 def _box_texts(graph: Graph, node: Node) -> list[str]:
-    note = weights_note(graph, node).replace("->", "→")
+    note = graph.weights_note(node).replace("->", "→")
     about = [f"{node.kind.value}, {node.scope}", *([note] if note else [])]
     return [node.name, *about, *(f"{output.name} {output.spec}" for output in node.outputs)]
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from ..errors import PlanError
 from ..graph.graph import Graph, Node, NodeKind
 from ..graph.proxies import nearest
-from ..scheduler.flow import Flow, FlowNode, WeightRead
+from ..kinds import WeightRead
+from ..scheduler.flow import Flow, FlowNode
 from .remote_inference import questions
 
 __all__ = [

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from .events import NodeTask, Task
 from .log import rank_names, versions_text
+from .rank_queues import Running
 from .report import HangReport, HungTask
+from .state import SchedulerState
 from .weight_versions import NO_CEILING, Instance
-
-if TYPE_CHECKING:
-    from .scheduler import Running, Scheduler
 
 __all__ = ["describe", "hang_report", "state_of"]
 
 _MAX_BLOCKED = 8
 
 
-def state_of(scheduler: Scheduler, task: Task) -> str:
+def state_of(scheduler: SchedulerState, task: Task) -> str:
     """In what state a task is, in words that end a sentence."""
     if task in scheduler.running:
         return "running"
@@ -33,7 +31,7 @@ def state_of(scheduler: Scheduler, task: Task) -> str:
     return _why_not_started(scheduler, task)
 
 
-def _why_not_started(scheduler: Scheduler, task: NodeTask) -> str:
+def _why_not_started(scheduler: SchedulerState, task: NodeTask) -> str:
     i, state = scheduler.index.index[task.node], scheduler.steps[task.step]
     if not state.has_source:
         return "waiting for the step's batch"
@@ -54,7 +52,7 @@ def _why_not_started(scheduler: Scheduler, task: NodeTask) -> str:
     return "ready and waiting for ranks"
 
 
-def _blocked(scheduler: Scheduler) -> list[str]:
+def _blocked(scheduler: SchedulerState) -> list[str]:
     """Tasks that have not started and why: per step, the nodes whose inputs are nearest."""
     lines: list[str] = []
     for step in sorted(scheduler.steps):
@@ -72,7 +70,7 @@ def _blocked(scheduler: Scheduler) -> list[str]:
     return lines
 
 
-def _instance_line(scheduler: Scheduler, instance: Instance) -> str:
+def _instance_line(scheduler: SchedulerState, instance: Instance) -> str:
     since = "" if instance.changed_s is None else f" since {instance.changed_s:.1f} s"
     home = " (home)" if instance.is_home else ""
     line = f"{instance.role} on {instance.group}{home}  version {instance.holds}{since}"
@@ -89,12 +87,12 @@ def _instance_line(scheduler: Scheduler, instance: Instance) -> str:
     return line
 
 
-def _instance_lines(scheduler: Scheduler) -> tuple[str, ...]:
+def _instance_lines(scheduler: SchedulerState) -> tuple[str, ...]:
     instances = scheduler.weights.instances.values()
     return tuple(_instance_line(scheduler, instance) for instance in instances)
 
 
-def describe(scheduler: Scheduler) -> str:
+def describe(scheduler: SchedulerState) -> str:
     """The present state of a run, for reports and debuggers."""
     lines = [
         f"flow '{scheduler.flow.name}': {scheduler.completed} of {scheduler.num_steps} steps "
@@ -108,7 +106,7 @@ def describe(scheduler: Scheduler) -> str:
     return "\n".join(lines)
 
 
-def hang_report(scheduler: Scheduler, at_s: float, progress_s: float) -> HangReport | None:
+def hang_report(scheduler: SchedulerState, at_s: float, progress_s: float) -> HangReport | None:
     """A report if something has taken longer than the deadline, else None."""
     deadline_s = scheduler.schedule.deadline_s
     hung: list[HungTask] = []
@@ -143,7 +141,7 @@ def hang_report(scheduler: Scheduler, at_s: float, progress_s: float) -> HangRep
     )
 
 
-def _hung_task(scheduler: Scheduler, task: Task, run: Running, running_s: float) -> HungTask:
+def _hung_task(scheduler: SchedulerState, task: Task, run: Running, running_s: float) -> HungTask:
     ranks = tuple(rank_names(run.group, run.ranks))
     if not isinstance(task, NodeTask):
         return HungTask(str(task), None, (), ranks, running_s, None, "")
@@ -158,7 +156,7 @@ def _hung_task(scheduler: Scheduler, task: Task, run: Running, running_s: float)
     )
 
 
-def _missing(scheduler: Scheduler, task: NodeTask) -> str:
+def _missing(scheduler: SchedulerState, task: NodeTask) -> str:
     i, state = scheduler.index.index[task.node], scheduler.steps[task.step]
     if task.chunk is None:
         return ""
@@ -169,7 +167,7 @@ def _missing(scheduler: Scheduler, task: NodeTask) -> str:
     return text if rows is None else f"{text} ({rows} rows)"
 
 
-def _rows(scheduler: Scheduler, task: NodeTask, chunks: tuple[int, ...]) -> int | None:
+def _rows(scheduler: SchedulerState, task: NodeTask, chunks: tuple[int, ...]) -> int | None:
     """Rows that come into these chunks of a node, if the shell ever told."""
     i, state = scheduler.index.index[task.node], scheduler.steps[task.step]
     for producer in scheduler.index.inputs[i]:

@@ -14,28 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Flow", "FlowNode", "NodeKind", "WeightRead"]
+from ..kinds import WeightRead
 
-NodeKind = Literal["source", "op", "rollout", "forward", "train"]
+__all__ = ["Flow", "FlowKind", "FlowNode"]
+
+FlowKind = Literal["source", "op", "rollout", "forward", "train"]
 
 _KINDS = ("source", "op", "rollout", "forward", "train")
-
-
-@dataclass(frozen=True, slots=True)
-class WeightRead:
-    """A node's read of a role's weights.
-
-    Attributes:
-        role: The role read. Roles that are never trained have no version.
-        offset: How many train calls of the role precede the node in the step function.
-        lagged: True if the read may be up to `Schedule.max_lag` steps old (rollouts).
-        at: The group whose copy is read, if that is not the node's own: it serves the node.
-    """
-
-    role: str
-    offset: int = 0
-    lagged: bool = False
-    at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +40,7 @@ class FlowNode:
     """
 
     name: str
-    kind: NodeKind
+    kind: FlowKind
     chunked: bool = True
     group: str = ""
     inputs: tuple[str, ...] = ()

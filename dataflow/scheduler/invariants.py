@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from .events import NodeTask, Output, Task
+from .state import SchedulerState
 from .steps import StepState
-
-if TYPE_CHECKING:
-    from .scheduler import Scheduler
 
 __all__ = ["violations"]
 
 
-def violations(scheduler: Scheduler) -> list[str]:
+def violations(scheduler: SchedulerState) -> list[str]:
     """Every invariant that does not hold, in words."""
     checks = (
         _ranks_exclusive,
@@ -36,7 +33,7 @@ def violations(scheduler: Scheduler) -> list[str]:
     return [text for check in checks for text in check(scheduler)]
 
 
-def _ranks_exclusive(scheduler: Scheduler) -> Iterator[str]:
+def _ranks_exclusive(scheduler: SchedulerState) -> Iterator[str]:
     busy = {
         (group, rank): task
         for group, state in scheduler.ranks.groups.items()
@@ -58,7 +55,7 @@ def _ranks_exclusive(scheduler: Scheduler) -> Iterator[str]:
             yield f"group {group} counts {state.num_free} free ranks, not the true number"
 
 
-def _devices_exclusive(scheduler: Scheduler) -> Iterator[str]:
+def _devices_exclusive(scheduler: SchedulerState) -> Iterator[str]:
     working = {run.group for run in scheduler.running.values()}
     for group, others in scheduler.flow.sharing.items():
         for other in sorted(others & working):
@@ -66,7 +63,7 @@ def _devices_exclusive(scheduler: Scheduler) -> Iterator[str]:
                 yield f"'{group}' and '{other}' work on the same devices at the same time"
 
 
-def _admission_bound(scheduler: Scheduler) -> Iterator[str]:
+def _admission_bound(scheduler: SchedulerState) -> Iterator[str]:
     s = scheduler
     if not 0 <= s.completed <= s.admitted <= s.num_steps:
         yield f"{s.completed} complete, {s.admitted} admitted of {s.num_steps} steps"
@@ -76,13 +73,13 @@ def _admission_bound(scheduler: Scheduler) -> Iterator[str]:
         yield f"books are kept of steps {sorted(s.steps)}"
 
 
-def _step_books(scheduler: Scheduler) -> Iterator[str]:
+def _step_books(scheduler: SchedulerState) -> Iterator[str]:
     for state in scheduler.steps.values():
         yield from _counts(scheduler, state)
         yield from _outputs(scheduler, state)
 
 
-def _counts(scheduler: Scheduler, state: StepState) -> Iterator[str]:
+def _counts(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
     index = scheduler.index
     if state.remaining != sum(state.left):
         yield f"step {state.step}: {state.remaining} tasks remain, but nodes count {state.left}"
@@ -104,20 +101,22 @@ def _counts(scheduler: Scheduler, state: StepState) -> Iterator[str]:
             yield f"{node.name} is not done in step {state.step}, before its frontier {frontier}"
 
 
-def _inputs_made(scheduler: Scheduler, state: StepState, i: int, task: NodeTask) -> Iterator[bool]:
+def _inputs_made(
+    scheduler: SchedulerState, state: StepState, i: int, task: NodeTask
+) -> Iterator[bool]:
     chunks = scheduler.index.chunks if task.chunk is None else (task.chunk,)
     for producer in scheduler.index.inputs[i]:
         for chunk in chunks:
             yield _made(scheduler, state, producer, chunk)
 
 
-def _made(scheduler: Scheduler, state: StepState, producer: int, chunk: int) -> bool:
+def _made(scheduler: SchedulerState, state: StepState, producer: int, chunk: int) -> bool:
     name = scheduler.flow.nodes[producer].name
     own = chunk if scheduler.index.chunked[producer] else None
     return NodeTask(name, state.step, own) in state.done
 
 
-def _outputs(scheduler: Scheduler, state: StepState) -> Iterator[str]:
+def _outputs(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
     index = scheduler.index
     for i, node in enumerate(scheduler.flow.nodes):
         for chunk in index.chunks:
@@ -137,7 +136,7 @@ def _outputs(scheduler: Scheduler, state: StepState) -> Iterator[str]:
                 yield f"{node.name} step {state.step} chunk {chunk}: stored is {stored}"
 
 
-def _every_task_in_one_place(scheduler: Scheduler) -> Iterator[str]:
+def _every_task_in_one_place(scheduler: SchedulerState) -> Iterator[str]:
     queued, weights = Counter(scheduler.ranks.queued()), scheduler.weights
     parked: Counter[Task] = Counter()
     for instance in weights.instances.values():
@@ -161,7 +160,7 @@ def _every_task_in_one_place(scheduler: Scheduler) -> Iterator[str]:
             yield f"{task} is queued, but its step is not in flight"
 
 
-def _queue_order(scheduler: Scheduler) -> Iterator[str]:
+def _queue_order(scheduler: SchedulerState) -> Iterator[str]:
     """Work conserving: idle ranks have nothing they may start, unless an SPMD task claims them.
 
     Or unless others are at work on their devices.
@@ -177,7 +176,7 @@ def _queue_order(scheduler: Scheduler) -> Iterator[str]:
             yield f"group {name} is idle while {group.whole[0][2]} is ready"
 
 
-def _versions_of_running(scheduler: Scheduler) -> Iterator[str]:
+def _versions_of_running(scheduler: SchedulerState) -> Iterator[str]:
     for task, run in scheduler.running.items():
         if not isinstance(task, NodeTask):
             continue
@@ -193,7 +192,7 @@ def _versions_of_running(scheduler: Scheduler) -> Iterator[str]:
                 yield f"{task} reads {role}@{version}, {lag} versions old"
 
 
-def _instances(scheduler: Scheduler) -> Iterator[str]:
+def _instances(scheduler: SchedulerState) -> Iterator[str]:
     weights, running = scheduler.weights, scheduler.running
     for instance in weights.instances.values():
         what = f"{instance.role} on {instance.group}"
@@ -218,16 +217,16 @@ def _instances(scheduler: Scheduler) -> Iterator[str]:
             yield f"{task} overwrites weights that are still needed"
 
 
-def _trains(scheduler: Scheduler, task: NodeTask) -> str | None:
+def _trains(scheduler: SchedulerState, task: NodeTask) -> str | None:
     return scheduler.flow.nodes[scheduler.index.index[task.node]].trains
 
 
-def _readers_left(scheduler: Scheduler, role: str) -> bool:
+def _readers_left(scheduler: SchedulerState, role: str) -> bool:
     home = scheduler.weights.home(role)
     return home.ceiling <= home.holds
 
 
-def _snapshots(scheduler: Scheduler) -> Iterator[str]:
+def _snapshots(scheduler: SchedulerState) -> Iterator[str]:
     weights = scheduler.weights
     for role, held in weights.snapshots.items():
         for version, groups in held.items():
@@ -240,7 +239,7 @@ def _snapshots(scheduler: Scheduler) -> Iterator[str]:
                     yield f"snapshot {role}@{version} is kept for {group}, which is past it"
 
 
-def _checkpoint_boundary(scheduler: Scheduler) -> Iterator[str]:
+def _checkpoint_boundary(scheduler: SchedulerState) -> Iterator[str]:
     boundary = scheduler.checkpoints.boundary
     if scheduler.completed > boundary:
         yield f"{scheduler.completed} steps complete, past the checkpoint due at {boundary}"
@@ -254,7 +253,7 @@ def _checkpoint_boundary(scheduler: Scheduler) -> Iterator[str]:
         yield f"{len(scheduler.running)} task(s) run while a checkpoint is written"
 
 
-def _not_stalled(scheduler: Scheduler) -> Iterator[str]:
+def _not_stalled(scheduler: SchedulerState) -> Iterator[str]:
     if scheduler.done and (scheduler.running or scheduler.ranks.queued() or scheduler.steps):
         yield "finished with work left"
     if not (scheduler.done or scheduler.aborted or scheduler.running or scheduler.awaited):

@@ -16,11 +16,9 @@ Rules:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from ..errors import StateError
-from .checkpoint_drain import Checkpoints
 from .describe import describe, hang_report, state_of
 from .events import (
     Abort,
@@ -48,12 +46,12 @@ from .events import (
 )
 from .flow import Flow
 from .invariants import violations
-from .log import EventLog, LogEntry, chain_sha256
-from .rank_queues import Priority, RankPool, Running
+from .log import LogEntry, chain_sha256
+from .rank_queues import Priority, Running
 from .report import FailureReport, HangReport
 from .schedule import Schedule
-from .steps import FlowIndex, StepState, restored_steps
-from .weight_versions import Weights
+from .state import SchedulerState
+from .steps import StepState
 
 __all__ = ["Scheduler"]
 
@@ -61,11 +59,11 @@ _TOLD = 50
 """Transitions told with an error that concerns no task in particular."""
 
 
-class Scheduler:
+class Scheduler(SchedulerState):
     """Runs `num_steps` steps of `flow` under `schedule`.
 
     Call `start` once, then `handle` for every event, and carry out the instructions returned.
-    The attributes are for reading only.
+    What it knows is in `SchedulerState`, for reading only.
 
     Args:
         flow: What one step is, and where its parts run.
@@ -79,16 +77,6 @@ class Scheduler:
 
     Raises:
         ValueError: `num_steps`, `checkpoint_every` or `resume` cannot be used.
-
-    Attributes:
-        completed: Steps complete.
-        admitted: Steps admitted.
-        steps: Progress of the steps in flight.
-        running: Tasks running, oldest first.
-        awaited: Other things asked of the shell, and when.
-        lag_counts: Over the whole run, how many rollout reads were how many versions behind.
-        done: True after `Finished`.
-        aborted: True after `Abort`.
     """
 
     def __init__(
@@ -103,27 +91,13 @@ class Scheduler:
         max_log: int = 10_000,
     ) -> None:
         resume = resume or ResumeState(0)
-        if not 0 <= resume.step <= num_steps:
-            raise ValueError(f"cannot resume at step {resume.step} of a run of {num_steps} steps")
-        self.flow, self.schedule, self.num_steps = flow, schedule, num_steps
-        self.one_at_a_time = one_at_a_time
-        self.index = FlowIndex(flow)
-        self.weights = Weights(flow, schedule, num_steps, resume.step)
-        self.ranks = RankPool(flow.groups, flow.sharing)
-        self.log = EventLog(flow.groups, max_log)
-        self.checkpoints = Checkpoints(
-            self.index, self.weights, schedule, num_steps, checkpoint_every, resume.step
+        super().__init__(
+            flow, schedule, num_steps, checkpoint_every, resume, one_at_a_time, max_log
         )
-        self.completed = self.admitted = resume.step
-        self.running: dict[Task, Running] = {}
-        self.awaited: dict[Awaited, float] = {}
-        self.lag_counts: Counter[int] = Counter()
-        self.done = self.aborted = self._started = False
+        self._started = False
         self._history = resume.history_sha256
         self._now = self._progress_s = 0.0
         self._out: list[Instruction] = []
-        self.steps = restored_steps(self.index, self.weights.rules_of, resume, num_steps)
-        self.admitted += len(self.steps)
         for i in range(len(flow.nodes)):
             self._move_frontier(i)
         self.checkpoints.check_resumable(self.steps)

@@ -8,13 +8,14 @@ from typing import Any
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Graph
-from ...dataflow.render.text import to_mermaid, to_svg, to_text
+from ...dataflow.render.mermaid import to_mermaid
+from ...dataflow.render.svg import to_svg
 from .hydra_app import hydra_app
 
 __all__ = ["FORMATS", "graph_command"]
 
 FORMATS: Mapping[str, Callable[[Graph], str]] = {
-    "text": to_text,
+    "text": str,
     "mermaid": to_mermaid,
     "svg": to_svg,
     "json": Graph.to_json,

@@ -20,8 +20,7 @@ from ...workers.data.sources import (
     PromptSource,
     ScoredPairSource,
 )
-from ...workers.envs.games.rows import GameRowSource
-from ...workers.envs.rows import EnvRowSource
+from ...workers.envs.rows import EnvRowSource, GameRowSource
 from ...workers.envs.task import EnvTaskSpec
 from .data import Data
 from .env_specs import GameTaskSpec, env_task, game_task, refuse_scaled_fitness

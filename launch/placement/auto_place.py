@@ -20,13 +20,14 @@ from ...dataflow.errors import ConfigError, PlanError
 from ...dataflow.graph.graph import Graph
 from ...planner.cost.calibration import Calibration
 from ...planner.cost.constants import Constants, default_constants
-from ...planner.formatting import placement_text, seconds_text
+from ...planner.formatting import seconds_text
 from ...planner.inputs.calls import calls_of
 from ...planner.inputs.cluster import ClusterSpec
 from ...planner.inputs.model_shape import ModelShape
 from ...planner.inputs.workload import Workload
 from ...planner.plan.plan import Plan, one_group_plan
 from ...planner.plan.planner import plan_step
+from ...planner.report.plan_texts import placement_text
 from ...planner.search.options import Option
 from ...planner.search.pins import Pins
 from ..inputs.compose import PlacementInputs, Resolved

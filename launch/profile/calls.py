@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...algorithms.losses import ClippedPolicyLoss
-from ...algorithms.roles.language import Policy, PolicyBatch, Sampling
+from ...algorithms.roles.language import PolicyBatch, Sampling
 from ...dataflow.runtime.call_context import call_scope
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.cost.calibration_fit import Timed
@@ -23,6 +23,7 @@ from ...planner.inputs.calls import Call, CallKind
 from ...planner.inputs.model_shape import ModelShape, shape_of
 from ...planner.inputs.workload import Lengths
 from ...workers.engines.registry import DEFAULT
+from ...workers.engines.roles import PolicyWorker
 from ...workers.models.spec import ModelSpec
 from ...workers.training.optimizer import OptimizerSpec
 
@@ -80,7 +81,7 @@ class ProfileCall(BaseModel):
             updates=self.updates,
         )
 
-    def prepared(self, policy: Policy) -> Callable[[], None]:
+    def prepared(self, policy: PolicyWorker) -> Callable[[], None]:
         """The call, ready to be made as often as one likes; its inputs are made here."""
         random = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, _VOCABULARY, (self.rows, 2 * _TOKENS), generator=random)
@@ -150,7 +151,7 @@ def _shape(width: int, dtype: str) -> ModelShape:
     return shape_of(architecture(width), name=f"width {width}", dtype=dtype)
 
 
-def make_policy(width: int, dtype: str, device: str) -> Policy:
+def make_policy(width: int, dtype: str, device: str) -> PolicyWorker:
     """The policy of that width, trained and alone."""
     dtypes: Any = dtype
     spec = DEFAULT.spec("policy")(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ...algorithms.roles.language import Policy, ProcessReward, Reward, RewardModel, ValueModel
 from ...configs.schema import AlgorithmConfig, ModelConfig, RoleConfig
@@ -27,6 +28,7 @@ from ..inputs.record import Recorded
 from ..inputs.sizes import check_sizes
 from ..inputs.tables import check_tables
 from ..placement.place import followed, placement_of, written_plan
+from ..placement.worker_options import planned_options
 
 __all__ = ["CONTRACTS", "MODEL", "RolePlan", "Stage", "stages_of"]
 
@@ -72,12 +74,14 @@ class Stage(Recorded):
     Attributes:
         placement: Where its nodes run.
         roles: Role name -> who plays it.
-        micro_batch_tokens: Role -> tokens that a rank computes at once, where a plan says it.
+        planned_options: Role -> fields of its worker's spec that the plan decides.
     """
 
     placement: Placement
     roles: Mapping[str, RolePlan]
-    micro_batch_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
+    planned_options: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict[str, Mapping[str, Any]]
+    )
 
     @property
     def policy(self) -> str | None:
@@ -109,19 +113,9 @@ def stages_of(run: Resolved, plan: Plan | None = None) -> tuple[Stage, ...]:
         its = followed(before.graph, graph, placement, per_step, keep_ranks=keep_ranks)
         earlier.append(_stage(run, before, its, earlier))
     main = _stage(run, run.main, placement, earlier)
-    main = replace(main, micro_batch_tokens=_micro_batch_tokens(graph, plan))
+    main = replace(main, planned_options=planned_options(plan, run.main, run.engines))
     wanted = _wanted(main, earlier)
     return (*(stage for stage in earlier if stage.name in wanted), main)
-
-
-def _micro_batch_tokens(graph: Graph, plan: Plan) -> dict[str, int]:
-    """The least that a plan gives any call of a role: all of them share one worker."""
-    found: dict[str, int] = {}
-    for name, tokens in plan.micro_batch_tokens.items():
-        role = graph[name].role
-        if role is not None:
-            found[role] = min(tokens, found.get(role, tokens))
-    return found
 
 
 def _stage(run: Resolved, algorithm: Recorded, placement: Placement, earlier: list[Stage]) -> Stage:

@@ -9,10 +9,9 @@ import statistics
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from ...configs.schema import EngineConfig, RolloutConfig
 from ...dataflow.errors import StateError, WorkerError
 from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
@@ -21,7 +20,6 @@ from ...dataflow.runtime.engine import Engine, StepResult
 from ...dataflow.runtime.executor import Program
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...workers.training.threads import use_threads
-from ..inputs.engines import engines_of
 from ..placement.place import make_executor
 from ..run_dir.atomic import write_json
 from ..run_dir.checkpoint import CheckpointStore
@@ -36,7 +34,7 @@ from .job import Job
 from .mismatch_guard import MismatchGuard
 from .prediction_check import node_seconds
 from .stages import Stage
-from .worker_specs import Results, worker_specs
+from .worker_specs import Results, exporting_specs, worker_specs
 
 __all__ = ["MODELS", "Outcome", "run_stage"]
 
@@ -344,13 +342,12 @@ def _export(
 ) -> None:
     """Write the trained models; a warm-up's checkpoints go, for its models are its result.
 
-    Whatever engine trained them, the torch engine reads its checkpoint.
+    Whatever engine trained them, the default one reads its checkpoint.
     """
     last = store.latest()
     if last is None:
         raise StateError(f"stage '{stage.name}' ended without a checkpoint in {store.folder}")
-    here = replace(job.run, engines=engines_of(EngineConfig(), RolloutConfig()))
-    specs = worker_specs(stage, here, job.data, results)
+    specs = exporting_specs(stage, job.run, job.data, results)
     trained = {role: specs[role] for role in stage.graph.trains_per_step}
     tokenizer = job.data.tokenizer if job.data.has_text else None
     exported = export_roles(trained, last, tokenizer, home.path / MODELS, stage.seed)

@@ -14,25 +14,31 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from ...configs.references import load_object
-from ...configs.schema import ModelConfig, model_spec
+from ...configs.schema import EngineConfig, ModelConfig, RolloutConfig, model_spec
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from ...workers.engines.engine import Engine
-from ...workers.engines.registry import ENGINES
+from ...workers.engines.registry import DEFAULT, ENGINES
 from ...workers.models.averaged_weights import mean_folder
 from ...workers.models.spec import ModelSpec
 from ...workers.rewards.mixture import TASK_REWARDS
-from ...workers.rollout.split_policy import SplitPolicySpec
+from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ..inputs.compose import Resolved
 from ..inputs.data import Data
-from ..inputs.engines import Engines
+from ..inputs.engines import Engines, engines_of
 from ..inputs.env_specs import ENV_SPECS, FILLED_IN, NETWORKS, env_worker, perceptron_spec
 from .stages import CONTRACTS, MODEL, RolePlan, Stage
 
-__all__ = ["Results", "check_options", "model_positions", "worker_specs"]
+__all__ = [
+    "Results",
+    "check_options",
+    "exporting_specs",
+    "model_positions",
+    "worker_specs",
+]
 
 Results = Mapping[str, tuple[Stage, Path]]
 """Name of a finished stage -> the stage, and the folder with a model folder per trained role."""
@@ -69,6 +75,23 @@ def worker_specs(
     return {
         role: _spec(stage, role, plan, run, data, results) for role, plan in stage.roles.items()
     }
+
+
+def exporting_specs(
+    stage: Stage, run: Resolved, data: Data, results: Results
+) -> dict[str, WorkerSpec | Role]:
+    """Specs of the same roles that read, in one process, what any engine has trained.
+
+    Options of an engine's workers are left out: they are those of the engine that trained.
+    """
+    here = replace(run, engines=engines_of(EngineConfig(), RolloutConfig()))
+    roles = {
+        role: replace(plan, config=plan.config.model_copy(update={"options": {}}))
+        if plan.worker in DEFAULT.roles
+        else plan
+        for role, plan in stage.roles.items()
+    }
+    return worker_specs(replace(stage, roles=roles, planned_options={}), here, data, results)
 
 
 def check_options(stage: Stage, run: Resolved) -> None:
@@ -196,9 +219,8 @@ def _spec(
         offset = plan.config.init_offset
         return env_worker(plan.worker, run.model, data.spec, optimizer, options, offset, start)
     model = _model(plan, run, data, results)
-    options = {**run.engines.options, **options, "model": model}
-    if role in stage.micro_batch_tokens:
-        options.setdefault("micro_batch_tokens", stage.micro_batch_tokens[role])
+    planned = stage.planned_options.get(role, {})
+    options = {**planned, **run.engines.options, **options, "model": model}
     if plan.trained:
         options["optimizer"] = plan.config.optimizer or stage.config.optimizer
     spec = _spec_class(run.engines.train, plan.worker)

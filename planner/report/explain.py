@@ -7,20 +7,11 @@ from collections.abc import Mapping
 
 from ...dataflow.graph.graph import Graph
 from ...dataflow.runtime.spans import TaskSpan
-from ..formatting import (
-    aligned,
-    bytes_text,
-    cluster_text,
-    part_text,
-    percent_text,
-    ranges_text,
-    seconds_text,
-    units_by_group,
-    workload_text,
-)
+from ..formatting import aligned, bytes_text, part_text, percent_text, ranges_text, seconds_text
 from ..plan.plan import Plan
 from ..plan.prediction import GroupMemory, Prediction
 from ..plan.simulate import Simulation, simulate_plan
+from .plan_texts import cluster_text, units_by_group, workload_text
 
 __all__ = ["explain"]
 

@@ -8,16 +8,11 @@ from html import escape
 
 from ...dataflow.graph.graph import Graph
 from ...dataflow.runtime.spans import TaskSpan
-from ..formatting import (
-    part_text,
-    percent_text,
-    ranges_text,
-    seconds_text,
-    units_by_group,
-)
+from ..formatting import part_text, percent_text, ranges_text, seconds_text
 from ..inputs.cluster import ClusterSpec
 from ..plan.plan import GroupPlan, Plan
 from ..plan.simulate import Simulation
+from .plan_texts import units_by_group
 from .style import NUM_COLORS
 
 __all__ = ["WIDTH", "attribute", "gantt", "role_colors", "round_text", "ticks"]

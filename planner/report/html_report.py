@@ -5,19 +5,13 @@ from __future__ import annotations
 from html import escape
 
 from ...dataflow.graph.graph import Graph
-from ..formatting import (
-    cluster_text,
-    part_text,
-    percent_text,
-    placement_text,
-    seconds_text,
-    workload_text,
-)
+from ..formatting import part_text, percent_text, seconds_text
 from ..plan.plan import Plan
 from ..plan.prediction import Prediction
 from ..plan.simulate import Simulation, simulate_plan
 from .gantt import gantt, role_colors
 from .memory_chart import memory_bars, memory_legend
+from .plan_texts import cluster_text, placement_text, workload_text
 from .style import SCRIPT, STYLE
 
 __all__ = ["to_html"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ...dataflow.graph.graph import Graph
-from ..formatting import units_by_group
 from ..inputs.cluster import ClusterSpec
 from ..plan.plan import Plan
 from ..plan.simulate import Simulation, simulate_plan
+from .plan_texts import units_by_group
 
 __all__ = ["infeasible", "to_json"]
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.planner.formatting import (
-    aligned,
-    bytes_text,
+from penstock.planner.formatting import aligned, bytes_text, percent_text, ranges_text, seconds_text
+from penstock.planner.inputs.workload import Lengths, Workload
+from penstock.planner.report.plan_texts import (
     cluster_text,
     lengths_text,
-    percent_text,
     placement_text,
-    ranges_text,
-    seconds_text,
     workload_text,
 )
-from penstock.planner.inputs.workload import Lengths, Workload
 
 from .hand_made import h100, ppo, split_plan
 

@@ -16,7 +16,8 @@ from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss, Clip
 from penstock.algorithms.roles import PairBatch, PolicyBatch, TrainMetrics, ValueBatch
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.torch_engine.policy import TorchPolicy, TorchPolicySpec
+from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.host_offload import HostCopy
 from penstock.workers.training.optimizer import OptimizerSpec
@@ -50,7 +51,7 @@ def tiny(family: str) -> dict[str, Any]:
     return {**architecture(family), "vocab_size": 64, "num_hidden_layers": 4}
 
 
-def torch_policy(model: ModelSpec, **options: Any) -> TorchPolicy:
+def torch_policy(model: ModelSpec, **options: Any) -> PolicyWorker:
     spec = TorchPolicySpec(model=model, eos_token_id=EOS, **options)
     return spec.build(WorkerContext("actor", seed=7))
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from ..verifiers.pool import VerifierSpec
 from .row_report import DataReport
 
 __all__ = [
@@ -22,29 +21,12 @@ __all__ = [
     "ScoresPairs",
     "Task",
     "TaskSpec",
-    "VerifierSpec",
     "fingerprint",
     "task_alphabet",
 ]
 
 PATIENCE = ("max_restarts", "step_limit_s")
 """Fields of how much may go wrong, not of what is computed: a resumed run may change them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifierSpec:
-    """How another process makes a task's verifier; everything in it is JSON.
-
-    Example:
-        `VerifierSpec(factory="penstock.workers.rewards.verifiers:make_verifier",
-        arguments={"reward": "math_verify"})`
-    """
-
-    factory: str
-    """`module:function` that takes `arguments` by keyword and returns the verifier, a function of
-    `Task.verifier_call(index, response)`'s items that returns a finite number."""
-    arguments: Mapping[str, Any]
-    """Keyword arguments of the factory."""
 
 
 @runtime_checkable

@@ -11,8 +11,8 @@ from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.algorithms.roles import DemonstrationBatch, Demonstrations, Policy
 from penstock.dataflow.errors import PlanError
 from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.kinds import WeightRead
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, flow_of, follow, one_group
-from penstock.dataflow.scheduler.flow import WeightRead
 
 GRAPH = build(grpo_step, cfg=GRPO())
 NODES = {

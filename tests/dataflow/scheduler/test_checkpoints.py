@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from penstock.dataflow.kinds import WeightRead
 from penstock.dataflow.scheduler.events import (
     AdmitStep,
     CheckpointSaved,
@@ -24,7 +25,7 @@ from penstock.dataflow.scheduler.events import (
     StepCompleted,
     TaskDone,
 )
-from penstock.dataflow.scheduler.flow import Flow, FlowNode, WeightRead
+from penstock.dataflow.scheduler.flow import Flow, FlowNode
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import dry_run

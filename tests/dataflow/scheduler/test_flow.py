@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from penstock.dataflow.scheduler.flow import Flow, FlowNode, WeightRead
+from penstock.dataflow.kinds import WeightRead
+from penstock.dataflow.scheduler.flow import Flow, FlowNode
 from penstock.dataflow.scheduler.schedule import Schedule
 
 PROMPTS = FlowNode("prompts", "source")

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.dataflow.kinds import WeightRead
 from penstock.dataflow.scheduler.events import (
     Abort,
     AdmitStep,
@@ -37,7 +38,7 @@ from penstock.dataflow.scheduler.events import (
     Tick,
     Versions,
 )
-from penstock.dataflow.scheduler.flow import Flow, FlowNode, NodeKind, WeightRead
+from penstock.dataflow.scheduler.flow import Flow, FlowKind, FlowNode
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import dry_run
@@ -83,7 +84,7 @@ def _node(
     if role in homes:
         reads = tuple(WeightRead(r, trained.get(r, 0)) for r in read if r != role)
         return FlowNode(f"n{i}", "train", False, homes[role], inputs, reads, role)
-    kind: NodeKind = draw(st.sampled_from(["op", "forward", "rollout"]))
+    kind: FlowKind = draw(st.sampled_from(["op", "forward", "rollout"]))
     served = st.sampled_from(["", "", *groups])
     reads = tuple(WeightRead(r, trained.get(r, 0), kind == "rollout", draw(served)) for r in read)
     group, chunked = draw(st.sampled_from(groups)), draw(st.booleans())

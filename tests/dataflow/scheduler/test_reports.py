@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.dataflow.kinds import WeightRead
 from penstock.dataflow.scheduler.events import (
     Abort,
     CheckpointSaved,
@@ -13,7 +14,7 @@ from penstock.dataflow.scheduler.events import (
     TaskFailed,
     Tick,
 )
-from penstock.dataflow.scheduler.flow import Flow, FlowNode, WeightRead
+from penstock.dataflow.scheduler.flow import Flow, FlowNode
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 

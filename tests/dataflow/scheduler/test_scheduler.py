@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from penstock.dataflow.errors import StateError
+from penstock.dataflow.kinds import WeightRead
 from penstock.dataflow.scheduler.events import (
     AdmitStep,
     CheckpointSaved,
@@ -27,7 +28,7 @@ from penstock.dataflow.scheduler.events import (
     TaskDone,
     Tick,
 )
-from penstock.dataflow.scheduler.flow import Flow, FlowNode, WeightRead
+from penstock.dataflow.scheduler.flow import Flow, FlowNode
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import dry_run

@@ -196,6 +196,14 @@ def test_illegal_pins_are_refused(layouts: dict[str, dict[str, int]], message: s
     assert str(refused.value) == message
 
 
+def test_a_pin_that_the_engine_does_not_run_is_refused() -> None:
+    with pytest.raises(PlanError) as refused:
+        plan(h100(1), engine=TORCH.planned, pins=Pins(layouts={"actor.train": {"tp": 2}}))
+    assert str(refused.value) == (
+        "pin layouts.actor.train is tp2, but the torch engine runs data-parallel only"
+    )
+
+
 def test_an_unknown_role_is_refused() -> None:
     with pytest.raises(PlanError, match="has no role 'judge'; its roles are actor, critic"):
         calls_of(PPO_GRAPH, WORKLOAD, {**models(1, 1), "judge": llama(1)})

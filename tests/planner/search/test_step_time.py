@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from penstock.dataflow.kinds import WeightRead
 from penstock.dataflow.scheduler.events import RunCall, RunTrain
-from penstock.dataflow.scheduler.flow import Flow, FlowNode, WeightRead
+from penstock.dataflow.scheduler.flow import Flow, FlowNode
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import dry_run

@@ -9,7 +9,7 @@ import sys
 def test_importing_is_free() -> None:
     code = (
         "import sys, penstock.workers.data.task, penstock.workers.data.reasoning_task, "
-        "penstock.workers.rewards.verifiers, penstock.workers.data.rows_file\n"
+        "penstock.workers.verifiers.verifiers, penstock.workers.data.rows_file\n"
         "print([m for m in ('torch', 'reasoning_gym', 'datasets', 'math_verify', 'transformers') "
         "if m in sys.modules])\n"
         "import penstock.workers.data.file_task, penstock.workers.rewards.rule_reward\n"

@@ -67,9 +67,9 @@ FSDP = Engine(
         sequence_parallel=False,
     ),
     roles={
-        "policy": "penstock.workers.engines.fsdp_engine.roles:FsdpPolicySpec",
-        "value": "penstock.workers.engines.fsdp_engine.roles:FsdpValueSpec",
-        "reward_model": "penstock.workers.engines.fsdp_engine.roles:FsdpRewardSpec",
+        "policy": "penstock.workers.engines.fsdp_engine.specs:FsdpPolicySpec",
+        "value": "penstock.workers.engines.fsdp_engine.specs:FsdpValueSpec",
+        "reward_model": "penstock.workers.engines.fsdp_engine.specs:FsdpRewardSpec",
     },
     division=_division,
     options=_options,

@@ -39,9 +39,9 @@ def _options(layout: Layout) -> Mapping[str, Any]:
 MEGATRON = Engine(
     planned=EngineModel(name=_NAME, why_not=_why_not, zero_stages=(1,)),
     roles={
-        "policy": "penstock.workers.engines.megatron_engine.policy:MegatronPolicySpec",
-        "value": "penstock.workers.engines.megatron_engine.value:MegatronValueSpec",
-        "reward_model": "penstock.workers.engines.megatron_engine.reward:MegatronRewardSpec",
+        "policy": "penstock.workers.engines.megatron_engine.specs:MegatronPolicySpec",
+        "value": "penstock.workers.engines.megatron_engine.specs:MegatronValueSpec",
+        "reward_model": "penstock.workers.engines.megatron_engine.specs:MegatronRewardSpec",
     },
     needs=Requirement("megatron", "megatron-core", "penstock[megatron]"),
     options=_options,

@@ -23,8 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.inputs.model_shape import ModelShape, shape_of
+from ...models.heads import Head
 from .declaration import FAMILIES
-from .layout import HeadName
 
 __all__ = ["Backbone", "build_backbone", "supported_shape"]
 
@@ -109,7 +109,7 @@ def build_backbone(
     config: Any,
     shape: ModelShape,
     context: WorkerContext,
-    head: HeadName,
+    head: Head,
     *,
     sequence_parallel: bool,
 ) -> Backbone:
@@ -119,7 +119,7 @@ def build_backbone(
         config: A Hugging Face config for which `supported_shape` gave `shape`.
         shape: Its sizes.
         context: Which part.
-        head: A scalar head replaces the output layer by a plain linear map.
+        head: A scalar one replaces the output layer by a plain linear map.
         sequence_parallel: Cut activations between tensor-parallel regions along the sequence.
     """
     first, last = context.stage == 0, context.stage == context.pipeline_parallel - 1
@@ -133,7 +133,7 @@ def build_backbone(
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     layers = [layer] * (shape.num_layers // context.pipeline_parallel)
-    scalar = head != "lm_head"
+    scalar = head.is_scalar
     backbone = Backbone(
         own,
         cast(ModuleSpec, TransformerBlockSubmodules(layers, layer_norm=norm)),

@@ -35,11 +35,11 @@ TORCH = Engine(
         generates_in_place=True,
     ),
     roles={
-        "policy": "penstock.workers.engines.torch_engine.policy:TorchPolicySpec",
-        "value": "penstock.workers.engines.torch_engine.value:TorchValueSpec",
-        "reward_model": "penstock.workers.engines.torch_engine.reward:TorchRewardModelSpec",
+        "policy": "penstock.workers.engines.torch_engine.specs:TorchPolicySpec",
+        "value": "penstock.workers.engines.torch_engine.specs:TorchValueSpec",
+        "reward_model": "penstock.workers.engines.torch_engine.specs:TorchRewardModelSpec",
         "process_reward": "penstock.workers.rewards.process_reward:TorchProcessRewardSpec",
     },
-    rollout="penstock.workers.engines.torch_engine.policy:TorchPolicySpec",
+    rollout="penstock.workers.engines.torch_engine.specs:TorchGeneratorSpec",
     generates=True,
 )

@@ -28,18 +28,22 @@ from ....dataflow.graph.role import Loss, Metric
 from ....dataflow.option_checks import check_range
 from ....dataflow.runtime.call_context import call_key
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ...engines.torch_engine.worker import TorchWorker
 from ...rollout.sampling import stream_generator
 from ...training.data_parallel import rank_group
+from ...training.model_worker import ModelWorker
 from ...training.optimizer import OptimizerSpec
-from .numpy_actor import NumpyActor
-from .on_host import OnHost
-from .perceptron import ActorCriticNetwork, FlatNetwork, HasSpaces, PerceptronSpec
+from ...training.whole_network import WholeNetwork
+from .numpy_actor import NumpyActor, OnHost
+from .perceptron import ActorCriticNetwork, HasSpaces, PerceptronSpec
 from .recurrent import NumpyMemory
+from .saved_network import load_network, save_network
 from .single_steps import single_steps, state_values
 from .weight_inheritance import take_over
 
 __all__ = ["TorchActorCritic", "TorchActorCriticSpec"]
+
+_MODEL_TYPE = "perceptron_actor_critic"
+"""What the configuration of a saved network calls it."""
 
 B = TypeVar("B")
 
@@ -72,7 +76,7 @@ class TorchActorCriticSpec:
         return TorchActorCritic(self, context)
 
 
-class TorchActorCritic(TorchWorker, ActorCritic):
+class TorchActorCritic(ModelWorker, ActorCritic):
     """See `TorchActorCriticSpec`."""
 
     def __init__(self, spec: TorchActorCriticSpec, context: WorkerContext) -> None:
@@ -81,9 +85,10 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         self.actions: ActionSpace = actions
         self.module = ActorCriticNetwork(spec.network, num_features, actions).to(context.device)
         if spec.start is not None:
-            self.module.load_pretrained(spec.start)
-        network: Any = FlatNetwork(self.module)
-        super().__init__(context, network, spec.optimizer, spec.micro_batch_steps)
+            spaces = self.module.spaces()
+            load_network(spec.start, self.module, _MODEL_TYPE, spec.network, spaces)
+        self.network = WholeNetwork(self.module, context)
+        super().__init__(context, self.network, spec.optimizer, spec.micro_batch_steps)
         self._on_host = OnHost(self.module, self.network.flat)
         acting = self._on_host.module
         memory = None if acting.memory is None else NumpyMemory(acting.memory)
@@ -108,7 +113,7 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         return self._numpy.act_all(calls)
 
     def weights_changed(self) -> None:
-        """See `TorchWorker.weights_changed`."""
+        """See `ModelWorker.weights_changed`."""
         super().weights_changed()
         self._on_host.is_stale = True
 
@@ -251,7 +256,8 @@ class TorchActorCritic(TorchWorker, ActorCritic):
     def save_pretrained(self, folder: Path) -> None:
         """Write the network to a folder (only rank 0 does)."""
         if self.context.rank == 0:
-            self.module.save_pretrained(folder)
+            spec = self.spec.network
+            save_network(folder, self.module, _MODEL_TYPE, spec, self.module.spaces())
 
 
 def _numbers(

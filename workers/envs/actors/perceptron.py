@@ -7,11 +7,8 @@ biases 0, and a deviation of continuous actions that does not depend on the obse
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,17 +18,14 @@ from ....algorithms.ops.value_transforms import two_hot_value, value_bins
 from ....algorithms.roles.environment import ActionSpace
 from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
-from ...training.flat_parameters import FlatParameters
 from .recurrent import Memory
 
 __all__ = [
     "ActorCriticNetwork",
-    "FlatNetwork",
     "HasSpaces",
     "PerceptronSpec",
     "perceptron",
     "refuse_value_bins",
-    "save_network",
 ]
 
 
@@ -87,17 +81,6 @@ def refuse_value_bins(spec: PerceptronSpec, who: str) -> None:
             "    leave out model.architecture.value_bins; env_ppo, a2c, self_play and population "
             "have a loss for it, two_hot"
         )
-
-
-class FlatNetwork:
-    """A network as `TorchWorker` knows one; its weights move into one flat buffer.
-
-    Attributes:
-        flat: They.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.flat = FlatParameters(module)
 
 
 def perceptron(
@@ -159,35 +142,6 @@ class ActorCriticNetwork(nn.Module):
             return found[:, 0], None
         return two_hot_value(found, value_bins(found.shape[1]).to(found)), found
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Write `config.json` and `model.safetensors`."""
-        save_network(folder, self, "perceptron_actor_critic", self.spec, self._spaces())
-
-    def load_pretrained(self, folder: Path | str) -> None:
-        """Take the weights that were written to a folder; raises as `load_network`."""
-        from .saved_network import load_network
-
-        load_network(folder, self, "perceptron_actor_critic", self.spec, self._spaces())
-
-    def _spaces(self) -> dict[str, Any]:
+    def spaces(self) -> dict[str, Any]:
+        """What it sees and says, as `save_network` writes it."""
         return {"num_features": self.num_features, "actions": asdict(self.actions)}
-
-
-def save_network(
-    folder: Path, network: nn.Module, model_type: str, spec: PerceptronSpec, more: Mapping[str, Any]
-) -> None:
-    """Write `config.json` and `model.safetensors` of a network made of perceptrons.
-
-    Args:
-        folder: Made if it is not there.
-        network: Its weights, by the names they have in it.
-        model_type: What the configuration calls it.
-        spec: Its layers.
-        more: What else must be known to make it: numbers of what it sees and says.
-    """
-    from ...training.flat_parameters import write_tensors
-
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / "model.safetensors", network.state_dict())
-    config = {"model_type": model_type, **asdict(spec), **more}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

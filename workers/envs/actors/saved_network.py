@@ -1,4 +1,4 @@
-"""Weights of perceptrons from a folder that `save_network` wrote, if they fit what is made now."""
+"""Perceptrons in folders: written, and read again if they fit what is made now."""
 
 from __future__ import annotations
 
@@ -11,14 +11,32 @@ from typing import Any
 from torch import nn
 
 from ....dataflow.errors import ConfigError
-from ...training.flat_parameters import read_tensors
+from ...training.flat_parameters import read_tensors, write_tensors
 from .perceptron import PerceptronSpec
 
-__all__ = ["load_network"]
+__all__ = ["load_network", "save_network"]
 
 _MODEL_TYPE = "model_type"
 _SEED = "init_seed"
 """Says nothing about weights that were trained since."""
+
+
+def save_network(
+    folder: Path, network: nn.Module, model_type: str, spec: PerceptronSpec, more: Mapping[str, Any]
+) -> None:
+    """Write `config.json` and `model.safetensors` of a network made of perceptrons.
+
+    Args:
+        folder: Made if it is not there.
+        network: Its weights, by the names they have in it.
+        model_type: What the configuration calls it.
+        spec: Its layers.
+        more: What else must be known to make it: numbers of what it sees and says.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / "model.safetensors", network.state_dict())
+    config = {"model_type": model_type, **asdict(spec), **more}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def load_network(

@@ -34,13 +34,12 @@ from penstock.planner.inputs.layout import Layout as PlannedLayout
 from penstock.planner.inputs.model_shape import shape_of
 from penstock.planner.resharding.sharding import shard
 from penstock.workers.engines.fsdp_engine.layout import fsdp_sharding
-from penstock.workers.engines.torch_engine.policy import TorchPolicy
-from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
-from penstock.workers.engines.torch_engine.value import TorchValueSpec
+from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec, TorchValueSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.checkpoint_files import open_state, read_state_json, read_whole
 from torch import Tensor
-from torch_models import architecture
+from torch_models import architecture, module_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -72,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def resumable(folder: Path, **options: Any) -> TorchPolicy:
+def resumable(folder: Path, **options: Any) -> PolicyWorker:
     model = ModelSpec(folder=str(folder / "qwen2-tied"), **options)
     return torch_policy(model, optimizer=OPTIMIZER)
 
@@ -107,7 +106,7 @@ def test_logits_and_log_probabilities_equal_hugging_faces(folder: Path, layout: 
     policy = torch_policy(ModelSpec(folder=str(folder / family)))
     rows = batch["tokens"][:3]
     with torch.no_grad():
-        expected = policy.module(
+        expected = module_of(policy)(
             input_ids=rows.clamp(min=0), attention_mask=(rows >= 0).long()
         ).logits[rows >= 0]
     # Every tensor-parallel process has its own part of the vocabulary and no more.
@@ -252,7 +251,7 @@ def test_folders_are_hugging_faces(folder: Path, layout: str):
 @pytest.mark.parametrize(("shards", "tensor"), [(2, 1), (1, 2), (2, 2), (5, 2)])
 def test_the_planner_describes_it_the_same(shards: int, tensor: int):
     policy = torch_policy(ModelSpec(architecture=architecture("qwen3") | {"vocab_size": 64}))
-    config = policy.module.config
+    config = module_of(policy).config
     shape = shape_of(config.to_dict(), name="tiny", dtype="float32")
     weights = policy.export_weights()
     ours = fsdp_sharding(

@@ -29,12 +29,12 @@ from megatron_models import (
     write_models,
 )
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.torch_engine.policy import TorchPolicy
-from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
-from penstock.workers.engines.torch_engine.value import TorchValueSpec
+from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec, TorchValueSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.checkpoint_files import open_state, read_state_json, read_whole
 from torch import Tensor
+from torch_models import module_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def resumable(folder: Path, **options: Any) -> TorchPolicy:
+def resumable(folder: Path, **options: Any) -> PolicyWorker:
     model = ModelSpec(folder=str(folder / "qwen2-tied"), **options)
     return torch_policy(model, optimizer=OPTIMIZER)
 
@@ -110,7 +110,7 @@ def test_logits_and_log_probabilities_equal_hugging_faces(
     policy = torch_policy(ModelSpec(folder=str(folder / family)))
     rows = batch["tokens"][:3]
     with torch.no_grad():
-        expected = policy.module(
+        expected = module_of(policy)(
             input_ids=rows.clamp(min=0), attention_mask=(rows >= 0).long()
         ).logits[rows >= 0]
     # Every tensor-parallel process has its own part of the vocabulary and no more.

@@ -6,15 +6,15 @@ import pytest
 import torch
 from penstock.algorithms.roles import Rollout, Sampling
 from penstock.dataflow.runtime.call_context import call_scope
-from penstock.workers.engines.torch_engine.policy import TorchPolicy
+from penstock.workers.engines.roles import PolicyWorker
 from torch import Tensor
-from torch_models import EOS, FAMILIES, make_policy, make_prompts
+from torch_models import EOS, FAMILIES, make_policy, make_prompts, module_of
 
 SAMPLING = Sampling(num_samples=3, max_new_tokens=24)
 
 
 def generate(
-    policy: TorchPolicy, prompt: Tensor, prompt_id: Tensor, sampling: Sampling = SAMPLING
+    policy: PolicyWorker, prompt: Tensor, prompt_id: Tensor, sampling: Sampling = SAMPLING
 ) -> Rollout:
     with call_scope(step=4, ordinal=1):
         return policy.generate(prompt, prompt_id, sampling)
@@ -134,7 +134,7 @@ def test_greedy_takes_the_most_likely_token_of_hugging_face():
     for row in range(3):
         start = int((prompt[row] >= 0).sum())
         tokens = roll.tokens[row][roll.tokens[row] >= 0]
-        logits = policy.module(input_ids=tokens[None]).logits[0]
+        logits = module_of(policy)(input_ids=tokens[None]).logits[0]
         assert tokens[start:].tolist() == logits[start - 1 : -1].argmax(-1).tolist()
     assert not roll.behavior_logprob.any()
 

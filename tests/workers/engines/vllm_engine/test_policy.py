@@ -18,7 +18,7 @@ from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.roles import Rollout, Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.vllm_engine.engine import GenerationAbortedError, Request
-from penstock.workers.engines.vllm_engine.policy import VllmPolicy, VllmPolicySpec
+from penstock.workers.engines.vllm_engine.generator import VllmPolicy, VllmPolicySpec
 from penstock.workers.models.spec import ModelSpec
 from torch_models import EOS, VOCAB, architecture, make_prompts, to_batch
 from vllm_models import (
@@ -152,7 +152,7 @@ def test_greedy_takes_the_most_likely_token_of_hugging_face(policy: VllmPolicy, 
 def test_a_group_computes_its_prompt_once(policy: VllmPolicy):
     prompt, _ = long_prompts(1, 70)
     requests = [Request(prompt[0].tolist(), seed) for seed in range(4)]
-    drawn = policy.engine.generate(requests, temperature=1, max_new_tokens=4, eos_token_id=EOS)
+    drawn = policy.vllm.generate(requests, temperature=1, max_new_tokens=4, eos_token_id=EOS)
     assert [one.cached_tokens for one in drawn][1:] == [64, 64, 64]  # whole blocks of 32
 
 
@@ -260,7 +260,7 @@ def test_a_parked_engine_serves_the_next_policy_with_its_weights(policy: VllmPol
     policy.park()
     again = start("qwen2-tied", context=WorkerContext("actor", seed=8))
     try:
-        assert again.engine is policy.engine
+        assert again.vllm is policy.vllm
         first: Any = model_spec("qwen2-tied").causal_lm("cpu")
         roll = generate(again, prompt, prompt_id, SAMPLING)
         expected = hugging_face_logprob(first, roll)

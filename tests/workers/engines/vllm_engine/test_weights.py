@@ -12,9 +12,9 @@ import torch
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.worker_protocol import Trainable, WorkerContext
 from penstock.planner.resharding.plan_transfer import plan_transfer
-from penstock.workers.engines.torch_engine.policy import TorchPolicySpec
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.engines.vllm_engine.engine import Request
-from penstock.workers.engines.vllm_engine.policy import VllmPolicy
+from penstock.workers.engines.vllm_engine.generator import VllmPolicy
 from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.weight_sync.version_tracker import WeightsError
 from penstock.workers.weight_sync.weight_buffer import parameter_checksum
@@ -86,7 +86,7 @@ def test_logprobs_are_hugging_faces_after_0_1_2_and_50_updates(policy: VllmPolic
         if update in (1, 2, 50):
             set_weights(module, weights)
             assert difference(policy, module) < 1e-5
-    assert policy.engine.weight_version == "50"
+    assert policy.vllm.weight_version == "50"
 
 
 def test_it_implements_what_publication_asks_for(policy: VllmPolicy):
@@ -98,13 +98,13 @@ def test_the_prefix_cache_is_void_after_an_update(policy: VllmPolicy, module: An
     request = [Request(prompt[0].tolist(), 1)]
     options: dict[str, Any] = {"temperature": 1, "max_new_tokens": 2, "eos_token_id": EOS}
     deliver(policy, random_weights(module, 60))
-    policy.engine.generate(request, **options)
-    (again,) = policy.engine.generate(request, **options)
+    policy.vllm.generate(request, **options)
+    (again,) = policy.vllm.generate(request, **options)
     assert again.cached_tokens == 64
     old = generate(policy, prompt, prompt_id, SAMPLING)
     weights = random_weights(module, 61)
     deliver(policy, weights)
-    (fresh,) = policy.engine.generate(request, **options)
+    (fresh,) = policy.vllm.generate(request, **options)
     assert fresh.cached_tokens == 0
     set_weights(module, weights)
     new = generate(policy, prompt, prompt_id, SAMPLING)

@@ -1,0 +1,71 @@
+"""What a scheduler knows: the books that it alone writes, and that reports and invariants read."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .checkpoint_drain import Checkpoints
+from .events import Awaited, ResumeState, Task
+from .flow import Flow
+from .log import EventLog
+from .rank_queues import RankPool, Running
+from .schedule import Schedule
+from .steps import FlowIndex, StepState, restored_steps
+from .weight_versions import Weights
+
+__all__ = ["SchedulerState"]
+
+
+class SchedulerState:
+    """The state of a run of `num_steps` steps of `flow` under `schedule`; see `Scheduler`.
+
+    Raises:
+        ValueError: `num_steps`, `checkpoint_every` or `resume` cannot be used.
+
+    Attributes:
+        flow: What one step is, and where its parts run.
+        index: The flow's nodes by name, and who reads whom.
+        weights: Which copy of which weights holds which version.
+        ranks: Ranks and the tasks that wait for them.
+        checkpoints: When one is due, and what may still run before it.
+        log: Transitions, for stories.
+        completed: Steps complete.
+        admitted: Steps admitted.
+        steps: Progress of the steps in flight.
+        running: Tasks running, oldest first.
+        awaited: Other things asked of the shell, and when.
+        lag_counts: Over the whole run, how many rollout reads were how many versions behind.
+        done: True after `Finished`.
+        aborted: True after `Abort`.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        schedule: Schedule,
+        num_steps: int,
+        checkpoint_every: int | None,
+        resume: ResumeState,
+        one_at_a_time: bool,
+        max_log: int,
+    ) -> None:
+        if not 0 <= resume.step <= num_steps:
+            raise ValueError(f"cannot resume at step {resume.step} of a run of {num_steps} steps")
+        self.flow, self.schedule, self.num_steps = flow, schedule, num_steps
+        self.one_at_a_time = one_at_a_time
+        self.index = FlowIndex(flow)
+        self.weights = Weights(flow, schedule, num_steps, resume.step)
+        self.ranks = RankPool(flow.groups, flow.sharing)
+        self.log = EventLog(flow.groups, max_log)
+        self.checkpoints = Checkpoints(
+            self.index, self.weights, schedule, num_steps, checkpoint_every, resume.step
+        )
+        self.completed = resume.step
+        self.running: dict[Task, Running] = {}
+        self.awaited: dict[Awaited, float] = {}
+        self.lag_counts: Counter[int] = Counter()
+        self.done = self.aborted = False
+        self.steps: dict[int, StepState] = restored_steps(
+            self.index, self.weights.rules_of, resume, num_steps
+        )
+        self.admitted = resume.step + len(self.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import penstock.launch
@@ -54,6 +55,6 @@ def test_what_was_found_is_written_down() -> None:
     config = run_config(composed())
     run = resolve(config)
     found = run.model.model_copy(update={"architecture": {"model_type": "qwen2", "vocab_size": 9}})
-    written = dumped(config, type(run)(**{**vars(run), "model": found}))
+    written = dumped(config, replace(run, model=found))
     assert validated(RunConfig, written).model.architecture["vocab_size"] == 9
     assert "vocab_size" not in config.model.architecture

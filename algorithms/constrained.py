@@ -78,12 +78,14 @@ def less_mean(
 
     Raises:
         ValueError: If `mean_over` is unknown.
+        FloatingPointError: If a verdict is nan and the mean is of those that pass.
     """
     exact = reward.double()
     match mean_over:
         case "batch":
             mean = exact.mean() if len(exact) else exact.sum()
         case "passing":
+            check_known("verdict", passed)
             counted = passed > 0.5
             mean = torch.where(counted, exact, 0.0).sum() / counted.sum().clamp(min=1)
         case "prompt":
@@ -110,9 +112,10 @@ def passing_and_failing(roll: Rollout, score: PerSample, *, passed: PerSample) -
         passed: f32[rows], above 0.5 where all constraints hold.
 
     Raises:
-        FloatingPointError: If a verdict is not a number.
+        FloatingPointError: If a verdict or a score is nan.
     """
     check_known("verdict", passed)
+    check_known("score", score)
     rows: list[int] = []
     skipped: list[bool] = []
     for members in _members(roll.prompt_id):
@@ -168,11 +171,13 @@ def best_passing(
 
     Raises:
         ValueError: If a prompt has no fallback.
-        FloatingPointError: If a verdict is not a number.
+        FloatingPointError: If a verdict is nan, or the KL or the score of a response that passes.
     """
     check_known("verdict", passed)
     check_known("verdict on a fallback", fallback_passed)
+    check_known("KL", torch.where(passed > 0.5, kl, 0.0))
     eligible = (passed > 0.5) & (kl <= kl_max)
+    check_known("score", torch.where(eligible, score, 0.0))
     instead = {prompt: row for row, prompt in enumerate(fallback.prompt_id.tolist())}
     sides = (roll, fallback)
     rows: list[tuple[int, int, float]] = []  # which side, which of its rows, weight

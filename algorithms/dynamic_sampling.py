@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from ..dataflow.ranges import check_range
 from ..dataflow.record import op
 from .groups import Groups
-from .reward_shaping import is_correct
+from .reward_shaping import check_known, is_correct
 from .roles import PerSample, Policy, PromptId, Prompts, Reward, Rollout, Sampling
 
 __all__ = [
@@ -128,8 +128,9 @@ def is_mixed(
         correct_score: Only whether a score is at least this counts; None: scores themselves do.
 
     Raises:
-        FloatingPointError: If a score is not a number and only that counts.
+        FloatingPointError: If a score is nan.
     """
+    check_known("score", score)
     metric = score
     if correct_score is not None:
         metric = is_correct(score, threshold=correct_score).to(score)

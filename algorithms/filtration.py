@@ -15,6 +15,7 @@ from torch import Tensor
 from ..dataflow.record import op
 from .draws import uniforms
 from .groups import floating
+from .reward_shaping import check_known
 from .roles import PerSample, PromptId, Rollout
 
 __all__ = [
@@ -58,11 +59,13 @@ def selection_weights(
 
     Raises:
         ValueError: If shapes differ or `strategy` is unknown.
+        FloatingPointError: If a score is nan, or infinite and `strategy` is "power".
     """
     if score.shape != group.shape or score.ndim != 1:
         raise ValueError(
             f"score and group must both be [rows], got {list(score.shape)} and {list(group.shape)}"
         )
+    check_known("score", score, finite=strategy == "power")
     score = floating(score)
     weight = torch.zeros_like(score, dtype=torch.float64)
     for one in group.unique():

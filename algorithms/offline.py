@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..dataflow.record import op
 from .reductions import check_token_columns, zero_where_masked_out
+from .reward_shaping import check_known
 from .roles import PerSample, PerToken, TokenIds, TokenMask
 
 __all__ = [
@@ -59,7 +60,11 @@ def priority(advantage: Tensor) -> Tensor:
 
     Returns:
         f32[rows], adding up to 1; equal shares where no advantage is positive.
+
+    Raises:
+        FloatingPointError: If an advantage is not finite.
     """
+    check_known("advantage", advantage, finite=True)
     positive = advantage.clamp(min=0)
     total = positive.sum()
     even = torch.full_like(positive, 1 / max(len(positive), 1))
@@ -107,6 +112,9 @@ def better_responses(
 
     Returns:
         As many rows as came in.
+
+    Raises:
+        FloatingPointError: If responses are drawn by advantages that are not finite.
     """
     advantage = (score - value).clamp(min=0)
     rows = torch.arange(len(tokens))

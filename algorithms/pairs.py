@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..dataflow.record import op
+from .reward_shaping import check_known
 from .roles import (
     PerSample,
     PreferencePairs,
@@ -82,11 +83,12 @@ def best_and_worst(roll: Rollout, score: PerSample, *, ties: Ties = "drop") -> S
             which losses on pairs do not count.
 
     Raises:
-        ValueError: If a prompt has a single response or a score that is not a number, or `ties` is
-            unknown.
+        ValueError: If a prompt has a single response or `ties` is unknown.
+        FloatingPointError: If a score is nan.
     """
     if ties not in ("drop", "first"):
         raise ValueError(f"ties {ties!r} is unknown; choose 'drop' or 'first'")
+    check_known("score", score)
     rows: list[int] = []
     for prompt in dict.fromkeys(roll.prompt_id.tolist()):
         members = (roll.prompt_id == prompt).nonzero().flatten()
@@ -96,11 +98,6 @@ def best_and_worst(roll: Rollout, score: PerSample, *, ties: Ties = "drop") -> S
                 "Sampling.num_samples to 2 or more"
             )
         own = score[members]
-        if bool(own.isnan().any()):
-            raise ValueError(
-                f"prompt {prompt} has a response whose score is not a number, so none is its best; "
-                "see what the reward says of it"
-            )
         best = int(own.argmax())
         worst = len(own) - 1 - int(own.flip(0).argmin())
         rows += [int(members[best]), int(members[worst])]

@@ -302,6 +302,23 @@ def test_gspo_clips_whole_responses() -> None:
     assert not slope.any()
 
 
+def test_gspo_token_has_the_very_value_of_gspo() -> None:
+    """Log-probabilities of -12 round away a log-ratio of 1e-4 that is added to them first."""
+    random = torch.Generator().manual_seed(0)
+    logprob = -12 * torch.rand(64, 9, generator=random)
+    behavior = logprob - 1e-4 * torch.rand(64, 9, generator=random)
+    of_rows, of_tokens = (
+        probability_ratio(
+            logprob=logprob,
+            behavior_logprob=behavior,
+            level=level,  # pyright: ignore[reportArgumentType] - one of its choices
+            mask=torch.ones(64, 9, dtype=torch.bool),
+        )
+        for level in ("sequence_mean", "sequence_mean_token")
+    )
+    assert torch.equal(of_tokens, of_rows)
+
+
 @pytest.mark.parametrize("level", ["sequence_mean", "sequence_mean_token"])
 def test_gspo_gives_every_token_of_a_response_the_same_gradient(level: str) -> None:
     _, slope = gspo(0.2, 0.2, level)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..dataflow.record import op
-from .groups import Groups
+from .groups import Groups, floating
 from .pairs import SelectedPairs, pairs_of
 from .reward_shaping import check_known
 from .roles import BehaviorLogprob, PerSample, PromptId, Rollout, TokenIds, TokenMask
@@ -80,6 +80,7 @@ def less_mean(
         ValueError: If `mean_over` is unknown.
         FloatingPointError: If a verdict is nan and the mean is of those that pass.
     """
+    reward = floating(reward)
     exact = reward.double()
     match mean_over:
         case "batch":
@@ -116,6 +117,7 @@ def passing_and_failing(roll: Rollout, score: PerSample, *, passed: PerSample) -
     """
     check_known("verdict", passed)
     check_known("score", score)
+    score = floating(score)
     rows: list[int] = []
     skipped: list[bool] = []
     for members in _members(roll.prompt_id):
@@ -177,6 +179,7 @@ def best_passing(
     check_known("verdict on a fallback", fallback_passed)
     check_known("KL", torch.where(passed > 0.5, kl, 0.0))
     eligible = (passed > 0.5) & (kl <= kl_max)
+    score = floating(score)
     check_known("score", torch.where(eligible, score, 0.0))
     instead = {prompt: row for row, prompt in enumerate(fallback.prompt_id.tolist())}
     sides = (roll, fallback)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..dataflow.ranges import check_range
 from ..dataflow.record import op
+from .groups import floating
 from .reductions import Variance, variance_correction
 from .roles import PerSample, PromptId, Reward, TokenIds, TokenMask
 
@@ -62,6 +63,7 @@ def ensemble_score(
     """
     if scores.ndim != 2 or not len(scores):
         raise ValueError(f"scores must be [members, rows], got {list(scores.shape)}")
+    scores = floating(scores)
     match combination:
         case "mean":
             return scores.mean(dim=0)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..dataflow.record import op
+from .groups import floating
 from .reductions import check_token_columns, zero_where_masked_out
 from .roles import PerSample, PerToken, SampleFlag, TokenMask
 
@@ -173,6 +174,7 @@ def kl_shaped_reward(
         estimator=kl_estimator,
         log_ratio_clamp=log_ratio_clamp,
     )
+    score = floating(score)
     if score_clip is not None:
         score = score.clamp(-score_clip, score_clip)
     score = _without_eos(score, finished, no_eos, no_eos_score, no_eos_penalty)
@@ -189,7 +191,7 @@ def finished_score(
     no_eos_penalty: float = 1.0,
 ) -> PerSample:
     """Scores after the rule for responses that were cut off; arguments as in `kl_shaped_reward`."""
-    return _without_eos(score, finished, no_eos, no_eos_score, no_eos_penalty)
+    return _without_eos(floating(score), finished, no_eos, no_eos_score, no_eos_penalty)
 
 
 def _without_eos(

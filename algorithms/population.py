@@ -19,6 +19,7 @@ from ..dataflow.ranges import check_range
 from ..dataflow.record import op
 from .env_ppo import EnvPPO, learn
 from .env_roles import ActorCritic, Env, EnvMask, EnvRows, PerEnv, PerEnvStep
+from .groups import floating
 from .roles import TrainMetrics
 
 __all__ = ["Population", "mean_return", "own_rows", "population_step"]
@@ -66,7 +67,7 @@ def mean_return(
     """
     ended = ((terminated | truncated) & mask).sum().clamp(min=1)
     earned = torch.where(mask, reward, 0.0).double().sum() / ended
-    return earned.to(reward).expand(len(reward)).clone()
+    return earned.to(floating(reward)).expand(len(reward)).clone()
 
 
 def population_step(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -182,7 +181,6 @@ def best_passing(
     score = floating(score)
     check_known("score", torch.where(eligible, score, 0.0))
     instead = {prompt: row for row, prompt in enumerate(fallback.prompt_id.tolist())}
-    sides = (roll, fallback)
     rows: list[tuple[int, int, float]] = []  # which side, which of its rows, weight
     for members in _members(roll.prompt_id):
         prompt = int(roll.prompt_id[members[0]])
@@ -195,12 +193,24 @@ def best_passing(
             allowed = bool(fallback_passed[instead[prompt]] > 0.5)
             rows.append((1, instead[prompt], fallback_weight if allowed else 0.0))
     weight = torch.tensor([weight for _, _, weight in rows], device=score.device).to(score)
-    padded = partial(pad_sequence, batch_first=True)
-    mask = padded([sides[side].mask[row] for side, row, _ in rows])
+    return _responses((roll, fallback), [(side, row) for side, row, _ in rows], weight)
+
+
+def _responses(
+    sides: tuple[Rollout, Rollout], rows: list[tuple[int, int]], weight: Tensor
+) -> ChosenResponses:
+    """Rows of two rollouts, each given as which side and which of its rows, side by side."""
+
+    def column(name: str, fill: float) -> Tensor:
+        if not rows:
+            return getattr(sides[0], name)[:0]
+        parts = [getattr(sides[side], name)[row] for side, row in rows]
+        return pad_sequence(parts, batch_first=True, padding_value=fill)
+
     return ChosenResponses(
-        tokens=padded([sides[side].tokens[row] for side, row, _ in rows], padding_value=-1),
-        mask=mask & (weight != 0)[:, None],
-        behavior_logprob=padded([sides[side].behavior_logprob[row] for side, row, _ in rows]),
+        tokens=column("tokens", -1),
+        mask=column("mask", False) & (weight != 0)[:, None],
+        behavior_logprob=column("behavior_logprob", 0.0),
         weight=weight,
     )
 

@@ -73,6 +73,8 @@ def ensemble_score(
             correction = variance_correction(variance)
             if len(scores) <= correction:
                 raise ValueError("the unbiased variance needs at least 2 members; choose 'biased'")
+            if not scores.numel():
+                return scores[0]  # torch warns of the variance of no rows
             spread = scores.double().var(dim=0, correction=correction).to(scores)
             return scores.mean(dim=0) - uncertainty_coef * spread
         case _:

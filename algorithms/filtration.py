@@ -106,8 +106,10 @@ def draw_rows(weight: Tensor, count: int, offset: float) -> Tensor:
         offset: In [0, 1): where the first point lies within the first distance.
 
     Returns:
-        i64[count], ascending.
+        i64[count], ascending; none if there are no rows to draw.
     """
+    if not len(weight):
+        return torch.zeros(0, dtype=torch.int64, device=weight.device)
     order = torch.argsort(weight, descending=True, stable=True)
     ends = weight[order].double().cumsum(0)
     points = (torch.arange(count, device=weight.device).double() + offset) / count * ends[-1]
@@ -140,7 +142,7 @@ def filtered_groups(
         members = (roll.prompt_id == prompt).nonzero().flatten()
         offset = next(uniforms(seed, *roll.tokens[members]))
         rows.append(members[draw_rows(weight[members], count, offset)])
-    return _kept(roll, score, torch.cat(rows))
+    return _kept(roll, score, torch.cat(rows) if rows else roll.prompt_id)
 
 
 @op(scope="batch", makes_rows=True)

@@ -224,6 +224,8 @@ def _pay(reward: Tensor, score: Tensor, mask: Tensor, score_slot: ScoreSlot) -> 
             f"score_slot {score_slot!r} is unknown; choose 'last_token' or 'after_last'"
         )
     width = mask.shape[1]
+    if not width:
+        return reward
     positions = torch.arange(width, device=mask.device)
     last = torch.where(mask, positions, -1).amax(dim=1)
     slot = last if score_slot == "last_token" else (last + 1).clamp(max=width - 1)

@@ -152,7 +152,9 @@ def mismatched(tokens: TokenIds, mask: TokenMask, pair_id: PromptId) -> Mismatch
         ValueError: If all rows are of one pair.
     """
     pairs: list[int] = pair_id.tolist()
-    if len(pairs) and len(set(pairs)) == 1:
+    if not pairs:
+        return Mismatched(tokens=tokens, mask=mask)
+    if len(set(pairs)) == 1:
         raise ValueError(
             f"all rows are of pair {pairs[0]}, so none has a response to another prompt; give a "
             "step at least 2 pairs"

@@ -197,4 +197,4 @@ def prompt_priority(success_rate: Tensor) -> Tensor:
     check_known("success rate", success_rate)
     weight = 1 - success_rate
     total = weight.sum()
-    return torch.where(total > 0, weight / total, 1 / len(weight))
+    return torch.where(total > 0, weight / total, 1 / max(len(weight), 1))

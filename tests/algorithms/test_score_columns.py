@@ -31,7 +31,7 @@ from penstock.algorithms.ensembles import ensemble_score
 from penstock.algorithms.filtration import filtered_batch, filtered_groups, selection_weights
 from penstock.algorithms.novelty import switch_rewards
 from penstock.algorithms.offline import better_responses
-from penstock.algorithms.pairs import best_and_worst
+from penstock.algorithms.pairs import best_and_worst, mismatched
 from penstock.algorithms.population import mean_return
 from penstock.algorithms.rewards import (
     blended_with_model,
@@ -164,3 +164,17 @@ def test_whole_numbers_are_scores_like_any_other(name: str, score: list[int], wi
     torch.testing.assert_close(
         FUNCTIONS[name](column, rows).float(), FUNCTIONS[name](column.float(), rows).float()
     )
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("width", [0, 3])
+def test_no_rows_make_no_rows(name: str, width: int) -> None:
+    """A rollout of no prompts, as a round of dynamic sampling asks for, has columns [0, 0]."""
+    made = FUNCTIONS[name](torch.zeros(0), Rows(0, width))
+    assert len(made) == 0
+
+
+def test_no_pairs_are_mismatched_to_none() -> None:
+    rows = Rows(0, 3)
+    made = mismatched(rows.roll.tokens, rows.mask, rows.ids)
+    assert (made.tokens.shape, made.mask.shape) == ((0, 3), (0, 3))

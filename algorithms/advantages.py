@@ -242,7 +242,7 @@ def batch_std_advantage(
     spread = score.double() if std_of == "raw" else centred
     correction = variance_correction(variance)
     std = spread.std(correction=correction) if len(score) > 1 else spread.new_zeros(())
-    return (centred / torch.where(std > 0, std + eps, 1.0)).to(score)
+    return (centred / torch.where(std == 0, 1.0, std + eps)).to(score)
 
 
 @op(scope="group")

@@ -107,7 +107,11 @@ def draw_rows(weight: Tensor, count: int, offset: float) -> Tensor:
 
     Returns:
         i64[count], ascending; none if there are no rows to draw.
+
+    Raises:
+        FloatingPointError: If a weight is not finite.
     """
+    check_known("weight", weight, finite=True)
     if not len(weight):
         return torch.zeros(0, dtype=torch.int64, device=weight.device)
     order = torch.argsort(weight, descending=True, stable=True)

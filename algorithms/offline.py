@@ -83,7 +83,11 @@ def systematic_rows(share: Tensor, count: int) -> Tensor:
 
     Returns:
         i64[count], ascending.
+
+    Raises:
+        FloatingPointError: If a share is not finite.
     """
+    check_known("share", share, finite=True)
     if not len(share):
         return torch.zeros(0, dtype=torch.int64)
     ends = share.double().cumsum(dim=0)

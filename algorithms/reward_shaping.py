@@ -128,13 +128,14 @@ def length_reward(length: PerSample, prompt_id: PromptId, *, correct: SampleFlag
 
     Raises:
         ValueError: If shapes differ.
-        FloatingPointError: If a verdict is nan.
+        FloatingPointError: If a verdict or a length is nan.
     """
     if correct.shape != length.shape:
         raise ValueError(
             f"correct must have one entry per row, {list(length.shape)}, got {list(correct.shape)}"
         )
     check_known("verdict", correct)
+    check_known("length", length)
     exact = floating(length)
     groups = Groups(exact, prompt_id)
     low, high = groups.per_group_row(groups.lowest()), groups.per_group_row(groups.highest())

@@ -11,13 +11,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from penstock.algorithms.advantages import batch_std_advantage
 from penstock.algorithms.constrained import best_passing, less_mean, passing_and_failing
 from penstock.algorithms.dynamic_sampling import is_mixed
-from penstock.algorithms.filtration import filtered_batch, filtered_groups, selection_weights
+from penstock.algorithms.filtration import (
+    draw_rows,
+    filtered_batch,
+    filtered_groups,
+    selection_weights,
+)
 from penstock.algorithms.losses import CostModelLoss
 from penstock.algorithms.novelty import switch_rewards
-from penstock.algorithms.offline import better_responses, priority
+from penstock.algorithms.offline import better_responses, priority, systematic_rows
 from penstock.algorithms.pairs import best_and_worst
+from penstock.algorithms.return_scaling import percentile_scaled
 from penstock.algorithms.rewards import (
     blended_with_model,
     is_correct,
@@ -26,6 +33,7 @@ from penstock.algorithms.rewards import (
     verifiable_reward,
 )
 from penstock.algorithms.roles import Rollout, ScoredPairBatch, ScoreOutput
+from penstock.algorithms.rollout_correction import self_normalized
 from torch import Tensor
 
 IDS = torch.tensor([4, 4, 9])
@@ -44,6 +52,10 @@ CHOICES: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "is_mixed": ("score", lambda x: is_mixed(x, IDS)),
     "is_mixed by correctness": ("score", lambda x: is_mixed(x, IDS, correct_score=1.0)),
     "length_reward": ("verdict", lambda x: length_reward(ONES, IDS, correct=x)),
+    "length_reward by length": (
+        "length",
+        lambda x: length_reward(x, IDS, correct=MASK[:, 0]),
+    ),
     "verifiable_reward": ("verdict", verifiable_reward),
     "blended_with_model": ("model's score", lambda x: blended_with_model(ONES, x)),
     "prompt_priority": ("success rate", prompt_priority),
@@ -61,13 +73,19 @@ CHOICES: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     ),
     "less_mean": ("verdict", lambda x: less_mean(ONES, IDS, passed=x, mean_over="passing")),
     "selection_weights": ("score", lambda x: selection_weights(x, IDS, strategy="power")),
+    "draw_rows": ("weight", lambda x: draw_rows(x, 2, 0.5)),
     "filtered_groups": ("score", lambda x: filtered_groups(ROLL, x, count=1, strategy="best")),
     "filtered_batch": ("score", lambda x: filtered_batch(ROLL, x, count=1, strategy="best")),
     "best_and_worst": ("score", lambda x: best_and_worst(ROLL, x)),
     "priority": ("advantage", priority),
+    "systematic_rows": ("share", lambda x: systematic_rows(x, 2)),
     "better_responses": (
         "advantage",
         lambda x: better_responses(ROLL.tokens, MASK, score=x, value=ONES),
+    ),
+    "switch_rewards by threshold": (
+        "threshold",
+        lambda x: switch_rewards(torch.ones(2, 3), x),
     ),
     "switch_rewards": ("log-probability", lambda x: switch_rewards(x[:, None], ONES[:1])),
 }
@@ -117,3 +135,13 @@ def test_a_response_without_a_label_is_not_taken_for_a_safe_one() -> None:
     loss = CostModelLoss()
     total = loss(ScoreOutput(cost), batch, loss.totals(batch)).total
     assert torch.autograd.grad(total, cost)[0].isnan().tolist() == [False, True]
+
+
+def test_an_unknown_scale_is_not_a_scale_of_one() -> None:
+    """Nothing finite comes of it, for the optimizer to refuse."""
+    nothing, unknown = torch.zeros(1, 3), torch.tensor([[0.0, torch.nan, 100.0]])
+    everywhere = torch.ones(1, 3, dtype=torch.bool)
+    scaled = percentile_scaled(everywhere, advantage=nothing, value_target=unknown)
+    assert scaled.advantage.isnan().all()
+    assert batch_std_advantage(unknown[0], IDS, singleton_group="zero").isnan().all()
+    assert self_normalized(unknown, everywhere).isnan().all()

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from .curve import draw_curve
+from .headline import Headline
 from .job import Job
 from .measured import comparison_text, nodes_summary
 from .metrics import read_metrics
@@ -17,16 +18,6 @@ from .run_folder import CodeVersion, RunFolder
 from .train import Outcome
 
 __all__ = ["summary_of", "write_report"]
-
-_CURVES = (
-    ("episode_return", "episode return"),
-    ("first_wins", "share of games that who begins has won"),
-    ("reward/mean", "mean reward"),
-    ("accuracy", "accuracy"),
-    ("cross_entropy", "cross-entropy, nats"),
-    ("loss", "loss"),
-)
-"""Metrics a run can be judged by, best first, and what to write beside the axis."""
 
 
 def summary_of(
@@ -106,15 +97,14 @@ def write_report(
 
 def _draw(job: Job, folder: RunFolder, summary: dict[str, Any]) -> Path | None:
     rows = read_metrics(folder.metrics)
-    for suffix, label in _CURVES:
-        names = [name for name in (rows[-1] if rows else {}) if name.endswith(f"/{suffix}")]
-        if names:
-            points = [(row["step"], row[names[0]]) for row in rows if row.get(names[0]) is not None]
-            title = f"{summary['graph']} on {summary['task']}, seed {summary['seed']}"
-            path = folder.path / "curve.svg"
-            path.write_text(draw_curve(points, title=title, label=label))
-            return path
-    return None
+    metric = Headline(job.main).curve(rows[-1] if rows else {})
+    if metric is None:
+        return None
+    points = [(row["step"], row[metric.name]) for row in rows if row.get(metric.name) is not None]
+    title = f"{summary['graph']} on {summary['task']}, seed {summary['seed']}"
+    path = folder.path / "curve.svg"
+    path.write_text(draw_curve(points, title=title, label=metric.label))
+    return path
 
 
 def _examples(outcome: Outcome) -> list[str]:

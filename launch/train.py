@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import statistics
 import time
@@ -28,6 +27,7 @@ from .checkpoint import CheckpointStore
 from .env_evaluation import EnvEvaluator, env_actors
 from .evaluation import Evaluator, Measured
 from .export import combined_sha256, export_roles
+from .headline import Headline
 from .job import Job
 from .measured import node_seconds
 from .metrics import MetricsLog, TensorBoardLog
@@ -51,22 +51,6 @@ that went wrong and were restarted."""
 
 _MOVES = "num_moves"
 """A metric of games alone."""
-
-_SHOWN = (
-    "episode_return",
-    "first_wins",
-    "second_wins",
-    "reward/mean",
-    "cross_entropy",
-    "accuracy",
-    "entropy",
-    "loss",
-    "grad_norm",
-)
-"""Metrics worth a place on the progress line, best first."""
-
-_TROUBLE = ("env_restarts", "cut_off")
-"""Those that come before them where they are not 0."""
 
 
 @dataclass
@@ -275,6 +259,7 @@ class _Logs:
         self._display = display
         self._trace = trace
         self._numbers = numbers
+        self._headline = Headline(stage)
 
     def note(self, step: int, measured: Measured) -> None:
         """Write what was measured after so many steps, where steps need not follow each other."""
@@ -300,26 +285,15 @@ class _Logs:
             values["run/env_steps_per_s"] = env_steps / took_s if took_s else 0.0
         for log in self._numbers:
             log.write(result.step, values)
+        shown = self._headline.shown(values)
         self._trace.write(result.spans)
-        self._trace.write_counters(result.step, time.time(), _shown(values))
+        self._trace.write_counters(result.step, time.time(), shown)
         self._display.update(
             result.step,
             num_samples=env_steps or samples,
-            values=_shown(values),
+            values=shown,
             unit=outcome.env_unit if env_steps else "samples",
         )
-
-
-def _shown(values: dict[str, float]) -> dict[str, float]:
-    """The few metrics worth showing, under short names."""
-    shown: dict[str, float] = {}
-    for wanted in (*_TROUBLE, *_SHOWN):
-        for name, value in values.items():
-            there = name.endswith(f"/{wanted}") and not math.isnan(value)
-            there = there and (value != 0 or wanted not in _TROUBLE)
-            if there and len(shown) < 3:
-                shown.setdefault(wanted.partition("/")[0], value)
-    return shown
 
 
 @contextmanager

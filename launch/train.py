@@ -35,6 +35,7 @@ from .place import make_executor
 from .progress import ProgressDisplay
 from .run_folder import RunFolder
 from .stages import Stage
+from .stop import stoppable
 from .trace import TraceLog
 
 __all__ = ["MODELS", "Outcome", "run_stage"]
@@ -116,6 +117,8 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
 
     Raises:
         WorkerError: If user code fails, or nothing comes back within the deadline.
+        KeyboardInterrupt: If SIGINT ended it early.
+        Terminated: If SIGTERM did.
     """
     started_s = time.monotonic()
     config = job.config
@@ -131,16 +134,20 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
             outcome.before = _before(home, evaluator, engine)
             if not first_step:
                 logs.note(0, outcome.before)
-        steps = engine.run(
-            job.sources[stage.name],
-            stage.config.num_steps,
-            checkpoint_every=config.checkpoint_every,
-            checkpoints=store,
-        )
-        guard = AgreementGuard(config.agreement)
-        for result in _timed(steps, stage, outcome):
-            logs.write(result, outcome)
-            guard.check(result)
+        with stoppable(config.schedule.deadline_s) as stop:
+            steps = engine.run(
+                job.sources[stage.name],
+                stage.config.num_steps,
+                checkpoint_every=config.checkpoint_every,
+                checkpoints=store,
+                stop=stop,
+            )
+            guard = AgreementGuard(config.agreement)
+            for result in _timed(steps, stage, outcome):
+                logs.write(result, outcome)
+                guard.check(result)
+        num_done = first_step + len(outcome.step_times_s)
+        stop.end(f"after {num_done} of {stage.config.num_steps} steps, with a checkpoint")
         unmeasured = None if evaluator is None else _measure_after(evaluator, engine, outcome)
         if outcome.after is not None:
             logs.note(stage.config.num_steps, outcome.after)

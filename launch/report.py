@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def summary_of(
     peak_memory_bytes: int,
     wall_time_s: float,
     resumed: bool,
+    changes: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The contents of summary.json. Times are of this process only, if the run was resumed.
 
@@ -38,6 +40,7 @@ def summary_of(
         peak_memory_bytes: Of this process and all below it.
         wall_time_s: Of the stages.
         resumed: Whether an earlier process did some of it.
+        changes: What was changed of its configuration on the way, as `RunRecord` has it.
     """
     main, prediction = job.main, job.plan.prediction
     return {
@@ -68,6 +71,7 @@ def summary_of(
         "main_stage_wall_time_s": outcome.wall_time_s,
         "resumed": resumed,
         "first_step": outcome.first_step,
+        "changes": list(changes),
         "code": str(code),
         "examples_before": outcome.before.examples if outcome.before else [],
         "examples_after": outcome.after.examples if outcome.after else [],
@@ -80,7 +84,8 @@ def write_report(
     """Draw the curve and print what came out; the last line sums it up."""
     curve = _draw(job, folder, summary)
     compared = comparison_text(job.plan, summary["nodes"], outcome.step_time_s)
-    for line in (*compared, *_examples(outcome), *_unverified(outcome)):
+    changed = _changed(summary["changes"])
+    for line in (*compared, *_examples(outcome), *_unverified(outcome), *changed):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     shown = {
         "models": folder.path / "models",
@@ -126,6 +131,15 @@ def _unverified(outcome: Outcome) -> list[str]:
         f"answers and ran out of time on {measured.timeouts or 0:.1%}; they count as wrong"
         for when, measured in (("before", outcome.before), ("after", outcome.after))
         if measured is not None and (measured.errors or measured.timeouts)
+    ]
+
+
+def _changed(changes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What of the run's configuration was not the same from its first step to its last."""
+    return [
+        f"changed after {change['step']} steps: "
+        + ", ".join(f"{key} from {then} to {now}" for key, (then, now) in change["keys"].items())
+        for change in changes
     ]
 
 

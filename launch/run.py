@@ -20,6 +20,7 @@ from .app import given_overrides, hydra_app
 if TYPE_CHECKING:
     from .job import Job
     from .memory import PeakMemory
+    from .resume import Resumed
     from .run_folder import CodeVersion, RunFolder
 
 __all__ = ["run_command"]
@@ -32,26 +33,26 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _run(composed: dict[str, Any]) -> None:
-    resumed, moved = composed.pop("resume"), False
-    if resumed is not None:
+    path, resumed = composed.pop("resume"), None
+    if path is not None:
         from .resume import resumed_config
 
-        composed, moved = resumed_config(Path(resumed), composed, given_overrides())
+        resumed = resumed_config(Path(path), composed, given_overrides())
+        composed = resumed.config
     with _plain_warnings():
-        _carry_out(composed, None if resumed is None else Path(resumed), moved)
+        _carry_out(composed, resumed)
 
 
-def _carry_out(composed: dict[str, Any], resumed: Path | None, moved: bool) -> None:
+def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
     from ..planner.plan import Plan
-    from .atomic import write_text
     from .compose import dumped, run_config
     from .job import prepare
     from .memory import PeakMemory
-    from .run_folder import RunFolder, code_version, create_run, open_run
+    from .run_folder import code_version, create_run
 
     code = code_version()
-    file = None if resumed is None or moved else RunFolder(resumed).plan
+    file = None if resumed is None or resumed.moved else resumed.folder.plan
     placed = Plan.read(file) if file is not None and file.is_file() else None
     job = prepare(run_config(composed), placed)
     config = job.config
@@ -74,13 +75,27 @@ def _carry_out(composed: dict[str, Any], resumed: Path | None, moved: bool) -> N
             code=code,
         )
     else:
-        folder = open_run(resumed)
+        folder = resumed.folder
         _check_unchanged(folder, job.data.fingerprint, code, console)
     with folder.locked(), _ended_early(folder, resumed is None), PeakMemory() as memory:
-        if moved:
-            write_text(folder.config, written)
-            write_text(folder.plan, plan)
+        if resumed is not None and resumed.noted:
+            _note_changes(resumed, job, written, plan)
         _stages(job, folder, code, memory, console, resumed is not None)
+
+
+def _note_changes(resumed: Resumed, job: Job, config: str, plan: str) -> None:
+    """Write down that the run goes on otherwise than it did, once it is clear that it can.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
+    from .resume import steps_taken
+    from .run_folder import change_config
+
+    step = steps_taken(job, resumed.folder)
+    if resumed.extended:
+        resumed.folder.set_summary_aside()
+    change_config(resumed.folder, config, step=step, plan=plan if resumed.moved else None)
 
 
 def _check_unchanged(folder: RunFolder, data: str, code: CodeVersion, console: Console) -> None:
@@ -120,7 +135,7 @@ def _stages(
 ) -> None:
     """Run what is left of a job's stages and write its summary."""
     from .report import summary_of, write_report
-    from .run_folder import RunFolder
+    from .run_folder import RunFolder, record_of
     from .train import MODELS, Outcome, run_stage
 
     started_s = time.monotonic()
@@ -145,6 +160,7 @@ def _stages(
         peak_memory_bytes=memory.peak_bytes,
         wall_time_s=wall_time_s,
         resumed=resumed,
+        changes=record_of(folder).changes,
     )
     write_report(job, folder, outcome, summary, console)
     folder.write_summary(summary)

@@ -53,7 +53,8 @@ class Screens(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Any) -> Any:
         obs: Any = self.reset()
-        return obs[0], np.ones(self.num_envs), *np.zeros((2, self.num_envs), bool), {}
+        never = np.zeros(self.num_envs, bool)
+        return obs[0], np.ones(self.num_envs), never, never, {}
 
 
 @pytest.fixture(autouse=True)

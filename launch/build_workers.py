@@ -122,7 +122,7 @@ def _needs(load: Callable[[], Any], key: str, package: str, extra: str) -> Any:
             raise
         raise ConfigError(
             f"{key} needs the package {package}, which is not installed\n"
-            f"    install penstock[{extra}]"
+            f"    pip install penstock-rl[{extra}]"
         ) from error
 
 

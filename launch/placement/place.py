@@ -256,6 +256,6 @@ def make_executor(section: ExecutorConfig) -> Executor:
             raise
         raise ConfigError(
             "executor=ray needs the package ray, which is not installed\n"
-            "    install penstock[ray], or set executor=in_process"
+            "    pip install penstock-rl[ray], or set executor=in_process"
         ) from error
     return RayExecutor(num_threads=section.num_threads, transport=section.transport)

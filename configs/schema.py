@@ -123,7 +123,8 @@ class TaskConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
 
     kind: str
-    """`reasoning_gym` for generated problems, `file` for a JSONL or Parquet file."""
+    """`reasoning_gym` for generated problems, `file` for a JSONL or Parquet file, `gymnasium`,
+    `board_game` and `library_game` to act in; or `module:Class` of a task of your own."""
     max_prompt_tokens: AtLeastOne | None = None
     """Longer prompts are reported and left out."""
     max_response_tokens: AtLeastOne = 16
@@ -227,10 +228,13 @@ class EvaluationConfig(Section):
 
 
 class TrackerConfig(Section):
-    """Where metrics go besides metrics.jsonl."""
+    """Where metrics go besides metrics.jsonl, which is always written."""
 
-    tensorboard: bool = True
-    """Write TensorBoard event files into the run's folder."""
+    kind: str | None = "tensorboard"
+    """`tensorboard`: event files in the run's folder. Or `module:factory` of a tracker of your own;
+    null for nowhere."""
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Keyword arguments of what makes the tracker."""
 
 
 class RunConfig(Section):

@@ -20,15 +20,9 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from ..dataflow.errors import ConfigError, FlowError, PenstockError, PlanError, nearest
+from .cli.commands import COMMANDS, command_of
 
-__all__ = ["COMMANDS", "main"]
-
-COMMANDS = {
-    "run": "train as an algorithm, a model and a task say; or continue a run",
-    "graph": "show the graph that an algorithm's step function makes",
-    "plan": "say where each node should run, in which layout, and how long a step takes",
-    "profile": "measure this machine, for plans and for runs that are planned",
-}
+__all__ = ["main"]
 
 _HELP = """\
 usage: penstock COMMAND [key=value ...] [options]
@@ -74,30 +68,19 @@ def _dispatch(words: list[str]) -> int:
             f"penstock has no command '{command}'{nearest(command, COMMANDS)}\n"
             f"    commands are: {', '.join(COMMANDS)}"
         )
-    return _command(command)(arguments)
+    _set_threads()
+    return command_of(command)(arguments)
 
 
-def _command(name: str) -> Callable[[list[str]], int]:
-    # Read when torch is first imported. By default OpenMP's threads spin while they wait, which
-    # makes a run up to a hundred times slower once anything else uses the same cores; if they sleep
-    # at once, waking them doubles the time of short decoding steps. A short spin avoids both.
+def _set_threads() -> None:
+    """How OpenMP's threads wait, which is read when torch is first imported.
+
+    By default they spin, which makes a run up to a hundred times slower once anything else uses the
+    same cores; if they sleep at once, waking them doubles the time of short decoding steps. A short
+    spin avoids both.
+    """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    if name == "graph":
-        from .cli.graph import graph_command
-
-        return graph_command
-    if name == "plan":
-        from .cli.plan import plan_command
-
-        return plan_command
-    if name == "profile":
-        from .profile.profile import profile_command
-
-        return profile_command
-    from .cli.run import run_command
-
-    return run_command
 
 
 class _Terminated(BaseException):

@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from .hydra_app import given_overrides, hydra_app
 if TYPE_CHECKING:
     from ..run_dir.peak_memory import PeakMemory
     from ..run_dir.run_folder import CodeVersion, RunFolder
+    from ..run_dir.trackers.registry import Trackers
     from ..stages.job import Job
 
 __all__ = ["run_command"]
@@ -44,24 +45,28 @@ def _run(composed: dict[str, Any]) -> None:
 def _carry_out(composed: dict[str, Any], resumed: Path | None, moved: bool) -> None:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
     from ...planner.plan.plan import Plan
-    from ..inputs.compose import dumped, run_config
+    from ..inputs.compose import dumped, resolve, run_config
     from ..run_dir.atomic import write_text
     from ..run_dir.peak_memory import PeakMemory
     from ..run_dir.run_folder import RunFolder, code_version, create_run, open_run
+    from ..run_dir.trackers.registry import Trackers
+    from ..run_dir.trackers.tracker import RunInfo
     from ..stages.job import prepare
 
     code = code_version()
     file = None if resumed is None or moved else RunFolder(resumed).plan
     placed = Plan.read(file) if file is not None and file.is_file() else None
-    job = prepare(run_config(composed), placed)
-    config = job.config
+    config = run_config(composed)
+    trackers = Trackers(config.tracker)
+    job = prepare(resolve(config), placed)
     console = Console(stderr=True)
     if job.note:
         console.print(job.note, highlight=False, markup=False, soft_wrap=True)
     for report in job.reports:
         if report.num_bad:
             console.print(str(report), highlight=False, markup=False)
-    written = yaml.safe_dump(dumped(config), sort_keys=False)
+    plain = dumped(config, job.run)
+    written = yaml.safe_dump(plain, sort_keys=False)
     plan = job.plan.model_dump_json(indent=2, exclude_defaults=True)
     if resumed is None:
         folder = create_run(
@@ -76,11 +81,15 @@ def _carry_out(composed: dict[str, Any], resumed: Path | None, moved: bool) -> N
     else:
         folder = open_run(resumed)
         _check_unchanged(folder, job.data.fingerprint, code, console)
-    with folder.locked(), _ended_early(folder, resumed is None), PeakMemory() as memory:
+    with folder.locked(), _ended_early(folder, resumed is None), PeakMemory() as memory, trackers:
         if moved:
             write_text(folder.config, written)
             write_text(folder.plan, plan)
-        _stages(job, folder, code, memory, console, resumed is not None)
+        homes = {stage.name: folder.stage(stage.name) for stage in job.stages[:-1]}
+        homes[job.main.name] = folder
+        paths = {name: home.path for name, home in homes.items()}
+        trackers.start(RunInfo(folder.id, paths, plain, resumed is not None))
+        _stages(job, homes, code, memory, console, resumed is not None, trackers)
 
 
 def _check_unchanged(folder: RunFolder, data: str, code: CodeVersion, console: Console) -> None:
@@ -112,30 +121,28 @@ def _check_unchanged(folder: RunFolder, data: str, code: CodeVersion, console: C
 
 def _stages(
     job: Job,
-    folder: RunFolder,
+    homes: Mapping[str, RunFolder],
     code: CodeVersion,
     memory: PeakMemory,
     console: Console,
     resumed: bool,
+    trackers: Trackers,
 ) -> None:
-    """Run what is left of a job's stages and write its summary."""
-    from ..run_dir.run_folder import RunFolder
+    """Run what is left of a job's stages, each in its folder, and write the run's summary."""
     from ..stages.report import summary_of, write_report
     from ..stages.train import MODELS, Outcome, run_stage
 
     started_s = time.monotonic()
     results: dict[str, Any] = {}
-    outcome = Outcome()
+    outcome, folder = Outcome(), homes[job.main.name]
     for stage in job.stages:
-        if stage is job.main:
-            home = folder
-        else:
-            home = RunFolder(folder.path / "stages" / stage.name)
-            home.path.mkdir(parents=True, exist_ok=True)
+        home = homes[stage.name]
+        home.path.mkdir(parents=True, exist_ok=True)
+        if stage is not job.main:
             results[stage.name] = (stage, home.path / MODELS)
             if home.summary.is_file():
                 continue
-        outcome = run_stage(job, stage, home, results)
+        outcome = run_stage(job, stage, home, results, trackers)
     wall_time_s = time.monotonic() - started_s
     memory.sample()
     summary = summary_of(
@@ -146,8 +153,9 @@ def _stages(
         wall_time_s=wall_time_s,
         resumed=resumed,
     )
-    write_report(job, folder, outcome, summary, console)
+    write_report(job, folder, outcome, summary, console, trackers.place)
     folder.write_summary(summary)
+    trackers.finish(summary)
 
 
 @contextmanager

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...configs.schema import SAME, RunConfig
 from ...dataflow.errors import PlanError
 from ...dataflow.graph.graph import Graph, Node, NodeKind
 from ...planner.inputs.calls import CALL_KINDS
 from ...planner.plan.plan import GroupPlan, Plan
-from ..inputs.engines import generates_apart, runs_on
+from ..inputs.engines import Engines
 
 __all__ = ["check_layouts", "divided"]
 
@@ -46,7 +45,7 @@ class _Kind:
         return f"{group}-rollout" if alone else f"{group}-{self.engine}-rollout"
 
 
-def check_layouts(plan: Plan, graph: Graph, config: RunConfig, where: str) -> None:
+def check_layouts(plan: Plan, graph: Graph, engines: Engines, where: str) -> None:
     """Refuse layouts that the engines do not run.
 
     Raises:
@@ -56,16 +55,15 @@ def check_layouts(plan: Plan, graph: Graph, config: RunConfig, where: str) -> No
         layout = plan.layouts.get(node.name)
         if layout is None or node.kind not in CALL_KINDS:
             continue
-        problem = runs_on(config, graph, node).why_not(layout, CALL_KINDS[node.kind])
+        problem = engines.runs(graph, node).why_not(layout, CALL_KINDS[node.kind])
         if problem is not None:
-            apart = "" if config.rollout.kind == SAME else f" rollout={config.rollout.kind}"
             raise PlanError(
                 f"{where}: node '{node.name}' has layout {layout}, but {problem}\n"
-                f"    plan for it: plan.engine={config.engine.kind}{apart}"
+                f"    plan for it: {engines.words}"
             )
 
 
-def divided(plan: Plan, graph: Graph, config: RunConfig) -> Plan:
+def divided(plan: Plan, graph: Graph, engines: Engines) -> Plan:
     """The plan with a group for every kind of process.
 
     The first kind of a group, the one that trains if there is any, keeps its name and whatever
@@ -75,7 +73,7 @@ def divided(plan: Plan, graph: Graph, config: RunConfig) -> Plan:
     nodes = dict(plan.nodes)
     free = 1 + max((d for group in plan.groups for d in group.devices), default=-1)
     for group in plan.groups:
-        kinds = {n.name: _kind(n, group, plan, graph, config) for n in _of(plan, graph, group)}
+        kinds = {n.name: _kind(n, group, plan, graph, engines) for n in _of(plan, graph, group)}
         every = _in_order(graph, kinds)
         if len(every) < 2:
             groups.append(_sized(group, every[0]) if every else group)
@@ -102,24 +100,22 @@ def _of(plan: Plan, graph: Graph, group: GroupPlan) -> list[Node]:
     ]
 
 
-def _kind(
-    node: Node, group: GroupPlan, plan: Plan, graph: Graph, config: RunConfig
-) -> _Kind | None:
+def _kind(node: Node, group: GroupPlan, plan: Plan, graph: Graph, engines: Engines) -> _Kind | None:
     """What a node needs; None if any process will do."""
-    apart = generates_apart(config, graph, node)
+    apart = engines.apart(graph, node)
     layout = plan.layouts.get(node.name)
-    if layout is None and not apart and not _trains(node, graph, config):
+    if layout is None and not apart and not _trains(node, graph, engines):
         return None
     sizes = (group.tensor_parallel, group.pipeline_parallel)
     if layout is not None:
-        sizes = runs_on(config, graph, node).division(layout)
+        sizes = engines.runs(graph, node).division(layout)
     return _Kind(node.role or "" if apart else "train", *sizes)
 
 
-def _trains(node: Node, graph: Graph, config: RunConfig) -> bool:
+def _trains(node: Node, graph: Graph, engines: Engines) -> bool:
     """Whether a node needs the engine that trains: also to evaluate what another generates with."""
     return node.kind is NodeKind.TRAIN or any(
-        other.role == node.role and generates_apart(config, graph, other) for other in graph.nodes
+        other.role == node.role and engines.apart(graph, other) for other in graph.nodes
     )
 
 

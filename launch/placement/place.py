@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
 
-from ...configs.schema import RunConfig
+from ...configs.schema import ExecutorConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError, PlanError
 from ...dataflow.graph.graph import Graph, NodeKind
@@ -19,21 +19,19 @@ from ...planner.inputs.cluster import ClusterSpec
 from ...planner.inputs.layout import Layout
 from ...planner.plan.plan import GroupPlan, Plan, one_group_plan
 from ...workers.engines.registry import ENGINES, trainers
-from ..inputs.engines import rollout_engine, training_engine
+from ..inputs.compose import AUTO, PlacementInputs
+from ..inputs.engines import Engines
 from ..inputs.sizes import train_items
 from .divide import check_layouts, divided
 from .machine import threads_of
 
-__all__ = ["AUTO", "followed", "make_executor", "placement_of", "with_threads", "written_plan"]
-
-AUTO = "auto"
-"""As `placement`: let the planner choose."""
+__all__ = ["followed", "make_executor", "placement_of", "with_threads", "written_plan"]
 
 _SIZES = {"tensor_parallel": "tp", "pipeline_parallel": "pp"}
 """Sections of `executor` that divide models, and the size of a layout that each is."""
 
 
-def written_plan(config: RunConfig) -> Plan | None:
+def written_plan(inputs: PlacementInputs, engines: Engines) -> Plan | None:
     """The plan that the configuration gives, or None if the planner is to choose.
 
     Raises:
@@ -41,7 +39,7 @@ def written_plan(config: RunConfig) -> Plan | None:
             and a plan's file are given.
         PlanError: If the plan cannot be read or is none for this executor.
     """
-    section = config.executor
+    section = inputs.executor
     for name, group in section.nodes.items():
         if group not in section.groups:
             raise ConfigError(
@@ -50,19 +48,19 @@ def written_plan(config: RunConfig) -> Plan | None:
                 f"    executor.groups has: {', '.join(section.groups) or 'none'}"
             )
     if section.groups:
-        return _hand_written(config)
-    if config.placement != AUTO:
-        return _from_file(Path(config.placement), config)
+        return _hand_written(inputs, engines)
+    if inputs.placement != AUTO:
+        return _from_file(Path(inputs.placement), section)
     if section.kind == "in_process":
         return one_group_plan(device=section.device)
     return None
 
 
-def _hand_written(config: RunConfig) -> Plan:
-    section = config.executor
-    if config.placement != AUTO:
+def _hand_written(inputs: PlacementInputs, engines: Engines) -> Plan:
+    section = inputs.executor
+    if inputs.placement != AUTO:
         raise ConfigError(
-            f"'placement' is '{config.placement}', but there are executor.groups as well\n"
+            f"'placement' is '{inputs.placement}', but there are executor.groups as well\n"
             "    leave one of them out"
         )
     for key in ("tensor_parallel", "pipeline_parallel", "devices", "served"):
@@ -74,21 +72,21 @@ def _hand_written(config: RunConfig) -> Plan:
                     f"    executor.groups has: {', '.join(section.groups) or 'none'}"
                 )
             if key in _SIZES:
-                _check_divides(config, f"executor.{key}.{group}", Layout(**{_SIZES[key]: size}))
+                _check_divides(engines, f"executor.{key}.{group}", Layout(**{_SIZES[key]: size}))
     for group, num_ranks in section.groups.items():
         if section.kind == "in_process" and num_ranks != 1:
             raise PlanError(
                 f"'executor.groups.{group}' is {num_ranks}, but executor=in_process has one "
                 "rank\n    set executor=ray, or 1"
             )
-    groups = tuple(_group(config, name) for name in section.groups)
+    groups = tuple(_group(section, name) for name in section.groups)
     return Plan(groups=groups, nodes=section.nodes)
 
 
-def _check_divides(config: RunConfig, at: str, layout: Layout) -> None:
+def _check_divides(engines: Engines, at: str, layout: Layout) -> None:
     """Refuse a division of a group's models that neither what trains nor what generates runs."""
-    rollout = rollout_engine(config)
-    why = training_engine(config).why_not(layout, "train")
+    rollout = engines.rollout
+    why = engines.train.why_not(layout, "train")
     if why is None or (rollout is not None and rollout.why_not(layout, "generate") is None):
         return
     able = [name for name in trainers() if ENGINES[name].why_not(layout, "train") is None]
@@ -98,8 +96,7 @@ def _check_divides(config: RunConfig, at: str, layout: Layout) -> None:
     )
 
 
-def _group(config: RunConfig, name: str) -> GroupPlan:
-    section = config.executor
+def _group(section: ExecutorConfig, name: str) -> GroupPlan:
     tensor = section.tensor_parallel.get(name, 1)
     stages = section.pipeline_parallel.get(name, 1)
     num_processes = section.groups[name] * tensor * stages
@@ -120,8 +117,8 @@ def _group(config: RunConfig, name: str) -> GroupPlan:
     )
 
 
-def _from_file(file: Path, config: RunConfig) -> Plan:
-    plan, section = Plan.read(file), config.executor
+def _from_file(file: Path, section: ExecutorConfig) -> Plan:
+    plan = Plan.read(file)
     for group in plan.groups:
         if section.kind == "in_process" and (len(plan.groups) > 1 or group.num_ranks > 1):
             total = sum(group.num_ranks for group in plan.groups)
@@ -138,18 +135,18 @@ def _from_file(file: Path, config: RunConfig) -> Plan:
     return plan
 
 
-def placement_of(graph: Graph, config: RunConfig, plan: Plan) -> Placement:
+def placement_of(graph: Graph, plan: Plan, inputs: PlacementInputs, engines: Engines) -> Placement:
     """The placement of the main stage.
 
     Raises:
         PlanError: If nodes, groups or layouts do not fit the graph or the engines, or a group has
             nothing to do.
     """
-    where = "the plan" if config.placement == AUTO else f"plan file {config.placement}"
-    check_layouts(plan, graph, config, where)
-    placement = divided(plan, graph, config).placement(graph)
+    where = "the plan" if inputs.placement == AUTO else f"plan file {inputs.placement}"
+    check_layouts(plan, graph, engines, where)
+    placement = divided(plan, graph, engines).placement(graph)
     idle = _idle(graph, placement)
-    if idle and config.executor.groups:
+    if idle and inputs.executor.groups:
         raise PlanError(
             f"'executor.groups.{idle[0]}' would have nothing to do in {graph.name}\n"
             f"    give it nodes: executor.nodes.NODE={idle[0]}, or leave it out"
@@ -210,33 +207,33 @@ def followed(
     return made
 
 
-def with_threads(config: RunConfig, plan: Plan, measured: int | None = None) -> RunConfig:
-    """The configuration with the threads that each rank of a plan has, where none are given.
+def with_threads(
+    section: ExecutorConfig, plan: Plan, measured: int | None = None
+) -> ExecutorConfig:
+    """The section with the threads that each rank of a plan has, where none are given.
 
     A plan for some CPUs takes each of its devices for an equal share of the cores, because ranks of
     all groups work at the same time.
 
     Args:
-        config: The run's configuration.
-        plan: Where its main stage runs.
+        section: The section `executor`.
+        plan: Where the main stage runs.
         measured: Threads of a rank when the plan's devices were measured, if they were.
     """
-    section, cluster = config.executor, plan.cluster
+    cluster = plan.cluster
     given = section.num_threads is not None or section.groups or section.kind != "ray"
     if given or section.device != "cpu" or not isinstance(cluster, ClusterSpec):
-        return config
+        return section
     threads = measured or threads_of(cluster.num_devices)
-    executor = section.model_copy(update={"num_threads": threads})
-    return config.model_copy(update={"executor": executor})
+    return section.model_copy(update={"num_threads": threads})
 
 
-def make_executor(config: RunConfig) -> Executor:
-    """The executor that the configuration names.
+def make_executor(section: ExecutorConfig) -> Executor:
+    """The executor that the section names.
 
     Raises:
         ConfigError: If Ray or the device is not there.
     """
-    section = config.executor
     if section.device.startswith("cuda"):
         import torch
 

@@ -22,8 +22,7 @@ from ...planner.inputs.workload import Workload
 from ...planner.plan.plan import Plan
 from ...planner.plan.planner import plan_step
 from ...planner.search.pins import Pins
-from ..inputs.compose import run_config
-from ..inputs.engines import check_generates, planned_engines
+from ..inputs.compose import resolved
 from .cluster_inputs import cluster_spec, named_devices
 from .pin_inputs import flat_layouts, pins_of
 from .plan_inputs import PlanInputs
@@ -103,10 +102,10 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         PlanError: If a model's shape or a pin is none that can be planned for.
     """
     run, own = _split(composed)
-    config = run_config(run)
+    found = resolved(run)
     asked = validated(PlanConfig, own)
     options = asked.plan
-    inputs = PlanInputs(config, model_name)
+    inputs = PlanInputs(found, model_name)
     models = inputs.models(options.models)
     if not any(models.values()):
         raise ConfigError(
@@ -119,13 +118,13 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     cluster = cluster_spec(asked.cluster, calibration and calibration.cluster)
     _check_dtypes(models, options.models, cluster)
     workload = inputs.workload(asked.workload)
-    lags, refused = (config.schedule.max_lag,), dict[int, str]()
+    lags, refused = (found.schedule.max_lag,), dict[int, str]()
     if _is_auto(composed):
         lags, refused = _allowed(inputs.graph, options.lags)
     else:
-        check_lag(inputs.graph, config.schedule.max_lag)
-    check_generates(inputs.graph, config.algorithm, config, options.engine)
-    engine, rollout = planned_engines(config, options.engine)
+        check_lag(inputs.graph, found.schedule.max_lag)
+    found.engines.check_generates(inputs.graph, found.main.config, options.engine)
+    engine, rollout = found.engines.planned(options.engine)
     return PlanRequest(
         graph=inputs.graph,
         models=models,

@@ -5,12 +5,13 @@
     config.yaml      the composed configuration, as it was run
     plan.json        where the main stage's nodes run
     metrics.jsonl    one line per step               (metrics.py)
-    tensorboard/     the same, as event files        (metrics.py)
     trace.json       the timeline of every task      (trace.py)
     checkpoints/     the newest usable ones          (checkpoint.py)
+    stages/          of each stage before the main one, a folder like this
     summary.json     written at the end; its presence means that the run finished
 
-No service is needed to list or compare runs: `list_runs` reads these files.
+Trackers write theirs beside these (`trackers/`). No service is needed to list or compare runs:
+`list_runs` reads these files.
 """
 
 from __future__ import annotations
@@ -99,11 +100,6 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
-    def tensorboard(self) -> Path:
-        """The folder of event files."""
-        return self.path / "tensorboard"
-
-    @property
     def trace(self) -> Path:
         """The timeline, for Perfetto or chrome://tracing."""
         return self.path / "trace.json"
@@ -112,6 +108,10 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / "checkpoints"
+
+    def stage(self, name: str) -> RunFolder:
+        """The folder of a stage before the main one."""
+        return RunFolder(self.path / "stages" / name)
 
     @property
     def summary(self) -> Path:

@@ -52,7 +52,7 @@ def summary_of(
     return {
         "graph": main.graph.name,
         "task": job.data.task.task_id,
-        "seed": job.config.seed,
+        "seed": job.run.seed,
         "stages": [stage.name for stage in job.stages],
         "num_steps": main.config.num_steps,
         "weights_sha256": outcome.weights_sha256,
@@ -84,9 +84,23 @@ def summary_of(
 
 
 def write_report(
-    job: Job, folder: RunFolder, outcome: Outcome, summary: dict[str, Any], console: Console
+    job: Job,
+    folder: RunFolder,
+    outcome: Outcome,
+    summary: dict[str, Any],
+    console: Console,
+    tracked: str | None,
 ) -> None:
-    """Draw the curve and print what came out; the last line sums it up."""
+    """Draw the curve and print what came out; the last line sums it up.
+
+    Args:
+        job: What was run.
+        folder: Its folder.
+        outcome: Of the main stage.
+        summary: The contents of summary.json.
+        console: Where to print.
+        tracked: How a person looks at what the tracker has; see `Tracker.start`.
+    """
     curve = _draw(job, folder, summary)
     compared = comparison_text(job.plan, summary["nodes"], outcome.step_time_s)
     for line in (*compared, *_examples(outcome), *_unverified(outcome)):
@@ -95,7 +109,7 @@ def write_report(
         "models": folder.path / "models",
         "curve": curve,
         "timeline": folder.trace,
-        "tensorboard": folder.path if job.config.tracker.tensorboard else None,
+        "tracker": tracked,
     }
     for name, path in shown.items():
         if path is not None:

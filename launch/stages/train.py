@@ -8,9 +8,9 @@ import shutil
 import statistics
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...dataflow.errors import StateError, WorkerError
 from ...dataflow.graph.graph import NodeKind
@@ -23,10 +23,10 @@ from ...workers.training.threads import use_threads
 from ..placement.place import make_executor
 from ..run_dir.atomic import write_json
 from ..run_dir.checkpoint import CheckpointStore
-from ..run_dir.metrics import MetricsLog, TensorBoardLog
 from ..run_dir.progress import ProgressDisplay
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.trace import TraceLog
+from ..run_dir.trackers.registry import Trackers
 from .env_evaluation import EnvEvaluator, env_actors
 from .evaluation import Evaluator, Measured
 from .export import combined_sha256, export_roles
@@ -120,7 +120,9 @@ class Outcome:
         return statistics.median(self.step_times_s) if self.step_times_s else float("nan")
 
 
-def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outcome:
+def run_stage(
+    job: Job, stage: Stage, home: RunFolder, results: Results, trackers: Trackers
+) -> Outcome:
     """Train one stage to its end, from its newest checkpoint if there is one.
 
     Args:
@@ -128,20 +130,21 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
         stage: The stage.
         home: Its folder: the run's own for the main stage.
         results: Stages that have finished.
+        trackers: Where its metrics go.
 
     Raises:
         WorkerError: If user code fails, or nothing comes back within the deadline.
     """
     started_s = time.monotonic()
-    config = job.config
-    specs = worker_specs(stage, config, job.data, results)
+    run = job.run
+    specs = worker_specs(stage, run, job.data, results)
     evaluator = _evaluator(job, stage, home)
-    store = CheckpointStore(home.checkpoints, keep=config.keep_checkpoints)
-    point = read_resume_point(store, stage.graph, stage.seed(config))
+    store = CheckpointStore(home.checkpoints, keep=run.keep_checkpoints)
+    point = read_resume_point(store, stage.graph, stage.seed)
     first_step = point.state.step if point else 0
     engine = _engine(job, stage, specs, evaluator)
     outcome = Outcome(first_step=first_step)
-    with engine, _logs(job, stage, home, first_step) as logs:
+    with engine, _logs(stage, home, first_step, trackers) as logs:
         if evaluator is not None:
             outcome.before = _before(home, evaluator, engine)
             if not first_step:
@@ -149,10 +152,10 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
         steps = engine.run(
             job.sources[stage.name],
             stage.config.num_steps,
-            checkpoint_every=config.checkpoint_every,
+            checkpoint_every=run.checkpoint_every,
             checkpoints=store,
         )
-        guard = MismatchGuard(config.mismatch)
+        guard = MismatchGuard(run.mismatch)
         for result in _timed(steps, stage, outcome):
             logs.write(result, outcome)
             guard.check(result)
@@ -192,25 +195,25 @@ def _evaluator(job: Job, stage: Stage, home: RunFolder) -> _Evaluates | None:
     if stage is not job.main:
         return None
     if job.held_out is not None:
-        return Evaluator(stage, job.config, job.data, job.held_out, home.path)
-    if job.config.evaluation.num_episodes and env_actors(stage):
-        return EnvEvaluator(stage, job.config.evaluation, job.sources[stage.name], job.data.spec)
+        return Evaluator(stage, job.run.evaluation.num_examples, job.data, job.held_out, home.path)
+    if job.run.evaluation.num_episodes and env_actors(stage):
+        return EnvEvaluator(stage, job.run.evaluation, job.sources[stage.name], job.data.spec)
     return None
 
 
 def _engine(
     job: Job, stage: Stage, specs: dict[str, WorkerSpec | Role], evaluator: _Evaluates | None
 ) -> Engine:
-    config = job.config
-    if config.executor.num_threads is not None:
-        use_threads(config.executor.num_threads)
+    section = job.run.placement.executor
+    if section.num_threads is not None:
+        use_threads(section.num_threads)
     return Engine(
         stage.graph,
         stage.placement,
         workers={**specs, **(evaluator.workers if evaluator else {})},
-        schedule=config.schedule,
-        seed=stage.seed(config),
-        executor=make_executor(config),
+        schedule=job.run.schedule,
+        seed=stage.seed,
+        executor=make_executor(section),
         also=evaluator.programs if evaluator else None,
     )
 
@@ -268,21 +271,19 @@ class _Logs:
     """Where a step is written, and who shows it."""
 
     def __init__(
-        self, stage: Stage, display: ProgressDisplay, trace: TraceLog, *numbers: Any
+        self, stage: Stage, display: ProgressDisplay, trace: TraceLog, trackers: Trackers
     ) -> None:
         self._stage = stage
         self._display = display
         self._trace = trace
-        self._numbers = numbers
+        self._trackers = trackers
 
     def note(self, step: int, measured: Measured) -> None:
         """Write what was measured after so many steps, where steps need not follow each other."""
         values = {f"evaluation/{role}/return": x for role, x in measured.episode_return.items()}
         if measured.accuracy is not None:
             values["evaluation/accuracy"] = measured.accuracy
-        for log in self._numbers:
-            if isinstance(log, TensorBoardLog):
-                log.write(step, values)
+        self._trackers.note(step, self._stage.name, values)
 
     def write(self, result: StepResult, outcome: Outcome) -> None:
         """Write one step everywhere."""
@@ -297,8 +298,7 @@ class _Logs:
         }
         if env_steps:
             values["run/env_steps_per_s"] = env_steps / took_s if took_s else 0.0
-        for log in self._numbers:
-            log.write(result.step, values)
+        self._trackers.log(result.step, self._stage.name, values)
         self._trace.write(result.spans)
         self._trace.write_counters(result.step, time.time(), _shown(values))
         self._display.update(
@@ -322,18 +322,14 @@ def _shown(values: dict[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def _logs(job: Job, stage: Stage, home: RunFolder, first_step: int) -> Generator[_Logs]:
-    with ExitStack() as stack:
-        numbers: list[Any] = [stack.enter_context(MetricsLog(home.metrics, first_step=first_step))]
-        if job.config.tracker.tensorboard:
-            numbers.append(
-                stack.enter_context(TensorBoardLog(home.tensorboard, first_step=first_step))
-            )
-        trace = stack.enter_context(TraceLog(home.trace, first_step=first_step))
-        display = stack.enter_context(
-            ProgressDisplay(stage.name, num_steps=stage.config.num_steps, first_step=first_step)
-        )
-        yield _Logs(stage, display, trace, *numbers)
+def _logs(stage: Stage, home: RunFolder, first_step: int, trackers: Trackers) -> Generator[_Logs]:
+    trackers.rewind(first_step, stage.name)
+    total = stage.config.num_steps
+    with (
+        TraceLog(home.trace, first_step=first_step) as trace,
+        ProgressDisplay(stage.name, num_steps=total, first_step=first_step) as display,
+    ):
+        yield _Logs(stage, display, trace, trackers)
 
 
 def _export(
@@ -351,11 +347,10 @@ def _export(
     last = store.latest()
     if last is None:
         raise StateError(f"stage '{stage.name}' ended without a checkpoint in {store.folder}")
-    specs = exporting_specs(stage, job.config, job.data, results)
+    specs = exporting_specs(stage, job.run, job.data, results)
     trained = {role: specs[role] for role in stage.graph.trains_per_step}
-    seed = stage.seed(job.config)
     tokenizer = job.data.tokenizer if job.data.has_text else None
-    exported = export_roles(trained, last, tokenizer, home.path / MODELS, seed)
+    exported = export_roles(trained, last, tokenizer, home.path / MODELS, stage.seed)
     outcome.roles_sha256 = dict(exported.weights_sha256)
     outcome.weights_sha256 = combined_sha256(outcome.roles_sha256)
     if stage is not job.main:

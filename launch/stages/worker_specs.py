@@ -13,7 +13,8 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from ...configs.schema import EngineConfig, RolloutConfig, RunConfig, model_spec
+from ...configs.references import load_object
+from ...configs.schema import EngineConfig, ModelConfig, RolloutConfig, model_spec
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Role
@@ -25,14 +26,9 @@ from ...workers.models.spec import ModelSpec
 from ...workers.rewards.mixture import TASK_REWARDS
 from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.training.logprob_mismatch import MismatchLimits
-from ..inputs.compose import load_object
-from ..inputs.data import Data, task_spec_of
-from ..inputs.engines import (
-    check_generates,
-    generates_apart,
-    rollout_engine,
-    training_engine,
-)
+from ..inputs.compose import Resolved
+from ..inputs.data import Data
+from ..inputs.engines import Engines, engines_of
 from ..inputs.env_specs import ENV_SPECS, FILLED_IN, NETWORKS, env_worker, perceptron_spec
 from .stages import CONTRACTS, MODEL, RolePlan, Stage
 
@@ -63,13 +59,13 @@ _OF_REWARDS = {"task", "tokenizer", "task_fingerprint"}
 
 
 def worker_specs(
-    stage: Stage, config: RunConfig, data: Data, results: Results
+    stage: Stage, run: Resolved, data: Data, results: Results
 ) -> dict[str, WorkerSpec | Role]:
     """A spec for every role of a stage.
 
     Args:
         stage: The stage.
-        config: The run's configuration.
+        run: The run.
         data: Its task and tokenizer.
         results: The finished stages.
 
@@ -77,18 +73,18 @@ def worker_specs(
         ConfigError: If a worker of the user's own cannot be made.
     """
     return {
-        role: _spec(stage, role, plan, config, data, results) for role, plan in stage.roles.items()
+        role: _spec(stage, role, plan, run, data, results) for role, plan in stage.roles.items()
     }
 
 
 def exporting_specs(
-    stage: Stage, config: RunConfig, data: Data, results: Results
+    stage: Stage, run: Resolved, data: Data, results: Results
 ) -> dict[str, WorkerSpec | Role]:
     """Specs of the same roles that read, in one process, what any engine has trained.
 
     Options of an engine's workers are left out: they are those of the engine that trained.
     """
-    here = config.model_copy(update={"engine": EngineConfig(), "rollout": RolloutConfig()})
+    here = replace(run, engines=engines_of(EngineConfig(), RolloutConfig()))
     roles = {
         role: replace(plan, config=plan.config.model_copy(update={"options": {}}))
         if plan.worker in DEFAULT.roles
@@ -98,18 +94,19 @@ def exporting_specs(
     return worker_specs(replace(stage, roles=roles, planned_options={}), here, data, results)
 
 
-def check_options(stage: Stage, config: RunConfig) -> None:
+def check_options(stage: Stage, run: Resolved) -> None:
     """Validate the options of a stage's workers without making one.
 
     Raises:
         ConfigError: If an option is unknown, of the wrong type or out of range, or the engines
             cannot do what the stage asks of them.
     """
-    engine, rollout = training_engine(config), rollout_engine(config)
-    check_generates(stage.graph, stage.config, config, config.engine.kind)
-    if rollout is not None:
-        _check_apart(stage, config)
-        _check(rollout.rollout_spec, config.rollout.options, "rollout.options", "rollout")
+    engines = run.engines
+    engines.check_generates(stage.graph, stage.config)
+    if engines.rollout is not None:
+        _check_apart(stage, engines)
+        spec = engines.rollout.rollout_spec
+        _check(spec, engines.rollout_options, "rollout.options", "rollout")
     for role, plan in stage.roles.items():
         at = f"{stage.at}.roles.{role}.options"
         if ":" in plan.worker:
@@ -118,22 +115,22 @@ def check_options(stage: Stage, config: RunConfig) -> None:
         if plan.worker in ENV_SPECS:
             _check(ENV_SPECS[plan.worker], plan.config.options, at, plan.worker, FILLED_IN)
             if plan.worker in NETWORKS:
-                perceptron_spec(config)
-                _check_start(stage, role, plan, config)
+                perceptron_spec(run.model)
+                _check_start(stage, role, plan, run)
             continue
         if plan.worker in TASK_REWARDS:
             _check(TASK_REWARDS[plan.worker], plan.config.options, at, plan.worker, _OF_REWARDS)
             continue
-        kind = _spec_class(engine, plan.worker)
+        kind = _spec_class(engines.train, plan.worker)
         _check(kind, plan.config.options, at, plan.worker)
-        _check(kind, config.engine.options, "engine.options", plan.worker)
+        _check(kind, engines.options, "engine.options", plan.worker)
 
 
-def _check_start(stage: Stage, role: str, plan: RolePlan, config: RunConfig) -> None:
+def _check_start(stage: Stage, role: str, plan: RolePlan, run: Resolved) -> None:
     """Refuse a folder whose network does not fit; that of an earlier stage is not there yet."""
-    if not plan.start or plan.start in config.algorithm.before:
+    if not plan.start or plan.start in run.main.config.before:
         return
-    spec = env_worker(plan.worker, config, task_spec_of(config), None, {}, start=plan.start)
+    spec = env_worker(plan.worker, run.model, run.spec, None, {}, start=plan.start)
     try:
         spec.build(WorkerContext(role))
     except ConfigError as error:
@@ -181,20 +178,20 @@ def _check(
         raise ConfigError(f"'{at}': {error}") from None
 
 
-def _check_apart(stage: Stage, config: RunConfig) -> None:
+def _check_apart(stage: Stage, engines: Engines) -> None:
     """An engine that only generates needs a group of its own."""
     for node in stage.graph.nodes:
         ours = stage.roles[node.role].worker == "policy" if node.role else False
-        if not ours or not generates_apart(config, stage.graph, node):
+        if not ours or not engines.apart(stage.graph, node):
             continue
         group = stage.placement.nodes[node.name]
         asked = stage.placement.methods(stage.graph, group, node.role or "")
         others = sorted(asked - {node.method})
         if others:
             raise ConfigError(
-                f"rollout={config.rollout.kind}: '{node.name}' is on group '{group}', which is "
-                f"also asked for {node.role}.{others[0]}\n    give generation a group of its own: "
-                f"executor=ray_split, or executor.nodes.{node.name}=GROUP"
+                f"rollout={engines.rollout_name}: '{node.name}' is on group '{group}', which "
+                f"is also asked for {node.role}.{others[0]}\n    give generation a group of its "
+                f"own: executor=ray_split, or executor.nodes.{node.name}=GROUP"
             )
 
 
@@ -202,7 +199,7 @@ def _spec(
     stage: Stage,
     role: str,
     plan: RolePlan,
-    config: RunConfig,
+    run: Resolved,
     data: Data,
     results: Results,
 ) -> WorkerSpec | Role:
@@ -220,34 +217,32 @@ def _spec(
         optimizer = (plan.config.optimizer or stage.config.optimizer) if plan.trained else None
         start = _folder(plan.start, plan.worker, results) if plan.start else None
         offset = plan.config.init_offset
-        return env_worker(plan.worker, config, data.spec, optimizer, options, offset, start)
-    model = _model(stage, plan, config, data, results)
+        return env_worker(plan.worker, run.model, data.spec, optimizer, options, offset, start)
+    model = _model(plan, run, data, results)
     planned = stage.planned_options.get(role, {})
-    options = {**planned, **config.engine.options, **options, "model": model}
+    options = {**planned, **run.engines.options, **options, "model": model}
     if plan.trained:
         options["optimizer"] = plan.config.optimizer or stage.config.optimizer
-    spec = _spec_class(training_engine(config), plan.worker)
+    spec = _spec_class(run.engines.train, plan.worker)
     if "tokenizer" in get_type_hints(spec):
         options["tokenizer"] = data.tokenizer_spec
     if plan.worker != "policy":
         return spec(**options)
-    judged = config.mismatch
+    judged = run.mismatch
     limits = MismatchLimits(every=judged.every, stop_above=judged.stop_above)
     made = spec(**options, eos_token_id=data.tokenizer.eos_id, mismatch=limits)
-    rollout = rollout_engine(config)
+    rollout = run.engines.rollout
     if rollout is None:
         return made
-    options = {**config.rollout.options, "model": model, "eos_token_id": data.tokenizer.eos_id}
+    options = {**run.engines.rollout_options, "model": model, "eos_token_id": data.tokenizer.eos_id}
     return SplitPolicySpec(train=made, rollout=rollout.rollout_spec(**options))
 
 
-def _model(
-    stage: Stage, plan: RolePlan, config: RunConfig, data: Data, results: Results
-) -> ModelSpec:
+def _model(plan: RolePlan, run: Resolved, data: Data, results: Results) -> ModelSpec:
     if plan.start == MODEL:
         tokenizer = data.tokenizer
         made = model_spec(
-            config.model,
+            run.model,
             vocab_size=tokenizer.vocab_size,
             eos_token_id=tokenizer.eos_id,
             pad_token_id=tokenizer.pad_id,
@@ -259,10 +254,10 @@ def _model(
         for start, share in (plan.start_mean or {plan.start: 1.0}).items()
     }
     if len(folders) == 1:
-        return ModelSpec(folder=next(iter(folders)), dtype=config.model.dtype)
+        return ModelSpec(folder=next(iter(folders)), dtype=run.model.dtype)
     earlier = next((results[start][1] for start in plan.start_mean if start in results), None)
-    mean = mean_folder(folders, Path(config.runs) if earlier is None else earlier.parent)
-    return ModelSpec(folder=str(mean), dtype=config.model.dtype)
+    mean = mean_folder(folders, run.placement.runs if earlier is None else earlier.parent)
+    return ModelSpec(folder=str(mean), dtype=run.model.dtype)
 
 
 def _folder(start: str, worker: str, results: Results) -> str:
@@ -279,13 +274,15 @@ def _started_from(earlier: Stage, worker: str) -> str:
     return role or next(iter(earlier.graph.trains_per_step))
 
 
-def model_positions(stage: Stage, stages: Mapping[str, Stage], config: RunConfig) -> dict[str, int]:
+def model_positions(
+    stage: Stage, stages: Mapping[str, Stage], model: ModelConfig
+) -> dict[str, int]:
     """Role -> longest sequence its model is made for, in tokens; roles without a limit left out.
 
     Args:
         stage: The stage.
         stages: All stages by name; one that starts from another has the other's model.
-        config: The run's configuration.
+        model: The section of the run's model.
 
     Raises:
         ConfigError: If a model's configuration is none.
@@ -300,7 +297,7 @@ def model_positions(stage: Stage, stages: Mapping[str, Stage], config: RunConfig
         if not plan.start:
             continue
         own = plan.start == MODEL
-        spec = model_spec(config.model) if own else ModelSpec(folder=plan.start)
+        spec = model_spec(model) if own else ModelSpec(folder=plan.start)
         try:
             positions = spec.num_positions
         except Exception as error:  # transformers' own, of many kinds

@@ -22,8 +22,7 @@ from penstock.algorithms.ppo import PPO, critic_states, gae_targets
 from penstock.algorithms.roles import PolicyBatch, PolicyOutput, Rollout
 from penstock.algorithms.vtrace_ppo import VtracePPO, vtrace_targets
 from penstock.dataflow.graph.check import check_lag
-from penstock.launch.inputs.compose import load_step, step_cfg
-from penstock.launch.stages.stages import record
+from penstock.launch.inputs.record import load_step, record, step_cfg
 
 from ..configured import NAMES, composed
 from ..drawn import SEEDS, Data, draw

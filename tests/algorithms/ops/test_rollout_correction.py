@@ -17,8 +17,7 @@ from penstock.algorithms.roles import PolicyBatch, PolicyOutput
 from penstock.dataflow.errors import ConfigError, FlowError
 from penstock.dataflow.graph.check import check_lag
 from penstock.dataflow.graph.graph import Ref
-from penstock.launch.inputs.compose import load_step, step_cfg
-from penstock.launch.stages.stages import record, stages_of
+from penstock.launch.inputs.record import load_step, record, step_cfg
 from torch import Tensor, tensor
 
 from ..configured import NAMES, composed
@@ -124,7 +123,7 @@ def test_every_algorithm_that_samples_takes_a_correction_or_refuses_it(name: str
     if not hasattr(cfg_of(name), "sampling"):
         return
     assert cfg_of(name, word).correction == RolloutCorrection(cap=3.0)
-    graph = stages_of(composed(name, word))[-1].graph
+    graph = record(composed(name, word).algorithm, "algorithm")
     inputs = {node.name: dict(node.inputs) for node in graph.nodes}
     trained, weighed = inputs["actor.train"], inputs["rollout_weight"]
     assert trained["batch.advantage"] == Ref("weighted_advantage", "out")

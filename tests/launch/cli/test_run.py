@@ -225,6 +225,21 @@ def test_a_run_whose_record_is_damaged_is_not_resumed(penstock: Penstock) -> Non
     assert said.err.startswith(f"penstock: run '{run.name}': run.json cannot be read (JSONDecode")
 
 
+def test_an_old_run_is_told_how_its_keys_are_called_now(penstock: Penstock) -> None:
+    words = ("algorithm=sft", *TINY, "algorithm.per_step.demos=8", "algorithm.num_steps=1")
+    assert penstock("run", *words).code == 0
+    run = only_run()
+    (run / "summary.json").unlink()
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("\nmismatch:\n", "\nagreement:\n"))
+    said = penstock("run", f"resume={run}")
+    assert (said.code, said.err) == (
+        2,
+        "penstock: 'agreement' is now 'mismatch'\n    rename it where it is written: on the command"
+        " line, in a YAML file, or in config.yaml of a run that is resumed\n",
+    )
+
+
 def test_a_verifier_that_fails_on_held_out_problems_is_mentioned(penstock: Penstock) -> None:
     Path("marking.py").write_text(
         "def mark(prompt, response, answer):\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.algorithms.roles import Policy, PolicyBatch, Prompts, Sampling, TrainMetrics
-from penstock.configs.schema import SAME, RunConfig
+from penstock.configs.schema import SAME
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
-from penstock.launch.inputs.engines import planned_engines, runs_on
+from penstock.launch.inputs.compose import Resolved
 from penstock.launch.placement.auto_place import choose
 from penstock.launch.placement.divide import check_layouts, divided
 from penstock.launch.placement.worker_options import planned_options
@@ -51,7 +51,7 @@ class Distilled:
 
 
 @cache
-def config(engine: str, rollout: str, *words: str) -> RunConfig:
+def config(engine: str, rollout: str, *words: str) -> Resolved:
     return config_of(
         "algorithm=ppo",
         "algorithm.roles.reward.worker=rule",
@@ -141,7 +141,7 @@ def test_a_plan_is_one_that_its_engines_run(
 ) -> None:
     run = config(*pair)
     model = shape(family, key_heads, layers)
-    engine, rollout = planned_engines(run, run.engine.kind)
+    engine, rollout = run.engines.planned(run.engines.name)
     workload = Workload(num_prompts=8, prompt=Lengths.constant(32), response=Lengths.constant(32))
     try:
         plan = plan_step(
@@ -160,17 +160,17 @@ def test_a_plan_is_one_that_its_engines_run(
         raise
     for name, layout in plan.layouts.items():
         node = step[name]
-        runner = runs_on(run, step, node)
+        runner = run.engines.runs(step, node)
         assert runner.why_not(layout, CALL_KINDS[node.kind], model) is None
-    check_layouts(plan, step, run, "the plan")
-    planned_options(plan, step, run)
-    groups = divided(plan, step, run)
+    check_layouts(plan, step, run.engines, "the plan")
+    planned_options(plan, replace(run.main, graph=step), run.engines)
+    groups = divided(plan, step, run.engines)
     placement = groups.placement(step)
     for name, layout in plan.layouts.items():
         group = placement.group(placement.nodes[name])
         processes = group.num_ranks * group.tensor_parallel * group.pipeline_parallel
         assert processes == layout.num_devices
-        sizes = runs_on(run, step, step[name]).division(layout)
+        sizes = run.engines.runs(step, step[name]).division(layout)
         assert (group.tensor_parallel, group.pipeline_parallel) == sizes
 
 
@@ -179,7 +179,7 @@ def test_the_planner_divides_models_for_fsdp() -> None:
     run = config("fsdp", "torch")
     model = shape("qwen2", 8, 6)
     step = STEPS[0]
-    engine, rollout = planned_engines(run, "fsdp")
+    engine, rollout = run.engines.planned("fsdp")
     plan = plan_step(
         step,
         models_of(step, model),
@@ -193,8 +193,11 @@ def test_the_planner_divides_models_for_fsdp() -> None:
     )
     layout = plan.layouts["actor.train"]
     assert (layout.zero, layout.tp, layout.dp) == (3, 1, 4)
-    assert planned_options(plan, step, run)["actor"]["shards"] == layout.dp
-    placement = divided(plan, step, run).placement(step)
+    assert (
+        planned_options(plan, replace(run.main, graph=step), run.engines)["actor"]["shards"]
+        == layout.dp
+    )
+    placement = divided(plan, step, run.engines).placement(step)
     groups = {name: placement.group(group) for name, group in placement.nodes.items()}
     assert (groups["actor.train"].num_ranks, groups["actor.train"].tensor_parallel) == (1, 4)
     assert groups["actor.train"].name == groups["ref.logprob"].name
@@ -205,13 +208,13 @@ def test_placement_auto_places_fsdp(tmp_path: Path) -> None:
     file = tmp_path / "measured.json"
     calibration(num_devices=2).write(file)
     run = config("fsdp", "torch", f"calibration={file}")
-    plan = choose(run, stages_of(run)[-1].graph).plan
+    plan = choose(run).plan
     assert plan.prediction is not None
     main = stages_of(run, plan)[-1]
     for name, layout in plan.layouts.items():
-        assert runs_on(run, main.graph, main.graph[name]).why_not(layout, "forward") is None or (
-            name == "actor.generate"
-        )
+        assert run.engines.runs(main.graph, main.graph[name]).why_not(
+            layout, "forward"
+        ) is None or (name == "actor.generate")
 
 
 def written(tmp_path: Path, **layouts: Layout) -> str:
@@ -336,7 +339,7 @@ def test_an_engine_of_ones_own_must_be_one(words: str, message: str) -> None:
 
 def test_a_model_that_an_engine_does_not_compute_is_not_planned_for() -> None:
     run = config("megatron", "vllm")
-    engine, rollout = planned_engines(run, "megatron")
+    engine, rollout = run.engines.planned("megatron")
     step = STEPS[0]
     model = shape("mistral", 8, 2)
     with pytest.raises(PlanError) as caught:

@@ -1,6 +1,6 @@
 """The reference of all keys as Markdown, from the types that declare them.
 
-python -m penstock.configs.reference > docs/configuration_keys.md
+python -m penstock.launch.cli.key_reference > docs/configuration_keys.md
 """
 
 from __future__ import annotations
@@ -13,37 +13,29 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from .key_docs import key_docs
-from .validate import fields_of
+from ...algorithms.grpo import GRPO
+from ...algorithms.ppo import PPO
+from ...algorithms.reference_grpo import ReferenceGRPO
+from ...algorithms.reward_modelling import RewardModelling
+from ...algorithms.sft import SFT
+from ...configs.key_docs import key_docs
+from ...configs.plan_schema import ClusterConfig, PlanOptions, WorkloadConfig
+from ...configs.profile_schema import ProfileConfig
+from ...configs.schema import RunConfig
+from ...configs.validate import fields_of
+from ...workers.envs.actors.perceptron import PerceptronSpec
+from ..inputs.env_specs import ENV_SPECS, FILLED_IN
+from ..inputs.tasks import TASKS
 
 __all__ = ["as_yaml", "key_reference"]
 
 
 def key_reference() -> str:
     """One table per class that declares keys."""
-    from ..algorithms.grpo import GRPO
-    from ..algorithms.ppo import PPO
-    from ..algorithms.reference_grpo import ReferenceGRPO
-    from ..algorithms.reward_modelling import RewardModelling
-    from ..algorithms.sft import SFT
-    from ..launch.inputs.env_specs import ENV_SPECS, FILLED_IN
-    from ..workers.data.file_task import FileTaskSpec
-    from ..workers.data.reasoning_task import ReasoningTaskSpec
-    from ..workers.envs.actors.perceptron import PerceptronSpec
-    from ..workers.envs.games.task import BoardTaskSpec, LibraryGameTaskSpec
-    from ..workers.envs.task import EnvTaskSpec
-    from .plan_schema import ClusterConfig, PlanOptions, WorkloadConfig
-    from .profile_schema import ProfileConfig
-    from .schema import RunConfig
-
     owners: dict[type, str] = {}
     for kind, at in (
         (RunConfig, ""),
-        (ReasoningTaskSpec, "task (kind: reasoning_gym)"),
-        (FileTaskSpec, "task (kind: file)"),
-        (EnvTaskSpec, "task (kind: gymnasium)"),
-        (BoardTaskSpec, "task (kind: board_game)"),
-        (LibraryGameTaskSpec, "task (kind: library_game)"),
+        *((task, f"task (kind: {kind})") for kind, task in TASKS.items()),
         (PerceptronSpec, "model.architecture (model_type: perceptron)"),
         (SFT, "algorithm.cfg (algorithm=sft)"),
         (RewardModelling, "algorithm.cfg (algorithm=reward_modelling)"),

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.configs.reference import key_reference
-from penstock.launch.cli.hydra_app import groups
+from penstock.configs.options import groups
+from penstock.launch.cli.key_reference import key_reference
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_the_committed_reference_is_up_to_date() -> None:
     committed = (DOCS / "configuration_keys.md").read_text()
     assert committed == key_reference(), (
-        "run: python -m penstock.configs.reference > docs/configuration_keys.md"
+        "run: python -m penstock.launch.cli.key_reference > docs/configuration_keys.md"
     )
 
 
@@ -43,7 +43,7 @@ def test_what_environments_and_their_actors_take_is_in_the_reference() -> None:
 
 def test_every_group_and_option_is_in_the_guide() -> None:
     guide = (DOCS / "configuration.md").read_text()
-    configs = Path(__file__).parents[2] / "configs"
+    configs = Path(__file__).parents[3] / "configs"
     for group in groups():
         (row,) = [line for line in guide.splitlines() if line.startswith(f"| `{group}=` |")]
         missing = [o.stem for o in (configs / group).glob("*.yaml") if f"`{o.stem}`" not in row]

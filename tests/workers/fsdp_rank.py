@@ -8,6 +8,7 @@ process.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron_models import (
     FAMILIES,
+    FROZEN,
     OPTIMIZER,
     load_batch,
     optimizer_of,
@@ -191,7 +193,16 @@ def refusals(part: Part) -> None:
     (part.folder / f"fsdp-refusals-{part.process}.json").write_text(json.dumps(said))
 
 
+def frozen(part: Part) -> None:
+    """Some parameters never move."""
+    spec = dataclasses.replace(OPTIMIZER, frozen=FROZEN)
+    policy = part.policy("qwen2-tied", optimizer=spec)
+    part.keep("metric", train_policy(policy, part.rows(load_batch(part.folder))))
+    part.found |= policy.export_weights()
+
+
 PARTS: dict[str, Callable[[Part], None]] = {
+    "frozen": frozen,
     "logits": logits,
     "train": train,
     "roles": roles,

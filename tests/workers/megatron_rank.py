@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron_models import (
     FAMILIES,
+    FROZEN,
     OPTIMIZER,
     load_batch,
     optimizer_of,
@@ -234,7 +235,16 @@ def refusals(part: Part) -> None:
     (part.folder / f"refusals-{part.process}.json").write_text(json.dumps(said))
 
 
+def frozen(part: Part) -> None:
+    """Some parameters never move."""
+    spec = dataclasses.replace(OPTIMIZER, frozen=FROZEN)
+    policy = part.policy("qwen2-tied", optimizer=spec)
+    part.keep("metric", train_policy(policy, part.rows(load_batch(part.folder))))
+    part.found |= policy.export_weights()
+
+
 PARTS: dict[str, Callable[[Part], None]] = {
+    "frozen": frozen,
     "logits": logits,
     "tied": tied,
     "train": train,

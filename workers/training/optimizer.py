@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +46,8 @@ class OptimizerSpec:
     """Where a falling schedule ends, as a fraction of the peak."""
     restart_every_call: bool = False
     """Begin every train call without moments, as the first one does (Kimi k1.5, section 2.3.2)."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that never move, as patterns of their names: `model.embed_tokens.*`."""
 
     def __post_init__(self) -> None:
         check_range(self, "lr", "weight_decay", "max_grad_norm", at_least=0)
@@ -169,6 +171,16 @@ class AdamW:
         self._spec = spec
         self.steps = 0
         self._buffers: dict[str, Tensor] = {}
+        self._frozen: tuple[tuple[int, int], ...] = ()
+        self._begin = 0  # of what this process steps, in the layout of the weights
+
+    def freeze(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Leave parts of the weights as they are: no decay, no moments, no share in the norm.
+
+        Args:
+            spans: Where they begin and end in the layout of the weights, in order and apart.
+        """
+        self._frozen = tuple(spans)
 
     def step(self, grad: Tensor, lr: float) -> float:
         """Clip a gradient, take one step, return the gradient's norm before clipping.
@@ -181,6 +193,8 @@ class AdamW:
             FloatingPointError: If the norm is not finite; no weight has changed then, on any
                 process.
         """
+        for begin, end in self._frozen:
+            grad[begin:end].zero_()
         own = self._own(grad)
         norm = self._norm(own)
         clip_gradient(own, norm, self._spec, self.steps + 1)
@@ -198,7 +212,21 @@ class AdamW:
 
     def _update(self, own: Tensor, lr: float) -> None:
         """Step the weights."""
-        update_weights(self._weights(), own, self._allocated(), self._spec, lr, self.steps)
+        weights, buffers = self._weights(), self._allocated()
+        for begin, end in self._stepped(len(weights)):
+            part = {kind: buffer[begin:end] for kind, buffer in buffers.items()}
+            update_weights(weights[begin:end], own[begin:end], part, self._spec, lr, self.steps)
+
+    def _stepped(self, length: int) -> Iterator[tuple[int, int]]:
+        """What is not frozen of this process's `length` weights."""
+        begin = 0
+        for start, stop in self._frozen:
+            if start - self._begin > begin:
+                yield begin, min(start - self._begin, length)
+            begin = max(begin, stop - self._begin)
+            if begin >= length:
+                return
+        yield begin, length
 
     def _weights(self) -> Tensor:
         """What this process steps, as one tensor in the layout of the buffers."""

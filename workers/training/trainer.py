@@ -20,6 +20,7 @@ from ...dataflow.graph.role import Loss, LossSum, Metric
 from ...dataflow.runtime.call_context import CallKey, call_behind
 from ..rollout.sampling import stream_generator
 from .data_parallel import RankGroup, rank_group
+from .frozen import frozen_names, frozen_spans
 from .logprob_mismatch import Mismatch, MismatchLimits, check_mismatch
 from .microbatch import Minibatches, columns, micro_batches, on_device, row_sizes, take_rows
 from .network import Network
@@ -86,6 +87,7 @@ class Trainer(Generic[O]):
         self._group = rank_group(network.context, network.device)
         self._mismatch: Mismatch | None = None
         self._compared = False
+        self._frozen = frozen_names(network, spec.frozen, network.context.role)
         self.optimizer = network.make_optimizer(spec)
         self.calls = 0
 
@@ -113,6 +115,9 @@ class Trainer(Generic[O]):
         lr = self._spec.lr_at(self.calls)
         if self._spec.restart_every_call:
             self.optimizer.restart()
+        if self._frozen:  # not when it is made: a copy that only generates has no gradient
+            self.optimizer.freeze(frozen_spans(self._network, self._frozen))
+            self._frozen = frozenset[str]()
         sums = Sums()
         norms: list[float] = []
         limits = limits or MismatchLimits()

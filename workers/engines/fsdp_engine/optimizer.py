@@ -57,7 +57,11 @@ class FsdpAdamW(AdamW):
     def _update(self, own: Tensor, lr: float) -> None:
         grads = self._views(own)
         state = {kind: self._views(buffer) for kind, buffer in self._allocated().items()}
+        end = 0
         for name, weight in self._views(None).items():
+            begin, end = end, end + weight.numel()
+            if any(start <= begin and end <= stop for start, stop in self._frozen):
+                continue  # a parameter is frozen whole
             mine = {kind: views[name] for kind, views in state.items()}
             update_weights(weight, grads[name], mine, self._spec, lr, self.steps)
 

@@ -19,6 +19,8 @@ import transformers
 from megatron_models import (
     FAMILIES,
     OPTIMIZER,
+    frozen_policy,
+    is_frozen,
     load_batch,
     optimizer_of,
     read_weights,
@@ -60,11 +62,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_group(
         made,
         4,
-        "1,2,1:logits+train+roles+gpt2+half",
-        "~1,1,2:logits+train+roles+refusals",
+        "1,2,1:logits+train+roles+gpt2+half+frozen",
+        "~1,1,2:logits+train+roles+refusals+frozen",
         "~2,1,1:train",
         "1,2,2:logits+train+resume",
-        "2,2,1:resume",
+        "2,2,1:resume+frozen",
         "2,1,2:resume",
         script=RANK,
     )
@@ -191,6 +193,19 @@ def test_a_family_without_a_plan_learns_the_same(folder: Path):
     found = read_all(folder, SHARDS, "gpt2")[0]
     torch.testing.assert_close(under(found, "weights"), policy.export_weights(), atol=1e-5, rtol=0)
     torch.testing.assert_close(under(found, "metric"), metrics, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", [SHARDS, TENSOR, "r2s2t1"])
+def test_frozen_parameters_stay_and_the_others_learn_as_in_the_torch_engine(
+    folder: Path, layout: str
+):
+    policy = frozen_policy(folder)
+    before = policy.export_weights()
+    metrics = train_policy(policy, load_batch(folder))
+    found = read_all(folder, layout, "frozen")[0]
+    assert_as_torch(found, policy.export_weights(), metrics)
+    still = {name for name in before if torch.equal(before[name], found[name])}
+    assert still == {name for name in before if is_frozen(name)}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ import transformers
 from megatron_models import (
     FAMILIES,
     OPTIMIZER,
+    frozen_policy,
+    is_frozen,
     load_batch,
     optimizer_of,
     read_found,
@@ -54,9 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_group(
         made,
         2,
-        "2,1,1:logits+tied+train+resume+half+written+disagree+refusals",
-        "1,1,2:logits+tied+train+resume+disagree",
-        "1,2,1:logits+tied+train+resume+disagree",
+        "2,1,1:logits+tied+train+resume+half+written+disagree+refusals+frozen",
+        "1,1,2:logits+tied+train+resume+disagree+frozen",
+        "1,2,1:logits+tied+train+resume+disagree+frozen",
     )
     run_group(made, 4, "2,1,2:logits+tied+resume+written")
     return made
@@ -97,6 +99,19 @@ def assert_as_torch(found: dict[str, Tensor], weights: Any, metrics: dict[str, T
     loose = {"value_clip_fraction"}
     for name in metrics.keys() - loose:
         torch.testing.assert_close(said[name], metrics[name], atol=2e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2, DP2])
+def test_frozen_parameters_stay_and_the_others_learn_as_in_the_torch_engine(
+    folder: Path, layout: Layout
+):
+    policy = frozen_policy(folder)
+    before = policy.export_weights()
+    metrics = train_policy(policy, load_batch(folder))
+    found = lead(folder, layout, "frozen")
+    assert_as_torch(found, policy.export_weights(), metrics)
+    still = {name for name in before if torch.equal(before[name], found[name])}
+    assert still == {name for name in before if is_frozen(name)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -35,7 +35,7 @@ def both_step(
 def stage(*words: str) -> Stage:
     composed = compose("run", list(words))
     composed.pop("resume")
-    return stages_of(run_config(composed))[-1]
+    return stages_of(resolved(composed))[-1]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ from ...configs.schema import RunConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError, PlanError
 from ...dataflow.graph.graph import Graph, NodeKind
-from ...dataflow.runtime.executor import Executor, InProcess
+from ...dataflow.runtime.executor import Executor
+from ...dataflow.runtime.in_process import InProcess
 from ...dataflow.runtime.placement import DeviceGroup, Placement, check_placement, follow
 from ...planner.inputs.cluster import ClusterSpec
 from ...planner.plan.plan import GroupPlan, Plan, one_group_plan

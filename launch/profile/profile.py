@@ -253,7 +253,7 @@ def _link(
 
 def _call_seconds(executor: str, threads: int, notes: list[str]) -> tuple[str, float]:
     """With which executor, and what a call costs there."""
-    from ...dataflow.runtime.executor import InProcess
+    from ...dataflow.runtime.in_process import InProcess
     from .dispatch import call_seconds
 
     if executor == "ray":

@@ -32,7 +32,7 @@ def ray() -> Iterator[None]:
 
 def test_who_answers_changes_nothing() -> None:
     max_lag = 1
-    placement = watched.placed("dispatcher", num_ranks=2, num_servers=2)
+    placement = watched.placed("server", num_ranks=2, num_servers=2)
     look = Program(watched.LOOK, watched.on(placement, watched.LOOK))
     engine = Engine(
         watched.WATCH,
@@ -67,7 +67,7 @@ class Mortal(watched.CountTeller):
 def test_a_server_that_dies_is_named() -> None:
     engine = Engine(
         watched.WATCH,
-        watched.placed("dispatcher"),
+        watched.placed("server"),
         workers={**watched.WORKERS, "model": MortalSpec()},
         schedule=Schedule(deadline_s=60.0),
         executor=RayExecutor(num_threads=1),
@@ -75,5 +75,5 @@ def test_a_server_that_dies_is_named() -> None:
     with engine:
         run = engine.run(watched.SOURCES, 3)
         next(run)
-        with pytest.raises(WorkerError, match="asking 'model.tell' of group 'dispatcher' failed"):
+        with pytest.raises(WorkerError, match="asking 'model.tell' of group 'server' failed"):
             next(run)

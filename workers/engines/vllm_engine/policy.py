@@ -297,7 +297,7 @@ class VllmPolicy(Policy):
         if "slept_bytes" in self.metrics:
             self.metrics["wake_s"] = Metric(time.perf_counter() - since_s, 1.0, "max")
 
-    def park(self) -> None:
+    def keep_warm(self) -> None:
         """Leave the engine, asleep, to the next policy of this process that can use it.
 
         Nothing may be asked of this one afterwards.

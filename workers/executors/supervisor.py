@@ -16,7 +16,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from ...dataflow.runtime.executor import Completion, Program, groups_of, servers
 from ...dataflow.runtime.messages import CallWork, Handle, ImportSlicesWork, ImportWork, Part, Work
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..weight_sync.packet_server import Kept, Route
+from .executor_kind import Transport
 from .process_backend import BackendError, Process, ProcessBackend, ProcessDied, Ref, Reservation
 from .rank_group import (
     LEAST_START_S,
@@ -40,7 +41,7 @@ from .rank_group import (
 from .rank_process import Answer, part_to_numpy
 from .warm_pool import keep_warm, take_warm
 
-__all__ = ["Supervisor", "Transport"]
+__all__ = ["Supervisor"]
 
 _MOST_RESTARTS = 3
 """A group that dies more often than this has a cause that starting again does not fix."""
@@ -49,9 +50,6 @@ _LOG = logging.getLogger("penstock.executor")
 
 _Place = tuple[str, int, int]
 """Group, process and key of what a process keeps for others."""
-
-Transport = Literal["object_store", "point_to_point"]
-"""How slices of weights get from group to group; see `Supervisor`."""
 
 
 @dataclass

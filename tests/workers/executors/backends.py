@@ -6,9 +6,10 @@ import contextlib
 from typing import Protocol
 
 import psutil
+from penstock.workers.executors.executor_kind import Transport
 from penstock.workers.executors.on_ray.executor import RayExecutor
 from penstock.workers.executors.process_backend import ProcessBackend
-from penstock.workers.executors.supervisor import Supervisor, Transport
+from penstock.workers.executors.supervisor import Supervisor
 
 from .spawned import SpawnedBackend, SpawnedExecutor
 

@@ -23,14 +23,16 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 from penstock.dataflow.runtime.placement import DeviceGroup
+from penstock.workers.executors.executor_kind import ExecutorKind, Transport
 from penstock.workers.executors.process_backend import CallFailed, NotInTime, ProcessDied
-from penstock.workers.executors.supervisor import Supervisor, Transport
+from penstock.workers.executors.supervisor import Supervisor
 
-__all__ = ["SpawnedBackend", "SpawnedExecutor"]
+__all__ = ["EXECUTOR", "SpawnedBackend", "SpawnedExecutor", "start_helpers"]
 
 _ROOT = str(Path(__file__).parents[3])
 _START_S = 60.0
@@ -175,6 +177,15 @@ class _Process:
             self.child.close()
 
 
+def start_helpers() -> ForkServerContext:
+    """What Python keeps once it is used; for before a test is checked for what it leaves."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["penstock.workers.executors.rank_process", "pytest"])
+    forkserver.ensure_running()
+    resource_tracker.ensure_running()
+    return context
+
+
 class _Devices:
     def release(self) -> None:
         """This backend has no devices to share out."""
@@ -186,11 +197,7 @@ class SpawnedBackend(_Store):
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="spawned-")
         super().__init__(Path(self._folder.name))
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["penstock.workers.executors.rank_process", "pytest"])
-        # Both stay, so they are started before a test begins that is checked for what it leaves.
-        forkserver.ensure_running()
-        resource_tracker.ensure_running()
+        self.context = start_helpers()
         self.changed = threading.Condition()
         self.is_up = True
         self.processes: list[_Process] = []
@@ -263,3 +270,19 @@ class SpawnedExecutor(Supervisor):
         transport: Transport = "object_store",
     ) -> None:
         super().__init__("plain processes", lambda: backend, num_threads, transport=transport)
+
+
+_OPEN: list[SpawnedBackend] = []
+
+
+def _create(num_threads: int | None, transport: Transport) -> SpawnedExecutor:
+    _OPEN.append(SpawnedBackend())
+    return SpawnedExecutor(_OPEN[-1], num_threads, transport=transport)
+
+
+def _end() -> None:
+    while _OPEN:
+        _OPEN.pop().close()
+
+
+EXECUTOR = ExecutorKind(name="spawned", create=_create, end=_end)

@@ -364,14 +364,14 @@ def test_ranks_meet_where_no_other_machine_can_reach_them(backend: Backend) -> N
         for rank in range(2)
     ]
 
-    def call(*calls: Any) -> list[Any]:
-        refs = [ref for process, *what in calls for ref in there.call(process, what[0], what[1:])]
+    def call(method: str, processes: list[Any], *arguments: Any) -> list[Any]:
+        refs = [there.call(process, method, arguments)[0] for process in processes]
         return there.get(refs, 120.0)
 
     try:
-        (meet,) = call((ranks[0], "listen"))
-        call(*((rank, "join", meet) for rank in ranks))
-        for total, addresses in call(*((rank, "sum_and_addresses") for rank in ranks)):
+        (meet,) = call("listen", ranks[:1])
+        call("join", ranks, meet)
+        for total, addresses in call("sum_and_addresses", ranks):
             assert total == 2
             assert addresses
             assert [one for one in addresses if not is_loopback(one)] == []

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
-from importlib.util import find_spec
 
+from ..executor_kind import Transport
 from ..process_backend import ProcessBackend
-from ..supervisor import Supervisor, Transport
+from ..supervisor import Supervisor
 from ..warm_pool import forget_warm
 
 __all__ = ["RayExecutor", "connect_ray", "shutdown_ray"]
-
-# Ray itself is imported by `connect_ray`, which must set its environment before.
-if find_spec("ray") is None:
-    raise ModuleNotFoundError("No module named 'ray'", name="ray")
 
 _ON_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch for listening where other machines can connect; says what it does elsewhere."""
@@ -57,7 +53,7 @@ def connect_ray() -> None:
         # Ray lowers its workers' priority by 15 to keep a desktop responsive; here they are the
         # job.
         os.environ.setdefault("RAY_worker_niceness", "0")
-    import ray
+    import ray  # not before, because it reads the environment
     from ray._private import ray_constants  # pyright: ignore[reportPrivateImportUsage]
 
     if ray.is_initialized():

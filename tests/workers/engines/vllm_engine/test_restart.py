@@ -16,8 +16,8 @@ from penstock.dataflow.runtime.placement import DeviceGroup, Placement
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.workers.engines.vllm_engine.policy import VllmPolicySpec
+from penstock.workers.executors.executor_kind import Transport
 from penstock.workers.executors.on_ray.executor import RayExecutor, connect_ray, shutdown_ray
-from penstock.workers.executors.supervisor import Transport
 from penstock.workers.rollout.split_policy import SplitPolicySpec
 
 from ....algorithms import runs

@@ -15,7 +15,8 @@ from ..graph.role import Role
 from ..scheduler.schedule import Schedule
 from .checkpoint import CheckpointFolder
 from .dispatcher import Dispatcher
-from .executor import Executor, InProcess, Program, check_workers
+from .executor import Executor, Program, check_workers
+from .in_process import InProcess
 from .messages import AskWork
 from .placement import Placement, flow_of
 from .run import Run, StepResult, Trained

@@ -21,7 +21,8 @@ from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.graph.role import Role
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine, StepResult
-from penstock.dataflow.runtime.executor import Executor, InProcess
+from penstock.dataflow.runtime.executor import Executor
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule

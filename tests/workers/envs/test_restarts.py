@@ -16,7 +16,7 @@ import torch
 from penstock.algorithms.ops.returns import gae
 from penstock.algorithms.roles.environment import Actor, Acts, Trajectories
 from penstock.dataflow.errors import StateError, WorkerError
-from penstock.dataflow.runtime.executor import InProcess
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.group import Stepped
 from penstock.workers.envs.normalization import Normalization

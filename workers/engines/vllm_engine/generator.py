@@ -89,7 +89,7 @@ class VllmPolicy(GeneratorPolicy):
         """
         self.vllm.abort(rows)
 
-    def park(self) -> None:
+    def keep_warm(self) -> None:
         """Leave the engine, asleep, to the next policy of this process that can use it.
 
         Nothing may be asked of this one afterwards.

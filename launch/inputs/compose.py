@@ -121,7 +121,7 @@ def resolve(config: RunConfig) -> Resolved:
         refuse_other_value_loss(stage.graph, config.model.architecture)
     return Resolved(
         stages=stages,
-        engines=engines_of(config.engine, config.rollout),
+        engines=engines_of(config.engine, config.rollout, config.algorithm),
         placement=PlacementInputs(
             config.executor, config.placement, config.calibration, Path(config.runs)
         ),

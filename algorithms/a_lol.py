@@ -2,8 +2,8 @@
 
 Baheti et al., "Leftover Lunch: Advantage-based Offline Reinforcement Learning for Language Models",
 2023. A whole response is one action. Two things differ from the paper: the value of a prompt is
-learnt along with the policy by a critic, and responses are drawn in proportion to their advantage
-without chance, as often as that proportion comes to.
+learned along with the policy by a critic, and responses are repeated in proportion to their
+advantage, without chance.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ALoL:
     value_loss: ClippedValueLoss = ClippedValueLoss(eps=None)
     """The critic's loss, on the state before a response's first token."""
     prioritized: bool = True
-    """Draw responses in proportion to their advantage; False trains on each once."""
+    """Repeat responses in proportion to their advantage; False trains on each once."""
     epochs: int = 1
     """Passes over each step's responses."""
     num_minibatches: int = 1

@@ -9,10 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .controllers.kl_controller import KLController, KLTarget, kl_penalized_reward
-from .ops.kl import response_kl
+from .controllers.kl_controller import KLController, KLTarget
+from .ops.kl import kl_penalized_reward, response_kl
 from .options.policy_updates import train_policy
-from .ppo import PPO
+from .ppo import (
+    PPO,
+    critic_states,
+    gae_targets,
+    token_rewards,
+    train_critic,
+    whitened_advantage,
+)
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 
 __all__ = ["AdaptivePPO", "adaptive_ppo_step"]
@@ -45,23 +52,23 @@ def adaptive_ppo_step(
     """As `ppo_step`, with this step's coefficient, which then moves; reports the KL as well."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
-    roll, states = cfg.judged(roll)
+    roll, states = critic_states(roll, cfg)
     value = critic.value(roll.tokens, states)
     ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
     kl = response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob)
     shaped = kl_penalized_reward(
-        cfg.token_reward(roll, score, None),
+        token_rewards(score, roll, None, cfg),
         roll.mask,
         logprob=roll.behavior_logprob,
         ref_logprob=ref_logprob,
         kl_coef=controller.coefficient(kl, cfg.kl_coef),
         kl_estimator=cfg.kl_estimator,
     )
-    target = cfg.targets(roll, states, reward=shaped, value=value)
-    advantage = cfg.scaled(target.advantage, roll.mask)
+    target = gae_targets(roll, states, cfg, reward=shaped, value=value)
+    advantage = whitened_advantage(target.advantage, roll.mask, cfg)
     return (
         train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
-        cfg.train_critic(critic, roll, states, value=value, target=target.value_target),
+        train_critic(critic, roll, states, cfg, value=value, target=target.value_target),
         controller.follow(kl, cfg.kl_coef, cfg.kl_target),
         kl,
     )

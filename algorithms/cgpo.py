@@ -1,4 +1,4 @@
-"""CGPO: a policy gradient on a calibrated reward that only responses without a violation are paid.
+"""CGPO: a policy gradient on a calibrated reward, which is 0 for responses with a violation.
 
 Xu et al., "The Perfect Blend: Redefining RLHF with Mixture of Judges", 2024: the optimizer CRPG.
 Judges say whether a response keeps all constraints; the reward is how likely it beats the
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from .losses import ReinforceLoss
 from .ops.advantages import broadcast_over_tokens
 from .ops.constrained import MeanOver, constrained_reward, kl_allowance, less_mean
+from .ops.rollout_correction import RolloutCorrection
 from .options.constrained_updates import Constrained, sample_and_judge
 from .options.policy_updates import train_policy
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics
@@ -25,6 +26,8 @@ __all__ = ["CGPO", "cgpo_step"]
 class CGPO(Constrained):
     """Options of CGPO."""
 
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's."""
     mean_over: MeanOver = "batch"
     """Whose mean reward is the baseline: all responses' of the batch, those that pass, or all of
     the same prompt."""
@@ -36,11 +39,13 @@ def cgpo_step(
     prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, judges: Reward, cfg: CGPO
 ) -> tuple[TrainMetrics, PerSample, PerSample]:
     """Sample, judge, and train on the rewards that remain; reports who passed, and the KL."""
-    judged = sample_and_judge(prompts, actor, ref, reward, judges, cfg)
-    roll = judged.roll
-    paid = constrained_reward(
-        judged.score, passed=judged.passed, allowance=kl_allowance(judged.kl, kl_max=cfg.kl_max)
+    compared = sample_and_judge(prompts, actor, ref, reward, judges, cfg)
+    roll = compared.roll
+    rewarded = constrained_reward(
+        compared.score,
+        passed=compared.passed,
+        allowance=kl_allowance(compared.kl, kl_max=cfg.kl_max),
     )
-    advantage = less_mean(paid, roll.prompt_id, passed=judged.passed, mean_over=cfg.mean_over)
+    advantage = less_mean(rewarded, roll.prompt_id, passed=compared.passed, mean_over=cfg.mean_over)
     per_token = broadcast_over_tokens(advantage, roll.mask)
-    return train_policy(actor, roll, per_token, cfg.loss, cfg), judged.passed, judged.kl
+    return train_policy(actor, roll, per_token, cfg.loss, cfg), compared.passed, compared.kl

@@ -9,25 +9,54 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .grpo import GroupRelative
+from ..dataflow.option_checks import check_range
 from .losses import CappedWeightLoss
-from .options.policy_updates import train_policy
-from .roles import Policy, Prompts, Reward, TrainMetrics
+from .ops.advantages import broadcast_over_tokens, group_advantage
+from .ops.reductions import Variance
+from .ops.rollout_correction import RolloutCorrection
+from .options.policy_updates import check_groups, check_updates, train_policy
+from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 __all__ = ["CISPO", "cispo_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CISPO(GroupRelative):
+class CISPO:
     """Options of CISPO."""
 
+    sampling: Sampling = Sampling(num_samples=64, max_new_tokens=1024)
+    """How responses are sampled; `num_samples` is the size of a group."""
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
+    divide_by_std: bool = True
+    """Divide by the group's standard deviation; False is Dr. GRPO's advantage."""
+    std_variance: Variance = "unbiased"
+    """Whether that deviation divides by n - 1 ("unbiased") or n ("biased")."""
+    std_eps: float = 1e-6
+    """Added to the standard deviation."""
     loss: CappedWeightLoss = CappedWeightLoss(report_entropy=True)
     """The bounds of the weight; the mean is over tokens."""
+
+    def __post_init__(self) -> None:
+        check_updates(self)
+        check_groups(self)
+        check_range(self, "std_eps", at_least=0)
 
 
 def cispo_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: CISPO) -> TrainMetrics:
     """Sample groups of responses, score them, and train on how each compares with its group."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
-    advantage = cfg.advantage(score, roll)
-    return train_policy(actor, roll, advantage, cfg.loss, cfg)
+    advantage = group_advantage(
+        score,
+        roll.prompt_id,
+        divide_by_std=cfg.divide_by_std,
+        variance=cfg.std_variance,
+        eps=cfg.std_eps,
+    )
+    per_token = broadcast_over_tokens(advantage, roll.mask)
+    return train_policy(actor, roll, per_token, cfg.loss, cfg)

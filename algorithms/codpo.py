@@ -11,28 +11,38 @@ from dataclasses import dataclass
 from .losses import DPOLoss
 from .ops.constrained import passing_and_failing
 from .options.constrained_updates import Constrained, sample_and_judge
-from .options.pair_updates import train_on_preferences
-from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics
+from .roles import PerSample, Policy, Prompts, ReferencePairBatch, Reward, TrainMetrics
 
 __all__ = ["CODPO", "codpo_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CODPO(Constrained):
-    """Options of constrained online DPO; it takes no `correction`, and `kl_max` is not read."""
+    """Options of constrained online DPO; `kl_max` is not read."""
 
     loss: DPOLoss = DPOLoss(sft_coef=1.0)
     """The loss of pairs; `sft_coef` weighs the likelihood of the response that passed."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_uncorrected()
 
 
 def codpo_step(
     prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, judges: Reward, cfg: CODPO
 ) -> tuple[TrainMetrics, PerSample, PerSample]:
     """Sample, judge, pair, and train on the pairs; reports who passed, and the KL."""
-    judged = sample_and_judge(prompts, actor, ref, reward, judges, cfg)
-    pairs = passing_and_failing(judged.roll, judged.score, passed=judged.passed)
-    return train_on_preferences(actor, ref, pairs, cfg.loss, cfg), judged.passed, judged.kl
+    temperature = cfg.sampling.temperature
+    compared = sample_and_judge(prompts, actor, ref, reward, judges, cfg)
+    pairs = passing_and_failing(compared.roll, compared.score, passed=compared.passed)
+    batch = ReferencePairBatch(
+        pair_id=pairs.pair_id,
+        tokens=pairs.tokens,
+        mask=pairs.mask,
+        chosen=pairs.chosen,
+        ref_logprob=ref.logprob(pairs.tokens, pairs.mask, temperature=temperature),
+    )
+    report = actor.train(
+        cfg.loss,
+        batch,
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+        temperature=temperature,
+    )
+    return report, compared.passed, compared.kl

@@ -20,28 +20,24 @@ __all__ = ["CRRAFT", "crraft_step"]
 
 @dataclass(frozen=True, kw_only=True)
 class CRRAFT(Constrained):
-    """Options of constrained reward-ranked fine-tuning; it takes no `correction`."""
+    """Options of constrained reward-ranked fine-tuning."""
 
     loss: ReinforceLoss = ReinforceLoss(aggregation="seq-mean-token-sum", report_entropy=True)
     """The log-likelihood of whole responses, weighed by their score."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_uncorrected()
 
 
 def crraft_step(
     prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, judges: Reward, cfg: CRRAFT
 ) -> tuple[TrainMetrics, PerSample, PerSample]:
     """Sample, judge, choose, and imitate; reports who passed, and the KL."""
-    judged = sample_and_judge(prompts, actor, ref, reward, judges, cfg)
-    other = judged.baseline
+    compared = sample_and_judge(prompts, actor, ref, reward, judges, cfg)
+    other = compared.baseline
     rows = best_passing(
-        judged.roll,
+        compared.roll,
         other,
-        score=judged.score,
-        passed=judged.passed,
-        kl=judged.kl,
+        score=compared.score,
+        passed=compared.passed,
+        kl=compared.kl,
         fallback_passed=judges.score(other.tokens, other.mask, other.prompt_id),
         kl_max=cfg.kl_max,
     )
@@ -58,4 +54,4 @@ def crraft_step(
         num_minibatches=cfg.num_minibatches,
         temperature=cfg.sampling.temperature,
     )
-    return report, judged.passed, judged.kl
+    return report, compared.passed, compared.kl

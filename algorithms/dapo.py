@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..dataflow.option_checks import check_range
-from .grpo import GroupRelative
+from .grpo import GRPO
 from .losses import ClippedPolicyLoss
+from .ops.advantages import broadcast_over_tokens, group_advantage
 from .ops.dynamic_sampling import DynamicSampling, sample_until_full
 from .ops.rewards import is_correct, overlong_penalty, response_length, signed_score, weighted_score
 from .options.policy_updates import train_policy
@@ -22,15 +23,15 @@ __all__ = ["DAPO", "dapo_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DAPO(GroupRelative):
+class DAPO(GRPO):
     """Options of DAPO."""
 
     sampling: Sampling = Sampling(num_samples=16, max_new_tokens=20480)
-    """How responses are drawn; `num_samples` is the size of a group."""
+    """How responses are sampled; `num_samples` is the size of a group."""
     filling: DynamicSampling = DynamicSampling()
     """Which groups are kept, and how long more are sampled."""
     signed: bool = True
-    """Pay 1 for a correct response and -1 for another, in place of the verifier's score."""
+    """Reward a correct response with 1 and another with -1, in place of the verifier's score."""
     overlong: Literal["piecewise", "linear", "none"] = "piecewise"
     """Penalty for a response in its last `overlong_cache` tokens, capped at 1 or not. To leave
     responses that were cut off out of the loss, use "none" and `filling.finished_only`."""
@@ -45,25 +46,34 @@ class DAPO(GroupRelative):
         super().__post_init__()
         check_range(self, "overlong_cache", at_least=1, at_most=self.sampling.max_new_tokens)
 
-    def pay(self, score: PerSample, roll: Rollout) -> PerSample:
-        """What responses are paid, from what a verifier says."""
-        if self.signed:
-            score = signed_score(is_correct(score, threshold=self.filling.correct_score))
-        if self.overlong == "none":
-            return score
-        penalty = overlong_penalty(
-            response_length(roll.mask),
-            max_length=self.sampling.max_new_tokens,
-            cache=self.overlong_cache,
-            form=self.overlong,
-        )
-        return weighted_score(score, other=penalty)
-
 
 def dapo_step(
     prompts: Prompts, actor: Policy, reward: Reward, cfg: DAPO
 ) -> tuple[TrainMetrics, PerSample]:
     """Sample until enough groups are mixed, and train on them; reports the first round's share."""
     roll, mixed = sample_until_full(prompts, actor, reward, cfg.sampling, cfg.filling)
-    advantage = cfg.advantage(cfg.pay(roll.score, roll), roll)
-    return train_policy(actor, roll, advantage, cfg.loss, cfg), mixed
+    score = shaped_score(roll.score, roll, cfg)
+    advantage = group_advantage(
+        score,
+        roll.prompt_id,
+        divide_by_std=cfg.divide_by_std,
+        variance=cfg.std_variance,
+        eps=cfg.std_eps,
+    )
+    per_token = broadcast_over_tokens(advantage, roll.mask)
+    return train_policy(actor, roll, per_token, cfg.loss, cfg), mixed
+
+
+def shaped_score(score: PerSample, roll: Rollout, cfg: DAPO) -> PerSample:
+    """A verifier's score as plus or minus 1, less the penalty for a response that is too long."""
+    if cfg.signed:
+        score = signed_score(is_correct(score, threshold=cfg.filling.correct_score))
+    if cfg.overlong == "none":
+        return score
+    penalty = overlong_penalty(
+        response_length(roll.mask),
+        max_length=cfg.sampling.max_new_tokens,
+        cache=cfg.overlong_cache,
+        form=cfg.overlong,
+    )
+    return weighted_score(score, other=penalty)

@@ -10,8 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .ops.rollout_correction import RolloutCorrection
-from .ppo import PPO, ppo_step
+from .ops.rollout_correction import RolloutCorrection, corrected_batch
+from .options.reference_kl import reference_logprob, reported_kl
+from .ppo import (
+    PPO,
+    critic_states,
+    gae_targets,
+    token_rewards,
+    train_critic,
+    whitened_advantage,
+)
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 
 __all__ = ["DecoupledPPO", "decoupled_ppo_step"]
@@ -41,5 +49,26 @@ def decoupled_ppo_step(
     reward: Reward,
     cfg: DecoupledPPO,
 ) -> tuple[TrainMetrics, TrainMetrics, PerSample | None]:
-    """`ppo_step`, whose correction brings in one forward pass of the actor for today's weights."""
-    return ppo_step(prompts, actor, critic, ref, reward, cfg)
+    """As `ppo_step`, with one more forward pass of the actor, for today's log-probabilities."""
+    temperature = cfg.sampling.temperature
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    roll, states = critic_states(roll, cfg)
+    value = critic.value(roll.tokens, states)
+    ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, temperature)
+    shaped = token_rewards(score, roll, ref_logprob, cfg)
+    target = gae_targets(roll, states, cfg, reward=shaped, value=value)
+    advantage = whitened_advantage(target.advantage, roll.mask, cfg)
+    # The batch's `behavior_logprob` is the proximal policy's: today's weights, before the update.
+    batch = corrected_batch(actor, roll, advantage, cfg.correction, temperature)
+    return (
+        actor.train(
+            cfg.policy_loss,
+            batch,
+            epochs=cfg.epochs,
+            num_minibatches=cfg.num_minibatches,
+            temperature=temperature,
+        ),
+        train_critic(critic, roll, states, cfg, value=value, target=target.value_target),
+        reported_kl(roll, ref_logprob),
+    )

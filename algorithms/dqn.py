@@ -1,4 +1,4 @@
-"""Deep Q-learning: values of actions from steps kept in a replay, towards a slower copy's word.
+"""Deep Q-learning: values of actions, from steps of a replay, towards those of a slower copy.
 
 Mnih et al., "Human-level Control through Deep Reinforcement Learning", 2015. Van Hasselt et al.,
 "Deep Reinforcement Learning with Double Q-learning", 2015, is `double`. Defaults are CleanRL's for
@@ -34,7 +34,7 @@ ErrorNorm = Literal["squared", "huber"]
 class TemporalDifferenceLoss(TokenAggregation, Loss[QBatch, ValueOutput]):
     """The error of a Q-network against fixed targets.
 
-    Metrics, per drawn step:
+    Metrics, per sampled step:
 
     - `value_loss`: the error, as aggregated.
     - `q_mean`: the value of the action that was taken.
@@ -93,7 +93,7 @@ class DQN:
     double: bool = False
     """Let the network being trained choose the next action, whose value the slower copy says."""
     batch_size: int = 128
-    """Drawn steps per optimizer step."""
+    """Sampled steps per optimizer step."""
     num_updates: int = 1
     """Optimizer steps per step."""
     min_stored: int = 1000
@@ -115,21 +115,21 @@ class DQN:
 def dqn_step(
     rows: EnvRows, env: Env, q: QNetwork, target: QNetwork, replay: Replay, cfg: DQN
 ) -> tuple[TrainMetrics, TrainMetrics]:
-    """Act, keep, draw, and train towards what the slower copy expects."""
+    """Act, store the steps, sample some, and train towards the slower copy's values."""
     steps = env.rollout(rows.env, rows.group, q, horizon=cfg.horizon)
     stored = replay.add(steps)
     num_steps = cfg.batch_size * cfg.num_updates
-    drawn = replay.sample(stored, num_steps=num_steps, at_least=cfg.min_stored)
+    sampled = replay.sample(stored, num_steps=num_steps, at_least=cfg.min_stored)
     chooser = q if cfg.double else target
-    next_value = target.value(drawn.next_obs, chooser.best(drawn.next_obs))
+    next_value = target.value(sampled.next_obs, chooser.best(sampled.next_obs))
     batch = QBatch(
-        obs=drawn.obs,
-        action=drawn.action,
-        mask=drawn.mask,
+        obs=sampled.obs,
+        action=sampled.action,
+        mask=sampled.mask,
         value_target=bellman_target(
-            drawn.reward,
+            sampled.reward,
             next_value=next_value,
-            terminated=drawn.terminated,
+            terminated=sampled.terminated,
             discount=cfg.discount,
         ),
     )

@@ -2,8 +2,8 @@
 
 Schulman et al., 2017, with the details of Huang et al., "The 37 Implementation Details of Proximal
 Policy Optimization", 2022, whose numbers for classic control are the defaults. One thing differs
-from their code: an episode that a time limit cuts off is worth what the critic says of the state it
-was left in, and the step that resets an environment is not trained on.
+from their code: an episode that a time limit cuts off is bootstrapped with the value of its final
+state, and the step that resets an environment is not trained on.
 
 With `epochs` 1, `num_minibatches` 1 and advantages as they are it is A2C (Huang, Kanervisto et al.,
 "A2C is a special case of PPO", 2022).
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ..dataflow.option_checks import check_range
 from .losses.actor_critic import ActorCriticLoss
-from .ops.scale_invariance import percentile_scaled
+from .ops.value_transforms import percentile_scaled
 from .options.env_updates import gae_of, train_actor_critic
 from .roles import TrainMetrics
 from .roles.environment import ActorCritic, Env, EnvRows, Trajectories
@@ -41,7 +41,7 @@ class EnvPPO:
     epochs: int = 4
     """Passes over the steps taken."""
     num_minibatches: int = 4
-    """Optimizer steps in a pass, each on as many steps drawn at random."""
+    """Optimizer steps in a pass, each on as many steps sampled at random."""
 
     def __post_init__(self) -> None:
         check_range(self, "horizon", "epochs", "num_minibatches", at_least=1)

@@ -17,7 +17,7 @@ class Evaluation:
     """Options of evaluation."""
 
     sampling: Sampling = Sampling(temperature=0.0)
-    """How responses are drawn; greedily by default."""
+    """How responses are sampled; greedily by default."""
 
 
 def evaluate_step(

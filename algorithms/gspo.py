@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .grpo import GroupRelative
+from .grpo import GRPO, grpo_step
 from .losses import ClippedPolicyLoss
-from .options.policy_updates import train_policy
 from .roles import Policy, Prompts, Reward, TrainMetrics
 
 __all__ = ["GSPO", "gspo_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GSPO(GroupRelative):
+class GSPO(GRPO):
     """Options of GSPO."""
 
     loss: ClippedPolicyLoss = ClippedPolicyLoss(
@@ -34,8 +33,5 @@ class GSPO(GroupRelative):
 
 
 def gspo_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: GSPO) -> TrainMetrics:
-    """Sample groups of responses, score them, and train on how each compares with its group."""
-    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
-    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
-    advantage = cfg.advantage(score, roll)
-    return train_policy(actor, roll, advantage, cfg.loss, cfg)
+    """`grpo_step`, whose loss takes the ratio of whole responses."""
+    return grpo_step(prompts, actor, reward, cfg)

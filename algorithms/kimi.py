@@ -2,8 +2,8 @@
 
 Kimi Team, "Kimi k1.5: Scaling Reinforcement Learning with LLMs", 2025, section 2.3. The report
 starts each iteration with a new optimizer: an option of the optimizer, on in the configuration. The
-reward for brevity is for later: the report trains without it first. The loss's pull to the policy
-that sampled is no multiple of the advantage, so a correction's weights would not weigh it.
+reward for brevity is for later: the report trains without it first. There is no `correction`: the
+loss's pull to the policy that sampled is no multiple of the advantage that weights are put on.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from ..dataflow.option_checks import check_range
 from .losses import MirrorDescentLoss
 from .ops.advantages import broadcast_over_tokens, group_advantage, log_partition_advantage
 from .ops.rewards import is_correct, length_reward, response_length, weighted_score
-from .options.policy_updates import Updates, train_policy
-from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
+from .options.policy_updates import check_groups, check_updates
+from .roles import Policy, PolicyBatch, Prompts, Reward, Sampling, TrainMetrics
 
 __all__ = ["Kimi", "kimi_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kimi(Updates):
+class Kimi:
     """Options of Kimi k1.5's policy optimization."""
 
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=1024)
-    """How responses are drawn; `num_samples` is the size of a group."""
+    """How responses are sampled; `num_samples` is the size of a group."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
     baseline: Literal["mean", "log_partition"] = "mean"
     """What is taken off a score: the group's mean, or the exact `tau log mean exp(score / tau)`."""
     length_weight: float = 0.0
@@ -37,11 +41,10 @@ class Kimi(Updates):
     """Mirror descent: `tau` is the weight of the KL to the policy that sampled."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_updates(self)
+        check_groups(self)
         check_range(self, "length_weight", at_least=0)
         check_range(self, "correct_score")
-        self.check_groups()
-        self.check_uncorrected()
 
 
 def kimi_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: Kimi) -> TrainMetrics:
@@ -56,4 +59,16 @@ def kimi_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: Kimi) -> Tra
         advantage = group_advantage(score, roll.prompt_id, divide_by_std=False)
     else:
         advantage = log_partition_advantage(score, roll.prompt_id, tau=cfg.loss.tau)
-    return train_policy(actor, roll, broadcast_over_tokens(advantage, roll.mask), cfg.loss, cfg)
+    batch = PolicyBatch(
+        tokens=roll.tokens,
+        mask=roll.mask,
+        behavior_logprob=roll.behavior_logprob,
+        advantage=broadcast_over_tokens(advantage, roll.mask),
+    )
+    return actor.train(
+        cfg.loss,
+        batch,
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+        temperature=cfg.sampling.temperature,
+    )

@@ -12,18 +12,25 @@ from ..dataflow.option_checks import check_range
 from .losses import ClippedPolicyLoss
 from .ops.advantages import StdScores, batch_std_advantage, broadcast_over_tokens
 from .ops.reductions import Variance
-from .options.policy_updates import Updates, train_policy
+from .ops.rollout_correction import RolloutCorrection
+from .options.policy_updates import check_groups, check_updates, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 __all__ = ["LitePPO", "lite_ppo_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LitePPO(Updates):
+class LitePPO:
     """Options of Lite PPO."""
 
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=1024)
-    """How responses are drawn; `num_samples` is the size of a group."""
+    """How responses are sampled; `num_samples` is the size of a group."""
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
     std_of: StdScores = "raw"
     """Whose deviation divides: scores as they came, or less their group's mean ("centered")."""
     std_variance: Variance = "unbiased"
@@ -34,9 +41,9 @@ class LitePPO(Updates):
     """Clipping; the mean is over tokens."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_updates(self)
+        check_groups(self)
         check_range(self, "std_eps", at_least=0)
-        self.check_groups()
 
 
 def lite_ppo_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: LitePPO) -> TrainMetrics:

@@ -10,13 +10,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .losses.macro import MacroPolicyBatch, MacroPolicyLoss
-from .ops.macro_actions import MacroReward, MacroValue, Termination, macro_actions, macro_gae
-from .options.kl_score import reference_logprob, reported_kl
+from .ops.macro_actions import (
+    MacroId,
+    MacroReward,
+    MacroValue,
+    Termination,
+    macro_actions,
+    macro_gae,
+)
 from .options.policy_updates import train_policy
-from .ppo import PPO
-from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
+from .options.reference_kl import reference_logprob, reported_kl
+from .ppo import PPO, token_rewards, train_critic, whitened_advantage
+from .roles import PerSample, PerToken, Policy, Prompts, Reward, Rollout, TrainMetrics, ValueModel
 
-__all__ = ["MARLHF", "ma_rlhf_step"]
+__all__ = ["MARLHF", "ma_rlhf_step", "train_actor"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +31,12 @@ class MARLHF(PPO):
     """Options of MA-RLHF."""
 
     termination: Termination = "fixed"
-    """Where a macro action ends: after `macro_length` tokens ("fixed"), after a number drawn from
+    """Where a macro action ends: after `macro_length` tokens ("fixed"), after a number sampled from
     `macro_lengths` ("random"), or where likelihood stops rising ("perplexity")."""
     macro_length: int | None = 5
     """Tokens of a fixed macro action; None for one per response."""
     macro_lengths: tuple[int, ...] = (1, 2, 3, 5, 10)
-    """Lengths that random macro actions are drawn from."""
+    """Lengths that random macro actions are sampled from."""
     macro_value: MacroValue = "equal"
     """How tokens' values make a macro action's."""
     macro_reward: MacroReward = "sum"
@@ -76,32 +83,38 @@ def ma_rlhf_step(
     target = macro_gae(
         roll.mask,
         macro_id,
-        reward=cfg.token_reward(roll, score, ref_logprob),
+        reward=token_rewards(score, roll, ref_logprob, cfg),
         value=value,
         discount=cfg.discount,
         lam=cfg.gae_lambda,
         macro_value=cfg.macro_value,
         macro_reward=cfg.macro_reward,
     )
-    advantage = cfg.scaled(target.advantage, roll.mask)
-    if cfg.macro_ratio == "token":
-        actor_report = train_policy(actor, roll, advantage, cfg.policy_loss, cfg)
-    else:
-        actor_report = actor.train(
-            MacroPolicyLoss(policy=cfg.policy_loss),
-            MacroPolicyBatch(
-                tokens=roll.tokens,
-                mask=roll.mask,
-                behavior_logprob=roll.behavior_logprob,
-                advantage=advantage,
-                macro_id=macro_id,
-            ),
-            epochs=cfg.epochs,
-            num_minibatches=cfg.num_minibatches,
-            temperature=cfg.sampling.temperature,
-        )
-    critic_report = cfg.train_critic(
-        critic, roll, roll.mask, value=value, target=target.value_target
+    advantage = whitened_advantage(target.advantage, roll.mask, cfg)
+    return (
+        train_actor(actor, roll, macro_id, advantage, cfg),
+        train_critic(critic, roll, roll.mask, cfg, value=value, target=target.value_target),
+        reported_kl(roll, ref_logprob),
     )
-    kl = reported_kl(roll, ref_logprob)
-    return actor_report, critic_report, kl
+
+
+def train_actor(
+    actor: Policy, roll: Rollout, macro_id: MacroId, advantage: PerToken, cfg: MARLHF
+) -> TrainMetrics:
+    """Train on ratios of tokens, or of macro actions."""
+    if cfg.macro_ratio == "token":
+        return train_policy(actor, roll, advantage, cfg.policy_loss, cfg)
+    batch = MacroPolicyBatch(
+        tokens=roll.tokens,
+        mask=roll.mask,
+        behavior_logprob=roll.behavior_logprob,
+        advantage=advantage,
+        macro_id=macro_id,
+    )
+    return actor.train(
+        MacroPolicyLoss(policy=cfg.policy_loss),
+        batch,
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+        temperature=cfg.sampling.temperature,
+    )

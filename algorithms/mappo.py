@@ -93,7 +93,7 @@ class MAPPO:
     epochs: int = 4
     """Passes over the steps taken."""
     num_minibatches: int = 4
-    """Optimizer steps in a pass, each on as many steps drawn at random."""
+    """Optimizer steps in a pass, each on as many steps sampled at random."""
 
     def __post_init__(self) -> None:
         check_range(self, "num_agents", "horizon", "epochs", "num_minibatches", at_least=1)

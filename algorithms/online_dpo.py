@@ -12,19 +12,30 @@ from dataclasses import dataclass
 from .losses import DPOLoss
 from .ops.kl import NoEos, finished_score
 from .ops.pairs import Ties, best_and_worst
-from .options.pair_updates import train_on_preferences
-from .options.policy_updates import Updates
-from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics
+from .options.policy_updates import check_updates
+from .roles import (
+    PerSample,
+    Policy,
+    Prompts,
+    ReferencePairBatch,
+    Reward,
+    Sampling,
+    TrainMetrics,
+)
 
 __all__ = ["OnlineDPO", "online_dpo_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineDPO(Updates):
-    """Options of online DPO; it takes no `correction`."""
+class OnlineDPO:
+    """Options of online DPO."""
 
     sampling: Sampling = Sampling(num_samples=2, temperature=0.7, max_new_tokens=53)
-    """How responses are drawn; of more than two the best and the worst make the pair."""
+    """How responses are sampled; of more than two the best and the worst make the pair."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
     loss: DPOLoss = DPOLoss()
     """Which function of the two log-ratios, and its beta."""
     ties: Ties = "drop"
@@ -38,8 +49,7 @@ class OnlineDPO(Updates):
     """What "subtract" takes from its score."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_uncorrected()
+        check_updates(self)
         if self.sampling.num_samples < 2:
             raise ValueError(
                 f"sampling.num_samples is {self.sampling.num_samples}, but a pair needs two "
@@ -51,6 +61,7 @@ def online_dpo_step(
     prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, cfg: OnlineDPO
 ) -> tuple[TrainMetrics, PerSample]:
     """Sample, pair the best response with the worst, and train on the pairs."""
+    temperature = cfg.sampling.temperature
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
     ruled = finished_score(
@@ -61,4 +72,18 @@ def online_dpo_step(
         no_eos_penalty=cfg.no_eos_penalty,
     )
     pairs = best_and_worst(roll, ruled, ties=cfg.ties)
-    return train_on_preferences(actor, ref, pairs, cfg.loss, cfg), score
+    batch = ReferencePairBatch(
+        pair_id=pairs.pair_id,
+        tokens=pairs.tokens,
+        mask=pairs.mask,
+        chosen=pairs.chosen,
+        ref_logprob=ref.logprob(pairs.tokens, pairs.mask, temperature=temperature),
+    )
+    report = actor.train(
+        cfg.loss,
+        batch,
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+        temperature=temperature,
+    )
+    return report, score

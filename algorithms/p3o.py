@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .losses import P3OLoss
-from .options.kl_score import score_less_kl
 from .options.pair_updates import PairUpdates, train_on_pairs
+from .options.reference_kl import score_less_kl
 from .roles import Policy, Prompts, Reward, TrainMetrics
 
 __all__ = ["P3O", "p3o_step"]

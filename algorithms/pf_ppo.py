@@ -11,7 +11,16 @@ from typing import Literal
 
 from ..dataflow.option_checks import check_range
 from .ops.filtration import Strategy, filtered_batch, filtered_groups
-from .ppo import PPO, learn
+from .options.policy_updates import check_groups, train_policy
+from .options.reference_kl import reference_logprob, reported_kl
+from .ppo import (
+    PPO,
+    critic_states,
+    gae_targets,
+    token_rewards,
+    train_critic,
+    whitened_advantage,
+)
 from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics, ValueModel
 
 __all__ = ["PFPPO", "pf_ppo_step"]
@@ -22,7 +31,7 @@ class PFPPO(PPO):
     """Options of PF-PPO."""
 
     sampling: Sampling = Sampling(num_samples=5, temperature=0.7, max_new_tokens=53)
-    """How responses are drawn, before they are filtered."""
+    """How responses are sampled, before they are filtered."""
     strategy: Strategy = "best_worst"
     """Which responses are kept."""
     num_kept: int = 2
@@ -34,7 +43,7 @@ class PFPPO(PPO):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_groups()
+        check_groups(self)
         check_range(self, "num_kept", at_least=1)
         check_range(self, "power", at_least=0)
 
@@ -42,9 +51,19 @@ class PFPPO(PPO):
 def pf_ppo_step(
     prompts: Prompts, actor: Policy, critic: ValueModel, ref: Policy, reward: Reward, cfg: PFPPO
 ) -> tuple[TrainMetrics, TrainMetrics, PerSample | None]:
-    """Sample, score, filter, and learn from what is kept as PPO does."""
+    """As `ppo_step`, with a filter after the scores: what is not kept is not trained on."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
     choose = filtered_groups if cfg.filter_scope == "prompt" else filtered_batch
     kept = choose(roll, score, count=cfg.num_kept, strategy=cfg.strategy, power=cfg.power)
-    return learn(kept, kept.score, actor, critic, ref, cfg)
+    roll, states = critic_states(kept, cfg)
+    value = critic.value(roll.tokens, states)
+    ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
+    shaped = token_rewards(kept.score, roll, ref_logprob, cfg)
+    target = gae_targets(roll, states, cfg, reward=shaped, value=value)
+    advantage = whitened_advantage(target.advantage, roll.mask, cfg)
+    return (
+        train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
+        train_critic(critic, roll, states, cfg, value=value, target=target.value_target),
+        reported_kl(roll, ref_logprob),
+    )

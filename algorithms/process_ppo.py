@@ -1,4 +1,4 @@
-"""PPO with a process reward model: every step of a response is paid a little, success most.
+"""PPO with a process reward model: rewards for the steps of a response, most of it for success.
 
 Gao et al., "On Designing Effective RL Reward at Training Time for LLM Reasoning", 2024. Step scores
 go through Clip and Delta, so that a policy gains nothing by more steps; see `process_reward`.
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from ..dataflow.option_checks import check_range
 from .ops.rewards import process_shaped_reward
-from .options.kl_score import reference_logprob, reported_kl
 from .options.policy_updates import train_policy
-from .ppo import PPO
+from .options.reference_kl import reference_logprob, reported_kl
+from .ppo import PPO, gae_targets, token_rewards, train_critic, whitened_advantage
 from .roles import PerSample, Policy, ProcessReward, Prompts, Reward, TrainMetrics, ValueModel
 
 __all__ = ["ProcessPPO", "process_ppo_step"]
@@ -20,14 +20,14 @@ __all__ = ["ProcessPPO", "process_ppo_step"]
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessPPO(PPO):
-    """Options of PPO, and how steps are paid."""
+    """Options of PPO, and how steps are rewarded."""
 
     step_coef: float = 0.02
     """Weight of the step rewards (alpha)."""
     step_clip: float | None = 0.5
     """What a step must score to lose nothing, near the model's mean; None goes without Clip."""
     step_delta: bool = True
-    """Pay a step its score less the next step's."""
+    """Reward a step with its score less the next step's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +55,7 @@ def process_ppo_step(
     value = critic.value(roll.tokens, roll.mask)
     ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
     shaped = process_shaped_reward(
-        cfg.token_reward(roll, score, ref_logprob),
+        token_rewards(score, roll, ref_logprob, cfg),
         roll.mask,
         step_score=steps.step_score,
         step_end=steps.step_end,
@@ -63,10 +63,10 @@ def process_ppo_step(
         clip=cfg.step_clip,
         delta=cfg.step_delta,
     )
-    target = cfg.targets(roll, roll.mask, reward=shaped, value=value)
-    advantage = cfg.scaled(target.advantage, roll.mask)
+    target = gae_targets(roll, roll.mask, cfg, reward=shaped, value=value)
+    advantage = whitened_advantage(target.advantage, roll.mask, cfg)
     return (
         train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
-        cfg.train_critic(critic, roll, roll.mask, value=value, target=target.value_target),
+        train_critic(critic, roll, roll.mask, cfg, value=value, target=target.value_target),
         reported_kl(roll, ref_logprob),
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .losses import RebelLoss
-from .options.kl_score import score_less_kl
 from .options.pair_updates import PairUpdates, train_on_pairs
+from .options.reference_kl import score_less_kl
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 __all__ = ["Rebel", "rebel_step"]
@@ -21,7 +21,7 @@ class Rebel(PairUpdates):
     """Options of REBEL."""
 
     sampling: Sampling = Sampling(num_samples=2, temperature=0.7, max_new_tokens=53)
-    """How responses are drawn, two per prompt."""
+    """How responses are sampled, two per prompt."""
     loss: RebelLoss = RebelLoss(report_entropy=True)
     """The regression and its step size."""
     epochs: int = 4

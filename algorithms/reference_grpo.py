@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .grpo import GroupRelative
-from .losses import ClippedPolicyLoss, KLGradient, ReferenceKLPolicyLoss
+from .grpo import GRPO
+from .losses import KLGradient, ReferenceKLPolicyLoss
+from .ops.advantages import broadcast_over_tokens, group_advantage
 from .ops.kl import KLEstimator
 from .options.policy_updates import train_policy
 from .roles import Policy, Prompts, Reward, TrainMetrics
@@ -18,13 +19,9 @@ __all__ = ["ReferenceGRPO", "reference_grpo_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceGRPO(GroupRelative):
+class ReferenceGRPO(GRPO):
     """Options of GRPO, and of its KL term."""
 
-    loss: ClippedPolicyLoss = ClippedPolicyLoss(
-        aggregation="seq-mean-token-mean", report_entropy=True
-    )
-    """Clipping, and how tokens and rows are weighed."""
     kl_coef: float = 0.04
     """Weight of the KL term; to go without one, use `grpo_step`."""
     kl_estimator: KLEstimator = "k3"
@@ -52,6 +49,13 @@ def reference_grpo_step(
     """As `grpo_step`, with the KL to `ref` added to the loss."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
-    advantage = cfg.advantage(score, roll)
+    advantage = group_advantage(
+        score,
+        roll.prompt_id,
+        divide_by_std=cfg.divide_by_std,
+        variance=cfg.std_variance,
+        eps=cfg.std_eps,
+    )
+    per_token = broadcast_over_tokens(advantage, roll.mask)
     ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
-    return train_policy(actor, roll, advantage, cfg.kl_loss(), cfg, ref_logprob=ref_logprob)
+    return train_policy(actor, roll, per_token, cfg.kl_loss(), cfg, ref_logprob=ref_logprob)

@@ -11,25 +11,32 @@ from typing import Literal
 
 from .losses import ReinforceLoss
 from .ops.advantages import batch_centered, broadcast_over_tokens
-from .options.policy_updates import Updates, train_policy
+from .ops.rollout_correction import RolloutCorrection
+from .options.policy_updates import check_updates, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 __all__ = ["Reinforce", "reinforce_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reinforce(Updates):
+class Reinforce:
     """Options of REINFORCE."""
 
     sampling: Sampling = Sampling(max_new_tokens=53)
-    """How responses are drawn."""
+    """How responses are sampled."""
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
     baseline: Literal["batch_mean", "none"] = "batch_mean"
     """What is taken off every score."""
     loss: ReinforceLoss = ReinforceLoss(aggregation="seq-mean-token-sum", report_entropy=True)
     """How tokens and rows are weighed; the sum over tokens is the response's log-probability."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_updates(self)
         if self.epochs > 1 or self.num_minibatches > 1:
             raise ValueError(
                 f"epochs is {self.epochs} and num_minibatches {self.num_minibatches}, but the loss "

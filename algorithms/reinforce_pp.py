@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from ..dataflow.option_checks import check_range
 from .losses import ClippedPolicyLoss, ReferenceKLPolicyLoss
 from .ops.advantages import broadcast_over_tokens, group_advantage, return_to_go, whiten
+from .ops.kl import KLEstimator, NoEos, kl_shaped_reward
 from .ops.reductions import Variance
-from .options.kl_score import reference_logprob
-from .options.policy_updates import Updates, train_policy
-from .options.reference_kl import KLReward
+from .ops.rollout_correction import RolloutCorrection
+from .options.policy_updates import check_groups, check_updates, train_policy
+from .options.reference_kl import reference_logprob
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 __all__ = [
@@ -27,13 +28,30 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReinforcePP(KLReward, Updates):
+class ReinforcePP:
     """Options of REINFORCE++."""
 
     sampling: Sampling = Sampling(max_new_tokens=1024)
-    """How responses are drawn."""
+    """How responses are sampled."""
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
     kl_coef: float = 0.01
     """Reward taken per nat of KL to the reference; with 0 there is no reference."""
+    kl_estimator: KLEstimator = "k1"
+    """Which estimate of the KL."""
+    score_clip: float | None = None
+    """Bound on the size of a score."""
+    no_eos: NoEos = "replace"
+    """What happens to the score of a response that was cut off: "replace" it, "subtract" from it,
+    or "none"."""
+    no_eos_score: float = -1.0
+    """The score that "replace" gives such a response."""
+    no_eos_penalty: float = 1.0
+    """What "subtract" takes from its score."""
     discount: float = 1.0
     """gamma, per token."""
     whitening_variance: Variance = "unbiased"
@@ -42,11 +60,13 @@ class ReinforcePP(KLReward, Updates):
     """Clipping; the mean is over tokens."""
 
     def __post_init__(self) -> None:
-        KLReward.__post_init__(self)
-        Updates.__post_init__(self)
+        check_updates(self)
         check_range(self, "discount", at_least=0, at_most=1)
-        if self.no_eos == "zero" or self.score_slot == "after_last":
-            raise ValueError("no_eos 'zero' and score_slot 'after_last' need a critic; use PPO")
+        check_range(self, "kl_coef", "no_eos_penalty", at_least=0)
+        check_range(self, "no_eos_score")
+        check_range(self, "score_clip", above=0)
+        if self.no_eos == "zero":
+            raise ValueError("no_eos 'zero' needs a critic; use PPO")
 
 
 def reinforce_pp_step(
@@ -56,18 +76,36 @@ def reinforce_pp_step(
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
     ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
-    shaped = cfg.token_reward(roll, score, ref_logprob)
+    shaped = kl_shaped_reward(
+        score,
+        roll.mask,
+        logprob=roll.behavior_logprob,
+        ref_logprob=roll.behavior_logprob if ref_logprob is None else ref_logprob,
+        kl_coef=cfg.kl_coef,
+        finished=roll.finished,
+        kl_estimator=cfg.kl_estimator,
+        score_clip=cfg.score_clip,
+        no_eos=cfg.no_eos,
+        no_eos_score=cfg.no_eos_score,
+        no_eos_penalty=cfg.no_eos_penalty,
+    )
     to_go = return_to_go(shaped, roll.mask, discount=cfg.discount)
     advantage = whiten(to_go, roll.mask, variance=cfg.whitening_variance)
     return train_policy(actor, roll, advantage, cfg.loss, cfg)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReinforcePPBaseline(Updates):
+class ReinforcePPBaseline:
     """Options of REINFORCE++ with a baseline."""
 
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=1024)
-    """How responses are drawn; `num_samples` is the size of a group."""
+    """How responses are sampled; `num_samples` is the size of a group."""
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
     whitening_variance: Variance = "unbiased"
     """Whether normalizing divides by n - 1 ("unbiased") or n ("biased")."""
     loss: ReferenceKLPolicyLoss = ReferenceKLPolicyLoss(
@@ -76,8 +114,8 @@ class ReinforcePPBaseline(Updates):
     """Clipping, and the KL term; the mean is over tokens."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_groups()
+        check_updates(self)
+        check_groups(self)
 
 
 def reinforce_pp_baseline_step(

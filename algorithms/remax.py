@@ -1,7 +1,7 @@
 """ReMax: the baseline of a response is the score of the greedy response to the same prompt.
 
 Li et al., "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning
-Large Language Models", 2023. The greedy response is drawn from the same weights, and is neither
+Large Language Models", 2023. The greedy response comes from the same weights, and is neither
 trained on nor part of any statistic.
 """
 
@@ -13,8 +13,9 @@ from ..dataflow.option_checks import check_range
 from .losses import ClippedPolicyLoss
 from .ops.advantages import KLPlacement, paired_baseline, remax_advantage
 from .ops.kl import kl_estimate
-from .options.kl_score import reference_logprob, reported_kl
-from .options.policy_updates import Updates, train_policy
+from .ops.rollout_correction import RolloutCorrection
+from .options.policy_updates import check_updates, train_policy
+from .options.reference_kl import reference_logprob, reported_kl
 from .roles import (
     PerSample,
     PerToken,
@@ -30,11 +31,17 @@ __all__ = ["ReMax", "remax_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReMax(Updates):
+class ReMax:
     """Options of ReMax."""
 
     sampling: Sampling = Sampling(max_new_tokens=53)
-    """How responses are drawn."""
+    """How responses are sampled."""
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
     kl_coef: float = 0.05
     """Reward taken per nat of KL to the reference; with 0 there is no reference."""
     kl_placement: KLPlacement = "own_token"
@@ -47,14 +54,14 @@ class ReMax(Updates):
     """The policy's loss; for one update on fresh rollouts its gradient is REINFORCE's."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_updates(self)
         check_range(self, "kl_coef", at_least=0)
         check_range(self, "difference_clip", above=0)
         check_range(self, "discount", at_least=0, at_most=1)
 
     @property
     def greedy(self) -> Sampling:
-        """How the response to compare with is drawn."""
+        """How the response to compare with is sampled."""
         return replace(self.sampling, num_samples=1, temperature=0.0)
 
     def advantage(

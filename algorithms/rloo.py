@@ -13,19 +13,26 @@ from dataclasses import dataclass
 from ..dataflow.option_checks import check_range
 from .losses import ClippedPolicyLoss
 from .ops.advantages import broadcast_over_tokens, leave_one_out
-from .options.kl_score import score_less_kl
-from .options.policy_updates import Updates, train_policy
+from .ops.rollout_correction import RolloutCorrection
+from .options.policy_updates import check_groups, check_updates, train_policy
+from .options.reference_kl import score_less_kl
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 __all__ = ["RLOO", "rloo_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLOO(Updates):
+class RLOO:
     """Options of RLOO."""
 
     sampling: Sampling = Sampling(num_samples=4, max_new_tokens=53)
-    """How responses are drawn; 2 or 4 samples per prompt are usual."""
+    """How responses are sampled; 2 or 4 samples per prompt are usual."""
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
     kl_coef: float = 0.05
     """Score taken per nat of a response's KL to the reference; with 0 there is no reference."""
     loss: ClippedPolicyLoss = ClippedPolicyLoss(
@@ -34,9 +41,9 @@ class RLOO(Updates):
     """Clipping of whole responses; the mean is over responses."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_updates(self)
+        check_groups(self)
         check_range(self, "kl_coef", at_least=0)
-        self.check_groups()
 
 
 def rloo_step(

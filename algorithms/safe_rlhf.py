@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .controllers.multiplier import Ascent, Multiplier, mixed_advantage
+from .controllers.multiplier import Ascent, Multiplier
 from .losses import ClippedValueLoss
-from .options.kl_score import reference_logprob, reported_kl
+from .ops.lagrangian import mixed_advantage
 from .options.policy_updates import train_policy
-from .ppo import PPO
+from .options.reference_kl import reference_logprob, reported_kl
+from .ppo import PPO, gae_targets, token_rewards, train_critic, whitened_advantage
 from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics, ValueModel
 
 __all__ = ["SafeRLHF", "safe_rlhf_step"]
@@ -25,11 +26,11 @@ class SafeRLHF(PPO):
     """Options of Safe RLHF."""
 
     sampling: Sampling = Sampling(max_new_tokens=512)
-    """How responses are drawn."""
+    """How responses are sampled."""
     ascent: Ascent = Ascent()
     """The constraint, and how the multiplier follows it."""
     kl_split: Literal["full", "half"] = "full"
-    """Whether reward and cost both pay for all of the KL, or half of it each."""
+    """Whether reward and cost each account for all of the KL, or for half of it."""
     kl_coef: float = 0.02
     """Reward taken, and cost added, per nat of KL to the reference."""
     score_clip: float | None = 50.0
@@ -51,7 +52,7 @@ class SafeRLHF(PPO):
 
     @property
     def kl_share(self) -> float:
-        """What reward and cost each pay per nat of KL."""
+        """What is taken off the reward, and added to the cost, per nat of KL."""
         return self.kl_coef if self.kl_split == "full" else self.kl_coef / 2
 
 
@@ -73,10 +74,10 @@ def safe_rlhf_step(
     value = critic.value(roll.tokens, roll.mask)
     cost_value = cost_critic.value(roll.tokens, roll.mask)
     ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
-    shaped = cfg.token_reward(roll, score, ref_logprob, kl_coef=cfg.kl_share)
-    costs = cfg.token_reward(roll, cost_score, ref_logprob, kl_coef=-cfg.kl_share, no_eos="none")
-    target = cfg.targets(roll, roll.mask, reward=shaped, value=value)
-    cost_target = cfg.targets(roll, roll.mask, reward=costs, value=cost_value)
+    shaped = token_rewards(score, roll, ref_logprob, cfg, kl_coef=cfg.kl_share)
+    costs = token_rewards(cost_score, roll, ref_logprob, cfg, kl_coef=-cfg.kl_share, no_eos="none")
+    target = gae_targets(roll, roll.mask, cfg, reward=shaped, value=value)
+    cost_target = gae_targets(roll, roll.mask, cfg, reward=costs, value=cost_value)
     ascended = multiplier.update(cost_score, cfg.ascent)
     mixed = mixed_advantage(
         roll.mask,
@@ -84,12 +85,12 @@ def safe_rlhf_step(
         cost=cost_target.advantage,
         multiplier=multiplier.price(cost_score),
     )
-    advantage = cfg.scaled(mixed, roll.mask)
+    advantage = whitened_advantage(mixed, roll.mask, cfg)
     return (
         train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
-        cfg.train_critic(critic, roll, roll.mask, value=value, target=target.value_target),
-        cfg.train_critic(
-            cost_critic, roll, roll.mask, value=cost_value, target=cost_target.value_target
+        train_critic(critic, roll, roll.mask, cfg, value=value, target=target.value_target),
+        train_critic(
+            cost_critic, roll, roll.mask, cfg, value=cost_value, target=cost_target.value_target
         ),
         ascended,
         cost_score,

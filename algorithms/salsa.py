@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .ops.weight_mean import weight_mean
 from .ppo import PPO, ppo_step
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 
-__all__ = ["SALSA", "salsa_step", "weight_mean"]
+__all__ = ["SALSA", "salsa_step"]
 
 
 @dataclass(frozen=True, kw_only=True)

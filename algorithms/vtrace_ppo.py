@@ -17,8 +17,17 @@ from .ops.advantages import GaeTargets
 from .ops.reductions import zero_where_masked_out
 from .ops.returns import vtrace
 from .ops.rollout_correction import with_rollout_logprob
-from .options.kl_score import reference_logprob, reported_kl
-from .ppo import PPO
+from .options.reference_kl import reference_logprob, reported_kl
+from .ppo import (
+    PPO,
+    bootstrap_value,
+    critic_states,
+    rewarded_states,
+    token_rewards,
+    train_critic,
+    whitened_advantage,
+    whitened_reward,
+)
 from .roles import (
     PerSample,
     PerToken,
@@ -32,7 +41,7 @@ from .roles import (
     ValueModel,
 )
 
-__all__ = ["VtracePPO", "vtrace_ppo_step"]
+__all__ = ["VtracePPO", "vtrace_ppo_step", "vtrace_targets"]
 
 
 @op(scope="row")
@@ -64,45 +73,20 @@ class VtracePPO(PPO):
                 "sampled; leave it at 'transparent'"
             )
 
-    def traced(
-        self,
-        roll: Rollout,
-        states: TokenMask,
-        *,
-        reward: PerToken,
-        value: PerToken,
-        logprob: PerToken,
-    ) -> GaeTargets:
-        """As `PPO.targets`; `logprob` is of the weights to be trained."""
-        steps = self.trained_states(roll, states)
-        return vtrace(
-            steps,
-            reward=self.scaled_reward(reward, steps),
-            value=value,
-            logprob=of_sampled(logprob, roll.mask),
-            behavior_logprob=of_sampled(roll.behavior_logprob, roll.mask),
-            bootstrap_value=self.after_last(roll, states, value),
-            discount=self.discount,
-            lam=self.gae_lambda,
-            rho_bar=self.rho_bar,
-            c_bar=self.c_bar,
-            policy_rho_bar=self.rho_bar,
-        )
-
 
 def vtrace_ppo_step(
     prompts: Prompts, actor: Policy, critic: ValueModel, ref: Policy, reward: Reward, cfg: VtracePPO
 ) -> tuple[TrainMetrics, TrainMetrics, PerSample | None]:
-    """Sample, score, see what today's weights think of it, and train on V-trace's word."""
+    """As `ppo_step`, with today's log-probabilities, and targets by V-trace."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
-    roll, states = cfg.judged(roll)
+    roll, states = critic_states(roll, cfg)
     value = critic.value(roll.tokens, states)
     now = actor.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
     ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
-    shaped = cfg.token_reward(roll, score, ref_logprob)
-    target = cfg.traced(roll, states, reward=shaped, value=value, logprob=now)
-    advantage = cfg.scaled(target.advantage, roll.mask)
+    shaped = token_rewards(score, roll, ref_logprob, cfg)
+    target = vtrace_targets(roll, states, cfg, reward=shaped, value=value, logprob=now)
+    advantage = whitened_advantage(target.advantage, roll.mask, cfg)
     batch = PolicyBatch(
         tokens=roll.tokens, mask=roll.mask, behavior_logprob=now, advantage=advantage
     )
@@ -114,6 +98,32 @@ def vtrace_ppo_step(
             num_minibatches=cfg.num_minibatches,
             temperature=cfg.sampling.temperature,
         ),
-        cfg.train_critic(critic, roll, states, value=value, target=target.value_target),
+        train_critic(critic, roll, states, cfg, value=value, target=target.value_target),
         reported_kl(roll, ref_logprob),
+    )
+
+
+def vtrace_targets(
+    roll: Rollout,
+    states: TokenMask,
+    cfg: VtracePPO,
+    *,
+    reward: PerToken,
+    value: PerToken,
+    logprob: PerToken,
+) -> GaeTargets:
+    """As `gae_targets`; `logprob` is of the weights to be trained."""
+    steps = rewarded_states(roll, states, cfg)
+    return vtrace(
+        steps,
+        reward=whitened_reward(reward, steps, cfg),
+        value=value,
+        logprob=of_sampled(logprob, roll.mask),
+        behavior_logprob=of_sampled(roll.behavior_logprob, roll.mask),
+        bootstrap_value=bootstrap_value(roll, states, value, cfg),
+        discount=cfg.discount,
+        lam=cfg.gae_lambda,
+        rho_bar=cfg.rho_bar,
+        c_bar=cfg.c_bar,
+        policy_rho_bar=cfg.rho_bar,
     )

@@ -31,11 +31,11 @@ from penstock.algorithms.ops.rollout_correction import RolloutCorrection
 from penstock.algorithms.roles.environment import ActorCritic
 from penstock.algorithms.roles.replay import QNetwork, Replay
 from penstock.configs.key_docs import key_docs
-from penstock.configs.reference import as_yaml
 from penstock.configs.validate import fields_of
 from penstock.dataflow.graph.axes import Spec
 from penstock.dataflow.graph.graph import Constant, Graph, Node, TableArgument
 from penstock.dataflow.render.svg import to_svg
+from penstock.launch.cli.key_reference import as_yaml
 from torch import Tensor
 
 DOCS = Path(__file__).parents[1] / "docs" / "algorithms"

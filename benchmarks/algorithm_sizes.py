@@ -22,8 +22,8 @@ from typing import Any
 import penstock.configs
 from penstock.dataflow.graph.graph import Graph, NodeKind
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import load_step, run_config, step_cfg
-from penstock.launch.stages.stages import record
+from penstock.launch.inputs.compose import run_config
+from penstock.launch.inputs.record import load_step, record, step_cfg
 
 __all__ = ["NAMES", "RELATIVES", "Algorithm", "Difference", "algorithm", "difference"]
 

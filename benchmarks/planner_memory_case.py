@@ -22,12 +22,11 @@ import torch
 from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
 from penstock.algorithms.roles import PolicyBatch, Sampling, ValueBatch
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.planner.cost.memory_torch import torch_engine_peak
 from penstock.planner.inputs.calls import Call, CallKind
 from penstock.planner.inputs.model_shape import Head, shape_of
 from penstock.planner.inputs.workload import Lengths
-from penstock.workers.engines.torch_engine.policy import TorchPolicySpec
-from penstock.workers.engines.torch_engine.value import TorchValueSpec
+from penstock.workers.engines.torch_engine.costs import torch_engine_peak
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchValueSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor

@@ -38,9 +38,12 @@ from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.plan.plan import Plan
 from penstock.planner.plan.planner import plan_step
 from penstock.planner.search.pins import Pins
-from penstock.workers.engines.torch_engine.policy import TorchPolicySpec
-from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
-from penstock.workers.engines.torch_engine.value import TorchValueSpec
+from penstock.workers.engines.torch_engine.declaration import TORCH
+from penstock.workers.engines.torch_engine.specs import (
+    TorchPolicySpec,
+    TorchRewardModelSpec,
+    TorchValueSpec,
+)
 from penstock.workers.executors.on_ray.executor import RayExecutor, shutdown_ray
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.optimizer import OptimizerSpec
@@ -190,7 +193,7 @@ def planned(case: Case, calibration: Calibration, pins: Pins | None) -> Plan:
         case.workload,
         max_lag=0,
         constants=calibration.constants_for(models.values()),
-        engine="torch",
+        engine=TORCH.planned,
         pins=pins,
     )
 

@@ -32,6 +32,7 @@ ROWS = {"prompts": 16, "pairs": 16, "demos": 16, "rows": 8}
 """Rows of each kind in a step of a short run."""
 SHORT = (
     "tracker=none",
+    "executor.num_threads=1",
     "task.num_train=400",
     "task.num_held_out=32",
     "evaluation.num_prompts=32",
@@ -80,8 +81,8 @@ def short_words(algorithm: str, model: Path) -> list[str]:
         penstock(["run", *base, "--cfg", "job"])
     composed = yaml.safe_load(text.getvalue())["algorithm"]
     warm_up = composed["optimizer"].get("warmup_calls", 0)
-    words = [*base, "algorithm.num_steps=4", *SHORT[:1]]
-    words += [] if algorithm in ENVIRONMENTS else SHORT[1:]
+    words = [*base, "algorithm.num_steps=4", *SHORT[:2]]
+    words += [] if algorithm in ENVIRONMENTS else SHORT[2:]
     words += ["algorithm.optimizer.warmup_calls=0"] if warm_up else []
     words += [f"algorithm.per_step.{kind}={ROWS[kind]}" for kind in composed["per_step"]]
     for name, stage in composed.get("before", {}).items():

@@ -10,12 +10,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from ..planner.cost.engine_model import ANY
 from ..planner.inputs.cluster import DeviceSpec, LinkSpec, NodeGroup
-from ..planner.inputs.layout import Engine
 from ..planner.inputs.workload import Lengths
+from ..workers.engines.registry import check_engine
 from .schema import Section
 
-__all__ = ["ClusterConfig", "PinsConfig", "PlanConfig", "PlanOptions", "WorkloadConfig"]
+__all__ = [
+    "ANY_ENGINE",
+    "ClusterConfig",
+    "PinsConfig",
+    "PlanConfig",
+    "PlanOptions",
+    "WorkloadConfig",
+]
+
+ANY_ENGINE = ANY.name
+"""As `plan.engine`: every layout is allowed."""
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -85,8 +96,9 @@ class PlanOptions(Section):
     models: dict[str, str | None] = Field(default_factory=dict[str, "str | None"])
     """Role -> its model, where it is not the run's: an option of `model=`, a folder with a
     config.json, or null for a role without a model."""
-    engine: Engine = "any"
-    """Which engine the layouts must suit: `any`, `torch` (data-parallel), `megatron` or `vllm`."""
+    engine: str = ANY_ENGINE
+    """Which engine must run the layouts: `any` allows all, others are options of `engine=`. What
+    generates is `rollout=`."""
     tp_across_nodes: bool = False
     """Whether tensor parallelism may reach over the network."""
     max_cp: AtLeastOne = 1
@@ -101,6 +113,11 @@ class PlanOptions(Section):
     defaults without one."""
     pins: PinsConfig = PinsConfig()
     """Parts that are fixed."""
+
+    @field_validator("engine")
+    @classmethod
+    def _is_there(cls, value: str) -> str:
+        return check_engine(value, ANY_ENGINE)
 
 
 class PlanSchedule(Section):

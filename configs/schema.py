@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ..dataflow.scheduler.schedule import Schedule
+from ..workers.engines.registry import DEFAULT, check_engine, check_rollout
 from ..workers.executors.executor_kind import Transport
 from ..workers.executors.registry import DEFAULT_EXECUTOR, check_executor
 from ..workers.models.spec import ModelSpec
@@ -21,11 +22,12 @@ from ..workers.models.tokenizer import TokenizerSpec
 from ..workers.training.optimizer import OptimizerSpec
 
 __all__ = [
-    "MismatchConfig",
+    "SAME",
     "AlgorithmConfig",
     "EngineConfig",
     "EvaluationConfig",
     "ExecutorConfig",
+    "MismatchConfig",
     "ModelConfig",
     "RoleConfig",
     "RolloutConfig",
@@ -33,6 +35,9 @@ __all__ = [
     "TaskConfig",
     "TrackerConfig",
 ]
+
+SAME = "same"
+"""As `rollout.kind`: what trains generates as well."""
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -120,7 +125,8 @@ class TaskConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
 
     kind: str
-    """`reasoning_gym` for generated problems, `file` for a JSONL or Parquet file."""
+    """`reasoning_gym` for generated problems, `file` for a JSONL or Parquet file, `gymnasium`,
+    `board_game` and `library_game` to act in; or `module:Class` of a task of your own."""
     max_prompt_tokens: AtLeastOne | None = None
     """Longer prompts are reported and left out."""
     max_response_tokens: AtLeastOne = 16
@@ -172,21 +178,31 @@ class ExecutorConfig(Section):
 class EngineConfig(Section):
     """What trains and evaluates the models."""
 
-    kind: Literal["torch", "fsdp", "megatron"] = "torch"
-    """`torch`: data-parallel, generates as well. `fsdp`: Hugging Face models with weights divided
-    by FSDP2, tensor-parallel too. `megatron`: tensor- and pipeline-parallel."""
+    kind: str = DEFAULT.name
+    """An engine that trains: an option of `engine=`, or `module:ENGINE` for one of your own."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of every model worker's spec, such as `micro_batch_tokens`; a role's own win."""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_there(cls, value: str) -> str:
+        return check_engine(value)
 
 
 class RolloutConfig(Section):
     """What samples from policies."""
 
-    kind: Literal["same", "torch", "vllm"] = "same"
-    """`same`: the engine that trains. Others generate in processes of their own, which take turns
-    with those that train where they are placed on the same devices."""
+    kind: str = SAME
+    """`same`: the engine that trains. Others, options of `rollout=` or `module:ENGINE`, generate
+    in processes of their own, which take turns with those that train where they are placed on the
+    same devices."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of the rollout worker's spec, such as `max_decode_rows`."""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_there(cls, value: str) -> str:
+        return check_rollout(value, SAME)
 
 
 class MismatchConfig(Section):
@@ -219,10 +235,13 @@ class EvaluationConfig(Section):
 
 
 class TrackerConfig(Section):
-    """Where metrics go besides metrics.jsonl."""
+    """Where metrics go besides metrics.jsonl, which is always written."""
 
-    tensorboard: bool = True
-    """Write TensorBoard event files into the run's folder."""
+    kind: str | None = "tensorboard"
+    """`tensorboard`: event files in the run's folder. Or `module:factory` of a tracker of your own;
+    null for nowhere."""
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Keyword arguments of what makes the tracker."""
 
 
 class RunConfig(Section):

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
@@ -24,6 +24,14 @@ __all__ = ["check_keys", "fields_of", "nearest_key", "validated"]
 
 T = TypeVar("T")
 
+RENAMED: Mapping[str, str] = {
+    "agreement": "mismatch",
+    "task.normalisation": "task.normalization",
+    "tracker.tensorboard": "tracker.kind",
+    "*.normalise_advantages": "normalize_advantages",
+}
+"""Key as it was -> as it is. After `*.`, a key at any depth, of which the last part is renamed."""
+
 
 def validated(kind: type[T], data: Mapping[str, Any], at: str = "") -> T:
     """An instance of `kind` from plain data.
@@ -34,9 +42,15 @@ def validated(kind: type[T], data: Mapping[str, Any], at: str = "") -> T:
         at: The key under which `data` stands: "algorithm.cfg".
 
     Raises:
-        ConfigError: For an unknown key, a missing key, or a value of the wrong type or out of
-            range; every fault is listed.
+        ConfigError: For a key that has another name now, an unknown key, a missing key, or a value
+            of the wrong type or out of range; every fault is listed.
     """
+    if renamed := [*_renamed(data, at)]:
+        raise ConfigError(
+            "\n".join(f"'{old}' is now '{new}'" for old, new in renamed)
+            + "\n    rename it where it is written: on the command line, in a YAML file, or in "
+            "config.yaml of a run that is resumed"
+        )
     check_keys(kind, data, at)
     data = _over_defaults(kind, data)
     try:
@@ -45,6 +59,18 @@ def validated(kind: type[T], data: Mapping[str, Any], at: str = "") -> T:
     except ValidationError as error:
         faults = [_fault(kind, data, at, *same) for same in _by_key(data, error)]
         raise ConfigError("\n".join(dict.fromkeys(faults))) from None
+
+
+def _renamed(data: Mapping[str, Any], at: str) -> Iterator[tuple[str, str]]:
+    """Old and new name of every key, however deep, that stands in `RENAMED`."""
+    for key, value in data.items():
+        path = _join(at, str(key))
+        if path in RENAMED:
+            yield path, RENAMED[path]
+        elif f"*.{key}" in RENAMED:
+            yield path, _join(at, RENAMED[f"*.{key}"])
+        elif isinstance(value, Mapping):
+            yield from _renamed(typing.cast("Mapping[str, Any]", value), path)
 
 
 @cache

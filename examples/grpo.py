@@ -15,7 +15,7 @@ from penstock.algorithms.roles import Sampling
 from penstock.dataflow import Engine, build, one_group, run_eagerly
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
 from penstock.workers.data.sources import PromptSource
-from penstock.workers.engines.torch_engine.policy import TorchPolicySpec
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rewards.rule_reward import RuleRewardSpec

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.ops.advantages import broadcast_over_tokens
-from penstock.algorithms.options.policy_updates import Updates, train_policy
+from penstock.algorithms.ops.rollout_correction import RolloutCorrection
+from penstock.algorithms.options.policy_updates import check_groups, check_updates, train_policy
 from penstock.algorithms.roles import (
     PerSample,
     Policy,
@@ -27,19 +28,25 @@ from penstock.dataflow import op
 
 
 @dataclass(frozen=True, kw_only=True)
-class Median(Updates):
+class Median:
     """Options of the step; each is a key `algorithm.cfg.NAME`."""
 
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=5)
-    """How responses are drawn; `num_samples` is the size of a group."""
+    """How responses are sampled; `num_samples` is the size of a group."""
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
     divide: bool = True
     """Whether to divide by the group's mean absolute deviation from the median."""
     loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
     """Clipping, and how tokens are weighed."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_groups()
+        check_updates(self)
+        check_groups(self)
 
 
 @op(scope="group")

@@ -17,7 +17,8 @@ from functools import cache
 import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.ops.advantages import broadcast_over_tokens, group_advantage
-from penstock.algorithms.options.policy_updates import Updates, train_policy
+from penstock.algorithms.ops.rollout_correction import RolloutCorrection
+from penstock.algorithms.options.policy_updates import check_groups, check_updates, train_policy
 from penstock.algorithms.roles import (
     PerSample,
     Policy,
@@ -38,21 +39,35 @@ ALPHABET = "+-0123456789="
 
 
 @dataclass(frozen=True, kw_only=True)
+class Player:
+    """How one of the two policies samples and trains."""
+
+    sampling: Sampling
+    """How responses are sampled; `num_samples` is the size of a group."""
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
+
+    def __post_init__(self) -> None:
+        check_updates(self)
+        check_groups(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProposerSolver:
     """Options of the step."""
 
-    posing: Updates = Updates(sampling=Sampling(num_samples=4, max_new_tokens=3))
+    posing: Player = Player(sampling=Sampling(num_samples=4, max_new_tokens=3))
     """How sums are written, several to each beginning, and how the proposer trains."""
-    solving: Updates = Updates(sampling=Sampling(num_samples=4, max_new_tokens=5))
+    solving: Player = Player(sampling=Sampling(num_samples=4, max_new_tokens=5))
     """How sums are answered, several times each, and how the solver trains."""
     loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
     """Of both."""
     fine: float = 1.0
     """What the proposer loses for writing no number."""
-
-    def __post_init__(self) -> None:
-        self.posing.check_groups()
-        self.solving.check_groups()
 
 
 @cache

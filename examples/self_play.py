@@ -30,7 +30,7 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.envs.games.mnk_games import TIC_TAC_TOE
-from penstock.workers.envs.games.rows import GameRowSource
+from penstock.workers.envs.rows import GameRowSource
 from penstock.workers.training.optimizer import OptimizerSpec
 from penstock.workers.training.threads import use_threads
 

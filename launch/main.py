@@ -6,7 +6,8 @@ message:
 - 0: done.
 - 1: something failed while running; the message says which node, and what happened before.
 - 2: what was typed, configured or defined cannot run; nothing was trained.
-- 130, 143: interrupted, terminated; workers are ended and checkpoints are intact.
+- 130, 143: interrupted, terminated; workers are ended and checkpoints are intact. While steps are
+  taken a checkpoint is written first; see `stop.py`.
 
 Nothing heavy is imported before a command needs it.
 """
@@ -20,15 +21,10 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from ..dataflow.errors import ConfigError, FlowError, PenstockError, PlanError, nearest
+from .cli.commands import COMMANDS, command_of
+from .run_dir.stop import Terminated
 
-__all__ = ["COMMANDS", "main"]
-
-COMMANDS = {
-    "run": "train as an algorithm, a model and a task say; or continue a run",
-    "graph": "show the graph that an algorithm's step function makes",
-    "plan": "say where each node should run, in which layout, and how long a step takes",
-    "profile": "measure this machine, for plans and for runs that are planned",
-}
+__all__ = ["main"]
 
 _HELP = """\
 usage: penstock COMMAND [key=value ...] [options]
@@ -74,49 +70,36 @@ def _dispatch(words: list[str]) -> int:
             f"penstock has no command '{command}'{nearest(command, COMMANDS)}\n"
             f"    commands are: {', '.join(COMMANDS)}"
         )
-    return _command(command)(arguments)
+    _set_threads()
+    return command_of(command)(arguments)
 
 
-def _command(name: str) -> Callable[[list[str]], int]:
-    # Read when torch is first imported. By default OpenMP's threads spin while they wait, which
-    # makes a run up to a hundred times slower once anything else uses the same cores; if they sleep
-    # at once, waking them doubles the time of short decoding steps. A short spin avoids both.
+def _set_threads() -> None:
+    """How OpenMP's threads wait, which is read when torch is first imported.
+
+    By default they spin, which makes a run up to a hundred times slower once anything else uses the
+    same cores; if they sleep at once, waking them doubles the time of short decoding steps. A short
+    spin avoids both.
+    """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    if name == "graph":
-        from .cli.graph import graph_command
-
-        return graph_command
-    if name == "plan":
-        from .cli.plan import plan_command
-
-        return plan_command
-    if name == "profile":
-        from .profile.profile import profile_command
-
-        return profile_command
-    from .cli.run import run_command
-
-    return run_command
-
-
-class _Terminated(BaseException):
-    """SIGTERM came; raised so that everything on the stack is closed on the way out."""
 
 
 def _guarded(body: Callable[[], int]) -> int:
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, _terminate)
+    # Who ignores SIGCHLD never learns how its children ended: programs that fail would be rewarded.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         return body()
     except (ConfigError, FlowError, PlanError) as error:
         return _say(str(error), 2)
     except PenstockError as error:
         return _say(str(error), 1)
-    except KeyboardInterrupt:
-        return _say("interrupted", 130)
-    except _Terminated:
-        return _say("terminated", 143)
+    except KeyboardInterrupt as stopped:
+        return _say(f"interrupted {stopped}".rstrip(), 130)
+    except Terminated as stopped:
+        return _say(f"terminated {stopped}".rstrip(), 143)
     except BrokenPipeError:
         # The reader left, as `penstock graph | head` does; nothing more can be shown.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -126,7 +109,7 @@ def _guarded(body: Callable[[], int]) -> int:
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise _Terminated
+    raise Terminated
 
 
 def _say(message: str, code: int) -> int:

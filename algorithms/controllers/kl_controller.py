@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...dataflow.graph.role import Role, call
-from ...dataflow.graph.tracer import op
 from ...dataflow.option_checks import check_range
-from ..ops.kl import KLEstimator, adaptive_kl_coef, kl_estimate
-from ..ops.reductions import check_token_columns
-from ..roles.language import PerSample, PerToken, TokenMask, TrainMetrics
+from ..ops.kl import adaptive_kl_coef
+from ..roles.language import PerSample, TrainMetrics
 
-__all__ = ["KLController", "KLTarget", "kl_penalized_reward"]
+__all__ = ["KLController", "KLTarget"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +28,13 @@ class KLTarget:
     target_kl: float = 6.0
     """Nats per response, summed over its tokens; a mean per token needs another number."""
     horizon: int = 10_000
-    """Responses over which a full correction is spread."""
+    """Responses over which a full correction is spread; a step of more makes one."""
     max_change: float = 0.2
-    """Bound on the relative error that is corrected for."""
+    """Bound on the relative error that is corrected for; below 1."""
 
     def __post_init__(self) -> None:
-        check_range(self, "target_kl", "max_change", above=0)
+        check_range(self, "target_kl", above=0)
+        check_range(self, "max_change", above=0, below=1)
         check_range(self, "horizon", at_least=1)
 
     def next_coef(self, kl_coef: float, *, observed_kl: float, num_sequences: int) -> float:
@@ -66,34 +65,3 @@ class KLController(Role):
     def coefficient(self, kl: PerSample, first: float) -> PerSample:
         """The coefficient, once per row of `kl`; `first` is that of the first step."""
         raise NotImplementedError
-
-
-@op(scope="row")
-def kl_penalized_reward(
-    reward: PerToken,
-    mask: TokenMask,
-    *,
-    logprob: PerToken,
-    ref_logprob: PerToken,
-    kl_coef: PerSample,
-    kl_estimator: KLEstimator = "k1",
-) -> PerToken:
-    """Rewards less the KL of each token, by a coefficient per row; see `kl_shaped_reward`.
-
-    Args:
-        reward: f32[rows, T].
-        mask: bool[rows, T].
-        logprob: f32[rows, T], under the policy that sampled the tokens.
-        ref_logprob: f32[rows, T], under the reference.
-        kl_coef: f32[rows], reward taken per nat.
-        kl_estimator: See `kl_estimate`.
-
-    Returns:
-        f32[rows, T], without gradient.
-
-    Raises:
-        ValueError: If shapes differ.
-    """
-    check_token_columns(mask, reward=reward)
-    kl = kl_estimate(mask, logprob=logprob, ref_logprob=ref_logprob, estimator=kl_estimator)
-    return (reward - kl_coef[:, None] * kl).detach()

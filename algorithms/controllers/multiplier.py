@@ -10,19 +10,15 @@ weights are: a role, with checkpoints and a version per step. Its metrics:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from ...dataflow.graph.role import Role, call
-from ...dataflow.graph.tracer import op
 from ...dataflow.option_checks import check_range
-from ..ops.reductions import check_token_columns
-from ..roles.language import PerSample, PerToken, TokenMask, TrainMetrics
+from ..ops.lagrangian import next_log_multiplier
+from ..roles.language import PerSample, TrainMetrics
 
-__all__ = ["Ascent", "Multiplier", "lagrangian_advantage", "mixed_advantage", "next_log_multiplier"]
+__all__ = ["Ascent", "Multiplier"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +42,16 @@ class Ascent:
         check_range(self, "window", at_least=1)
         check_range(self, "threshold")
 
+    def next_log(self, log_multiplier: float, *, mean_cost: float) -> float:
+        """The multiplier's logarithm after a step; see `next_log_multiplier`."""
+        return next_log_multiplier(
+            log_multiplier,
+            mean_cost=mean_cost,
+            threshold=self.threshold,
+            lr=self.lr,
+            highest=self.highest,
+        )
+
 
 class Multiplier(Role):
     """A price per unit of cost, and the recent costs it is set by."""
@@ -61,54 +67,3 @@ class Multiplier(Role):
     def price(self, cost: PerSample) -> PerSample:
         """The multiplier, once per row of `cost`."""
         raise NotImplementedError
-
-
-def next_log_multiplier(
-    log_multiplier: float,
-    *,
-    mean_cost: float,
-    threshold: float = 0.0,
-    lr: float = 0.1,
-    highest: float = 5.0,
-) -> float:
-    """The logarithm of a multiplier after one step up the constraint's excess.
-
-    `min(log m + lr * m * (mean_cost - threshold), log highest)`: a gradient step on
-    `-(mean_cost - threshold) * exp(log m)`.
-
-    Args:
-        log_multiplier: log m.
-        mean_cost: Of recent responses, before any KL term.
-        threshold: Mean cost that is allowed.
-        lr: Step size.
-        highest: Bound on the multiplier.
-
-    Raises:
-        ValueError: If `highest` is not positive.
-    """
-    if highest <= 0:
-        raise ValueError(f"highest is {highest}; a multiplier is positive")
-    step = lr * math.exp(log_multiplier) * (mean_cost - threshold)
-    return min(log_multiplier + step, math.log(highest))
-
-
-def lagrangian_advantage(
-    reward_advantage: Tensor, cost_advantage: Tensor, multiplier: Tensor | float
-) -> Tensor:
-    """`(A_r - m A_c) / (1 + m)`: reward and cost as one advantage.
-
-    Args:
-        reward_advantage: f32[...].
-        cost_advantage: f32[...], of the same shape.
-        multiplier: m, one number or a tensor that broadcasts.
-    """
-    return (reward_advantage - multiplier * cost_advantage) / (1 + multiplier)
-
-
-@op(scope="row")
-def mixed_advantage(
-    mask: TokenMask, *, reward: PerToken, cost: PerToken, multiplier: PerSample
-) -> PerToken:
-    """`lagrangian_advantage` of token columns and the multiplier of each row: f32[rows, T]."""
-    check_token_columns(mask, reward=reward, cost=cost)
-    return lagrangian_advantage(reward, cost, multiplier[:, None])

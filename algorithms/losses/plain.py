@@ -16,6 +16,7 @@ from .policy import (
     KLGradient,
     ReferenceKLPolicyLoss,
     ReinforceLoss,
+    TokenPolicyLoss,
 )
 from .token_formulas import RatioLevel
 
@@ -75,41 +76,49 @@ def policy_loss(
     Raises:
         ValueError: If shapes differ or options do not fit.
     """
+    shared = dict(
+        aggregation=aggregation,
+        aggregation_length=aggregation_length,
+        log_ratio_clamp=log_ratio_clamp,
+    )
+    clip = dict(eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip, ratio_level=ratio_level)
+    weight = dict(weight_cap=weight_cap, weight_floor=weight_floor)
+    loss = _without_kl(objective, shared, clip, weight)
+    batch = _batch(logprob, behavior_logprob, advantage, mask)
+    output = PolicyOutput(logprob=logprob)
+    if ref_logprob is None or not isinstance(loss, ClippedPolicyLoss):
+        return loss(output, batch, loss.totals(batch)).total
+    with_kl = ReferenceKLPolicyLoss(
+        policy=loss, kl_coef=kl_coef, kl_estimator=kl_estimator, kl_gradient=kl_gradient
+    )
+    reference = ReferencePolicyBatch(**vars(batch), ref_logprob=ref_logprob)
+    return with_kl(output, reference, with_kl.totals(reference)).total
+
+
+def _without_kl(
+    objective: Objective, shared: dict[str, Any], clip: dict[str, Any], weight: dict[str, Any]
+) -> TokenPolicyLoss:
+    match objective:
+        case "clip":
+            return ClippedPolicyLoss(**clip, **shared)
+        case "capped_weight":
+            return CappedWeightLoss(**weight, **shared)
+        case "reinforce":
+            return ReinforceLoss(**shared)
+        case _:
+            raise ValueError(
+                f"objective {objective!r} is unknown; choose 'clip', 'capped_weight' or 'reinforce'"
+            )
+
+
+def _batch(
+    logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
+) -> PolicyBatch:
     of_tokens = advantage[:, None].expand(mask.shape) if advantage.ndim == 1 else advantage
     of_tokens = floating(of_tokens)
     check_token_columns(
         mask, logprob=logprob, behavior_logprob=behavior_logprob, advantage=of_tokens
     )
-    common: dict[str, Any] = {
-        "aggregation": aggregation,
-        "aggregation_length": aggregation_length,
-        "log_ratio_clamp": log_ratio_clamp,
-    }
-    columns: dict[str, Tensor] = {
-        "tokens": mask.long(),
-        "mask": mask,
-        "behavior_logprob": behavior_logprob,
-        "advantage": of_tokens,
-    }
-    batch = PolicyBatch(**columns)
-    output = PolicyOutput(logprob=logprob)
-    if objective == "capped_weight":
-        capped = CappedWeightLoss(weight_cap=weight_cap, weight_floor=weight_floor, **common)
-        return capped(output, batch, capped.totals(batch)).total
-    if objective == "reinforce":
-        plain = ReinforceLoss(**common)
-        return plain(output, batch, plain.totals(batch)).total
-    if objective != "clip":
-        raise ValueError(
-            f"objective {objective!r} is unknown; choose 'clip', 'capped_weight' or 'reinforce'"
-        )
-    clipped = ClippedPolicyLoss(
-        eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip, ratio_level=ratio_level, **common
+    return PolicyBatch(
+        tokens=mask.long(), mask=mask, behavior_logprob=behavior_logprob, advantage=of_tokens
     )
-    if ref_logprob is None:
-        return clipped(output, batch, clipped.totals(batch)).total
-    with_kl = ReferenceKLPolicyLoss(
-        policy=clipped, kl_coef=kl_coef, kl_estimator=kl_estimator, kl_gradient=kl_gradient
-    )
-    reference = ReferencePolicyBatch(**columns, ref_logprob=ref_logprob)
-    return with_kl(output, reference, with_kl.totals(reference)).total

@@ -17,11 +17,11 @@ from ...dataflow.graph.tracer import op
 from ..roles.language import PerSample, PerToken, Rollout, SampleFlag, TokenMask
 from .reductions import check_token_columns
 
-__all__ = ["RolloutWithEnd", "bootstrap_of", "with_final_state"]
+__all__ = ["RolloutWithFinalState", "bootstrap_of", "with_final_state"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutWithEnd(Rollout):
+class RolloutWithFinalState(Rollout):
     """A rollout with one token more in every row, which is not trained on.
 
     Example:
@@ -34,7 +34,7 @@ class RolloutWithEnd(Rollout):
 
 
 @op(scope="row", makes_rows=True)
-def with_final_state(roll: Rollout) -> RolloutWithEnd:
+def with_final_state(roll: Rollout) -> RolloutWithFinalState:
     """Lengthen every row by one token, a copy of its last one.
 
     Args:
@@ -49,7 +49,7 @@ def with_final_state(roll: Rollout) -> RolloutWithEnd:
         last = roll.tokens.gather(1, (lengths - 1).clamp(min=0))
         tokens = tokens.scatter(1, lengths, last)
     mask = F.pad(roll.mask, (0, 1))
-    return RolloutWithEnd(
+    return RolloutWithFinalState(
         prompt_id=roll.prompt_id,
         tokens=tokens,
         mask=mask,
@@ -75,7 +75,7 @@ def bootstrap_of(
     Args:
         value: f32[rows, T], the critic's values of `states`.
         mask: bool[rows, T], True on sampled tokens.
-        states: bool[rows, T], see `RolloutWithEnd`.
+        states: bool[rows, T], see `RolloutWithFinalState`.
         finished: bool[rows].
 
     Returns:

@@ -1,4 +1,4 @@
-"""Random numbers for ops, which have no state: drawn from the data itself.
+"""Random numbers for ops, which have no state: derived from the data.
 
 An op may be computed in any number of pieces, in any process and again after a restart. A number
 that depends on a seed and on the tokens of some rows alone comes out the same each time, and

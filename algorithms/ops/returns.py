@@ -45,7 +45,7 @@ class GaeTargets:
     advantage: PerStep
     """Not whitened."""
     value_target: PerStep
-    """What the critic should have said: for GAE, advantage plus value."""
+    """The critic's target: for GAE, advantage plus value."""
 
 
 @op(scope="row")

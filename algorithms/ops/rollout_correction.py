@@ -36,7 +36,7 @@ from .reductions import check_token_columns, zero_where_masked_out
 
 __all__ = [
     "RolloutCorrection",
-    "corrected",
+    "corrected_batch",
     "effective_sample_size",
     "rollout_weight",
     "self_normalized",
@@ -139,7 +139,7 @@ def _between(weight: Tensor, floor: float, cap: float | None) -> Tensor:
 def self_normalized(weight: PerToken, mask: TokenMask) -> PerToken:
     """Weights over their mean of all sampled tokens: f32[rows, T], as they are if all are 0."""
     mean = weight[mask].double().mean() if bool(mask.any()) else weight.double().sum()
-    return (weight / torch.where(mean > 0, mean, 1.0)).to(weight)
+    return (weight / torch.where(mean == 0, 1.0, mean)).to(weight)
 
 
 def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
@@ -162,35 +162,49 @@ def weighted_advantage(advantage: PerToken, weight: PerToken) -> CorrectedAdvant
     return advantage * weight
 
 
-def corrected(
+def corrected_batch(
     actor: Policy,
     roll: Rollout,
     advantage: PerToken,
     correction: RolloutCorrection | None,
     temperature: float,
-) -> tuple[PerToken, PerToken]:
-    """Log-probabilities to take the loss's ratio against, and advantages to train on.
+    ref_logprob: PerToken | None = None,
+) -> PolicyBatch:
+    """What a policy loss reads of a rollout; a `ReferencePolicyBatch` if there is a `ref_logprob`.
 
-    Without a correction they are the rollout's own and the advantages as they are.
+    Without a correction the loss's ratio is against the log-probabilities that the rollout came
+    with, and the advantages are as given. With one, the actor evaluates every token before
+    its update: the ratio is against these log-probabilities, and each advantage is multiplied by
+    its token's weight.
     """
-    if correction is None:
-        return roll.behavior_logprob, advantage
-    logprob = actor.logprob(roll.tokens, roll.mask, temperature=temperature)
-    if correction.mode == "none":
-        return logprob, advantage
-    weight = rollout_weight(
-        roll.mask,
-        logprob=logprob,
-        behavior_logprob=roll.behavior_logprob,
-        correction=correction,
+    logprob = None
+    if correction is not None:
+        logprob = actor.logprob(roll.tokens, roll.mask, temperature=temperature)
+        if correction.mode != "none":
+            weight = rollout_weight(
+                roll.mask,
+                logprob=logprob,
+                behavior_logprob=roll.behavior_logprob,
+                correction=correction,
+            )
+            if correction.self_normalized:
+                weight = self_normalized(weight, roll.mask)
+            advantage = weighted_advantage(advantage, weight)
+    batch = PolicyBatch(
+        tokens=roll.tokens,
+        mask=roll.mask,
+        behavior_logprob=roll.behavior_logprob if logprob is None else logprob,
+        advantage=advantage,
     )
-    if correction.self_normalized:
-        weight = self_normalized(weight, roll.mask)
-    return logprob, weighted_advantage(advantage, weight)
+    if ref_logprob is not None:
+        batch = ReferencePolicyBatch(**vars(batch), ref_logprob=ref_logprob)
+    if correction is not None and correction.mode != "none":
+        batch = with_rollout_logprob(batch, roll.behavior_logprob)
+    return batch
 
 
 def with_rollout_logprob(batch: PolicyBatch, rollout_logprob: PerToken) -> PolicyBatch:
-    """A corrected batch with what the engine that sampled said, for the trainer to compare."""
+    """A corrected batch with the sampling engine's log-probabilities, to compare with."""
     kind = (
         CorrectedReferencePolicyBatch
         if isinstance(batch, ReferencePolicyBatch)

@@ -9,29 +9,33 @@ from ..ops.advantages import paired_baseline
 from ..ops.kl import response_kl
 from ..ops.rewards import calibrated_score
 from ..roles.language import PerSample, Policy, Prompts, Reward, Rollout, Sampling
-from .policy_updates import Updates
+from .policy_updates import check_groups, check_updates
 
-__all__ = ["Constrained", "Judged", "sample_and_judge"]
+__all__ = ["Constrained", "Compared", "sample_and_judge"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constrained(Updates):
+class Constrained:
     """Options of such steps."""
 
     sampling: Sampling = Sampling(num_samples=4, max_new_tokens=1024)
-    """How responses are drawn; the baseline's is the reference's likeliest one."""
+    """How responses are sampled; the baseline's is the reference's likeliest one."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
     kl_max: float = 10.0
     """KL to the reference, in nats per response, from which a response counts for nothing."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_updates(self)
+        check_groups(self)
         check_range(self, "kl_max", above=0)
-        self.check_groups()
 
 
 @dataclass(frozen=True)
-class Judged:
-    """Responses, what they are worth, and whether they may be."""
+class Compared:
+    """Responses compared with the reference's own, and the judges' verdicts on them."""
 
     roll: Rollout
     baseline: Rollout
@@ -45,8 +49,8 @@ class Judged:
 
 def sample_and_judge(
     prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, judges: Reward, cfg: Constrained
-) -> Judged:
-    """Draw responses and the reference's own, score both, and ask the judges about the former."""
+) -> Compared:
+    """Sample responses and the reference's own, score both, and ask the judges about the former."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     once = replace(cfg.sampling, num_samples=1, temperature=0.0)
     baseline = ref.generate(prompts.prompt, prompts.prompt_id, once)
@@ -54,7 +58,7 @@ def sample_and_judge(
     other = reward.score(baseline.tokens, baseline.mask, baseline.prompt_id)
     paired = paired_baseline(roll.prompt_id, baseline=other, baseline_prompt_id=baseline.prompt_id)
     ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
-    return Judged(
+    return Compared(
         roll=roll,
         baseline=baseline,
         score=calibrated_score(own, baseline_score=paired),

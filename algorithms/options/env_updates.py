@@ -23,7 +23,7 @@ def gae_of(traj: Trajectories, values: Values, *, discount: float, gae_lambda: f
 
     Args:
         traj: How the actor acted.
-        values: What the critic says of the states.
+        values: The critic's values of the states.
         discount: gamma, per step.
         gae_lambda: lambda.
     """
@@ -44,8 +44,8 @@ def actor_critic_batch(traj: Trajectories, values: Values, target: GaeTargets) -
 
     Args:
         traj: How the actor acted.
-        values: What the critic said of the states, before the update.
-        target: Advantages of the actions, and what the critic should have said.
+        values: The critic's values of the states, before the update.
+        target: Advantages of the actions, and the critic's targets.
     """
     return ActorCriticBatch(
         obs=traj.obs,

@@ -1,69 +1,66 @@
-"""What steps that train on their own rollouts share: sampling, corrections, and the train call."""
+"""What steps that train on their own rollouts share: checks of options, and the train call."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ...dataflow.graph.role import Loss
 from ...dataflow.option_checks import check_range
-from ..ops.rollout_correction import RolloutCorrection, corrected, with_rollout_logprob
-from ..roles.language import (
-    PerToken,
-    Policy,
-    PolicyBatch,
-    PolicyOutput,
-    ReferencePolicyBatch,
-    Rollout,
-    Sampling,
-    TrainMetrics,
-)
+from ..ops.rollout_correction import RolloutCorrection, corrected_batch
+from ..roles.language import PerToken, Policy, PolicyOutput, Rollout, Sampling, TrainMetrics
 
-__all__ = ["Updates", "train_policy"]
+__all__ = ["PolicyUpdates", "check_groups", "check_updates", "train_policy"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Updates:
-    """How responses are drawn, and how often they are trained on."""
+class SampledUpdates(Protocol):
+    """The options of every step that samples responses and trains on them."""
 
-    sampling: Sampling = Sampling()
-    """How responses are drawn."""
-    correction: RolloutCorrection | None = None
-    """Importance weights for an engine that samples with other numbers than the trainer's; None
-    takes the engine's log-probabilities as they are."""
-    epochs: int = 1
-    """Passes over each step's rollouts."""
-    num_minibatches: int = 1
-    """Optimizer steps per pass."""
+    @property
+    def sampling(self) -> Sampling:
+        """How responses are sampled."""
+        ...
 
-    def __post_init__(self) -> None:
-        self.sampling.check_explores()
-        check_range(self, "epochs", "num_minibatches", at_least=1)
+    @property
+    def epochs(self) -> int:
+        """Passes over each step's rollouts."""
+        ...
 
-    def check_uncorrected(self) -> None:
-        """Refuse a correction, for steps that have nothing to put its weights on.
+    @property
+    def num_minibatches(self) -> int:
+        """Optimizer steps per pass."""
+        ...
 
-        Raises:
-            ValueError: If there is one.
-        """
-        if self.correction is not None:
-            raise ValueError(
-                f"{type(self).__name__} takes no correction: importance weights are put on "
-                "advantages of tokens, which its loss lacks or is not proportional to; leave "
-                "correction out"
-            )
 
-    def check_groups(self) -> None:
-        """Require several samples per prompt, for steps that compare them.
+class PolicyUpdates(SampledUpdates, Protocol):
+    """The options of a step whose loss is proportional to the advantages of tokens."""
 
-        Raises:
-            ValueError: If there is only one.
-        """
-        if self.sampling.num_samples < 2:
-            raise ValueError(
-                f"sampling.num_samples is {self.sampling.num_samples}, but {type(self).__name__} "
-                "compares samples of one prompt with each other; set it to 2 or more"
-            )
+    @property
+    def correction(self) -> RolloutCorrection | None:
+        """Importance weights of tokens; see `corrected_batch`."""
+        ...
+
+
+def check_updates(options: SampledUpdates) -> None:
+    """Refuse options with which nothing can be learned from sampled responses.
+
+    Raises:
+        ValueError: If responses are not sampled at random, or there is no optimizer step.
+    """
+    options.sampling.check_explores()
+    check_range(options, "epochs", "num_minibatches", at_least=1)
+
+
+def check_groups(options: SampledUpdates) -> None:
+    """Require several samples per prompt, for steps that compare them with each other.
+
+    Raises:
+        ValueError: If there is only one.
+    """
+    if options.sampling.num_samples < 2:
+        raise ValueError(
+            f"sampling.num_samples is {options.sampling.num_samples}, but {type(options).__name__} "
+            "compares samples of one prompt with each other; set it to 2 or more"
+        )
 
 
 def train_policy(
@@ -71,7 +68,7 @@ def train_policy(
     roll: Rollout,
     advantage: PerToken,
     loss: Loss[Any, PolicyOutput],
-    cfg: Updates,
+    cfg: PolicyUpdates,
     *,
     ref_logprob: PerToken | None = None,
 ) -> TrainMetrics:
@@ -80,14 +77,7 @@ def train_policy(
     `loss` reads a `PolicyBatch`, or a `ReferencePolicyBatch` if there is a `ref_logprob`.
     """
     temperature = cfg.sampling.temperature
-    behavior_logprob, weighted = corrected(actor, roll, advantage, cfg.correction, temperature)
-    batch = PolicyBatch(
-        tokens=roll.tokens, mask=roll.mask, behavior_logprob=behavior_logprob, advantage=weighted
-    )
-    if ref_logprob is not None:
-        batch = ReferencePolicyBatch(**vars(batch), ref_logprob=ref_logprob)
-    if cfg.correction is not None and cfg.correction.mode != "none":
-        batch = with_rollout_logprob(batch, roll.behavior_logprob)
+    batch = corrected_batch(actor, roll, advantage, cfg.correction, temperature, ref_logprob)
     return actor.train(
         loss,
         batch,

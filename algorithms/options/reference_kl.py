@@ -1,65 +1,37 @@
-"""Token rewards as options of an algorithm: a score, less the KL to a reference."""
+"""The KL to a frozen reference, where a step has one: asked for, taken off a score, reported."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ..ops.kl import response_kl
+from ..ops.rewards import kl_penalized_score
+from ..roles.language import PerSample, PerToken, Policy, Rollout
 
-from ...dataflow.option_checks import check_range
-from ..ops.kl import KLEstimator, NoEos, ScoreSlot, kl_shaped_reward
-from ..roles.language import PerSample, PerToken, Rollout
-
-__all__ = ["KLReward"]
+__all__ = ["reference_logprob", "reported_kl", "score_less_kl"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class KLReward:
-    """How a score and the KL to a reference become a reward per token; see `kl_shaped_reward`."""
+def reference_logprob(
+    ref: Policy, roll: Rollout, kl_coef: float, temperature: float
+) -> PerToken | None:
+    """The reference's log-probability of every sampled token.
 
-    kl_coef: float = 0.05
-    """Reward taken per nat of KL to the reference; with 0 there is no reference."""
-    kl_estimator: KLEstimator = "k1"
-    """Which estimate of the KL."""
-    score_clip: float | None = None
-    """Bound on the size of a score."""
-    score_slot: ScoreSlot = "last_token"
-    """Where the score is paid: on the "last_token", or "after_last", on the state after it."""
-    no_eos: NoEos = "replace"
-    """What happens to the score of a response that was cut off: "replace" it, "subtract" from it,
-    set it to "zero" and expect what the critic says after the last token, or "none"."""
-    no_eos_score: float = -1.0
-    """The score that "replace" gives such a response."""
-    no_eos_penalty: float = 1.0
-    """What "subtract" takes from its score."""
+    With `kl_coef` 0 the reference is not asked, and this is None: a graph recorded so has no such
+    role.
+    """
+    if kl_coef == 0:
+        return None
+    return ref.logprob(roll.tokens, roll.mask, temperature=temperature)
 
-    def __post_init__(self) -> None:
-        check_range(self, "kl_coef", "no_eos_penalty", at_least=0)
-        check_range(self, "no_eos_score")
-        check_range(self, "score_clip", above=0)
 
-    def token_reward(
-        self,
-        roll: Rollout,
-        score: PerSample,
-        ref_logprob: PerToken | None,
-        *,
-        kl_coef: float | None = None,
-        no_eos: NoEos | None = None,
-    ) -> PerToken:
-        """The reward of every sampled token of a rollout; what is given goes before the options.
+def reported_kl(roll: Rollout, ref_logprob: PerToken | None) -> PerSample | None:
+    """Each response's summed KL to the reference, for the log; None where there is none."""
+    if ref_logprob is None:
+        return None
+    return response_kl(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob)
 
-        Without a `ref_logprob` there is no KL to take off.
-        """
-        return kl_shaped_reward(
-            score,
-            roll.mask,
-            logprob=roll.behavior_logprob,
-            ref_logprob=roll.behavior_logprob if ref_logprob is None else ref_logprob,
-            kl_coef=self.kl_coef if kl_coef is None else kl_coef,
-            finished=roll.finished,
-            kl_estimator=self.kl_estimator,
-            score_slot=self.score_slot,
-            score_clip=self.score_clip,
-            no_eos=no_eos or self.no_eos,
-            no_eos_score=self.no_eos_score,
-            no_eos_penalty=self.no_eos_penalty,
-        )
+
+def score_less_kl(
+    score: PerSample, roll: Rollout, ref: Policy, kl_coef: float, temperature: float
+) -> PerSample:
+    """The score minus `kl_coef` times the response's summed KL; see `reference_logprob`."""
+    kl = reported_kl(roll, reference_logprob(ref, roll, kl_coef, temperature))
+    return score if kl is None else kl_penalized_score(score, kl=kl, kl_coef=kl_coef)

@@ -123,7 +123,7 @@ class Trajectories:
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """A critic's word on every state of trajectories."""
+    """A critic's values of the states of trajectories."""
 
     value: PerEnvStep
     """Of the state before each step; of the one an episode was left in where the mask is False."""
@@ -133,7 +133,7 @@ class Values:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What the current weights think of actions taken before."""
+    """Log-probabilities by the current weights of actions taken before."""
 
     logprob: PerEnvStep
     entropy: PerEnvStep
@@ -260,7 +260,7 @@ class ActorCritic(Actor):
         memory: Memories | None = None,
         mask: EnvMask | None = None,
     ) -> Values:
-        """The critic's word on every state; see `evaluate` for `memory` and `mask`."""
+        """The critic's value of every state; see `evaluate` for `memory` and `mask`."""
         raise NotImplementedError
 
     @call("train")
@@ -274,7 +274,7 @@ class ActorCritic(Actor):
     ) -> TrainMetrics:
         """Take `epochs * num_minibatches` optimizer steps and make the next weight version.
 
-        Minibatches are drawn from single steps, wherever the mask is True; from whole rows if the
+        Minibatches are sampled from single steps, wherever the mask is True; from whole rows if the
         network has a memory.
         """
         raise NotImplementedError
@@ -337,7 +337,7 @@ class Env(Role):
         """Play held-out episodes, the same ones at every call; rollouts are not touched by it.
 
         They show and take what the environments of `rollout` do, scaled as those are by now, and
-        actions are drawn as there.
+        actions are sampled as there.
 
         Args:
             env: i64[envs].

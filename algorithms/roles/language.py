@@ -56,7 +56,7 @@ SampleFlag = Annotated[Tensor, boolean(SAMPLE)]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How responses are drawn."""
+    """How responses are sampled."""
 
     num_samples: int = 1
     """Responses per prompt."""
@@ -70,7 +70,7 @@ class Sampling:
         check_range(self, "temperature", at_least=0)
 
     def check_explores(self) -> None:
-        """Require responses to be drawn at random, as learning from their scores does.
+        """Require responses to be sampled at random, as learning from their scores does.
 
         Raises:
             ValueError: If the temperature is 0.
@@ -289,7 +289,7 @@ class Policy(Role):
 
     @call("rollout")
     def generate(self, prompt: PromptTokenIds, prompt_id: PromptKey, sampling: Sampling) -> Rollout:
-        """Draw `sampling.num_samples` responses per prompt, grouped by `prompt_id`."""
+        """Sample `sampling.num_samples` responses per prompt, grouped by `prompt_id`."""
         raise NotImplementedError
 
     @call("forward")

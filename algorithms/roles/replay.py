@@ -1,8 +1,8 @@
 """Role contracts and tables of learning from steps kept for later: a replay, and Q-networks.
 
-Rows of `Transitions` are draws from a replay, each of them one step of some environment: columns
-are `[draw, time]` with one step of time, so that whatever is written over rows and steps takes
-them.
+Rows of `Transitions` are samples of a replay, each of them one step of some environment: columns
+are `[sampled_step, time]` with one step of time, so that whatever is written over rows and steps
+takes them.
 """
 
 from __future__ import annotations
@@ -17,49 +17,49 @@ from ...dataflow.graph.role import Loss, Role, call
 from .environment import COMPONENT, ENV, FEATURE, TIME, Actor, Trajectories
 from .language import TrainMetrics, ValueOutput
 
-__all__ = ["DRAW", "QBatch", "QNetwork", "Replay", "Transitions"]
+__all__ = ["SAMPLED_STEP", "QBatch", "QNetwork", "Replay", "Transitions"]
 
-DRAW = Axis("draw")
+SAMPLED_STEP = Axis("sampled_step")
 
-DrawnObs = Annotated[Tensor, f32(DRAW, TIME, FEATURE)]
+SampledObs = Annotated[Tensor, f32(SAMPLED_STEP, TIME, FEATURE)]
 """What the actor saw, laid out flat."""
-DrawnAction = Annotated[Tensor, f32(DRAW, TIME, COMPONENT)]
+SampledAction = Annotated[Tensor, f32(SAMPLED_STEP, TIME, COMPONENT)]
 """One choice per component."""
-PerDraw = Annotated[Tensor, f32(DRAW, TIME)]
-"""One number per drawn step."""
-DrawFlag = Annotated[Tensor, boolean(DRAW, TIME)]
-"""True on drawn steps that something is true of."""
+PerSampledStep = Annotated[Tensor, f32(SAMPLED_STEP, TIME)]
+"""One number per sampled step."""
+SampledFlag = Annotated[Tensor, boolean(SAMPLED_STEP, TIME)]
+"""True on sampled steps that something is true of."""
 NumStored = Annotated[Tensor, i64(ENV)]
 """How many steps a replay holds, once per environment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transitions:
-    """Steps drawn from a replay.
+    """Steps sampled from a replay.
 
     Example:
-        Two draws of a replay that does not hold enough yet: `mask = [[F], [F]]`.
+        Two samples of a replay that does not hold enough yet: `mask = [[F], [F]]`.
     """
 
-    obs: DrawnObs
-    action: DrawnAction
-    reward: PerDraw
-    next_obs: DrawnObs
+    obs: SampledObs
+    action: SampledAction
+    reward: PerSampledStep
+    next_obs: SampledObs
     """What the actor saw after the step, before any reset."""
-    terminated: DrawFlag
+    terminated: SampledFlag
     """True if nothing comes after; an episode that was cut off goes on."""
-    mask: DrawFlag
-    """False where there was nothing to draw."""
+    mask: SampledFlag
+    """False where there was nothing to sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QBatch:
     """What the loss of a Q-network reads."""
 
-    obs: DrawnObs
-    action: DrawnAction
-    mask: DrawFlag
-    value_target: PerDraw
+    obs: SampledObs
+    action: SampledAction
+    mask: SampledFlag
+    value_target: PerSampledStep
 
 
 class Replay(Role):
@@ -83,12 +83,12 @@ class Replay(Role):
 
     @call("rollout", scope="batch")
     def sample(self, stored: NumStored, *, num_steps: int, at_least: int = 1) -> Transitions:
-        """Draw steps uniformly and with replacement.
+        """Sample steps uniformly and with replacement.
 
         Args:
-            stored: What `add` gave: a draw comes after the steps that this graph adds.
-            num_steps: How many to draw.
-            at_least: Draw nothing, that is, steps that are masked out, as long as fewer are held.
+            stored: What `add` gave: samples are taken after the steps that this graph adds.
+            num_steps: How many to sample.
+            at_least: Sample nothing, that is, steps that are masked out, as long as fewer are held.
         """
         raise NotImplementedError
 
@@ -100,12 +100,12 @@ class QNetwork(Actor):
     """Values of all choices in a state: acts by the best one, or at random now and then."""
 
     @call("forward")
-    def best(self, obs: DrawnObs) -> DrawnAction:
+    def best(self, obs: SampledObs) -> SampledAction:
         """The choice of highest value in each state."""
         raise NotImplementedError
 
     @call("forward")
-    def value(self, obs: DrawnObs, action: DrawnAction) -> PerDraw:
+    def value(self, obs: SampledObs, action: SampledAction) -> PerSampledStep:
         """Of a choice in a state."""
         raise NotImplementedError
 

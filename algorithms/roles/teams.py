@@ -18,7 +18,7 @@ class TeamCritic(Role):
 
     @call("forward")
     def value(self, obs: Observations, last_obs: LastObservation) -> Values:
-        """The critic's word on every state, seen from every agent."""
+        """The critic's value of every state, seen from every agent."""
         raise NotImplementedError
 
     @call("train")
@@ -27,6 +27,6 @@ class TeamCritic(Role):
     ) -> TrainMetrics:
         """Take `epochs * num_minibatches` optimizer steps and make the next weight version.
 
-        Minibatches are drawn from single steps of agents, wherever the mask is True.
+        Minibatches are sampled from single steps of agents, wherever the mask is True.
         """
         raise NotImplementedError

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from ...dataflow.errors import ConfigError
+from .commands import COMMANDS
 
 __all__ = ["complete"]
 
@@ -38,8 +39,6 @@ def complete(words: list[str]) -> int:
     Raises:
         ConfigError: For another shell than bash or zsh, or another request.
     """
-    from ..main import COMMANDS
-
     request = next((word for word in words if "=" in word), "")
     action, _, shell = request.partition("=")
     if action not in ("install", "uninstall", "query") or shell not in ("bash", "zsh"):

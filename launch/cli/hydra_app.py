@@ -12,8 +12,6 @@ import re
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -27,11 +25,10 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from ...configs.options import CONFIGS, groups
 from ...dataflow.errors import ConfigError, nearest
 
 __all__ = ["chosen", "compose", "given_overrides", "hydra_app"]
-
-CONFIGS = "penstock.configs"
 
 Task = Callable[[dict[str, Any]], None]
 
@@ -94,15 +91,6 @@ def given_overrides() -> list[str]:
 def chosen(group: str) -> str:
     """The option of a group that the running job was composed with; "" if there is none."""
     return str(HydraConfig.get().runtime.choices.get(group) or "")
-
-
-def groups() -> list[str]:
-    """Names of the configuration groups."""
-    return sorted(
-        entry.name
-        for entry in files(CONFIGS).iterdir()
-        if entry.is_dir() and not entry.name.startswith("_")
-    )
 
 
 def _check_only(command: str, composed: Mapping[str, Any]) -> None:
@@ -195,8 +183,3 @@ def _unknown_option(error: MissingConfigException) -> str:
 def _plain(composed: DictConfig) -> dict[str, Any]:
     data: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     return data
-
-
-def config_file(option: str) -> Path:
-    """The YAML file of a group's option, "algorithm/ppo", for messages and tests."""
-    return Path(str(files(CONFIGS) / f"{option}.yaml"))

@@ -1,33 +1,107 @@
-"""From a composed configuration to typed objects: the run's sections, a step function and its cfg.
+"""From a composed configuration to what follows from it alone: `Resolved`.
 
-A step function is named `module:function`. The working directory is on the search path, so an
-algorithm need not be installed; its config class is found from the annotation of its parameter
-`cfg`, and everything is validated against it.
+It is validated and resolved once, here: steps are recorded, engines and the task are known by their
+objects. What comes after (`placement`, `stages`) takes the parts that it reads.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import inspect
-import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from ...configs.schema import RunConfig
-from ...configs.validate import nearest_key, validated
-from ...dataflow.errors import ConfigError, PenstockError, raised_at
-from ...dataflow.graph.check import hints_of
-from .data import task_spec_of
+from ...configs.schema import (
+    EvaluationConfig,
+    ExecutorConfig,
+    MismatchConfig,
+    ModelConfig,
+    RunConfig,
+    TaskConfig,
+)
+from ...configs.validate import validated
+from ...dataflow.errors import ConfigError
+from ...dataflow.scheduler.schedule import Schedule
+from ...workers.data.task import TaskSpec
+from .engines import Engines, engines_of
+from .env_specs import refuse_other_value_loss
+from .record import Recorded, load_step, recorded, step_cfg
+from .tasks import task_spec_of
 
-__all__ = ["dumped", "load_object", "load_step", "run_config", "step_cfg"]
+__all__ = [
+    "AUTO",
+    "PlacementInputs",
+    "Resolved",
+    "check_model",
+    "dumped",
+    "resolve",
+    "resolved",
+    "run_config",
+]
+
+AUTO = "auto"
+"""As `placement`: let the planner choose."""
+
+
+@dataclass(frozen=True)
+class PlacementInputs:
+    """What is said of where nodes run.
+
+    Attributes:
+        executor: The section.
+        placement: `AUTO`, or the file of a plan.
+        calibration: The file of what was measured of this machine, if one is named.
+        runs: The folder of runs, where one is looked for that is not named.
+    """
+
+    executor: ExecutorConfig
+    placement: str
+    calibration: str | None
+    runs: Path
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run as far as its configuration says, before any data, device or model is touched.
+
+    Attributes:
+        stages: Its algorithms with their graphs, the main one last.
+        engines: What trains and generates.
+        placement: What is said of where.
+        model: What is trained.
+        task: The section of the task.
+        spec: The task it describes.
+        schedule: How far generation may run ahead.
+        mismatch: When to complain that two engines disagree.
+        evaluation: How accuracy is measured.
+        seed: Of all randomness.
+        checkpoint_every: Steps between checkpoints.
+        keep_checkpoints: How many are kept.
+    """
+
+    stages: tuple[Recorded, ...]
+    engines: Engines
+    placement: PlacementInputs
+    model: ModelConfig
+    task: TaskConfig
+    spec: TaskSpec
+    schedule: Schedule
+    mismatch: MismatchConfig
+    evaluation: EvaluationConfig
+    seed: int
+    checkpoint_every: int
+    keep_checkpoints: int
+
+    @property
+    def main(self) -> Recorded:
+        """The algorithm that the run is for."""
+        return self.stages[-1]
 
 
 def run_config(composed: Mapping[str, Any]) -> RunConfig:
-    """The validated configuration of a run, its algorithms' own configs included.
+    """The validated configuration of a run; the algorithms' own configs are not looked at yet.
 
     Raises:
         ConfigError: For whatever in it is unknown, missing or of the wrong type.
@@ -35,102 +109,80 @@ def run_config(composed: Mapping[str, Any]) -> RunConfig:
     return validated(RunConfig, composed)
 
 
-def load_step(reference: str, at: str) -> Callable[..., Any]:
-    """The step function that `module:function` names.
-
-    Args:
-        reference: What was configured.
-        at: Under which key.
+def resolve(config: RunConfig) -> Resolved:
+    """What follows from a run's configuration.
 
     Raises:
-        ConfigError: If there is no such module or function, or the module cannot be imported.
+        ConfigError: If a key, a role, a file or a size is wrong.
+        FlowError: If a step is no valid graph.
     """
-    step = load_object(reference, at)
-    if not inspect.isfunction(step):
-        raise ConfigError(
-            f"'{at}': '{reference}' is a {type(step).__name__}\n"
-            "    give a step function whose parameters are annotated with roles and tables"
-        )
-    return step
-
-
-def load_object(reference: str, at: str) -> Any:
-    """Whatever `module:name` names; raises as `load_step`."""
-    module_name, colon, name = reference.partition(":")
-    if not colon or not module_name or not name:
-        raise ConfigError(
-            f"'{at}': expected 'module:name', got '{reference}'\n"
-            "    such as penstock.algorithms.grpo:grpo_step"
-        )
-    module = _import(module_name, at)
-    if not hasattr(module, name):
-        public = [other for other in vars(module) if not other.startswith("_")]
-        raise ConfigError(
-            f"'{at}': module '{module_name}' has no '{name}'{nearest_key(name, public)}\n"
-            f"    it is {module.__file__}"
-        )
-    return getattr(module, name)
-
-
-def _import(name: str, at: str) -> Any:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except PenstockError:
-        raise
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ConfigError(
-                f"'{at}': there is no module '{name}'\n    it is looked for in the working "
-                f"directory ({os.getcwd()}) and among installed packages"
-            ) from error
-        raise ConfigError(_import_failure(name, at, error)) from error
-    except Exception as error:
-        raise ConfigError(_import_failure(name, at, error)) from error
-
-
-def _import_failure(name: str, at: str, error: BaseException) -> str:
-    where = raised_at(error)
-    return (
-        f"'{at}': module '{name}' cannot be imported\n{where.file}:{where.line}\n"
-        f"    {where.source}\n    {type(error).__name__}: {error}"
+    stages = recorded(config.algorithm, config.seed)
+    for stage in stages:
+        refuse_other_value_loss(stage.graph, config.model.architecture)
+    return Resolved(
+        stages=stages,
+        engines=engines_of(config.engine, config.rollout),
+        placement=PlacementInputs(
+            config.executor, config.placement, config.calibration, Path(config.runs)
+        ),
+        model=config.model,
+        task=config.task,
+        spec=task_spec_of(config.task),
+        schedule=config.schedule,
+        mismatch=config.mismatch,
+        evaluation=config.evaluation,
+        seed=config.seed,
+        checkpoint_every=config.checkpoint_every,
+        keep_checkpoints=config.keep_checkpoints,
     )
 
 
-def step_cfg(step: Callable[..., Any], data: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """The constants `build` needs: `{"cfg": ...}`, or nothing for a step without a `cfg`.
+def resolved(composed: Mapping[str, Any]) -> Resolved:
+    """Both at once; raises as they do."""
+    return resolve(run_config(composed))
 
-    Args:
-        step: The step function.
-        data: The keys given under `at`.
-        at: "algorithm.cfg", for messages.
+
+def check_model(model: ModelConfig) -> None:
+    """Require weights to start from, which only a run needs.
 
     Raises:
-        ConfigError: If a key is unknown or a value does not fit.
+        ConfigError: If the section describes no model, two, or one without a tokenizer.
     """
-    if "cfg" not in inspect.signature(step).parameters:
-        if data:
-            raise ConfigError(
-                f"'{at}' has keys ({', '.join(data)}), but '{step.__name__}' takes no 'cfg'\n"
-                "    add a parameter 'cfg' annotated with a dataclass, or leave the keys out"
-            )
-        return {}
-    kind = hints_of(step).get("cfg")
-    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+    folder = model.folder
+    if folder is not None and not (Path(folder) / "config.json").is_file():
+        missing = "does not exist" if not Path(folder).exists() else "has no config.json"
         raise ConfigError(
-            f"'{at}': the parameter 'cfg' of '{step.__name__}' is annotated with {kind!r}\n"
-            "    annotate it with a frozen dataclass whose fields are the algorithm's options"
+            f"'model.folder': '{folder}' {missing}\n    give a local folder that save_pretrained "
+            "wrote; models are never downloaded"
         )
-    return {"cfg": validated(kind, data, at)}
+    if folder is None and not model.architecture:
+        raise ConfigError(
+            "'model' has neither a folder nor an architecture\n"
+            "    choose one: model=tiny, or model=folder model.folder=PATH"
+        )
+    if folder is not None and model.architecture:
+        raise ConfigError(
+            "'model' has both a folder and an architecture\n"
+            "    to start from a folder, choose model=folder model.folder=PATH"
+        )
+    if folder is None and model.tokenizer == "folder":
+        raise ConfigError(
+            "'model.tokenizer' is 'folder', but 'model.folder' is not set\n"
+            "    set model.tokenizer=task, or give a model folder"
+        )
 
 
-def dumped(config: RunConfig) -> dict[str, Any]:
-    """The configuration as plain data, every default spelt out; `run_config` reads it back."""
-    data = config.model_dump(mode="json")
+def dumped(config: RunConfig, run: Resolved) -> dict[str, Any]:
+    """A run's configuration as plain data, every default spelled out; `run_config` reads it back.
+
+    Args:
+        config: As composed.
+        run: What came of it: threads and the size of the vocabulary may have been added.
+    """
+    found = {"executor": run.placement.executor, "model": run.model}
+    data = config.model_copy(update=found).model_dump(mode="json")
     _spell_out(data["algorithm"], "algorithm")
-    task = task_spec_of(config)
-    options = TypeAdapter(type(task)).dump_python(task, mode="json")
+    options = TypeAdapter(type(run.spec)).dump_python(run.spec, mode="json")
     data["task"] = {**options, **data["task"]}
     return data
 

@@ -10,7 +10,7 @@ from ...algorithms.roles.environment import ActorCritic, Env
 from ...algorithms.roles.games import BoardGame
 from ...algorithms.roles.replay import QNetwork, Replay
 from ...algorithms.roles.teams import TeamCritic
-from ...configs.schema import RunConfig
+from ...configs.schema import ModelConfig
 from ...configs.validate import validated
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Constant, Graph
@@ -34,6 +34,8 @@ __all__ = [
     "ENV_CONTRACTS",
     "ENV_SPECS",
     "FILLED_IN",
+    "GameTaskSpec",
+    "MODEL_TYPE",
     "NETWORKS",
     "acted_in",
     "env_task",
@@ -159,30 +161,30 @@ def game_task(spec: TaskSpec, reader: str) -> GameTaskSpec:
     )
 
 
-def perceptron_spec(config: RunConfig, init_offset: int = 0) -> PerceptronSpec:
+def perceptron_spec(model: ModelConfig, init_offset: int = 0) -> PerceptronSpec:
     """The networks that the section `model` describes.
 
     Args:
-        config: The run's configuration.
+        model: The section.
         init_offset: Added to their seed.
 
     Raises:
         ConfigError: If it describes something else.
     """
-    architecture = dict(config.model.architecture)
+    architecture = dict(model.architecture)
     kind = architecture.pop("model_type", None)
     if kind != MODEL_TYPE:
         raise ConfigError(
             f"'model' is {'a folder' if kind is None else repr(kind)}, and an actor in an "
             f"environment needs model_type {MODEL_TYPE!r}\n    choose model=mlp"
         )
-    seeded = {"init_seed": config.model.init_seed + init_offset, **architecture}
+    seeded = {"init_seed": model.init_seed + init_offset, **architecture}
     return validated(PerceptronSpec, seeded, "model.architecture")
 
 
 def env_worker(
     worker: str,
-    config: RunConfig,
+    model: ModelConfig,
     task: TaskSpec,
     optimizer: OptimizerSpec | None,
     options: Mapping[str, Any],
@@ -193,8 +195,8 @@ def env_worker(
 
     Args:
         worker: A name of `ENV_SPECS`.
-        config: The run's configuration.
-        task: Its task.
+        model: The section that describes its networks.
+        task: The run's task.
         optimizer: Of a trained role.
         options: Further fields of the spec.
         init_offset: Of the seed of its weights.
@@ -214,6 +216,6 @@ def env_worker(
         env: EnvSpec | GameSpec = task.env
     else:
         env = env_task(task, reader).env
-    network = perceptron_spec(config, init_offset)
+    network = perceptron_spec(model, init_offset)
     made = ENV_SPECS[worker]
     return made(env=env, network=network, start=start, optimizer=optimizer, **options)

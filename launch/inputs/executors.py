@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...configs.references import load_object
 from ...dataflow.errors import ConfigError
 from ...workers.executors.executor_kind import ExecutorKind
 from ...workers.executors.registry import EXECUTORS
-from .compose import load_object
 
 __all__ = ["executor_kind"]
 

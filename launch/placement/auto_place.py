@@ -2,9 +2,8 @@
 
 The machine is what `penstock profile` found, or analytic defaults for its cores. What is chosen is
 which roles share devices, how many, and in which layouts their calls run, of those that the run's
-engines have: the torch engine is data-parallel. Calls of one group that need different processes
-take turns; see `divide.py`. Not all devices need be used: a step too short to be worth the ranks
-gets fewer.
+engines run. Calls of one group that need different processes take turns; see `divide.py`. Not all
+devices need be used: a step too short to be worth the ranks gets fewer.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from math import lcm
 from pathlib import Path
 
 from ...configs.plan_schema import WorkloadConfig
-from ...configs.schema import RunConfig
+from ...configs.schema import ExecutorConfig
 from ...dataflow.errors import ConfigError, PlanError
 from ...dataflow.graph.graph import Graph
 from ...planner.cost.calibration import Calibration
@@ -31,8 +30,9 @@ from ...planner.plan.planner import plan_step
 from ...planner.report.plan_texts import placement_text
 from ...planner.search.options import Option
 from ...planner.search.pins import Pins
+from ..inputs.compose import PlacementInputs, Resolved
 from ..inputs.sizes import train_items
-from .divide import divided, not_run, runs_on
+from .divide import divided
 from .machine import analytic_cpus
 from .plan_inputs import PlanInputs
 
@@ -74,39 +74,40 @@ class _Machine:
         return self.calibration.constants_for(models.values())
 
 
-def choose(config: RunConfig, graph: Graph) -> Choice:
+def choose(run: Resolved) -> Choice:
     """Plan the main stage for this machine.
 
     Where the planner knows the model, an infeasible run is refused. Where it does not, everything
     is placed on one rank, and the note says why.
 
     Args:
-        config: The run's configuration.
-        graph: Of the main stage.
+        run: The run.
 
     Raises:
-        ConfigError: If a calibration is named that is for other devices.
+        ConfigError: If a calibration is named that is for other devices, or nothing generates.
         PlanError: If the run needs more memory than there is, or the calibration cannot be read.
     """
-    machine = _machine(config)
+    graph, section = run.main.graph, run.placement.executor
+    run.engines.check_generates(graph, run.main.config)
+    machine = _machine(run.placement)
     if machine is None:
-        return _one_rank(config, "CUDA devices are not measured; `penstock profile device=cuda`")
-    inputs = PlanInputs(config)
+        return _one_rank(section, "CUDA devices are not measured; `penstock profile device=cuda`")
+    inputs = PlanInputs(run)
     try:
         models = inputs.models({})
         workload = inputs.workload(WorkloadConfig())
         calls = calls_of(graph, workload, models)
     except (ConfigError, PlanError) as error:
-        return _one_rank(config, str(error).splitlines()[0])
+        return _one_rank(section, str(error).splitlines()[0])
     if not calls:
-        return _one_rank(config, f"no role of {graph.name} has a model")
-    plan = _best(config, graph, models, workload, machine)
+        return _one_rank(section, f"no role of {graph.name} has a model")
+    plan = _best(run, models, workload, machine)
     threads = machine.calibration.num_threads if machine.calibration else None
     return Choice(plan, threads, _said(graph, plan))
 
 
-def _one_rank(config: RunConfig, why: str) -> Choice:
-    plan = one_group_plan(device=config.executor.device)
+def _one_rank(section: ExecutorConfig, why: str) -> Choice:
+    plan = one_group_plan(device=section.device)
     return Choice(plan, None, f"placement: everything on one rank; nothing was planned: {why}")
 
 
@@ -118,11 +119,11 @@ def _said(graph: Graph, plan: Plan) -> str:
     )
 
 
-def _machine(config: RunConfig) -> _Machine | None:
+def _machine(inputs: PlacementInputs) -> _Machine | None:
     """The machine as measured, or as it is by default; None if nothing is known of its devices."""
-    kind = config.executor.device.partition(":")[0]
-    named = config.calibration is not None
-    file = Path(config.calibration or Path(config.runs) / CALIBRATION)
+    kind = inputs.executor.device.partition(":")[0]
+    named = inputs.calibration is not None
+    file = Path(inputs.calibration or inputs.runs / CALIBRATION)
     if named or file.is_file():
         calibration = Calibration.read(file)
         if calibration.device == kind:
@@ -130,15 +131,14 @@ def _machine(config: RunConfig) -> _Machine | None:
         if named:
             raise ConfigError(
                 f"'calibration': {file} is of '{calibration.device}' devices, but "
-                f"'executor.device' is '{config.executor.device}'\n"
+                f"'executor.device' is '{inputs.executor.device}'\n"
                 f"    measure them: penstock profile device={kind} output=FILE"
             )
     return _Machine(analytic_cpus(), None) if kind == "cpu" else None
 
 
 def _best(
-    config: RunConfig,
-    graph: Graph,
+    run: Resolved,
     models: Mapping[str, ModelShape | None],
     workload: Workload,
     machine: _Machine,
@@ -148,9 +148,10 @@ def _best(
     Raises:
         PlanError: If none fits; of the refusals that of all devices.
     """
-    items = train_items(graph, config.algorithm.per_step)
-    engines = {n.name: runs_on(config, graph, n) for n in graph.nodes if n.role is not None}
-    pins = Pins(allows=_CanRun(items, workload, engines))
+    graph = run.main.graph
+    items = train_items(graph, run.main.config.per_step)
+    engine, rollout = run.engines.planned()
+    pins = Pins(allows=_Divides(items, workload))
     found: list[Plan] = []
     refused: list[PlanError] = []
     sizes = _halvings(machine.cluster.num_devices)
@@ -162,9 +163,10 @@ def _best(
                 models,
                 _part(machine.cluster, size),
                 workload,
-                max_lag=config.schedule.max_lag,
+                max_lag=run.schedule.max_lag,
                 constants=machine.constants(models),
-                engine="any" if config.engine.kind == "fsdp" else config.engine.kind,
+                engine=engine,
+                rollout=rollout,
                 pins=pins,
                 deadline_s=max(0.5, (until_s - time.monotonic()) / left),
             )
@@ -175,7 +177,7 @@ def _best(
     if not found:
         raise refused[0]
     best = min(found, key=_step_time_s)
-    ranks = [group.device_group.num_ranks for group in divided(best, graph, config).groups]
+    ranks = [group.device_group.num_ranks for group in divided(best, graph, run.engines).groups]
     chunks = lcm(*ranks) // max(ranks)
     return best.model_copy(update={"cluster": machine.cluster, "chunks_per_rank": chunks})
 
@@ -200,25 +202,21 @@ def _part(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
 
 
 @dataclass(frozen=True)
-class _CanRun:
-    """Whether a step's prompts divide by the ranks that would share them, in a layout that runs.
+class _Divides:
+    """Whether a step's prompts divide by the ranks that would share them.
 
     Attributes:
         items: Train node -> what its ranks must divide.
         workload: Of the step.
-        engines: Call -> engine.
     """
 
     items: Mapping[str, int]
     workload: Workload
-    engines: Mapping[str, str]
 
     def __call__(self, unit: str, option: Option) -> bool:
         del unit
         return all(
             self.items.get(name, layout.dp) % layout.dp == 0
             and layout.dp <= self.workload.num_prompts
-            and not_run(layout, self.engines[name]) is None
-            and not layout.checkpointing
             for name, layout in option.layouts.items()
         )

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from ...configs.options import option_file, options_of
 from ...configs.plan_schema import ClusterConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
 from ...planner.inputs.cluster import ClusterSpec, NodeGroup
-from ..cli.hydra_app import CONFIGS
 
-__all__ = ["MEASURED", "cluster_spec", "named_devices", "option_file", "options_of"]
+__all__ = ["MEASURED", "cluster_spec", "named_devices"]
 
 MEASURED = "measured"
 """The cluster that a calibration file describes."""
-
-
-def options_of(group: str) -> list[str]:
-    """The options of a configuration group."""
-    names = (entry.name for entry in files(CONFIGS).joinpath(group).iterdir())
-    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
-
-
-def option_file(group: str, option: str) -> dict[str, Any]:
-    """The keys of an option as its file has them, nothing resolved."""
-    text = files(CONFIGS).joinpath(group, f"{option}.yaml").read_text()
-    data: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    return data
 
 
 def named_devices(section: Any) -> Any:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...algorithms.roles.language import Policy
-from ...configs.schema import RunConfig
 from ...dataflow.errors import PlanError
 from ...dataflow.graph.graph import Graph, Node, NodeKind
-from ...planner.inputs.layout import Layout
+from ...planner.inputs.calls import CALL_KINDS
 from ...planner.plan.plan import GroupPlan, Plan
+from ..inputs.engines import Engines
 
-__all__ = ["check_layouts", "divided", "not_run", "runs_on"]
+__all__ = ["check_layouts", "divided"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class _Kind:
 
     Attributes:
         engine: "train", or for generation by another engine the role, because a process has at
-            most one vLLM.
+            most one worker that only generates.
         tensor_parallel: Processes that share matrices.
         pipeline_parallel: Stages.
     """
@@ -46,33 +45,7 @@ class _Kind:
         return f"{group}-rollout" if alone else f"{group}-{self.engine}-rollout"
 
 
-def runs_on(config: RunConfig, graph: Graph, node: Node) -> str:
-    """The engine that runs a call: "torch", "fsdp", "megatron" or "vllm"."""
-    return config.rollout.kind if _apart(config, graph, node) else config.engine.kind
-
-
-def _apart(config: RunConfig, graph: Graph, node: Node) -> bool:
-    """Whether another engine than the one that trains generates here."""
-    policy = node.role is not None and issubclass(graph.roles[node.role], Policy)
-    return config.rollout.kind != "same" and node.kind is NodeKind.ROLLOUT and policy
-
-
-def not_run(layout: Layout, engine: str) -> str | None:
-    """Why an engine cannot run a layout; None if it can."""
-    if engine == "torch":
-        alone = layout.num_devices == layout.dp and not layout.zero
-        plain = alone and layout.ep == 1 and not layout.offload
-        return None if plain else "the torch engine runs data-parallel only"
-    if engine == "fsdp":
-        return "plans say nothing of how engine=fsdp divides a model"
-    if layout.cp > 1 or layout.ep > 1 or layout.offload:
-        return f"engine '{engine}' has no cp, ep and offload"
-    if engine == "vllm":
-        return "vLLM has no pipeline stages here" if layout.pp > 1 else None
-    return "Megatron shares no more than the optimizer's state" if layout.zero > 1 else None
-
-
-def check_layouts(plan: Plan, graph: Graph, config: RunConfig, where: str) -> None:
+def check_layouts(plan: Plan, graph: Graph, engines: Engines, where: str) -> None:
     """Refuse layouts that the engines do not run.
 
     Raises:
@@ -80,18 +53,17 @@ def check_layouts(plan: Plan, graph: Graph, config: RunConfig, where: str) -> No
     """
     for node in graph.nodes:
         layout = plan.layouts.get(node.name)
-        engine = runs_on(config, graph, node)
-        problem = None if layout is None else not_run(layout, engine)
+        if layout is None or node.kind not in CALL_KINDS:
+            continue
+        problem = engines.runs(graph, node).why_not(layout, CALL_KINDS[node.kind])
         if problem is not None:
-            fix = f"plan for it: plan.engine={engine}"
-            if engine != "torch":
-                fix = f"pin its layout (plan.pins.layouts.{node.name})"
             raise PlanError(
-                f"{where}: node '{node.name}' has layout {layout}, but {problem}\n    {fix}"
+                f"{where}: node '{node.name}' has layout {layout}, but {problem}\n"
+                f"    plan for it: {engines.words}"
             )
 
 
-def divided(plan: Plan, graph: Graph, config: RunConfig) -> Plan:
+def divided(plan: Plan, graph: Graph, engines: Engines) -> Plan:
     """The plan with a group for every kind of process.
 
     The first kind of a group, the one that trains if there is any, keeps its name and whatever
@@ -101,7 +73,7 @@ def divided(plan: Plan, graph: Graph, config: RunConfig) -> Plan:
     nodes = dict(plan.nodes)
     free = 1 + max((d for group in plan.groups for d in group.devices), default=-1)
     for group in plan.groups:
-        kinds = {n.name: _kind(n, group, plan, graph, config) for n in _of(plan, graph, group)}
+        kinds = {n.name: _kind(n, group, plan, graph, engines) for n in _of(plan, graph, group)}
         every = _in_order(graph, kinds)
         if len(every) < 2:
             groups.append(_sized(group, every[0]) if every else group)
@@ -128,24 +100,22 @@ def _of(plan: Plan, graph: Graph, group: GroupPlan) -> list[Node]:
     ]
 
 
-def _kind(
-    node: Node, group: GroupPlan, plan: Plan, graph: Graph, config: RunConfig
-) -> _Kind | None:
+def _kind(node: Node, group: GroupPlan, plan: Plan, graph: Graph, engines: Engines) -> _Kind | None:
     """What a node needs; None if any process will do."""
-    apart = _apart(config, graph, node)
+    apart = engines.apart(graph, node)
     layout = plan.layouts.get(node.name)
-    if layout is None and not apart and not _trains(node, graph, config):
+    if layout is None and not apart and not _trains(node, graph, engines):
         return None
     sizes = (group.tensor_parallel, group.pipeline_parallel)
     if layout is not None:
-        sizes = (layout.tp, layout.pp)
+        sizes = engines.runs(graph, node).division(layout)
     return _Kind(node.role or "" if apart else "train", *sizes)
 
 
-def _trains(node: Node, graph: Graph, config: RunConfig) -> bool:
+def _trains(node: Node, graph: Graph, engines: Engines) -> bool:
     """Whether a node needs the engine that trains: also to evaluate what another generates with."""
     return node.kind is NodeKind.TRAIN or any(
-        other.role == node.role and _apart(config, graph, other) for other in graph.nodes
+        other.role == node.role and engines.apart(graph, other) for other in graph.nodes
     )
 
 

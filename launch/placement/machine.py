@@ -11,10 +11,11 @@ from pathlib import Path
 
 import psutil
 
+from ...configs.options import option_file
 from ...configs.plan_schema import ClusterConfig
 from ...configs.validate import validated
 from ...planner.inputs.cluster import ClusterSpec
-from .cluster_inputs import cluster_spec, option_file
+from .cluster_inputs import cluster_spec
 
 __all__ = ["analytic_cpus", "default_ranks", "machine_name", "num_cores", "threads_of"]
 

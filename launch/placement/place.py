@@ -9,30 +9,34 @@ from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
 
-from ...configs.schema import ExecutorConfig, RunConfig
+from ...configs.schema import ExecutorConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError, PlanError
 from ...dataflow.graph.graph import Graph, NodeKind
 from ...dataflow.runtime.executor import Executor
 from ...dataflow.runtime.placement import DeviceGroup, Placement, check_placement, follow
 from ...planner.inputs.cluster import ClusterSpec
+from ...planner.inputs.layout import Layout
 from ...planner.plan.plan import GroupPlan, Plan, one_group_plan
+from ...workers.engines.registry import ENGINES, trainers
 from ...workers.executors.registry import EXECUTORS
+from ..inputs.compose import AUTO, PlacementInputs
+from ..inputs.engines import Engines
 from ..inputs.executors import executor_kind
 from ..inputs.sizes import train_items
 from .divide import check_layouts, divided
 from .machine import threads_of
 
-__all__ = ["AUTO", "followed", "make_executor", "placement_of", "with_threads", "written_plan"]
+__all__ = ["followed", "make_executor", "placement_of", "with_threads", "written_plan"]
 
-AUTO = "auto"
-"""As `placement`: let the planner choose."""
+_SIZES = {"tensor_parallel": "tp", "pipeline_parallel": "pp"}
+"""Sections of `executor` that divide models, and the size of a layout that each is."""
 
 _SEVERAL = " or ".join(f"executor={name}" for name, kind in EXECUTORS.items() if kind.has_processes)
 """What to set for a run in several processes."""
 
 
-def written_plan(config: RunConfig) -> Plan | None:
+def written_plan(inputs: PlacementInputs, engines: Engines) -> Plan | None:
     """The plan that the configuration gives, or None if the planner is to choose.
 
     Raises:
@@ -40,7 +44,7 @@ def written_plan(config: RunConfig) -> Plan | None:
             and a plan's file are given.
         PlanError: If the plan cannot be read or is none for this executor.
     """
-    section = config.executor
+    section = inputs.executor
     for name, group in section.nodes.items():
         if group not in section.groups:
             raise ConfigError(
@@ -49,16 +53,11 @@ def written_plan(config: RunConfig) -> Plan | None:
                 f"    executor.groups has: {', '.join(section.groups) or 'none'}"
             )
     if section.groups:
-        return _hand_written(config)
-    if config.placement != AUTO:
-        return _from_file(Path(config.placement), config)
+        return _hand_written(inputs, engines)
+    if inputs.placement != AUTO:
+        return _from_file(Path(inputs.placement), section)
     if not _has_processes(section):
         return one_group_plan(device=section.device)
-    if config.engine.kind == "fsdp":
-        raise ConfigError(
-            "placement=auto does not place engine=fsdp\n    say where: executor=ray_split and "
-            "executor.tensor_parallel, or engine=megatron"
-        )
     return None
 
 
@@ -66,11 +65,11 @@ def _has_processes(section: ExecutorConfig) -> bool:
     return executor_kind(section.kind, "executor.kind").has_processes
 
 
-def _hand_written(config: RunConfig) -> Plan:
-    section = config.executor
-    if config.placement != AUTO:
+def _hand_written(inputs: PlacementInputs, engines: Engines) -> Plan:
+    section = inputs.executor
+    if inputs.placement != AUTO:
         raise ConfigError(
-            f"'placement' is '{config.placement}', but there are executor.groups as well\n"
+            f"'placement' is '{inputs.placement}', but there are executor.groups as well\n"
             "    leave one of them out"
         )
     for key in ("tensor_parallel", "pipeline_parallel", "devices", "served"):
@@ -81,24 +80,32 @@ def _hand_written(config: RunConfig) -> Plan:
                     f"{nearest_key(group, section.groups)}\n"
                     f"    executor.groups has: {', '.join(section.groups) or 'none'}"
                 )
-            torch_only = config.engine.kind == "torch" and config.rollout.kind != "vllm"
-            if torch_only and key.endswith("parallel") and size > 1:
-                raise ConfigError(
-                    f"'executor.{key}.{group}' is {size}, but the torch engine is data-parallel "
-                    "only\n    set engine=fsdp or engine=megatron, or 1"
-                )
+            if key in _SIZES:
+                _check_divides(engines, f"executor.{key}.{group}", Layout(**{_SIZES[key]: size}))
     for group, num_ranks in section.groups.items():
         if not _has_processes(section) and num_ranks != 1:
             raise PlanError(
                 f"'executor.groups.{group}' is {num_ranks}, but executor={section.kind} has one "
                 f"rank\n    set {_SEVERAL}, or 1"
             )
-    groups = tuple(_group(config, name) for name in section.groups)
+    groups = tuple(_group(section, name) for name in section.groups)
     return Plan(groups=groups, nodes=section.nodes)
 
 
-def _group(config: RunConfig, name: str) -> GroupPlan:
-    section = config.executor
+def _check_divides(engines: Engines, at: str, layout: Layout) -> None:
+    """Refuse a division of a group's models that neither what trains nor what generates runs."""
+    rollout = engines.rollout
+    why = engines.train.why_not(layout, "train")
+    if why is None or (rollout is not None and rollout.why_not(layout, "generate") is None):
+        return
+    able = [name for name in trainers() if ENGINES[name].why_not(layout, "train") is None]
+    raise ConfigError(
+        f"'{at}' is {layout.num_devices}, but {why}\n"
+        f"    set {' or '.join(f'engine={name}' for name in able)}, or 1"
+    )
+
+
+def _group(section: ExecutorConfig, name: str) -> GroupPlan:
     tensor = section.tensor_parallel.get(name, 1)
     stages = section.pipeline_parallel.get(name, 1)
     num_processes = section.groups[name] * tensor * stages
@@ -119,8 +126,8 @@ def _group(config: RunConfig, name: str) -> GroupPlan:
     )
 
 
-def _from_file(file: Path, config: RunConfig) -> Plan:
-    plan, section = Plan.read(file), config.executor
+def _from_file(file: Path, section: ExecutorConfig) -> Plan:
+    plan = Plan.read(file)
     for group in plan.groups:
         several = len(plan.groups) > 1 or group.num_ranks > 1
         if several and not _has_processes(section):
@@ -138,18 +145,18 @@ def _from_file(file: Path, config: RunConfig) -> Plan:
     return plan
 
 
-def placement_of(graph: Graph, config: RunConfig, plan: Plan) -> Placement:
+def placement_of(graph: Graph, plan: Plan, inputs: PlacementInputs, engines: Engines) -> Placement:
     """The placement of the main stage.
 
     Raises:
         PlanError: If nodes, groups or layouts do not fit the graph or the engines, or a group has
             nothing to do.
     """
-    where = "the plan" if config.placement == AUTO else f"plan file {config.placement}"
-    check_layouts(plan, graph, config, where)
-    placement = divided(plan, graph, config).placement(graph)
+    where = "the plan" if inputs.placement == AUTO else f"plan file {inputs.placement}"
+    check_layouts(plan, graph, engines, where)
+    placement = divided(plan, graph, engines).placement(graph)
     idle = _idle(graph, placement)
-    if idle and config.executor.groups:
+    if idle and inputs.executor.groups:
         raise PlanError(
             f"'executor.groups.{idle[0]}' would have nothing to do in {graph.name}\n"
             f"    give it nodes: executor.nodes.NODE={idle[0]}, or leave it out"
@@ -210,34 +217,34 @@ def followed(
     return made
 
 
-def with_threads(config: RunConfig, plan: Plan, measured: int | None = None) -> RunConfig:
-    """The configuration with the threads that each rank of a plan has, where none are given.
+def with_threads(
+    section: ExecutorConfig, plan: Plan, measured: int | None = None
+) -> ExecutorConfig:
+    """The section with the threads that each rank of a plan has, where none are given.
 
     A plan for some CPUs takes each of its devices for an equal share of the cores, because ranks of
     all groups work at the same time.
 
     Args:
-        config: The run's configuration.
-        plan: Where its main stage runs.
+        section: The section `executor`.
+        plan: Where the main stage runs.
         measured: Threads of a rank when the plan's devices were measured, if they were.
     """
-    section, cluster = config.executor, plan.cluster
+    cluster = plan.cluster
     given = section.num_threads is not None or section.groups
     many = _has_processes(section)
     if given or not many or section.device != "cpu" or not isinstance(cluster, ClusterSpec):
-        return config
+        return section
     threads = measured or threads_of(cluster.num_devices)
-    executor = section.model_copy(update={"num_threads": threads})
-    return config.model_copy(update={"executor": executor})
+    return section.model_copy(update={"num_threads": threads})
 
 
-def make_executor(config: RunConfig) -> Executor:
-    """The executor that the configuration names.
+def make_executor(section: ExecutorConfig) -> Executor:
+    """The executor that the section names.
 
     Raises:
         ConfigError: If what it needs, or the device, is not there.
     """
-    section = config.executor
     if section.device.startswith("cuda"):
         import torch
 

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from ...algorithms.roles.language import PreferencePairs, Reward, RewardModel, Sampling
+from ...configs.options import option_file, options_of
 from ...configs.plan_schema import WorkloadConfig
-from ...configs.schema import ModelConfig, RoleConfig, RunConfig
+from ...configs.schema import ModelConfig, RoleConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Constant, Graph, NodeKind
 from ...planner.inputs.model_shape import ModelShape, shape_of
 from ...planner.inputs.workload import Lengths, Workload
+from ..inputs.compose import Resolved
 from ..inputs.data import Data, load_data
-from ..stages.stages import record
-from .cluster_inputs import option_file, options_of
 
 __all__ = ["PlanInputs"]
 
@@ -38,21 +38,18 @@ class PlanInputs:
     """The main algorithm of a run as the planner sees it.
 
     Args:
-        config: The run's configuration.
+        run: The run.
         model_name: What tables call the run's model.
-
-    Raises:
-        ConfigError: If the step or its cfg cannot be used.
-        FlowError: If the step is no valid graph.
     """
 
-    def __init__(self, config: RunConfig, model_name: str = "") -> None:
-        self._config, self._model_name = config, model_name
-        self.graph: Graph = record(config.algorithm, "algorithm")
+    def __init__(self, run: Resolved, model_name: str = "") -> None:
+        self._run, self._model_name = run, model_name
+        self._algorithm = run.main.config
+        self.graph: Graph = run.main.graph
 
     @cached_property
     def _data(self) -> Data:
-        return load_data(self._config)
+        return load_data(self._run.task, self._run.model)
 
     def models(self, given: Mapping[str, str | None]) -> dict[str, ModelShape | None]:
         """Role -> shape; None for a role without a model.
@@ -79,15 +76,15 @@ class PlanInputs:
             return None if name is None else self._named(role, name)
         if not self._has_model(role):
             return None
-        start = (self._config.algorithm.roles.get(role) or _NO_ROLE).start
+        start = (self._algorithm.roles.get(role) or _NO_ROLE).start
         if start is not None and (Path(start) / "config.json").is_file():
             return self._in_folder(Path(start))
-        return self._shape(self._config.model, self._model_name)
+        return self._shape(self._run.model, self._model_name)
 
     def _has_model(self, role: str) -> bool:
         """Whether somebody with a model plays the role: a rule has none."""
         contract = self.graph.roles[role]
-        section = self._config.algorithm.roles.get(role) or _NO_ROLE
+        section = self._algorithm.roles.get(role) or _NO_ROLE
         if section.worker is not None and section.worker in ("policy", "value", "reward_model"):
             return True
         if section.worker is not None:
@@ -99,11 +96,7 @@ class PlanInputs:
     @cached_property
     def _learns_reward(self) -> bool:
         """Whether an earlier stage trains a reward model."""
-        for name, before in self._config.algorithm.before.items():
-            graph = record(before, f"algorithm.before.{name}")
-            if any(issubclass(graph.roles[role], RewardModel) for role in graph.trains_per_step):
-                return True
-        return False
+        return any(stage.trained(RewardModel) for stage in self._run.stages[:-1])
 
     def _named(self, role: str, name: str) -> ModelShape:
         if (Path(name) / "config.json").is_file():
@@ -122,7 +115,7 @@ class PlanInputs:
         return self._shape(section, name)
 
     def _in_folder(self, folder: Path) -> ModelShape:
-        dtype = self._config.model.dtype
+        dtype = self._run.model.dtype
         return self._shape(ModelConfig(folder=str(folder), dtype=dtype), folder.name)
 
     def _shape(self, section: ModelConfig, name: str) -> ModelShape:
@@ -146,7 +139,7 @@ class PlanInputs:
                 long they are.
         """
         table = next(iter(self.graph.sources))
-        num_prompts = section.num_prompts or self._config.algorithm.per_step.get(table)
+        num_prompts = section.num_prompts or self._algorithm.per_step.get(table)
         if num_prompts is None:
             raise ConfigError(
                 f"'algorithm.per_step.{table}' is missing: how many items of '{table}' one step "
@@ -181,7 +174,7 @@ class PlanInputs:
         if section.response is not None:
             return _lengths(section.response)
         sampling = self._sampling
-        longest = self._config.task.max_response_tokens
+        longest = self._run.task.max_response_tokens
         return Lengths.constant(longest if sampling is None else sampling.max_new_tokens)
 
     def _prompt(self, section: WorkloadConfig) -> Lengths:
@@ -190,7 +183,7 @@ class PlanInputs:
             return _lengths(section.prompt)
         task, tokenizer = self._data.task, self._data.tokenizer
         texts = [task.prompt_text(index) for index in task.train[:_PROMPTS_MEASURED]]
-        longest = self._config.task.max_prompt_tokens or math.inf
+        longest = self._run.task.max_prompt_tokens or math.inf
         counts = Counter(len(tokens) for tokens in tokenizer.encode_many(texts))
         lengths = sorted(length for length in counts if 0 < length <= longest)
         if not lengths:

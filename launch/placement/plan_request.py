@@ -14,15 +14,15 @@ from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph
 from ...planner.cost.calibration import Calibration
 from ...planner.cost.constants import Constants, default_constants
+from ...planner.cost.engine_model import EngineModel
 from ...planner.inputs.calls import calls_of
 from ...planner.inputs.cluster import ClusterSpec
-from ...planner.inputs.layout import Engine
 from ...planner.inputs.model_shape import ModelShape
 from ...planner.inputs.workload import Workload
 from ...planner.plan.plan import Plan
 from ...planner.plan.planner import plan_step
 from ...planner.search.pins import Pins
-from ..inputs.compose import run_config
+from ..inputs.compose import resolved
 from .cluster_inputs import cluster_spec, named_devices
 from .pin_inputs import flat_layouts, pins_of
 from .plan_inputs import PlanInputs
@@ -45,7 +45,8 @@ class PlanRequest:
         lags: Schedules to compare.
         refused_lags: Lag -> why the step cannot have it, of those that were to be compared.
         constants: Of the model of time.
-        engine: Which engine the layouts must suit.
+        engine: What trains and evaluates.
+        rollout: What generates; None if the same does.
         pins: Parts that are fixed.
         deadline_s: When to stop.
         tp_across_nodes: Allow tensor parallelism over the network.
@@ -59,7 +60,8 @@ class PlanRequest:
     lags: tuple[int, ...]
     refused_lags: Mapping[int, str]
     constants: Constants
-    engine: Engine
+    engine: EngineModel
+    rollout: EngineModel | None
     pins: Pins
     deadline_s: float | None
     tp_across_nodes: bool = False
@@ -79,6 +81,7 @@ class PlanRequest:
             max_lag=self.lags,
             constants=self.constants,
             engine=self.engine,
+            rollout=self.rollout,
             pins=self.pins,
             deadline_s=self.deadline_s,
             tp_across_nodes=self.tp_across_nodes,
@@ -99,10 +102,10 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         PlanError: If a model's shape or a pin is none that can be planned for.
     """
     run, own = _split(composed)
-    config = run_config(run)
+    found = resolved(run)
     asked = validated(PlanConfig, own)
     options = asked.plan
-    inputs = PlanInputs(config, model_name)
+    inputs = PlanInputs(found, model_name)
     models = inputs.models(options.models)
     if not any(models.values()):
         raise ConfigError(
@@ -115,11 +118,13 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     cluster = cluster_spec(asked.cluster, calibration and calibration.cluster)
     _check_dtypes(models, options.models, cluster)
     workload = inputs.workload(asked.workload)
-    lags, refused = (config.schedule.max_lag,), dict[int, str]()
+    lags, refused = (found.schedule.max_lag,), dict[int, str]()
     if _is_auto(composed):
         lags, refused = _allowed(inputs.graph, options.lags)
     else:
-        check_lag(inputs.graph, config.schedule.max_lag)
+        check_lag(inputs.graph, found.schedule.max_lag)
+    found.engines.check_generates(inputs.graph, found.main.config, options.engine)
+    engine, rollout = found.engines.planned(options.engine)
     return PlanRequest(
         graph=inputs.graph,
         models=models,
@@ -130,7 +135,8 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         constants=default_constants(cluster)
         if calibration is None
         else calibration.constants_for(models.values()),
-        engine=options.engine,
+        engine=engine,
+        rollout=rollout,
         pins=pins_of(options.pins, calls_of(inputs.graph, workload, models), cluster),
         deadline_s=options.deadline_s,
         tp_across_nodes=options.tp_across_nodes,

@@ -22,7 +22,8 @@ from ...planner.cost.calibration_fit import Timed
 from ...planner.inputs.calls import Call, CallKind
 from ...planner.inputs.model_shape import ModelShape, shape_of
 from ...planner.inputs.workload import Lengths
-from ...workers.engines.torch_engine.policy import TorchPolicy, TorchPolicySpec
+from ...workers.engines.registry import DEFAULT
+from ...workers.engines.roles import PolicyWorker
 from ...workers.models.spec import ModelSpec
 from ...workers.training.optimizer import OptimizerSpec
 
@@ -80,7 +81,7 @@ class ProfileCall(BaseModel):
             updates=self.updates,
         )
 
-    def prepared(self, policy: TorchPolicy) -> Callable[[], None]:
+    def prepared(self, policy: PolicyWorker) -> Callable[[], None]:
         """The call, ready to be made as often as one likes; its inputs are made here."""
         random = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, _VOCABULARY, (self.rows, 2 * _TOKENS), generator=random)
@@ -150,10 +151,10 @@ def _shape(width: int, dtype: str) -> ModelShape:
     return shape_of(architecture(width), name=f"width {width}", dtype=dtype)
 
 
-def make_policy(width: int, dtype: str, device: str) -> TorchPolicy:
+def make_policy(width: int, dtype: str, device: str) -> PolicyWorker:
     """The policy of that width, trained and alone."""
     dtypes: Any = dtype
-    spec = TorchPolicySpec(
+    spec = DEFAULT.spec("policy")(
         model=ModelSpec(architecture=architecture(width), dtype=dtypes),
         eos_token_id=_VOCABULARY,
         optimizer=OptimizerSpec(lr=1e-6),

@@ -1,4 +1,4 @@
-"""`penstock profile`: measure this machine, and write what a plan for it needs.
+"""Measuring this machine, for what a plan for it needs.
 
 Every rank that a run would have is started as a process of its own, and all of them measure at the
 same time: peaks, copies, links, and real calls of our engine at several widths. From the calls the
@@ -15,12 +15,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...dataflow.errors import ConfigError, WorkerError
 from ...dataflow.runtime.worker_protocol import CLOSE_S
-from ..cli.hydra_app import hydra_app
 
 if TYPE_CHECKING:
     from ...configs.profile_schema import ProfileConfig
@@ -30,37 +28,10 @@ if TYPE_CHECKING:
     from .calls import ProfileCall
     from .rank import RankResult
 
-__all__ = ["profile", "profile_command"]
+__all__ = ["profile"]
 
 _WIDTHS = {"cpu": (64, 128, 256, 512), "cuda": (512, 1024, 2048, 4096)}
 _DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-
-
-def profile_command(arguments: list[str]) -> int:
-    """Run the command; `arguments` are the words after `penstock profile`."""
-    hydra_app("profile", arguments, _profile)
-    return 0
-
-
-def _profile(composed: dict[str, Any]) -> None:
-    # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
-    from ...configs.profile_schema import ProfileConfig
-    from ...configs.validate import validated
-    from .show import calibration_text
-
-    config = validated(ProfileConfig, composed)
-    file = Path(config.output)
-    if file.is_dir():
-        raise ConfigError(f"'output': '{file}' is a folder; give the name of a file")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"'output': '{file}' cannot be written: {error.strerror}") from error
-    began_s = time.monotonic()
-    calibration = profile(config)
-    calibration.write(file)
-    print(calibration_text(calibration))
-    print(f"wrote {file} after {time.monotonic() - began_s:.0f} s")
 
 
 def profile(config: ProfileConfig) -> Calibration:
@@ -237,7 +208,7 @@ def _device(device: str, ranks: Sequence[RankResult]) -> DeviceSpec:
 def _link(
     device: str, ranks: Sequence[RankResult], constants: Constants, notes: list[str]
 ) -> tuple[LinkSpec, Constants]:
-    from ..placement.cluster_inputs import option_file
+    from ...configs.options import option_file
     from .links import link_constants
 
     times = [rank.links for rank in ranks if rank.links is not None]

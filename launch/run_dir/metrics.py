@@ -1,4 +1,4 @@
-"""A run's numbers over its steps: `metrics.jsonl`, and TensorBoard events beside it.
+"""A run's numbers over its steps: `metrics.jsonl`.
 
 One JSON object per line and step, with flat names:
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from .atomic import write_text
 
-__all__ = ["MetricsLog", "TensorBoardLog", "finite_or_none", "read_metrics"]
+__all__ = ["MetricsLog", "finite_or_none", "read_metrics"]
 
 _STEP = "step"
 _TIME = "wall_time_s"
@@ -134,55 +134,3 @@ def _step_of(path: Path, number: int, line: str) -> int:
             f"got {line[:80]!r}; remove the line or the file"
         )
     return step
-
-
-class TensorBoardLog:
-    """Writes scalars as TensorBoard event files, readable while the run goes on.
-
-    Args:
-        folder: Where TensorBoard is pointed at; every start adds a file.
-        first_step: The step that will be written first. TensorBoard is told to forget what earlier
-            files hold at or after it.
-    """
-
-    def __init__(self, folder: Path, *, first_step: int = 0) -> None:
-        # Imported here: it costs most of a second, and a run may do without.
-        from tensorboard.compat.proto import event_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        messages: Any = event_pb2
-        self._event = messages.Event
-        self._writer: Any = EventFileWriter(str(folder))
-        if first_step:
-            start = messages.SessionLog(status=messages.SessionLog.START)
-            self._writer.add_event(
-                self._event(step=first_step, wall_time=time.time(), session_log=start)
-            )
-        self._writer.flush()
-
-    def write(
-        self, step: int, values: Mapping[str, float], wall_time_s: float | None = None
-    ) -> None:
-        """Add one step's scalars and flush them; see `MetricsLog.write`."""
-        event = self._event(
-            step=step, wall_time=time.time() if wall_time_s is None else wall_time_s
-        )
-        for name, value in values.items():
-            event.summary.value.add(tag=name, simple_value=float(value))
-        self._writer.add_event(event)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Write what is left and end the writer's thread."""
-        self._writer.close()
-
-    def __enter__(self) -> TensorBoardLog:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

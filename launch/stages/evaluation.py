@@ -11,7 +11,6 @@ from typing import Any
 
 from ...algorithms.evaluate import Evaluation, evaluate_step
 from ...algorithms.roles.language import Sampling
-from ...configs.schema import RunConfig
 from ...dataflow.graph.graph import Argument, Graph, Node, RoleRef
 from ...dataflow.graph.role import Role
 from ...dataflow.graph.tracer import build
@@ -61,9 +60,9 @@ class Measured:
         return self.metrics.get(f"{_SHARES}/timeouts")
 
 
-def evaluation_graph(config: RunConfig) -> Graph:
+def evaluation_graph(max_response_tokens: int) -> Graph:
     """What an evaluation computes, its policy called 'actor'."""
-    sampling = Sampling(temperature=0.0, max_new_tokens=config.task.max_response_tokens)
+    sampling = Sampling(temperature=0.0, max_new_tokens=max_response_tokens)
     return build(evaluate_step, name=_PROGRAM, cfg=Evaluation(sampling=sampling))
 
 
@@ -74,16 +73,16 @@ class Evaluator:
 
     Args:
         stage: The stage; it must train a policy.
-        config: The run's configuration.
-        data: Its task and tokenizer.
+        num_examples: Responses that are kept.
+        data: The run's task and tokenizer.
         held_out: The problems.
         folder: Where examples are passed through a file.
     """
 
     def __init__(
-        self, stage: Stage, config: RunConfig, data: Data, held_out: HeldOut, folder: Path
+        self, stage: Stage, num_examples: int, data: Data, held_out: HeldOut, folder: Path
     ) -> None:
-        graph = evaluation_graph(config)
+        graph = evaluation_graph(data.section.max_response_tokens)
         names = {"actor": stage.policy or "actor"}
         for role in (_VERIFIER, _OBSERVER):
             names[role] = f"evaluation_{role}" if role in stage.graph.roles else role
@@ -100,7 +99,7 @@ class Evaluator:
             names[_OBSERVER]: ExampleFileSpec(
                 path=str(self._examples.resolve()),
                 tokenizer=data.tokenizer_spec,
-                num_examples=config.evaluation.num_examples,
+                num_examples=num_examples,
             ),
         }
 

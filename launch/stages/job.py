@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
-from ...configs.schema import RunConfig
+from ...configs.schema import ExecutorConfig, ModelConfig
 from ...dataflow.errors import ConfigError
 from ...dataflow.runtime.engine import Source
 from ...planner.plan.plan import Plan
 from ...workers.data.row_report import DataReport
 from ...workers.rewards.rule_reward import RuleRewardSpec
-from ..inputs.data import Data, HeldOut, load_data, longest_rows, sources_of, task_spec_of
+from ..inputs.compose import Resolved
+from ..inputs.data import Data, HeldOut, load_data
 from ..inputs.env_specs import MODEL_TYPE
 from ..inputs.sizes import check_lengths
+from ..inputs.tables import longest_rows, sources_of
 from ..placement.auto_place import choose
 from ..placement.place import make_executor, with_threads, written_plan
 from .evaluation import evaluation_graph
@@ -29,7 +31,7 @@ class Job:
     """A run, ready to be carried out.
 
     Attributes:
-        config: Its configuration.
+        run: What its configuration says, with the threads and the vocabulary that were found.
         plan: Where the main stage's nodes run.
         note: What was chosen for it, or why nothing was, in one line; "" if nothing was to choose.
         stages: What is trained, in order; the main one last.
@@ -39,7 +41,7 @@ class Job:
         reports: What was left out of the data, one for each way it is read.
     """
 
-    config: RunConfig
+    run: Resolved
     plan: Plan
     note: str
     stages: tuple[Stage, ...]
@@ -54,93 +56,86 @@ class Job:
         return self.stages[-1]
 
 
-def prepare(config: RunConfig, plan: Plan | None = None) -> Job:
+def prepare(run: Resolved, plan: Plan | None = None) -> Job:
     """Check a run through, place it and read its data.
 
     Args:
-        config: The run's configuration.
+        run: The run.
         plan: Where the main stage's nodes run, if that has been decided before: a resumed run goes
             on where it ran.
 
     Raises:
         ConfigError: If a key, a role, a file or a size is wrong.
-        FlowError: If a step is no valid graph.
+        FlowError: If a step's loss cannot correct for the schedule's lag.
         PlanError: If the placement does not fit.
     """
-    stages = stages_of(config, plan)
+    stages = stages_of(run, plan)
     for stage in stages:
-        check_options(stage, config)
-    task_spec_of(config)
-    make_executor(config)
-    config, plan, note = _placed(config, plan, stages[-1])
-    stages = stages_of(config, plan)
-    data = load_data(config)
-    config = _with_vocabulary(config, stages[-1], data)
+        check_options(stage, run)
+    make_executor(run.placement.executor)
+    run, plan, note = _placed(run, plan)
+    stages = stages_of(run, plan)
+    data = load_data(run.task, run.model)
+    run = replace(run, model=_with_vocabulary(run.model, stages[-1], data))
     reports: list[DataReport] = [data.task.report]
     sources: dict[str, Mapping[str, Source]] = {}
     for stage in stages:
-        seeded = config.model_copy(update={"seed": stage.seed(config)})
-        made, left_out = sources_of(
-            stage.graph, stage.config.per_step, seeded, data, stage.config.num_groups
-        )
-        sources[stage.name] = made
+        sources[stage.name], left_out = sources_of(stage, data)
         reports += left_out
     if any(plan.worker == "rule" for stage in stages for plan in stage.roles.values()):
         _check_rule(data)
-    held_out = _held_out(config, stages[-1], data)
-    _check_lengths(config, stages, sources, held_out)
-    return Job(config, plan, note, stages, data, sources, held_out, tuple(reports))
+    held_out = _held_out(run.evaluation.num_prompts, stages[-1], data)
+    _check_lengths(run.model, stages, sources, held_out, data)
+    return Job(run, plan, note, stages, data, sources, held_out, tuple(reports))
 
 
-def _placed(config: RunConfig, plan: Plan | None, main: Stage) -> tuple[RunConfig, Plan, str]:
+def _placed(run: Resolved, plan: Plan | None) -> tuple[Resolved, Plan, str]:
     """The plan of the main stage, with the threads of its ranks, and a line about it."""
-    if config.model.architecture.get("model_type") == MODEL_TYPE:
-        config = _on_one_thread(config)
-    plan = plan or written_plan(config)
-    if plan is not None:
-        return with_threads(config, plan), plan, ""
-    choice = choose(config, main.graph)
-    return with_threads(config, choice.plan, choice.num_threads), choice.plan, choice.note
+    inputs, section, threads, note = run.placement, run.placement.executor, None, ""
+    if run.model.architecture.get("model_type") == MODEL_TYPE:
+        section = _on_one_thread(section)
+    plan = plan or written_plan(inputs, run.engines)
+    if plan is None:
+        choice = choose(run)
+        plan, threads, note = choice.plan, choice.num_threads, choice.note
+    inputs = replace(inputs, executor=with_threads(section, plan, threads))
+    return replace(run, placement=inputs), plan, note
 
 
-def _on_one_thread(config: RunConfig) -> RunConfig:
+def _on_one_thread(section: ExecutorConfig) -> ExecutorConfig:
     """For perceptrons, which one thread computes fastest.
 
     The order of a sum, and so its last bits, depends on how many threads share it: with one each,
     results do not depend on how many ranks share the machine's cores.
     """
-    if config.executor.num_threads is not None:
-        return config
-    executor = config.executor.model_copy(update={"num_threads": 1})
-    return config.model_copy(update={"executor": executor})
+    if section.num_threads is not None:
+        return section
+    return section.model_copy(update={"num_threads": 1})
 
 
-def _with_vocabulary(config: RunConfig, main: Stage, data: Data) -> RunConfig:
+def _with_vocabulary(model: ModelConfig, main: Stage, data: Data) -> ModelConfig:
     """With the size of the model's vocabulary, which stays if the run goes on in another layout.
 
     Tensor parallelism divides it; nothing is ever trained to say what was added for that.
     """
-    model = config.model
     if not data.has_text or not model.architecture or "vocab_size" in model.architecture:
-        return config
+        return model
     parts = lcm(*(group.tensor_parallel for group in main.placement.groups))
     size = -(-data.tokenizer.vocab_size // parts) * parts
-    architecture = {**model.architecture, "vocab_size": size}
-    return config.model_copy(
-        update={"model": model.model_copy(update={"architecture": architecture})}
-    )
+    return model.model_copy(update={"architecture": {**model.architecture, "vocab_size": size}})
 
 
 def _check_lengths(
-    config: RunConfig,
+    model: ModelConfig,
     stages: tuple[Stage, ...],
     sources: Mapping[str, Mapping[str, Source]],
     held_out: HeldOut | None,
+    data: Data,
 ) -> None:
     """No row may be longer than the model that reads it can take."""
     by_name = {stage.name: stage for stage in stages}
     for stage in stages:
-        positions = model_positions(stage, by_name, config)
+        positions = model_positions(stage, by_name, model)
         check_lengths(
             stage.graph,
             stage.config.per_step,
@@ -150,7 +145,7 @@ def _check_lengths(
         )
         if stage is stages[-1] and held_out is not None and stage.policy in positions:
             check_lengths(
-                evaluation_graph(config),
+                evaluation_graph(data.section.max_response_tokens),
                 {"prompts": held_out.num_prompts},
                 {"prompts": held_out.longest},
                 {"actor": positions[stage.policy]},
@@ -164,13 +159,13 @@ def _check_rule(data: Data) -> None:
     _ = data.task.verifier
 
 
-def _held_out(config: RunConfig, main: Stage, data: Data) -> HeldOut | None:
-    if main.policy is None or not config.evaluation.num_prompts or not len(data.task.held_out):
+def _held_out(num_prompts: int, main: Stage, data: Data) -> HeldOut | None:
+    if main.policy is None or not num_prompts or not len(data.task.held_out):
         return None
-    if config.evaluation.num_prompts > len(data.task.held_out):
+    if num_prompts > len(data.task.held_out):
         raise ConfigError(
-            f"'evaluation.num_prompts' is {config.evaluation.num_prompts}, but task "
+            f"'evaluation.num_prompts' is {num_prompts}, but task "
             f"'{data.task.task_id}' holds out {len(data.task.held_out)} problems\n"
             "    ask for fewer, or raise task.num_held_out"
         )
-    return HeldOut(config, data)
+    return HeldOut(data, num_prompts)

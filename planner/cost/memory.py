@@ -18,27 +18,21 @@ buffers inside libraries and fragmentation (`DeviceSpec.reserved_bytes` is for t
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from ...dataflow.errors import PlanError
 from ..inputs.calls import Call
-from ..inputs.layout import Engine, Layout, check_layout
+from ..inputs.layout import Layout
 from ..inputs.model_shape import Head, ModelShape
 from .memory_ledger import Parts
-from .memory_torch import torch_resident_parts, torch_transient_parts
 
 __all__ = [
     "BUCKET_BYTES",
     "PREFILL_TOKENS",
     "Attention",
     "kv_bytes",
-    "reductions",
     "resident_parts",
     "rows_at_once",
-    "rows_that_fit",
     "transient_parts",
     "weight_bytes",
 ]
@@ -124,7 +118,7 @@ def weight_bytes(shape: ModelShape, head: Head, layout: Layout) -> int:
     return (params.dense + params.experts) * shape.dtype_bytes
 
 
-def resident_parts(call: Call, layout: Layout, *, engine: Engine = "any") -> Parts:
+def resident_parts(call: Call, layout: Layout) -> Parts:
     """What each device always holds for the unit that the call belongs to.
 
     A frozen role's unit and a generation's own unit hold weights; a trained role's unit holds
@@ -135,10 +129,7 @@ def resident_parts(call: Call, layout: Layout, *, engine: Engine = "any") -> Par
     Args:
         call: Any call of the unit.
         layout: The unit's layout.
-        engine: "torch" is this project's own, which shards nothing and never offloads.
     """
-    if engine == "torch":
-        return torch_resident_parts(call, trains=call.kind != "generate")
     if layout.offload:
         return Parts()
     params = _params(call.model, call.head, layout)
@@ -150,7 +141,7 @@ def resident_parts(call: Call, layout: Layout, *, engine: Engine = "any") -> Par
 
 
 def transient_parts(
-    call: Call, layout: Layout, *, engine: Engine = "any", borrows: bool = False,
+    call: Call, layout: Layout, *, borrows: bool = False,
     source: Layout | None = None, rows: int | None = None, attention: Attention = "fused",
 ) -> Parts:  # fmt: skip
     """What each device holds while the call runs, beyond what is resident.
@@ -158,8 +149,6 @@ def transient_parts(
     Args:
         call: What runs.
         layout: How.
-        engine: "torch" takes the worker's defaults for micro-batches and rows decoded at once, and
-            only the number of ranks from the layout (see `memory_torch`).
         borrows: For a generation: whether its role is trained on the same devices. It then holds
             a copy of the weights in its own layout while it runs.
         source: The layout the role is trained in, if known: where it has the weights in the same
@@ -167,8 +156,6 @@ def transient_parts(
         rows: For a generation: rows of each rank that run at once; all of them by default.
         attention: Whether scores are stored.
     """
-    if engine == "torch":
-        return torch_transient_parts(call, num_ranks=layout.num_devices)
     params = _params(call.model, call.head, layout)
     if call.kind == "generate":
         weights = (params.dense + params.experts) * call.model.dtype_bytes
@@ -341,58 +328,3 @@ def _held_tokens(call: Call) -> float:
         steps += count
         most = max(most, share * (prompt.mean + steps))
     return most
-
-
-def rows_that_fit(
-    call: Call, layout: Layout, free_bytes: int, *, attention: Attention = "fused"
-) -> int:
-    """How many rows each rank can generate at once in that much memory beside the weights.
-
-    Between 0 and `rows_at_once`.
-    """
-
-    def needed(rows: int) -> int:
-        return _generating(call, layout, rows, attention).total
-
-    return bisect_right(range(1, rows_at_once(call, layout) + 1), free_bytes, key=needed)
-
-
-# --- what would help ------------------------------------------------------------------------------
-
-
-def reductions(
-    layout: Layout, shape: ModelShape, *, node_size: int, engine: Engine = "any",
-    trained: bool = True, tp_across_nodes: bool = False,
-) -> Iterator[tuple[str, Layout]]:  # fmt: skip
-    """Single changes on the same devices that lower memory: what it is, and the layout then."""
-    changes: list[tuple[str, dict[str, object]]] = []
-    if layout.micro_batch > 1:
-        half = layout.micro_batch // 2
-        changes.append((f"micro_batch={half}", {"micro_batch": half}))
-    if engine != "torch":
-        changes += _layout_changes(layout, trained)
-    for text, change in changes:
-        changed = layout.model_copy(update=change)
-        try:
-            check_layout(changed, shape, node_size=node_size, tp_across_nodes=tp_across_nodes)
-        except PlanError:
-            continue
-        yield text, changed
-
-
-def _layout_changes(layout: Layout, trained: bool) -> list[tuple[str, dict[str, object]]]:
-    changes: list[tuple[str, dict[str, object]]] = []
-    if trained and not layout.checkpointing:
-        changes.append(("checkpointing=true", {"checkpointing": True}))
-    if layout.tp > 1 and not layout.sequence_parallel:
-        changes.append(("sequence_parallel=true", {"sequence_parallel": True}))
-    if trained and layout.zero < 3 and layout.dp > 1:
-        changes.append((f"zero={layout.zero + 1}", {"zero": layout.zero + 1}))
-    if not layout.offload:
-        changes.append(("offload=true", {"offload": True}))
-    if layout.dp % 2 == 0:
-        for name in ("tp", "pp"):
-            size = 2 * getattr(layout, name)
-            text = f"{name}={size} with dp={layout.dp // 2}"
-            changes.append((text, {name: size, "dp": layout.dp // 2}))
-    return changes

@@ -11,9 +11,16 @@ from ...dataflow.graph.graph import Constant, Graph, Node, NodeKind
 from .model_shape import Head, ModelShape
 from .workload import Lengths, Workload
 
-__all__ = ["Call", "CallKind", "calls_of"]
+__all__ = ["CALL_KINDS", "Call", "CallKind", "calls_of"]
 
 CallKind = Literal["generate", "forward", "train"]
+
+CALL_KINDS: Mapping[NodeKind, CallKind] = {
+    NodeKind.ROLLOUT: "generate",
+    NodeKind.FORWARD: "forward",
+    NodeKind.TRAIN: "train",
+}
+"""What a node of a role does with a model."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +111,12 @@ def _call(
     after: tuple[str, ...],
 ) -> Call:  # fmt: skip
     role = node.role or ""
-    kinds: dict[NodeKind, CallKind] = {
-        NodeKind.ROLLOUT: "generate", NodeKind.FORWARD: "forward", NodeKind.TRAIN: "train",
-    }  # fmt: skip
     passes = int(_constant(node, "epochs", 1))
     updates = passes * int(_constant(node, "num_minibatches", 1))
     return Call(
         name=node.name,
         role=role,
-        kind=kinds[node.kind],
+        kind=CALL_KINDS[node.kind],
         model=shape,
         head=graph.roles[role].model_head or "vocabulary",
         trained=role in graph.trains_per_step,

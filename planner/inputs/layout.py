@@ -10,12 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from ...dataflow.errors import PlanError
 from .model_shape import ModelShape
 
-__all__ = ["Engine", "Layout", "check_layout", "legal_layouts"]
+__all__ = ["Layout", "check_layout", "legal_layouts"]
 
 AtLeastOne = Annotated[int, Field(ge=1)]
-
-Engine = Literal["any", "torch", "megatron", "vllm"]
-"""Which engine a layout must suit: torch here is data-parallel only; vllm generates only."""
 
 
 class Layout(BaseModel):
@@ -114,16 +111,13 @@ def legal_layouts(
     num_devices: int,
     *,
     node_size: int,
-    engine: Engine = "any",
     max_cp: int = 1,
     tp_across_nodes: bool = False,
 ) -> tuple[Layout, ...]:
     """All sizes (tp, pp, dp, cp, ep) that use exactly `num_devices`, least tp first.
 
-    Neither ZeRO, checkpointing, offload nor micro-batch is chosen here.
+    Neither ZeRO, checkpointing, offload nor micro-batch is chosen here, nor what an engine runs.
     """
-    if engine == "torch":
-        return (Layout(dp=num_devices),)
     most_tp = num_devices if tp_across_nodes else min(num_devices, node_size)
     found: list[Layout] = []
     for tp in _divisors(gcd(num_devices, shape.num_heads)):

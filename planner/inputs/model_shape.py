@@ -59,6 +59,8 @@ class ModelShape(BaseModel):
     """Experts that compute each token."""
     dtype: str = "bfloat16"
     """Of weights and activations."""
+    family: str = ""
+    """The Hugging Face `model_type` it was read from; "" for one written down by hand."""
 
     @property
     def dtype_bytes(self) -> int:
@@ -170,4 +172,5 @@ def shape_of(
         num_experts=experts,
         experts_per_token=size("num_experts_per_tok") if experts else 0,
         dtype=dtype,
+        family=kind,
     )

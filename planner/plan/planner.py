@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from ...dataflow.errors import InfeasibleError, PlanError
 from ...dataflow.graph.graph import Graph
 from ..cost.constants import Constants
+from ..cost.engine_model import ANY, EngineModel
 from ..cost.memory_ledger import Parts
 from ..inputs.calls import Call, calls_of
 from ..inputs.cluster import ClusterSpec
-from ..inputs.layout import Engine, Layout, check_layout
+from ..inputs.layout import Layout, check_layout
 from ..inputs.model_shape import ModelShape
 from ..inputs.workload import Workload
 from ..search.option_table import CallPlan, ModelTable, call_nodes
@@ -39,7 +40,8 @@ def plan_step(
     *,
     max_lag: int | tuple[int, ...],
     constants: Constants,
-    engine: Engine = "any",
+    engine: EngineModel = ANY,
+    rollout: EngineModel | None = None,
     pins: Pins | None = None,
     deadline_s: float | None = None,
     tp_across_nodes: bool = False,
@@ -54,23 +56,29 @@ def plan_step(
         workload: Rows and tokens of a step.
         max_lag: Steps that generation may be behind, or several to choose from.
         constants: Of the model of time.
-        engine: Which engine's layouts to use.
+        engine: What trains and evaluates; every layout of a plan is one that it runs.
+        rollout: What generates, likewise; None if the same engine does.
         pins: Parts of the plan that are fixed.
         deadline_s: Seconds after which the best plan known is returned.
         tp_across_nodes: Allow tensor parallelism over the network.
         max_cp: Most ranks that may share a sequence.
 
     Raises:
-        PlanError: If a pin, a size or a model makes no sense, or no plan fits.
+        PlanError: If a pin, a size or a model makes no sense, an engine does not run a call at
+            all, or no plan fits.
     """
     pins = pins or Pins()
     calls = calls_of(graph, workload, models)
-    _check_pins(calls, pins, cluster, tp_across_nodes)
+    engines = {call.name: rollout or engine if call.kind == "generate" else engine
+               for call in calls}  # fmt: skip
+    _check_engines(calls, engines)
+    _check_pins(calls, pins, cluster, tp_across_nodes, engines)
     nodes = call_nodes(calls)
     table = ModelTable(
         calls,
         constants,
         engine=engine,
+        rollout=rollout,
         max_cp=max_cp,
         tp_across_nodes=tp_across_nodes,
         pins=pins.layouts,
@@ -82,8 +90,23 @@ def plan_step(
     return _Writer(graph, calls, nodes, table, cluster, found).plan(workload, constants)
 
 
+def _check_engines(calls: Sequence[Call], engines: Mapping[str, EngineModel]) -> None:
+    """Refuse calls that their engine runs in no layout, not even on one device."""
+    for call in calls:
+        problem = engines[call.name].why_not(Layout(), call.kind, call.model)
+        if problem is not None:
+            raise PlanError(
+                f"'{call.name}' of model '{call.model.name}' cannot be planned: {problem}\n"
+                "    choose another engine, or another model"
+            )
+
+
 def _check_pins(
-    calls: Sequence[Call], pins: Pins, cluster: ClusterSpec, tp_across_nodes: bool
+    calls: Sequence[Call],
+    pins: Pins,
+    cluster: ClusterSpec,
+    tp_across_nodes: bool,
+    engines: Mapping[str, EngineModel],
 ) -> None:
     named = {call.name: call for call in calls}
     node_size = max(group.devices_per_node for group in cluster.node_groups)
@@ -100,6 +123,9 @@ def _check_pins(
             tp_across_nodes=tp_across_nodes,
             where=f"pin layouts.{name}",
         )
+        problem = engines[name].why_not(layout, named[name].kind, named[name].model)
+        if problem is not None:
+            raise PlanError(f"pin layouts.{name} is {layout}, but {problem}")
 
 
 def _group(name: str, device: str, group: GroupAssignment) -> GroupPlan:

@@ -3,10 +3,9 @@
 Joins the models of time and memory into what the search chooses between. A unit's calls that share
 weights share a layout, because the weights stay where they are; micro-batches are each call's own.
 
-What is tried for a layout's sizes: ZeRO stages 1 and 3 (2 costs more time than 1 and more memory
-than 3 wherever gradients are added up over micro-batches), activations kept or computed again,
+What is tried for a layout's sizes: the engine's ZeRO stages, activations kept or computed again,
 the fastest micro-batch that fits and the one that needs least, and for frozen models, waiting in
-host memory.
+host memory. Of all that, only what the engine of each call runs (`EngineModel.why_not`).
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from typing import NamedTuple
 
 from ...dataflow.errors import PlanError
 from ..cost.constants import Constants
-from ..cost.memory import resident_parts, rows_at_once, transient_parts
+from ..cost.engine_model import ANY, EngineModel
+from ..cost.memory import rows_at_once
 from ..cost.memory_ledger import Parts
 from ..cost.time_decode import kv_bytes_per_row
 from ..cost.time_model import CallTime, TimeModel, move_time, offload_time
 from ..inputs.calls import Call
-from ..inputs.layout import Engine, Layout, legal_layouts
+from ..inputs.layout import Layout, legal_layouts
 from ..inputs.mesh import Mesh
 from .options import CallNode, Option, dominant
 
@@ -31,9 +31,6 @@ _WAVES = (1, 2, 4, 8)
 """In how many waves a generation's rows may run, where their cache does not fit at once."""
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Sequences per rank that are tried."""
-
-_TORCH_TOKENS = 4096
-"""The torch workers' own default of `micro_batch_tokens`."""
 _SLACK = 0.01
 """Share of a device's memory by which sizes must differ to matter."""
 
@@ -74,7 +71,8 @@ class ModelTable:
     Args:
         calls: The step's.
         constants: Of the model of time.
-        engine: Which engine the layouts must suit.
+        engine: What trains and evaluates.
+        rollout: What generates; None if the same does.
         max_cp: Most ranks that share a sequence.
         tp_across_nodes: Allow tensor parallelism over the network.
         pins: Call name -> layout fields it must have; others are not even looked at.
@@ -85,7 +83,8 @@ class ModelTable:
         calls: Sequence[Call],
         constants: Constants,
         *,
-        engine: Engine = "any",
+        engine: EngineModel = ANY,
+        rollout: EngineModel | None = None,
         max_cp: int = 1,
         tp_across_nodes: bool = False,
         pins: Mapping[str, Mapping[str, object]] | None = None,
@@ -93,9 +92,12 @@ class ModelTable:
         self._calls: dict[str, list[Call]] = {}
         for call in calls:
             self._calls.setdefault(call.unit, []).append(call)
-        self._time = TimeModel(constants, shares_prompts=engine == "torch")
         self._constants = constants
-        self._engine: Engine = engine
+        self._engine, self._rollout = engine, rollout
+        self._times = {
+            own: TimeModel(constants, shares_prompts=own.shares_prompts)
+            for own in (engine, rollout or engine)
+        }
         self._max_cp = max_cp
         self._tp_across_nodes = tp_across_nodes
         self._pins = pins or {}
@@ -128,6 +130,7 @@ class ModelTable:
             [call for calls in self._calls.values() for call in calls],
             self._constants,
             engine=self._engine,
+            rollout=self._rollout,
             max_cp=self._max_cp,
             tp_across_nodes=self._tp_across_nodes,
             pins=self._pins,
@@ -145,6 +148,10 @@ class ModelTable:
                 holds = self._holds(calls, plans[calls[0].name].layout, with_source)
                 return holds, plans
         raise PlanError(f"'{unit}' has no such option on this mesh")
+
+    def _of(self, call: Call) -> EngineModel:
+        """The engine that runs a call."""
+        return self._engine if self._rollout is None or not _generates(call) else self._rollout
 
     # --- ways to run a unit
 
@@ -181,7 +188,6 @@ class ModelTable:
             calls[0].model,
             mesh.num_devices,
             node_size=mesh.node_size,
-            engine=self._engine,
             max_cp=self._max_cp,
             tp_across_nodes=self._tp_across_nodes,
         )
@@ -194,35 +200,40 @@ class ModelTable:
     def _variants(
         self, size: Layout, calls: Sequence[Call], trained: bool
     ) -> Iterator[dict[str, object]]:
-        if self._engine == "torch":
-            yield {}
-            return
-        sequence_parallel = size.tp > 1 and calls[0].kind != "generate"
-        if not trained:
-            frozen = not calls[0].trained
-            for offload in (False, True) if frozen else (False,):
-                yield {"sequence_parallel": sequence_parallel, "offload": offload}
-            return
-        for zero in (1, 3) if size.dp > 1 else (0,):
-            for checkpointing in (False, True):
-                yield {
-                    "sequence_parallel": sequence_parallel,
-                    "zero": zero,
-                    "checkpointing": checkpointing,
-                }
+        engine = self._of(next((call for call in calls if call.kind != "generate"), calls[0]))
+        cut = engine.sequence_parallel and size.tp > 1 and calls[0].kind != "generate"
+        shares = size.dp > 1 and (trained or engine.shards_frozen)
+        may_offload = not calls[0].trained
+        for zero in engine.zero_stages if shares else (0,):
+            for again in (False, True) if trained else (False,):
+                for offload in (False, True) if may_offload else (False,):
+                    yield {
+                        "sequence_parallel": cut,
+                        "zero": zero,
+                        "checkpointing": again,
+                        "offload": offload,
+                    }
 
     def _allowed(self, call: Call, layout: Layout) -> bool:
         pinned = self._pins.get(call.name, {})
-        return all(
+        kept = all(
             getattr(layout, key) == value for key, value in pinned.items() if key != "micro_batch"
         )
+        return kept and self._of(call).why_not(layout, call.kind, call.model) is None
 
     def _holds(self, calls: Sequence[Call], layout: Layout, with_source: bool) -> Parts:
-        """What the unit always holds; a generation beside its trainer borrows the weights."""
+        """What the unit always holds; a generation beside its trainer borrows the weights.
+
+        A frozen role that one engine evaluates and another samples from is there twice.
+        """
+        held = Parts()
         if layout.offload or (with_source and calls[0].kind == "generate"):
-            return Parts()
-        trainer = next((call for call in calls if call.kind == "train"), calls[0])
-        return resident_parts(trainer, layout, engine=self._engine)
+            return held
+        apart = [call for call in calls if _generates(call) and self._rollout is not None]
+        for own in (apart, [call for call in calls if call not in apart]):
+            for trainer in [call for call in own if call.kind == "train"][:1] or own[:1]:
+                held = held.plus(self._of(trainer).memory.resident(trainer, layout))
+        return held
 
     def _plans(
         self,
@@ -241,9 +252,9 @@ class ModelTable:
         found: list[CallPlan] = []
         for size in wanted:
             sized = layout if size == 1 else layout.model_copy(update={"micro_batch": size})
-            held_then = transient_parts(call, sized, engine=self._engine)
+            held_then = self._of(call).memory.transient(call, sized)
             if room is None or held_then.total <= room:
-                time = self._time.call_time(call, sized, mesh)
+                time = self._times[self._of(call)].call_time(call, sized, mesh)
                 found.append(CallPlan(sized, time, self._load_s(call, layout, mesh), held_then))
         if not found:
             return
@@ -255,14 +266,13 @@ class ModelTable:
 
     def micro_batch_tokens(self, call: Call, layout: Layout) -> int:
         """Tokens that a rank computes at once in a forward or train call of that layout."""
-        if self._engine == "torch":
-            return _TORCH_TOKENS
-        return layout.micro_batch * call.tokens_longest
+        return self._engine.packs_tokens or layout.micro_batch * call.tokens_longest
 
     def _micro_batches(self, call: Call, layout: Layout) -> list[int]:
-        if self._engine == "torch":
-            # The torch engine packs by tokens; its memory does not follow from the count of rows.
-            return [max(1, int(_TORCH_TOKENS / call.tokens_mean))]
+        packed = self._engine.packs_tokens
+        if packed is not None:
+            # Its memory does not follow from the count of rows.
+            return [max(1, int(packed / call.tokens_mean))]
         pinned = self._pins.get(call.name, {}).get("micro_batch")
         if isinstance(pinned, int):
             return [pinned]
@@ -273,9 +283,9 @@ class ModelTable:
         self, call: Call, layout: Layout, mesh: Mesh, with_source: bool
     ) -> Iterator[CallPlan]:
         move_s = self._load_s(call, layout, mesh)
-        # The torch engine generates with the very weights it trains, if they are there.
-        stays = with_source and self._engine == "torch"
-        if call.trained and not stays:
+        engine = self._of(call)
+        borrows = with_source and not (self._rollout is None and engine.generates_in_place)
+        if call.trained and (borrows or not with_source):
             size = call.model.num_params(call.head) * call.model.dtype_bytes
             move_s += move_time(size / (layout.tp * layout.pp), mesh, self._constants)
         all_rows = rows_at_once(call, layout)
@@ -284,17 +294,18 @@ class ModelTable:
             if waves > 1 and rows == -(-all_rows // (waves // 2)):
                 return
             room = None if waves == 1 else (rows + 0.5) * kv_bytes_per_row(call, layout)
-            time = self._time.call_time(call, layout, mesh, kv_bytes=room)
-            held = transient_parts(
-                call, layout, engine=self._engine, borrows=with_source, rows=rows
-            )
+            time = self._times[engine].call_time(call, layout, mesh, kv_bytes=room)
+            held = engine.memory.transient(call, layout, borrows=borrows, rows=rows)
             yield CallPlan(layout, time, move_s, held)
 
     def _load_s(self, call: Call, layout: Layout, mesh: Mesh) -> float:
         if not layout.offload:
             return 0.0
-        weights = resident_parts(call, layout, engine=self._engine).weights
-        return offload_time(weights, mesh)
+        return offload_time(self._of(call).memory.resident(call, layout).weights, mesh)
+
+
+def _generates(call: Call) -> bool:
+    return call.kind == "generate"
 
 
 def _option(resident: int, plans: Mapping[str, CallPlan]) -> Option:

@@ -20,8 +20,10 @@ from penstock.dataflow.graph.role import Role
 from penstock.dataflow.runtime.engine import Source
 from penstock.dataflow.runtime.worker_protocol import WorkerSpec
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import load_step, run_config, step_cfg
-from penstock.launch.inputs.data import load_data, sources_of
+from penstock.launch.inputs.compose import resolve, run_config
+from penstock.launch.inputs.data import load_data
+from penstock.launch.inputs.record import load_step, step_cfg
+from penstock.launch.inputs.tables import sources_of
 from penstock.launch.stages.stages import stages_of
 from penstock.launch.stages.worker_specs import worker_specs
 from torch import Tensor
@@ -106,22 +108,22 @@ def composed(name: str, *overrides: str) -> RunConfig:
 def configured(name: str, *overrides: str) -> Configured:
     """One of `NAMES`, ready to run."""
     config = composed(name, *overrides)
-    for role, contract in stages_of(config)[-1].graph.roles.items():
+    for role, contract in resolve(config).main.graph.roles.items():
         if contract is Reward:
             given = config.algorithm.roles.get(role)
             if given is None or given.worker in (None, "mixture"):
                 config.algorithm.roles[role] = _reward()
-    stage = stages_of(config)[-1]
-    data = load_data(config)
-    given = config.algorithm
-    sources, _ = sources_of(stage.graph, given.per_step, config, data, given.num_groups)
+    run = resolve(config)
+    stage = stages_of(run)[-1]
+    data = load_data(run.task, run.model)
+    sources, _ = sources_of(stage, data)
     step = load_step(config.algorithm.step, "algorithm.step")
     return Configured(
         step=step,
         cfg=step_cfg(step, config.algorithm.cfg, "algorithm.cfg").get("cfg"),
         graph=stage.graph,
         sources=sources,
-        workers=worker_specs(stage, config, data, {}),
+        workers=worker_specs(stage, run, data, {}),
     )
 
 

@@ -20,9 +20,11 @@ from penstock.dataflow.runtime.engine import Source
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
 from penstock.workers.data.sources import DemonstrationSource, PairSource, PromptSource
-from penstock.workers.engines.torch_engine.policy import TorchPolicySpec
-from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
-from penstock.workers.engines.torch_engine.value import TorchValueSpec
+from penstock.workers.engines.torch_engine.specs import (
+    TorchPolicySpec,
+    TorchRewardModelSpec,
+    TorchValueSpec,
+)
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rewards.rule_reward import RuleRewardSpec

@@ -23,9 +23,8 @@ from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchAct
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.envs.actors.weight_inheritance import take_over
 from penstock.workers.envs.games.mnk_games import CONNECT_FOUR, BoardSpec
-from penstock.workers.envs.games.rows import GameRowSource
 from penstock.workers.envs.games.spec import LibraryGameSpec
-from penstock.workers.envs.rows import EnvRowSource
+from penstock.workers.envs.rows import EnvRowSource, GameRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
 from penstock.workers.training.optimizer import OptimizerSpec

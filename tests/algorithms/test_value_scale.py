@@ -11,8 +11,7 @@ from penstock.algorithms.env_ppo import EnvPPO
 from penstock.algorithms.impala import Impala
 from penstock.algorithms.losses import ClippedValueLoss
 from penstock.algorithms.losses.actor_critic import ActorCriticLoss
-from penstock.algorithms.ops.scale_invariance import percentile_scaled
-from penstock.algorithms.ops.value_transforms import two_hot_loss, value_bins
+from penstock.algorithms.ops.value_transforms import percentile_scaled, two_hot_loss, value_bins
 from penstock.algorithms.roles.environment import ActorCriticBatch, ActorCriticOutput
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.call_context import step_scope

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import pytest
 from penstock.configs.key_docs import key_docs
 from penstock.configs.schema import RunConfig
-from penstock.configs.validate import fields_of, validated
+from penstock.configs.validate import RENAMED, fields_of, validated
 from penstock.dataflow.errors import ConfigError
+from penstock.launch.cli.key_reference import key_reference
 
 BASE: dict[str, Any] = {
     "algorithm": {"step": "a:b", "num_steps": 3, "per_step": {"prompts": 3}},
@@ -74,6 +75,30 @@ def test_an_unknown_key_is_found_however_deep_it_stands() -> None:
         "there is no key 'algorithm.before.sft.optimizer.lrr'; did you mean "
         "'algorithm.before.sft.optimizer.lr'?"
     )
+
+
+def test_a_renamed_key_is_refused_with_its_new_name() -> None:
+    data = changed("task.normalisation", {"rewards": True})
+    assert refusal(data) == (
+        "'task.normalisation' is now 'task.normalization'\n    rename it where it is written: on "
+        "the command line, in a YAML file, or in config.yaml of a run that is resumed"
+    )
+    data |= {"agreement": {"every": 2}}
+    data["algorithm"]["before"] = {"a": {"cfg": {"loss": {"normalise_advantages": False}}}}
+    assert refusal(data).splitlines()[:3] == [
+        "'algorithm.before.a.cfg.loss.normalise_advantages' is now "
+        "'algorithm.before.a.cfg.loss.normalize_advantages'",
+        "'task.normalisation' is now 'task.normalization'",
+        "'agreement' is now 'mismatch'",
+    ]
+    given = {"loss": {"normalise_advantages": False}}
+    assert "now 'algorithm.cfg.loss.normalize_" in refusal(given, Whole, "algorithm.cfg")
+
+
+def test_no_key_is_renamed_to_one_that_is_not_there() -> None:
+    keys = {row.split("`")[1] for row in key_reference().splitlines() if row.startswith("| `")}
+    keys |= {"normalize_advantages"}  # of an algorithm whose keys are on its own page
+    assert {new.rpartition(".")[2] for new in RENAMED.values()} <= keys
 
 
 def test_a_wrong_type_is_explained() -> None:

@@ -11,8 +11,7 @@ from penstock.configs.schema import RunConfig
 from penstock.configs.validate import validated
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.cli.plan import OUTPUTS
-from penstock.launch.inputs.compose import dumped, run_config
-from penstock.launch.inputs.data import task_spec_of
+from penstock.launch.inputs.compose import dumped, resolve, resolved, run_config
 from penstock.launch.placement.cluster_inputs import MEASURED
 from penstock.launch.placement.plan_request import plan_request
 from penstock.launch.stages.stages import stages_of
@@ -47,6 +46,7 @@ def extra(option: Path, tmp_path: Path) -> list[str]:
     return {
         "algorithm/own": ["algorithm.step=penstock.algorithms.grpo:grpo_step"],
         "model/folder": [f"model.folder={model_folder(tmp_path)}"],
+        "task/own": ["task.kind=penstock.workers.data.file_task:FileTaskSpec", "task.path=a"],
         "task/file": ["task.path=problems.jsonl"],
         "task/gymnasium": ["task.id=CartPole-v1", *IN_ENVIRONMENTS],
         "task/cartpole": IN_ENVIRONMENTS,
@@ -79,9 +79,9 @@ def test_every_option_that_is_only_planned_for_makes_a_request(option: Path) -> 
 
 @pytest.mark.parametrize("option", FOR_RUNS, ids=str)
 def test_every_other_option_makes_a_run(option: Path, tmp_path: Path) -> None:
-    config = run_config(composed(f"{option.parent}={option.name}", *extra(option, tmp_path)))
-    assert task_spec_of(config)
-    stages = stages_of(config)
+    stages = stages_of(
+        resolved(composed(f"{option.parent}={option.name}", *extra(option, tmp_path)))
+    )
     assert all(str(stage.graph) for stage in stages)
 
 
@@ -107,15 +107,17 @@ def test_a_run_has_fewer_than_60_keys(algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_what_is_written_down_is_read_back_as_the_same_run(algorithm: str) -> None:
     config = run_config(composed(f"algorithm={algorithm}", "algorithm.optimizer.warmup_calls=3"))
-    written = dumped(config)
+    run = resolve(config)
+    written = dumped(config, run)
     again = run_config(written)
-    assert dumped(again) == written
-    assert [str(s.graph) for s in stages_of(again)] == [str(s.graph) for s in stages_of(config)]
+    assert dumped(again, resolve(again)) == written
+    graphs = [str(stage.graph) for stage in run.stages]
+    assert [str(stage.graph) for stage in resolve(again).stages] == graphs
 
 
 def test_a_key_of_a_nested_default_leaves_its_other_keys_alone() -> None:
-    config = run_config(composed("algorithm=ppo", "algorithm.cfg.policy_loss.eps_high=0.3"))
-    graph = stages_of(config)[-1].graph
+    run = resolved(composed("algorithm=ppo", "algorithm.cfg.policy_loss.eps_high=0.3"))
+    graph = run.main.graph
     assert "ClippedPolicyLoss(report_entropy=True, eps_high=0.3)" in str(graph)
     assert "Sampling(num_samples=8, max_new_tokens=5)" in str(graph)
 

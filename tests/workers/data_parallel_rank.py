@@ -19,7 +19,7 @@ from penstock.algorithms.roles import PairBatch, Sampling
 from penstock.algorithms.roles.environment import ActionSpace
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
+from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.models.spec import ModelSpec

@@ -8,6 +8,7 @@ process.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron_models import (
     FAMILIES,
+    FROZEN,
     OPTIMIZER,
     load_batch,
     optimizer_of,
@@ -33,12 +35,12 @@ from megatron_models import (
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.fsdp_engine.mesh import _mesh  # pyright: ignore[reportPrivateUsage]
-from penstock.workers.engines.fsdp_engine.roles import (
-    FsdpPolicy,
+from penstock.workers.engines.fsdp_engine.specs import (
     FsdpPolicySpec,
     FsdpRewardSpec,
     FsdpValueSpec,
 )
+from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.data_parallel import _groups  # pyright: ignore[reportPrivateUsage]
 from torch import Tensor
@@ -66,11 +68,11 @@ class Part:
         placed |= sizes
         return WorkerContext(role, seed=7, **placed)
 
-    def policy(self, family: str, **options: Any) -> FsdpPolicy:
+    def policy(self, family: str, **options: Any) -> PolicyWorker:
         spec = ModelSpec(folder=str(self.folder / family), dtype=options.pop("dtype", "float32"))
         return self.build(spec, **options)
 
-    def build(self, model: ModelSpec, **options: Any) -> FsdpPolicy:
+    def build(self, model: ModelSpec, **options: Any) -> PolicyWorker:
         spec = FsdpPolicySpec(model=model, eos_token_id=2, shards=self.shards, **options)
         return spec.build(self.context("actor"))
 
@@ -94,7 +96,7 @@ def logits(part: Part) -> None:
             part.found[f"{family}/{name}"] = found
         rows = batch["tokens"][:3]
         with torch.no_grad():
-            part.found[f"{family}/logits"] = policy.network.outputs(rows, rows >= 0)[0]
+            part.found[f"{family}/logits"] = policy.network.outputs(rows, rows >= 0).values
         part.keep(f"{family}/export", policy.export_weights())
         local = policy.local_tensors().values()
         part.found[f"{family}/stored"] = torch.tensor(sum(tensor.numel() for tensor in local))
@@ -102,7 +104,7 @@ def logits(part: Part) -> None:
         part.found[f"{family}/described"] = torch.tensor(held)
 
 
-def learn(part: Part, family: str, prefix: str, **options: Any) -> FsdpPolicy:
+def learn(part: Part, family: str, prefix: str, **options: Any) -> PolicyWorker:
     policy = part.policy(family, optimizer=optimizer_of(family), **options)
     train = train_with_a_nap if family == "qwen3" else train_policy
     part.keep(f"{prefix}/metric", train(policy, part.rows(load_batch(part.folder))))
@@ -191,7 +193,16 @@ def refusals(part: Part) -> None:
     (part.folder / f"fsdp-refusals-{part.process}.json").write_text(json.dumps(said))
 
 
+def frozen(part: Part) -> None:
+    """Some parameters never move."""
+    spec = dataclasses.replace(OPTIMIZER, frozen=FROZEN)
+    policy = part.policy("qwen2-tied", optimizer=spec)
+    part.keep("metric", train_policy(policy, part.rows(load_batch(part.folder))))
+    part.found |= policy.export_weights()
+
+
 PARTS: dict[str, Callable[[Part], None]] = {
+    "frozen": frozen,
     "logits": logits,
     "train": train,
     "roles": roles,

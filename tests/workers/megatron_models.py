@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,7 +17,8 @@ from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss, Clip
 from penstock.algorithms.roles import PairBatch, PolicyBatch, TrainMetrics, ValueBatch
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.torch_engine.policy import TorchPolicy, TorchPolicySpec
+from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.host_offload import HostCopy
 from penstock.workers.training.optimizer import OptimizerSpec
@@ -35,6 +37,8 @@ FAMILIES = (
 )
 # A larger eps than usual; see `test_trainer`. A small bound on the norm, so that clipping counts.
 OPTIMIZER = OptimizerSpec(lr=1e-3, weight_decay=0.01, eps=1e-5, max_grad_norm=0.3)
+# A whole parameter at the ends of a pipeline, and one of three that engines fuse.
+FROZEN = ("model.embed_tokens.*", "model.layers.0.self_attn.q_proj.*")
 # Between its calls "qwen3" sleeps, and its optimizer forgets what it has done.
 RESTARTING = dataclasses.replace(OPTIMIZER, restart_every_call=True)
 EOS = 2
@@ -50,7 +54,7 @@ def tiny(family: str) -> dict[str, Any]:
     return {**architecture(family), "vocab_size": 64, "num_hidden_layers": 4}
 
 
-def torch_policy(model: ModelSpec, **options: Any) -> TorchPolicy:
+def torch_policy(model: ModelSpec, **options: Any) -> PolicyWorker:
     spec = TorchPolicySpec(model=model, eos_token_id=EOS, **options)
     return spec.build(WorkerContext("actor", seed=7))
 
@@ -96,6 +100,17 @@ def make_rows() -> dict[str, Tensor]:
         "value_target": noise(),
         "pair_id": torch.arange(len(tokens)) // 2,
     }
+
+
+def frozen_policy(folder: Path) -> PolicyWorker:
+    """The torch engine's, some of whose parameters never move."""
+    model = ModelSpec(folder=str(folder / "qwen2-tied"))
+    return torch_policy(model, optimizer=dataclasses.replace(OPTIMIZER, frozen=FROZEN))
+
+
+def is_frozen(name: str) -> bool:
+    """Whether a parameter is one of `FROZEN`."""
+    return any(fnmatchcase(name, pattern) for pattern in FROZEN)
 
 
 def load_batch(folder: Path) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import safetensors.torch
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron_models import (
     FAMILIES,
+    FROZEN,
     OPTIMIZER,
     load_batch,
     optimizer_of,
@@ -33,9 +35,12 @@ from megatron_models import (
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.megatron_engine.groups import parallel_state
-from penstock.workers.engines.megatron_engine.policy import MegatronPolicy, MegatronPolicySpec
-from penstock.workers.engines.megatron_engine.reward import MegatronRewardSpec
-from penstock.workers.engines.megatron_engine.value import MegatronValueSpec
+from penstock.workers.engines.megatron_engine.specs import (
+    MegatronPolicySpec,
+    MegatronRewardSpec,
+    MegatronValueSpec,
+)
+from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.logprob_mismatch import MismatchError, MismatchLimits
 from torch import Tensor
@@ -62,12 +67,12 @@ class Part:
     def context(self, role: str) -> WorkerContext:
         return WorkerContext(role, seed=7, **self.sizes)
 
-    def policy(self, family: str, **options: Any) -> MegatronPolicy:
+    def policy(self, family: str, **options: Any) -> PolicyWorker:
         model = ModelSpec(folder=str(self.folder / family))
         spec = MegatronPolicySpec(model=model, eos_token_id=2, **options)
         return spec.build(self.context("actor"))
 
-    def build(self, model: ModelSpec, role: str, **sizes: int) -> MegatronPolicy:
+    def build(self, model: ModelSpec, role: str, **sizes: int) -> PolicyWorker:
         context = dataclasses.replace(self.context(role), **sizes)
         return MegatronPolicySpec(model=model, eos_token_id=2).build(context)
 
@@ -92,20 +97,23 @@ def logits(part: Part) -> None:
         )
         rows = batch["tokens"][:3]
 
-        def step(tokens: Tensor, policy: Any = policy, family: str = family) -> Tensor:
-            if not policy.network.is_last:
-                return policy.network.states(tokens)
-            part.found[f"{family}/logits"] = policy.network.outputs(tokens, tokens >= 0)[0]
+        def load(part: Tensor) -> Any:
+            return SimpleNamespace(tokens=part)
+
+        def compute(rows: Any, policy: Any = policy, family: str = family) -> Tensor:
+            tokens = rows.tokens
+            part.found[f"{family}/logits"] = policy.network.outputs(tokens, tokens >= 0).values
             return torch.zeros(())
 
         with torch.no_grad():
-            policy.network.run(step, [rows], backward=False)
+            policy.network.run([rows], load, compute, backward=False)
         part.keep(f"{family}/export", policy.export_weights())
         stored = sum(tensor.numel() for tensor in policy.local_tensors().values())
-        part.found[f"{family}/stored"] = torch.tensor([stored, policy.num_elements])
+        held = policy.weights_layout().bytes_on[part.process] // 4
+        part.found[f"{family}/stored"] = torch.tensor([stored, held])
 
 
-def learn(part: Part, family: str, **options: Any) -> MegatronPolicy:
+def learn(part: Part, family: str, **options: Any) -> PolicyWorker:
     policy = part.policy(family, optimizer=optimizer_of(family), **options)
     train = train_with_a_nap if family == "qwen3" else train_policy
     part.keep(f"{family}/metric", train(policy, part.rows(load_batch(part.folder))))
@@ -227,7 +235,16 @@ def refusals(part: Part) -> None:
     (part.folder / f"refusals-{part.process}.json").write_text(json.dumps(said))
 
 
+def frozen(part: Part) -> None:
+    """Some parameters never move."""
+    spec = dataclasses.replace(OPTIMIZER, frozen=FROZEN)
+    policy = part.policy("qwen2-tied", optimizer=spec)
+    part.keep("metric", train_policy(policy, part.rows(load_batch(part.folder))))
+    part.found |= policy.export_weights()
+
+
 PARTS: dict[str, Callable[[Part], None]] = {
+    "frozen": frozen,
     "logits": logits,
     "tied": tied,
     "train": train,

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from penstock.algorithms.roles import PolicyBatch, Rollout, Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.torch_engine.policy import TorchPolicy, TorchPolicySpec
+from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
@@ -43,8 +44,24 @@ GPT2: dict[str, Any] = {
 }
 
 
+ALL_HEADS = {name: value for name, value in BASE.items() if name != "num_key_value_heads"}
+PLAIN: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "mistral": {**BASE, "model_type": "mistral", "sliding_window": 8},
+    "gemma2": {**BASE, "model_type": "gemma2", "head_dim": 16, "sliding_window": 8},
+    "gpt_neox": {**ALL_HEADS, "model_type": "gpt_neox"},
+}
+"""Architectures that go through the Hugging Face forward."""
+MIXTURE: dict[str, Any] = {
+    **BASE,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_hidden_layers": 1,
+}
+
+
 def architecture(name: str) -> dict[str, Any]:
-    return GPT2 if name == "gpt2" else FAMILIES[name]
+    return {**FAMILIES, **PLAIN, "mixtral": MIXTURE}[name]
 
 
 def make_policy(
@@ -54,7 +71,7 @@ def make_policy(
     context: WorkerContext | None = None,
     spread: float = 0.15,
     **options: Any,
-) -> TorchPolicy:
+) -> PolicyWorker:
     """A policy whose weights and biases are all random and large enough to make choices."""
     dtype = options.pop("dtype", "float32")
     spec = TorchPolicySpec(
@@ -72,6 +89,11 @@ def make_policy(
     return policy
 
 
+def module_of(worker: Any) -> Any:
+    """The Hugging Face module of a worker that has all of it."""
+    return worker.network.module
+
+
 def make_prompts(num: int, longest: int = 19, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Prompts of 1 to `longest` tokens with scattered ids."""
     generator = torch.Generator().manual_seed(seed)
@@ -81,7 +103,7 @@ def make_prompts(num: int, longest: int = 19, seed: int = 0) -> tuple[Tensor, Te
     return prompt, torch.arange(num) * 17 + 5
 
 
-def make_batch(policy: TorchPolicy, num_prompts: int = 6, *, new: int = 20) -> PolicyBatch:
+def make_batch(policy: PolicyWorker, num_prompts: int = 6, *, new: int = 20) -> PolicyBatch:
     prompt, prompt_id = make_prompts(num_prompts)
     sampling = Sampling(num_samples=4, max_new_tokens=new)
     return to_batch(policy.generate(prompt, prompt_id, sampling))

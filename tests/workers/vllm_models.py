@@ -8,7 +8,7 @@ import torch
 from penstock.algorithms.roles import Rollout, Sampling
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.vllm_engine.policy import VllmPolicy, VllmPolicySpec
+from penstock.workers.engines.vllm_engine.generator import VllmPolicy, VllmPolicySpec
 from penstock.workers.models.spec import ModelSpec
 from torch import Tensor
 from torch_models import EOS, VOCAB, architecture

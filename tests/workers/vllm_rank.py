@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.vllm_engine.policy import VllmPolicy
+from penstock.workers.engines.vllm_engine.generator import VllmPolicy
 from torch import Tensor
 from torch_models import make_prompts
 from vllm_models import (

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...dataflow.errors import ConfigError
-from ..rewards.verifiers import BUILT_IN, Verifier, load_verifier, reference_of
+from ..verifiers.pool import VerifierSpec
+from ..verifiers.verifiers import BUILT_IN, Verifier, load_verifier, reference_of
 from .row_report import DataReport
 from .rows_file import Columns, read_rows
 from .sources import epoch_order
-from .task import VerifierSpec
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -117,7 +117,7 @@ class FileTask:
         if self._reference is None:
             return None
         return VerifierSpec(
-            factory="penstock.workers.rewards.verifiers:make_verifier",
+            factory="penstock.workers.verifiers.verifiers:make_verifier",
             arguments={"reward": self._reference},
         )
 

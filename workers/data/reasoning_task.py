@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from ...dataflow.errors import ConfigError, nearest
+from ..verifiers.pool import VerifierSpec
 from .row_report import DataReport
-from .task import VerifierSpec
 
 __all__ = ["ReasoningTask", "ReasoningTaskSpec", "reasoning_task_names"]
 

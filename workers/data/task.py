@@ -4,19 +4,16 @@ A task numbers its problems once: training problems come first, held-out problem
 no prompt text stands in both. A problem's index is the `prompt_id` of the tables, so a reward
 worker that built the same task finds the problem from the id alone.
 
-This module owns the protocol and the registry of task kinds; it reads no data.
+This module owns the protocol; it reads no data.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
-from ...dataflow.errors import ConfigError, nearest
+from ..verifiers.pool import VerifierSpec
 from .row_report import DataReport
 
 __all__ = [
@@ -24,32 +21,12 @@ __all__ = [
     "ScoresPairs",
     "Task",
     "TaskSpec",
-    "VerifierSpec",
     "fingerprint",
-    "register_task",
     "task_alphabet",
-    "task_kinds",
-    "task_spec",
 ]
 
 PATIENCE = ("max_restarts", "step_limit_s")
 """Fields of how much may go wrong, not of what is computed: a resumed run may change them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifierSpec:
-    """How another process makes a task's verifier; everything in it is JSON.
-
-    Example:
-        `VerifierSpec(factory="penstock.workers.rewards.verifiers:make_verifier",
-        arguments={"reward": "math_verify"})`
-    """
-
-    factory: str
-    """`module:function` that takes `arguments` by keyword and returns the verifier, a function of
-    `Task.verifier_call(index, response)`'s items that returns a finite number."""
-    arguments: Mapping[str, Any]
-    """Keyword arguments of the factory."""
 
 
 @runtime_checkable
@@ -131,52 +108,6 @@ class TaskSpec(Protocol):
             ConfigError: If the options do not make a usable task.
         """
         ...
-
-
-_KINDS: dict[str, str] = {
-    "reasoning_gym": "penstock.workers.data.reasoning_task:ReasoningTaskSpec",
-    "file": "penstock.workers.data.file_task:FileTaskSpec",
-    "gymnasium": "penstock.workers.envs.task:EnvTaskSpec",
-    "board_game": "penstock.workers.envs.games.task:BoardTaskSpec",
-    "library_game": "penstock.workers.envs.games.task:LibraryGameTaskSpec",
-}
-
-
-def register_task(kind: str, spec_class: str) -> None:
-    """Add a kind of task: `spec_class` is "module:class", a dataclass that is a `TaskSpec`."""
-    _KINDS[kind] = spec_class
-
-
-def task_kinds() -> tuple[str, ...]:
-    """Names of the registered kinds, sorted."""
-    return tuple(sorted(_KINDS))
-
-
-def task_spec(kind: str, **options: Any) -> TaskSpec:
-    """The spec of a registered kind with its options.
-
-    Raises:
-        ConfigError: If the kind or an option is unknown, a needed option is missing, or a value is
-            out of range.
-    """
-    if kind not in _KINDS:
-        raise ConfigError(
-            f"there is no task kind '{kind}'{nearest(kind, _KINDS)}\n"
-            f"    task kinds are: {', '.join(task_kinds())}"
-        )
-    module, _, name = _KINDS[kind].partition(":")
-    spec_class: Any = getattr(import_module(module), name)
-    known = [field.name for field in fields(spec_class)]
-    for option in options:
-        if option not in known:
-            raise ConfigError(
-                f"a '{kind}' task has no option '{option}'{nearest(option, known)}\n"
-                f"    its options are: {', '.join(known)}"
-            )
-    try:
-        return spec_class(**options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"a '{kind}' task cannot be made: {error}") from error
 
 
 def task_alphabet(task: Task) -> str:

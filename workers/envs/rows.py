@@ -1,4 +1,4 @@
-"""The table of environments: which there are, and which step together."""
+"""The tables of environments and games: which there are, and which step together."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ...algorithms.roles.environment import EnvRows
+from ...algorithms.roles.games import GameRows
 
-__all__ = ["EnvRowSource", "numbered"]
+__all__ = ["EnvRowSource", "GameRowSource"]
 
 
 class EnvRowSource:
@@ -22,7 +23,7 @@ class EnvRowSource:
     """
 
     def __init__(self, num_envs: int, group_size: int) -> None:
-        env, group = numbered(num_envs, group_size, "num_envs")
+        env, group = _numbered(num_envs, group_size, "num_envs")
         self._rows = EnvRows(env=env, group=group)
 
     def batch(self, step: int) -> EnvRows:
@@ -31,7 +32,28 @@ class EnvRowSource:
         return self._rows
 
 
-def numbered(count: int, group_size: int, name: str) -> tuple[Tensor, Tensor]:
+class GameRowSource:
+    """As many games in every step, all of them new.
+
+    Args:
+        num_games: How many.
+        group_size: How many are played together; the last group may have fewer.
+
+    Raises:
+        ValueError: If either is below 1.
+    """
+
+    def __init__(self, num_games: int, group_size: int) -> None:
+        game, group = _numbered(num_games, group_size, "num_games")
+        self._rows = GameRows(game=game, group=group)
+
+    def batch(self, step: int) -> GameRows:
+        """All of them, whatever the step."""
+        del step
+        return self._rows
+
+
+def _numbered(count: int, group_size: int, name: str) -> tuple[Tensor, Tensor]:
     """Numbers from 0, and the group of each; the last group may have fewer: i64[count] both.
 
     Args:

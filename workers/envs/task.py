@@ -14,7 +14,8 @@ from typing import Any
 
 from ...dataflow.option_checks import check_range
 from ..data.row_report import DataReport
-from ..data.task import PATIENCE, TaskSpec, VerifierSpec
+from ..data.task import PATIENCE, TaskSpec
+from ..verifiers.pool import VerifierSpec
 from .normalization import Normalizer
 from .spec import EnvSpec
 

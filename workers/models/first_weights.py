@@ -1,4 +1,4 @@
-"""A model's first weights, of which every process reads its own part."""
+"""A model's first weights, of which every process of those that share it reads its own part."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.resharding.box import Box
 from ..training.checkpoint_files import FileTensors, TensorSource, WholeTensors
+from ..training.network import Network
+from ..training.stored_pieces import fill_weights
+from .heads import Head
 from .spec import ModelSpec
 
-__all__ = ["model_source"]
+__all__ = ["fill_first_weights", "model_source"]
 
 
-class _Trunk:
+class _Backbone:
     """A folder that holds a backbone without a head, whose names lack the model's own prefix."""
 
     _PREFIX = "model."
@@ -48,4 +52,25 @@ def model_source(spec: ModelSpec) -> TensorSource:
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     files = FileTensors([folder / name for name in names], boxed=False)
-    return files if any(name.startswith("model.") for name in files.shapes()) else _Trunk(files)
+    return files if any(name.startswith("model.") for name in files.shapes()) else _Backbone(files)
+
+
+def fill_first_weights(
+    network: Network, source: TensorSource, head: Head, model: ModelSpec, context: WorkerContext
+) -> None:
+    """Give a process's part its first weights.
+
+    Args:
+        network: The part.
+        source: The language model's, or at least its backbone's.
+        head: Its first weights are its own unless it is the language model's.
+        model: Where they come from.
+        context: The run's seed and the role.
+    """
+    if not head.is_scalar:
+        fill_weights(network, source, exact=False)
+        return
+    fill_weights(network, source, exact=False, but=head.name)
+    linear = head.first_weights(model, context)
+    added = {f"{head.name}.{part}": value for part, value in linear.named_parameters()}
+    fill_weights(network, WholeTensors(added), exact=False, only=head.name)

@@ -7,7 +7,6 @@ for a network, and weights are read from safetensors only.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,22 +15,11 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from torch import Tensor, nn
-
-from ..training.flat_parameters import read_tensors, write_tensors
 
 __all__ = [
     "ModelSpec",
-    "ScoreNetwork",
-    "ValueNetwork",
-    "load_head",
     "quiet_transformers",
-    "save_headed",
-    "seeded_heads",
 ]
-
-_HEAD_FILE = "head.safetensors"
-"""Where a value or reward model keeps its head, beside the backbone's own files."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -135,70 +123,6 @@ class ModelSpec:
                 trust_remote_code=False,
                 attn_implementation="sdpa",
             )
-
-
-class ValueNetwork(nn.Module):
-    """A backbone with one value per token on top."""
-
-    def __init__(self, backbone: nn.Module, hidden_size: int, *, zero_init: bool) -> None:
-        super().__init__()
-        reference = next(backbone.parameters())
-        self.model = backbone
-        self.value_head = nn.Linear(hidden_size, 1).to(reference.device, reference.dtype)
-        if zero_init:
-            nn.init.zeros_(self.value_head.weight)
-            nn.init.zeros_(self.value_head.bias)
-
-
-class ScoreNetwork(nn.Module):
-    """A backbone with one score per sequence on top."""
-
-    def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
-        super().__init__()
-        reference = next(backbone.parameters())
-        self.model = backbone
-        self.score = nn.Linear(hidden_size, 1).to(reference.device, reference.dtype)
-        _init_score_head(self.score)
-
-
-def _init_score_head(head: nn.Linear) -> None:
-    """Weights from N(0, 1/(d+1)), bias 0, so that scores start with variance near 1.
-
-    Stiennon et al. 2020, "Learning to summarize from human feedback", appendix.
-    """
-    values: Tensor = torch.empty(head.weight.shape, dtype=torch.float32)
-    nn.init.normal_(values, std=(head.in_features + 1) ** -0.5)
-    with torch.no_grad():
-        head.weight.copy_(values)
-    nn.init.zeros_(head.bias)
-
-
-@contextmanager
-def seeded_heads(seed: int, role: str) -> Generator[None]:
-    """Draw new heads inside from the run's seed and the role, leaving torch's own state alone."""
-    with torch.random.fork_rng(devices=[]):
-        digest = hashlib.blake2b(f"{seed}\x1f{role}\x1fhead".encode(), digest_size=8).digest()
-        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-        yield
-
-
-def save_headed(folder: Path, backbone: Any, head: nn.Linear, name: str) -> None:
-    """Write a backbone in Hugging Face's layout and its head as `head.safetensors`."""
-    with quiet_transformers():
-        backbone.save_pretrained(folder)
-    write_tensors(folder / _HEAD_FILE, {f"{name}.weight": head.weight, f"{name}.bias": head.bias})
-
-
-def load_head(head: nn.Linear, folder: str | None, name: str) -> None:
-    """Take over the head of that name that `save_headed` wrote to `folder`, if there is one."""
-    path = None if folder is None else Path(folder) / _HEAD_FILE
-    if path is None or not path.is_file():
-        return
-    saved = read_tensors(path)
-    if f"{name}.weight" in saved:
-        with torch.no_grad():
-            head.weight.copy_(saved[f"{name}.weight"])
-            head.bias.copy_(saved[f"{name}.bias"])
 
 
 @contextmanager

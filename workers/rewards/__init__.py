@@ -1,4 +1,4 @@
-"""What may play a `Reward` role besides a reward model: verifiers, judges, mixtures, tests.
+"""Workers that play a `Reward` role besides reward models: rules, judges, mixtures.
 
-Problems and their answers are in `data`.
+What checks a single response is in `verifiers`; problems and their answers are in `data`.
 """

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from ..data.row_report import DataReport
-from ..data.task import Task, VerifierSpec
-from .verifiers import load_verifier
+from ..data.task import Task
+from ..verifiers.pool import VerifierSpec
+from ..verifiers.verifiers import load_verifier
 
 __all__ = ["AnsweredTask", "HasRewardAnswer", "reward_answer"]
 
@@ -77,7 +78,7 @@ class AnsweredTask:
         if self._name == "exact_match":
             return None
         return VerifierSpec(
-            factory="penstock.workers.rewards.verifiers:make_verifier",
+            factory="penstock.workers.verifiers.verifiers:make_verifier",
             arguments={"reward": self._name, "options": self._options},
         )
 

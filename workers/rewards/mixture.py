@@ -27,7 +27,7 @@ from ...dataflow.runtime.worker_protocol import (
     drain_metrics,
 )
 from ..data.task import TaskSpec
-from ..engines.torch_engine.reward import TorchRewardModelSpec
+from ..engines.torch_engine.specs import TorchRewardModelSpec
 from ..models.spec import ModelSpec
 from ..models.tokenizer import TokenizerSpec
 from .kinds import PART_KINDS

@@ -14,57 +14,49 @@ from torch import Tensor
 
 from ...algorithms.roles.language import ProcessReward, StepScores
 from ...dataflow.graph.role import Metric, add_metrics
-from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
-from ..engines.torch_engine.network import make_network
-from ..engines.torch_engine.worker import TorchWorker, first_masked
-from ..models.spec import ModelSpec, ScoreNetwork, load_head, seeded_heads
+from ..engines.roles import LanguageWorker, Recipe, last_masked
+from ..engines.torch_engine.specs import TorchModel
+from ..models.heads import Head
 from ..models.tokenizer import Tokenizer, TokenizerSpec
-from ..training.train_calls import check_columns
+from ..training.model_worker import check_columns
 
 __all__ = ["TorchProcessReward", "TorchProcessRewardSpec", "step_ends"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchProcessRewardSpec:
-    """Recipe for a `TorchProcessReward`."""
+class TorchProcessRewardSpec(TorchModel, Recipe):
+    """Recipe for a `TorchProcessReward`.
 
-    model: ModelSpec
-    """A folder that a reward model was saved to; else the backbone, under a new head."""
+    Its model is a folder that a reward model was saved to; else the backbone, under a new head.
+    """
+
     tokenizer: TokenizerSpec
     """The policy's tokenizer."""
     delimiter: str = "\n"
     """Text that ends a step; it must fit into one token."""
     sigmoid: bool = True
     """Put scores between 0 and 1; False gives them as the head does."""
-    micro_batch_tokens: int = 4096
-    """Tokens computed at once."""
 
-    def __post_init__(self) -> None:
-        check_range(self, "micro_batch_tokens", at_least=1)
+    def check_options(self) -> None:
+        """See `Recipe.check_options`."""
         if not self.delimiter:
             raise ValueError("delimiter is empty, which every token holds; a line break is usual")
 
     def build(self, context: WorkerContext) -> TorchProcessReward:
         """Make the model on the context's device."""
-        return TorchProcessReward(self, context)
+        return TorchProcessReward(context, self)
 
 
-class TorchProcessReward(TorchWorker, ProcessReward):
+class TorchProcessReward(LanguageWorker, ProcessReward):
     """See `TorchProcessRewardSpec`.
 
     Attributes:
         metrics: Of the last call: `step_score/mean` over steps, `steps/mean` over rows.
     """
 
-    def __init__(self, spec: TorchProcessRewardSpec, context: WorkerContext) -> None:
-        backbone = spec.model.backbone(context.device)
-        with seeded_heads(context.seed, context.role):
-            module = ScoreNetwork(backbone, backbone.config.hidden_size)
-        load_head(module.score, spec.model.folder, "score")
-        self.module = module
-        network = make_network(module, backbone, module.score)
-        super().__init__(context, network, None, spec.micro_batch_tokens)
+    def __init__(self, context: WorkerContext, spec: TorchProcessRewardSpec) -> None:
+        super().__init__(context, Head("score"), spec)
         self._sigmoid = spec.sigmoid
         self._tokenizer = spec.tokenizer.build()
         self._delimiter = spec.delimiter
@@ -93,12 +85,11 @@ class TorchProcessReward(TorchWorker, ProcessReward):
 
     def _scores(self, tokens: Tensor, ends: Tensor) -> Tensor:
         """f32[rows, T]: the head's output at each step's last token."""
-        zero = torch.zeros(ends.shape, dtype=torch.float32, device=ends.device)
-        if not bool(ends.any()):
-            return zero
-        outputs, entry = self.network.outputs(tokens, ends, first_masked(ends))
-        score = outputs[:, 0].float()[entry]
-        return zero.masked_scatter(ends, score.sigmoid() if self._sigmoid else score)
+        outputs = self.network.outputs(tokens, ends)
+        score = outputs.column()
+        return outputs.zeros(ends.shape).masked_scatter(
+            ends, score.sigmoid() if self._sigmoid else score
+        )
 
 
 def step_ends(
@@ -129,8 +120,4 @@ def step_ends(
         [token for token in sampled if known[token]], dtype=tokens.dtype, device=tokens.device
     )
     ends = torch.isin(tokens, ending) & mask
-    if mask.shape[1]:
-        place = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-        last = (mask * place).amax(1)
-        ends |= (place == last[:, None]) & mask
-    return ends
+    return ends | last_masked(mask)

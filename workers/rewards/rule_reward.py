@@ -1,7 +1,7 @@
 """Rewards from a task's verifier: a `Reward` worker that decodes responses and scores them.
 
 A verifier that is quick and safe runs in this process. Any other runs in a pool of processes with a
-time limit per call (see `verifier_pool.py`). Whatever the model wrote and whatever the verifier
+time limit per call (see `VerifierPool`). Whatever the model wrote and whatever the verifier
 does, every row gets a number: a verifier that fails or runs out of time scores 0 and is counted.
 """
 
@@ -24,8 +24,8 @@ from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.task import Task, TaskSpec, fingerprint
 from ..models.tokenizer import Tokenizer, TokenizerSpec
+from ..verifiers.pool import Outcome, VerifierPool
 from .answered_task import AnsweredTask
-from .verifier_pool import Outcome, VerifierPool
 
 __all__ = ["RuleReward", "RuleRewardSpec", "checked_problems", "same_task"]
 

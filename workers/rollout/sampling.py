@@ -9,6 +9,7 @@ numpy's implementation, whose raw stream numpy guarantees across versions.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from ...dataflow.runtime.call_context import CallKey
 
-__all__ = ["draw", "row_uniforms", "stream_generator", "stream_key"]
+__all__ = ["SampleStreams", "draw", "row_uniforms", "stream_generator", "stream_key"]
 
 _U64 = (1 << 64) - 1
+_PURPOSE = "generate"  # names the streams of responses
 
 
 def stream_key(seed: int, role: str, purpose: str, key: CallKey, *more: int) -> NDArray[np.uint64]:
@@ -59,6 +61,44 @@ def row_uniforms(
         source.state = state
         raw[row] = source.random_raw(count)
     return torch.from_numpy(((raw >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32)
+
+
+@dataclass(frozen=True)
+class SampleStreams:
+    """The random numbers of one call's responses, each in a stream of its own.
+
+    An engine that draws tokens itself takes `uniforms`; one that has random numbers of its own
+    begins each response's at its seed.
+
+    Attributes:
+        seed: The run's.
+        role: Who generates.
+        key: Which call.
+        prompt_id: i64[P]; which prompts.
+        num_samples: Responses to each; rows of one prompt are adjacent.
+    """
+
+    seed: int
+    role: str
+    key: CallKey
+    prompt_id: Tensor
+    num_samples: int
+
+    def uniforms(self, count: int) -> Tensor:
+        """See `row_uniforms`: f64[P * num_samples, count]."""
+        prompt_id = self.prompt_id.repeat_interleave(self.num_samples).cpu().numpy()
+        sample = torch.arange(self.num_samples).repeat(len(self.prompt_id)).numpy()
+        stream = stream_key(self.seed, self.role, _PURPOSE, self.key)
+        return row_uniforms(stream, prompt_id, sample, count)
+
+    def seeds(self) -> list[int]:
+        """63 bits for each response."""
+        words = (
+            stream_key(self.seed, self.role, _PURPOSE, self.key, prompt_id, sample)
+            for prompt_id in self.prompt_id.tolist()
+            for sample in range(self.num_samples)
+        )
+        return [int(word[0] >> np.uint64(1)) for word in words]
 
 
 def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

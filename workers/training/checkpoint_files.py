@@ -33,7 +33,7 @@ __all__ = [
     "box_key",
     "open_state",
     "read_state_json",
-    "read_whole",
+    "state_file",
 ]
 
 _KEY = re.compile(r"(.+)\[([0-9:,]*)\]")
@@ -142,6 +142,11 @@ def _parsed(key: str, file: Path) -> tuple[str, Box]:
         raise ValueError(f"'{file}' has a tensor '{key}'; expected a name such as 'w[0:4,0:8]'")
     spans = [span.split(":") for span in found[2].split(",") if span]
     return found[1], tuple((int(start), int(stop)) for start, stop in spans)
+
+
+def state_file(kind: str, process: int | None) -> str:
+    """Where "weights" or "optimizer" lie: all of them, or what one process of several wrote."""
+    return f"{kind}.safetensors" if process is None else f"{kind}-{process:05d}.safetensors"
 
 
 def read_state_json(folder: Path) -> dict[str, Any]:

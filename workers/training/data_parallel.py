@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.worker_protocol import WorkerContext
 
-__all__ = ["RankGroup", "rank_group"]
+__all__ = ["RankGroup", "rank_group", "worker_group"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,16 @@ class RankGroup:
         for part in self.gather(text):
             known.update(json.loads(bytes(part.tolist()).decode()))
         return sorted(known)
+
+
+def worker_group(context: WorkerContext) -> DeviceGroup:
+    """The worker group a context is of."""
+    return DeviceGroup(
+        context.role,
+        context.num_ranks,
+        tensor_parallel=context.tensor_parallel,
+        pipeline_parallel=context.pipeline_parallel,
+    )
 
 
 def rank_group(context: WorkerContext, device: torch.device) -> RankGroup:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "SleepsInHostMemory"]
+__all__ = ["HostCopy"]
 
 
 class HostCopy:
@@ -46,27 +46,3 @@ class HostCopy:
             storage.resize_(host.nbytes())
             storage.copy_(host)
         self._kept.clear()
-
-
-class SleepsInHostMemory:
-    """A worker that gives up its device by moving its tensors to the host: a `Sleeper`.
-
-    On a CPU there is no other memory to move to, and nothing is done.
-    """
-
-    _host_copy: HostCopy | None = None
-
-    def device_tensors(self) -> Iterable[Tensor]:
-        """Weights, gradients and optimizer states as far as they exist, on whatever device."""
-        raise NotImplementedError
-
-    def sleep(self) -> None:
-        """Move them to host memory; nothing to do if they are there."""
-        if self._host_copy is None:
-            self._host_copy = HostCopy(self.device_tensors())
-
-    def wake(self) -> None:
-        """Move them back; nothing to do if they are on the device."""
-        kept, self._host_copy = self._host_copy, None
-        if kept is not None:
-            kept.restore()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...algorithms.controllers.multiplier import Ascent, Multiplier, next_log_multiplier
+from ...algorithms.controllers.multiplier import Ascent, Multiplier
 from ...algorithms.roles.language import TrainMetrics
 from ...dataflow.graph.role import Metric
 from ...dataflow.option_checks import check_range
@@ -59,13 +59,7 @@ class LagrangeMultiplier(Multiplier):
             self._costs.popleft()
         mean_cost = sum(self._costs) / len(self._costs) if self._costs else ascent.threshold
         if self._steps >= ascent.delay_steps:
-            self._log_multiplier = next_log_multiplier(
-                self._log_multiplier,
-                mean_cost=mean_cost,
-                threshold=ascent.threshold,
-                lr=ascent.lr,
-                highest=ascent.highest,
-            )
+            self._log_multiplier = ascent.next_log(self._log_multiplier, mean_cost=mean_cost)
         self._steps += 1
         return TrainMetrics(
             {

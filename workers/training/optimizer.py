@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ...dataflow.option_checks import check_range
-from .flat_parameters import FlatParameters
 
 __all__ = [
     "AdamW",
@@ -47,6 +46,8 @@ class OptimizerSpec:
     """Where a falling schedule ends, as a fraction of the peak."""
     restart_every_call: bool = False
     """Begin every train call without moments, as the first one does (Kimi k1.5, section 2.3.2)."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that never move, as patterns of their names: `model.embed_tokens.*`."""
 
     def __post_init__(self) -> None:
         check_range(self, "lr", "weight_decay", "max_grad_norm", at_least=0)
@@ -148,43 +149,93 @@ def update_weights(
 
 
 class AdamW:
-    """Optimizer of a `FlatParameters`.
+    """Optimizer of weights in one flat buffer.
 
     Weights in bfloat16 are stepped through a float32 master copy: a bfloat16 weight cannot hold an
     update smaller than 1/256 of itself. Moments and master copy are made by the first step, so a
     replica that only generates has none.
 
+    An engine whose weights are divided derives from this and says which part of a gradient is a
+    process's own, how long the whole of it is, and how its part of the weights is stepped.
+
+    Args:
+        data: The weights, [size].
+        spec: Options.
+
     Attributes:
         steps: Optimizer steps taken.
     """
 
-    def __init__(self, flat: FlatParameters, spec: OptimizerSpec) -> None:
-        self._flat = flat
+    def __init__(self, data: Tensor, spec: OptimizerSpec) -> None:
+        self._data = data
         self._spec = spec
         self.steps = 0
         self._buffers: dict[str, Tensor] = {}
+        self._frozen: tuple[tuple[int, int], ...] = ()
+        self._begin = 0  # of what this process steps, in the layout of the weights
 
-    def _allocated(self) -> dict[str, Tensor]:
-        """Buffers "first" and "second", and "master" unless the weights themselves are float32."""
-        if not self._buffers:
-            self._buffers |= optimizer_buffers(self._flat.data)
-        return self._buffers
-
-    def step(self, grad: Tensor, lr: float) -> float:
-        """Clip `grad` in place, take one step, return its norm before clipping.
+    def freeze(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Leave parts of the weights as they are: no decay, no moments, no share in the norm.
 
         Args:
-            grad: f32[size], in the layout of the weights.
+            spans: Where they begin and end in the layout of the weights, in order and apart.
+        """
+        self._frozen = tuple(spans)
+
+    def step(self, grad: Tensor, lr: float) -> float:
+        """Clip a gradient, take one step, return the gradient's norm before clipping.
+
+        Args:
+            grad: f32[size], in the layout of the weights; it is overwritten.
             lr: Learning rate of this step.
 
         Raises:
-            FloatingPointError: If the norm is not finite; no weight has changed then.
+            FloatingPointError: If the norm is not finite; no weight has changed then, on any
+                process.
         """
-        norm = float(torch.linalg.vector_norm(grad, dtype=torch.float32))
-        clip_gradient(grad, norm, self._spec, self.steps + 1)
+        for begin, end in self._frozen:
+            grad[begin:end].zero_()
+        own = self._own(grad)
+        norm = self._norm(own)
+        clip_gradient(own, norm, self._spec, self.steps + 1)
         self.steps += 1
-        update_weights(self._flat.data, grad, self._allocated(), self._spec, lr, self.steps)
+        self._update(own, lr)
         return norm
+
+    def _own(self, grad: Tensor) -> Tensor:
+        """The part of a gradient that this process steps, added up over ranks."""
+        return grad
+
+    def _norm(self, own: Tensor) -> float:
+        """Of the whole model's gradient."""
+        return float(torch.linalg.vector_norm(own, dtype=torch.float32))
+
+    def _update(self, own: Tensor, lr: float) -> None:
+        """Step the weights."""
+        weights, buffers = self._weights(), self._allocated()
+        for begin, end in self._stepped(len(weights)):
+            part = {kind: buffer[begin:end] for kind, buffer in buffers.items()}
+            update_weights(weights[begin:end], own[begin:end], part, self._spec, lr, self.steps)
+
+    def _stepped(self, length: int) -> Iterator[tuple[int, int]]:
+        """What is not frozen of this process's `length` weights."""
+        begin = 0
+        for start, stop in self._frozen:
+            if start - self._begin > begin:
+                yield begin, min(start - self._begin, length)
+            begin = max(begin, stop - self._begin)
+            if begin >= length:
+                return
+        yield begin, length
+
+    def _weights(self) -> Tensor:
+        """What this process steps, as one tensor in the layout of the buffers."""
+        return self._data
+
+    def _allocated(self) -> dict[str, Tensor]:
+        if not self._buffers:
+            self._buffers |= optimizer_buffers(self._weights())
+        return self._buffers
 
     def restart(self) -> None:
         """Forget all steps taken; the weights stay."""
@@ -197,28 +248,22 @@ class AdamW:
         return list(self._buffers.values())
 
     def refresh(self) -> None:
-        """Take over weights that were loaded from outside."""
+        """Take over weights that were written from outside."""
         if "master" in self._buffers:
-            self._buffers["master"].copy_(self._flat.data)
+            self._buffers["master"].copy_(self._weights())
 
     def state(self) -> dict[str, Tensor]:
-        """Moments (and master weights, if any) by parameter name; empty before the first step."""
-        return {
-            f"{kind}/{name}": tensor
-            for kind, buffer in self._buffers.items()
-            for name, tensor in self._flat.named(buffer).items()
-        }
+        """The buffers, f32[size] each, laid out as the weights; none before a step.
+
+        All ranks must ask.
+        """
+        return dict(self._buffers)
+
+    def new_state(self) -> dict[str, Tensor]:
+        """Buffers to fill and hand to `load_state`, laid out as the weights."""
+        return optimizer_buffers(self._weights())
 
     def load_state(self, state: Mapping[str, Tensor], steps: int) -> None:
-        """Restore `state()`; call `refresh` or load the weights first.
-
-        Raises:
-            ValueError: If the tensors do not fit this model.
-        """
-        self._buffers.clear()
-        for kind, buffer in (self._allocated() if steps else self._buffers).items():
-            part = {
-                n.removeprefix(f"{kind}/"): t for n, t in state.items() if n.startswith(f"{kind}/")
-            }
-            self._flat.load(part, buffer)
+        """Take over what `state` gave, in this layout or another; load the weights first."""
+        self._buffers = dict(state)
         self.steps = steps

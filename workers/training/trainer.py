@@ -18,15 +18,15 @@ from torch import Tensor
 from ...algorithms.roles.language import TrainMetrics
 from ...dataflow.graph.role import Loss, LossSum, Metric
 from ...dataflow.runtime.call_context import CallKey, call_behind
-from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..rollout.sampling import stream_generator
 from .data_parallel import RankGroup, rank_group
-from .flat_parameters import FlatParameters
+from .frozen import frozen_names, frozen_spans
 from .logprob_mismatch import Mismatch, MismatchLimits, check_mismatch
-from .microbatch import Minibatches, columns, micro_batches, on_device, take_rows
-from .optimizer import AdamW, OptimizerSpec
+from .microbatch import Minibatches, columns, micro_batches, on_device, row_sizes, take_rows
+from .network import Network
+from .optimizer import OptimizerSpec
 
-__all__ = ["Forward", "Sums", "TrainLoop", "Trainer", "num_masked"]
+__all__ = ["Forward", "Sums", "Trainer", "num_masked"]
 
 B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
@@ -62,26 +62,33 @@ class Sums:
         return {name: Metric.mean(*pair) for name, pair in zip(names, values, strict=True)}
 
 
-class TrainLoop(Generic[O]):
-    """What a train call is, for an engine that says how a gradient is computed and applied.
+class Trainer(Generic[O]):
+    """Optimizer steps on one model, or on a process's part of one.
+
+    All processes of a data-parallel rank are given the same rows and cut them alike; the network
+    says which of them computes what.
 
     Args:
-        context: Where the worker lives.
-        spec: The learning rate's schedule.
-        device: The model's.
+        network: The part.
+        spec: Optimizer and schedule.
+        micro_batch_tokens: Tokens a process computes at once, as a bound on memory; padding is not
+            counted.
 
     Attributes:
         calls: Train calls served, which drives the learning-rate schedule.
     """
 
-    def __init__(self, context: WorkerContext, spec: OptimizerSpec, device: torch.device) -> None:
-        self._context = context
+    def __init__(self, network: Network, spec: OptimizerSpec, micro_batch_tokens: int) -> None:
+        self._network = network
+        self._context = network.context
         self._spec = spec
-        self._device = device
-        self._group = rank_group(context, device)
-        self._holders = self._group  # whose parts of a batch, put together, are the batch
+        self._micro_batch_tokens = micro_batch_tokens
+        self._device = network.device
+        self._group = rank_group(network.context, network.device)
         self._mismatch: Mismatch | None = None
         self._compared = False
+        self._frozen = frozen_names(network, spec.frozen, network.context.role)
+        self.optimizer = network.make_optimizer(spec)
         self.calls = 0
 
     def train(
@@ -104,10 +111,13 @@ class TrainLoop(Generic[O]):
         """
         if epochs < 1:
             raise ValueError(f"epochs is {epochs}; expected at least 1")
-        cut = Minibatches(batch, loss.unit, num_minibatches, self._holders)
+        cut = Minibatches(batch, loss.unit, num_minibatches, self._network.replicas)
         lr = self._spec.lr_at(self.calls)
         if self._spec.restart_every_call:
-            self._restart()
+            self.optimizer.restart()
+        if self._frozen:  # not when it is made: a copy that only generates has no gradient
+            self.optimizer.freeze(frozen_spans(self._network, self._frozen))
+            self._frozen = frozenset[str]()
         sums = Sums()
         norms: list[float] = []
         limits = limits or MismatchLimits()
@@ -121,7 +131,7 @@ class TrainLoop(Generic[O]):
             for rows in cut.epoch(random):
                 grad = self._gradient(forward, loss, batch, rows, sums)
                 agreed |= self._end_comparing(key, limits)  # the next see other weights
-                norms.append(self._step(grad, lr))
+                norms.append(self.optimizer.step(grad, lr))
         self.calls += 1
         metrics = sums.merged(self._group) | agreed
         steps = float(len(norms))
@@ -163,90 +173,47 @@ class TrainLoop(Generic[O]):
         self, forward: Forward[O], loss: Loss[B, O], batch: B, rows: Tensor, sums: Sums
     ) -> Tensor:
         """The minibatch's gradient, f32[size], from this rank's `rows`; adds to `sums`."""
-        raise NotImplementedError
+        network, device = self._network, self._device
+        local = take_rows(batch, rows)
+        totals = network.replicas.sum_(loss.totals(local).double().to(device))
+        limit = network.micro_batch_limit(self._micro_batch_tokens, int(row_sizes(local).sum()))
+        parts = micro_batches(batch, rows, loss.unit, limit, sort_by_length=network.sort_by_length)
+        one = torch.ones((), device=device)
+        sums.add("tokens", torch.zeros_like(one), one)  # for a process without any
+
+        def load(part: Tensor) -> B:
+            whole = part is rows  # one micro-batch: its rows have been taken already
+            return on_device(local, device) if whole else take_rows(batch, part, device)
+
+        def compute(micro: B) -> Tensor:
+            sums.add("tokens", num_masked(micro).to(device), one)
+            return self._loss(forward, loss, micro, totals, sums)
+
+        grad = network.start_gradient()
+        network.run(list(parts), load, compute, backward=True)
+        return network.finish_gradient(grad)
 
     def _loss(
         self, forward: Forward[O], loss: Loss[B, O], micro: B, totals: Tensor, sums: Sums
     ) -> Tensor:
-        """What some rows contribute to the minibatch's loss; adds its numbers to `sums`."""
+        """What some rows contribute to the minibatch's loss; adds its numbers to `sums`.
+
+        Raises:
+            ValueError: If the loss has no gradient.
+        """
         output = forward(micro, loss.needs_entropy)
         if self._mismatch is not None:
             self._mismatch.add(output, micro)
         result: LossSum = loss(output, micro, totals)
+        if not result.total.requires_grad:
+            raise ValueError(
+                f"{type(loss).__name__} gave '{self._context.role}' a total without a gradient; "
+                "compute it from the model's output in every case, be it a sum over no tokens"
+            )
         sums.add("loss", result.total, torch.ones((), device=self._device))
         for name, (total, weight) in result.metrics.items():
             sums.add(name, total, weight)
         return result.total
-
-    def _restart(self) -> None:
-        """Have the optimizer forget the steps it has taken."""
-        raise NotImplementedError
-
-    def _step(self, grad: Tensor, lr: float) -> float:
-        """Clip the gradient, take an optimizer step, return the norm before clipping."""
-        raise NotImplementedError
-
-
-class Trainer(TrainLoop[O]):
-    """Optimizer steps on one model.
-
-    Args:
-        context: Where the worker lives.
-        flat: The model's weights.
-        spec: Optimizer and schedule.
-        micro_batch_tokens: Tokens computed at once, as a bound on memory.
-        sort_by_length: Whether micro-batches should bring rows of similar length together.
-    """
-
-    def __init__(
-        self,
-        context: WorkerContext,
-        flat: FlatParameters,
-        spec: OptimizerSpec,
-        *,
-        micro_batch_tokens: int,
-        sort_by_length: bool,
-    ) -> None:
-        super().__init__(context, spec, flat.data.device)
-        self._flat = flat
-        self._micro_batch_tokens = micro_batch_tokens
-        self._sort_by_length = sort_by_length
-        self.optimizer = AdamW(flat, spec)
-
-    def _restart(self) -> None:
-        self.optimizer.restart()
-
-    def _step(self, grad: Tensor, lr: float) -> float:
-        return self.optimizer.step(grad, lr)
-
-    def _gradient(
-        self, forward: Forward[O], loss: Loss[B, O], batch: B, rows: Tensor, sums: Sums
-    ) -> Tensor:
-        """The minibatch's gradient summed over micro-batches and ranks, f32[size]."""
-        local = take_rows(batch, rows)
-        totals = self._group.sum_(loss.totals(local).double().to(self._device))
-        grad = self._flat.enable_gradients()
-        exact = grad if grad.dtype == torch.float32 else torch.zeros_like(grad, dtype=torch.float32)
-        parts = micro_batches(
-            batch,
-            rows,
-            loss.unit,
-            self._micro_batch_tokens,
-            sort_by_length=self._sort_by_length,
-        )
-        one = torch.ones((), device=self._device)
-        for part in parts:
-            whole = part is rows  # one micro-batch: its rows have been taken already
-            micro = (
-                on_device(local, self._device) if whole else take_rows(batch, part, self._device)
-            )
-            self._loss(forward, loss, micro, totals, sums).backward()
-            if exact is not grad:
-                # bfloat16 gradients of micro-batches are added up in float32.
-                exact += grad
-                grad.zero_()
-        sums.add("tokens", num_masked(local).to(self._device), one)
-        return self._group.sum_(exact)
 
 
 def num_masked(batch: object) -> Tensor:

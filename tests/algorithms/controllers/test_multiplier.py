@@ -10,11 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.algorithms.controllers.multiplier import (
-    Ascent,
-    lagrangian_advantage,
-    next_log_multiplier,
-)
+from penstock.algorithms.controllers.multiplier import Ascent
+from penstock.algorithms.ops.lagrangian import lagrangian_advantage, next_log_multiplier
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.algorithms.safe_rlhf import SafeRLHF, safe_rlhf_step
 from penstock.dataflow.runtime.worker_protocol import Trainable, WorkerContext

@@ -9,10 +9,9 @@ import pytest
 import torch
 from penstock.algorithms.ensemble_ppo import EnsemblePPO, ensemble_ppo_step
 from penstock.algorithms.ops.ensembles import Ensemble, EnsembleRule, ensemble_score
-from penstock.algorithms.salsa import weight_mean
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.graph.tracer import build
-from penstock.workers.models.averaged_weights import mean_folder
+from penstock.workers.models.averaged_weights import mean_folder, weight_mean
 from penstock.workers.training.flat_parameters import read_tensors, write_tensors
 
 from ..test_steps import ScriptedReward

@@ -18,12 +18,11 @@ from penstock.algorithms.ops.rollout_correction import (
     rollout_weight,
     weighted_advantage,
 )
-from penstock.algorithms.ppo import PPO
+from penstock.algorithms.ppo import PPO, critic_states, gae_targets
 from penstock.algorithms.roles import PolicyBatch, PolicyOutput, Rollout
-from penstock.algorithms.vtrace_ppo import VtracePPO
+from penstock.algorithms.vtrace_ppo import VtracePPO, vtrace_targets
 from penstock.dataflow.graph.check import check_lag
-from penstock.launch.inputs.compose import load_step, step_cfg
-from penstock.launch.stages.stages import record
+from penstock.launch.inputs.record import load_step, record, step_cfg
 
 from ..configured import NAMES, composed
 from ..drawn import SEEDS, Data, draw
@@ -94,12 +93,12 @@ def targets_of(data: Data, cfg: PPO, age: float) -> GaeTargets:
     columns = data.columns
     named = ("prompt_id", "tokens", "mask", "behavior_logprob")
     roll = Rollout(**{name: columns[name] for name in named}, finished=columns["chosen"])
-    roll, states = cfg.judged(roll)
+    roll, states = critic_states(roll, cfg)
     noise = torch.rand(2, *roll.mask.shape, generator=torch.Generator().manual_seed(3)) - 0.5
     if not isinstance(cfg, VtracePPO):
-        return cfg.targets(roll, states, reward=noise[0], value=noise[1])
+        return gae_targets(roll, states, cfg, reward=noise[0], value=noise[1])
     logprob = roll.behavior_logprob + age * noise[0]
-    return cfg.traced(roll, states, reward=noise[0], value=noise[1], logprob=logprob)
+    return vtrace_targets(roll, states, cfg, reward=noise[0], value=noise[1], logprob=logprob)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

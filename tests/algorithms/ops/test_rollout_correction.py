@@ -17,8 +17,7 @@ from penstock.algorithms.roles import PolicyBatch, PolicyOutput
 from penstock.dataflow.errors import ConfigError, FlowError
 from penstock.dataflow.graph.check import check_lag
 from penstock.dataflow.graph.graph import Ref
-from penstock.launch.inputs.compose import load_step, step_cfg
-from penstock.launch.stages.stages import record, stages_of
+from penstock.launch.inputs.record import load_step, record, step_cfg
 from torch import Tensor, tensor
 
 from ..configured import NAMES, composed
@@ -103,8 +102,8 @@ def test_effective_sample_size() -> None:
 WITHOUT = {"codpo", "crraft", "kimi", "online_dpo", "p3o", "rebel"}
 """Algorithms that sample, and whose loss is not proportional to advantages of tokens."""
 
-_NO_USE = "takes no correction: importance weights are put"
-REFUSED = {name: _NO_USE for name in WITHOUT} | {"vtrace_ppo": "V-trace corrects for the weights"}
+_NO_KEY = "there is no key 'algorithm.cfg.correction'"
+REFUSED = {name: _NO_KEY for name in WITHOUT} | {"vtrace_ppo": "V-trace corrects for the weights"}
 
 
 def cfg_of(name: str, *words: str) -> Any:
@@ -117,14 +116,14 @@ def cfg_of(name: str, *words: str) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_algorithm_that_samples_takes_a_correction_or_refuses_it(name: str) -> None:
     word = "+algorithm.cfg.correction={mode: token_truncate, cap: 3.0}"
-    if not hasattr(cfg_of(name), "correction"):
-        return
     if name in REFUSED:
         with pytest.raises(ConfigError, match=REFUSED[name]):
             cfg_of(name, word)
         return
+    if not hasattr(cfg_of(name), "sampling"):
+        return
     assert cfg_of(name, word).correction == RolloutCorrection(cap=3.0)
-    graph = stages_of(composed(name, word))[-1].graph
+    graph = record(composed(name, word).algorithm, "algorithm")
     inputs = {node.name: dict(node.inputs) for node in graph.nodes}
     trained, weighed = inputs["actor.train"], inputs["rollout_weight"]
     assert trained["batch.advantage"] == Ref("weighted_advantage", "out")

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.configs.schema import RunConfig
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import run_config
+from penstock.launch.inputs.compose import Resolved, resolved
 from penstock.launch.run_dir.metrics import read_metrics
 from penstock.launch.stages.job import Job, prepare
 from penstock.launch.stages.worker_specs import worker_specs
@@ -23,10 +22,10 @@ SELF_PLAY = ("algorithm=self_play", "task=tic_tac_toe", *MLP, "algorithm.per_ste
 POPULATION = ("algorithm=population", "task=cartpole", *MLP, "algorithm.cfg.learning.horizon=16")
 
 
-def config(*words: str) -> RunConfig:
+def config(*words: str) -> Resolved:
     composed = compose("run", list(words))
     composed.pop("resume")
-    return run_config(composed)
+    return resolved(composed)
 
 
 def job(*words: str) -> Job:
@@ -51,7 +50,7 @@ def noted(folder: Path) -> dict[int, float]:
 
 def test_players_begin_with_different_weights_and_play_the_tasks_game() -> None:
     made = job(*SELF_PLAY)
-    specs: dict[str, Any] = worker_specs(made.main, made.config, made.data, {})
+    specs: dict[str, Any] = worker_specs(made.main, made.run, made.data, {})
     first, second = (specs[name] for name in ("first", "second"))
     assert second.network.init_seed == first.network.init_seed + 1
     assert specs["board"] == first.env == second.env
@@ -71,7 +70,7 @@ def test_a_language_model_can_begin_elsewhere_too() -> None:
     seeds: list[int] = []
     for offset in ("0", "5"):
         made = job(*words, f"algorithm.roles.actor.init_offset={offset}")
-        specs: dict[str, Any] = worker_specs(made.main, made.config, made.data, {})
+        specs: dict[str, Any] = worker_specs(made.main, made.run, made.data, {})
         seeds.append(specs["actor"].model.init_seed)
     assert seeds[1] == seeds[0] + 5
 
@@ -108,8 +107,8 @@ def test_a_language_model_can_begin_elsewhere_too() -> None:
         ),
         (
             (*PPO, "task.vectorized=true", "task.backend=envpool"),
-            "a 'gymnasium' task cannot be made: backend is envpool, which steps groups in a way of "
-            "its own and has no teams; leave out vectorized and num_agents, or the backend",
+            "'task': backend is envpool, which steps groups in a way of its own and has no teams; "
+            "leave out vectorized and num_agents, or the backend",
         ),
         (
             ("algorithm=self_play", "task=cartpole", *MLP),
@@ -211,9 +210,9 @@ def test_the_last_line_counts_steps_of_environments(penstock: Penstock, tmp_path
 
 
 def test_perceptrons_are_computed_by_one_thread_unless_more_are_asked_for() -> None:
-    assert job(*PPO).config.executor.num_threads == 1
-    assert job(*PPO, "executor.num_threads=2").config.executor.num_threads == 2
-    assert job("algorithm=grpo").config.executor.num_threads is None
+    assert job(*PPO).run.placement.executor.num_threads == 1
+    assert job(*PPO, "executor.num_threads=2").run.placement.executor.num_threads == 2
+    assert job("algorithm=grpo").run.placement.executor.num_threads is None
 
 
 def test_a_run_that_is_refused_when_it_is_built_leaves_nothing(

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.configs.schema import RunConfig
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import run_config
+from penstock.launch.inputs.compose import Resolved, resolved
 from penstock.launch.stages.job import prepare
 from penstock.launch.stages.worker_specs import worker_specs
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
@@ -32,15 +31,15 @@ WARM_UP = (
 )
 
 
-def config(*words: str) -> RunConfig:
+def config(*words: str) -> Resolved:
     composed = compose("run", list(words))
     composed.pop("resume")
-    return run_config(composed)
+    return resolved(composed)
 
 
 def specs(*words: str) -> dict[str, Any]:
     job = prepare(config(*words))
-    return dict(worker_specs(job.main, job.config, job.data, {}))
+    return dict(worker_specs(job.main, job.run, job.data, {}))
 
 
 def network(**fields: Any) -> PerceptronSpec:

@@ -279,9 +279,8 @@ def test_a_model_that_fits_nowhere_names_what_is_lacking(penstock: Penstock) -> 
         ),
         (
             "plan.engine=jax",
-            "'plan.engine': expected one of 'any', 'torch', 'megatron' or 'vllm', got the text "
-            "'jax'\n    engine: Which engine the layouts must suit: `any`, `torch` "
-            "(data-parallel), `megatron` or `vllm`.",
+            "'plan.engine': 'jax' is no engine that trains\n    there are: any, torch, fsdp, "
+            "megatron, or module:ENGINE for one of your own",
         ),
         (
             "plan.pins.layouts.actor.train.tp=3",

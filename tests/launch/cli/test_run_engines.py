@@ -18,7 +18,8 @@ from penstock.launch.main import main
 from penstock.launch.run_dir.metrics import read_metrics
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.plan.plan import GroupPlan, Plan
-from penstock.workers.engines.torch_engine.policy import TorchPolicy, TorchPolicySpec
+from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.executors.on_ray.executor import shutdown_ray
 from penstock.workers.models.spec import ModelSpec
 from safetensors.torch import load_file
@@ -179,10 +180,11 @@ def test_the_exported_folder_is_hugging_faces(made: Path) -> None:
     folder = ModelSpec(folder=str(made / "models" / "actor"))
     architecture = {**folder.config.to_dict()}
     spec = TorchPolicySpec(model=ModelSpec(architecture=architecture), eos_token_id=2)
-    policy: TorchPolicy = spec.build(WorkerContext("actor"))
+    policy: PolicyWorker = spec.build(WorkerContext("actor"))
     policy.load_state(checkpoint(made, 2) / "actor")  # as two Megatron processes saved it
     tokens = torch.randint(3, 15, (4, 12), generator=torch.Generator().manual_seed(0))
+    module: Any = policy.network.module
     with torch.no_grad():
-        found, expected = exported(tokens).logits, policy.module(tokens).logits
+        found, expected = exported(tokens).logits, module(tokens).logits
     assert torch.equal(found, expected)
     assert summary_of(made)["roles_sha256"]["actor"] == policy.weights_sha256()

@@ -104,7 +104,7 @@ def test_one_engine_in_one_layout_is_left_alone(tmp_path: Path) -> None:
     plan = Plan(groups=(GroupPlan(name="all", num_ranks=2),))
     config = config_of(*BOTH, "engine=torch", "rollout=same", written(tmp_path, plan))
     graph = stages_of(config)[-1].graph
-    assert divided(plan, graph, config) is plan
+    assert divided(plan, graph, config.engines) is plan
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_what_an_engine_does_not_run_is_refused(
         placed(written(tmp_path, plan))
     assert str(caught.value) == (
         f"plan file {tmp_path / 'plan.json'}: node '{node}' has layout {layout}, but {problem}\n"
-        f"    pin its layout (plan.pins.layouts.{node})"
+        "    plan for it: plan.engine=megatron rollout=vllm"
     )
 
 
@@ -131,8 +131,8 @@ def test_the_planner_places_both_engines(tmp_path: Path) -> None:
     file = tmp_path / "measured.json"
     calibration(num_devices=2).write(file)
     config = config_of(*BOTH, f"calibration={file}")
-    assert written_plan(config) is None
-    plan = choose(config, stages_of(config)[-1].graph).plan
+    assert written_plan(config.placement, config.engines) is None
+    plan = choose(config).plan
     assert plan.prediction is not None
     main = stages_of(config, plan)[-1]
     kinds = {main.placement.nodes[name] for name in ("actor.generate", "actor.train")}

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
-from penstock.configs.schema import RunConfig
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.spans import TaskSpan
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import run_config
+from penstock.launch.inputs.compose import Resolved, resolved
 from penstock.launch.placement.auto_place import Choice, choose
 from penstock.launch.placement.machine import threads_of
 from penstock.launch.placement.place import make_executor, placement_of, with_threads, written_plan
@@ -40,10 +39,10 @@ PPO = (
 SPLIT = Plan(groups=(GroupPlan(name="one"), GroupPlan(name="two")), nodes={"critic": "two"})
 
 
-def config_of(*words: str) -> RunConfig:
+def config_of(*words: str) -> Resolved:
     composed = compose("run", list(words))
     composed.pop("resume")
-    return run_config(composed)
+    return resolved(composed)
 
 
 def calibration(
@@ -64,14 +63,14 @@ def calibration(
     )
 
 
-def planned(tmp_path: Path, made: Calibration, *words: str) -> tuple[RunConfig, Choice]:
+def planned(tmp_path: Path, made: Calibration, *words: str) -> tuple[Resolved, Choice]:
     file = tmp_path / "measured.json"
     made.write(file)
     config = config_of(*PPO, f"calibration={file}", *words)
-    return config, choose(config, stages_of(config)[-1].graph)
+    return config, choose(config)
 
 
-def stages(config: RunConfig, plan: Plan | None = None) -> dict[str, Stage]:
+def stages(config: Resolved, plan: Plan | None = None) -> dict[str, Stage]:
     return {stage.name: stage for stage in stages_of(config, plan)}
 
 
@@ -80,15 +79,15 @@ def stages(config: RunConfig, plan: Plan | None = None) -> dict[str, Stage]:
 
 def test_one_process_needs_no_planner() -> None:
     config = config_of()
-    assert config.placement == "auto"
-    plan = written_plan(config)
+    assert config.placement.placement == "auto"
+    plan = written_plan(config.placement, config.engines)
     assert plan is not None
     assert plan.groups == (GroupPlan(name="all"),)
 
 
 def test_on_ray_the_planner_is_asked(tmp_path: Path) -> None:
     config, choice = planned(tmp_path, calibration())
-    assert written_plan(config) is None
+    assert written_plan(config.placement, config.engines) is None
     prediction = choice.plan.prediction
     assert prediction is not None
     assert prediction.calibration == "measured"
@@ -106,11 +105,11 @@ def test_a_plan_is_made_with_analytic_defaults_where_nothing_was_measured(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = config_of(*PPO)
-    choice = choose(config, stages_of(config)[-1].graph)
+    choice = choose(config)
     assert choice.plan.prediction is not None
     assert choice.plan.prediction.calibration == "analytic defaults for CPUs"
     assert isinstance(choice.plan.cluster, ClusterSpec)
-    assert with_threads(config, choice.plan).executor.num_threads == threads_of(
+    assert with_threads(config.placement.executor, choice.plan).num_threads == threads_of(
         choice.plan.cluster.num_devices
     )
 
@@ -122,15 +121,15 @@ def test_a_calibration_is_found_in_the_folder_of_runs(
     Path("runs").mkdir()
     calibration().write(Path("runs/calibration.json"))
     config = config_of(*PPO)
-    assert choose(config, stages_of(config)[-1].graph).note.endswith("predicted (measured)")
+    assert choose(config).note.endswith("predicted (measured)")
 
 
 def test_ranks_have_the_threads_they_were_measured_with(tmp_path: Path) -> None:
     config, choice = planned(tmp_path, calibration(threads=3))
     assert choice.num_threads == 3
-    assert with_threads(config, choice.plan, choice.num_threads).executor.num_threads == 3
+    assert with_threads(config.placement.executor, choice.plan, choice.num_threads).num_threads == 3
     given = config_of(*PPO, "executor.num_threads=5")
-    assert with_threads(given, choice.plan, choice.num_threads).executor.num_threads == 5
+    assert with_threads(given.placement.executor, choice.plan, choice.num_threads).num_threads == 5
 
 
 @pytest.mark.parametrize("num_prompts", [7, 9, 10])
@@ -186,7 +185,7 @@ def written(tmp_path: Path, plan: Plan) -> str:
 
 def test_a_run_follows_the_plan_of_a_file(tmp_path: Path) -> None:
     config = config_of(*PPO, written(tmp_path, SPLIT))
-    assert written_plan(config) == SPLIT
+    assert written_plan(config.placement, config.engines) == SPLIT
     made = stages(config)
     assert made["ppo"].placement.nodes["critic.train"] == "two"
     assert made["ppo"].placement.nodes["actor.train"] == "one"
@@ -256,10 +255,11 @@ def test_groups_and_a_file_contradict_each_other(tmp_path: Path) -> None:
 
 def test_groups_are_used_instead_of_the_planner() -> None:
     config = config_of(*PPO, "executor.groups={a: 2, b: 1}", "executor.nodes.critic=b")
-    plan = written_plan(config)
+    plan = written_plan(config.placement, config.engines)
     assert plan is not None
     assert [(group.name, group.num_ranks) for group in plan.groups] == [("a", 2), ("b", 1)]
-    assert with_threads(config, plan) == config
+    section = config.placement.executor
+    assert with_threads(section, plan) == section
     assert stages(config)["ppo"].placement.nodes["critic.value"] == "b"
 
 
@@ -304,16 +304,18 @@ def test_groups_can_be_served_by_others() -> None:
         "executor.nodes={env: acting}",
     )
     config = config_of(*words, "executor.served={acting: {actor: policy}}")
-    plan = written_plan(config)
+    plan = written_plan(config.placement, config.engines)
     assert plan is not None
     assert [group.served for group in plan.groups] == [{}, {"actor": "policy"}, {}]
     graph = build(env_ppo_step, cfg=EnvPPO())
-    assert placement_of(graph, config, plan).serving(graph) == (("actor", "policy"),)
+    assert placement_of(graph, plan, config.placement, config.engines).serving(graph) == (
+        ("actor", "policy"),
+    )
     idle = config_of(*words)
     with pytest.raises(PlanError, match=r"'executor.groups.policy' would have nothing to do"):
-        placement_of(graph, idle, written_plan(idle) or plan)
+        stages_of(idle)
     with pytest.raises(ConfigError, match=r"'executor.served.acting2': there is no group"):
-        written_plan(config_of(*words, "executor.served={acting2: {actor: policy}}"))
+        stages(config_of(*words, "executor.served={acting2: {actor: policy}}"))
 
 
 def test_without_a_prediction_there_is_no_table() -> None:
@@ -351,7 +353,7 @@ def test_a_planned_run_says_what_was_predicted(tmp_path: Path) -> None:
 def test_one_process_has_nothing_to_transport() -> None:
     config = config_of("algorithm=grpo", "executor.transport=point_to_point")
     with pytest.raises(ConfigError) as error:
-        make_executor(config)
+        make_executor(config.placement.executor)
     assert str(error.value) == (
         "'executor.transport' is 'point_to_point', but in one process no weights travel\n"
         "    set executor=ray, or leave it out"

@@ -12,6 +12,7 @@ import torch
 from penstock.configs.profile_schema import ProfileConfig
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.runtime.in_process import InProcess
+from penstock.dataflow.runtime.worker_protocol import drain_metrics
 from penstock.launch.profile.calls import ProfileCall, architecture, calls_of_width, make_policy
 from penstock.launch.profile.dispatch import call_seconds
 from penstock.launch.profile.links import LinkTimes, link_constants
@@ -110,7 +111,7 @@ def test_micro_batches_hold_no_more_tokens_than_a_worker_computes_at_once() -> N
 def test_responses_have_their_full_length() -> None:
     policy = make_policy(16, "float32", "cpu")
     ProfileCall(kind="generate", width=16, rows=8, dtype="float32").prepared(policy)()
-    length = policy.metrics["response_length_min"]
+    length = drain_metrics(policy)["response_length_min"]
     assert length.value == 32
 
 

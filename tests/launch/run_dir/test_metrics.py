@@ -1,28 +1,15 @@
-"""`metrics.jsonl` and TensorBoard events: what is written is what is read back, resumed or not."""
+"""`metrics.jsonl`: what is written is what is read back, resumed or not."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.launch.run_dir.metrics import MetricsLog, TensorBoardLog, finite_or_none, read_metrics
-
-
-def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard itself would show."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events: Any = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    return {
-        tag: [(event.step, event.value) for event in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
-    }
+from penstock.launch.run_dir.metrics import MetricsLog, finite_or_none, read_metrics
 
 
 def test_one_object_per_step_with_flat_names(tmp_path: Path) -> None:
@@ -93,20 +80,3 @@ def test_a_foreign_line_is_refused_by_file_and_line(tmp_path: Path, line: str) -
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: "):
         MetricsLog(path, first_step=1)
     assert path.read_text() == f'{{"step": 0}}\n{line}\n'
-
-
-def test_tensorboard_shows_every_scalar_at_once(tmp_path: Path) -> None:
-    with TensorBoardLog(tmp_path) as log:
-        log.write(0, {"reward": 0.5, "loss": 2.0})
-        log.write(1, {"reward": 0.75})
-        assert _scalars(tmp_path) == {"reward": [(0, 0.5), (1, 0.75)], "loss": [(0, 2.0)]}
-
-
-def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path: Path) -> None:
-    with TensorBoardLog(tmp_path) as log:
-        for step in range(4):
-            log.write(step, {"reward": float(step)}, wall_time_s=100.0 + step)
-    with TensorBoardLog(tmp_path, first_step=2) as log:
-        log.write(2, {"reward": 20.0})
-    assert len(list(tmp_path.iterdir())) == 2
-    assert _scalars(tmp_path) == {"reward": [(0, 0.0), (1, 1.0), (2, 20.0)]}

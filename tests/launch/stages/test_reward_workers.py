@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import run_config
+from penstock.launch.inputs.compose import resolved
 from penstock.launch.inputs.data import load_data
 from penstock.launch.stages.stages import stages_of
 from penstock.launch.stages.worker_specs import check_options, worker_specs
@@ -23,10 +23,10 @@ def reward_of(*words: str) -> Any:
     """The spec of a GRPO run's reward."""
     composed = compose("run", [*SMALL, *words])
     composed.pop("resume")
-    config = run_config(composed)
-    stage = stages_of(config)[-1]
-    check_options(stage, config)
-    return worker_specs(stage, config, load_data(config), {})["reward"]
+    run = resolved(composed)
+    stage = stages_of(run)[-1]
+    check_options(stage, run)
+    return worker_specs(stage, run, load_data(run.task, run.model), {})["reward"]
 
 
 @pytest.mark.parametrize("name", [name for name in RULES])

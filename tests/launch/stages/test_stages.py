@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from penstock.configs.schema import RunConfig
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import run_config
+from penstock.launch.inputs.compose import Resolved, resolved
 from penstock.launch.stages.stages import Stage, stages_of
 
 
-def config_of(*overrides: str) -> RunConfig:
+def config_of(*overrides: str) -> Resolved:
     composed = compose("run", list(overrides))
     composed.pop("resume")
-    return run_config(composed)
+    return resolved(composed)
 
 
 def stages(*overrides: str) -> dict[str, Stage]:

@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 from penstock.planner.cost.memory import (
     BUCKET_BYTES,
     kv_bytes,
-    reductions,
     resident_parts,
     rows_at_once,
-    rows_that_fit,
     transient_parts,
     weight_bytes,
 )
 from penstock.planner.cost.memory_ledger import Parts
 from penstock.planner.inputs.calls import Call
-from penstock.planner.inputs.layout import Layout, check_layout
+from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.inputs.workload import Lengths
 
@@ -281,21 +279,6 @@ def test_a_frozen_generator_gets_no_new_weights() -> None:
     assert transient_parts(call, Layout(tp=2)).transfer == 0
 
 
-@given(free=st.integers(0, 2**40), tp=st.sampled_from([1, 2, 4, 8]))
-def test_rows_that_fit_are_the_most_that_fit(free: int, tp: int) -> None:
-    call = make_call("generate", num_sequences=64)
-    layout = Layout(tp=tp)
-    rows = rows_that_fit(call, layout, free)
-
-    def needed(count: int) -> int:
-        parts = transient_parts(call, layout, borrows=True, source=layout, rows=count)
-        return parts.total
-
-    assert 0 <= rows <= 64
-    assert rows == 0 or needed(rows) <= free
-    assert rows == 64 or needed(rows + 1) > free
-
-
 # --- laws -----------------------------------------------------------------------------------------
 
 _SHAPES = st.builds(
@@ -360,47 +343,6 @@ def test_the_ranks_of_a_tensor_parallel_group_hold_the_whole_model(
 ) -> None:
     held = weight_bytes(call.model, call.head, layout) * layout.tp * layout.pp
     assert held >= call.model.num_params(call.head) * call.model.dtype_bytes
-
-
-# --- what would help ------------------------------------------------------------------------------
-
-
-def test_reductions_are_legal_changes_of_one_thing() -> None:
-    layout = Layout(tp=2, dp=8, micro_batch=4)
-    found = dict(reductions(layout, LLAMA_7B, node_size=8))
-    assert list(found) == [
-        "micro_batch=2",
-        "checkpointing=true",
-        "sequence_parallel=true",
-        "zero=1",
-        "offload=true",
-        "tp=4 with dp=4",
-        "pp=2 with dp=4",
-    ]
-    call = make_call()
-
-    def needed(layout: Layout) -> int:
-        return (
-            resident_parts(call, layout).total * (not layout.offload)
-            + transient_parts(call, layout).total
-        )
-
-    for text, changed in found.items():
-        assert changed.num_devices == layout.num_devices
-        check_layout(changed, LLAMA_7B, node_size=8)
-        assert needed(changed) <= needed(layout), text
-
-
-def test_reductions_respect_the_model_the_node_and_the_engine() -> None:
-    layout = Layout(tp=2, dp=8, micro_batch=4)
-    assert "tp=4 with dp=4" not in dict(reductions(layout, LLAMA_7B, node_size=2))
-    odd = LLAMA_7B.model_copy(update={"num_layers": 31})
-    assert "pp=2 with dp=4" not in dict(reductions(layout, odd, node_size=8))
-    assert list(dict(reductions(layout, LLAMA_7B, node_size=8, engine="torch"))) == [
-        "micro_batch=2"
-    ]
-    frozen = dict(reductions(Layout(), LLAMA_7B, node_size=8, trained=False))
-    assert list(frozen) == ["offload=true"]
 
 
 def test_bytes_are_whole_numbers() -> None:

@@ -23,6 +23,7 @@ from penstock.planner.plan.planner import plan_step
 from penstock.planner.plan.simulate import simulate_plan
 from penstock.planner.search.option_table import ModelTable
 from penstock.planner.search.pins import Pins
+from penstock.workers.engines.torch_engine.declaration import TORCH
 
 PPO_GRAPH = build(ppo_step, cfg=PPO(epochs=1, num_minibatches=4))
 WORKLOAD = Workload(num_prompts=256, prompt=Lengths.constant(512), response=Lengths.constant(512))
@@ -150,7 +151,7 @@ def test_samples_and_updates_come_from_the_graph() -> None:
 
 
 def test_the_torch_engine_is_data_parallel_only() -> None:
-    made = plan(h100(1, 4), engine="torch", max_lag=1)
+    made = plan(h100(1, 4), engine=TORCH.planned, max_lag=1)
     for layout in made.layouts.values():
         assert (layout.tp, layout.pp, layout.zero) == (1, 1, 0)
 
@@ -193,6 +194,14 @@ def test_illegal_pins_are_refused(layouts: dict[str, dict[str, int]], message: s
     with pytest.raises(PlanError) as refused:
         plan(h100(2), pins=Pins(layouts=layouts))
     assert str(refused.value) == message
+
+
+def test_a_pin_that_the_engine_does_not_run_is_refused() -> None:
+    with pytest.raises(PlanError) as refused:
+        plan(h100(1), engine=TORCH.planned, pins=Pins(layouts={"actor.train": {"tp": 2}}))
+    assert str(refused.value) == (
+        "pin layouts.actor.train is tp2, but the torch engine runs data-parallel only"
+    )
 
 
 def test_an_unknown_role_is_refused() -> None:

@@ -14,7 +14,8 @@ from penstock.dataflow.errors import ConfigError
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.row_report import DataReport
 from penstock.workers.data.rows_file import Columns, read_rows
-from penstock.workers.data.task import Task, VerifierSpec, fingerprint
+from penstock.workers.data.task import Task, fingerprint
+from penstock.workers.verifiers.pool import VerifierSpec
 
 GOOD = b'{"id": "%d", "prompt": "%d+1=", "answer": %d}\n'
 
@@ -179,7 +180,7 @@ def test_rewards_are_named_for_another_process(tmp_path: Path) -> None:
     task = FileTaskSpec(path=path, reward=mine).build()
     assert task.score(0, "x") == 1 / 3
     assert task.verifier == VerifierSpec(
-        factory="penstock.workers.rewards.verifiers:make_verifier",
+        factory="penstock.workers.verifiers.verifiers:make_verifier",
         arguments={"reward": f"{tmp_path.resolve()}/mine.py:third"},
     )
     assert FileTaskSpec(path=path, reward=mine, reward_in_process=True).build().verifier is None

@@ -17,13 +17,11 @@ from penstock.dataflow.runtime.executor import Executor
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerSpec
-from penstock.workers.engines.megatron_engine.policy import MegatronPolicySpec
-from penstock.workers.engines.megatron_engine.value import MegatronValueSpec
-from penstock.workers.engines.torch_engine.policy import TorchPolicySpec
-from penstock.workers.engines.torch_engine.value import TorchValueSpec
+from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec, MegatronValueSpec
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchValueSpec
 from penstock.workers.executors.on_ray.executor import RayExecutor, connect_ray, shutdown_ray
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.rollout.split_policy import SplitPolicySpec
+from penstock.workers.rollout.generator_policy import SplitPolicySpec
 from penstock.workers.training.optimizer import OptimizerSpec
 from safetensors.torch import load_file
 from torch import Tensor

@@ -30,7 +30,8 @@ from penstock.dataflow.runtime.spans import TaskSpan
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
-from penstock.workers.engines.torch_engine.policy import TorchPolicy, TorchPolicySpec
+from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.executors.rank_process import RankProcess
 from safetensors.torch import load_file
 
@@ -185,7 +186,7 @@ def test_two_ranks_sample_the_same_tokens_and_train_to_the_same_weights(
     assert metrics[2][0].num_rows["actor.generate"] == runs.PROMPTS_PER_STEP * 4
 
 
-class BrokenPolicy(TorchPolicy):
+class BrokenPolicy(PolicyWorker):
     """Fails in one step, in the way asked for."""
 
     def __init__(self, how: str, *args: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from penstock.algorithms.ops.rewards import process_reward
 from penstock.algorithms.roles import ProcessReward
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, drain_metrics
-from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
+from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
 from penstock.workers.rewards.process_reward import TorchProcessRewardSpec, step_ends

@@ -6,7 +6,7 @@ import pytest
 import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.dataflow.runtime.call_context import call_scope
-from penstock.workers.engines.torch_engine.policy import TorchPolicy
+from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.training.host_offload import HostCopy
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch_models import make_batch, make_policy
@@ -14,7 +14,7 @@ from torch_models import make_batch, make_policy
 OPTIMIZER = OptimizerSpec(lr=1e-3)
 
 
-def train(policy: TorchPolicy, step: int) -> None:
+def train(policy: PolicyWorker, step: int) -> None:
     with call_scope(step, 0):
         policy.train(ClippedPolicyLoss(), make_batch(make_policy()), num_minibatches=2)
 

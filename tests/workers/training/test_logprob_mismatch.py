@@ -18,7 +18,7 @@ from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
-from penstock.workers.engines.torch_engine.policy import TorchPolicy
+from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.training.logprob_mismatch import MismatchError, MismatchLimits
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch_models import make_batch, make_policy
@@ -28,14 +28,16 @@ from ...algorithms import runs
 OPTIMIZER = OptimizerSpec(lr=1e-3)
 
 
-def policy_and_batch(offset: float = 0.0, **limits: Any) -> tuple[TorchPolicy, Any]:
+def policy_and_batch(offset: float = 0.0, **limits: Any) -> tuple[PolicyWorker, Any]:
     """A policy, and what it sampled, said to have been `offset` nats likelier."""
     policy = make_policy(optimizer=OPTIMIZER, mismatch=MismatchLimits(**limits))
     batch = make_batch(policy)
     return policy, replace(batch, behavior_logprob=batch.behavior_logprob + offset * batch.mask)
 
 
-def train(policy: TorchPolicy, batch: Any, step: int = 0, behind: int | None = 0) -> dict[str, Any]:
+def train(
+    policy: PolicyWorker, batch: Any, step: int = 0, behind: int | None = 0
+) -> dict[str, Any]:
     with call_scope(step, 0, behind):
         found = policy.train(ClippedPolicyLoss(), batch, num_minibatches=2)
     return {n: metric.value for n, metric in found.metrics.items() if n.startswith("rollout_")}

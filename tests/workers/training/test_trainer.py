@@ -8,15 +8,15 @@ import pytest
 import torch
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss
 from penstock.algorithms.roles import PairBatch, PolicyBatch, PolicyOutput
-from penstock.dataflow.graph.role import Loss, LossSum
+from penstock.dataflow.graph.role import Loss, LossSum, Metric
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.torch_engine.policy import TorchPolicy
-from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
+from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
-from torch_models import architecture, make_batch, make_policy
+from torch_models import architecture, make_batch, make_policy, module_of
 
 LOSS = ClippedPolicyLoss(report_entropy=True, entropy_coef=0.01)
 # Adam divides by the root of the second moment, so it blows up the rounding error of gradients that
@@ -25,7 +25,7 @@ LOSS = ClippedPolicyLoss(report_entropy=True, entropy_coef=0.01)
 OPTIMIZER = OptimizerSpec(lr=1e-3, weight_decay=0.01, eps=1e-5)
 
 
-def trained(policy: TorchPolicy, batch: PolicyBatch, calls: int = 3, **options: int):
+def trained(policy: PolicyWorker, batch: PolicyBatch, calls: int = 3, **options: int):
     """Metrics of the last call."""
     metrics = None
     for step in range(calls):
@@ -35,7 +35,7 @@ def trained(policy: TorchPolicy, batch: PolicyBatch, calls: int = 3, **options: 
     return {name: metric.value for name, metric in metrics.metrics.items()}
 
 
-def assert_close(a: TorchPolicy, b: TorchPolicy, atol: float) -> None:
+def assert_close(a: PolicyWorker, b: PolicyWorker, atol: float) -> None:
     torch.testing.assert_close(a.export_weights(), b.export_weights(), atol=atol, rtol=0)
 
 
@@ -54,7 +54,7 @@ def test_micro_batches_do_not_change_the_result(name: str, micro_batch_tokens: i
 def test_training_equals_a_plain_hugging_face_loop():
     policy = make_policy("qwen3", optimizer=OPTIMIZER)
     batch = make_batch(policy)
-    plain = make_policy("qwen3").module
+    plain = module_of(make_policy("qwen3"))
     adam = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.01, eps=1e-5)
     norms: list[float] = []
     for _ in range(3):
@@ -114,6 +114,51 @@ def test_every_row_is_used_once_per_epoch():
     assert sorted(loss.seen[:rows]) == list(range(rows))
     assert sorted(loss.seen[rows:]) == list(range(rows))
     assert loss.seen[:rows] != loss.seen[rows:]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reporting(_Recorded):
+    """The same loss, with metrics as somebody may write them."""
+
+    def __call__(self, output: PolicyOutput, batch: PolicyBatch, totals: Tensor) -> LossSum:
+        rows = len(batch.mask)
+        return LossSum(
+            output.logprob.square().sum() / totals[0],
+            {
+                "coef": 0.25,
+                "fraction": (0.5 * rows, rows),
+                "mixed": (output.logprob.sum(), float(batch.mask.sum())),
+                "attached": output.logprob.sum(),
+            },
+        )
+
+
+def test_a_loss_may_report_numbers():
+    policy = make_policy(optimizer=OPTIMIZER, micro_batch_tokens=64)
+    batch = make_batch(policy)
+    with call_scope(0, 0):
+        metrics = policy.train(_Reporting(), batch, num_minibatches=2).metrics
+    assert metrics["coef"].value == 0.25
+    assert metrics["coef"].weight > 2  # micro-batches
+    assert metrics["fraction"] == Metric.mean(0.5 * len(batch.mask), len(batch.mask))
+    assert metrics["mixed"].weight == int(batch.mask.sum())
+    assert metrics["mixed"].value < 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Detached(_Recorded):
+    def __call__(self, output: PolicyOutput, batch: PolicyBatch, totals: Tensor) -> LossSum:
+        return LossSum(torch.zeros(()))
+
+
+def test_a_loss_without_a_gradient_is_named():
+    policy = make_policy(optimizer=OPTIMIZER)
+    message = (
+        "_Detached gave 'actor' a total without a gradient; compute it from the model's output in "
+        "every case, be it a sum over no tokens"
+    )
+    with pytest.raises(ValueError, match=f"^{message}$"), call_scope(0, 0):
+        policy.train(_Detached(), make_batch(policy))
 
 
 def test_pairs_stay_together():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...training.data_parallel import RankGroup, rank_group
+from ..sharded.divided_network import join_processes
 
 __all__ = ["FsdpMesh", "join_mesh"]
 
@@ -75,10 +75,7 @@ def join_mesh(context: WorkerContext, shards: int | None) -> FsdpMesh:
             "engine=fsdp does not have\n    set executor.pipeline_parallel to 1, or engine=megatron"
         )
     device = torch.device(context.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # a mesh asks for "the current device"
-    if not dist.is_initialized():
-        _start_alone(context)
+    join_processes(context)
     tensor = size // shards
     mesh = _mesh(device.type, context.num_ranks, shards, tensor)
     shard, place = divmod(context.tensor_rank, tensor)
@@ -102,15 +99,3 @@ def join_mesh(context: WorkerContext, shards: int | None) -> FsdpMesh:
 def _mesh(kind: str, replicas: int, shards: int, tensor: int) -> DeviceMesh:
     names = ("replica", "shard", "tensor")
     return init_device_mesh(kind, (replicas, shards, tensor), mesh_dim_names=names)
-
-
-def _start_alone(context: WorkerContext) -> None:
-    if context.num_processes > 1:
-        raise ConfigError(
-            f"'{context.role}' is one of {context.num_processes} processes, but torch.distributed "
-            "was not started; initialize its default group over exactly these processes first"
-        )
-    cuda = torch.device(context.device).type == "cuda"
-    in_memory: Any = dist
-    backend = "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=in_memory.HashStore(), rank=0, world_size=1)

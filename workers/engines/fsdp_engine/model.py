@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -24,14 +24,12 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.modules import module as nn_module
 
 from ....dataflow.errors import ConfigError, PlanError
-from ...models.spec import ModelSpec, ScoreNetwork, ValueNetwork
+from ...models.heads import Head, HeadedModel
+from ...models.spec import ModelSpec
 from ..torch_engine.backbone import is_lean
 from .mesh import FsdpMesh
 
-__all__ = ["FsdpModel", "HeadName", "build_model"]
-
-HeadName = Literal["lm_head", "value_head", "score"]
-"""What a model ends in; the last two are one number with a bias."""
+__all__ = ["FsdpModel", "build_model"]
 
 
 class FsdpModel(nn.Module):
@@ -82,7 +80,7 @@ class FsdpModel(nn.Module):
         return picked, states.reshape(-1)[0].float() * 0 + picked.sum().float() * 0
 
 
-def build_model(spec: ModelSpec, mesh: FsdpMesh, head: HeadName) -> FsdpModel:
+def build_model(spec: ModelSpec, mesh: FsdpMesh, head: Head) -> FsdpModel:
     """This process's part of a model, its weights not set.
 
     Args:
@@ -107,22 +105,17 @@ def build_model(spec: ModelSpec, mesh: FsdpMesh, head: HeadName) -> FsdpModel:
     return model
 
 
-def _skeleton(spec: ModelSpec, head: HeadName) -> FsdpModel:
+def _skeleton(spec: ModelSpec, head: Head) -> FsdpModel:
     """The whole module in evaluation mode, with parameters on the meta device."""
     auto: Any = transformers.AutoModelForCausalLM
     with _no_storage():
         config, dtype = spec.config, getattr(torch, spec.dtype)
         module: Any = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
         backbone = module.base_model
-        if head == "value_head":
-            module = ValueNetwork(backbone, config.hidden_size, zero_init=False)
-        elif head == "score":
-            module = ScoreNetwork(backbone, config.hidden_size)
-    last: nn.Module | None = None
-    if head != "lm_head":
-        last = getattr(module, head)
-    elif is_lean(backbone):
-        last = module.get_output_embeddings()
+        last = module.get_output_embeddings() if is_lean(backbone) else None
+        if head.is_scalar:
+            last = nn.Linear(config.hidden_size, 1, dtype=dtype)
+            module = HeadedModel(backbone, head.name, last)
     return FsdpModel(module.eval(), backbone, last)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,19 +11,26 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from .layout import held_box
+from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...training.network import Outputs
+from ...training.optimizer import OptimizerSpec
+from ...training.stored_pieces import pieces_on
+from ..sharded.divided_network import DividedNetwork
+from .layout import fsdp_sharding, held_box
 from .mesh import FsdpMesh
 from .model import FsdpModel
+from .optimizer import FsdpAdamW
 
 __all__ = ["FsdpNetwork"]
 
 M = TypeVar("M")
+R = TypeVar("R")
 
 _PREFIX = "module."
 
 
-class FsdpNetwork:
-    """A part of a model.
+class FsdpNetwork(DividedNetwork):
+    """A part of a model. See `fsdp_mesh` for which process does what.
 
     Gradients and the optimizer's state lie in flat float32 buffers [size], one run per parameter;
     the weights lie where FSDP2 keeps them.
@@ -31,15 +38,24 @@ class FsdpNetwork:
     Args:
         model: The divided module.
         mesh: Which part this is.
+        context: Where the worker lives.
+        dtype: Of the weights.
 
     Attributes:
         shapes: Parameter -> its whole shape, by the checkpoint's names; tied weights appear once.
         size: Weights that this process stores.
     """
 
-    def __init__(self, model: FsdpModel, mesh: FsdpMesh) -> None:
+    engine = "the FSDP engine"
+
+    def __init__(
+        self, model: FsdpModel, mesh: FsdpMesh, context: WorkerContext, dtype: str
+    ) -> None:
         self._model = model
         self._mesh = mesh
+        self.context = mesh.beside
+        self.replicas = mesh.replicas
+        self.device = mesh.shards.device
         self._local: dict[str, Tensor] = {}
         self._spans: dict[str, tuple[int, int]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -57,6 +73,11 @@ class FsdpNetwork:
             self._local[name] = local
             self._spans[name] = (self.size, self.size + local.numel())
             self.size += local.numel()
+        sizes: dict[str, Any] = {"shards": mesh.shards.num_ranks, "tensor": mesh.tensor_size}
+        sizes["dtype"] = dtype
+        first = context.rank * context.tensor_parallel
+        self.layout = fsdp_sharding(self.shapes, replicas=context.num_ranks, **sizes)
+        self.rank_layout = fsdp_sharding(self.shapes, first=first, **sizes)
 
     def _check(self, name: str, local: Tensor) -> None:
         """FSDP2 must have cut as `fsdp_layout` says, or other engines would be told untruths."""
@@ -78,16 +99,8 @@ class FsdpNetwork:
         """The processes that share the vocabulary; None if this one has all of it."""
         return self._mesh.tensor
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights lie."""
-        return self._mesh.shards.device
-
-    def engine_tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
-        """Views of a flat buffer by parameter, shaped as this process's weights (by default those).
-
-        Whoever writes to weights calls `forget_gathered` afterwards.
-        """
+    def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
+        """See `Network.tensors`."""
         if buffer is None:
             return dict(self._local)
         return {
@@ -96,75 +109,80 @@ class FsdpNetwork:
         }
 
     def held_tensors(self) -> list[Tensor]:
-        """All that lies on the device between calls: weights, gradients, buffers."""
-        self.forget_gathered()
+        """See `Network.held_tensors`; the module's buffers are among them."""
+        self.weights_changed()
         grad = [] if self._grad is None else [self._grad]
         return [*self._local.values(), *self._model.buffers(), *grad]
 
-    def spans(self, tensors: Set[str]) -> list[tuple[int, int]]:
-        """Where some parameters lie in flat buffers."""
-        return [span for name, span in self._spans.items() if name in tensors]
+    def make_optimizer(self, spec: OptimizerSpec) -> FsdpAdamW:
+        """See `Network.make_optimizer`."""
+        pieces = pieces_on(self.rank_layout, self.context.process)
+        owned = {piece.tensor for piece in pieces if piece.first}
+        counted = [span for name, span in self._spans.items() if name in owned]
+        return FsdpAdamW(self.tensors, spec, self.replicas, counted)
 
-    def outputs(self, tokens: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:
+    def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
         """See `FsdpModel.forward`; every shard must come here equally often."""
-        return self._model(tokens, reads)
+        del shared
+        values, anchor = self._model(tokens, reads)
+        return Outputs(values, anchor=anchor)
 
-    def deal(self, parts: Sequence[M]) -> list[M | None]:
-        """Every n-th micro-batch, this shard's; as many on all shards, None where it has none."""
+    def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
+        """See `Network.micro_batch_limit`: no shard is left idle without need."""
+        return max(1, min(limit, -(-num_tokens // self._mesh.shards.num_ranks)))
+
+    def run(
+        self,
+        parts: Sequence[M],
+        load: Callable[[M], R],
+        compute: Callable[[R], Tensor],
+        *,
+        backward: bool,
+    ) -> None:
+        """See `Network.run`: of n shards each takes every n-th micro-batch, and all equally many.
+
+        `compute` must call `outputs` once.
+        """
         shards = self._mesh.shards
         rounds = -(-len(parts) // shards.num_ranks)
         mine = list(parts[shards.rank :: shards.num_ranks])
-        return [*mine, *[None] * (rounds - len(mine))]
-
-    def even_limit(self, limit: int, num_tokens: int) -> int:
-        """A bound on micro-batches that leaves none of the shards idle without need."""
-        return max(1, min(limit, -(-num_tokens // self._mesh.shards.num_ranks)))
-
-    def run(self, step: Callable[[M], Tensor], parts: Sequence[M], *, backward: bool) -> None:
-        """Take this shard's micro-batches through the model.
-
-        Args:
-            step: A micro-batch to the scalar to go backward from; must call `outputs` once.
-            parts: All micro-batches of the rank, the same on all of its processes.
-            backward: Whether gradients are wanted; they are added to `start_gradient`'s buffer.
-        """
-        for part in self.deal(parts):
-            total = self._idle() if part is None else step(part)
+        for at in range(rounds):
+            total = compute(load(mine[at])) if at < len(mine) else self._idle()
             if backward:
                 total.backward()
         if not backward:
-            self.forget_gathered()
+            self.weights_changed()
 
     def together(self, result: Tensor) -> Tensor:
-        """A result of which each shard has set its rows and left the others zero, in place."""
+        """See `Network.together`."""
         return self._mesh.shards.sum_(result)
 
     def _idle(self) -> Tensor:
         """A zero from one token, where others compute: gathering weights takes all shards."""
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        return self.outputs(token, token == 0)[1]
+        return self._model(token, token == 0)[1]
 
-    def forget_gathered(self) -> None:
-        """Drop whole weights that FSDP2 keeps between forwards, which no longer hold."""
+    def weights_changed(self) -> None:
+        """See `Network.weights_changed`: whole ones that FSDP2 keeps no longer hold."""
         for part in self._model.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
 
     def start_gradient(self) -> Tensor:
-        """A zeroed f32[size] buffer, which `run` adds gradients to."""
+        """See `Network.start_gradient`."""
         if self._grad is None:
             self._grad = torch.zeros(self.size, dtype=torch.float32, device=self.device)
-            views: Mapping[str, Tensor] = self.engine_tensors(self._grad)
+            views: Mapping[str, Tensor] = self.tensors(self._grad)
             for name, parameter in self._parameters.items():
                 # bfloat16 gradients of micro-batches are added up in float32 as well.
                 parameter.register_post_accumulate_grad_hook(_adds_to(views[name]))
         return self._grad.zero_()
 
-    def finish_gradient(self, grad: Tensor) -> None:
-        """Add up over tensor-parallel processes what each has of its own heads: their norms."""
+    def finish_gradient(self, grad: Tensor) -> Tensor:
+        """See `Network.finish_gradient`: what a tensor-parallel process has of its heads' norms."""
         if self._mesh.tensor is None:
-            return
-        views = self.engine_tensors(grad)
+            return grad
+        views = self.tensors(grad)
         parts = [v for n, v in views.items() if n.endswith(("q_norm.weight", "k_norm.weight"))]
         if parts:
             together = torch.cat(parts)
@@ -172,6 +190,7 @@ class FsdpNetwork:
             sums = together.split([len(part) for part in parts])
             for part, total in zip(parts, sums, strict=True):
                 part.copy_(total)
+        return grad
 
 
 def _adds_to(view: Tensor) -> Callable[[Tensor], None]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
+from ..sharded.divided_network import join_processes
 from .cpu_shim import prepare_megatron
 
 if TYPE_CHECKING:
@@ -39,10 +39,7 @@ def join_groups(context: WorkerContext) -> None:
         ConfigError: If torch.distributed or megatron-core was set up for other sizes.
     """
     state = parallel_state()
-    if torch.device(context.device).type == "cuda":
-        torch.cuda.set_device(context.device)  # megatron-core asks for "the current device"
-    if not dist.is_initialized():
-        _start_alone(context)
+    join_processes(context)
     wanted = (context.tensor_parallel, context.num_ranks, context.pipeline_parallel)
     size, place = dist.get_world_size(), dist.get_rank()
     if (size, place) != (context.num_processes, context.process):
@@ -72,18 +69,6 @@ def join_groups(context: WorkerContext) -> None:
             f"'{context.role}' wants tensor, data and pipeline parallel sizes {wanted}, but "
             f"another Megatron role of this process has {made}; roles of one group must share them"
         )
-
-
-def _start_alone(context: WorkerContext) -> None:
-    if context.num_processes > 1:
-        raise ConfigError(
-            f"'{context.role}' is one of {context.num_processes} processes, but torch.distributed "
-            "was not started; initialize its default group over exactly these processes first"
-        )
-    cuda = torch.device(context.device).type == "cuda"
-    backend = "nccl" if cuda else "gloo"
-    in_memory: Any = dist
-    dist.init_process_group(backend, store=in_memory.HashStore(), rank=0, world_size=1)
 
 
 def model_group() -> dist.ProcessGroup:

@@ -10,23 +10,17 @@ the embedding, of which the last stage has a copy.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
-
-from torch import Tensor
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ....dataflow.errors import PlanError
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
-from ....planner.resharding.box import Box
 from ....planner.resharding.sharding import Pattern, Sharding, Slice, StoredParam, shard
 from ....planner.resharding.storage import concatenate, interleave_qkv
+from ...models.heads import HeadName
 
-__all__ = ["HeadName", "StoredPiece", "megatron_sharding", "pieces_on", "stored_view"]
-
-HeadName = Literal["lm_head", "value_head", "score"]
-"""What a model ends in, as checkpoints call it; the last two are one number with a bias."""
+__all__ = ["megatron_sharding"]
 
 _RENAMED = (
     (r"model\.embed_tokens\.", "embedding.word_embeddings."),
@@ -102,41 +96,3 @@ def _renamed(tensor: str) -> str:
     for old, new in _RENAMED_IN_LAYER:
         tensor = tensor.replace(old, new)
     return tensor
-
-
-@dataclass(frozen=True)
-class StoredPiece:
-    """A box of a checkpoint's parameter in one process.
-
-    Attributes:
-        name: The parameter.
-        box: Which of its indices.
-        tensor: The engine's tensor it lies in.
-        start: Where it begins there.
-        first: Whether this process is the first of all that hold the box, so that of several
-            copies one is written.
-    """
-
-    name: str
-    box: Box
-    tensor: str
-    start: tuple[int, ...]
-    first: bool
-
-
-def pieces_on(sharding: Sharding, device: int) -> Iterator[StoredPiece]:
-    """What a device holds, in the order of the checkpoint."""
-    for param in sharding.params:
-        owners: dict[Box, int] = {}
-        for piece in sharding.patterns[param.pattern]:
-            owner = owners.setdefault(piece.box, piece.device)
-            if piece.device == device:
-                yield StoredPiece(param.name, piece.box, param.tensor, piece.start, owner == device)
-
-
-def stored_view(tensors: Mapping[str, Tensor], piece: StoredPiece) -> Tensor:
-    """The part of an engine's tensors that a piece is; the tensors' dimensions are the box's."""
-    view = tensors[piece.tensor]
-    for dim, (begin, (start, stop)) in enumerate(zip(piece.start, piece.box, strict=True)):
-        view = view.narrow(dim, begin, stop - start)
-    return view

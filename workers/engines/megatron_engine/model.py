@@ -23,11 +23,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.inputs.model_shape import ModelShape, shape_of
-from .layout import HeadName
+from ...models.heads import Head
+from .declaration import FAMILIES
 
 __all__ = ["Backbone", "build_backbone", "supported_shape"]
-
-_FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def supported_shape(config: Any, dtype: str) -> ModelShape:
@@ -37,9 +36,9 @@ def supported_shape(config: Any, dtype: str) -> ModelShape:
         ConfigError: If it does not, naming the field.
     """
     kind = config.model_type
-    if kind not in _FAMILIES:
+    if kind not in FAMILIES:
         raise ConfigError(
-            f"the Megatron engine has no model_type '{kind}'; it has {', '.join(_FAMILIES)}. "
+            f"the Megatron engine has no model_type '{kind}'; it has {', '.join(FAMILIES)}. "
             "Train this model with engine=torch"
         )
     layers = getattr(config, "layer_types", None) or []
@@ -110,7 +109,7 @@ def build_backbone(
     config: Any,
     shape: ModelShape,
     context: WorkerContext,
-    head: HeadName,
+    head: Head,
     *,
     sequence_parallel: bool,
 ) -> Backbone:
@@ -120,7 +119,7 @@ def build_backbone(
         config: A Hugging Face config for which `supported_shape` gave `shape`.
         shape: Its sizes.
         context: Which part.
-        head: A scalar head replaces the output layer by a plain linear map.
+        head: A scalar one replaces the output layer by a plain linear map.
         sequence_parallel: Cut activations between tensor-parallel regions along the sequence.
     """
     first, last = context.stage == 0, context.stage == context.pipeline_parallel - 1
@@ -134,7 +133,7 @@ def build_backbone(
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     layers = [layer] * (shape.num_layers // context.pipeline_parallel)
-    scalar = head != "lm_head"
+    scalar = head.is_scalar
     backbone = Backbone(
         own,
         cast(ModuleSpec, TransformerBlockSubmodules(layers, layer_norm=norm)),

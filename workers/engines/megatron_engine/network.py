@@ -9,7 +9,7 @@ Imported only after `megatron_cpu.prepare_megatron`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,34 +21,61 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
+from ....planner.resharding.sharding import Sharding
+from ...training.data_parallel import rank_group
 from ...training.flat_parameters import FlatParameters
+from ...training.network import Outputs
+from ...training.optimizer import OptimizerSpec
+from ...training.stored_pieces import pieces_on
+from ..sharded.divided_network import DividedNetwork
+from .groups import model_group
 from .model import Backbone
+from .optimizer import SharedAdamW
 
 __all__ = ["MegatronNetwork"]
 
 M = TypeVar("M")
+R = TypeVar("R")
 
 _LAYER = "decoder.layers."
 
 
-class MegatronNetwork:
+class MegatronNetwork(DividedNetwork):
     """A part of a model.
 
     Args:
         backbone: The part.
         context: Which part.
+        layout: Who in the group stores what.
+        rank_layout: The same of this rank's processes alone.
         tied: Whether the head is the embedding.
+        share_optimizer: Whether ranks share out the optimizer's state.
 
     Attributes:
         flat: Its weights under megatron-core's names, with layers counted from the stage's first.
         is_last: Whether outputs are computed here.
     """
 
-    def __init__(self, backbone: Backbone, context: WorkerContext, *, tied: bool) -> None:
+    engine = "the Megatron engine"
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        context: WorkerContext,
+        layout: Sharding,
+        rank_layout: Sharding,
+        *,
+        tied: bool,
+        share_optimizer: bool,
+    ) -> None:
+        self.context = context
+        self.layout, self.rank_layout = layout, rank_layout
         self.flat = FlatParameters(backbone)
+        self.device = self.flat.data.device
+        self.replicas = rank_group(context, self.device)
         self.is_last = context.stage == context.pipeline_parallel - 1
         self._backbone: Any = backbone
-        self._context = context
+        self._share_optimizer = share_optimizer
         self._tied_ends = tied and context.pipeline_parallel > 1
         self._offset = context.stage * len(self._backbone.decoder.layers)
         self._exact: Tensor | None = None
@@ -68,15 +95,35 @@ class MegatronNetwork:
             return "embedding.word_embeddings.weight"
         return name
 
-    def engine_tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
-        """Views of a buffer laid out as the weights (of the weights themselves by default)."""
+    def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
+        """See `Network.tensors`."""
         source = self.flat.data if buffer is None else buffer
         return {self.engine_name(name): self.flat.view(source, name) for name in self.flat.names}
 
-    def buffers(self) -> list[Tensor]:
-        """The flat buffers that exist: weights, gradients, their sum in float32."""
+    def held_tensors(self) -> list[Tensor]:
+        """See `Network.held_tensors`: weights, gradients, their sum in float32."""
         made = (self.flat.data, self.flat.grad, self._exact)
         return [buffer for buffer in made if buffer is not None]
+
+    def weights_changed(self) -> None:
+        """See `Network.weights_changed`: nothing here is derived from them."""
+
+    def make_optimizer(self, spec: OptimizerSpec) -> SharedAdamW:
+        """See `Network.make_optimizer`."""
+        pieces = pieces_on(self.rank_layout, self.context.process)
+        return SharedAdamW(
+            self.flat.data,
+            spec,
+            self.replicas,
+            counted=self._spans({piece.tensor for piece in pieces if piece.first}),
+            model_group=model_group(),
+            shared=self._share_optimizer,
+        )
+
+    def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
+        """See `Network.micro_batch_limit`: all stages see all micro-batches."""
+        del num_tokens
+        return limit
 
     def states(self, tokens: Tensor) -> Tensor:
         """What this stage sends on, [T, rows, D]; tokens i64[rows, T] count in the first alone."""
@@ -84,19 +131,13 @@ class MegatronNetwork:
             input_ids=self._padded(tokens, 0).clamp(min=0), position_ids=None, attention_mask=None
         )
 
-    def outputs(self, tokens: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:
-        """Head outputs after the tokens at `reads`; the last stage's alone.
+    def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
+        """See `LanguageNetwork.outputs`; the last stage's alone.
 
-        Args:
-            tokens: i64[rows, T], right padded with -1. What follows a token does not change its
-                output, so padding needs no mask.
-            reads: bool[rows, T].
-
-        Returns:
-            This process's logits [n, V] for each True of `reads`, row by row, or [n, 1] of a scalar
-            head; and a zero that depends on the states, for rows of which nothing is read: the
-            stage before waits for a gradient all the same.
+        What follows a token does not change its output, so padding needs no mask. The anchor
+        depends on the states: the stage before waits for a gradient whatever is read.
         """
+        del shared
         states = self.states(tokens)
         if self._backbone.config.sequence_parallel:
             # The head below adds up its input's gradient over processes, so here it is only cut.
@@ -105,24 +146,27 @@ class MegatronNetwork:
         head: Any = self._backbone.output_layer
         anchor = states.reshape(-1)[0].float() * 0
         if isinstance(head, nn.Linear):
-            return head(picked), anchor
+            return Outputs(head(picked), anchor=anchor)
         weight = self._backbone.shared_embedding_or_output_weight() if head.weight is None else None
-        return head(picked, weight=weight)[0], anchor
+        return Outputs(head(picked, weight=weight)[0], anchor=anchor)
 
     def _padded(self, column: Tensor, value: float) -> Tensor:
         """Sequence parallelism cuts the width evenly."""
         if not self._backbone.config.sequence_parallel:
             return column
-        return F.pad(column, (0, -column.shape[1] % self._context.tensor_parallel), value=value)
+        return F.pad(column, (0, -column.shape[1] % self.context.tensor_parallel), value=value)
 
-    def run(self, step: Callable[[M], Tensor], parts: Sequence[M], *, backward: bool) -> None:
-        """Take micro-batches through all stages: one forward, one backward in turn, if several.
+    def run(
+        self,
+        parts: Sequence[M],
+        load: Callable[[M], R],
+        compute: Callable[[R], Tensor],
+        *,
+        backward: bool,
+    ) -> None:
+        """See `Network.run`; of several stages the last one alone computes outputs.
 
-        Args:
-            step: A micro-batch to what this stage sends on, or on the last stage to the scalar to
-                go backward from.
-            parts: The micro-batches; the same number on all processes of the rank.
-            backward: Whether gradients are wanted; they are added to `flat.grad`.
+        Micro-batches go through all stages: one forward, one backward in turn.
         """
         if not parts:
             return
@@ -132,7 +176,9 @@ class MegatronNetwork:
             waiting: Iterator[M], model: nn.Module
         ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, None]]]:
             del model
-            return step(next(waiting)), lambda total: (total, nothing, None)
+            rows: Any = load(next(waiting))
+            sent = compute(rows) if self.is_last else self.states(rows.tokens)
+            return sent, lambda total: (total, nothing, None)
 
         # Widths vary, so the length here is not looked at; the rows are sent along as well.
         get_forward_backward_func()(
@@ -140,13 +186,17 @@ class MegatronNetwork:
             data_iterator=iter(parts),
             model=self._backbone,
             num_microbatches=len(parts),
-            seq_length=self._context.tensor_parallel,
+            seq_length=self.context.tensor_parallel,
             micro_batch_size=1,
             forward_only=not backward,
         )
 
+    def together(self, result: Tensor) -> Tensor:
+        """See `Network.together`: the last stage's processes have all of it."""
+        return result
+
     def start_gradient(self) -> Tensor:
-        """A zeroed f32 buffer laid out as the weights, which `run` adds gradients to."""
+        """See `Network.start_gradient`."""
         grad = self.flat.enable_gradients()
         if grad.dtype == torch.float32:
             return grad
@@ -158,15 +208,15 @@ class MegatronNetwork:
                 self.flat.parameter(name).register_post_accumulate_grad_hook(_adds_to(view))
         return self._exact.zero_()
 
-    def finish_gradient(self, grad: Tensor) -> None:
-        """Add what other processes of the rank computed of the same weights' gradients.
+    def finish_gradient(self, grad: Tensor) -> Tensor:
+        """See `Network.finish_gradient`.
 
         - Weights that a tensor-parallel process has whole but uses on a part: head norms on its
           heads, all norms on its part of the sequence.
         - The embedding and its copy under the last stage's head.
         """
         parts = [self.flat.view(grad, name) for name in self.flat.names if self._is_partial(name)]
-        if parts and self._context.tensor_parallel > 1:
+        if parts and self.context.tensor_parallel > 1:
             together = torch.cat([part.reshape(-1) for part in parts])
             dist.all_reduce(together, group=parallel_state.get_tensor_model_parallel_group())
             for part, total in zip(
@@ -176,6 +226,7 @@ class MegatronNetwork:
         table = self._tied_table()
         if table is not None:
             dist.all_reduce(self.flat.view(grad, table), group=parallel_state.get_embedding_group())
+        return grad
 
     def _is_partial(self, name: str) -> bool:
         if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
@@ -186,11 +237,11 @@ class MegatronNetwork:
         """The name of this stage's copy of the embedding, if another stage has one too."""
         if not self._tied_ends:
             return None
-        if self._context.stage == 0:
+        if self.context.stage == 0:
             return "embedding.word_embeddings.weight"
         return "output_layer.weight" if self.is_last else None
 
-    def spans(self, tensors: Set[str]) -> list[tuple[int, int]]:
+    def _spans(self, tensors: set[str]) -> list[tuple[int, int]]:
         """Where some of the engine's tensors lie in the buffers, neighbors as one."""
         spans: list[tuple[int, int]] = []
         for name in self.flat.names:

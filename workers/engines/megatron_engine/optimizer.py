@@ -17,13 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...training.data_parallel import RankGroup
-from ...training.optimizer import (
-    OptimizerSpec,
-    clip_gradient,
-    forget_moments,
-    optimizer_buffers,
-    update_weights,
-)
+from ...training.optimizer import AdamW, OptimizerSpec, optimizer_buffers
 
 __all__ = ["SharedAdamW"]
 
@@ -34,7 +28,7 @@ _REDUCE_SCATTER: Any = _DIST.reduce_scatter_single if _RENAMED else _DIST.reduce
 _ALL_GATHER: Any = _DIST.all_gather_single if _RENAMED else _DIST.all_gather_into_tensor
 
 
-class SharedAdamW:
+class SharedAdamW(AdamW):
     """Steps `data`, which all ranks of `ranks` hold alike.
 
     Args:
@@ -45,9 +39,6 @@ class SharedAdamW:
             of a model hold, one process counts.
         model_group: The processes that hold the other parts of the model of one rank.
         shared: Whether ranks share out the optimizer's state (ZeRO stage 1), or each has all of it.
-
-    Attributes:
-        steps: Optimizer steps taken.
     """
 
     def __init__(
@@ -60,8 +51,7 @@ class SharedAdamW:
         model_group: dist.ProcessGroup,
         shared: bool,
     ) -> None:
-        self._data = data
-        self._spec = spec
+        super().__init__(data, spec)
         self._ranks = ranks
         self._shared = shared and not ranks.alone
         # Every rank's run is as long; the last one's may reach beyond the weights.
@@ -72,31 +62,8 @@ class SharedAdamW:
         self._counted = [(a - self._begin, b - self._begin) for a, b in clipped if a < b]
         # Runs are disjoint, so then every process adds its own; else every rank has the same.
         self._norm_group = None if self._shared else model_group
-        self._buffers: dict[str, Tensor] = {}
-        self.steps = 0
 
-    def step(self, grad: Tensor, lr: float) -> float:
-        """Add up `grad` over ranks, clip it, take one step, return its global norm before clipping.
-
-        Args:
-            grad: f32[size], this rank's; it is overwritten.
-            lr: Learning rate of this step.
-
-        Raises:
-            FloatingPointError: If the norm is not finite; no weight has changed then, on any
-                process.
-        """
-        mine = self._summed(grad)
-        norm = self._norm(mine)
-        clip_gradient(mine, norm, self._spec, self.steps + 1)
-        self.steps += 1
-        weights = self._data[self._begin : self._end]
-        update_weights(weights, mine, self._allocated(), self._spec, lr, self.steps)
-        if self._shared:
-            self._data.copy_(self._whole(weights))
-        return norm
-
-    def _summed(self, grad: Tensor) -> Tensor:
+    def _own(self, grad: Tensor) -> Tensor:
         """This rank's run of the gradient, added up over ranks."""
         if not self._shared:
             return self._ranks.sum_(grad)
@@ -105,11 +72,19 @@ class SharedAdamW:
         _REDUCE_SCATTER(mine, padded, group=self._ranks.group)
         return mine[: self._end - self._begin]
 
-    def _norm(self, mine: Tensor) -> float:
-        lengths = [torch.linalg.vector_norm(mine[a:b]) for a, b in self._counted]
-        square = torch.stack([*lengths, mine.new_zeros(())]).double().square().sum()
+    def _norm(self, own: Tensor) -> float:
+        lengths = [torch.linalg.vector_norm(own[a:b]) for a, b in self._counted]
+        square = torch.stack([*lengths, own.new_zeros(())]).double().square().sum()
         dist.all_reduce(square, group=self._norm_group)
         return math.sqrt(float(square))
+
+    def _update(self, own: Tensor, lr: float) -> None:
+        super()._update(own, lr)
+        if self._shared:
+            self._data.copy_(self._whole(self._weights()))
+
+    def _weights(self) -> Tensor:
+        return self._data[self._begin : self._end]
 
     def _whole(self, run: Tensor) -> Tensor:
         """All ranks' runs, [size]."""
@@ -119,26 +94,6 @@ class SharedAdamW:
         whole = run.new_empty(self._length * self._ranks.num_ranks)
         _ALL_GATHER(whole, padded, group=self._ranks.group)
         return whole[: len(self._data)]
-
-    def _allocated(self) -> dict[str, Tensor]:
-        if not self._buffers:
-            self._buffers |= optimizer_buffers(self._data[self._begin : self._end])
-        return self._buffers
-
-    def restart(self) -> None:
-        """Forget all steps taken; the weights stay."""
-        self.steps = 0
-        forget_moments(self._buffers)
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        """Moments and master weights, as far as they exist."""
-        return list(self._buffers.values())
-
-    def refresh(self) -> None:
-        """Take over weights that were loaded from outside."""
-        if "master" in self._buffers:
-            self._buffers["master"].copy_(self._data[self._begin : self._end])
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer's buffers, f32[size] each, laid out as the weights; none before a step.

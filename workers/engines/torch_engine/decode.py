@@ -16,39 +16,22 @@ draw lies on a boundary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...rollout.responses import Responses
 from ...rollout.sampling import draw
 from .attention import attend_cache
 from .network import LeanNetwork
 from .packing import pack_rows
 
-__all__ = ["Responses", "decode"]
+__all__ = ["decode"]
 
 _ALIGN = 16  # rows and cache positions; see the module's docstring
 _SMALL_PRODUCT = 400  # torch uses another kernel for batched products below this many multiplies
 _SHRINK = 0.8  # leave finished rows in the batch until it would shrink to this fraction
-
-
-@dataclass(frozen=True)
-class Responses:
-    """What was drawn for some rows.
-
-    Attributes:
-        token: i64[rows, max_new]; -1 after the end.
-        logprob: f32[rows, max_new]; 0 after the end.
-        length: i64[rows]; tokens drawn, the end-of-sequence token included.
-        finished: bool[rows]; True if the end-of-sequence token was drawn.
-    """
-
-    token: Tensor
-    logprob: Tensor
-    length: Tensor
-    finished: Tensor
 
 
 def decode(

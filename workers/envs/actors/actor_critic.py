@@ -28,13 +28,13 @@ from ....dataflow.graph.role import Loss, Metric
 from ....dataflow.option_checks import check_range
 from ....dataflow.runtime.call_context import call_key
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ...engines.torch_engine.worker import TorchWorker
 from ...rollout.sampling import stream_generator
 from ...training.data_parallel import rank_group
+from ...training.model_worker import ModelWorker
 from ...training.optimizer import OptimizerSpec
-from .numpy_actor import NumpyActor
-from .on_host import OnHost
-from .perceptron import ActorCriticNetwork, FlatNetwork, HasSpaces, PerceptronSpec
+from ...training.whole_network import WholeNetwork
+from .numpy_actor import NumpyActor, OnHost
+from .perceptron import ActorCriticNetwork, HasSpaces, PerceptronSpec
 from .recurrent import NumpyMemory
 from .saved_network import load_network, save_network
 from .single_steps import single_steps, state_values
@@ -76,7 +76,7 @@ class TorchActorCriticSpec:
         return TorchActorCritic(self, context)
 
 
-class TorchActorCritic(TorchWorker, ActorCritic):
+class TorchActorCritic(ModelWorker, ActorCritic):
     """See `TorchActorCriticSpec`."""
 
     def __init__(self, spec: TorchActorCriticSpec, context: WorkerContext) -> None:
@@ -87,8 +87,8 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         if spec.start is not None:
             spaces = self.module.spaces()
             load_network(spec.start, self.module, _MODEL_TYPE, spec.network, spaces)
-        network: Any = FlatNetwork(self.module)
-        super().__init__(context, network, spec.optimizer, spec.micro_batch_steps)
+        self.network = WholeNetwork(self.module, context)
+        super().__init__(context, self.network, spec.optimizer, spec.micro_batch_steps)
         self._on_host = OnHost(self.module, self.network.flat)
         acting = self._on_host.module
         memory = None if acting.memory is None else NumpyMemory(acting.memory)
@@ -113,7 +113,7 @@ class TorchActorCritic(TorchWorker, ActorCritic):
         return self._numpy.act_all(calls)
 
     def weights_changed(self) -> None:
-        """See `TorchWorker.weights_changed`."""
+        """See `ModelWorker.weights_changed`."""
         super().weights_changed()
         self._on_host.is_stale = True
 

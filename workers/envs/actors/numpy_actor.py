@@ -1,21 +1,26 @@
-"""Acting with numpy: a perceptron's weights as views, and draws from given noise.
+"""Acting with numpy on the host: a perceptron's weights as views, and draws from given noise.
 
 An environment of few numbers steps in microseconds; torch needs more than that to begin a call.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
 from ....algorithms.roles.environment import ActionSpace, Acts
+from ...training.flat_parameters import FlatParameters
 from .recurrent import NumpyMemory
 
-__all__ = ["NumpyActor"]
+__all__ = ["NumpyActor", "OnHost"]
+
+N = TypeVar("N", bound=nn.Module)
 
 _Call = tuple[
     NDArray[np.float32], NDArray[np.float64], NDArray[np.bool_] | None, NDArray[np.float32] | None
@@ -170,3 +175,35 @@ def _draw_numbers(
     action = (mean + np.exp(log_std) * noise).astype(np.float32)
     logprob = (-0.5 * np.square(noise) - log_std - _LOG_ROOT_2PI).sum(axis=1)
     return Acts(action, logprob.astype(np.float32))
+
+
+class OnHost(Generic[N]):
+    """A network's copy in host memory, taken anew when it has changed; itself if it lies there.
+
+    Args:
+        module: The network.
+        flat: Its weights.
+        always: Copy it even if it lies in host memory.
+
+    Attributes:
+        module: What the host reads.
+        is_stale: Whether the network may have changed since the copy was taken.
+    """
+
+    def __init__(self, module: N, flat: FlatParameters, *, always: bool = False) -> None:
+        self.module, self.is_stale = module, False
+        self._flat = flat
+        self._copy: FlatParameters | None = None
+        if always or flat.data.device.type != "cpu":
+            self.module = copy.deepcopy(module).to("cpu")
+            self._copy = FlatParameters(self.module)
+
+    def follow(self) -> None:
+        """Take the copy anew if need be: one transfer for all weights.
+
+        Whoever changes the network meanwhile, in another thread, is not missed: the copy counts as
+        fresh before it is taken, so the change makes it stale again.
+        """
+        stale, self.is_stale = self.is_stale, False
+        if self._copy is not None and stale:
+            self._copy.data.copy_(self._flat.data)

@@ -18,12 +18,10 @@ from ....algorithms.ops.value_transforms import two_hot_value, value_bins
 from ....algorithms.roles.environment import ActionSpace
 from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
-from ...training.flat_parameters import FlatParameters
 from .recurrent import Memory
 
 __all__ = [
     "ActorCriticNetwork",
-    "FlatNetwork",
     "HasSpaces",
     "PerceptronSpec",
     "perceptron",
@@ -83,17 +81,6 @@ def refuse_value_bins(spec: PerceptronSpec, who: str) -> None:
             "    leave out model.architecture.value_bins; env_ppo, a2c, self_play and population "
             "have a loss for it, two_hot"
         )
-
-
-class FlatNetwork:
-    """A network as `TorchWorker` knows one; its weights move into one flat buffer.
-
-    Attributes:
-        flat: They.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.flat = FlatParameters(module)
 
 
 def perceptron(

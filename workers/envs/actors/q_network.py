@@ -23,15 +23,14 @@ from ....dataflow.graph.role import Loss, Metric
 from ....dataflow.option_checks import check_range
 from ....dataflow.runtime.call_context import call_key
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ...engines.torch_engine.worker import TorchWorker
 from ...training.data_parallel import rank_group
 from ...training.microbatch import columns
+from ...training.model_worker import ModelWorker
 from ...training.optimizer import OptimizerSpec
+from ...training.whole_network import WholeNetwork
 from ..spec import EnvSpec
-from .numpy_actor import NumpyActor
-from .on_host import OnHost
+from .numpy_actor import NumpyActor, OnHost
 from .perceptron import (
-    FlatNetwork,
     PerceptronSpec,
     perceptron,
     refuse_value_bins,
@@ -105,7 +104,7 @@ class _Network(nn.Module):
         self.epsilon = nn.Parameter(torch.tensor([spec.epsilon_start]), requires_grad=False)
 
 
-class TorchQNetwork(TorchWorker, QNetwork):
+class TorchQNetwork(ModelWorker, QNetwork):
     """See `QNetworkSpec`."""
 
     def __init__(
@@ -115,8 +114,8 @@ class TorchQNetwork(TorchWorker, QNetwork):
         self.module = _Network(spec, num_features, actions.sizes[0]).to(context.device)
         if spec.start is not None:
             load_network(spec.start, self.module, _MODEL_TYPE, spec.network, self._spaces())
-        network: Any = FlatNetwork(self.module)
-        super().__init__(context, network, spec.optimizer, micro_batch_tokens=1 << 16)
+        self.network = WholeNetwork(self.module, context)
+        super().__init__(context, self.network, spec.optimizer, micro_batch_tokens=1 << 16)
         self._on_host = OnHost(self.module, self.network.flat)
         self._numpy = NumpyActor(self._on_host.module.layers, actions, None)
 
@@ -139,7 +138,7 @@ class TorchQNetwork(TorchWorker, QNetwork):
         return Acts(choice[:, None].astype(np.float32), np.log(probability).astype(np.float32))
 
     def weights_changed(self) -> None:
-        """See `TorchWorker.weights_changed`."""
+        """See `ModelWorker.weights_changed`."""
         super().weights_changed()
         self._on_host.is_stale = True
 

@@ -15,11 +15,11 @@ from ....algorithms.roles.teams import TeamCritic
 from ....dataflow.errors import ConfigError
 from ....dataflow.graph.role import Loss
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ...engines.torch_engine.worker import TorchWorker
+from ...training.model_worker import ModelWorker
 from ...training.optimizer import OptimizerSpec
+from ...training.whole_network import WholeNetwork
 from ..spec import EnvSpec
 from .perceptron import (
-    FlatNetwork,
     PerceptronSpec,
     perceptron,
     refuse_value_bins,
@@ -76,7 +76,7 @@ class _Network(nn.Module):
         return self.critic(obs)[:, 0]
 
 
-class TorchTeamCritic(TorchWorker, TeamCritic):
+class TorchTeamCritic(ModelWorker, TeamCritic):
     """See `TeamCriticSpec`."""
 
     def __init__(self, spec: TeamCriticSpec, context: WorkerContext) -> None:
@@ -84,8 +84,8 @@ class TorchTeamCritic(TorchWorker, TeamCritic):
         self.module = _Network(spec).to(context.device)
         if spec.start is not None:
             load_network(spec.start, self.module, _MODEL_TYPE, spec.network, self._spaces())
-        network: Any = FlatNetwork(self.module)
-        super().__init__(context, network, spec.optimizer, micro_batch_tokens=1 << 16)
+        self.network = WholeNetwork(self.module, context)
+        super().__init__(context, self.network, spec.optimizer, micro_batch_tokens=1 << 16)
 
     def value(self, obs: Tensor, last_obs: Tensor) -> Values:
         """See `TeamCritic.value`.

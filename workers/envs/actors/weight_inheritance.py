@@ -7,13 +7,13 @@ import torch
 
 from ....dataflow.errors import WorkerError
 from ....dataflow.runtime.worker_protocol import Trainable
-from ...engines.torch_engine.worker import TorchWorker
+from ...training.model_worker import ModelWorker
 
 __all__ = ["take_over"]
 
 
 def take_over(
-    heir: TorchWorker,
+    heir: ModelWorker,
     other: object,
     *,
     share: float = 1.0,

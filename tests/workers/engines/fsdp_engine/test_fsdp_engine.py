@@ -19,6 +19,8 @@ import transformers
 from megatron_models import (
     FAMILIES,
     OPTIMIZER,
+    frozen_policy,
+    is_frozen,
     load_batch,
     optimizer_of,
     read_weights,
@@ -34,13 +36,12 @@ from penstock.planner.inputs.layout import Layout as PlannedLayout
 from penstock.planner.inputs.model_shape import shape_of
 from penstock.planner.resharding.sharding import shard
 from penstock.workers.engines.fsdp_engine.layout import fsdp_sharding
-from penstock.workers.engines.torch_engine.policy import TorchPolicy
-from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
-from penstock.workers.engines.torch_engine.value import TorchValueSpec
+from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec, TorchValueSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.checkpoint_files import open_state, read_state_json, read_whole
 from torch import Tensor
-from torch_models import architecture
+from torch_models import architecture, module_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -61,18 +62,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_group(
         made,
         4,
-        "1,2,1:logits+train+roles+gpt2+half",
-        "~1,1,2:logits+train+roles+refusals",
+        "1,2,1:logits+train+roles+gpt2+half+frozen",
+        "~1,1,2:logits+train+roles+refusals+frozen",
         "~2,1,1:train",
         "1,2,2:logits+train+resume",
-        "2,2,1:resume",
+        "2,2,1:resume+frozen",
         "2,1,2:resume",
         script=RANK,
     )
     return made
 
 
-def resumable(folder: Path, **options: Any) -> TorchPolicy:
+def resumable(folder: Path, **options: Any) -> PolicyWorker:
     model = ModelSpec(folder=str(folder / "qwen2-tied"), **options)
     return torch_policy(model, optimizer=OPTIMIZER)
 
@@ -107,7 +108,7 @@ def test_logits_and_log_probabilities_equal_hugging_faces(folder: Path, layout: 
     policy = torch_policy(ModelSpec(folder=str(folder / family)))
     rows = batch["tokens"][:3]
     with torch.no_grad():
-        expected = policy.module(
+        expected = module_of(policy)(
             input_ids=rows.clamp(min=0), attention_mask=(rows >= 0).long()
         ).logits[rows >= 0]
     # Every tensor-parallel process has its own part of the vocabulary and no more.
@@ -194,6 +195,19 @@ def test_a_family_without_a_plan_learns_the_same(folder: Path):
     torch.testing.assert_close(under(found, "metric"), metrics, atol=2e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("layout", [SHARDS, TENSOR, "r2s2t1"])
+def test_frozen_parameters_stay_and_the_others_learn_as_in_the_torch_engine(
+    folder: Path, layout: str
+):
+    policy = frozen_policy(folder)
+    before = policy.export_weights()
+    metrics = train_policy(policy, load_batch(folder))
+    found = read_all(folder, layout, "frozen")[0]
+    assert_as_torch(found, policy.export_weights(), metrics)
+    still = {name for name in before if torch.equal(before[name], found[name])}
+    assert still == {name for name in before if is_frozen(name)}
+
+
 @pytest.mark.parametrize(
     ("saved", "layout"),
     list(itertools.product(["torch", SHARDS, TENSOR], [BOTH, "r2s2t1", "r2s1t2"])),
@@ -252,7 +266,7 @@ def test_folders_are_hugging_faces(folder: Path, layout: str):
 @pytest.mark.parametrize(("shards", "tensor"), [(2, 1), (1, 2), (2, 2), (5, 2)])
 def test_the_planner_describes_it_the_same(shards: int, tensor: int):
     policy = torch_policy(ModelSpec(architecture=architecture("qwen3") | {"vocab_size": 64}))
-    config = policy.module.config
+    config = module_of(policy).config
     shape = shape_of(config.to_dict(), name="tiny", dtype="float32")
     weights = policy.export_weights()
     ours = fsdp_sharding(

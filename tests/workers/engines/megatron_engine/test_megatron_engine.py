@@ -17,6 +17,8 @@ import transformers
 from megatron_models import (
     FAMILIES,
     OPTIMIZER,
+    frozen_policy,
+    is_frozen,
     load_batch,
     optimizer_of,
     read_found,
@@ -29,12 +31,12 @@ from megatron_models import (
     write_models,
 )
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.torch_engine.policy import TorchPolicy
-from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
-from penstock.workers.engines.torch_engine.value import TorchValueSpec
+from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec, TorchValueSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.checkpoint_files import open_state, read_state_json, read_whole
 from torch import Tensor
+from torch_models import module_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -54,15 +56,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_group(
         made,
         2,
-        "2,1,1:logits+tied+train+resume+half+written+disagree+refusals",
-        "1,1,2:logits+tied+train+resume+disagree",
-        "1,2,1:logits+tied+train+resume+disagree",
+        "2,1,1:logits+tied+train+resume+half+written+disagree+refusals+frozen",
+        "1,1,2:logits+tied+train+resume+disagree+frozen",
+        "1,2,1:logits+tied+train+resume+disagree+frozen",
     )
     run_group(made, 4, "2,1,2:logits+tied+resume+written")
     return made
 
 
-def resumable(folder: Path, **options: Any) -> TorchPolicy:
+def resumable(folder: Path, **options: Any) -> PolicyWorker:
     model = ModelSpec(folder=str(folder / "qwen2-tied"), **options)
     return torch_policy(model, optimizer=OPTIMIZER)
 
@@ -99,6 +101,19 @@ def assert_as_torch(found: dict[str, Tensor], weights: Any, metrics: dict[str, T
         torch.testing.assert_close(said[name], metrics[name], atol=2e-6, rtol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("layout", [TP2, PP2, DP2])
+def test_frozen_parameters_stay_and_the_others_learn_as_in_the_torch_engine(
+    folder: Path, layout: Layout
+):
+    policy = frozen_policy(folder)
+    before = policy.export_weights()
+    metrics = train_policy(policy, load_batch(folder))
+    found = lead(folder, layout, "frozen")
+    assert_as_torch(found, policy.export_weights(), metrics)
+    still = {name for name in before if torch.equal(before[name], found[name])}
+    assert still == {name for name in before if is_frozen(name)}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", [DP2, TP2, PP2, BOTH])
 def test_logits_and_log_probabilities_equal_hugging_faces(
@@ -110,7 +125,7 @@ def test_logits_and_log_probabilities_equal_hugging_faces(
     policy = torch_policy(ModelSpec(folder=str(folder / family)))
     rows = batch["tokens"][:3]
     with torch.no_grad():
-        expected = policy.module(
+        expected = module_of(policy)(
             input_ids=rows.clamp(min=0), attention_mask=(rows >= 0).long()
         ).logits[rows >= 0]
     # Every tensor-parallel process has its own part of the vocabulary and no more.

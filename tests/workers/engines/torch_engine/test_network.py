@@ -9,7 +9,7 @@ import torch
 from penstock.workers.engines.torch_engine.network import LeanNetwork, PlainNetwork
 from penstock.workers.engines.torch_engine.packing import pack_rows
 from torch import Tensor
-from torch_models import FAMILIES, VOCAB, make_policy
+from torch_models import FAMILIES, VOCAB, make_policy, module_of
 
 ROWS, WIDTH, PROMPT = 24, 40, 9
 
@@ -43,11 +43,11 @@ def test_logits_equal_hugging_face(name: str, same_prompt: bool):
     policy = make_policy(name)
     assert isinstance(policy.network, LeanNetwork)
     tokens, reads, shared = rows(same_prompt=same_prompt)
-    expected = hugging_face(policy.module, tokens, reads)
+    expected = hugging_face(module_of(policy), tokens, reads)
     for grad in (False, True):  # they take different attention paths
         with torch.set_grad_enabled(grad):
-            outputs, entry = policy.network.outputs(tokens, reads, shared)
-        torch.testing.assert_close(outputs[entry], expected, atol=1e-5, rtol=0)
+            found = policy.network.outputs(tokens, reads, shared)
+        torch.testing.assert_close(found.spread(found.values), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("same_prompt", [False, True])
@@ -57,14 +57,15 @@ def test_gradients_equal_hugging_face(name: str, same_prompt: bool):
     tokens, reads, shared = rows(same_prompt=same_prompt)
     weight = torch.randn(int(reads.sum()), VOCAB, generator=torch.Generator().manual_seed(2))
 
+    assert isinstance(policy.network, LeanNetwork)
     flat = policy.network.flat
     flat.enable_gradients()
-    outputs, entry = policy.network.outputs(tokens, reads, shared)
-    (outputs[entry] * weight).sum().backward()
+    found = policy.network.outputs(tokens, reads, shared)
+    (found.spread(found.values) * weight).sum().backward()
     got = flat.named(flat.grad)
 
     flat.enable_gradients()
-    (hugging_face(policy.module, tokens, reads) * weight).sum().backward()
+    (hugging_face(module_of(policy), tokens, reads) * weight).sum().backward()
     expected = flat.named(flat.grad)
     for name_, gradient in expected.items():
         scale = max(float(gradient.abs().max()), 1e-3)
@@ -83,9 +84,9 @@ def test_other_architectures_take_the_hugging_face_forward():
     policy = make_policy("gpt2")
     assert isinstance(policy.network, PlainNetwork)
     tokens, reads, shared = rows(same_prompt=False)
-    outputs, entry = policy.network.outputs(tokens, reads, shared)
-    expected = hugging_face(policy.module, tokens, reads)
-    torch.testing.assert_close(outputs[entry], expected, atol=1e-5, rtol=0)
+    found = policy.network.outputs(tokens, reads, shared)
+    expected = hugging_face(module_of(policy), tokens, reads)
+    torch.testing.assert_close(found.spread(found.values), expected, atol=1e-5, rtol=0)
 
 
 def test_a_sliding_window_is_not_taken_for_full_attention():

@@ -13,18 +13,21 @@ from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
 from penstock.algorithms.roles import ValueBatch
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import Trainable, WorkerContext
-from penstock.workers.engines.torch_engine.policy import TorchPolicy, TorchPolicySpec
-from penstock.workers.engines.torch_engine.reward import TorchRewardModelSpec
-from penstock.workers.engines.torch_engine.value import TorchValueSpec
+from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine.specs import (
+    TorchPolicySpec,
+    TorchRewardModelSpec,
+    TorchValueSpec,
+)
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.optimizer import OptimizerSpec
-from torch_models import EOS, architecture, make_batch, make_policy
+from torch_models import EOS, architecture, make_batch, make_policy, module_of
 
 OPTIMIZER = OptimizerSpec(lr=1e-3, schedule="linear", total_calls=8, warmup_calls=1)
 CONTEXT = WorkerContext("critic", seed=3)
 
 
-def train(policy: TorchPolicy, steps: range) -> None:
+def train(policy: PolicyWorker, steps: range) -> None:
     for step in steps:
         with call_scope(step, 0):
             policy.train(ClippedPolicyLoss(), make_batch(make_policy()), num_minibatches=2)
@@ -88,7 +91,7 @@ def test_a_saved_policy_is_a_hugging_face_folder(tmp_path: Path, name: str):
     auto: Any = transformers.AutoModelForCausalLM
     loaded = auto.from_pretrained(tmp_path, local_files_only=True)
     tokens = torch.arange(3, 20)[None]
-    torch.testing.assert_close(loaded(tokens).logits, policy.module(tokens).logits)
+    torch.testing.assert_close(loaded(tokens).logits, module_of(policy)(tokens).logits)
     spec = TorchPolicySpec(model=ModelSpec(folder=str(tmp_path)), eos_token_id=EOS)
     again = pickle.loads(pickle.dumps(spec)).build(CONTEXT)
     assert again.weights_sha256() == policy.weights_sha256()
@@ -129,12 +132,12 @@ def test_values_are_read_before_each_token_and_scores_after_the_last():
     scores = reward.score(batch.tokens, batch.mask, torch.arange(len(batch.tokens)))
     for row, tokens in enumerate(batch.tokens):
         ids = tokens[tokens >= 0][None]
-        hidden = value.module.model(input_ids=ids).last_hidden_state
-        expected = value.module.value_head(hidden)[0, :, 0].detach()
+        hidden = module_of(value).model(input_ids=ids).last_hidden_state
+        expected = module_of(value).value_head(hidden)[0, :, 0].detach()
         for t in torch.nonzero(batch.mask[row])[:, 0].tolist():
             assert float(values[row, t]) == pytest.approx(float(expected[t - 1]), abs=1e-5)
-        hidden = reward.module.model(input_ids=ids).last_hidden_state
-        last = reward.module.score(hidden)[0, -1, 0].detach()
+        hidden = module_of(reward).model(input_ids=ids).last_hidden_state
+        last = module_of(reward).score(hidden)[0, -1, 0].detach()
         assert float(scores[row]) == pytest.approx(float(last), abs=1e-5)
     assert not values[~batch.mask].any()
 

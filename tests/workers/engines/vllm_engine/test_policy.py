@@ -1,4 +1,7 @@
-"""Generation with a real vLLM engine, started once."""
+"""A real vLLM engine, started once: what is its own.
+
+What it has in common with other engines is in `rollout/test_generation_engines.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,20 @@ import random
 import threading
 import time
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.roles import Rollout, Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.vllm_engine.engine import GenerationAbortedError, Request
-from penstock.workers.engines.vllm_engine.policy import VllmPolicy, VllmPolicySpec
+from penstock.workers.engines.vllm_engine.generator import VllmPolicy, VllmPolicySpec
 from penstock.workers.models.spec import ModelSpec
-from torch_models import EOS, VOCAB, architecture, make_prompts, to_batch
+from torch_models import EOS, architecture, make_prompts
 from vllm_models import (
     CONTEXT,
-    by_sample,
     generate,
     hugging_face_logprob,
     long_prompts,
@@ -65,116 +65,11 @@ def test_starting_leaves_the_process_as_it_was(policy: VllmPolicy):
     assert dict.fromkeys(CHANGED, False) == CHANGED
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_logprobs_are_hugging_faces_at_the_sampling_temperature(
-    policy: VllmPolicy, module: Any, temperature: float
-):
-    prompt, prompt_id = make_prompts(8)
-    sampling = Sampling(num_samples=3, max_new_tokens=20, temperature=temperature)
-    roll = generate(policy, prompt, prompt_id, sampling)
-    expected = hugging_face_logprob(module, roll, temperature)
-    torch.testing.assert_close(roll.behavior_logprob, expected, atol=1e-5, rtol=0)
-    assert bool((roll.behavior_logprob[roll.mask] < 0).all())
-
-
-def test_the_rollout_is_laid_out_as_the_table_says(policy: VllmPolicy):
-    prompt, prompt_id = make_prompts(8)
-    roll = generate(policy, prompt, prompt_id, SAMPLING)
-    assert roll.prompt_id.tolist() == prompt_id.repeat_interleave(3).tolist()
-    for row in range(len(roll.tokens)):
-        begin = int((prompt[row // 3] >= 0).sum())
-        response = roll.tokens[row][roll.mask[row]].tolist()
-        end = begin + len(response)
-        assert roll.tokens[row, :begin].tolist() == prompt[row // 3, :begin].tolist()
-        assert torch.nonzero(roll.mask[row])[:, 0].tolist() == list(range(begin, end))
-        assert bool((roll.tokens[row, end:] == -1).all())
-        assert bool((roll.behavior_logprob[row][~roll.mask[row]] == 0).all())
-        assert EOS not in response[:-1]
-        assert bool(roll.finished[row]) == (response[-1] == EOS)
-        assert roll.finished[row] or len(response) == SAMPLING.max_new_tokens
-    assert 0 < int(roll.finished.sum()) < len(roll.finished)
-
-
-def test_a_sample_does_not_depend_on_its_batch(policy: VllmPolicy):
-    prompt, prompt_id = make_prompts(24)
-    whole = by_sample(generate(policy, prompt, prompt_id, SAMPLING), 3)
-    for rows in (torch.arange(23, -1, -1), torch.tensor([17]), torch.tensor([3, 20, 4])):
-        part = by_sample(generate(policy, prompt[rows], prompt_id[rows], SAMPLING), 3)
-        assert {key: tokens for key, (tokens, _) in part.items()} == {
-            key: whole[key][0] for key in part
-        }
-        for key, (_, logprob) in part.items():
-            assert logprob == pytest.approx(whole[key][1], abs=1e-5)
-
-
-def test_more_samples_extend_fewer_and_a_longer_limit_a_shorter(policy: VllmPolicy):
-    prompt, prompt_id = make_prompts(5)
-    few = by_sample(generate(policy, prompt, prompt_id, SAMPLING), 3)
-    more = Sampling(num_samples=6, max_new_tokens=40)
-    many = by_sample(generate(policy, prompt, prompt_id, more), 6)
-    for key, (tokens, _) in few.items():
-        assert many[key][0][: len(tokens)] == tokens
-
-
-def test_samples_of_a_prompt_differ_and_steps_draw_anew(policy: VllmPolicy):
-    prompt, prompt_id = make_prompts(4)
-    first = generate(policy, prompt, prompt_id, SAMPLING).tokens.tolist()
-    assert generate(policy, prompt, prompt_id, SAMPLING, step=1).tokens.tolist() != first
-    assert generate(policy, prompt, prompt_id, SAMPLING).tokens.tolist() == first
-    assert first[0] != first[1]
-
-
-def test_draws_follow_the_models_probabilities(policy: VllmPolicy, module: Any):
-    """Chi-squared of the first token of 4,000 samples against Hugging Face's distribution."""
-    prompt, prompt_id = torch.tensor([[5, 9, 11]]), torch.tensor([3])
-    roll = generate(policy, prompt, prompt_id, Sampling(num_samples=4000, max_new_tokens=1))
-    with torch.no_grad():
-        expected = module(input_ids=prompt).logits[0, -1].softmax(-1) * 4000
-    counts = torch.bincount(roll.tokens[:, 3], minlength=VOCAB)
-    common = expected >= 5
-    statistic = float(((counts - expected)[common] ** 2 / expected[common]).sum())
-    freedom = int(common.sum())
-    assert freedom > 20
-    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
-
-
-def test_greedy_takes_the_most_likely_token_of_hugging_face(policy: VllmPolicy, module: Any):
-    prompt, prompt_id = make_prompts(3)
-    roll = generate(policy, prompt, prompt_id, Sampling(max_new_tokens=10, temperature=0))
-    for row in range(3):
-        begin = int((prompt[row] >= 0).sum())
-        tokens = roll.tokens[row][roll.tokens[row] >= 0]
-        logits = module(input_ids=tokens[None]).logits[0]
-        assert tokens[begin:].tolist() == logits[begin - 1 : -1].argmax(-1).tolist()
-    assert not roll.behavior_logprob.any()
-
-
 def test_a_group_computes_its_prompt_once(policy: VllmPolicy):
     prompt, _ = long_prompts(1, 70)
     requests = [Request(prompt[0].tolist(), seed) for seed in range(4)]
-    drawn = policy.engine.generate(requests, temperature=1, max_new_tokens=4, eos_token_id=EOS)
+    drawn = policy.vllm.generate(requests, temperature=1, max_new_tokens=4, eos_token_id=EOS)
     assert [one.cached_tokens for one in drawn][1:] == [64, 64, 64]  # whole blocks of 32
-
-
-def test_lengths_are_reported(policy: VllmPolicy):
-    policy.metrics.clear()
-    prompt, prompt_id = make_prompts(6)
-    roll = generate(policy, prompt, prompt_id, SAMPLING)
-    lengths = roll.mask.sum(1)
-    assert {name: metric.value for name, metric in policy.metrics.items()} == {
-        "response_length": pytest.approx(float(lengths.float().mean())),
-        "response_length_min": float(lengths.min()),
-        "response_length_max": float(lengths.max()),
-        "truncated": pytest.approx(1 - float(roll.finished.float().mean())),
-        "new_tokens": float(lengths.sum()),
-    }
-
-
-def test_no_prompts_make_no_rows(policy: VllmPolicy):
-    empty = torch.zeros(0, 5, dtype=torch.int64)
-    roll = policy.generate(empty, torch.zeros(0, dtype=torch.int64), SAMPLING)
-    assert roll.tokens.shape == (0, 0)
-    assert roll.finished.shape == (0,)
 
 
 # --- abort
@@ -260,7 +155,7 @@ def test_a_warm_engine_serves_the_next_policy_with_its_weights(policy: VllmPolic
     policy.keep_warm()
     again = start("qwen2-tied", context=WorkerContext("actor", seed=8))
     try:
-        assert again.engine is policy.engine
+        assert again.vllm is policy.vllm
         first: Any = model_spec("qwen2-tied").causal_lm("cpu")
         roll = generate(again, prompt, prompt_id, SAMPLING)
         expected = hugging_face_logprob(first, roll)
@@ -274,23 +169,6 @@ def test_a_warm_engine_serves_the_next_policy_with_its_weights(policy: VllmPolic
 # --- refusals
 
 
-def test_prompts_that_cannot_be_answered_are_refused(policy: VllmPolicy):
-    prompt, prompt_id = make_prompts(3)
-    prompt[1] = -1
-    with pytest.raises(ValueError, match=r"prompt row 1 is empty"):
-        policy.generate(prompt, prompt_id, SAMPLING)
-    prompt, prompt_id = make_prompts(3)
-    with pytest.raises(ValueError, match=r"exceeds the model's 256 positions"):
-        policy.generate(prompt, prompt_id, Sampling(max_new_tokens=250))
-    prompt[2, 0] = VOCAB
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text follows
-        policy.generate(prompt, prompt_id, SAMPLING)
-    assert str(error.value) == (
-        "prompt row 2 has token 61, but the model's vocabulary has 61; prompts and model need the "
-        "same tokenizer"
-    )
-
-
 def test_a_temperature_that_vllm_would_change_is_refused(policy: VllmPolicy):
     prompt, prompt_id = make_prompts(1)
     with pytest.raises(ValueError) as error:  # noqa: PT011
@@ -299,22 +177,6 @@ def test_a_temperature_that_vllm_would_change_is_refused(policy: VllmPolicy):
         "temperature is 0.001; vLLM samples at no less than 0.01, so log-probabilities would be of "
         "another distribution. Set it to 0 for the likeliest token, or higher"
     )
-
-
-def test_what_is_a_training_engines_work_is_refused(policy: VllmPolicy, tmp_path: Path):
-    prompt, prompt_id = make_prompts(1)
-    roll = generate(policy, prompt, prompt_id, SAMPLING)
-    begin = "'actor' runs in vLLM here, which generates and cannot "
-    end = "' on a group with a training engine (torch, megatron)"
-    for call, what, node in (
-        (lambda: policy.logprob(roll.tokens, roll.mask), "evaluate log-probabilities", "logprob"),
-        (lambda: policy.train(ClippedPolicyLoss(), to_batch(roll)), "train", "train"),
-        (policy.export_weights, "give its weights back", "train"),
-        (lambda: policy.save_state(tmp_path), "save a state", "train"),
-    ):
-        with pytest.raises(RuntimeError) as error:
-            call()
-        assert str(error.value) == f"{begin}{what}; place 'actor.{node}{end}"
 
 
 def test_a_second_engine_in_the_process_is_refused(policy: VllmPolicy):

@@ -15,10 +15,10 @@ from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from penstock.dataflow.scheduler.schedule import Schedule
-from penstock.workers.engines.vllm_engine.policy import VllmPolicySpec
+from penstock.workers.engines.vllm_engine.generator import VllmPolicySpec
 from penstock.workers.executors.executor_kind import Transport
 from penstock.workers.executors.on_ray.executor import RayExecutor, connect_ray, shutdown_ray
-from penstock.workers.rollout.split_policy import SplitPolicySpec
+from penstock.workers.rollout.generator_policy import SplitPolicySpec
 
 from ....algorithms import runs
 
@@ -49,7 +49,7 @@ class MortalSpec:
         with (Path(self.folder) / f"processes-{context.rank}").open("a") as told:
             print(os.getpid(), file=told)
         if self.kills and context.rank == 1 and not mark.exists():
-            engine: Any = policy.engine
+            engine: Any = policy.vllm
             core, step, generate = engine._engine, engine._engine.step, engine.generate
             calls = tokens = 0
 

@@ -1,0 +1,130 @@
+"""The reference of all keys as Markdown, from the types that declare them.
+
+python -m penstock.launch.cli.key_reference > docs/configuration_keys.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from ...algorithms.grpo import GRPO
+from ...algorithms.ppo import PPO
+from ...algorithms.reference_grpo import ReferenceGRPO
+from ...algorithms.reward_modelling import RewardModelling
+from ...algorithms.sft import SFT
+from ...configs.key_docs import key_docs
+from ...configs.plan_schema import ClusterConfig, PlanOptions, WorkloadConfig
+from ...configs.profile_schema import ProfileConfig
+from ...configs.schema import RunConfig
+from ...configs.validate import fields_of
+from ...workers.envs.actors.perceptron import PerceptronSpec
+from ..inputs.env_specs import ENV_SPECS, FILLED_IN
+from ..inputs.tasks import TASKS
+
+__all__ = ["as_yaml", "key_reference"]
+
+
+def key_reference() -> str:
+    """One table per class that declares keys."""
+    owners: dict[type, str] = {}
+    for kind, at in (
+        (RunConfig, ""),
+        *((task, f"task (kind: {kind})") for kind, task in TASKS.items()),
+        (PerceptronSpec, "model.architecture (model_type: perceptron)"),
+        (SFT, "algorithm.cfg (algorithm=sft)"),
+        (RewardModelling, "algorithm.cfg (algorithm=reward_modelling)"),
+        (GRPO, "algorithm.cfg (algorithm=grpo)"),
+        (ReferenceGRPO, "algorithm.cfg (algorithm=reference_grpo)"),
+        (PPO, "algorithm.cfg (algorithm=ppo)"),
+        (ClusterConfig, "cluster"),
+        (WorkloadConfig, "workload"),
+        (PlanOptions, "plan"),
+        (ProfileConfig, "penstock profile"),
+    ):
+        for found, where in _below(kind, at):
+            owners.setdefault(found, where)
+    tables = [_table(kind, where) for kind, where in owners.items()]
+    for worker, kind in ENV_SPECS.items():
+        options = [key for key in fields_of(kind) or {} if key not in FILLED_IN]
+        if options:
+            at = f"algorithm.roles.ROLE.options (worker: {worker})"
+            tables.append(_table(kind, at, options))
+    return "# All keys\n\n" + "\n".join(tables)
+
+
+def _below(kind: Any, at: str) -> Iterator[tuple[type, str]]:
+    """A class and the classes of its fields, with the key under which each stands."""
+    yield kind, at
+    for key, annotation in (fields_of(kind) or {}).items():
+        for part in _parts(annotation):
+            if part is not kind:
+                name = f"{at.partition(' ')[0]}.{key}".removeprefix(".")
+                yield from _below(part, name)
+
+
+def _parts(annotation: Any) -> Iterator[type]:
+    if fields_of(annotation) is not None:
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _parts(argument)
+
+
+def _table(kind: type, at: str, keys: Iterable[str] | None = None) -> str:
+    """Of all keys of a class, or of some."""
+    title = f"`{at}`" if at and " " not in at else at or "The run"
+    lines = [
+        f"## {title}",
+        "",
+        f"`{kind.__name__}`",
+        "",
+        "| key | default | meaning |",
+        "|---|---|---|",
+    ]
+    docs = key_docs(kind)
+    for key in fields_of(kind) or {} if keys is None else keys:
+        doc = docs.get(key, "").replace("|", "\\|")
+        lines.append(f"| `{key}` | {_default(kind, key)} | {doc} |")
+    return "\n".join([*lines, ""])
+
+
+def _default(kind: Any, key: str) -> str:
+    default: Any = dataclasses.MISSING
+    factory: Any = None
+    if issubclass(kind, BaseModel):
+        field = kind.model_fields[key]
+        default, factory = field.default, field.default_factory
+    else:
+        found = next(field for field in dataclasses.fields(kind) if field.name == key)
+        default = found.default
+        factory = None if found.default_factory is dataclasses.MISSING else found.default_factory
+    if factory is not None:
+        default = factory()
+    if default in (PydanticUndefined, dataclasses.MISSING):
+        return "needed"
+    if fields_of(type(default)) is not None:
+        return "its own"
+    return f"`{as_yaml(default)}`".replace("|", "\\|")
+
+
+def as_yaml(value: Any) -> str:
+    """The value as one writes it in YAML or on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str) and len(value) > 40:
+        return "printable ASCII"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(as_yaml, typing.cast('tuple[Any, ...]', value)))}]"
+    if isinstance(value, dict):
+        items = typing.cast("dict[str, Any]", value).items()
+        return "{" + ", ".join(f"{key}: {as_yaml(item)}" for key, item in items) + "}"
+    return str(value) if value != "" else '""'
+
+
+if __name__ == "__main__":
+    print(key_reference(), end="")

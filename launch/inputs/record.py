@@ -1,0 +1,138 @@
+"""The algorithms of a run as graphs: each section's step function, recorded with its config.
+
+A step function is named `module:function`; its config class is found from the annotation of its
+parameter `cfg`, and everything is validated against it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...configs.references import load_object
+from ...configs.schema import AlgorithmConfig
+from ...configs.validate import validated
+from ...dataflow.errors import ConfigError
+from ...dataflow.graph.check import hints_of
+from ...dataflow.graph.graph import Graph
+from ...dataflow.graph.role import Role
+from ...dataflow.graph.tracer import build
+
+__all__ = ["Recorded", "load_step", "record", "recorded", "step_cfg"]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One algorithm of a run.
+
+    Attributes:
+        name: "sft", or the main algorithm's own graph name.
+        at: The key under which it is configured.
+        config: Its section.
+        graph: Its recorded step.
+        seed: Of its data and random numbers.
+    """
+
+    name: str
+    at: str
+    config: AlgorithmConfig
+    graph: Graph
+    seed: int
+
+    def trained(self, contract: type[Role]) -> str | None:
+        """The trained role of that contract, if there is one; the first if there are several."""
+        for role, kind in self.graph.roles.items():
+            if role in self.graph.trains_per_step and issubclass(kind, contract):
+                return role
+        return None
+
+
+def recorded(algorithm: AlgorithmConfig, seed: int) -> tuple[Recorded, ...]:
+    """The section's algorithms, those that are trained before in order, the main one last.
+
+    Args:
+        algorithm: The run's section `algorithm`.
+        seed: The run's, of those that have none of their own.
+
+    Raises:
+        ConfigError: If a step or its cfg cannot be used, or stages are nested.
+        FlowError: If a step is no valid graph.
+    """
+    main = _recorded(algorithm, "algorithm", "", seed)
+    before: list[Recorded] = []
+    for name, section in algorithm.before.items():
+        at = f"algorithm.before.{name}"
+        if section.before:
+            raise ConfigError(
+                f"'{at}.before' is set, but stages cannot be nested\n"
+                "    list all stages under algorithm.before, in order"
+            )
+        before.append(_recorded(section, at, name, seed))
+    return (*before, main)
+
+
+def _recorded(section: AlgorithmConfig, at: str, name: str, seed: int) -> Recorded:
+    graph = record(section, at)
+    own = seed if section.seed is None else section.seed
+    return Recorded(name or graph.name, at, section, graph, own)
+
+
+def record(algorithm: AlgorithmConfig, at: str) -> Graph:
+    """Record the step of an algorithm into its graph.
+
+    Raises:
+        ConfigError: If the step or its cfg cannot be used.
+        FlowError: If the step is no valid graph.
+    """
+    step = load_step(algorithm.step, f"{at}.step")
+    constants = step_cfg(step, algorithm.cfg, f"{at}.cfg")
+    return build(step, name=step.__name__.removesuffix("_step") or step.__name__, **constants)
+
+
+def load_step(reference: str, at: str) -> Callable[..., Any]:
+    """The step function that `module:function` names.
+
+    Args:
+        reference: What was configured.
+        at: Under which key.
+
+    Raises:
+        ConfigError: If there is no such module or function, or the module cannot be imported.
+    """
+    step = load_object(reference, at)
+    if not inspect.isfunction(step):
+        raise ConfigError(
+            f"'{at}': '{reference}' is a {type(step).__name__}\n"
+            "    give a step function whose parameters are annotated with roles and tables"
+        )
+    return step
+
+
+def step_cfg(step: Callable[..., Any], data: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """The constants `build` needs: `{"cfg": ...}`, or nothing for a step without a `cfg`.
+
+    Args:
+        step: The step function.
+        data: The keys given under `at`.
+        at: "algorithm.cfg", for messages.
+
+    Raises:
+        ConfigError: If a key is unknown or a value does not fit.
+    """
+    if "cfg" not in inspect.signature(step).parameters:
+        if data:
+            raise ConfigError(
+                f"'{at}' has keys ({', '.join(data)}), but '{step.__name__}' takes no 'cfg'\n"
+                "    add a parameter 'cfg' annotated with a dataclass, or leave the keys out"
+            )
+        return {}
+    kind = hints_of(step).get("cfg")
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        raise ConfigError(
+            f"'{at}': the parameter 'cfg' of '{step.__name__}' is annotated with {kind!r}\n"
+            "    annotate it with a frozen dataclass whose fields are the algorithm's options"
+        )
+    return {"cfg": validated(kind, data, at)}

@@ -1,0 +1,124 @@
+"""Every kind of tracker there is, and those of one run together.
+
+`metrics.jsonl` is the run's own record, from which its curve is drawn: it is always written, and a
+run that cannot write it ends. What is configured beside it can fail without harm.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from ....configs.references import entry_or_own
+from ....configs.schema import TrackerConfig
+from ....dataflow.errors import ConfigError, PenstockError, raised_at
+from .jsonl import JsonlTracker
+from .tensorboard import TensorBoardTracker
+from .tracker import RunInfo, Tracker
+
+__all__ = ["TRACKERS", "Trackers"]
+
+TRACKERS: Mapping[str, Callable[..., Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+}
+"""Kind -> what makes it of `tracker.options`."""
+
+
+class Trackers:
+    """The trackers of one run: its record, and the one that is configured.
+
+    Args:
+        config: The section `tracker`.
+
+    Raises:
+        ConfigError: If there is no such tracker, or it does not take these options.
+    """
+
+    def __init__(self, config: TrackerConfig) -> None:
+        self._record = JsonlTracker()
+        self._name = config.kind or ""
+        self._other = _made(config.kind, config.options) if config.kind else None
+        self.place: str | None = None
+        """How a person looks at what is tracked; see `Tracker.start`."""
+
+    def start(self, run: RunInfo) -> None:
+        """Begin the run; see `Tracker.start`."""
+        self._record.start(run)
+        self.place = self._call("start", lambda tracker: tracker.start(run))
+
+    def rewind(self, step: int, stage: str) -> None:
+        """Begin a stage at this step; see `Tracker.rewind`."""
+        self._record.rewind(step, stage)
+        self._call(f"rewind of stage '{stage}'", lambda tracker: tracker.rewind(step, stage))
+
+    def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
+        """Log a step, each of them once and in order."""
+        self._record.log(step, stage, metrics)
+        self.note(step, stage, metrics)
+
+    def note(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
+        """Log what was measured after so many steps, which the record leaves to summary.json."""
+        where = f"log of step {step} of stage '{stage}'"
+        self._call(where, lambda tracker: tracker.log(step, stage, metrics))
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """End the run; see `Tracker.finish`. Afterwards nothing may be called but this again."""
+        self._record.finish(summary)
+        self._call("finish", lambda tracker: tracker.finish(summary))
+        self._other = None
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.finish(None)
+
+    def _call(self, where: str, call: Callable[[Tracker], Any]) -> Any:
+        """What the tracker answers; one that fails is told to finish, and is not called again."""
+        tracker = self._other
+        if tracker is None:
+            return None
+        try:
+            return call(tracker)
+        except Exception as error:
+            self._other = None
+            said = [f"tracker '{self._name}' failed at {where}:", *_described(error)]
+            try:
+                tracker.finish(None)
+            except Exception as second:
+                said += ["and so did its finish:", *_described(second)]
+            said.append("it is not called again; the run goes on, and metrics.jsonl has every step")
+            warnings.warn("\n    ".join(said), stacklevel=2)
+            return None
+
+
+def _made(kind: str, options: Mapping[str, Any]) -> Tracker:
+    factory = entry_or_own(kind, TRACKERS, "tracker.kind", "tracker")
+    try:
+        made = factory(**options)
+    except PenstockError:
+        raise
+    except Exception as error:
+        described = "\n    ".join(_described(error))
+        raise ConfigError(
+            f"'tracker.kind': tracker '{kind}' cannot be made\n    {described}\n"
+            "    tracker.options are the keyword arguments of what makes it"
+        ) from error
+    if isinstance(made, Tracker):
+        return made
+    raise ConfigError(
+        f"'tracker.kind': '{kind}' made a {type(made).__name__}, which is no tracker\n"
+        "    it must have the methods start, rewind, log and finish"
+    )
+
+
+def _described(error: Exception) -> list[str]:
+    where = raised_at(error)
+    return [f"{where.file}:{where.line}: {where.source}", f"{type(error).__name__}: {error}"]

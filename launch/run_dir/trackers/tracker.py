@@ -1,0 +1,75 @@
+"""What a tracker is: something that is told of a run's metrics as they come.
+
+One tracker serves one run with all of its stages. It is made by a factory from
+`tracker.options` before anything is trained, and `start` is called when the run's folder is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = ["RunInfo", "Tracker"]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a tracker is told of the run.
+
+    Attributes:
+        id: The run's name among all runs, which is its folder's; the same when it is resumed.
+        folders: Stage -> its folder, in the order in which stages are trained; that of the main
+            stage, the last one, is the run's own.
+        config: The configuration as plain data, every default spelled out.
+        resumed: Whether an earlier process did some of the run.
+    """
+
+    id: str
+    folders: Mapping[str, Path]
+    config: Mapping[str, Any]
+    resumed: bool
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Is told of metrics, in the order of these methods.
+
+    Calls come one at a time from the thread that drives the run, which waits for them: what takes
+    long belongs into a thread of the tracker's own. A tracker that raises is not called again, but
+    for one `finish(None)`; the run warns of it and goes on.
+    """
+
+    def start(self, run: RunInfo) -> str | None:
+        """Begin.
+
+        Returns:
+            How a person looks at what is tracked, an address or a command; None if that is plain.
+        """
+        ...
+
+    def rewind(self, step: int, stage: str) -> None:
+        """A stage begins, or goes on from a checkpoint, at this step.
+
+        Whatever was logged for the stage at or after it is to be forgotten: those steps come again.
+        """
+        ...
+
+    def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
+        """The numbers of a step, or those of an evaluation after so many steps.
+
+        Args:
+            step: Index of the step, from 0. An evaluation's may come before or after that step's.
+            stage: Of the run.
+            metrics: Flat name -> number, NaN and the infinities included.
+        """
+        ...
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Write what is left and let go of files, threads and connections.
+
+        Args:
+            summary: As in summary.json; None if the run was stopped or failed.
+        """
+        ...

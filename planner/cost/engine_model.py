@@ -1,0 +1,100 @@
+"""What the planner must know of an engine: what it runs, what it holds, how it computes.
+
+The planner knows no engine by name. Whoever plans passes an `EngineModel`, which each engine
+makes of itself (`workers/engines`); `ANY` is one that runs every layout, for plans of systems that
+are not here.
+
+`why_not` alone decides what runs. The other fields say which of what runs is worth trying, and
+with which costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from ..inputs.calls import Call, CallKind
+from ..inputs.layout import Layout
+from ..inputs.model_shape import ModelShape
+from .memory import resident_parts, transient_parts
+from .memory_ledger import Parts
+
+__all__ = ["ANY", "EngineMemory", "EngineModel", "ShardedMemory", "WhyNot"]
+
+WhyNot = Callable[[Layout, CallKind, ModelShape | None], str | None]
+"""Of a layout, what is done in it, and the model's shape if it is known: a clause that says what
+the engine lacks ("megatron has no cp"), or None if it runs it."""
+
+
+class EngineMemory(Protocol):
+    """Bytes that an engine holds on each device."""
+
+    def resident(self, call: Call, layout: Layout) -> Parts:
+        """What is held between calls for the role; `call` is its train call if it has one."""
+        ...
+
+    def transient(
+        self, call: Call, layout: Layout, *, borrows: bool = False, rows: int | None = None
+    ) -> Parts:
+        """What is held beyond that while a call runs.
+
+        Args:
+            call: What runs.
+            layout: How.
+            borrows: For a generation whose role is trained on the same devices: whether it holds
+                a copy of the weights while it runs, instead of having some of its own.
+            rows: For a generation: rows of each rank that run at once; all of them by default.
+        """
+        ...
+
+
+class ShardedMemory:
+    """An engine that divides states and activations as its layout says; see `memory`."""
+
+    def resident(self, call: Call, layout: Layout) -> Parts:
+        """See `EngineMemory`."""
+        return resident_parts(call, layout)
+
+    def transient(
+        self, call: Call, layout: Layout, *, borrows: bool = False, rows: int | None = None
+    ) -> Parts:
+        """See `EngineMemory`."""
+        return transient_parts(call, layout, borrows=borrows, rows=rows)
+
+
+def _runs_everything(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
+    del layout, kind, shape
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EngineModel:
+    """An engine as the planner sees it."""
+
+    name: str
+    """What messages call it."""
+    why_not: WhyNot = _runs_everything
+    """Why it cannot run a layout, if it cannot."""
+    memory: EngineMemory = ShardedMemory()
+    """What it holds."""
+    zero_stages: tuple[Literal[0, 1, 2, 3], ...] = (1, 3)
+    """Which states of a trained model its data-parallel ranks share: the stages worth trying. Of
+    ZeRO, 2 costs more time than 1 and more memory than 3 wherever gradients are added up over
+    micro-batches."""
+    shards_frozen: bool = False
+    """Whether frozen models are shared so too, instead of being whole on every rank."""
+    sequence_parallel: bool = True
+    """Whether activations between tensor-parallel regions are cut along the sequence."""
+    packs_tokens: int | None = None
+    """Tokens of a micro-batch, if the engine packs rows of any length into one; else micro-batches
+    are a number of rows, which the plan chooses."""
+    shares_prompts: bool = False
+    """Whether it computes a prompt once for all of its rows in a minibatch."""
+    generates_in_place: bool = False
+    """Whether it generates with the very weights that it trains, where both are on the same
+    devices; else a generation has a copy while it runs."""
+
+
+ANY = EngineModel(name="any")
+"""An engine that runs every legal layout."""

@@ -1,0 +1,60 @@
+"""The configuration is resolved once, where it is composed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import penstock.launch
+import pytest
+from penstock.configs.schema import RunConfig
+from penstock.configs.validate import validated
+from penstock.dataflow.errors import ConfigError
+from penstock.launch.cli.hydra_app import compose
+from penstock.launch.inputs.compose import dumped, resolve, resolved, run_config
+
+LAUNCH = Path(str(penstock.launch.__file__)).parent
+
+
+def composed(*words: str) -> dict[str, object]:
+    made = compose("run", list(words))
+    made.pop("resume")
+    return made
+
+
+def test_nothing_else_knows_the_whole_configuration() -> None:
+    knowing = {
+        file.relative_to(LAUNCH).as_posix()
+        for file in LAUNCH.rglob("*.py")
+        if "RunConfig" in file.read_text()
+    }
+    assert knowing == {"inputs/compose.py", "cli/key_reference.py"}
+
+
+def test_stages_are_recorded_in_order_with_their_seeds() -> None:
+    run = resolved(composed("algorithm=ppo", "seed=4", "algorithm.before.sft.seed=7"))
+    assert [(stage.name, stage.at, stage.seed) for stage in run.stages] == [
+        ("sft", "algorithm.before.sft", 7),
+        ("reward_modelling", "algorithm.before.reward_modelling", 4),
+        ("ppo", "algorithm", 4),
+    ]
+    assert run.main.graph.name == "ppo"
+
+
+def test_stages_are_not_nested() -> None:
+    inner = "{a: {step: 'penstock.algorithms.sft:sft_step', num_steps: 1, per_step: {demos: 1}}}"
+    with pytest.raises(ConfigError) as caught:
+        resolved(composed(f"algorithm.before.sft.before={inner}"))
+    assert str(caught.value) == (
+        "'algorithm.before.sft.before' is set, but stages cannot be nested\n"
+        "    list all stages under algorithm.before, in order"
+    )
+
+
+def test_what_was_found_is_written_down() -> None:
+    config = run_config(composed())
+    run = resolve(config)
+    found = run.model.model_copy(update={"architecture": {"model_type": "qwen2", "vocab_size": 9}})
+    written = dumped(config, replace(run, model=found))
+    assert validated(RunConfig, written).model.architecture["vocab_size"] == 9
+    assert "vocab_size" not in config.model.architecture

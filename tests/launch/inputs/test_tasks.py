@@ -1,0 +1,80 @@
+"""The kinds of task, and one of one's own in a real run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from penstock.configs.schema import TaskConfig
+from penstock.dataflow.errors import ConfigError
+from penstock.launch.inputs.tasks import TASKS, task_spec_of
+from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.data.reasoning_task import ReasoningTaskSpec
+from penstock.workers.data.task import TaskSpec
+
+from ..conftest import Penstock
+
+
+def section(kind: str, **options: Any) -> TaskConfig:
+    return TaskConfig.model_validate({"kind": kind, **options})
+
+
+def refusal(kind: str, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        task_spec_of(section(kind, **options))
+    return str(caught.value)
+
+
+def test_kinds_make_specs() -> None:
+    made = task_spec_of(section("reasoning_gym", name="gcd", seed=3))
+    assert made == ReasoningTaskSpec(name="gcd", seed=3)
+    made = task_spec_of(section("file", path="a.jsonl", max_bad_fraction=0.5))
+    assert made == FileTaskSpec(path="a.jsonl", max_bad_fraction=0.5)
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_every_kind_is_one(kind: str) -> None:
+    assert issubclass(TASKS[kind], TaskSpec)
+
+
+def test_what_is_no_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusal("reasoning_gim") == (
+        "'task.kind': there is no task kind 'reasoning_gim'; did you mean 'reasoning_gym'?\n"
+        "    task kinds are: reasoning_gym, file, gymnasium, board_game, library_game, or "
+        "module:name for your own"
+    )
+    assert refusal("reasoning_gym", nam="gcd") == (
+        "a 'reasoning_gym' task has no option 'nam'; did you mean 'name'?\n"
+        "    its options are: name, config, seed, num_train, num_held_out, prompt_template, "
+        "strip_spaces, allow_eval"
+    )
+    assert refusal("file").startswith("'task.path' is missing\n    ")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    assert refusal("parities:NO_KIND") == (
+        "'task.kind': 'parities:NO_KIND' is no kind of task\n    give a dataclass whose fields are "
+        "the task's options, with a method build() that returns a Task"
+    )
+    assert refusal("parities:ParitySpec", num_train=0) == (
+        "'task': num_train is 0; expected at least 1"
+    )
+
+
+def test_one_of_ones_own_is_trained_on(penstock: Penstock, tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).with_name("parities.py"), tmp_path)
+    words = (
+        *("task=own", "task.kind=parities:ParitySpec", "task.num_train=20", "tracker=none"),
+        *("model.architecture.hidden_size=16", "model.architecture.intermediate_size=32"),
+        *("model.architecture.num_hidden_layers=1", "model.architecture.num_attention_heads=2"),
+        *("model.architecture.num_key_value_heads=1", "evaluation.num_prompts=8"),
+        *("algorithm.num_steps=1", "algorithm.per_step.prompts=4"),
+        *("algorithm.before.sft.num_steps=2", "algorithm.before.sft.per_step.demos=8"),
+    )
+    said = penstock("run", *words)
+    assert said.code == 0, said.err
+    (run,) = Path("runs").iterdir()
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["task"], summary["num_held_out"]) == ("parity", 8)
+    assert "num_train: 20" in (run / "config.yaml").read_text()

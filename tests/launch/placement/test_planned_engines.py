@@ -1,0 +1,359 @@
+"""Whatever is planned for two engines is what they run, on any cluster, and can be started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from penstock.algorithms.losses import ClippedPolicyLoss
+from penstock.algorithms.ppo import PPO, ppo_step
+from penstock.algorithms.roles import Policy, PolicyBatch, Prompts, Sampling, TrainMetrics
+from penstock.configs.schema import SAME
+from penstock.dataflow.errors import ConfigError, PlanError
+from penstock.dataflow.graph.graph import Graph
+from penstock.dataflow.graph.tracer import build
+from penstock.launch.inputs.compose import Resolved
+from penstock.launch.placement.auto_place import choose
+from penstock.launch.placement.divide import check_layouts, divided
+from penstock.launch.placement.worker_options import planned_options
+from penstock.launch.stages.stages import stages_of
+from penstock.launch.stages.worker_specs import check_options
+from penstock.planner.cost.constants import GPU_DEFAULTS
+from penstock.planner.inputs.calls import CALL_KINDS
+from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from penstock.planner.inputs.layout import Layout
+from penstock.planner.inputs.model_shape import ModelShape, shape_of
+from penstock.planner.inputs.workload import Lengths, Workload
+from penstock.planner.plan.plan import GroupPlan, Plan
+from penstock.planner.plan.planner import plan_step
+from penstock.planner.search.pins import Pins
+from penstock.workers.engines.registry import ENGINES, rollouts, trainers
+
+from .test_place import calibration, config_of
+
+PAIRS = [
+    (engine, rollout)
+    for engine, rollout in product(trainers(), [SAME, *rollouts()])
+    if rollout != SAME or ENGINES[engine].generates
+]
+"""Every engine that trains, with everything that can generate for it."""
+
+
+@dataclass(frozen=True)
+class Distilled:
+    sampling: Sampling = Sampling(max_new_tokens=32)
+    loss: ClippedPolicyLoss = ClippedPolicyLoss()
+
+
+@cache
+def config(engine: str, rollout: str, *words: str) -> Resolved:
+    return config_of(
+        "algorithm=ppo",
+        "algorithm.roles.reward.worker=rule",
+        "executor=ray",
+        f"engine={engine}",
+        f"rollout={rollout}",
+        "task.num_train=64",
+        "task.num_held_out=8",
+        "algorithm.per_step.prompts=8",
+        *words,
+    )
+
+
+def distilled(prompts: Prompts, teacher: Policy, actor: Policy, cfg: Distilled) -> TrainMetrics:
+    """A frozen policy that one engine may sample from and another evaluates."""
+    roll = teacher.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    return actor.train(
+        cfg.loss,
+        PolicyBatch(
+            tokens=roll.tokens,
+            mask=roll.mask,
+            behavior_logprob=roll.behavior_logprob,
+            advantage=teacher.logprob(roll.tokens, roll.mask),
+        ),
+    )
+
+
+STEPS = (build(ppo_step, cfg=PPO()), build(distilled, cfg=Distilled()))
+
+
+def models_of(step: Graph, model: ModelShape) -> dict[str, ModelShape | None]:
+    """The same model in every role but the reward, which is a rule."""
+    return {role: None if role == "reward" else model for role in step.roles}
+
+
+def cluster(num_nodes: int, per_node: int, memory_mib: int) -> ClusterSpec:
+    device = DeviceSpec(
+        name="small",
+        memory_bytes=memory_mib * 2**20,
+        flops_per_s={"bfloat16": 1e12},
+        memory_bytes_per_s=1e11,
+        host_bytes_per_s=1e10,
+    )
+    nodes = NodeGroup(
+        num_nodes=num_nodes,
+        devices_per_node=per_node,
+        device=device,
+        within=LinkSpec(bytes_per_s=1e10, latency_s=1e-5),
+    )
+    between = LinkSpec(bytes_per_s=1e9, latency_s=1e-5)
+    return ClusterSpec(name="small", node_groups=(nodes,), between=between)
+
+
+def shape(family: str, key_heads: int, layers: int) -> ModelShape:
+    fields = {
+        "model_type": family,
+        "hidden_size": 256,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": key_heads,
+        "intermediate_size": 512,
+        "vocab_size": 1024,
+    }
+    return shape_of(fields, name=family)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pair=st.sampled_from(PAIRS),
+    num_nodes=st.sampled_from([1, 2]),
+    per_node=st.sampled_from([1, 2, 3, 4]),
+    memory_mib=st.sampled_from([24, 48, 96, 1024]),
+    family=st.sampled_from(["qwen2", "llama", "mistral"]),
+    key_heads=st.sampled_from([1, 2, 8]),
+    layers=st.sampled_from([2, 6]),
+    step=st.sampled_from(STEPS),
+)
+def test_a_plan_is_one_that_its_engines_run(
+    pair: tuple[str, str],
+    num_nodes: int,
+    per_node: int,
+    memory_mib: int,
+    family: str,
+    key_heads: int,
+    layers: int,
+    step: Graph,
+) -> None:
+    run = config(*pair)
+    model = shape(family, key_heads, layers)
+    engine, rollout = run.engines.planned(run.engines.name)
+    workload = Workload(num_prompts=8, prompt=Lengths.constant(32), response=Lengths.constant(32))
+    try:
+        plan = plan_step(
+            step,
+            models_of(step, model),
+            cluster(num_nodes, per_node, memory_mib),
+            workload,
+            max_lag=0,
+            constants=GPU_DEFAULTS,
+            engine=engine,
+            rollout=rollout,
+            deadline_s=2.0,
+        )
+    except PlanError:
+        assume(False)
+        raise
+    for name, layout in plan.layouts.items():
+        node = step[name]
+        runner = run.engines.runs(step, node)
+        assert runner.why_not(layout, CALL_KINDS[node.kind], model) is None
+    check_layouts(plan, step, run.engines, "the plan")
+    planned_options(plan, replace(run.main, graph=step), run.engines)
+    groups = divided(plan, step, run.engines)
+    placement = groups.placement(step)
+    for name, layout in plan.layouts.items():
+        group = placement.group(placement.nodes[name])
+        processes = group.num_ranks * group.tensor_parallel * group.pipeline_parallel
+        assert processes == layout.num_devices
+        sizes = run.engines.runs(step, step[name]).division(layout)
+        assert (group.tensor_parallel, group.pipeline_parallel) == sizes
+
+
+def test_the_planner_divides_models_for_fsdp() -> None:
+    """What FSDP shares follows from the layout, and reaches workers."""
+    run = config("fsdp", "torch")
+    model = shape("qwen2", 8, 6)
+    step = STEPS[0]
+    engine, rollout = run.engines.planned("fsdp")
+    plan = plan_step(
+        step,
+        models_of(step, model),
+        cluster(1, 4, 96),
+        Workload(num_prompts=8, prompt=Lengths.constant(32), response=Lengths.constant(32)),
+        max_lag=0,
+        constants=GPU_DEFAULTS,
+        engine=engine,
+        rollout=rollout,
+        pins=Pins(layouts={"actor.train": {"dp": 4}}),
+    )
+    layout = plan.layouts["actor.train"]
+    assert (layout.zero, layout.tp, layout.dp) == (3, 1, 4)
+    assert (
+        planned_options(plan, replace(run.main, graph=step), run.engines)["actor"]["shards"]
+        == layout.dp
+    )
+    placement = divided(plan, step, run.engines).placement(step)
+    groups = {name: placement.group(group) for name, group in placement.nodes.items()}
+    assert (groups["actor.train"].num_ranks, groups["actor.train"].tensor_parallel) == (1, 4)
+    assert groups["actor.train"].name == groups["ref.logprob"].name
+    assert groups["actor.generate"].tensor_parallel == 1
+
+
+def test_placement_auto_places_fsdp(tmp_path: Path) -> None:
+    file = tmp_path / "measured.json"
+    calibration(num_devices=2).write(file)
+    run = config("fsdp", "torch", f"calibration={file}")
+    plan = choose(run).plan
+    assert plan.prediction is not None
+    main = stages_of(run, plan)[-1]
+    for name, layout in plan.layouts.items():
+        assert run.engines.runs(main.graph, main.graph[name]).why_not(
+            layout, "forward"
+        ) is None or (name == "actor.generate")
+
+
+def written(tmp_path: Path, **layouts: Layout) -> str:
+    named = {name.replace("_", "."): layout for name, layout in layouts.items()}
+    plan = Plan(groups=(GroupPlan(name="all", devices=(0, 1)),), layouts=named)
+    (tmp_path / "plan.json").write_text(plan.model_dump_json(exclude_defaults=True))
+    return f"placement={tmp_path / 'plan.json'}"
+
+
+def test_a_layout_reaches_the_workers(tmp_path: Path) -> None:
+    own = written(tmp_path, actor_train=Layout(tp=2), critic_train=Layout(dp=2, zero=3))
+    main = stages_of(config("fsdp", "torch", own))[-1]
+    assert main.planned_options["actor"] == {"shards": 1}
+    assert main.planned_options["critic"] == {"shards": 2}
+
+
+def test_calls_of_a_role_that_need_different_workers_are_refused(tmp_path: Path) -> None:
+    own = written(tmp_path, critic_value=Layout(tp=2), critic_train=Layout(dp=2, zero=3))
+    with pytest.raises(PlanError) as caught:
+        stages_of(config("fsdp", "torch", own))
+    assert str(caught.value) == (
+        "the layouts of 'critic.value' and 'critic.train' ask for shards=1 and shards=2, but one "
+        "role has one shards\n    give its calls the same layout"
+    )
+
+
+@pytest.mark.parametrize("at", ["engine.options", "algorithm.roles.actor.options"])
+def test_an_option_that_contradicts_the_layout_is_refused(tmp_path: Path, at: str) -> None:
+    own = written(tmp_path, actor_train=Layout(dp=2, zero=3))
+    with pytest.raises(ConfigError) as caught:
+        stages_of(config("fsdp", "torch", own, f"{at}={{shards: 1}}"))
+    assert str(caught.value) == (
+        f"'{at}.shards' is 1, but layout dp2 zero3 of 'actor.train' makes it 2\n"
+        "    leave it out, or place the run by hand: executor.groups"
+    )
+
+
+# --- refusals
+
+
+def test_an_engine_that_does_not_generate_needs_one_that_does() -> None:
+    run = config("fsdp", SAME, "executor.groups.all=1")
+    with pytest.raises(ConfigError) as caught:
+        check_options(stages_of(run)[-1], run)
+    assert str(caught.value) == (
+        "engine=fsdp does not generate, and 'actor.generate' must\n"
+        "    add rollout=torch or rollout=vllm"
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "key", "message"),
+    [
+        (
+            "torch",
+            "tensor_parallel",
+            "the torch engine runs data-parallel only\n    set engine=fsdp or engine=megatron, "
+            "or 1",
+        ),
+        ("fsdp", "pipeline_parallel", "FSDP has no pipeline stages\n    set engine=megatron, or 1"),
+    ],
+)
+def test_a_division_that_no_engine_of_the_run_has_is_refused(
+    engine: str, key: str, message: str
+) -> None:
+    run = config(engine, "torch", "executor.groups.all=1", f"executor.{key}.all=2")
+    with pytest.raises(ConfigError) as caught:
+        stages_of(run)
+    assert str(caught.value) == f"'executor.{key}.all' is 2, but {message}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "engine.kind=megatorn",
+            "'engine.kind': 'megatorn' is no engine that trains; did you mean 'megatron'?\n"
+            "    there are: torch, fsdp, megatron, or module:ENGINE for one of your own",
+        ),
+        (
+            "engine.kind=vllm",
+            "'engine.kind': 'vllm' is no engine that trains\n"
+            "    there are: torch, fsdp, megatron, or module:ENGINE for one of your own",
+        ),
+        (
+            "rollout.kind=vlm",
+            "'rollout.kind': 'vlm' is no engine that generates; did you mean 'vllm'?\n"
+            "    there are: same, torch, vllm, or module:ENGINE for one of your own",
+        ),
+    ],
+)
+def test_an_engine_that_is_not_there_is_refused(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(words)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "engine.kind=json:loads",
+            "'engine.kind': 'json:loads' is a function\n"
+            "    give an Engine (penstock.workers.engines.engine)",
+        ),
+        (
+            "engine.kind=penstock.workers.engines.registry:VLLM",
+            "'engine.kind': engine 'vllm' declares no workers that train",
+        ),
+        (
+            "rollout.kind=penstock.workers.engines.registry:FSDP",
+            "'rollout.kind': engine 'fsdp' declares no rollout worker",
+        ),
+    ],
+)
+def test_an_engine_of_ones_own_must_be_one(words: str, message: str) -> None:
+    run = config_of(words)
+    with pytest.raises(ConfigError) as caught:
+        check_options(stages_of(run)[-1], run)
+    assert str(caught.value) == message
+
+
+def test_a_model_that_an_engine_does_not_compute_is_not_planned_for() -> None:
+    run = config("megatron", "vllm")
+    engine, rollout = run.engines.planned("megatron")
+    step = STEPS[0]
+    model = shape("mistral", 8, 2)
+    with pytest.raises(PlanError) as caught:
+        plan_step(
+            step,
+            models_of(step, model),
+            cluster(1, 2, 1024),
+            Workload(num_prompts=8, prompt=Lengths.constant(32), response=Lengths.constant(32)),
+            max_lag=0,
+            constants=GPU_DEFAULTS,
+            engine=engine,
+            rollout=rollout,
+        )
+    assert str(caught.value) == (
+        "'critic.value' of model 'mistral' cannot be planned: Megatron computes llama, qwen2, "
+        "qwen3 here, not 'mistral'\n    choose another engine, or another model"
+    )

@@ -1,0 +1,104 @@
+"""A tracker of one's own in real runs: what it is told, and that its failures end nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from penstock.configs.schema import TrackerConfig
+from penstock.dataflow.errors import ConfigError
+from penstock.launch.run_dir.metrics import read_metrics
+from penstock.launch.run_dir.trackers.registry import TRACKERS, Trackers
+from penstock.launch.run_dir.trackers.tracker import Tracker
+
+from ...conftest import Penstock
+
+WORDS = (
+    *("model.architecture.hidden_size=16", "model.architecture.intermediate_size=32"),
+    *("model.architecture.num_hidden_layers=1", "model.architecture.num_attention_heads=2"),
+    *("model.architecture.num_key_value_heads=1", "task.num_train=64", "task.num_held_out=8"),
+    *("evaluation.num_prompts=8", "algorithm.num_steps=2", "checkpoint_every=2"),
+    *("algorithm.per_step.prompts=4", "algorithm.cfg.sampling.num_samples=4"),
+    *("algorithm.before.sft.num_steps=1", "algorithm.before.sft.per_step.demos=8"),
+    "tracker.kind=notebook:Notebook",
+)
+
+
+@pytest.fixture(autouse=True)
+def _notebook(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).with_name("notebook.py"), tmp_path)
+
+
+def test_it_is_told_of_every_stage_and_step(penstock: Penstock) -> None:
+    said = penstock("run", *WORDS, "tracker.options.file=told.txt")
+    assert said.code == 0, said.err
+    assert Path("told.txt").read_text().splitlines() == [
+        "start sft, grpo seed 0 False",
+        "rewind sft 0",
+        "log sft 0 metrics",
+        "rewind grpo 0",
+        "log grpo 0 evaluation",
+        "log grpo 0 metrics",
+        "log grpo 1 metrics",
+        "log grpo 2 evaluation",
+        "finish 2",
+    ]
+    (run,) = Path("runs").iterdir()
+    assert f"tracker: told.txt of {run.name}\n" in said.err
+    assert not (run / "tensorboard").exists()
+
+
+@pytest.mark.filterwarnings("default")
+def test_its_failure_is_said_once_and_ends_nothing(penstock: Penstock, tmp_path: Path) -> None:
+    said = penstock("run", *WORDS, "tracker.options.fails_at=1")
+    assert said.code == 0, said.err
+    line = next(
+        number
+        for number, text in enumerate((tmp_path / "notebook.py").read_text().splitlines(), 1)
+        if "is full" in text
+    )
+    assert said.err.count("tracker 'notebook:Notebook' failed") == 1
+    assert (
+        "penstock: warning: tracker 'notebook:Notebook' failed at log of step 1 of stage 'grpo':\n"
+        f'    {tmp_path}/notebook.py:{line}: raise OSError("the notebook is full")\n'
+        "    OSError: the notebook is full\n"
+        "    it is not called again; the run goes on, and metrics.jsonl has every step\n"
+    ) in said.err
+    assert Path("notebook.txt").read_text().splitlines()[-2:] == [
+        "log grpo 0 metrics",
+        "finish None",
+    ]
+    (run,) = Path("runs").iterdir()
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
+
+
+def refusal(config: TrackerConfig) -> str:
+    with pytest.raises(ConfigError) as error:
+        Trackers(config)
+    return str(error.value)
+
+
+def test_what_makes_no_tracker_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert refusal(TrackerConfig(kind="tensorbord")) == (
+        "'tracker.kind': there is no tracker 'tensorbord'; did you mean 'tensorboard'?\n"
+        "    trackers are: tensorboard, or module:name for your own"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert refusal(TrackerConfig(kind="notebook:no_tracker")) == (
+        "'tracker.kind': 'notebook:no_tracker' made a int, which is no tracker\n"
+        "    it must have the methods start, rewind, log and finish"
+    )
+    said = refusal(TrackerConfig(kind="notebook:Notebook", options={"colour": "red"}))
+    first, *_, error, fix = said.splitlines()
+    assert first == "'tracker.kind': tracker 'notebook:Notebook' cannot be made"
+    assert error.endswith("got an unexpected keyword argument 'colour'")
+    assert fix == "    tracker.options are the keyword arguments of what makes it"
+
+
+@pytest.mark.parametrize("kind", TRACKERS)
+def test_every_kind_is_a_tracker(kind: str) -> None:
+    assert isinstance(TRACKERS[kind](), Tracker)

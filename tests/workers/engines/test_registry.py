@@ -1,0 +1,175 @@
+"""What engines declare of themselves: names, workers that are there, and layouts they run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from penstock.dataflow.errors import ConfigError
+from penstock.planner.inputs.calls import CallKind
+from penstock.planner.inputs.layout import Layout
+from penstock.planner.inputs.model_shape import ModelShape, shape_of
+from penstock.workers.engines.engine import Engine, Requirement
+from penstock.workers.engines.registry import DEFAULT, ENGINES, rollouts, trainers
+
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 64,
+}
+
+
+def shape(**changes: object) -> ModelShape:
+    return shape_of({**QWEN, **changes})
+
+
+def test_every_worker_that_an_engine_names_is_there() -> None:
+    """A name is a string, so nothing else would notice that a class was moved."""
+    declared = [replace(engine, needs=None) for engine in ENGINES.values()]
+    specs = [engine.spec(worker) for engine in declared for worker in engine.roles]
+    specs += [engine.rollout_spec for engine in declared if engine.rollout is not None]
+    assert len(specs) == 12
+    assert all(callable(spec.build) for spec in specs)
+
+
+def test_an_engine_trains_or_generates_or_both() -> None:
+    assert trainers() == ["torch", "fsdp", "megatron"]
+    assert rollouts() == ["torch", "vllm"]
+    assert set(trainers()) | set(rollouts()) == set(ENGINES)
+    for name in trainers():
+        assert {"policy", "value", "reward_model"} <= set(ENGINES[name].roles)
+    assert DEFAULT.generates
+    assert DEFAULT.needs is None
+
+
+def test_importing_the_registry_imports_no_engine() -> None:
+    code = (
+        "import sys, penstock.workers.engines.registry\n"
+        "print([name for name in ('ray', 'transformers', 'vllm', 'megatron', 'hydra')\n"
+        "       if name in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False
+    )
+    assert (ran.stdout.strip(), ran.stderr) == ("[]", "")
+
+
+def test_what_is_not_installed_is_said_with_what_to_install() -> None:
+    missing = Requirement("nosuchmodule", "no-such-package", "penstock-rl[such]")
+    engine = Engine(
+        planned=DEFAULT.planned, roles=DEFAULT.roles, rollout=DEFAULT.rollout, needs=missing
+    )
+    with pytest.raises(ConfigError) as caught:
+        engine.spec("policy")
+    assert str(caught.value) == (
+        "engine=torch needs the package no-such-package, which is not installed\n"
+        "    pip install penstock-rl[such]"
+    )
+    with pytest.raises(ConfigError, match="^rollout=torch needs the package no-such-package"):
+        _ = engine.rollout_spec
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "layout"),
+    [
+        ("torch", "train", Layout(dp=4)),
+        ("torch", "generate", Layout(dp=2, zero=3)),  # of a frozen policy that another evaluates
+        ("fsdp", "train", Layout(dp=4, zero=3)),
+        ("fsdp", "train", Layout(tp=2, dp=2, zero=3)),
+        ("fsdp", "forward", Layout(dp=2)),
+        ("megatron", "train", Layout(tp=2, pp=2, dp=2, zero=1, sequence_parallel=True)),
+        ("megatron", "forward", Layout(pp=4)),
+        ("vllm", "generate", Layout(tp=2, dp=2)),
+    ],
+)
+def test_what_an_engine_runs(engine: str, kind: CallKind, layout: Layout) -> None:
+    assert ENGINES[engine].why_not(layout, kind, shape()) is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "layout", "problem"),
+    [
+        ("torch", "train", Layout(tp=2), "the torch engine runs data-parallel only"),
+        ("torch", "train", Layout(dp=2, zero=1), "the torch engine runs data-parallel only"),
+        (
+            "torch",
+            "train",
+            Layout(checkpointing=True),
+            "the torch engine keeps activations and does not compute them again",
+        ),
+        ("fsdp", "generate", Layout(), "FSDP does not generate here"),
+        ("fsdp", "forward", Layout(pp=2), "FSDP has no pipeline stages"),
+        (
+            "fsdp",
+            "train",
+            Layout(dp=2, zero=2),
+            "FSDP shares all of a model's states (zero=3) or none",
+        ),
+        (
+            "fsdp",
+            "train",
+            Layout(tp=2, sequence_parallel=True),
+            "FSDP does not cut activations along the sequence",
+        ),
+        ("fsdp", "forward", Layout(tp=4), "FSDP cannot divide 2 key heads by tp=4"),
+        ("fsdp", "forward", Layout(cp=2), "engine 'fsdp' has no cp, ep and offload"),
+        ("megatron", "generate", Layout(), "Megatron does not generate here"),
+        (
+            "megatron",
+            "train",
+            Layout(dp=2, zero=3),
+            "Megatron shares no more than the optimizer's state",
+        ),
+        ("megatron", "train", Layout(tp=4), "Megatron cannot divide 2 key heads by tp=4"),
+        ("megatron", "train", Layout(dp=2, ep=2), "engine 'megatron' has no cp, ep and offload"),
+        (
+            "megatron",
+            "train",
+            Layout(checkpointing=True),
+            "engine 'megatron' keeps activations and does not compute them again",
+        ),
+        ("vllm", "train", Layout(), "vLLM only generates"),
+        ("vllm", "generate", Layout(pp=2), "vLLM has no pipeline stages here"),
+        ("vllm", "generate", Layout(offload=True), "engine 'vllm' has no cp, ep and offload"),
+    ],
+)
+def test_what_an_engine_does_not_run(
+    engine: str, kind: CallKind, layout: Layout, problem: str
+) -> None:
+    assert ENGINES[engine].why_not(layout, kind, shape()) == problem
+
+
+def test_an_engine_knows_its_families() -> None:
+    mistral = shape(model_type="mistral")
+    why = ENGINES["megatron"].why_not(Layout(), "train", mistral)
+    assert why == "Megatron computes llama, qwen2, qwen3 here, not 'mistral'"
+    fsdp = ENGINES["fsdp"]
+    assert fsdp.why_not(Layout(dp=2, zero=3), "train", mistral) is None
+    assert fsdp.why_not(Layout(tp=2), "train", mistral) == (
+        "FSDP has tensor parallelism for llama, qwen2, qwen3, not for 'mistral'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout", "division", "options"),
+    [
+        ("torch", Layout(dp=4), (1, 1), {}),
+        ("megatron", Layout(tp=2, pp=2, dp=2), (2, 2), {}),
+        ("megatron", Layout(tp=2, sequence_parallel=True), (2, 1), {"sequence_parallel": True}),
+        ("fsdp", Layout(dp=4, zero=3), (4, 1), {"shards": 4}),
+        ("fsdp", Layout(tp=2, dp=2, zero=3), (4, 1), {"shards": 2}),
+        ("fsdp", Layout(tp=2, dp=2), (2, 1), {"shards": 1}),
+        ("vllm", Layout(tp=2, dp=2), (2, 1), {}),
+    ],
+)
+def test_a_layout_says_what_processes_and_workers_are(
+    engine: str, layout: Layout, division: tuple[int, int], options: dict[str, object]
+) -> None:
+    assert ENGINES[engine].division(layout) == division
+    assert ENGINES[engine].options(layout) == options

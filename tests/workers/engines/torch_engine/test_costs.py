@@ -1,0 +1,180 @@
+"""The torch engine's memory: sums worked out by hand, laws, and a live call."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from penstock.planner.cost.memory_ledger import Parts
+from penstock.planner.inputs.calls import Call, CallKind
+from penstock.planner.inputs.layout import Layout
+from penstock.planner.inputs.workload import Lengths
+from penstock.workers.engines.torch_engine.costs import (
+    TorchMemory,
+    torch_engine_peak,
+    torch_resident_parts,
+    torch_transient_parts,
+)
+
+from ....planner.cost.memory_cases import TINY, make_call
+
+CASE = Path(__file__).parents[4] / "benchmarks" / "planner_memory_case.py"
+HALF = TINY.model_copy(update={"dtype": "bfloat16"})
+PARAMS = TINY.num_params()
+
+
+def rows(num: int, prompt: int, response: int) -> dict[str, Any]:
+    """Fields of a call of one update."""
+    lengths = {"prompt": Lengths.constant(prompt), "response": Lengths.constant(response)}
+    return {"num_sequences": num, "updates": 1, **lengths}
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+def test_weights_gradients_and_moments_are_whole() -> None:
+    call = make_call(model=TINY)
+    assert torch_resident_parts(call) == Parts(4 * PARAMS, 4 * PARAMS, 8 * PARAMS)
+    layout = Layout(dp=4, zero=3, offload=True)  # the engine does neither
+    assert TorchMemory().resident(call, layout) == torch_resident_parts(call)
+
+
+def test_16_bit_weights_have_a_float32_master_copy() -> None:
+    call = make_call(model=HALF)
+    assert torch_resident_parts(call) == Parts(2 * PARAMS, 2 * PARAMS, 12 * PARAMS)
+
+
+def test_a_copy_that_generates_has_weights_alone() -> None:
+    call = make_call("generate", model=TINY)
+    assert TorchMemory().resident(call, Layout()) == Parts(weights=4 * PARAMS)
+
+
+def test_a_frozen_worker_has_weights_alone() -> None:
+    call = make_call("forward", model=TINY, trained=False)
+    assert torch_resident_parts(call) == Parts(weights=4 * PARAMS)
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def test_few_tokens_peak_in_the_optimizer_step() -> None:
+    call = make_call(model=TINY, head="scalar", **rows(1, 2, 2))
+    params = TINY.num_params("scalar")
+    assert torch_transient_parts(call) == Parts(optimizer=4 * params)
+
+
+def test_16_bit_gradients_are_added_up_in_float32() -> None:
+    call = make_call(model=HALF, head="scalar", **rows(1, 2, 2))
+    params = HALF.num_params("scalar")
+    assert torch_transient_parts(call).total == 2 * 4 * params  # their sum, and one step's own
+    # From the second update on there is the sum of the last one too.
+    twice = dataclasses.replace(call, passes=2, updates=2)
+    assert torch_transient_parts(twice) == Parts(gradients=3 * 4 * params)
+
+
+def test_a_large_vocabulary_peaks_at_the_head() -> None:
+    shape = TINY.model_copy(update={"vocab_size": 32000})
+    # 4 rows of 8 + 16 tokens; 64 positions are read.
+    call = make_call(model=shape, **rows(4, 8, 16))
+    assert torch_transient_parts(call).logits == 64 * 32000 * 3 * 4
+    assert torch_transient_parts(call, entropy=True).logits == 64 * 32000 * 5 * 4
+    evaluate = dataclasses.replace(call, kind="forward")
+    assert torch_transient_parts(evaluate) == Parts(
+        activations=64 * 64 * 4, logits=64 * 32000 * 3 * 4
+    )
+
+
+def test_a_shared_prompt_is_computed_once() -> None:
+    alone = make_call(model=TINY, head="scalar", **rows(32, 64, 16))
+    shared = dataclasses.replace(alone, samples_per_prompt=8)
+    before, after = (torch_transient_parts(call).activations for call in (alone, shared))
+    assert after < before / 2
+    # Where it would save less than a fifth of the tokens nothing is shared.
+    short = make_call(model=TINY, head="scalar", samples_per_prompt=8, **rows(32, 8, 64))
+    once = dataclasses.replace(short, samples_per_prompt=1)
+    assert torch_transient_parts(short) == torch_transient_parts(once)
+
+
+def test_the_cache_has_whole_rows_and_positions_of_16() -> None:
+    # 60 rows become 64; 20 + 200 - 1 positions are kept, rounded up to 224.
+    call = make_call("generate", model=TINY, **rows(60, 20, 200))
+    layers = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, size, bytes
+    packed = 60 * 20 + 16  # the prompts, not yet copied to their rows
+    assert torch_transient_parts(call).kv_cache == (64 * 224 + packed) * layers
+
+
+def test_a_wave_bounds_the_rows_decoded_at_once() -> None:
+    call = make_call("generate", model=TINY, **rows(64, 20, 200))
+    whole, half = (torch_transient_parts(call, max_decode_rows=size) for size in (64, 32))
+    assert half.kv_cache == pytest.approx(whole.kv_cache / 2, rel=0.01)
+
+
+def test_rows_that_leave_are_copied_while_the_old_cache_is_there() -> None:
+    constant = make_call("generate", model=TINY, **rows(160, 20, 200))
+    mixed = dataclasses.replace(constant, response=Lengths(tokens=(20, 200)))
+    cache = 160 * 224 * 2 * 2 * 2 * 16 * 4
+    assert torch_transient_parts(mixed).kv_cache == cache + cache * 128 // 160
+    assert torch_transient_parts(constant).kv_cache < cache * 1.2
+
+
+def test_the_generic_model_asks_the_torch_engine() -> None:
+    call = make_call(model=TINY, num_sequences=64)
+    found = TorchMemory().transient(call, Layout(dp=4))
+    assert found == torch_transient_parts(call, num_ranks=4)
+
+
+_LENGTHS = st.sampled_from([Lengths.constant(1), Lengths.constant(40), Lengths(tokens=(5, 9, 60))])
+_CALLS = st.builds(
+    make_call,
+    kind=st.sampled_from(["train", "forward", "generate"]),
+    model=st.sampled_from([TINY, HALF]),
+    head=st.sampled_from(["vocabulary", "scalar"]),
+    trained=st.booleans(),
+    num_sequences=st.integers(1, 64),
+    samples_per_prompt=st.sampled_from([1, 4]),
+    prompt=_LENGTHS,
+    response=_LENGTHS,
+    passes=st.sampled_from([1, 2]),
+    updates=st.sampled_from([2, 8]),
+)
+
+
+@given(call=_CALLS, num_ranks=st.integers(1, 9), tokens=st.integers(1, 5000))
+def test_every_call_has_a_peak(call: Call, num_ranks: int, tokens: int) -> None:
+    parts = torch_engine_peak(call, num_ranks=num_ranks, micro_batch_tokens=tokens)
+    added = torch_transient_parts(call, num_ranks=num_ranks, micro_batch_tokens=tokens)
+    assert min(parts) >= 0
+    assert parts == torch_resident_parts(call).plus(added)
+    assert parts.total > torch_resident_parts(call).total
+    assert (parts.kv_cache > 0) == (call.kind == "generate")
+
+
+@pytest.mark.parametrize("kind", ["train", "forward"])
+def test_activations_grow_with_the_micro_batch(kind: CallKind) -> None:
+    call = make_call(kind, model=TINY, head="scalar", **rows(256, 64, 64))
+    small, large = (torch_transient_parts(call, micro_batch_tokens=size) for size in (2048, 16384))
+    assert large.activations == pytest.approx(8 * small.activations, rel=0.1)
+    # No more than there is.
+    assert torch_transient_parts(call, micro_batch_tokens=2**20) == (
+        torch_transient_parts(call, micro_batch_tokens=2**15)
+    )
+
+
+# --- measured -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_live_call_needs_what_is_predicted(tmp_path: Path) -> None:
+    file = tmp_path / "case.json"
+    command = [sys.executable, str(CASE), "--case", "small", "--json", str(file)]
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    found = json.loads(file.read_text())
+    assert found["measured_bytes"] > 20e6
+    assert abs(found["predicted_bytes"] / found["measured_bytes"] - 1) < 0.1

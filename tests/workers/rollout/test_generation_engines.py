@@ -1,0 +1,319 @@
+"""What every engine under a `GeneratorPolicy` must do: vLLM, our own, and one of these tests'.
+
+Whoever adds a rollout engine adds it to `POLICIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from penstock.algorithms.losses import ClippedPolicyLoss
+from penstock.algorithms.roles import Sampling
+from penstock.dataflow.runtime.device_sharing import Sleeper
+from penstock.dataflow.runtime.worker_protocol import Closable, Trainable
+from penstock.workers.engines.torch_engine.specs import TorchGeneratorSpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.rollout.generator_policy import GeneratorPolicy
+from penstock.workers.weight_sync.version_tracker import WeightsError
+from penstock.workers.weight_sync.weight_buffer import parameter_checksum
+from slow_engine import SlowPolicySpec
+from torch import Tensor
+from torch_models import EOS, GPT2, VOCAB, make_prompts, to_batch
+from vllm_models import (
+    CONTEXT,
+    by_sample,
+    generate,
+    hugging_face_logprob,
+    model_spec,
+    random_weights,
+    set_weights,
+    start,
+)
+
+SAMPLING = Sampling(num_samples=3, max_new_tokens=20)
+VERSIONS = count(1001)
+
+
+@dataclass
+class Case:
+    """An engine's policy, and the same model in Hugging Face's own code with the same weights."""
+
+    policy: GeneratorPolicy
+    module: Any
+
+    def deliver(self, seed: int) -> int:
+        """New weights for both; their version."""
+        weights = random_weights(self.module, seed)
+        version = next(VERSIONS)
+        self.policy.receive(weights, version, sums(weights, version))
+        set_weights(self.module, weights)
+        return version
+
+    def difference(self) -> float:
+        """The largest difference of log-probabilities over some samples."""
+        prompt, prompt_id = make_prompts(6)
+        roll = generate(self.policy, prompt, prompt_id, SAMPLING)
+        expected = hugging_face_logprob(self.module, roll)
+        return float((roll.behavior_logprob - expected).abs().max())
+
+
+def torch_policy(model: ModelSpec) -> GeneratorPolicy:
+    return TorchGeneratorSpec(model=model, eos_token_id=EOS).build(CONTEXT)
+
+
+QWEN2 = model_spec("qwen2-tied")
+POLICIES: dict[str, tuple[ModelSpec, Callable[[], GeneratorPolicy]]] = {
+    "slow": (QWEN2, lambda: SlowPolicySpec(model=QWEN2, eos_token_id=EOS).build(CONTEXT)),
+    "torch": (QWEN2, lambda: torch_policy(QWEN2)),
+    "torch-gpt2": (
+        ModelSpec(architecture=GPT2),
+        lambda: torch_policy(ModelSpec(architecture=GPT2)),
+    ),
+    "vllm": (QWEN2, lambda: start("qwen2-tied")),
+}
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def case(request: pytest.FixtureRequest) -> Generator[Case]:
+    """One engine for all tests: each starts from the weights it sets."""
+    model, make = POLICIES[request.param]
+    made = Case(make(), model.causal_lm("cpu"))
+    made.deliver(1)
+    yield made
+    made.policy.close()
+
+
+def sums(weights: dict[str, Tensor], version: int) -> dict[str, int]:
+    return {name: parameter_checksum(name, t, version) for name, t in weights.items()}
+
+
+def test_it_is_what_runs_ask_for(case: Case):
+    for contract in (Trainable, Sleeper, Closable):
+        assert isinstance(case.policy, contract)
+    assert case.policy.engine.vocab_size == VOCAB
+    assert case.policy.engine.num_positions == 256
+
+
+# --- drawing
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_logprobs_are_hugging_faces_at_the_sampling_temperature(case: Case, temperature: float):
+    prompt, prompt_id = make_prompts(8)
+    sampling = Sampling(num_samples=3, max_new_tokens=20, temperature=temperature)
+    roll = generate(case.policy, prompt, prompt_id, sampling)
+    expected = hugging_face_logprob(case.module, roll, temperature)
+    torch.testing.assert_close(roll.behavior_logprob, expected, atol=1e-5, rtol=0)
+    assert bool((roll.behavior_logprob[roll.mask] < 0).all())
+
+
+def test_the_rollout_is_laid_out_as_the_table_says(case: Case):
+    prompt, prompt_id = make_prompts(8)
+    roll = generate(case.policy, prompt, prompt_id, SAMPLING)
+    assert roll.prompt_id.tolist() == prompt_id.repeat_interleave(3).tolist()
+    for row in range(len(roll.tokens)):
+        begin = int((prompt[row // 3] >= 0).sum())
+        response = roll.tokens[row][roll.mask[row]].tolist()
+        end = begin + len(response)
+        assert roll.tokens[row, :begin].tolist() == prompt[row // 3, :begin].tolist()
+        assert torch.nonzero(roll.mask[row])[:, 0].tolist() == list(range(begin, end))
+        assert bool((roll.tokens[row, end:] == -1).all())
+        assert bool((roll.behavior_logprob[row][~roll.mask[row]] == 0).all())
+        assert EOS not in response[:-1]
+        assert bool(roll.finished[row]) == (response[-1] == EOS)
+        assert roll.finished[row] or len(response) == SAMPLING.max_new_tokens
+    assert 0 < int(roll.finished.sum()) < len(roll.finished)
+
+
+def test_a_sample_does_not_depend_on_its_batch(case: Case):
+    prompt, prompt_id = make_prompts(24)
+    whole = by_sample(generate(case.policy, prompt, prompt_id, SAMPLING), 3)
+    for rows in (torch.arange(23, -1, -1), torch.tensor([17]), torch.tensor([3, 20, 4])):
+        part = by_sample(generate(case.policy, prompt[rows], prompt_id[rows], SAMPLING), 3)
+        assert {key: tokens for key, (tokens, _) in part.items()} == {
+            key: whole[key][0] for key in part
+        }
+        for key, (_, logprob) in part.items():
+            assert logprob == pytest.approx(whole[key][1], abs=1e-5)
+
+
+def test_more_samples_extend_fewer_and_a_longer_limit_a_shorter(case: Case):
+    prompt, prompt_id = make_prompts(5)
+    few = by_sample(generate(case.policy, prompt, prompt_id, SAMPLING), 3)
+    more = Sampling(num_samples=6, max_new_tokens=40)
+    many = by_sample(generate(case.policy, prompt, prompt_id, more), 6)
+    for key, (tokens, _) in few.items():
+        assert many[key][0][: len(tokens)] == tokens
+
+
+def test_samples_of_a_prompt_differ_and_steps_draw_anew(case: Case):
+    prompt, prompt_id = make_prompts(4)
+    first = generate(case.policy, prompt, prompt_id, SAMPLING).tokens.tolist()
+    assert generate(case.policy, prompt, prompt_id, SAMPLING, step=1).tokens.tolist() != first
+    assert generate(case.policy, prompt, prompt_id, SAMPLING).tokens.tolist() == first
+    assert first[0] != first[1]
+
+
+def test_draws_follow_the_models_probabilities(case: Case):
+    """Chi-squared of the first token of 4,000 samples against Hugging Face's distribution."""
+    prompt, prompt_id = torch.tensor([[5, 9, 11]]), torch.tensor([3])
+    roll = generate(case.policy, prompt, prompt_id, Sampling(num_samples=4000, max_new_tokens=1))
+    with torch.no_grad():
+        expected = case.module(input_ids=prompt).logits[0, -1].softmax(-1) * 4000
+    counts = torch.bincount(roll.tokens[:, 3], minlength=VOCAB)
+    common = expected >= 5
+    statistic = float(((counts - expected)[common] ** 2 / expected[common]).sum())
+    freedom = int(common.sum())
+    assert freedom > 20
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def test_greedy_takes_the_most_likely_token_of_hugging_face(case: Case):
+    prompt, prompt_id = make_prompts(3)
+    sampling = Sampling(max_new_tokens=10, temperature=0)
+    roll = generate(case.policy, prompt, prompt_id, sampling)
+    for row in range(3):
+        begin = int((prompt[row] >= 0).sum())
+        tokens = roll.tokens[row][roll.tokens[row] >= 0]
+        logits = case.module(input_ids=tokens[None]).logits[0]
+        assert tokens[begin:].tolist() == logits[begin - 1 : -1].argmax(-1).tolist()
+    assert not roll.behavior_logprob.any()
+
+
+def test_lengths_are_reported(case: Case):
+    case.policy.metrics.clear()
+    prompt, prompt_id = make_prompts(6)
+    roll = generate(case.policy, prompt, prompt_id, SAMPLING)
+    lengths = roll.mask.sum(1)
+    assert {name: metric.value for name, metric in case.policy.metrics.items()} == {
+        "response_length": pytest.approx(float(lengths.float().mean())),
+        "response_length_min": float(lengths.min()),
+        "response_length_max": float(lengths.max()),
+        "truncated": pytest.approx(1 - float(roll.finished.float().mean())),
+        "new_tokens": float(lengths.sum()),
+    }
+
+
+def test_no_prompts_make_no_rows(case: Case):
+    empty = torch.zeros(0, 5, dtype=torch.int64)
+    roll = case.policy.generate(empty, torch.zeros(0, dtype=torch.int64), SAMPLING)
+    assert roll.tokens.shape == (0, 0)
+    assert roll.finished.shape == (0,)
+
+
+# --- weights
+
+
+def test_weights_are_used_once_all_of_them_are_there(case: Case):
+    weights = random_weights(case.module, 62)
+    version = next(VERSIONS)
+    *others, last = sorted(weights, reverse=True)
+    for name in others:
+        case.policy.receive({name: weights[name]}, version)
+        with pytest.raises(WeightsError, match=f"version {version} is expected"):
+            generate(case.policy, *make_prompts(2), SAMPLING)
+    case.policy.receive({last: weights[last]}, version)
+    set_weights(case.module, weights)
+    assert case.difference() < 1e-5
+
+
+def test_damaged_weights_are_refused_until_they_come_again(case: Case):
+    weights = random_weights(case.module, 70)
+    version = next(VERSIONS)
+    made = sums(weights, version)
+    name = max(weights)
+    damaged = weights[name].clone()
+    damaged.view(-1)[0] += 1
+    with pytest.raises(WeightsError, match=f"'{name}' as version {version}, and it does not have"):
+        case.policy.receive({**weights, name: damaged}, version, made)
+    with pytest.raises(WeightsError, match=f"parameter '{name}' has only 0 of its"):
+        generate(case.policy, *make_prompts(2), SAMPLING)
+    case.policy.receive({name: weights[name]}, version, made)
+    set_weights(case.module, weights)
+    assert case.difference() < 1e-5
+
+
+def test_old_and_missing_versions_are_refused(case: Case):
+    version = case.deliver(74)
+    old = random_weights(case.module, 73)
+    with pytest.raises(WeightsError, match=f"and expects version {version} or newer"):
+        case.policy.receive(old, version - 1)
+    case.policy.expect(version + 1)
+    with pytest.raises(WeightsError, match=f"version {version + 1} is expected"):
+        generate(case.policy, *make_prompts(2), SAMPLING)
+    case.policy.expect(version)
+    assert case.difference() < 1e-5
+
+
+def test_weights_of_another_model_change_nothing(case: Case):
+    case.deliver(80)
+    other = random_weights(case.module, 81)
+    name = max(other)
+    with pytest.raises(ValueError, match=rf"missing \['{name}'\], unknown \['head'\]"):
+        case.policy.load_weights({("head" if n == name else n): t for n, t in other.items()})
+    with pytest.raises(ValueError, match=rf"weight '{name}': expected shape"):
+        case.policy.load_weights({**other, name: torch.zeros(2, 2, 2)})
+    assert case.difference() < 1e-5
+
+
+def test_the_layout_is_every_parameter_whole(case: Case):
+    layout = case.policy.weights_layout()
+    assert {p.name: p.shape for p in layout.params} == {
+        name: tuple(tensor.shape) for name, tensor in case.module.named_parameters()
+    }
+    assert layout.bytes_on == {0: 4 * sum(t.numel() for t in case.module.parameters())}
+
+
+def test_one_that_slept_draws_what_it_drew(case: Case):
+    prompt, prompt_id = make_prompts(8)
+    before = generate(case.policy, prompt, prompt_id, SAMPLING)
+    for change in (case.policy.sleep, case.policy.wake):
+        change()
+        change()
+    after = generate(case.policy, prompt, prompt_id, SAMPLING)
+    assert torch.equal(after.tokens, before.tokens)
+    torch.testing.assert_close(after.behavior_logprob, before.behavior_logprob, atol=1e-5, rtol=0)
+
+
+# --- refusals
+
+
+def test_prompts_that_cannot_be_answered_are_refused(case: Case):
+    prompt, prompt_id = make_prompts(3)
+    prompt[1] = -1
+    with pytest.raises(ValueError, match=r"prompt row 1 is empty"):
+        case.policy.generate(prompt, prompt_id, SAMPLING)
+    prompt, prompt_id = make_prompts(3)
+    with pytest.raises(ValueError, match=r"exceeds the model's 256 positions"):
+        case.policy.generate(prompt, prompt_id, Sampling(max_new_tokens=250))
+    prompt[2, 0] = VOCAB
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text follows
+        case.policy.generate(prompt, prompt_id, SAMPLING)
+    assert str(error.value) == (
+        "prompt row 2 has token 61, but the model's vocabulary has 61; prompts and model need the "
+        "same tokenizer"
+    )
+
+
+def test_what_is_a_training_engines_work_is_refused(case: Case, tmp_path: Path):
+    policy, name = case.policy, case.policy.engine.name
+    roll = generate(policy, *make_prompts(1), SAMPLING)
+    begin = f"'actor' runs in {name} here, which generates and cannot "
+    for call, what, node in (
+        (lambda: policy.logprob(roll.tokens, roll.mask), "evaluate log-probabilities", "logprob"),
+        (lambda: policy.train(ClippedPolicyLoss(), to_batch(roll)), "train", "train"),
+        (policy.export_weights, "give its weights back", "train"),
+        (lambda: policy.save_state(tmp_path), "save a state", "train"),
+        (lambda: policy.load_state(tmp_path), "restore a state", "train"),
+    ):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        assert str(error.value) == (
+            f"{begin}{what}; place 'actor.{node}' on a group with a training engine"
+        )

@@ -1,0 +1,260 @@
+"""The pool: order, time limits, crashes, and that nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from penstock.dataflow.errors import ConfigError, WorkerError
+from penstock.workers.verifiers.pool import Outcome, VerifierPool, VerifierSpec
+
+REWARD = """
+import ctypes, os, signal, subprocess, sys, time
+
+def make():
+    return act
+
+def act(what, value=None):
+    if what == "return":
+        return value
+    if what == "loop":
+        while True:
+            pass
+    if what == "spawn and loop":
+        subprocess.Popen([sys.executable, "-c", f"import time; {value!r}; time.sleep(600)"])
+        while True:
+            pass
+    if what == "spawn and hold the lock":
+        subprocess.Popen([sys.executable, "-c", f"import time; {value!r}; time.sleep(600)"])
+        ctypes.PyDLL(None).sleep(600)
+    if what == "raise":
+        raise ValueError(value)
+    if what == "exit":
+        sys.exit(value)
+    if what == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "leave":
+        os._exit(value)
+    if what == "print":
+        print("noise " * 10_000)
+        return 1
+    if what == "sleep":
+        time.sleep(value)
+        return 1
+    if what == "length":
+        return len(value)
+    if what == "modules":
+        return "torch" in sys.modules or "numpy" in sys.modules
+    if what == "pid":
+        return os.getpid()
+
+def fail():
+    raise RuntimeError("no license")
+
+def slow():
+    time.sleep(600)
+"""
+
+MakePool = Callable[..., VerifierPool]
+
+
+@pytest.fixture
+def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[MakePool]:
+    (tmp_path / "pool_reward.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    pools: list[VerifierPool] = []
+
+    def make(factory: str = "make", **options: Any) -> VerifierPool:
+        spec = VerifierSpec(factory=f"pool_reward:{factory}", arguments={})
+        pools.append(VerifierPool(spec, **options))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def test_outcomes_come_in_order(make_pool: MakePool) -> None:
+    pool = make_pool(num_processes=3)
+    calls = [("return", i / 7) for i in range(200)]
+    assert pool.run(calls) == [Outcome(score=i / 7) for i in range(200)]
+    assert pool.run([]) == []
+
+
+def test_a_call_that_never_ends_is_killed_and_costs_one_row(make_pool: MakePool) -> None:
+    pool = make_pool(num_processes=1, time_limit_s=1.0)
+    before = pool.process_ids
+    started = time.monotonic()
+    outcomes = pool.run([("return", 1), ("loop",), ("return", 2), ("sleep", 60), ("return", 3)])
+    assert time.monotonic() - started < 30
+    assert [o.score for o in outcomes] == [1, 0, 2, 0, 3]
+    assert [o.timed_out for o in outcomes] == [False, True, False, True, False]
+    assert all(o.error is None for o in outcomes)
+    assert not any(psutil.pid_exists(pid) for pid in before)
+    assert len(pool.process_ids) == 1
+
+
+def test_what_a_killed_verifier_started_ends_too(make_pool: MakePool) -> None:
+    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
+    pool = make_pool(num_processes=1, time_limit_s=0.5)
+    assert pool.run([("spawn and loop", mark)])[0].timed_out
+    deadline = time.monotonic() + 10
+    while _with_mark(mark):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _with_mark(mark: str) -> list[int]:
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline", "status"])
+        if any(mark in word for word in process.info["cmdline"] or ())
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
+
+
+def test_failures_are_described(make_pool: MakePool) -> None:
+    pool = make_pool(num_processes=1)
+    calls = [("raise", "odd"), ("exit", 3), ("die",), ("leave", 7), ("return", None)]
+    calls += [("return", "1"), ("return", float("nan")), ("return", True)]
+    errors = [outcome.error or "" for outcome in pool.run(calls)]
+    assert errors[0].endswith("ValueError: odd\n")
+    assert 'pool_reward.py", line' in errors[0]
+    assert errors[1].endswith("SystemExit: 3\n")
+    assert errors[2:] == [
+        "the verifier's process ended by signal 9\n",
+        "the verifier's process ended with exit code 7\n",
+        "the verifier returned None, not a finite number\n",
+        "the verifier returned '1', not a finite number\n",
+        "the verifier returned nan, not a finite number\n",
+        "",
+    ]
+
+
+def test_printing_and_long_texts_do_no_harm(make_pool: MakePool) -> None:
+    pool = make_pool(num_processes=1)
+    outcomes = pool.run([("print",), ("length", "é\n" * 500_000), ("print",)])
+    assert [o.score for o in outcomes] == [1, 1_000_000, 1]
+
+
+def test_a_process_imports_nothing_heavy(make_pool: MakePool) -> None:
+    assert make_pool(num_processes=1).run([("modules",)])[0] == Outcome(score=0.0)
+
+
+def test_a_process_that_died_while_idle_costs_nothing(make_pool: MakePool) -> None:
+    pool = make_pool(num_processes=1)
+    assert pool.run([("return", 1)])[0].score == 1
+    os.kill(pool.process_ids[0], signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while pool.process_ids:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert pool.run([("return", 1), ("return", 2)]) == [Outcome(score=1), Outcome(score=2)]
+
+
+def test_a_verifier_that_cannot_be_made(make_pool: MakePool) -> None:
+    pool = make_pool("fail", num_processes=1)
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="(?s)cannot be made:.*RuntimeError: no license"):
+            pool.run([("return", 1)])
+    slow = make_pool("slow", num_processes=1, start_limit_s=0.5)
+    with pytest.raises(WorkerError) as caught:
+        slow.run([("return", 1)])
+    assert str(caught.value) == (
+        "the verifier's process was not ready after 0.5 s\n"
+        "    see what the reward's module does when it is imported"
+    )
+
+
+def test_threads_take_turns(make_pool: MakePool) -> None:
+    pool = make_pool(num_processes=2)
+    results: dict[int, list[Outcome]] = {}
+
+    def run(thread: int) -> None:
+        results[thread] = pool.run([("return", thread * 100 + i) for i in range(20)])
+
+    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    for thread in range(4):
+        assert [o.score for o in results[thread]] == [thread * 100 + i for i in range(20)]
+
+
+def test_close_ends_the_processes(make_pool: MakePool) -> None:
+    pool = make_pool(num_processes=2)
+    pool.run([("return", 1)])
+    ids = pool.process_ids
+    assert len(ids) == 2
+    pool.close()
+    pool.close()
+    assert not any(psutil.pid_exists(pid) for pid in ids)
+    with pytest.raises(WorkerError, match="stopped by close"):
+        pool.run([("return", 1)])
+
+
+def test_a_forgotten_pool_ends_its_processes(make_pool: MakePool, tmp_path: Path) -> None:
+    pool = VerifierPool(VerifierSpec(factory="pool_reward:make", arguments={}), num_processes=1)
+    ids = pool.process_ids
+    del pool
+    assert not any(psutil.pid_exists(pid) for pid in ids)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "loop",
+        "spawn and loop",
+        pytest.param(
+            "spawn and hold the lock",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="only Linux can end it"),
+        ),
+    ],
+)
+def test_a_killed_parent_leaves_nothing_running(
+    make_pool: MakePool, tmp_path: Path, what: str
+) -> None:
+    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from penstock.workers.data.task import VerifierSpec\n"
+        "from penstock.workers.verifiers.pool import VerifierPool\n"
+        "pool = VerifierPool(VerifierSpec(factory='pool_reward:make', arguments={}), "
+        "num_processes=1, time_limit_s=600)\n"
+        "pool.run([('return', 1)])\nprint(pool.process_ids[0], flush=True)\n"
+        f"pool.run([({what!r}, {mark!r})])"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        until = time.monotonic() + 20
+        while len(_with_mark(mark)) < (1 if what == "loop" else 2):  # the parent is one of them
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        time.sleep(0.2)  # for the call to be under way
+        parent.kill()
+    child.wait(timeout=20)
+    until = time.monotonic() + 20
+    while _with_mark(mark):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    spec = VerifierSpec(factory="pool_reward:make", arguments={})
+    with pytest.raises(ConfigError) as caught:
+        VerifierPool(spec, num_processes=0, time_limit_s=5)
+    assert str(caught.value) == (
+        "num_processes=0, time_limit_s=5\n"
+        "    a verifier needs at least 1 process and a time limit above 0"
+    )

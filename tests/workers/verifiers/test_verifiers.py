@@ -1,0 +1,139 @@
+"""Verifiers by name: exact match, math-verify, users' functions, and what is wrong with them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+from penstock.dataflow.errors import ConfigError
+from penstock.workers.verifiers.verifiers import (
+    exact_match,
+    load_verifier,
+    math_verify,
+    reference_of,
+)
+
+
+def half(prompt: str, response: str, answer: str | None) -> float:
+    return 0.5
+
+
+def test_exact_match() -> None:
+    assert exact_match("", " 42\n", "42") == 1.0
+    assert exact_match("", "42.0", "42") == 0.0
+    with pytest.raises(ValueError, match="needs an answer"):
+        exact_match("", "42", None)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        ("so it is 42.", "42", 1.0),
+        ("$0.5$", "1/2", 1.0),
+        (r"$\boxed{\frac{2}{4}}$", r"\frac{1}{2}", 1.0),
+        ("$1+x^2$", "$x^2+1$", 1.0),
+        ("$x$", "x", 1.0),
+        ("41", "42", 0.0),
+        ("", "42", 0.0),
+        ("\\frac{{{", "42", 0.0),
+        ("\x00 $$$ \ud7ff 1/0", "42", 0.0),
+    ],
+)
+def test_math_verify(response: str, answer: str, score: float) -> None:
+    assert math_verify("", response, answer) == score
+
+
+def test_math_verify_refuses_an_answer_that_is_none() -> None:
+    with pytest.raises(ValueError, match="cannot be read as mathematics"):
+        math_verify("", "1", "$$")
+    with pytest.raises(ValueError, match="needs an answer"):
+        math_verify("", "1", None)
+
+
+def test_functions_are_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(
+        "calls = []\ndef count(prompt, response, answer, *, scale=2.0):\n"
+        "    calls.append(response)\n    return scale * len(calls)\n"
+    )
+    by_path = load_verifier(f"{tmp_path}/my_rewards.py:count")
+    assert (by_path("", "", ""), by_path("", "", "")) == (2.0, 4.0)
+    assert load_verifier(f"{tmp_path}/my_rewards.py:count") is by_path
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_verifier("my_rewards:count")("", "", "") == 2.0
+    assert load_verifier("exact_match") is exact_match
+    del sys.modules["my_rewards"]
+
+
+def test_functions_have_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reference_of(half) == f"{__name__}:half"
+    assert reference_of(exact_match) == "penstock.workers.verifiers.verifiers:exact_match"
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", "script.py", raising=False)
+    monkeypatch.setattr(main, "half", half, raising=False)
+    monkeypatch.setattr(half, "__module__", "__main__")
+    assert reference_of(half) == f"{Path('script.py').resolve()}:half"
+
+
+def test_functions_without_a_name_are_refused() -> None:
+    def inner(prompt: str, response: str, answer: str | None) -> float:
+        return 1.0
+
+    for function in (inner, functools.partial(half)):
+        with pytest.raises(ConfigError) as caught:
+            reference_of(function)
+        first, second = str(caught.value).split("\n")
+        assert first.endswith("cannot be found by name in another process")
+        assert second == (
+            "    define it at the top of a module, or set reward_in_process=true to run it in the "
+            "worker itself, without a time limit"
+        )
+
+
+def _message(reference: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_verifier(reference)
+    return str(caught.value)
+
+
+def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _message("math_verfy") == (
+        "there is no reward 'math_verfy'; did you mean 'math_verify'?\n"
+        "    use code_tests, exact_match, instructions, math_verify, module:function or "
+        "path.py:function"
+    )
+    assert _message("none.py:f") == (
+        "reward 'none.py:f': there is no file none.py\n"
+        "    give the path of a Python file, from the folder the run is started in"
+    )
+    (tmp_path / "a.py").write_text("def score(response):\n    return 1\n\nlimit = 3\n")
+    signature = "    a reward is a function of (prompt, response, answer) that returns a number"
+    assert _message("a.py:scor") == (
+        f"reward 'a.py:scor': a.py has no 'scor'; did you mean 'score'?\n{signature}"
+    )
+    assert _message("a.py:score") == (
+        f"reward 'a.py:score' takes (response): too many positional arguments\n{signature}"
+    )
+    assert _message("a.py:limit") == f"reward 'a.py:limit' is a int, not a function\n{signature}"
+    fix = "    fix the module; it is imported before the run starts"
+    assert _message("no_such_module:f") == (
+        "reward 'no_such_module:f': importing no_such_module fails "
+        f"ModuleNotFoundError: No module named 'no_such_module'\n{fix}"
+    )
+    (tmp_path / "b.py").write_text("import math\n\nx = 1 / 0\n")
+    for _ in range(2):
+        assert _message("b.py:f") == (
+            "reward 'b.py:f': importing b.py fails "
+            f"at b.py:3: ZeroDivisionError: division by zero\n{fix}"
+        )
+    (tmp_path / "c.py").write_text("def f(:\n")
+    assert "SyntaxError: invalid syntax (c.py, line 1)" in _message("c.py:f")
+
+
+def test_options_of_a_verifier_are_checked_when_it_is_loaded() -> None:
+    score = load_verifier("instructions", {"score": "sum"})
+    assert score("", "a", '[{"id": "punctuation:no_comma", "weight": 3}]') == 3
+    with pytest.raises(ConfigError, match="reward 'code_tests' takes .*'memory'"):
+        load_verifier("code_tests", {"memory": 3})

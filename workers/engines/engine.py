@@ -1,0 +1,131 @@
+"""What everybody outside an engine's folder may know of it.
+
+An engine declares itself once, as an `Engine` in `declaration.py` of its folder, and is listed in
+`registry.py`. Configuration, placement and planner ask that object: what it is called, which
+workers it has, which layouts it runs and what they cost. A declaration does not import what the
+engine computes with; the classes of its workers are named, and imported when they are needed.
+
+To add an engine: a folder with its workers and a `declaration.py`, a line in `registry.py`, and an
+option for the command line (`configs/engine/NAME.yaml`, `configs/rollout/NAME.yaml`). One that is
+not part of this package needs no line: `engine.kind=module:ENGINE`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...dataflow.errors import ConfigError
+from ...planner.cost.engine_model import EngineModel
+from ...planner.inputs.calls import CallKind
+from ...planner.inputs.layout import Layout
+from ...planner.inputs.model_shape import ModelShape
+
+__all__ = ["Engine", "Requirement", "why_not_as_usual"]
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A package that an engine needs and this one does not depend on.
+
+    Attributes:
+        module: What is imported of it.
+        package: What it is called where packages are installed from.
+        install: What to install, as one gives it to pip.
+    """
+
+    module: str
+    package: str
+    install: str
+
+
+def _one_process(layout: Layout) -> tuple[int, int]:
+    return layout.tp, layout.pp
+
+
+def _no_options(layout: Layout) -> Mapping[str, Any]:
+    del layout
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Engine:
+    """An engine of language models.
+
+    Example:
+        >>> ENGINE = Engine(
+        ...     planned=EngineModel(name="mine", why_not=why_not),
+        ...     roles={"policy": "my_engine:MyPolicySpec"},
+        ... )
+    """
+
+    planned: EngineModel
+    """What the planner is given: name, layouts it runs, memory."""
+    roles: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Kind of worker ("policy", "value", "reward_model") -> the class of its spec, as
+    "module:Class". None for an engine that trains and evaluates nothing."""
+    rollout: str | None = None
+    """The same for a policy that is only sampled from (`rollout=NAME`); None if there is none."""
+    generates: bool = False
+    """Whether a policy that it trains is sampled from in the same worker."""
+    needs: Requirement | None = None
+    """What must be installed."""
+    division: Callable[[Layout], tuple[int, int]] = _one_process
+    """Layout -> the processes that share one data-parallel rank's matrices, and its stages of
+    layers: `tensor_parallel` and `pipeline_parallel` of the worker group that runs it."""
+    options: Callable[[Layout], Mapping[str, Any]] = _no_options
+    """Layout -> fields of the workers' spec that it decides."""
+
+    @property
+    def name(self) -> str:
+        """What the configuration and messages call it."""
+        return self.planned.name
+
+    @property
+    def trains(self) -> bool:
+        """Whether it can be `engine=`."""
+        return bool(self.roles)
+
+    def why_not(
+        self, layout: Layout, kind: CallKind, shape: ModelShape | None = None
+    ) -> str | None:
+        """Why it cannot run a call in a layout, as a clause; None if it can."""
+        return self.planned.why_not(layout, kind, shape)
+
+    def spec(self, worker: str) -> Any:
+        """The class of a worker's spec.
+
+        Args:
+            worker: A key of `roles`.
+
+        Raises:
+            ConfigError: If the engine's package is not installed.
+        """
+        return self._load(self.roles[worker], f"engine={self.name}")
+
+    @property
+    def rollout_spec(self) -> Any:
+        """The class of the spec of a policy that only generates; raises as `spec`."""
+        assert self.rollout is not None
+        return self._load(self.rollout, f"rollout={self.name}")
+
+    def _load(self, path: str, key: str) -> Any:
+        if self.needs is not None and importlib.util.find_spec(self.needs.module) is None:
+            raise ConfigError(
+                f"{key} needs the package {self.needs.package}, which is not installed\n"
+                f"    pip install {self.needs.install}"
+            )
+        module, _, name = path.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+def why_not_as_usual(name: str, layout: Layout, kind: CallKind) -> str | None:
+    """Why an engine that knows tensor, pipeline and data parallelism cannot run a layout."""
+    if layout.cp > 1 or layout.ep > 1 or layout.offload:
+        return f"engine '{name}' has no cp, ep and offload"
+    if layout.checkpointing and kind == "train":
+        return f"engine '{name}' keeps activations and does not compute them again"
+    return None

@@ -1,0 +1,76 @@
+"""The FSDP engine as configuration, placement and planner know it.
+
+What a layout's data-parallel ranks are here depends on its ZeRO stage. With stage 3 they divide the
+weights by rows and share out the rows of a call: together they are one rank of a worker group, of
+`tp x dp` processes, `dp` of which are shards (see `mesh.py`). With stage 0 each of them is a rank
+that holds everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ....planner.cost.engine_model import EngineModel
+from ....planner.inputs.calls import CallKind
+from ....planner.inputs.layout import Layout
+from ....planner.inputs.model_shape import ModelShape
+from ..engine import Engine, why_not_as_usual
+from .costs import FsdpMemory
+
+__all__ = ["DIVIDED_FAMILIES", "FSDP"]
+
+DIVIDED_FAMILIES = ("llama", "qwen2", "qwen3")
+"""The `model_type`s whose matrix products it divides; it divides the weights of any by rows."""
+
+_NAME = "fsdp"
+
+
+def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
+    if kind == "generate":
+        return "FSDP does not generate here"
+    if layout.pp > 1:
+        return "FSDP has no pipeline stages"
+    if layout.zero in (1, 2):
+        return "FSDP shares all of a model's states (zero=3) or none"
+    if layout.sequence_parallel:
+        return "FSDP does not cut activations along the sequence"
+    if shape is not None and layout.tp > 1:
+        if shape.num_experts or (shape.family and shape.family not in DIVIDED_FAMILIES):
+            families = ", ".join(DIVIDED_FAMILIES)
+            return f"FSDP has tensor parallelism for {families}, not for '{shape.family}'"
+        if shape.num_key_heads % layout.tp:
+            return f"FSDP cannot divide {shape.num_key_heads} key heads by tp={layout.tp}"
+    return why_not_as_usual(_NAME, layout, kind)
+
+
+def _shards(layout: Layout) -> int:
+    return layout.dp if layout.zero == 3 else 1
+
+
+def _division(layout: Layout) -> tuple[int, int]:
+    return layout.tp * _shards(layout), layout.pp
+
+
+def _options(layout: Layout) -> Mapping[str, Any]:
+    return {"shards": _shards(layout)}
+
+
+FSDP = Engine(
+    planned=EngineModel(
+        name=_NAME,
+        why_not=_why_not,
+        memory=FsdpMemory(),
+        # Not 0 as well: roles of one group that divide alike need no processes of their own.
+        zero_stages=(3,),
+        shards_frozen=True,
+        sequence_parallel=False,
+    ),
+    roles={
+        "policy": "penstock.workers.engines.fsdp_engine.specs:FsdpPolicySpec",
+        "value": "penstock.workers.engines.fsdp_engine.specs:FsdpValueSpec",
+        "reward_model": "penstock.workers.engines.fsdp_engine.specs:FsdpRewardSpec",
+    },
+    division=_division,
+    options=_options,
+)

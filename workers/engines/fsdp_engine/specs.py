@@ -1,0 +1,75 @@
+"""Recipes for workers that the FSDP engine computes. They generate nothing: others do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ....dataflow.option_checks import check_range
+from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...models.first_weights import fill_first_weights, model_source
+from ...models.heads import Head
+from ...models.spec import ModelSpec
+from ...training.checkpoint_files import TensorSource, WholeTensors
+from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
+from .mesh import join_mesh
+from .model import FsdpModel, build_model
+from .network import FsdpNetwork
+
+__all__ = ["FsdpOptions", "FsdpPolicySpec", "FsdpRewardSpec", "FsdpValueSpec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpOptions:
+    """How this engine makes the network of any role.
+
+    Tensor parallelism is for Llama, Qwen2 and Qwen3.
+    """
+
+    shards: int | None = None
+    """Of the processes that share a model (`executor.tensor_parallel`), how many divide its weights
+    by rows and share out a call's rows; tensor parallelism divides by the rest. By default all."""
+
+    def check_options(self) -> None:
+        """See `Recipe.check_options`."""
+        if self.shards is not None:
+            check_range(self, "shards", at_least=1)
+
+    def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> FsdpNetwork:
+        """See `Recipe.make_network`.
+
+        Raises:
+            ConfigError: If the group's processes cannot be divided as asked.
+            PlanError: If the model cannot be divided as the group is.
+        """
+        mesh = join_mesh(context, self.shards)
+        module = build_model(model, mesh, head)
+        network = FsdpNetwork(module, mesh, context, model.dtype)
+        fill_first_weights(network, _source(model, module, head), head, model, context)
+        return network
+
+
+def _source(spec: ModelSpec, model: FsdpModel, head: Head) -> TensorSource:
+    """Of the families whose files are known only what a process needs is read."""
+    if model.known:
+        return model_source(spec)
+    if not head.is_scalar:
+        return WholeTensors(dict(spec.causal_lm("cpu").named_parameters()))
+    backbone: nn.Module = spec.backbone("cpu")
+    return WholeTensors({f"model.{name}": value for name, value in backbone.named_parameters()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpPolicySpec(FsdpOptions, PolicyRecipe):
+    """Recipe for a policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpValueSpec(FsdpOptions, ValueRecipe):
+    """Recipe for a value model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpRewardSpec(FsdpOptions, RewardRecipe):
+    """Recipe for a reward model. A row without any masked token scores 0."""

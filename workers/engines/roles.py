@@ -1,0 +1,325 @@
+"""Language models as workers: a network under a head, in the three roles that learn.
+
+Which engine computes the network makes no difference here; see `LanguageNetwork`. Of each role
+there is the worker, and a recipe for it. An engine's spec of a role is that recipe and the engine's
+own options, which say how its network is made; what stands in both may be set by a configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...algorithms.roles.language import (
+    Policy,
+    PolicyOutput,
+    RewardModel,
+    Rollout,
+    Sampling,
+    ScoreOutput,
+    TrainMetrics,
+    ValueModel,
+    ValueOutput,
+)
+from ...dataflow.errors import ConfigError
+from ...dataflow.graph.role import Loss, Metric, add_metrics
+from ...dataflow.option_checks import check_range
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ..models.heads import Head
+from ..models.spec import ModelSpec
+from ..rollout.generator_policy import GenerationEngine, sample
+from ..training.logprob_mismatch import MismatchLimits
+from ..training.model_worker import ModelWorker, check_columns
+from ..training.network import LanguageNetwork
+from ..training.optimizer import OptimizerSpec
+from ..training.stored_pieces import gather_weights
+from ..training.trainer import Forward
+
+__all__ = [
+    "LanguageWorker",
+    "PolicyRecipe",
+    "PolicyWorker",
+    "Recipe",
+    "RewardRecipe",
+    "RewardWorker",
+    "ValueRecipe",
+    "ValueWorker",
+    "last_masked",
+]
+
+B = TypeVar("B")
+O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A model, and how much of it is computed at once."""
+
+    model: ModelSpec
+    """Architecture and weights; also a folder that such a worker saved."""
+    optimizer: OptimizerSpec | None = None
+    """None for a frozen model, such as a reference."""
+    micro_batch_tokens: int = 4096
+    """Tokens a process computes at once in evaluation and training, padding not counted."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "micro_batch_tokens", at_least=1)
+        self.check_options()
+
+    def check_options(self) -> None:
+        """Check the engine's own options.
+
+        Raises:
+            ValueError: Names the option.
+        """
+
+    def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> LanguageNetwork:
+        """This process's part of a model with its first weights.
+
+        Raises:
+            ConfigError: If the engine cannot compute the model.
+            PlanError: If the model cannot be divided as the group is.
+        """
+        raise NotImplementedError
+
+
+class LanguageWorker(ModelWorker):
+    """A language model under a head, without the calls of a role.
+
+    Args:
+        context: Where the worker lives.
+        head: What the model ends in.
+        recipe: The rest.
+
+    Attributes:
+        network: This process's part of the model.
+    """
+
+    def __init__(self, context: WorkerContext, head: Head, recipe: Recipe) -> None:
+        self.network = recipe.make_network(recipe.model, context, head)
+        super().__init__(context, self.network, recipe.optimizer, recipe.micro_batch_tokens)
+        self.head = head
+        self.model = recipe.model
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a folder in Hugging Face's layout, head included (one process does).
+
+        `ModelSpec(folder=...)` in a spec of the same role reads it back.
+        """
+        if self.context.rank != 0:
+            return
+        if self.network.module is not None:
+            self.head.save(folder, self.network.module)
+            return
+        weights = gather_weights(self.network, 0)  # process 0 is where transformers writes files
+        if weights:
+            module = self.head.whole_model(self.model, self.context, "cpu")
+            # Of a language model's, tied heads are not among them.
+            module.load_state_dict(weights, strict=self.head.is_scalar)
+            self.head.save(folder, module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyRecipe(Recipe):
+    """A causal language model."""
+
+    eos_token_id: int
+    """The token that ends a response."""
+    mismatch: MismatchLimits = MismatchLimits()
+    """How far what it is trained on may be from its own log-probabilities."""
+
+    def build(self, context: WorkerContext) -> PolicyWorker:
+        """Make this process's part of the policy on the context's device."""
+        return PolicyWorker(context, self)
+
+    def make_generator(self, network: LanguageNetwork) -> GenerationEngine | None:
+        """What draws tokens from the same weights; None if the engine does not."""
+        del network
+        return None
+
+
+class PolicyWorker(LanguageWorker, Policy):
+    """See `PolicyRecipe`: evaluated, trained, and sampled from if its engine does that."""
+
+    def __init__(self, context: WorkerContext, recipe: PolicyRecipe) -> None:
+        super().__init__(context, Head("lm_head"), recipe)
+        self._mismatch = recipe.mismatch
+        self._generator = recipe.make_generator(self.network)
+
+    def generate(self, prompt: Tensor, prompt_id: Tensor, sampling: Sampling) -> Rollout:
+        """See `Policy.generate` and `sample`.
+
+        Raises:
+            ConfigError: If the engine does not generate.
+        """
+        if self._generator is None:
+            raise ConfigError(
+                f"'{self.context.role}' is trained by {self.network.engine}, which does not "
+                "generate; give it a rollout engine (rollout=vllm or rollout=torch)"
+            )
+        return sample(self._generator, self.context, prompt, prompt_id, sampling, self.metrics)
+
+    def logprob(self, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """See `Policy.logprob`."""
+        _check_temperature(temperature)
+        return self._evaluate(
+            tokens, mask, lambda t, m: self._output(t, m, temperature).logprob, per_token=True
+        )
+
+    def train(
+        self,
+        loss: Loss[B, PolicyOutput],
+        batch: B,
+        *,
+        epochs: int = 1,
+        num_minibatches: int = 1,
+        temperature: float = 1.0,
+    ) -> TrainMetrics:
+        """See `Policy.train`."""
+        _check_temperature(temperature)
+
+        def forward(rows: Any, needs_entropy: bool) -> PolicyOutput:
+            check_columns(rows.tokens, rows.mask)
+            return self._output(rows.tokens, rows.mask, temperature, needs_entropy=needs_entropy)
+
+        return self._train(forward, loss, batch, epochs, num_minibatches, self._mismatch)
+
+    def _output(
+        self, tokens: Tensor, mask: Tensor, temperature: float, *, needs_entropy: bool = False
+    ) -> PolicyOutput:
+        """Log-probabilities (and entropies) of masked tokens, f32[rows, T]."""
+        outputs = self.network.outputs(tokens, _before(mask), _prompt_lengths(mask))
+        zero = outputs.zeros(mask.shape)
+        target = tokens[mask]
+        if not len(target):
+            return PolicyOutput(zero, zero if needs_entropy else None)
+        logprob, entropy = self.network.token_logprob(
+            outputs, target, temperature, needs_entropy=needs_entropy
+        )
+        return PolicyOutput(
+            zero.masked_scatter(mask, logprob),
+            None if entropy is None else zero.masked_scatter(mask, entropy),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueRecipe(Recipe):
+    """A backbone under a value head: the policy's, or one that such a worker saved."""
+
+    zero_init_head: bool = True
+    """Start with value 0 everywhere, unless the folder has a head of its own."""
+
+    def build(self, context: WorkerContext) -> ValueWorker:
+        """Make this process's part of the value model on the context's device."""
+        return ValueWorker(context, Head("value_head", zero_init=self.zero_init_head), self)
+
+
+class ValueWorker(LanguageWorker, ValueModel):
+    """See `ValueRecipe`."""
+
+    def value(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """See `ValueModel.value`."""
+        return self._evaluate(tokens, mask, self._values, per_token=True)
+
+    def train(
+        self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
+    ) -> TrainMetrics:
+        """See `ValueModel.train`."""
+        forward = _column_forward(self._values, ValueOutput)
+        return self._train(forward, loss, batch, epochs, num_minibatches)
+
+    def _values(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """f32[rows, T]: what the backbone says before each masked token."""
+        outputs = self.network.outputs(tokens, _before(mask), _prompt_lengths(mask))
+        return outputs.zeros(mask.shape).masked_scatter(mask, outputs.column())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardRecipe(Recipe):
+    """A backbone under a score head: the policy's, or one that such a worker saved."""
+
+    def build(self, context: WorkerContext) -> RewardWorker:
+        """Make this process's part of the reward model on the context's device."""
+        return RewardWorker(context, Head("score"), self)
+
+
+class RewardWorker(LanguageWorker, RewardModel):
+    """See `RewardRecipe`. A row without any masked token scores 0."""
+
+    def score(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Tensor:
+        """See `Reward.score`; a learned score does not look at `prompt_id`."""
+        del prompt_id
+        score = self._evaluate(tokens, mask, self._scores, per_token=False)
+        sums = {
+            "reward/mean": float(score.double().sum()),
+            "reward/mean_square": float(score.double().square().sum()),
+        }
+        rows = float(len(score))
+        add_metrics(self.metrics, {name: Metric.mean(sums[name], rows) for name in sums})
+        return score
+
+    def train(
+        self, loss: Loss[B, ScoreOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
+    ) -> TrainMetrics:
+        """See `RewardModel.train`."""
+        forward = _column_forward(self._scores, ScoreOutput)
+        return self._train(forward, loss, batch, epochs, num_minibatches)
+
+    def _scores(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """f32[rows]: the head's output at each row's last masked token."""
+        reads = last_masked(mask)
+        outputs = self.network.outputs(tokens, reads, _prompt_lengths(mask))
+        zero = outputs.zeros(mask.shape[:1])
+        return zero.masked_scatter(reads.any(1), outputs.column())
+
+
+def _before(mask: Tensor) -> Tensor:
+    """bool[rows, T]: the tokens after which each masked token is predicted."""
+    reads = torch.zeros_like(mask)
+    reads[:, :-1] = mask[:, 1:]
+    return reads
+
+
+def last_masked(mask: Tensor) -> Tensor:
+    """bool[rows, T]: each row's last masked token, if it has any."""
+    if not mask.shape[1]:
+        return mask
+    place = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (place == (mask * place).amax(1)[:, None]) & mask
+
+
+def _prompt_lengths(mask: Tensor) -> Tensor:
+    """Index of each row's first masked token, i64[rows]; 0 if none."""
+    return mask.long().argmax(1) if mask.shape[1] else torch.zeros(len(mask), dtype=torch.int64)
+
+
+def _column_forward(
+    compute: Callable[[Tensor, Tensor], Tensor], output: Callable[[Tensor], O]
+) -> Forward[O]:
+    """The forward pass of a model that gives one column.
+
+    Args:
+        compute: Tokens and mask of some rows to the column.
+        output: Makes of it what losses read.
+    """
+
+    def forward(rows: Any, needs_entropy: bool) -> O:
+        del needs_entropy
+        check_columns(rows.tokens, rows.mask)
+        return output(compute(rows.tokens, rows.mask))
+
+    return forward
+
+
+def _check_temperature(temperature: float) -> None:
+    """Require a temperature above 0."""
+    if temperature <= 0:
+        raise ValueError(
+            f"temperature is {temperature}; log-probabilities need a positive one (greedy "
+            "decoding has no distribution to evaluate)"
+        )

@@ -1,0 +1,62 @@
+"""A model that is divided over the processes of a data-parallel rank: what engines do alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ....dataflow.errors import ConfigError
+from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...training.network import Outputs
+from .vocabulary_parallel import vocabulary_logprob
+
+__all__ = ["DividedNetwork", "join_processes"]
+
+
+def join_processes(context: WorkerContext) -> None:
+    """Require torch.distributed's default group over the worker group's processes.
+
+    A group of one process needs none for anything else; it gets one of itself.
+
+    Raises:
+        ConfigError: If there are several processes and no group.
+    """
+    cuda = torch.device(context.device).type == "cuda"
+    if cuda:
+        torch.cuda.set_device(context.device)  # libraries ask for "the current device"
+    if dist.is_initialized():
+        return
+    if context.num_processes > 1:
+        raise ConfigError(
+            f"'{context.role}' is one of {context.num_processes} processes, but torch.distributed "
+            "was not started; initialize its default group over exactly these processes first"
+        )
+    in_memory: Any = dist
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=in_memory.HashStore(), rank=0, world_size=1)
+
+
+class DividedNetwork:
+    """The part of a `LanguageNetwork` that follows from its being divided.
+
+    Right-padded rows are multiplied as they are, so rows of similar length go together.
+    """
+
+    module: nn.Module | None = None
+    sort_by_length = True
+
+    @property
+    def vocabulary_group(self) -> dist.ProcessGroup | None:
+        """The processes that share the vocabulary; None if this one has all of it."""
+        raise NotImplementedError
+
+    def token_logprob(
+        self, outputs: Outputs, target: Tensor, temperature: float, *, needs_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `LanguageNetwork.token_logprob`: logits are never gathered."""
+        logits = outputs.values.float() / temperature
+        logprob, entropy = vocabulary_logprob(logits, target, self.vocabulary_group)
+        return logprob, entropy if needs_entropy else None

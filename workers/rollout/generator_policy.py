@@ -1,0 +1,299 @@
+"""A policy that generates and does nothing else, over an engine that draws tokens.
+
+The policy knows roles, random streams, versions of weights and the `Rollout` table; the engine
+knows a model. Another engine of the same role trains it and publishes its weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...algorithms.roles.language import Policy, PolicyOutput, Rollout, Sampling, TrainMetrics
+from ...dataflow.errors import ConfigError
+from ...dataflow.graph.role import Loss, Metric, Role, add_metrics
+from ...dataflow.runtime.call_context import call_key
+from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
+from ...planner.resharding.sharding import Sharding, whole
+from ..weight_sync.weight_buffer import ReceivedWeights
+from .responses import Responses, check_prompts, report_responses, to_rollout
+from .sampling import SampleStreams
+
+__all__ = ["GenerationEngine", "GeneratorPolicy", "SplitPolicySpec", "sample"]
+
+B = TypeVar("B")
+
+_ROLLOUT = frozenset({"generate"})
+
+
+class GenerationEngine(Protocol):
+    """Draws responses from a language model in this process.
+
+    Attributes:
+        name: For messages: "vLLM".
+        dtype: Of the weights: "float32" or "bfloat16".
+        vocab_size: Tokens that the model knows.
+    """
+
+    name: str
+    dtype: str
+    vocab_size: int
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Parameter -> its shape, by Hugging Face name; tied weights appear once."""
+        ...
+
+    @property
+    def num_positions(self) -> int | None:
+        """The longest sequence, prompt and response; None if unknown."""
+        ...
+
+    def check(self, sampling: Sampling) -> None:
+        """Refuse what this engine would do otherwise than asked.
+
+        Raises:
+            ValueError: Saying what, and what to ask for instead.
+        """
+        ...
+
+    def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
+        """Draw responses.
+
+        A response depends on its prompt, its stream and the weights, not on the other rows.
+
+        Args:
+            prompt: i64[P, T], right padded with -1, checked.
+            streams: The random numbers of each of the P * num_samples responses.
+            sampling: How.
+
+        Returns:
+            On the CPU, the samples of a prompt adjacent.
+        """
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Replace all weights; what was computed with the old ones is void."""
+        ...
+
+    def sleep(self) -> int:
+        """Give device memory to others until `wake`; nothing to do if it sleeps.
+
+        Returns:
+            Bytes given back.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Take the memory back; nothing to do if it is awake."""
+        ...
+
+    def close(self) -> None:
+        """End the engine; nothing is asked of it afterwards."""
+        ...
+
+
+def sample(
+    engine: GenerationEngine,
+    context: WorkerContext,
+    prompt: Tensor,
+    prompt_id: Tensor,
+    sampling: Sampling,
+    metrics: dict[str, Metric],
+) -> Rollout:
+    """Answer a role's call to `generate`.
+
+    Args:
+        engine: Draws the tokens.
+        context: The role, and the run's seed.
+        prompt: i64[P, T], right padded with -1.
+        prompt_id: i64[P].
+        sampling: How many responses, how long, how hot.
+        metrics: Lengths and truncation are added to it.
+
+    Returns:
+        Rows of one prompt are adjacent, in the order of the prompts.
+
+    Raises:
+        ValueError: If a prompt cannot be answered, or the engine cannot sample so.
+    """
+    check_prompts(
+        prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
+    )
+    engine.check(sampling)
+    key = call_key(context.role, "generate")
+    streams = SampleStreams(context.seed, context.role, key, prompt_id, sampling.num_samples)
+    responses = engine.generate(prompt, streams, sampling)
+    report_responses(metrics, responses)
+    return to_rollout(prompt.cpu(), prompt_id.repeat_interleave(sampling.num_samples), responses)
+
+
+class GeneratorPolicy(Policy):
+    """A policy whose weights another engine trains.
+
+    In a group of several processes each runs the calls it is given; `receive` and `load_weights`
+    are given whole tensors in all of them. What the engine was built with counts as version 0.
+
+    Args:
+        context: Where the worker lives.
+        engine: Draws the tokens.
+
+    Attributes:
+        metrics: Numbers about the last calls; see `drain_metrics`.
+    """
+
+    def __init__(self, context: WorkerContext, engine: GenerationEngine) -> None:
+        self.context = context
+        self.engine = engine
+        self.metrics: dict[str, Metric] = {}
+        self._weights = ReceivedWeights(context.role, engine.shapes, context.process, engine.load)
+
+    def generate(self, prompt: Tensor, prompt_id: Tensor, sampling: Sampling) -> Rollout:
+        """See `Policy.generate` and `sample`.
+
+        Raises:
+            WeightsError: If the weights are partial or not of the expected version.
+        """
+        self._weights.check()
+        return sample(self.engine, self.context, prompt, prompt_id, sampling, self.metrics)
+
+    # --- what is a training engine's
+
+    def logprob(self, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """Refused: this engine generates only."""
+        raise self._refusal("evaluate log-probabilities", "logprob")
+
+    def train(
+        self,
+        loss: Loss[B, PolicyOutput],
+        batch: B,
+        *,
+        epochs: int = 1,
+        num_minibatches: int = 1,
+        temperature: float = 1.0,
+    ) -> TrainMetrics:
+        """Refused: this engine generates only."""
+        raise self._refusal("train", "train")
+
+    def export_weights(self) -> dict[str, Tensor]:
+        """Refused: the weights are those of the engine that trains the role."""
+        raise self._refusal("give its weights back", "train")
+
+    def save_state(self, folder: Path) -> None:
+        """Refused, as `export_weights`."""
+        raise self._refusal("save a state", "train")
+
+    def load_state(self, folder: Path) -> None:
+        """Refused: the engine that trains the role restores it and publishes its weights."""
+        raise self._refusal("restore a state", "train")
+
+    def _refusal(self, what: str, node: str) -> RuntimeError:
+        return RuntimeError(
+            f"'{self.context.role}' runs in {self.engine.name} here, which generates and cannot "
+            f"{what}; place '{self.context.role}.{node}' on a group with a training engine"
+        )
+
+    # --- weights
+
+    def weights_layout(self) -> Sharding:
+        """Where weights must be for `receive`: whole, by Hugging Face name, in every process.
+
+        Devices are numbered as the group's processes. An engine cuts and fuses by itself.
+        """
+        shapes = {name: tuple(shape) for name, shape in self.engine.shapes.items()}
+        return whole(shapes, range(self.context.num_processes), dtype=self.engine.dtype)
+
+    def expect(self, version: int) -> None:
+        """Refuse to generate from now on with weights of any other version."""
+        self._weights.expect(version)
+
+    def receive(
+        self,
+        tensors: Mapping[str, Tensor],
+        version: int,
+        checksums: Mapping[str, int] | None = None,
+    ) -> None:
+        """Take some or all parameters of a version; the engine uses them once all are there.
+
+        Tensors are kept, not copied, until then. From the first of a new version on, generating is
+        refused until the last.
+
+        Args:
+            tensors: Whole parameters by Hugging Face name.
+            version: Of the weights.
+            checksums: `parameter_checksum` of each, made by the sender; what does not have its
+                checksum is not taken.
+
+        Raises:
+            WeightsError: Names the parameter that is unknown, of a wrong shape, damaged, swapped or
+                of another version. Those that are right have been taken.
+        """
+        self._weights.receive(tensors, version, checksums)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace all weights by those of the next version.
+
+        Raises:
+            ValueError: If names or shapes differ; nothing has been changed then.
+        """
+        self._weights.check_fits(weights)
+        self.receive(weights, self._weights.expected + 1)
+
+    # --- sharing the device
+
+    def sleep(self) -> None:
+        """Give device memory to others until `wake`.
+
+        The next call reports the metrics `slept_bytes`, which were free meanwhile in all processes
+        that report, and `wake_s`.
+        """
+        freed = self.engine.sleep()
+        if freed:
+            add_metrics(self.metrics, {"slept_bytes": Metric.sum(float(freed))})
+
+    def wake(self) -> None:
+        """Take the memory back."""
+        since_s = time.perf_counter()
+        self.engine.wake()
+        if "slept_bytes" in self.metrics:
+            self.metrics["wake_s"] = Metric(time.perf_counter() - since_s, 1.0, "max")
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitPolicySpec:
+    """Recipe for a policy that one engine trains and another samples from.
+
+    What a process runs follows from what its group is asked for.
+    """
+
+    train: WorkerSpec
+    """Trains it and computes log-probabilities."""
+    rollout: WorkerSpec
+    """Generates; its weights are published by the other."""
+
+    def build(self, context: WorkerContext) -> Role:
+        """The engine that this group needs.
+
+        Raises:
+            ConfigError: If the group is asked to generate and for something else.
+        """
+        if not context.methods & _ROLLOUT:
+            return self.train.build(context)
+        if context.methods != _ROLLOUT:
+            others = ", ".join(sorted(context.methods - _ROLLOUT))
+            raise ConfigError(
+                f"role '{context.role}' is to generate on the group that does its {others}, but "
+                "generates with another engine\n    give generation a group of its own: "
+                f"executor.nodes.{context.role}.generate=rollout, or set rollout=same"
+            )
+        return self.rollout.build(context)

@@ -1,0 +1,125 @@
+"""From prompts to a `Rollout` table: what every engine that generates does before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...algorithms.roles.language import Rollout, Sampling
+from ...dataflow.graph.role import Metric, add_metrics
+
+__all__ = ["Responses", "check_prompts", "report_responses", "to_rollout"]
+
+
+@dataclass(frozen=True)
+class Responses:
+    """What was drawn for some rows.
+
+    Attributes:
+        token: i64[rows, max_new]; -1 after the end.
+        logprob: f32[rows, max_new]; 0 after the end.
+        length: i64[rows]; tokens drawn, the end-of-sequence token included.
+        finished: bool[rows]; True if the end-of-sequence token was drawn.
+    """
+
+    token: Tensor
+    logprob: Tensor
+    length: Tensor
+    finished: Tensor
+
+    @staticmethod
+    def joined(waves: Sequence[Responses], max_new: int) -> Responses:
+        """Of waves drawn one after another, on the CPU."""
+        if not waves:
+            none = torch.zeros(0, dtype=torch.int64)
+            return Responses(none.view(0, max_new), torch.zeros(0, max_new), none, none.bool())
+        return Responses(
+            torch.cat([wave.token for wave in waves]).cpu(),
+            torch.cat([wave.logprob for wave in waves]).cpu(),
+            torch.cat([wave.length for wave in waves]).cpu(),
+            torch.cat([wave.finished for wave in waves]).cpu(),
+        )
+
+
+def check_prompts(
+    prompt: Tensor, sampling: Sampling, *, num_positions: int | None, vocab_size: int
+) -> None:
+    """Require prompts that a model can answer.
+
+    Args:
+        prompt: i64[P, T], right padded with -1.
+        sampling: Says how long responses may be.
+        num_positions: The longest sequence that the model is made for; None if unknown.
+        vocab_size: Tokens that the model knows.
+
+    Raises:
+        ValueError: If a prompt is empty, too long for the model with its response, or has ids that
+            the model does not know.
+    """
+    if not len(prompt):
+        return
+    lengths = (prompt >= 0).sum(1)
+    if int(lengths.min()) == 0:
+        raise ValueError(f"prompt row {int(lengths.argmin())} is empty; drop it before generating")
+    if num_positions is not None and int(lengths.max()) + sampling.max_new_tokens > num_positions:
+        raise ValueError(
+            f"prompt row {int(lengths.argmax())} has {int(lengths.max())} tokens; with "
+            f"max_new_tokens={sampling.max_new_tokens} that exceeds the model's {num_positions} "
+            "positions. Drop long prompts or lower max_new_tokens"
+        )
+    if int(prompt.max()) >= vocab_size:
+        row = int(prompt.max(1).values.argmax())
+        raise ValueError(
+            f"prompt row {row} has token {int(prompt.max())}, but the model's vocabulary has "
+            f"{vocab_size}; prompts and model need the same tokenizer"
+        )
+
+
+def report_responses(metrics: dict[str, Metric], responses: Responses) -> None:
+    """Add lengths and truncation to a worker's metrics."""
+    rows = float(len(responses.length))
+    if not rows:
+        return
+    total = float(responses.length.sum())
+    values = {
+        "response_length": Metric.mean(total, rows),
+        "response_length_min": Metric(float(responses.length.min()), 1.0, "min"),
+        "response_length_max": Metric(float(responses.length.max()), 1.0, "max"),
+        "truncated": Metric.mean(rows - float(responses.finished.sum()), rows),
+        "new_tokens": Metric.sum(total),
+    }
+    add_metrics(metrics, values)
+
+
+def to_rollout(prompt: Tensor, prompt_id: Tensor, responses: Responses) -> Rollout:
+    """Prompts and responses as whole sequences, padded on the right.
+
+    Args:
+        prompt: i64[P, T], right padded with -1.
+        prompt_id: i64[rows], a multiple of P; rows of one prompt are adjacent.
+        responses: What was drawn for each row.
+    """
+    num_samples = len(prompt_id) // max(len(prompt), 1)
+    before = (prompt >= 0).sum(1).repeat_interleave(num_samples)[:, None]
+    after = before + responses.length[:, None]
+    width = int(after.max()) if len(after) else 0
+    place = torch.arange(width).expand(len(prompt_id), -1)
+    mask = (place >= before) & (place < after)
+    drawn = responses.token >= 0
+    tokens = torch.full(place.shape, -1, dtype=torch.int64)
+    tokens[place < before] = prompt.repeat_interleave(num_samples, 0)[
+        (prompt >= 0).repeat_interleave(num_samples, 0)
+    ]
+    tokens[mask] = responses.token[drawn]
+    logprob = torch.zeros(place.shape, dtype=torch.float32)
+    logprob[mask] = responses.logprob[drawn]
+    return Rollout(
+        prompt_id=prompt_id.cpu(),
+        tokens=tokens,
+        mask=mask,
+        behavior_logprob=logprob,
+        finished=responses.finished,
+    )

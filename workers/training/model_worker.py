@@ -1,0 +1,317 @@
+"""What every worker with a trained model does, whichever engine computes it and whatever it says.
+
+Weights in and out, checkpoints, giving up the device, evaluation in micro-batches, the train call.
+A data-parallel rank may be several processes that share a model: every method is called on all of
+them at the same time with the same arguments, and what counts is what the one returns that answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...algorithms.roles.language import TrainMetrics
+from ...dataflow.graph.role import Loss, Metric
+from ...dataflow.runtime.call_context import call_key
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ...planner.resharding.sharding import Sharding
+from .checkpoint_files import WholeTensors, box_key, open_state, read_state_json, state_file
+from .data_parallel import worker_group
+from .flat_parameters import tensors_sha256, write_tensors
+from .host_offload import HostCopy
+from .logprob_mismatch import MismatchLimits
+from .network import Network
+from .optimizer import OptimizerSpec
+from .stored_pieces import fill_weights, gather_weights, pieces_on, stored_view
+from .trainer import Forward, Trainer
+
+__all__ = ["ModelWorker", "check_columns"]
+
+B = TypeVar("B")
+O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
+
+
+class ModelWorker:
+    """A network, and a trainer unless it is frozen. Implements `Trainable` and `Sleeper`.
+
+    Args:
+        context: Where the worker lives.
+        network: This process's part of the model.
+        optimizer: None for a frozen model, which refuses `train` and keeps no optimizer state.
+        micro_batch_tokens: Tokens computed at once, in evaluation and training.
+
+    Attributes:
+        device: Where the weights lie.
+        metrics: Numbers about the last calls; see `drain_metrics`.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        network: Network,
+        optimizer: OptimizerSpec | None,
+        micro_batch_tokens: int,
+    ) -> None:
+        self.context = context
+        self.device = network.device
+        self.metrics: dict[str, Metric] = {}
+        self._network = network
+        self._micro_batch_tokens = micro_batch_tokens
+        self._host_copy: HostCopy | None = None
+        self._trainer: Trainer[Any] | None = None
+        if optimizer is not None:
+            self._trainer = Trainer[Any](network, optimizer, micro_batch_tokens)
+
+    # --- weights in and out
+
+    def weights_layout(self) -> Sharding:
+        """Who in the group stores what; device numbers are those of `WorkerContext.process`."""
+        return self._network.layout
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """This process's weights by the names `weights_layout` gives them: views, not copies.
+
+        Whoever writes to them calls `weights_changed` afterwards.
+        """
+        return self._network.tensors()
+
+    def weights_changed(self) -> None:
+        """Tell network and optimizer that weights were written from outside."""
+        self._network.weights_changed()
+        if self._trainer is not None:
+            self._trainer.optimizer.refresh()
+
+    def export_weights(self) -> dict[str, Tensor]:
+        """Copies of all weights by Hugging Face name, on the CPU; tied weights appear once.
+
+        The process that answers gets them; the others of its rank send theirs and get nothing.
+        """
+        lead = worker_group(self.context).processes(self.context.rank)[0]
+        return gather_weights(self._network, lead)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace all weights in place, each process its part.
+
+        Raises:
+            ValueError: If names or shapes differ; nothing has been changed then.
+        """
+        fill_weights(self._network, WholeTensors(weights))
+        self.weights_changed()
+
+    def weights_sha256(self) -> str:
+        """Hash of names, dtypes, shapes and bytes of what `export_weights` gives."""
+        return tensors_sha256(self.export_weights())
+
+    # --- checkpoints
+
+    def save_state(self, folder: Path) -> None:
+        """Write weights and optimizer state.
+
+        A model that one process has whole is written in format 1 of `checkpoint_files`, a divided
+        one in format 2: each process of data-parallel rank 0 writes what none before it has.
+        """
+        optimizer = None if self._trainer is None else self._trainer.optimizer
+        moments = {} if optimizer is None else optimizer.state()  # every rank must ask
+        if self.context.rank != 0:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        divided = self._network.module is None
+        state: dict[str, Any] = {"format": 2 if divided else 1}
+        kinds: dict[str, Mapping[str, Tensor | None]] = {"weights": {"": None}}
+        if optimizer is not None:
+            kinds["optimizer"] = {f"{kind}/": buffer for kind, buffer in moments.items()}
+        for kind, buffers in kinds.items():
+            file = state_file(kind, self.context.process if divided else None)
+            write_tensors(folder / file, self._stored(buffers, boxed=divided))
+            if divided:
+                processes = sorted(worker_group(self.context).processes(0))
+                state[kind] = [state_file(kind, process) for process in processes]
+        if self._trainer is not None:
+            state["optimizer_steps"] = self._trainer.optimizer.steps
+            state["train_calls"] = self._trainer.calls
+        if self.context.process == 0:
+            (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+
+    def _stored(self, buffers: Mapping[str, Tensor | None], *, boxed: bool) -> dict[str, Tensor]:
+        """What this process writes of the weights (None) and of buffers laid out as they are."""
+        found: dict[str, Tensor] = {}
+        for prefix, buffer in buffers.items():
+            tensors = self._network.tensors(buffer)
+            for piece in pieces_on(self._network.rank_layout, self.context.process):
+                if piece.first:
+                    key = box_key(piece.name, piece.box) if boxed else piece.name
+                    found[prefix + key] = stored_view(tensors, piece)
+        return found
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what any engine saved in any layout; bit for bit what this one saved.
+
+        Raises:
+            FileNotFoundError: If a file is missing.
+            ValueError: If the state is of another model or format.
+        """
+        state = read_state_json(folder)
+        fill_weights(self._network, open_state(folder, state, "weights"))
+        self.weights_changed()
+        if self._trainer is None:
+            return
+        if "optimizer_steps" not in state:
+            raise ValueError(
+                f"'{folder}' was saved by a frozen worker and has no optimizer state; "
+                f"'{self.context.role}' is trained and needs it"
+            )
+        optimizer, steps = self._trainer.optimizer, int(state["optimizer_steps"])
+        buffers = optimizer.new_state() if steps else {}
+        source = open_state(folder, state, "optimizer")
+        # Weights that were saved in float32 are their own master copy.
+        has_master = any(name.startswith("master/") for name in source.shapes())
+        saved = {f"{k}/": part for k, part in buffers.items() if k != "master" or has_master}
+        fill_weights(self._network, source, buffers=saved, exact=False)
+        optimizer.load_state(buffers, steps)
+        self._trainer.calls = state["train_calls"]
+
+    # --- sharing the device
+
+    def device_tensors(self) -> list[Tensor]:
+        """Weights, gradients and optimizer states as far as they exist, on whatever device."""
+        states = [] if self._trainer is None else self._trainer.optimizer.buffers
+        return [*self._network.held_tensors(), *states]
+
+    def sleep(self) -> None:
+        """Move them to host memory; nothing to do if they are there.
+
+        On a CPU there is no other memory to move to, and nothing is done.
+        """
+        if self._host_copy is None:
+            self._host_copy = HostCopy(self.device_tensors())
+
+    def wake(self) -> None:
+        """Move them back; nothing to do if they are on the device."""
+        kept, self._host_copy = self._host_copy, None
+        if kept is not None:
+            kept.restore()
+
+    # --- calls
+
+    def _train(
+        self,
+        forward: Forward[O],
+        loss: Loss[B, O],
+        batch: B,
+        epochs: int,
+        num_minibatches: int,
+        limits: MismatchLimits | None = None,
+    ) -> TrainMetrics:
+        """Train in the call being served.
+
+        Raises:
+            RuntimeError: If the worker is frozen.
+        """
+        if self._trainer is None:
+            raise RuntimeError(
+                f"'{self.context.role}' is frozen and cannot train; give its spec an optimizer= "
+                "(OptimizerSpec)"
+            )
+        return self._trainer.train(
+            forward,
+            loss,
+            batch,
+            epochs=epochs,
+            num_minibatches=num_minibatches,
+            key=call_key(self.context.role, "train"),
+            limits=limits,
+        )
+
+    def _evaluate(
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        compute: Callable[[Tensor, Tensor], Tensor],
+        *,
+        per_token: bool,
+    ) -> Tensor:
+        """Apply `compute` to rows without gradients, in micro-batches; f32, where tokens were.
+
+        `compute` maps tokens and mask of some rows, cut to width W, to [rows, W] if `per_token`,
+        else to [rows]. All processes that compute outputs of the rank get all results.
+        """
+        check_columns(tokens, mask)
+        network, device = self._network, self.device
+        shape = tokens.shape if per_token else tokens.shape[:1]
+        result = torch.zeros(shape, dtype=torch.float32, device=device)
+        lengths = (tokens >= 0).sum(1).cpu()
+        limit = network.micro_batch_limit(self._micro_batch_tokens, int(lengths.sum()))
+
+        def load(rows: Tensor) -> _Rows:
+            width = max(int(lengths[rows].max()), 1)
+            part, allowed = tokens[rows, :width], mask[rows, :width]
+            return _Rows(rows.to(device), part.to(device), allowed.to(device))
+
+        def step(rows: _Rows) -> Tensor:
+            found = compute(rows.tokens, rows.mask)
+            if per_token:
+                result[rows.index, : rows.tokens.shape[1]] = found
+            else:
+                result[rows.index] = found
+            return result.new_zeros(())
+
+        parts = list(_cut(lengths, limit, by_length=network.sort_by_length))
+        with torch.no_grad():
+            network.run(parts, load, step, backward=False)
+        return network.together(result).to(tokens.device)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of a call on the device: which ones, their tokens and masks cut to width W."""
+
+    index: Tensor
+    tokens: Tensor
+    mask: Tensor
+
+
+def _cut(lengths: Tensor, limit: int, *, by_length: bool) -> Iterator[Tensor]:
+    """Rows of at most `limit` tokens together, padding not counted, or one row at once.
+
+    Args:
+        lengths: i64[rows].
+        limit: Tokens.
+        by_length: Bring rows of similar length together.
+    """
+    order = torch.argsort(lengths, stable=True) if by_length else torch.arange(len(lengths))
+    ends = lengths[order].cumsum(0)
+    begin = 0
+    while begin < len(order):
+        most = limit + (int(ends[begin - 1]) if begin else 0)
+        end = max(int(torch.searchsorted(ends, most, right=True)), begin + 1)
+        yield order[begin:end]
+        begin = end
+
+
+def check_columns(tokens: Tensor, mask: Tensor) -> None:
+    """Require i64[rows, T] tokens and a bool mask of that shape that leaves column 0 alone.
+
+    Raises:
+        ValueError: Saying what came instead.
+    """
+    if (
+        tokens.ndim != 2
+        or tokens.dtype != torch.int64
+        or mask.dtype != torch.bool
+        or mask.shape != tokens.shape
+    ):
+        raise ValueError(
+            f"expected tokens i64[rows, T] and mask bool of the same shape, got "
+            f"{tokens.dtype}{list(tokens.shape)} and {mask.dtype}{list(mask.shape)}"
+        )
+    if mask.shape[1] and bool(mask[:, 0].any()):
+        raise ValueError(
+            "mask is True at a row's first token, which nothing precedes and so no model can "
+            "predict; every row must begin with at least one prompt token"
+        )

@@ -1,0 +1,159 @@
+"""What training and evaluation ask of a model, whichever engine computes it.
+
+A `Network` is one process's part of a model. The engines differ in how a micro-batch goes through
+it, in who holds which weights, and in how gradients are added up; what a worker does with a call is
+the same for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ...planner.resharding.sharding import Sharding
+from .data_parallel import RankGroup
+from .optimizer import AdamW, OptimizerSpec
+
+__all__ = ["LanguageNetwork", "Network", "Outputs"]
+
+M = TypeVar("M")
+R = TypeVar("R")
+
+
+class Network(Protocol):
+    """A process's part of a model, and how micro-batches go through it.
+
+    Attributes:
+        context: Where a worker would live that computed alone what this process does: whoever has
+            rows of its own is a data-parallel rank there. Its `process` is this one.
+        device: Where the weights lie.
+        layout: Who in the group stores what; devices are numbered as its processes.
+        rank_layout: The same of this data-parallel rank's processes alone.
+        replicas: Those that hold the same weights; together they have all rows of a batch.
+        sort_by_length: Whether micro-batches should bring rows of similar length together, because
+            padding is computed as well.
+        module: The model under the checkpoint's names, if this process has all of it.
+    """
+
+    context: WorkerContext
+    device: torch.device
+    layout: Sharding
+    rank_layout: Sharding
+    replicas: RankGroup
+    sort_by_length: bool
+    module: nn.Module | None
+
+    def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
+        """Views of a flat buffer (of the weights by default) by the names in `layout`."""
+        ...
+
+    def held_tensors(self) -> list[Tensor]:
+        """All that lies on the device between calls: weights and gradients."""
+        ...
+
+    def weights_changed(self) -> None:
+        """Weights were written from outside."""
+        ...
+
+    def make_optimizer(self, spec: OptimizerSpec) -> AdamW:
+        """What steps these weights."""
+        ...
+
+    def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
+        """A bound on micro-batches of a call of `num_tokens` that leaves no process idle."""
+        ...
+
+    def run(
+        self,
+        parts: Sequence[M],
+        load: Callable[[M], R],
+        compute: Callable[[R], Tensor],
+        *,
+        backward: bool,
+    ) -> None:
+        """Take a rank's micro-batches through the model.
+
+        Args:
+            parts: All micro-batches of the rank, the same on all of its processes.
+            load: A micro-batch to its rows on the device, which have `tokens`, i64[rows, T].
+            compute: Those to the scalar to go backward from. It is called where outputs are
+                computed, on the rows that this process computes.
+            backward: Whether gradients are wanted; they are added to `start_gradient`'s buffer.
+        """
+        ...
+
+    def together(self, result: Tensor) -> Tensor:
+        """What `compute` wrote in all processes, each its own rows and zero elsewhere, in place."""
+        ...
+
+    def start_gradient(self) -> Tensor:
+        """A zeroed f32[size] buffer, to which `run` adds gradients."""
+        ...
+
+    def finish_gradient(self, grad: Tensor) -> Tensor:
+        """Add what other processes computed of the same weights' gradients.
+
+        What the optimizer adds itself is not added here.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model's head says after some tokens.
+
+    Attributes:
+        values: f[U, width]: logits of this process's part of the vocabulary, or one number each.
+        entry: i64[n]; which of them belongs to each token asked for. None if they are as asked.
+        anchor: f32[], a zero that depends on the weights, for rows of which nothing is read: their
+            loss has a gradient then, which is zero. None if there is no need of it.
+    """
+
+    values: Tensor
+    entry: Tensor | None = None
+    anchor: Tensor | None = None
+
+    def spread(self, found: Tensor) -> Tensor:
+        """From one row per value to one per token asked for, [n, ...]."""
+        return found if self.entry is None else found[self.entry]
+
+    def column(self) -> Tensor:
+        """The one number of a scalar head, f32[n]."""
+        return self.spread(self.values[:, 0].float())
+
+    def zeros(self, shape: Sequence[int]) -> Tensor:
+        """f32 zeros to write results into."""
+        zero = torch.zeros(*shape, dtype=torch.float32, device=self.values.device)
+        return zero if self.anchor is None else zero + self.anchor
+
+
+class LanguageNetwork(Network, Protocol):
+    """A transformer under a head.
+
+    Attributes:
+        engine: What computes it, for messages: "the FSDP engine".
+    """
+
+    engine: str
+
+    def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
+        """Head outputs after the tokens at `reads`; called once in a `compute`.
+
+        Args:
+            tokens: i64[rows, T], right padded with -1.
+            reads: bool[rows, T].
+            shared: i64[rows]; prompt lengths. Equal prompts of consecutive rows may be computed
+                once.
+        """
+        ...
+
+    def token_logprob(
+        self, outputs: Outputs, target: Tensor, temperature: float, *, needs_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of targets i64[n] and entropies of their distributions, f32[n] each."""
+        ...

@@ -1,0 +1,109 @@
+"""A model of which every process of a group has all weights, in one flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ...planner.resharding.sharding import whole
+from .data_parallel import rank_group
+from .flat_parameters import FlatParameters
+from .optimizer import AdamW, OptimizerSpec
+
+__all__ = ["WholeNetwork"]
+
+M = TypeVar("M")
+R = TypeVar("R")
+
+
+class WholeNetwork:
+    """A `Network` that is computed in one process; ranks are replicas, which begin as rank 0.
+
+    Args:
+        module: The model; its weights move into one flat buffer.
+        context: Where the worker lives.
+        flat: That buffer, if the order of the weights in it matters.
+
+    Attributes:
+        flat: The buffer.
+    """
+
+    sort_by_length = False
+
+    def __init__(
+        self, module: nn.Module, context: WorkerContext, flat: FlatParameters | None = None
+    ) -> None:
+        self.module: nn.Module | None = module
+        self.flat = FlatParameters(module) if flat is None else flat
+        self.context = context
+        self.device = self.flat.data.device
+        self.replicas = rank_group(context, self.device)
+        self.replicas.broadcast_(self.flat.data)
+        shapes = {name: tuple(self.flat.parameter(name).shape) for name in self.flat.names}
+        dtype = str(self.flat.data.dtype).removeprefix("torch.")
+        self.layout = whole(shapes, range(context.num_processes), dtype=dtype)
+        # Exported as they lie in the buffer: whoever draws noise for one after another sees that.
+        lying = {name: shapes[name] for name in sorted(shapes, key=self.flat.span)}
+        self.rank_layout = whole(lying, [context.process], dtype=dtype)
+        self._exact: Tensor | None = None
+
+    def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
+        """See `Network.tensors`."""
+        source = self.flat.data if buffer is None else buffer
+        return {name: self.flat.view(source, name) for name in self.flat.names}
+
+    def held_tensors(self) -> list[Tensor]:
+        """See `Network.held_tensors`."""
+        return [self.flat.data, *([] if self.flat.grad is None else [self.flat.grad])]
+
+    def weights_changed(self) -> None:
+        """See `Network.weights_changed`: nothing here is derived from them."""
+
+    def make_optimizer(self, spec: OptimizerSpec) -> AdamW:
+        """See `Network.make_optimizer`."""
+        return AdamW(self.flat.data, spec)
+
+    def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
+        """See `Network.micro_batch_limit`: there is one process."""
+        del num_tokens
+        return limit
+
+    def run(
+        self,
+        parts: Sequence[M],
+        load: Callable[[M], R],
+        compute: Callable[[R], Tensor],
+        *,
+        backward: bool,
+    ) -> None:
+        """See `Network.run`."""
+        for part in parts:
+            total = compute(load(part))
+            if not backward:
+                continue
+            total.backward()
+            if self._exact is not None and self.flat.grad is not None:
+                # bfloat16 gradients of micro-batches are added up in float32.
+                self._exact += self.flat.grad
+                self.flat.grad.zero_()
+
+    def together(self, result: Tensor) -> Tensor:
+        """See `Network.together`: there is one process."""
+        return result
+
+    def start_gradient(self) -> Tensor:
+        """See `Network.start_gradient`."""
+        grad = self.flat.enable_gradients()
+        if grad.dtype == torch.float32:
+            return grad
+        self._exact = torch.zeros_like(grad, dtype=torch.float32)
+        return self._exact
+
+    def finish_gradient(self, grad: Tensor) -> Tensor:
+        """See `Network.finish_gradient`: all ranks' are added up."""
+        self._exact = None
+        return self.replicas.sum_(grad)

@@ -73,8 +73,19 @@ def finish(
         return {role: engine.ask(role, "weights_sha256") for role in run.trained}, steps
 
 
-@pytest.mark.parametrize("main", [(), (0,)], ids=["apart", "in-turns"])
 def test_a_rollout_process_that_dies_loses_nothing_and_adds_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, backend: Backend
+) -> None:
+    check_that_nothing_is_lost(tmp_path, caplog, backend, ())
+
+
+def test_nor_does_one_that_shares_a_device(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spawned: Backend
+) -> None:
+    check_that_nothing_is_lost(tmp_path, caplog, spawned, (0,))
+
+
+def check_that_nothing_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, backend: Backend, main: tuple[int, ...]
 ) -> None:
     run = runs.make("grpo")

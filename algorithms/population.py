@@ -18,6 +18,7 @@ import torch
 from ..dataflow.graph.tracer import op
 from ..dataflow.option_checks import check_range
 from .env_ppo import EnvPPO, learn
+from .ops.groups import floating
 from .roles import TrainMetrics
 from .roles.environment import ActorCritic, Env, EnvMask, EnvRows, PerEnv, PerEnvStep
 
@@ -66,7 +67,7 @@ def mean_return(
     """
     ended = ((terminated | truncated) & mask).sum().clamp(min=1)
     earned = torch.where(mask, reward, 0.0).double().sum() / ended
-    return earned.to(reward).expand(len(reward)).clone()
+    return earned.to(floating(reward)).expand(len(reward)).clone()
 
 
 def population_step(

@@ -12,7 +12,7 @@ from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.roles import Prompts, Reward, Sampling
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.executor import InProcess
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec

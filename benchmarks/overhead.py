@@ -21,7 +21,8 @@ from penstock.algorithms.roles import PolicyBatch, Sampling
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.call_context import step_scope
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.executor import Executor, InProcess
+from penstock.dataflow.runtime.executor import Executor
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec

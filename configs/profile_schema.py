@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from ..workers.executors.registry import PARALLEL_EXECUTOR, check_executor
 from .schema import Section
 
 __all__ = ["ProfileConfig"]
@@ -24,7 +25,7 @@ class ProfileConfig(Section):
     """Devices; by default one per CUDA device, or one per core up to eight."""
     num_threads: AtLeastOne | None = None
     """Torch threads of each rank; by default the cores are shared out."""
-    dispatch: Literal["ray", "in_process"] = "ray"
+    dispatch: str = PARALLEL_EXECUTOR.name
     """The executor with which the cost of a call is measured."""
     widths: Annotated[list[AtLeastOne], Field(min_length=1)] | None = None
     """Hidden sizes of the models that are timed; by default 64 to 512, or 512 to 4096 on CUDA."""
@@ -34,3 +35,8 @@ class ProfileConfig(Section):
     """How long each thing is repeated, about; longer is steadier."""
     deadline_s: Annotated[float, Field(gt=0)] = 300.0
     """When to give up."""
+
+    @field_validator("dispatch")
+    @classmethod
+    def _is_there(cls, value: str) -> str:
+        return check_executor(value)

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ..dataflow.scheduler.schedule import Schedule
 from ..workers.engines.registry import DEFAULT, check_engine, check_rollout
+from ..workers.executors.executor_kind import Transport
+from ..workers.executors.registry import DEFAULT_EXECUTOR, check_executor
 from ..workers.models.spec import ModelSpec
 from ..workers.models.tokenizer import TokenizerSpec
 from ..workers.training.optimizer import OptimizerSpec
@@ -143,8 +145,8 @@ class TaskConfig(BaseModel):
 class ExecutorConfig(Section):
     """Where nodes run."""
 
-    kind: Literal["in_process", "ray"] = "in_process"
-    """`in_process`: in this process, one rank. `ray`: one actor per rank."""
+    kind: str = DEFAULT_EXECUTOR.name
+    """An executor: an option of `executor=`, or `module:EXECUTOR` for one of your own."""
     device: str = "cpu"
     """`cpu` or `cuda`."""
     groups: dict[str, AtLeastOne] = Field(default_factory=dict[str, int])
@@ -165,9 +167,14 @@ class ExecutorConfig(Section):
     num_threads: AtLeastOne | None = None
     """Torch's and numpy's threads per process; by default the cores are shared out among the
     ranks."""
-    transport: Literal["object_store", "point_to_point"] = "object_store"
-    """How slices of new weights get from group to group: through Ray's object store, or from
-    process to process over torch.distributed."""
+    transport: Transport = "object_store"
+    """How slices of new weights get from group to group: through the executor's object store, or
+    from process to process over torch.distributed."""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_there(cls, value: str) -> str:
+        return check_executor(value)
 
 
 class EngineConfig(Section):

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from .runtime.call_context import call_key
     from .runtime.eager import run_eagerly
     from .runtime.engine import Engine, Source, StepResult
-    from .runtime.executor import Executor, InProcess
+    from .runtime.executor import Executor
+    from .runtime.in_process import InProcess
     from .runtime.placement import DeviceGroup, Placement, one_group
     from .runtime.worker_protocol import Closable, Trainable, WorkerContext, WorkerSpec
     from .scheduler.schedule import Schedule
@@ -81,7 +82,8 @@ _MODULES = {
         "StateError",
         "WorkerError",
     ),
-    "runtime.executor": ("Executor", "InProcess"),
+    "runtime.executor": ("Executor",),
+    "runtime.in_process": ("InProcess",),
     "graph.graph": ("Graph",),
     "runtime.placement": ("DeviceGroup", "Placement", "one_group"),
     "graph.tracer": ("build", "op"),

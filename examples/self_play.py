@@ -25,7 +25,7 @@ from penstock.algorithms.roles.environment import Actor, Acts
 from penstock.algorithms.self_play import SelfPlay, self_play_step
 from penstock.dataflow import Engine, build, one_group
 from penstock.dataflow.runtime.call_context import step_scope
-from penstock.dataflow.runtime.executor import InProcess
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec

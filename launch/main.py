@@ -6,7 +6,8 @@ message:
 - 0: done.
 - 1: something failed while running; the message says which node, and what happened before.
 - 2: what was typed, configured or defined cannot run; nothing was trained.
-- 130, 143: interrupted, terminated; workers are ended and checkpoints are intact.
+- 130, 143: interrupted, terminated; workers are ended and checkpoints are intact. While steps are
+  taken a checkpoint is written first; see `stop.py`.
 
 Nothing heavy is imported before a command needs it.
 """
@@ -21,6 +22,7 @@ from types import FrameType
 
 from ..dataflow.errors import ConfigError, FlowError, PenstockError, PlanError, nearest
 from .cli.commands import COMMANDS, command_of
+from .run_dir.stop import Terminated
 
 __all__ = ["main"]
 
@@ -83,23 +85,21 @@ def _set_threads() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-class _Terminated(BaseException):
-    """SIGTERM came; raised so that everything on the stack is closed on the way out."""
-
-
 def _guarded(body: Callable[[], int]) -> int:
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, _terminate)
+    # Who ignores SIGCHLD never learns how its children ended: programs that fail would be rewarded.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         return body()
     except (ConfigError, FlowError, PlanError) as error:
         return _say(str(error), 2)
     except PenstockError as error:
         return _say(str(error), 1)
-    except KeyboardInterrupt:
-        return _say("interrupted", 130)
-    except _Terminated:
-        return _say("terminated", 143)
+    except KeyboardInterrupt as stopped:
+        return _say(f"interrupted {stopped}".rstrip(), 130)
+    except Terminated as stopped:
+        return _say(f"terminated {stopped}".rstrip(), 143)
     except BrokenPipeError:
         # The reader left, as `penstock graph | head` does; nothing more can be shown.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -109,7 +109,7 @@ def _guarded(body: Callable[[], int]) -> int:
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise _Terminated
+    raise Terminated
 
 
 def _say(message: str, code: int) -> int:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 
 # Before anything imports torch. One thread per process, because the order of a sum depends on how
@@ -27,6 +30,33 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 import psutil
 import pytest
 from hypothesis import settings
+
+_INHERITED = (
+    *("CLICOLOR", "CLICOLOR_FORCE", "FORCE_COLOR", "LINES", "NO_COLOR", "PY_COLORS"),
+    *("GOMP_SPINCOUNT", "HYDRA_FULL_ERROR", "LANG", "LANGUAGE", "PYTHONIOENCODING"),
+    *("PYTHONWARNINGS", "RAY_ADDRESS", "RAY_NAMESPACE"),
+    *("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"),
+)
+"""Variables that change what a program prints, or whom it talks to."""
+
+
+def _forget_what_was_inherited() -> None:
+    """Whoever starts the tests, from wherever, the processes that tests start find the same.
+
+    A shell without job control starts what it runs in the background deaf to SIGINT, and a signal
+    that a process ignores is ignored by what it starts. SIGHUP stays as it is: `nohup` is meant.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    os.umask(0o022)
+    for name in _INHERITED:
+        os.environ.pop(name, None)
+    os.environ.update(COLUMNS="80", LC_ALL="C.UTF-8", TERM="dumb")
+
+
+_forget_what_was_inherited()
 
 # The same examples in every run, so that a green run stays green; HYPOTHESIS_PROFILE=explore looks
 # for new ones. No per-example deadline: machines are shared, and pytest's timeout bounds a test.
@@ -66,7 +96,8 @@ def _processes() -> dict[int, str]:
     found: dict[int, str] = {}
     for child in psutil.Process().children():
         try:
-            command = " ".join(child.cmdline()) or f"{child.name()} ({child.status()})"
+            ended = child.status() == psutil.STATUS_ZOMBIE
+            command = f"{child.name()} (zombie)" if ended else " ".join(child.cmdline())
         except psutil.Error:
             continue  # It ended between being listed and being asked.
         if not any(helper in command for helper in _HELPERS):
@@ -108,6 +139,27 @@ def _files() -> dict[tuple[int, str], str]:
     return found
 
 
+def _end(left: dict[int, str]) -> None:
+    """End children and all below them, and let go of them, so that no later test meets them."""
+    for pid in left:
+        try:
+            family = [child := psutil.Process(pid), *child.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=GRACE_S)
+    for item in gc.get_objects():
+        if isinstance(item, subprocess.Popen) and item.pid in left:
+            # Else it says when it is collected, in a later test, that nobody waited for it.
+            for pipe in (item.stdin, item.stdout, item.stderr):
+                with suppress(OSError):  # what it was still to be told
+                    if pipe is not None:
+                        pipe.close()
+            item.poll()
+
+
 def _left_over(before: tuple[dict[int, str], dict[int, str], dict[tuple[int, str], str]]) -> str:
     """What is there now and was not before, as text."""
     lines: list[str] = []
@@ -122,7 +174,8 @@ def _left_over(before: tuple[dict[int, str], dict[int, str], dict[tuple[int, str
 def nothing_left_behind() -> Generator[None]:
     """Fail a test that leaves a child process, a thread or an open file behind.
 
-    Fixtures of a wider scope are set up before this one, so what they hold is not counted.
+    Processes are ended then, whatever else they would have done to the tests after it. Fixtures of
+    a wider scope are set up before this one, so what they hold is not counted.
     """
     before = (_processes(), _threads(), _files())
     yield
@@ -133,4 +186,5 @@ def nothing_left_behind() -> Generator[None]:
     while (left := _left_over(before)) and time.monotonic() < deadline:
         time.sleep(0.02)
     if left:
+        _end({pid: text for pid, text in _processes().items() if pid not in before[0]})
         pytest.fail(f"the test left behind, {GRACE_S:g} s after its end:\n{left}", pytrace=False)

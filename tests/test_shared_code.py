@@ -107,6 +107,7 @@ def test_maths_is_one_object_for_both(what: str):
         "dataflow.runtime.host",
         "dataflow.runtime.remote_inference",
         "workers.executors.on_ray.executor",
+        "workers.executors.supervisor",
         "workers.training.trainer",
         "workers.training.optimizer",
         "workers.training.data_parallel",

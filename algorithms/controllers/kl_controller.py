@@ -28,12 +28,13 @@ class KLTarget:
     target_kl: float = 6.0
     """Nats per response, summed over its tokens; a mean per token needs another number."""
     horizon: int = 10_000
-    """Responses over which a full correction is spread."""
+    """Responses over which a full correction is spread; a step of more makes one."""
     max_change: float = 0.2
-    """Bound on the relative error that is corrected for."""
+    """Bound on the relative error that is corrected for; below 1."""
 
     def __post_init__(self) -> None:
-        check_range(self, "target_kl", "max_change", above=0)
+        check_range(self, "target_kl", above=0)
+        check_range(self, "max_change", above=0, below=1)
         check_range(self, "horizon", at_least=1)
 
     def next_coef(self, kl_coef: float, *, observed_kl: float, num_sequences: int) -> float:

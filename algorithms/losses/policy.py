@@ -265,7 +265,7 @@ class ReferenceKLPolicyLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
     kl_log_ratio_clamp: float | None = 20.0
     """Bound on the log of policy over reference."""
     kl_value_clamp: float | None = None
-    """Bound on the estimate of each token."""
+    """Bound on the estimate of each token; the gradient of "straight_through_k2" has none."""
 
     def __post_init__(self) -> None:
         check_range(self, "kl_coef")
@@ -300,7 +300,12 @@ class ReferenceKLPolicyLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
         return LossSum(total, {**policy.metrics, **self._kl_metrics(output, batch)})
 
     def _kl(
-        self, output: PolicyOutput, batch: ReferencePolicyBatch, estimator: KLEstimator
+        self,
+        output: PolicyOutput,
+        batch: ReferencePolicyBatch,
+        estimator: KLEstimator,
+        *,
+        clamped: bool = True,
     ) -> Tensor:
         return kl_estimate(
             batch.mask,
@@ -308,7 +313,7 @@ class ReferenceKLPolicyLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
             ref_logprob=batch.ref_logprob,
             estimator=estimator,
             log_ratio_clamp=self.kl_log_ratio_clamp,
-            value_clamp=self.kl_value_clamp,
+            value_clamp=self.kl_value_clamp if clamped else None,
         )
 
     def _differentiated_kl(self, output: PolicyOutput, batch: ReferencePolicyBatch) -> Tensor:
@@ -319,8 +324,8 @@ class ReferenceKLPolicyLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
             case "is_corrected":
                 return self.policy.ratio(output, batch) * kl
             case "straight_through_k2":
-                k2 = self._kl(output, batch, "k2")
-                return kl.detach() + k2 - k2.detach()
+                k2 = self._kl(output, batch, "k2", clamped=False)
+                return kl.detach() + (k2 - k2.detach())  # a zero, so that the value is exact
             case _:
                 raise ValueError(
                     f"kl_gradient {self.kl_gradient!r} is unknown; choose 'as_is', 'is_corrected' "

@@ -272,6 +272,8 @@ class CostModelLoss(Loss[ScoredPairBatch, ScoreOutput]):
         safer, unsafer = pair_rows(batch.pair_id, batch.chosen)
         cost = output.score
         sign = torch.where(batch.score < self.safe_from, 1.0, -1.0).to(cost)
+        # What is neither safe nor unsafe leaves no finite gradient, which the optimizer refuses.
+        sign = sign.masked_fill(batch.score.isnan(), torch.nan)
         loss = cost_model_loss(
             unsafer_cost=cost[unsafer],
             safer_cost=cost[safer],

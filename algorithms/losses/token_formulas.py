@@ -78,7 +78,7 @@ def _sequence_log_ratio(
     if level != "sequence_product":
         whole = whole / mask.sum(dim=1, keepdim=True).clamp(min=1)
     if level == "sequence_mean_token":
-        return whole.detach() + logprob - logprob.detach()
+        return whole.detach() + (logprob - logprob.detach())  # plus a zero: the value is exact
     return whole.expand_as(log_ratio)
 
 

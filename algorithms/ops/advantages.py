@@ -89,7 +89,7 @@ def whiten(
         shift_mean: Whether the mean becomes 0.
 
     Returns:
-        f32[rows, T].
+        f32[rows, T]; values that are all equal become 0, or stay as they are without the shift.
 
     Raises:
         ValueError: If shapes differ, there are too few tokens for a variance, or a choice is
@@ -99,7 +99,8 @@ def whiten(
     if eps_on not in ("variance", "std"):
         raise ValueError(f"eps_on {eps_on!r} is unknown; choose 'variance' or 'std'")
     scale = torch.rsqrt(spread + eps) if eps_on == "variance" else 1 / (spread.sqrt() + eps)
-    whitened = (value.double() - mean) * scale
+    # Only values that are all equal have no deviation, and each of them is the mean.
+    whitened = (value.double() - mean) * scale.masked_fill(scale.isinf(), 0.0)
     if not shift_mean:
         whitened = whitened + mean
     return zero_where_masked_out(whitened, mask).to(value)
@@ -241,7 +242,7 @@ def batch_std_advantage(
     spread = score.double() if std_of == "raw" else centered
     correction = variance_correction(variance)
     std = spread.std(correction=correction) if len(score) > 1 else spread.new_zeros(())
-    return (centered / torch.where(std > 0, std + eps, 1.0)).to(score)
+    return (centered / torch.where(std == 0, 1.0, std + eps)).to(score)
 
 
 @op(scope="group")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...dataflow.graph.tracer import op
 from ..roles.language import PerSample
+from .groups import floating
 
 __all__ = ["constrained_score", "weighted_sum"]
 
@@ -32,6 +33,7 @@ def constrained_score(
     Returns:
         f32[rows]. A `passed` of nan stays nan, for the optimizer to refuse.
     """
+    score = floating(score)
     paid = torch.where(passed > 0.5, score, torch.full_like(score, violation_score))
     return torch.where(passed.isnan(), torch.nan, paid)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...dataflow.graph.tracer import op
 from ..roles.language import BehaviorLogprob, PerSample, PromptId, Rollout, TokenIds, TokenMask
-from .groups import Groups
+from .groups import Groups, floating
 from .pairs import SelectedPairs, pairs_of
 from .reward_shaping import check_known
 
@@ -78,12 +77,15 @@ def less_mean(
 
     Raises:
         ValueError: If `mean_over` is unknown.
+        FloatingPointError: If a verdict is nan and the mean is of those that pass.
     """
+    reward = floating(reward)
     exact = reward.double()
     match mean_over:
         case "batch":
             mean = exact.mean() if len(exact) else exact.sum()
         case "passing":
+            check_known("verdict", passed)
             counted = passed > 0.5
             mean = torch.where(counted, exact, 0.0).sum() / counted.sum().clamp(min=1)
         case "prompt":
@@ -110,9 +112,11 @@ def passing_and_failing(roll: Rollout, score: PerSample, *, passed: PerSample) -
         passed: f32[rows], above 0.5 where all constraints hold.
 
     Raises:
-        FloatingPointError: If a verdict is not a number.
+        FloatingPointError: If a verdict or a score is nan.
     """
     check_known("verdict", passed)
+    check_known("score", score)
+    score = floating(score)
     rows: list[int] = []
     skipped: list[bool] = []
     for members in _members(roll.prompt_id):
@@ -168,13 +172,15 @@ def best_passing(
 
     Raises:
         ValueError: If a prompt has no fallback.
-        FloatingPointError: If a verdict is not a number.
+        FloatingPointError: If a verdict is nan, or the KL or the score of a response that passes.
     """
     check_known("verdict", passed)
     check_known("verdict on a fallback", fallback_passed)
+    check_known("KL", torch.where(passed > 0.5, kl, 0.0))
     eligible = (passed > 0.5) & (kl <= kl_max)
+    score = floating(score)
+    check_known("score", torch.where(eligible, score, 0.0))
     instead = {prompt: row for row, prompt in enumerate(fallback.prompt_id.tolist())}
-    sides = (roll, fallback)
     rows: list[tuple[int, int, float]] = []  # which side, which of its rows, weight
     for members in _members(roll.prompt_id):
         prompt = int(roll.prompt_id[members[0]])
@@ -187,12 +193,24 @@ def best_passing(
             allowed = bool(fallback_passed[instead[prompt]] > 0.5)
             rows.append((1, instead[prompt], fallback_weight if allowed else 0.0))
     weight = torch.tensor([weight for _, _, weight in rows], device=score.device).to(score)
-    padded = partial(pad_sequence, batch_first=True)
-    mask = padded([sides[side].mask[row] for side, row, _ in rows])
+    return _responses((roll, fallback), [(side, row) for side, row, _ in rows], weight)
+
+
+def _responses(
+    sides: tuple[Rollout, Rollout], rows: list[tuple[int, int]], weight: Tensor
+) -> ChosenResponses:
+    """Rows of two rollouts, each given as which side and which of its rows, side by side."""
+
+    def column(name: str, fill: float) -> Tensor:
+        if not rows:
+            return getattr(sides[0], name)[:0]
+        parts = [getattr(sides[side], name)[row] for side, row in rows]
+        return pad_sequence(parts, batch_first=True, padding_value=fill)
+
     return ChosenResponses(
-        tokens=padded([sides[side].tokens[row] for side, row, _ in rows], padding_value=-1),
-        mask=mask & (weight != 0)[:, None],
-        behavior_logprob=padded([sides[side].behavior_logprob[row] for side, row, _ in rows]),
+        tokens=column("tokens", -1),
+        mask=column("mask", False) & (weight != 0)[:, None],
+        behavior_logprob=column("behavior_logprob", 0.0),
         weight=weight,
     )
 

@@ -23,7 +23,7 @@ from ...dataflow.graph.tracer import op
 from ...dataflow.option_checks import check_range
 from ..roles.language import PerSample, Policy, PromptId, Prompts, Reward, Rollout, Sampling
 from .groups import Groups
-from .reward_shaping import is_correct
+from .reward_shaping import check_known, is_correct
 
 __all__ = [
     "DynamicSampling",
@@ -128,8 +128,9 @@ def is_mixed(
         correct_score: Only whether a score is at least this counts; None: scores themselves do.
 
     Raises:
-        FloatingPointError: If a score is not a number and only that counts.
+        FloatingPointError: If a score is nan.
     """
+    check_known("score", score)
     metric = score
     if correct_score is not None:
         metric = is_correct(score, threshold=correct_score).to(score)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...dataflow.graph.tracer import op
 from ...dataflow.option_checks import check_range
 from ..roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
+from .groups import floating
 from .reductions import Variance, variance_correction
 
 __all__ = ["Combination", "Ensemble", "EnsembleRule", "ensemble_score", "joined_score"]
@@ -62,6 +63,7 @@ def ensemble_score(
     """
     if scores.ndim != 2 or not len(scores):
         raise ValueError(f"scores must be [members, rows], got {list(scores.shape)}")
+    scores = floating(scores)
     match combination:
         case "mean":
             return scores.mean(dim=0)
@@ -71,6 +73,8 @@ def ensemble_score(
             correction = variance_correction(variance)
             if len(scores) <= correction:
                 raise ValueError("the unbiased variance needs at least 2 members; choose 'biased'")
+            if not scores.numel():
+                return scores[0]  # torch warns of the variance of no rows
             spread = scores.double().var(dim=0, correction=correction).to(scores)
             return scores.mean(dim=0) - uncertainty_coef * spread
         case _:

@@ -16,6 +16,7 @@ from ...dataflow.graph.tracer import op
 from ..roles.language import PerSample, PromptId, Rollout
 from .groups import floating
 from .op_random import uniforms
+from .reward_shaping import check_known
 
 __all__ = [
     "FilteredRollout",
@@ -58,11 +59,13 @@ def selection_weights(
 
     Raises:
         ValueError: If shapes differ or `strategy` is unknown.
+        FloatingPointError: If a score is nan, or infinite and `strategy` is "power".
     """
     if score.shape != group.shape or score.ndim != 1:
         raise ValueError(
             f"score and group must both be [rows], got {list(score.shape)} and {list(group.shape)}"
         )
+    check_known("score", score, finite=strategy == "power")
     score = floating(score)
     weight = torch.zeros_like(score, dtype=torch.float64)
     for one in group.unique():
@@ -103,8 +106,14 @@ def draw_rows(weight: Tensor, count: int, offset: float) -> Tensor:
         offset: In [0, 1): where the first point lies within the first distance.
 
     Returns:
-        i64[count], ascending.
+        i64[count], ascending; none if there are no rows to draw.
+
+    Raises:
+        FloatingPointError: If a weight is not finite.
     """
+    check_known("weight", weight, finite=True)
+    if not len(weight):
+        return torch.zeros(0, dtype=torch.int64, device=weight.device)
     order = torch.argsort(weight, descending=True, stable=True)
     ends = weight[order].double().cumsum(0)
     points = (torch.arange(count, device=weight.device).double() + offset) / count * ends[-1]
@@ -137,7 +146,7 @@ def filtered_groups(
         members = (roll.prompt_id == prompt).nonzero().flatten()
         offset = next(uniforms(seed, *roll.tokens[members]))
         rows.append(members[draw_rows(weight[members], count, offset)])
-    return _kept(roll, score, torch.cat(rows))
+    return _kept(roll, score, torch.cat(rows) if rows else roll.prompt_id)
 
 
 @op(scope="batch", makes_rows=True)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...dataflow.graph.tracer import op
 from ..roles.language import PerSample, PerToken, SampleFlag, TokenMask
+from .groups import floating
 from .reductions import check_token_columns, zero_where_masked_out
 
 __all__ = [
@@ -205,6 +206,7 @@ def kl_shaped_reward(
         estimator=kl_estimator,
         log_ratio_clamp=log_ratio_clamp,
     )
+    score = floating(score)
     if score_clip is not None:
         score = score.clamp(-score_clip, score_clip)
     score = _without_eos(score, finished, no_eos, no_eos_score, no_eos_penalty)
@@ -221,7 +223,7 @@ def finished_score(
     no_eos_penalty: float = 1.0,
 ) -> PerSample:
     """Scores after the rule for responses that were cut off; arguments as in `kl_shaped_reward`."""
-    return _without_eos(score, finished, no_eos, no_eos_score, no_eos_penalty)
+    return _without_eos(floating(score), finished, no_eos, no_eos_score, no_eos_penalty)
 
 
 def _without_eos(
@@ -254,6 +256,8 @@ def _pay(reward: Tensor, score: Tensor, mask: Tensor, score_slot: ScoreSlot) -> 
             f"score_slot {score_slot!r} is unknown; choose 'last_token' or 'after_last'"
         )
     width = mask.shape[1]
+    if not width:
+        return reward
     positions = torch.arange(width, device=mask.device)
     last = torch.where(mask, positions, -1).amax(dim=1)
     slot = last if score_slot == "last_token" else (last + 1).clamp(max=width - 1)
@@ -273,7 +277,8 @@ def adaptive_kl_coef(
     """The next coefficient of an adaptive KL penalty.
 
     `kl_coef * (1 + clip(observed / target - 1, -max_change, max_change) * num_sequences / horizon)`
-    (Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, section 2.2).
+    (Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, section 2.2). A
+    step of more rows than `horizon` makes one full correction, so a coefficient stays positive.
 
     Args:
         kl_coef: The coefficient of this step; 0.1 to 0.15 are usual to begin with.
@@ -281,15 +286,20 @@ def adaptive_kl_coef(
         target_kl: Where it should settle, in the same unit. A mean per token needs another target.
         num_sequences: Rows in the step.
         horizon: Rows over which a full correction is spread.
-        max_change: Bound on the relative error that is corrected for.
+        max_change: Bound on the relative error that is corrected for; below 1.
 
     Raises:
-        ValueError: If `target_kl` or `horizon` is not positive.
+        ValueError: If `target_kl` or `horizon` is not positive, or `max_change` not in [0, 1).
     """
     if target_kl <= 0 or horizon <= 0:
         raise ValueError(
             f"target_kl and horizon must be positive, got {target_kl} and {horizon}; "
             "for a fixed coefficient do not adapt it"
         )
+    if not 0 <= max_change < 1:
+        raise ValueError(
+            f"max_change must be at least 0 and below 1, got {max_change}; from 1 on a coefficient "
+            "could become 0, where it would stay"
+        )
     error = min(max(observed_kl / target_kl - 1, -max_change), max_change)
-    return kl_coef * (1 + error * num_sequences / horizon)
+    return kl_coef * (1 + error * min(num_sequences, horizon) / horizon)

@@ -136,7 +136,7 @@ def sum_over_macros(column: Tensor, macro_id: Tensor) -> Tensor:
     inside = macro_id >= 0
     table = column.new_zeros(len(column), macro_mask(macro_id).shape[1])
     if not table.numel():
-        return table
+        return column[:, :0]  # a loss over no macro action still has a gradient, of zeros
     return table.scatter_add(1, macro_id.clamp(min=0), zero_where_masked_out(column, inside))
 
 

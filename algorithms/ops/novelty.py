@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .reward_shaping import check_known
+
 __all__ = ["RewardSwitch", "novelty_thresholds", "switch_rewards"]
 
 
@@ -46,12 +48,15 @@ def switch_rewards(negative_logprob: Tensor, threshold: Tensor) -> RewardSwitch:
 
     Raises:
         ValueError: If there is not one threshold per policy.
+        FloatingPointError: If a threshold or a trajectory's log-probability is nan.
     """
     if threshold.shape != negative_logprob.shape[-1:]:
         raise ValueError(
             f"threshold must have one entry per policy, {list(negative_logprob.shape[-1:])}, "
             f"got {list(threshold.shape)}"
         )
+    check_known("log-probability", negative_logprob)
+    check_known("threshold", threshold)
     new = (negative_logprob >= threshold).to(negative_logprob)
     extrinsic = new.prod(dim=-1) if new.shape[-1] else torch.ones_like(new.sum(dim=-1))
     return RewardSwitch(extrinsic=extrinsic, behavior=1 - new, prediction=new)

@@ -18,6 +18,7 @@ from ..roles.language import (
     TokenIds,
     TokenMask,
 )
+from .reward_shaping import check_known
 
 __all__ = ["Mismatched", "SelectedPairs", "Ties", "best_and_worst", "mismatched", "pair_rows"]
 
@@ -82,11 +83,12 @@ def best_and_worst(roll: Rollout, score: PerSample, *, ties: Ties = "drop") -> S
             which losses on pairs do not count.
 
     Raises:
-        ValueError: If a prompt has a single response or a score that is not a number, or `ties` is
-            unknown.
+        ValueError: If a prompt has a single response or `ties` is unknown.
+        FloatingPointError: If a score is nan.
     """
     if ties not in ("drop", "first"):
         raise ValueError(f"ties {ties!r} is unknown; choose 'drop' or 'first'")
+    check_known("score", score)
     rows: list[int] = []
     for prompt in dict.fromkeys(roll.prompt_id.tolist()):
         members = (roll.prompt_id == prompt).nonzero().flatten()
@@ -96,11 +98,6 @@ def best_and_worst(roll: Rollout, score: PerSample, *, ties: Ties = "drop") -> S
                 "Sampling.num_samples to 2 or more"
             )
         own = score[members]
-        if bool(own.isnan().any()):
-            raise ValueError(
-                f"prompt {prompt} has a response whose score is not a number, so none is its best; "
-                "see what the reward says of it"
-            )
         best = int(own.argmax())
         worst = len(own) - 1 - int(own.flip(0).argmin())
         rows += [int(members[best]), int(members[worst])]
@@ -155,7 +152,9 @@ def mismatched(tokens: TokenIds, mask: TokenMask, pair_id: PromptId) -> Mismatch
         ValueError: If all rows are of one pair.
     """
     pairs: list[int] = pair_id.tolist()
-    if len(pairs) and len(set(pairs)) == 1:
+    if not pairs:
+        return Mismatched(tokens=tokens, mask=mask)
+    if len(set(pairs)) == 1:
         raise ValueError(
             f"all rows are of pair {pairs[0]}, so none has a response to another prompt; give a "
             "step at least 2 pairs"

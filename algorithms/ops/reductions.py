@@ -147,7 +147,8 @@ def mean_and_variance(
         ValueError: As `masked_variance`, or if `weighted_by` is unknown.
     """
     if weighted_by == "token":
-        return masked_mean(x, mask), masked_variance(x, mask, variance=variance)
+        mean, spread = masked_mean(x, mask), masked_variance(x, mask, variance=variance)
+        return _exact(_tokens_of(x, mask), mean, spread)
     if weighted_by != "row":
         raise ValueError(f"weighted_by {weighted_by!r} is unknown; choose 'token' or 'row'")
     lengths = mask.sum(dim=1)
@@ -161,7 +162,13 @@ def mean_and_variance(
     share = (1 / lengths.clamp(min=1).double())[:, None].expand(mask.shape)[mask]
     tokens = _tokens_of(x, mask)
     mean = (tokens * share).sum() / rows
-    return mean, ((tokens - mean).square() * share).sum() / (rows - correction)
+    return _exact(tokens, mean, ((tokens - mean).square() * share).sum() / (rows - correction))
+
+
+def _exact(tokens: Tensor, mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """The same; of equal values each of them, and 0, where rounding gives them a variance."""
+    equal = (tokens == tokens[0]).all()
+    return torch.where(equal, tokens[0], mean), torch.where(equal, 0.0, spread)
 
 
 def variance_correction(variance: Variance) -> int:

@@ -43,23 +43,32 @@ def is_correct(score: PerSample, *, threshold: float = 1.0) -> SampleFlag:
     """Which responses a verifier accepts: bool[rows], `score >= threshold`.
 
     Raises:
-        FloatingPointError: If a score is not a number, which a flag could not say.
+        FloatingPointError: If a score is nan, which a flag could not say.
     """
     check_known("score", score)
     return score >= threshold
 
 
-def check_known(what: str, column: Tensor) -> None:
-    """Refuse numbers that are none, where a yes or no is made of them.
+def check_known(what: str, column: Tensor, *, finite: bool = False) -> None:
+    """Refuse numbers that are none, where something is chosen by them.
+
+    A comparison would make its choice all the same: it is False for nan, and `argmax` takes nan for
+    the highest number.
+
+    Args:
+        what: What they are, for the message.
+        column: [rows] or [rows, ...].
+        finite: Refuse infinities as well, of which no share can be taken.
 
     Raises:
         FloatingPointError: If there is one; it names the first row.
     """
-    unknown = column.isnan()
+    unknown = ~column.isfinite() if finite else column.isnan()
     if bool(unknown.any()):
+        first = unknown.nonzero()[0]
         raise FloatingPointError(
-            f"the {what} of row {int(unknown.nonzero()[0])} is nan, which is neither right nor "
-            "wrong; give every response a number"
+            f"the {what} of row {int(first[0])} is {float(column[tuple(first)])}, by which nothing "
+            "can be chosen; give every row a number"
         )
 
 
@@ -119,11 +128,14 @@ def length_reward(length: PerSample, prompt_id: PromptId, *, correct: SampleFlag
 
     Raises:
         ValueError: If shapes differ.
+        FloatingPointError: If a verdict or a length is nan.
     """
     if correct.shape != length.shape:
         raise ValueError(
             f"correct must have one entry per row, {list(length.shape)}, got {list(correct.shape)}"
         )
+    check_known("verdict", correct)
+    check_known("length", length)
     exact = floating(length)
     groups = Groups(exact, prompt_id)
     low, high = groups.per_group_row(groups.lowest()), groups.per_group_row(groups.highest())
@@ -179,7 +191,11 @@ def prompt_priority(success_rate: Tensor) -> Tensor:
 
     Returns:
         f32[prompts], adding up to 1; equal where every prompt always succeeds.
+
+    Raises:
+        FloatingPointError: If a rate is nan.
     """
+    check_known("success rate", success_rate)
     weight = 1 - success_rate
     total = weight.sum()
-    return torch.where(total > 0, weight / total, 1 / len(weight))
+    return torch.where(total > 0, weight / total, 1 / max(len(weight), 1))

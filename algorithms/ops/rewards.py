@@ -19,6 +19,7 @@ from .kl import finished_score, kl_shaped_reward
 from .reductions import check_token_columns, zero_where_masked_out
 from .reward_shaping import (
     OverlongForm,
+    check_known,
     combine_rewards,
     is_correct,
     kl_penalized_score,
@@ -195,7 +196,11 @@ def verifiable_reward(
 
     Returns:
         f32[rows].
+
+    Raises:
+        FloatingPointError: If a verdict is nan.
     """
+    check_known("verdict", verified)
     reward = torch.where(verified > 0, scale, torch.zeros_like(verified))
     if finished is None or no_eos_reward is None:
         return reward
@@ -248,9 +253,13 @@ def blended_with_model(
         penalty: Taken below it.
 
     Returns:
-        f32[rows].
+        f32[rows]. A `verified` of nan stays nan, for the optimizer to refuse.
+
+    Raises:
+        FloatingPointError: If the model's score of a response is nan where V > 0.
     """
     verified = floating(verified)
+    check_known("model's score", torch.where(verified > 0, model_score, 0.0))
     change = torch.where(model_score > threshold, bonus, -penalty).to(verified)
     return torch.where(verified > 0, verified + change, verified)
 

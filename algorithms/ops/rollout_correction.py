@@ -139,7 +139,7 @@ def _between(weight: Tensor, floor: float, cap: float | None) -> Tensor:
 def self_normalized(weight: PerToken, mask: TokenMask) -> PerToken:
     """Weights over their mean of all sampled tokens: f32[rows, T], as they are if all are 0."""
     mean = weight[mask].double().mean() if bool(mask.any()) else weight.double().sum()
-    return (weight / torch.where(mean > 0, mean, 1.0)).to(weight)
+    return (weight / torch.where(mean == 0, 1.0, mean)).to(weight)
 
 
 def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:

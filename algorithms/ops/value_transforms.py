@@ -105,7 +105,7 @@ def percentile_scale(
 
 def scaled_advantage(advantage: Tensor, scale: float) -> Tensor:
     """Advantages over `max(1, scale)`: large returns are scaled down, small ones never up."""
-    return advantage / max(1.0, scale)
+    return advantage / max(scale, 1.0)  # in this order nan stays nan
 
 
 @op(scope="batch")

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...dataflow.graph.tracer import op
 from ..roles.language import PerSample, PerToken, TokenIds, TokenMask
 from .reductions import check_token_columns, zero_where_masked_out
+from .reward_shaping import check_known
 
 __all__ = [
     "WeighedResponses",
@@ -59,7 +60,11 @@ def priority(advantage: Tensor) -> Tensor:
 
     Returns:
         f32[rows], adding up to 1; equal shares where no advantage is positive.
+
+    Raises:
+        FloatingPointError: If an advantage is not finite.
     """
+    check_known("advantage", advantage, finite=True)
     positive = advantage.clamp(min=0)
     total = positive.sum()
     even = torch.full_like(positive, 1 / max(len(positive), 1))
@@ -78,7 +83,11 @@ def systematic_rows(share: Tensor, count: int) -> Tensor:
 
     Returns:
         i64[count], ascending.
+
+    Raises:
+        FloatingPointError: If a share is not finite.
     """
+    check_known("share", share, finite=True)
     if not len(share):
         return torch.zeros(0, dtype=torch.int64)
     ends = share.double().cumsum(dim=0)
@@ -107,6 +116,9 @@ def better_responses(
 
     Returns:
         As many rows as came in.
+
+    Raises:
+        FloatingPointError: If responses are drawn by advantages that are not finite.
     """
     advantage = (score - value).clamp(min=0)
     rows = torch.arange(len(tokens))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 __all__ = [
@@ -147,21 +148,68 @@ def add_metrics(gathered: dict[str, Metric], new: Mapping[str, Metric]) -> None:
         gathered[name] = gathered[name] + metric if name in gathered else metric
 
 
-@dataclass(frozen=True)
+Amount = Tensor | float
+"""A scalar tensor or a number."""
+
+
+@dataclass(frozen=True, init=False)
 class LossSum:
     """What some rows contribute to a minibatch's loss.
 
+    A metric is given as `(sum, weight)`, each a scalar tensor or a number; or as one of these,
+    which is averaged over micro-batches and suits what is the same in all of them.
+
     Attributes:
         total: Scalar, differentiable. Added over all micro-batches and ranks it *is* the
-        minibatch's
-            loss: it has been divided by the global `totals` already.
+            minibatch's loss: it has been divided by the global `totals` already.
         metrics: Name -> `(sum, weight)` as detached scalars; merged as weighted means.
+
+    Raises:
+        ValueError: If the total is no scalar tensor, or a metric is something else.
     """
 
     total: Tensor
-    metrics: Mapping[str, tuple[Tensor, Tensor]] = field(
-        default_factory=dict[str, tuple[Tensor, Tensor]]
+    metrics: Mapping[str, tuple[Tensor, Tensor]]
+
+    def __init__(
+        self, total: Tensor, metrics: Mapping[str, Amount | tuple[Amount, Amount]] | None = None
+    ) -> None:
+        wrong = _unlike_scalar(total, numbers=False)
+        if wrong:
+            raise ValueError(
+                f"the total of a loss is a {wrong}; expected a scalar tensor, computed from the "
+                "model's output"
+            )
+        object.__setattr__(self, "total", total)
+        pairs = {name: _metric_pair(name, given) for name, given in (metrics or {}).items()}
+        object.__setattr__(self, "metrics", pairs)
+
+
+def _metric_pair(name: str, given: Amount | tuple[Amount, Amount]) -> tuple[Tensor, Tensor]:
+    """`(sum, weight)` of a metric of a loss, detached."""
+    parts: tuple[object, ...] = given if isinstance(given, tuple) else (given, 1.0)
+    wrong = [what for what in map(_unlike_scalar, parts) if what]
+    if len(parts) != 2:
+        wrong = [f"tuple of {len(parts)}"]
+    elif wrong and isinstance(given, tuple):
+        wrong = [f"tuple with {wrong[0]}"]
+    if wrong:
+        raise ValueError(
+            f"metric '{name}' of a loss is a {wrong[0]}; expected (sum, weight), each a number or "
+            "a scalar tensor, or one such number, which is averaged over micro-batches"
+        )
+    total, weight = (
+        part.detach() if isinstance(part, Tensor) else torch.tensor(part, dtype=torch.float64)
+        for part in parts
     )
+    return total, weight
+
+
+def _unlike_scalar(part: object, *, numbers: bool = True) -> str:
+    """What it is, if it is neither a scalar tensor nor, where they will do, a number."""
+    if isinstance(part, Tensor):
+        return f"tensor of shape {list(part.shape)}" if part.ndim else ""
+    return "" if numbers and isinstance(part, (int, float)) else type(part).__name__
 
 
 class Loss(Generic[B, O]):

@@ -5,7 +5,7 @@ It owns no policy: what runs when is the scheduler's, how it runs the executor's
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from ..errors import ConfigError
@@ -15,7 +15,8 @@ from ..graph.role import Role
 from ..scheduler.schedule import Schedule
 from .checkpoint import CheckpointFolder
 from .dispatcher import Dispatcher
-from .executor import Executor, InProcess, Program, check_workers
+from .executor import Executor, Program, check_workers
+from .in_process import InProcess
 from .messages import AskWork
 from .placement import Placement, flow_of
 from .run import Run, StepResult, Trained
@@ -117,6 +118,7 @@ class Engine:
         program: str = "main",
         checkpoint_every: int | None = None,
         checkpoints: CheckpointFolder | None = None,
+        stop: Callable[[], bool] | None = None,
     ) -> Generator[StepResult]:
         """Run steps and yield each as it completes, in order.
 
@@ -130,6 +132,8 @@ class Engine:
             program: Which program to run; "main" is the graph the engine was made with.
             checkpoint_every: Save after every so many steps and at the end.
             checkpoints: Where to save, and where to resume from if it holds a checkpoint.
+            stop: Asked between tasks; once it says so the run completes the steps that it has begun
+                to train, saves, and ends without the others.
 
         Raises:
             ConfigError: If a source is missing; with the first step, if a checkpoint belongs to
@@ -146,7 +150,12 @@ class Engine:
                     f"sources={{'{name}': ...}}"
                 )
         return self._steps(
-            program, sources, num_steps, checkpoint_every if checkpoints else None, checkpoints
+            program,
+            sources,
+            num_steps,
+            checkpoint_every if checkpoints else None,
+            checkpoints,
+            stop,
         )
 
     def _steps(
@@ -156,6 +165,7 @@ class Engine:
         num_steps: int,
         checkpoint_every: int | None,
         checkpoints: CheckpointFolder | None,
+        stop: Callable[[], bool] | None,
     ) -> Generator[StepResult]:
         self.start()
         run = Run(
@@ -170,6 +180,7 @@ class Engine:
             num_steps=num_steps,
             checkpoint_every=checkpoint_every,
             checkpoints=checkpoints,
+            stop=stop,
         )
         yield from run.steps()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError, StateError, WorkerError
@@ -31,6 +31,7 @@ from ..scheduler.events import (
     SaveCheckpoint,
     SourceReady,
     StepCompleted,
+    Stop,
     Task,
     TaskDone,
     TaskFailed,
@@ -116,6 +117,7 @@ class Run:
         num_steps: int,
         checkpoint_every: int | None,
         checkpoints: CheckpointFolder | None,
+        stop: Callable[[], bool] | None = None,
     ) -> None:
         self._graph, self._placement = program.graph, program.placement
         self._flow = flow_of(program.graph, program.placement)
@@ -126,6 +128,7 @@ class Run:
         self._executor, self._dispatcher, self._trained = executor, dispatcher, trained
         self._seed = seed
         self._checkpoints = checkpoints
+        self._stop = stop
         self._store: dict[Output, Handle] = {}
         self._snapshots: dict[tuple[str, int], Handle] = {}
         self._done_by_step: dict[int, list[_Done]] = {}
@@ -183,6 +186,9 @@ class Run:
             self._waited_s += time.monotonic() - since_s
             for submission in submissions:
                 todo.extend(self._answered(submission))
+            if self._stop is not None and self._stop():
+                self._stop = None
+                todo.extend(self.scheduler.handle(Stop(self._waited_s)))
             todo.extend(self.scheduler.handle(Tick(self._waited_s)))
 
     # --- instructions

@@ -4,11 +4,13 @@ A checkpoint at step c must show every trainable role at version `c * n`. So no 
 or later starts before it is saved. Once steps below c are complete the scheduler drains: only those
 tasks of later steps start that had to read older weights than `c * n`, which a resumed run could
 not make again, and what they need. Publications and loads go on; they cannot pass `c * n`.
+
+A run that is to stop takes its last checkpoint at the first step of which no training has started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ..errors import StateError
 from .events import NodeTask, Task
@@ -28,6 +30,8 @@ class Checkpoints:
         boundary: Completed steps at which the next checkpoint is due.
         draining: Whether it is being prepared or written.
         required: Per distance d, names of the nodes that must have run in step `boundary + d`.
+        stopping: Whether the next checkpoint is the last one, whatever is left to do.
+        stopped: Whether that one is written.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class Checkpoints:
             raise ValueError(f"checkpoint_every must be at least 1 step, got {every}")
         self._index, self._num_steps, self._every = index, num_steps, every
         self._first_step = first_step
-        self.draining = False
+        self.draining = self.stopping = self.stopped = False
         self.required = tuple(
             _required(index, weights, distance) for distance in range(schedule.max_lag)
         )
@@ -72,10 +76,27 @@ class Checkpoints:
         self.draining = completed == self.boundary
         return self.draining
 
+    def stop(self, completed: int, steps: Mapping[int, StepState], running: Iterable[Task]) -> None:
+        """Make the first checkpoint that can still be taken the next one, and the last.
+
+        Args:
+            completed: Steps complete.
+            steps: Those in flight.
+            running: Tasks at work.
+        """
+        trains = {node.name for node in self._index.flow.nodes if node.trains is not None}
+        begun = [task for task in running if isinstance(task, NodeTask)]
+        begun += [task for state in steps.values() for task in state.done]
+        trained = [task.step + 1 for task in begun if task.node in trains]
+        self.stopping = True
+        self.boundary = max(trained, default=completed)
+        self.draining = completed == self.boundary
+
     def saved(self) -> None:
         """The checkpoint is written."""
-        self.draining = False
-        self.boundary = self._next(self.boundary)
+        self.draining, self.stopped = False, self.stopping
+        if not self.stopped:
+            self.boundary = self._next(self.boundary)
 
     def check_drained(self, steps: Mapping[int, StepState]) -> None:
         """Everything that reads older weights is done.

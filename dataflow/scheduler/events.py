@@ -31,6 +31,7 @@ __all__ = [
     "SaveCheckpoint",
     "SourceReady",
     "StepCompleted",
+    "Stop",
     "Task",
     "TaskDone",
     "TaskFailed",
@@ -167,7 +168,14 @@ class Tick:
     at_s: float
 
 
-Event: TypeAlias = SourceReady | TaskDone | TaskFailed | CheckpointSaved | Tick
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the run as soon as a checkpoint can be taken, and take it."""
+
+    at_s: float
+
+
+Event: TypeAlias = SourceReady | TaskDone | TaskFailed | CheckpointSaved | Tick | Stop
 
 
 # --- instructions: the scheduler asks
@@ -254,7 +262,7 @@ class StepCompleted:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """All steps are complete and saved."""
+    """All steps are complete and saved, or those before a stop are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,7 +254,8 @@ def _checkpoint_boundary(scheduler: SchedulerState) -> Iterator[str]:
 
 
 def _not_stalled(scheduler: SchedulerState) -> Iterator[str]:
-    if scheduler.done and (scheduler.running or scheduler.ranks.queued() or scheduler.steps):
+    left = scheduler.ranks.queued() or scheduler.steps
+    if scheduler.done and (scheduler.running or (left and not scheduler.checkpoints.stopped)):
         yield "finished with work left"
     if not (scheduler.done or scheduler.aborted or scheduler.running or scheduler.awaited):
         yield "unfinished, but nothing runs and nothing is awaited"

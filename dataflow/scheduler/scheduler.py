@@ -12,6 +12,7 @@ Rules:
   `scheduler_weights.py` says how, and why nothing here can deadlock.
 - Before training goes past a checkpoint's step the checkpoint is saved; then nothing runs, and
   what later steps had to do with older weights is done and part of the checkpoint.
+- A run that is told to stop ends with the first checkpoint that it can still take.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from .events import (
     SaveCheckpoint,
     SourceReady,
     StepCompleted,
+    Stop,
     Task,
     TaskDone,
     TaskFailed,
@@ -137,6 +139,8 @@ class Scheduler(SchedulerState):
                 self._task_failed(event)
             case CheckpointSaved():
                 self._checkpoint_saved(event)
+            case Stop():
+                self._stop()
             case Tick():
                 self._tick()
         if not self.aborted:
@@ -248,6 +252,14 @@ class Scheduler(SchedulerState):
             raise self._impossible(f"CheckpointSaved({event.step}), which nobody asked for")
         self._note("saved", "checkpoint", step=event.step)
         self.checkpoints.saved()
+        if not self.checkpoints.stopped:
+            self.ranks.reconsider()
+
+    def _stop(self) -> None:
+        if self.done or self.checkpoints.stopping:
+            return
+        self.checkpoints.stop(self.completed, self.steps, self.running)
+        self._note("stop", "run")
         self.ranks.reconsider()
 
     def _tick(self) -> None:
@@ -291,6 +303,9 @@ class Scheduler(SchedulerState):
 
     def _settle(self) -> None:
         """Do everything that now can be done: complete, admit, start, save, finish."""
+        if self.checkpoints.stopped:
+            self._finish()
+            return
         self._advance_steps()
         for task, group, ranks in self.ranks.dispatch(self.checkpoints.may_start):
             self._start(task, group, ranks)
@@ -299,10 +314,18 @@ class Scheduler(SchedulerState):
         if self.checkpoints.draining:
             self._save()
         elif self.completed == self.num_steps:
-            self._out += self.weights.drop_rest()
-            self._out.append(Finished())
-            self.done = True
-            self._note("finished", "run")
+            self._finish()
+
+    def _finish(self) -> None:
+        """The run is over; what a stopped one leaves in flight is in its last checkpoint."""
+        if self.done:
+            return
+        for state in self.steps.values():
+            self._release(state.stored)
+        self._out += self.weights.drop_rest()
+        self._out.append(Finished())
+        self.done = True
+        self._note("finished", "run")
 
     def _advance_steps(self) -> None:
         """Admit and complete what can be, one step at a time.

@@ -19,6 +19,7 @@ from .hydra_app import given_overrides, hydra_app
 
 if TYPE_CHECKING:
     from ..run_dir.peak_memory import PeakMemory
+    from ..run_dir.resume import Resumed
     from ..run_dir.run_folder import CodeVersion, RunFolder
     from ..run_dir.trackers.registry import Trackers
     from ..stages.job import Job
@@ -33,28 +34,28 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _run(composed: dict[str, Any]) -> None:
-    resumed, moved = composed.pop("resume"), False
-    if resumed is not None:
+    path, resumed = composed.pop("resume"), None
+    if path is not None:
         from ..run_dir.resume import resumed_config
 
-        composed, moved = resumed_config(Path(resumed), composed, given_overrides())
+        resumed = resumed_config(Path(path), composed, given_overrides())
+        composed = resumed.config
     with _plain_warnings():
-        _carry_out(composed, None if resumed is None else Path(resumed), moved)
+        _carry_out(composed, resumed)
 
 
-def _carry_out(composed: dict[str, Any], resumed: Path | None, moved: bool) -> None:
+def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
     from ...planner.plan.plan import Plan
     from ..inputs.compose import dumped, resolve, run_config
-    from ..run_dir.atomic import write_text
     from ..run_dir.peak_memory import PeakMemory
-    from ..run_dir.run_folder import RunFolder, code_version, create_run, open_run
+    from ..run_dir.run_folder import code_version, create_run
     from ..run_dir.trackers.registry import Trackers
     from ..run_dir.trackers.tracker import RunInfo
     from ..stages.job import prepare
 
     code = code_version()
-    file = None if resumed is None or moved else RunFolder(resumed).plan
+    file = None if resumed is None or resumed.moved else resumed.folder.plan
     placed = Plan.read(file) if file is not None and file.is_file() else None
     config = run_config(composed)
     trackers = Trackers(config.tracker)
@@ -79,17 +80,31 @@ def _carry_out(composed: dict[str, Any], resumed: Path | None, moved: bool) -> N
             code=code,
         )
     else:
-        folder = open_run(resumed)
+        folder = resumed.folder
         _check_unchanged(folder, job.data.fingerprint, code, console)
     with folder.locked(), _ended_early(folder, resumed is None), PeakMemory() as memory, trackers:
-        if moved:
-            write_text(folder.config, written)
-            write_text(folder.plan, plan)
+        if resumed is not None and resumed.noted:
+            _note_changes(resumed, job, written, plan)
         homes = {stage.name: folder.stage(stage.name) for stage in job.stages[:-1]}
         homes[job.main.name] = folder
         paths = {name: home.path for name, home in homes.items()}
         trackers.start(RunInfo(folder.id, paths, plain, resumed is not None))
         _stages(job, homes, code, memory, console, resumed is not None, trackers)
+
+
+def _note_changes(resumed: Resumed, job: Job, config: str, plan: str) -> None:
+    """Write down that the run goes on otherwise than it did, once it is clear that it can.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
+    from ..run_dir.run_folder import change_config
+    from ..stages.train import steps_taken
+
+    step = steps_taken(job, resumed.folder)
+    if resumed.extended:
+        resumed.folder.set_summary_aside()
+    change_config(resumed.folder, config, step=step, plan=plan if resumed.moved else None)
 
 
 def _check_unchanged(folder: RunFolder, data: str, code: CodeVersion, console: Console) -> None:
@@ -129,6 +144,7 @@ def _stages(
     trackers: Trackers,
 ) -> None:
     """Run what is left of a job's stages, each in its folder, and write the run's summary."""
+    from ..run_dir.run_folder import record_of
     from ..stages.report import summary_of, write_report
     from ..stages.train import MODELS, Outcome, run_stage
 
@@ -152,6 +168,7 @@ def _stages(
         peak_memory_bytes=memory.peak_bytes,
         wall_time_s=wall_time_s,
         resumed=resumed,
+        changes=record_of(folder).changes,
     )
     write_report(job, folder, outcome, summary, console, trackers.place)
     folder.write_summary(summary)

@@ -13,14 +13,16 @@ from ...configs.schema import ExecutorConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError, PlanError
 from ...dataflow.graph.graph import Graph, NodeKind
-from ...dataflow.runtime.executor import Executor, InProcess
+from ...dataflow.runtime.executor import Executor
 from ...dataflow.runtime.placement import DeviceGroup, Placement, check_placement, follow
 from ...planner.inputs.cluster import ClusterSpec
 from ...planner.inputs.layout import Layout
 from ...planner.plan.plan import GroupPlan, Plan, one_group_plan
 from ...workers.engines.registry import ENGINES, trainers
+from ...workers.executors.registry import EXECUTORS
 from ..inputs.compose import AUTO, PlacementInputs
 from ..inputs.engines import Engines
+from ..inputs.executors import executor_kind
 from ..inputs.sizes import train_items
 from .divide import check_layouts, divided
 from .machine import threads_of
@@ -29,6 +31,9 @@ __all__ = ["followed", "make_executor", "placement_of", "with_threads", "written
 
 _SIZES = {"tensor_parallel": "tp", "pipeline_parallel": "pp"}
 """Sections of `executor` that divide models, and the size of a layout that each is."""
+
+_SEVERAL = " or ".join(f"executor={name}" for name, kind in EXECUTORS.items() if kind.has_processes)
+"""What to set for a run in several processes."""
 
 
 def written_plan(inputs: PlacementInputs, engines: Engines) -> Plan | None:
@@ -51,9 +56,13 @@ def written_plan(inputs: PlacementInputs, engines: Engines) -> Plan | None:
         return _hand_written(inputs, engines)
     if inputs.placement != AUTO:
         return _from_file(Path(inputs.placement), section)
-    if section.kind == "in_process":
+    if not _has_processes(section):
         return one_group_plan(device=section.device)
     return None
+
+
+def _has_processes(section: ExecutorConfig) -> bool:
+    return executor_kind(section.kind, "executor.kind").has_processes
 
 
 def _hand_written(inputs: PlacementInputs, engines: Engines) -> Plan:
@@ -74,10 +83,10 @@ def _hand_written(inputs: PlacementInputs, engines: Engines) -> Plan:
             if key in _SIZES:
                 _check_divides(engines, f"executor.{key}.{group}", Layout(**{_SIZES[key]: size}))
     for group, num_ranks in section.groups.items():
-        if section.kind == "in_process" and num_ranks != 1:
+        if not _has_processes(section) and num_ranks != 1:
             raise PlanError(
-                f"'executor.groups.{group}' is {num_ranks}, but executor=in_process has one "
-                "rank\n    set executor=ray, or 1"
+                f"'executor.groups.{group}' is {num_ranks}, but executor={section.kind} has one "
+                f"rank\n    set {_SEVERAL}, or 1"
             )
     groups = tuple(_group(section, name) for name in section.groups)
     return Plan(groups=groups, nodes=section.nodes)
@@ -120,11 +129,12 @@ def _group(section: ExecutorConfig, name: str) -> GroupPlan:
 def _from_file(file: Path, section: ExecutorConfig) -> Plan:
     plan = Plan.read(file)
     for group in plan.groups:
-        if section.kind == "in_process" and (len(plan.groups) > 1 or group.num_ranks > 1):
+        several = len(plan.groups) > 1 or group.num_ranks > 1
+        if several and not _has_processes(section):
             total = sum(group.num_ranks for group in plan.groups)
             raise PlanError(
-                f"plan file {file} has {total} ranks, but executor=in_process has one\n"
-                "    set executor=ray"
+                f"plan file {file} has {total} ranks, but executor={section.kind} has one\n"
+                f"    set {_SEVERAL}"
             )
         if group.device.partition(":")[0] != section.device.partition(":")[0]:
             raise PlanError(
@@ -221,8 +231,9 @@ def with_threads(
         measured: Threads of a rank when the plan's devices were measured, if they were.
     """
     cluster = plan.cluster
-    given = section.num_threads is not None or section.groups or section.kind != "ray"
-    if given or section.device != "cpu" or not isinstance(cluster, ClusterSpec):
+    given = section.num_threads is not None or section.groups
+    many = _has_processes(section)
+    if given or not many or section.device != "cpu" or not isinstance(cluster, ClusterSpec):
         return section
     threads = measured or threads_of(cluster.num_devices)
     return section.model_copy(update={"num_threads": threads})
@@ -232,7 +243,7 @@ def make_executor(section: ExecutorConfig) -> Executor:
     """The executor that the section names.
 
     Raises:
-        ConfigError: If Ray or the device is not there.
+        ConfigError: If what it needs, or the device, is not there.
     """
     if section.device.startswith("cuda"):
         import torch
@@ -242,20 +253,10 @@ def make_executor(section: ExecutorConfig) -> Executor:
                 f"'executor.device' is '{section.device}', but torch finds no CUDA device here\n"
                 "    set executor.device=cpu"
             )
-    if section.kind == "in_process":
-        if section.transport != "object_store":
-            raise ConfigError(
-                f"'executor.transport' is '{section.transport}', but in one process no weights "
-                "travel\n    set executor=ray, or leave it out"
-            )
-        return InProcess()
-    try:
-        from ...workers.executors.on_ray.executor import RayExecutor
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
+    kind = executor_kind(section.kind, "executor.kind")
+    if not kind.has_processes and section.transport != "object_store":
         raise ConfigError(
-            "executor=ray needs the package ray, which is not installed\n"
-            "    install penstock[ray], or set executor=in_process"
-        ) from error
-    return RayExecutor(num_threads=section.num_threads, transport=section.transport)
+            f"'executor.transport' is '{section.transport}', but in one process no weights "
+            f"travel\n    set {_SEVERAL}, or leave it out"
+        )
+    return kind.make(section.num_threads, section.transport)

@@ -66,7 +66,7 @@ def profile(config: ProfileConfig) -> Calibration:
         constants=fit.constants,
         matmul_efficiency=fit.matmul_efficiency,
         num_threads=threads,
-        executor="ray" if executor == "ray" else "in_process",
+        executor=executor,
         machine=machine,
         date=date,
         notes=tuple(notes),
@@ -224,19 +224,17 @@ def _link(
 
 def _call_seconds(executor: str, threads: int, notes: list[str]) -> tuple[str, float]:
     """With which executor, and what a call costs there."""
-    from ...dataflow.runtime.executor import InProcess
+    from ...workers.executors.registry import DEFAULT_EXECUTOR
+    from ..inputs.executors import executor_kind
     from .dispatch import call_seconds
 
-    if executor == "ray":
-        try:
-            from ...workers.executors.on_ray.executor import RayExecutor, shutdown_ray
-        except ModuleNotFoundError as error:
-            if error.name != "ray":
-                raise
-            notes.append("calls: measured in one process, because the package ray is missing")
-        else:
-            try:
-                return "ray", call_seconds(RayExecutor(num_threads=threads))
-            finally:
-                shutdown_ray()
-    return "in_process", call_seconds(InProcess())
+    kind = executor_kind(executor, "dispatch")
+    if not kind.is_installed:
+        notes.append(
+            f"calls: measured in one process, because the package {kind.package} is missing"
+        )
+        kind = DEFAULT_EXECUTOR
+    try:
+        return kind.name, call_seconds(kind.make(threads, "object_store"))
+    finally:
+        kind.end()

@@ -1,9 +1,16 @@
-"""Going on with a run: its configuration as it was written, on other processes if asked."""
+"""Going on with a run: its configuration as it was written, but for what may change on the way.
+
+Where a run goes on, how long it has patience, how fast it learns and how many steps it takes may be
+given anew, on the command line. All but the patience is written into the run's folder, and
+what changed is noted there (`change_config`). `config.yaml` itself is not for editing: a run whose
+configuration has changed without a note could not say what it was.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +18,44 @@ import yaml
 
 from ...dataflow.errors import ConfigError
 from ...workers.data.task import PATIENCE
-from .run_folder import open_run
+from .run_folder import RunFolder, differences, open_run, plain, record_of
 
-__all__ = ["resumed_config"]
+__all__ = ["Resumed", "resumed_config"]
 
 _ELSEWHERE = ("engine", "rollout", "executor", "placement")
 """What a resumed run may change: checkpoints are the same for every engine and layout."""
 
 _PATIENCE = tuple(f"task.{name}" for name in PATIENCE)
-"""And further keys."""
+"""And further keys, for as long as the process lasts."""
+
+_NUM_STEPS = "algorithm.num_steps"
+_LEARNING = (_NUM_STEPS, "algorithm.optimizer.lr", "algorithm.roles.ROLE.optimizer.lr")
+"""And how it learns from there on; ROLE stands for any role."""
+
+_MAY_CHANGE = (*_ELSEWHERE, *_PATIENCE, *_LEARNING)
 
 
-def resumed_config(
-    path: Path, composed: Mapping[str, Any], given: Sequence[str]
-) -> tuple[dict[str, Any], bool]:
-    """The configuration of the run to resume, and whether it goes on in another place.
+@dataclass(frozen=True)
+class Resumed:
+    """How a run goes on.
+
+    Attributes:
+        folder: Its folder.
+        config: Its configuration.
+        moved: Whether it goes on in another place.
+        noted: Whether its configuration is to be written anew, and what changed to be noted.
+        extended: Whether it had finished, and takes further steps.
+    """
+
+    folder: RunFolder
+    config: dict[str, Any]
+    moved: bool = False
+    noted: bool = False
+    extended: bool = False
+
+
+def resumed_config(path: Path, composed: Mapping[str, Any], given: Sequence[str]) -> Resumed:
+    """The configuration of the run to resume.
 
     Args:
         path: The run's folder.
@@ -35,15 +65,43 @@ def resumed_config(
             taken away, `~executor.groups`.
 
     Raises:
-        ConfigError: If there is no run, it has finished, or other keys are given.
+        ConfigError: If there is no run, its configuration was edited, other keys are given, or it
+            has finished and is given no more steps.
     """
     folder = open_run(path)
     words = [word for word in given if not word.startswith("resume=")]
     keys = [word.partition("=")[0] for word in words]
+    _check_words(path, words)
+    found = _read_config(folder)
+    recorded = record_of(folder).config
+    if recorded is not None:
+        _check_unedited(folder, recorded, found, keys)
+    num_steps = _value(found if recorded is None else recorded, _NUM_STEPS)
+    for key in sorted(keys, key=len, reverse=True):  # a whole section last
+        if _learns(key) and _value(found, key) is None:
+            raise ConfigError(
+                f"resume={path} comes with {key}, which the run does not have\n    a role without "
+                "an optimizer of its own has the algorithm's: algorithm.optimizer.lr=..."
+            )
+        _copy(key.split("."), composed, found)
+    extended = folder.summary.is_file()
+    if extended and not (_NUM_STEPS in keys and _value(found, _NUM_STEPS) > num_steps):
+        raise ConfigError(
+            f"run '{folder.id}' has finished; its result is in {folder.summary}\n    start a new "
+            f"run, or go on with more steps: penstock run resume={path} {_NUM_STEPS}=..."
+        )
+    _follow(found, num_steps)
+    moved = any(re.split("[.]", key)[0] in _ELSEWHERE for key in keys)
+    return Resumed(folder, found, moved, moved or any(map(_learns, keys)), extended)
+
+
+def _check_words(path: Path, words: Sequence[str]) -> None:
     others = [
         word
         for word in words
-        if re.split("[.=]", word)[0] not in _ELSEWHERE and word.partition("=")[0] not in _PATIENCE
+        if re.split("[.=]", word)[0] not in _ELSEWHERE
+        and (key := word.partition("=")[0]) not in _PATIENCE
+        and not _learns(key)
     ]
     gone = [word for word in others if word.startswith("~")]
     if gone:
@@ -55,23 +113,50 @@ def resumed_config(
     if others:
         raise ConfigError(
             f"resume={path} comes with {', '.join(others)}\n    a resumed run keeps its "
-            f"configuration but for {', '.join((*_ELSEWHERE, *_PATIENCE))}; leave the rest out, or "
-            "start a new run"
+            f"configuration but for {', '.join(_MAY_CHANGE)}; leave the rest out, or start a new "
+            "run"
         )
-    if folder.summary.is_file():
-        raise ConfigError(
-            f"run '{folder.id}' has finished; its result is in {folder.summary}\n"
-            "    start a new run"
-        )
+
+
+def _read_config(folder: RunFolder) -> dict[str, Any]:
     try:
         config: Any = yaml.safe_load(folder.config.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"'{folder.config}' cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"'{folder.config}' holds no configuration")
-    for key in sorted(keys, key=len, reverse=True):  # a whole section last
-        _copy(key.split("."), composed, config)
-    return config, not {*keys} <= {*_PATIENCE}
+    return config
+
+
+def _check_unedited(
+    folder: RunFolder, recorded: Mapping[str, Any], found: Mapping[str, Any], given: Sequence[str]
+) -> None:
+    """What stands in config.yaml is what was written there, but for keys that are given anyway."""
+    edited = {
+        key: two
+        for key, two in differences(recorded, plain(found)).items()
+        if not any(key == one or key.startswith(f"{one}.") for one in given)
+    }
+    if edited:
+        said = ", ".join(
+            f"{key} is {now!r} and was {then!r}" for key, (then, now) in edited.items()
+        )
+        raise ConfigError(
+            f"{folder.config} was edited after the run wrote it: {said}\n    bring it back as it "
+            f"was; what may change ({', '.join(_MAY_CHANGE)}) is given on the command line, which "
+            f"notes it in the run: penstock run resume={folder.path} KEY=VALUE"
+        )
+
+
+def _learns(key: str) -> bool:
+    return re.sub(r"(?<=^algorithm\.roles\.)[^.]+", "ROLE", key) in _LEARNING
+
+
+def _value(config: Any, key: str) -> Any:
+    """What stands at `a.b.c`; None if nothing does."""
+    for name in key.split("."):
+        config = config.get(name) if isinstance(config, Mapping) else None
+    return config
 
 
 def _copy(path: Sequence[str], source: Any, target: Any) -> None:
@@ -81,3 +166,12 @@ def _copy(path: Sequence[str], source: Any, target: Any) -> None:
         source = source[section]
         target = target.setdefault(section, {})
     target[name] = source[name]
+
+
+def _follow(config: dict[str, Any], num_steps: int | None) -> None:
+    """Let schedules of learning rates that ended with the run's last step do so again."""
+    algorithm = config.get("algorithm", {})
+    roles = algorithm.get("roles", {}).values()
+    for optimizer in (algorithm.get("optimizer"), *(role.get("optimizer") for role in roles)):
+        if optimizer and num_steps and optimizer.get("total_calls") == num_steps:
+            optimizer["total_calls"] = algorithm["num_steps"]

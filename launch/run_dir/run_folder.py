@@ -1,8 +1,8 @@
 """`runs/<id>/`: everything one run leaves behind, in plain files.
 
-    run.json         name, seed, start, code version, fingerprint of the data; its presence makes
-                     the folder a run
-    config.yaml      the composed configuration, as it was run
+    run.json         name, seed, start, code version, fingerprint of the data, the configuration
+                     and what was changed of it when; its presence makes the folder a run
+    config.yaml      the composed configuration, as it is run
     plan.json        where the main stage's nodes run
     metrics.jsonl    one line per step               (metrics.py)
     trace.json       the timeline of every task      (trace.py)
@@ -28,6 +28,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
+
 from ... import __version__
 from ...dataflow.errors import ConfigError
 from .atomic import write_json, write_text
@@ -37,10 +39,13 @@ __all__ = [
     "CodeVersion",
     "RunFolder",
     "RunRecord",
+    "change_config",
     "code_version",
     "create_run",
+    "differences",
     "list_runs",
     "open_run",
+    "plain",
     "record_of",
 ]
 
@@ -81,7 +86,7 @@ class RunFolder:
 
     @property
     def about(self) -> Path:
-        """Name, seed, start, code version and fingerprint of the data, as JSON."""
+        """Name, seed, start, code version, data and configuration, as JSON."""
         return self.path / "run.json"
 
     @property
@@ -124,7 +129,12 @@ class RunFolder:
         Raises:
             TypeError: If a value is none of what JSON can say.
         """
-        write_json(self.summary, {name: _plain(value) for name, value in values.items()})
+        write_json(self.summary, {name: plain(value) for name, value in values.items()})
+
+    def set_summary_aside(self) -> None:
+        """The run goes on: what came out so far becomes `summary-200-steps.json`."""
+        num_steps = json.loads(self.summary.read_bytes())["num_steps"]
+        self.summary.rename(self.path / f"summary-{num_steps}-steps.json")
 
     @contextmanager
     def locked(self) -> Generator[None]:
@@ -164,6 +174,10 @@ class RunRecord:
         code: Which code ran.
         data: Fingerprint of the problems it was started on; None in a run older than these.
         summary: What came out, or None if it has not finished.
+        config: Its configuration as JSON has it, in which no number is NaN or infinite; None of a
+            run of a version that did not record it.
+        changes: What was changed of it when the run was resumed, oldest first: `step`, `at`, and
+            `keys`, of each its value before and since.
         fault: Why its files cannot be read in full; None if they can.
     """
 
@@ -174,6 +188,8 @@ class RunRecord:
     code: CodeVersion
     data: str | None = None
     summary: Mapping[str, Any] | None = field(default=None, hash=False)
+    config: Mapping[str, Any] | None = field(default=None, hash=False)
+    changes: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     fault: str | None = None
 
 
@@ -215,9 +231,69 @@ def create_run(
         "created": created.isoformat(timespec="seconds"),
         "code": asdict(code or code_version()),
         "data": data,
+        "config": plain(yaml.safe_load(config)),
+        "changes": [],
     }
     write_json(folder.about, about)
     return folder
+
+
+def change_config(
+    folder: RunFolder,
+    config: str,
+    *,
+    step: int,
+    plan: str | None = None,
+    now: datetime | None = None,
+) -> None:
+    """Go on with another configuration, and note what changed, when, and after how many steps.
+
+    A process that stops halfway leaves a configuration that looks edited in the keys it was to
+    change, until the run is resumed with them again.
+
+    Args:
+        folder: Of a run that nobody else goes on with.
+        config: The configuration as YAML.
+        step: Steps taken so far.
+        plan: Where the main stage's nodes run from now on, as JSON; None if where they did.
+        now: When that is; for tests.
+    """
+    about: dict[str, Any] = json.loads(folder.about.read_bytes())
+    recorded = plain(yaml.safe_load(config))
+    before = about.get("config") or plain(yaml.safe_load(folder.config.read_bytes()))
+    keys = differences(before, recorded)
+    at = (now or datetime.now(UTC)).astimezone(UTC).isoformat(timespec="seconds")
+    change = {"step": step, "at": at, "keys": {name: list(two) for name, two in keys.items()}}
+    about["changes"] = [*about.get("changes", []), *([change] if keys else [])]
+    about["config"] = recorded
+    write_text(folder.config, config)
+    if plan is not None:
+        write_text(folder.plan, plan)
+    write_json(folder.about, about)
+
+
+def differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], at: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """The keys in which two configurations differ, with both values; None stands for no value.
+
+    Args:
+        before: One.
+        after: The other.
+        at: What stands before each key.
+
+    Returns:
+        `section.key` -> the value in each.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in dict.fromkeys((*before, *after)):
+        one, other = before.get(key), after.get(key)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            sections = cast(Mapping[str, Any], one), cast(Mapping[str, Any], other)
+            found |= differences(*sections, f"{at}{key}.")
+        elif one != other:
+            found[f"{at}{key}"] = (one, other)
+    return found
 
 
 def _new_folder(runs: Path, wanted: str) -> RunFolder:
@@ -268,6 +344,8 @@ def record_of(folder: RunFolder) -> RunRecord:
             datetime.fromisoformat(about["created"]),
             CodeVersion(**about["code"]),
             about.get("data"),
+            config=about.get("config"),
+            changes=tuple(about.get("changes", ())),
         )
     except (OSError, ValueError, TypeError, KeyError) as error:
         fault = f"run.json cannot be read ({type(error).__name__}: {error})"
@@ -307,11 +385,12 @@ def _git(root: Path, *arguments: str) -> str | None:
     return ran.stdout.strip() if ran.returncode == 0 else None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON can say it: keys are texts, and NaN and the infinities are None."""
     if isinstance(value, float):
         return finite_or_none(value)
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in cast(Mapping[Any, Any], value).items()}
+        return {str(k): plain(v) for k, v in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in cast(list[Any], value)]
+        return [plain(item) for item in cast(list[Any], value)]
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,12 @@ from ..run_dir.curve import draw_curve
 from ..run_dir.metrics import read_metrics
 from ..run_dir.progress import format_duration
 from ..run_dir.run_folder import CodeVersion, RunFolder
+from .headline import Headline
 from .job import Job
 from .prediction_check import comparison_text, nodes_summary
 from .train import Outcome
 
 __all__ = ["summary_of", "write_report"]
-
-_CURVES = (
-    ("episode_return", "episode return"),
-    ("first_wins", "share of games that who begins has won"),
-    ("reward/mean", "mean reward"),
-    ("accuracy", "accuracy"),
-    ("cross_entropy", "cross-entropy, nats"),
-    ("loss", "loss"),
-)
-"""Metrics a run can be judged by, best first, and what to write beside the axis."""
 
 
 def summary_of(
@@ -37,6 +29,7 @@ def summary_of(
     peak_memory_bytes: int,
     wall_time_s: float,
     resumed: bool,
+    changes: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The contents of summary.json. Times are of this process only, if the run was resumed.
 
@@ -47,6 +40,7 @@ def summary_of(
         peak_memory_bytes: Of this process and all below it.
         wall_time_s: Of the stages.
         resumed: Whether an earlier process did some of it.
+        changes: What was changed of its configuration on the way, as `RunRecord` has it.
     """
     main, prediction = job.main, job.plan.prediction
     return {
@@ -77,6 +71,7 @@ def summary_of(
         "main_stage_wall_time_s": outcome.wall_time_s,
         "resumed": resumed,
         "first_step": outcome.first_step,
+        "changes": list(changes),
         "code": str(code),
         "examples_before": outcome.before.examples if outcome.before else [],
         "examples_after": outcome.after.examples if outcome.after else [],
@@ -103,7 +98,8 @@ def write_report(
     """
     curve = _draw(job, folder, summary)
     compared = comparison_text(job.plan, summary["nodes"], outcome.step_time_s)
-    for line in (*compared, *_examples(outcome), *_unverified(outcome)):
+    changed = _changed(summary["changes"])
+    for line in (*compared, *_examples(outcome), *_unverified(outcome), *changed):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     shown = {
         "models": folder.path / "models",
@@ -120,15 +116,14 @@ def write_report(
 
 def _draw(job: Job, folder: RunFolder, summary: dict[str, Any]) -> Path | None:
     rows = read_metrics(folder.metrics)
-    for suffix, label in _CURVES:
-        names = [name for name in (rows[-1] if rows else {}) if name.endswith(f"/{suffix}")]
-        if names:
-            points = [(row["step"], row[names[0]]) for row in rows if row.get(names[0]) is not None]
-            title = f"{summary['graph']} on {summary['task']}, seed {summary['seed']}"
-            path = folder.path / "curve.svg"
-            path.write_text(draw_curve(points, title=title, label=label))
-            return path
-    return None
+    metric = Headline(job.main).curve(rows[-1] if rows else {})
+    if metric is None:
+        return None
+    points = [(row["step"], row[metric.name]) for row in rows if row.get(metric.name) is not None]
+    title = f"{summary['graph']} on {summary['task']}, seed {summary['seed']}"
+    path = folder.path / "curve.svg"
+    path.write_text(draw_curve(points, title=title, label=metric.label))
+    return path
 
 
 def _examples(outcome: Outcome) -> list[str]:
@@ -150,6 +145,15 @@ def _unverified(outcome: Outcome) -> list[str]:
         f"answers and ran out of time on {measured.timeouts or 0:.1%}; they count as wrong"
         for when, measured in (("before", outcome.before), ("after", outcome.after))
         if measured is not None and (measured.errors or measured.timeouts)
+    ]
+
+
+def _changed(changes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What of the run's configuration was not the same from its first step to its last."""
+    return [
+        f"changed after {change['step']} steps: "
+        + ", ".join(f"{key} from {then} to {now}" for key, (then, now) in change["keys"].items())
+        for change in changes
     ]
 
 

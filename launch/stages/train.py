@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import statistics
 import time
@@ -12,31 +11,35 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from ...dataflow.errors import StateError, WorkerError
+from ...dataflow.errors import ConfigError, StateError, WorkerError
 from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.checkpoint import read_resume_point
 from ...dataflow.runtime.engine import Engine, StepResult
 from ...dataflow.runtime.executor import Program
+from ...dataflow.runtime.placement import flow_of
 from ...dataflow.runtime.worker_protocol import WorkerSpec
+from ...dataflow.scheduler.scheduler import Scheduler
 from ...workers.training.threads import use_threads
 from ..placement.place import make_executor
 from ..run_dir.atomic import write_json
 from ..run_dir.checkpoint import CheckpointStore
 from ..run_dir.progress import ProgressDisplay
 from ..run_dir.run_folder import RunFolder
+from ..run_dir.stop import stoppable
 from ..run_dir.trace import TraceLog
 from ..run_dir.trackers.registry import Trackers
 from .env_evaluation import EnvEvaluator, env_actors
 from .evaluation import Evaluator, Measured
 from .export import combined_sha256, export_roles
+from .headline import Headline
 from .job import Job
 from .mismatch_guard import MismatchGuard
 from .prediction_check import node_seconds
 from .stages import Stage
 from .worker_specs import Results, exporting_specs, worker_specs
 
-__all__ = ["MODELS", "Outcome", "run_stage"]
+__all__ = ["MODELS", "Outcome", "run_stage", "steps_taken"]
 
 MODELS = "models"
 """Below a stage's folder: a model folder for each trained role."""
@@ -50,22 +53,6 @@ that went wrong and were restarted."""
 
 _MOVES = "num_moves"
 """A metric of games alone."""
-
-_SHOWN = (
-    "episode_return",
-    "first_wins",
-    "second_wins",
-    "reward/mean",
-    "cross_entropy",
-    "accuracy",
-    "entropy",
-    "loss",
-    "grad_norm",
-)
-"""Metrics worth a place on the progress line, best first."""
-
-_TROUBLE = ("env_restarts", "cut_off")
-"""Those that come before them where they are not 0."""
 
 
 @dataclass
@@ -134,6 +121,8 @@ def run_stage(
 
     Raises:
         WorkerError: If user code fails, or nothing comes back within the deadline.
+        KeyboardInterrupt: If SIGINT ended it early.
+        Terminated: If SIGTERM did.
     """
     started_s = time.monotonic()
     run = job.run
@@ -149,16 +138,20 @@ def run_stage(
             outcome.before = _before(home, evaluator, engine)
             if not first_step:
                 logs.note(0, outcome.before)
-        steps = engine.run(
-            job.sources[stage.name],
-            stage.config.num_steps,
-            checkpoint_every=run.checkpoint_every,
-            checkpoints=store,
-        )
-        guard = MismatchGuard(run.mismatch)
-        for result in _timed(steps, stage, outcome):
-            logs.write(result, outcome)
-            guard.check(result)
+        with stoppable(run.schedule.deadline_s) as stop:
+            steps = engine.run(
+                job.sources[stage.name],
+                stage.config.num_steps,
+                checkpoint_every=run.checkpoint_every,
+                checkpoints=store,
+                stop=stop,
+            )
+            guard = MismatchGuard(run.mismatch)
+            for result in _timed(steps, stage, outcome):
+                logs.write(result, outcome)
+                guard.check(result)
+        num_done = first_step + len(outcome.step_times_s)
+        stop.end(f"after {num_done} of {stage.config.num_steps} steps, with a checkpoint")
         unmeasured = None if evaluator is None else _measure_after(evaluator, engine, outcome)
         if outcome.after is not None:
             logs.note(stage.config.num_steps, outcome.after)
@@ -277,6 +270,7 @@ class _Logs:
         self._display = display
         self._trace = trace
         self._trackers = trackers
+        self._headline = Headline(stage)
 
     def note(self, step: int, measured: Measured) -> None:
         """Write what was measured after so many steps, where steps need not follow each other."""
@@ -299,26 +293,15 @@ class _Logs:
         if env_steps:
             values["run/env_steps_per_s"] = env_steps / took_s if took_s else 0.0
         self._trackers.log(result.step, self._stage.name, values)
+        shown = self._headline.shown(values)
         self._trace.write(result.spans)
-        self._trace.write_counters(result.step, time.time(), _shown(values))
+        self._trace.write_counters(result.step, time.time(), shown)
         self._display.update(
             result.step,
             num_samples=env_steps or samples,
-            values=_shown(values),
+            values=shown,
             unit=outcome.env_unit if env_steps else "samples",
         )
-
-
-def _shown(values: dict[str, float]) -> dict[str, float]:
-    """The few metrics worth showing, under short names."""
-    shown: dict[str, float] = {}
-    for wanted in (*_TROUBLE, *_SHOWN):
-        for name, value in values.items():
-            there = name.endswith(f"/{wanted}") and not math.isnan(value)
-            there = there and (value != 0 or wanted not in _TROUBLE)
-            if there and len(shown) < 3:
-                shown.setdefault(wanted.partition("/")[0], value)
-    return shown
 
 
 @contextmanager
@@ -371,3 +354,32 @@ def _write_stage_summary(stage: Stage, home: RunFolder, outcome: Outcome) -> Non
             "step_time_s": outcome.step_time_s,
         }
     )
+
+
+def steps_taken(job: Job, folder: RunFolder) -> int:
+    """Steps of the main stage in the run's newest checkpoint, from which the job can go on.
+
+    Raises:
+        ConfigError: If it cannot: it is to take fewer steps than that, or more than its checkpoint
+            can be continued by.
+    """
+    main, num_steps = job.main, job.main.config.num_steps
+    store = CheckpointStore(folder.checkpoints, keep=job.run.keep_checkpoints)
+    point = read_resume_point(store, main.graph, main.seed)
+    if point is None:
+        return 0
+    step = point.state.step
+    if step > num_steps:
+        raise ConfigError(
+            f"run '{folder.id}' has taken {step} steps already, which is more than "
+            f"algorithm.num_steps={num_steps}\n    give it at least {step}"
+        )
+    try:
+        flow = flow_of(main.graph, main.placement)
+        Scheduler(flow, job.run.schedule, num_steps, resume=point.state)
+    except ValueError as error:
+        raise ConfigError(
+            f"run '{folder.id}' cannot take more steps: {error}\n"
+            "    start a new run from its models instead"
+        ) from error
+    return step

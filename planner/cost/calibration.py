@@ -67,7 +67,7 @@ class Calibration(BaseModel):
     less, and what is no product at all weighs more beside them."""
     num_threads: Annotated[int, Field(ge=1)]
     """Torch threads of one rank while it was measured."""
-    executor: Literal["ray", "in_process"]
+    executor: str
     """What `call_s` was measured with."""
     machine: str
     """What it ran on, for people."""

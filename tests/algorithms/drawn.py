@@ -174,6 +174,9 @@ OUTPUTS: dict[type, type] = {
 }
 """What a model gives a loss that reads such a batch; all others read a policy's output."""
 
+SCORED = {kind for kind, output in OUTPUTS.items() if output is ScoreOutput}
+"""Batches of which a loss counts rows and their scores, not tokens."""
+
 
 def batch_of(kind: type, data: Data) -> Any:
     return kind(**{f.name: data.columns[f.name] for f in dataclasses.fields(kind)})

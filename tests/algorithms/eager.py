@@ -10,7 +10,8 @@ from penstock.algorithms.roles import TrainMetrics
 from penstock.dataflow.graph.role import Role
 from penstock.dataflow.runtime.eager import run_eagerly
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.executor import InProcess, build_role
+from penstock.dataflow.runtime.executor import build_role
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import Trainable, WorkerContext
 

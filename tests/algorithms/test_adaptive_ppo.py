@@ -93,3 +93,5 @@ def test_a_step_is_ppos_with_the_coefficient_it_began_with() -> None:
 def test_a_coefficient_that_cannot_be_adapted_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^kl_coef is 0, which stays 0 however it is adapted"):
         AdaptivePPO(kl_coef=0.0)
+    with pytest.raises(ValueError, match=r"^max_change is 1.0; expected above 0 and below 1$"):
+        KLTarget(max_change=1.0)

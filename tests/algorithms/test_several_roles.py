@@ -16,7 +16,7 @@ from penstock.dataflow.graph.role import Role
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.call_context import step_scope
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.executor import InProcess
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec

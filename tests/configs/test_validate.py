@@ -120,7 +120,7 @@ def test_a_wrong_type_is_explained() -> None:
         (
             "executor.kind",
             "rai",
-            "'executor.kind': expected one of 'in_process' or 'ray', got the text 'rai'",
+            "'executor.kind': 'rai' is no executor; did you mean 'ray'?",
         ),
         (
             "algorithm.optimizer.betas",

@@ -44,8 +44,24 @@ GPT2: dict[str, Any] = {
 }
 
 
+ALL_HEADS = {name: value for name, value in BASE.items() if name != "num_key_value_heads"}
+PLAIN: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "mistral": {**BASE, "model_type": "mistral", "sliding_window": 8},
+    "gemma2": {**BASE, "model_type": "gemma2", "head_dim": 16, "sliding_window": 8},
+    "gpt_neox": {**ALL_HEADS, "model_type": "gpt_neox"},
+}
+"""Architectures that go through the Hugging Face forward."""
+MIXTURE: dict[str, Any] = {
+    **BASE,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_hidden_layers": 1,
+}
+
+
 def architecture(name: str) -> dict[str, Any]:
-    return GPT2 if name == "gpt2" else FAMILIES[name]
+    return {**FAMILIES, **PLAIN, "mixtral": MIXTURE}[name]
 
 
 def make_policy(

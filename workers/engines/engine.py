@@ -116,7 +116,7 @@ class Engine:
         if self.needs is not None and importlib.util.find_spec(self.needs.module) is None:
             raise ConfigError(
                 f"{key} needs the package {self.needs.package}, which is not installed\n"
-                f"    install {self.needs.install}"
+                f"    pip install {self.needs.install}"
             )
         module, _, name = path.partition(":")
         return getattr(importlib.import_module(module), name)

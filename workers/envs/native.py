@@ -10,6 +10,7 @@ when it is told to, and its CartPole then resets all of them without a word.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ from .group import Stepped, closed_on_error, env_seed
 from .restarts import BadRows, Restarts, began, described, finite, laid_out
 from .spaces import action_space, from_columns, num_features
 
-__all__ = ["NativeGroup"]
+__all__ = ["NativeGroup", "native_spaces"]
 
 _ADVICE = "\n    with task.vectorized=false only what goes wrong is restarted, not its whole group"
 
@@ -74,9 +75,7 @@ class NativeGroup:
         self._fixed = self._not_saved()
 
     def _make(self) -> Any:
-        made: Any = gym.make_vec(
-            self._id, self.num_envs, vectorization_mode="vector_entry_point", **self._options
-        )
+        made = _made(self._id, self.num_envs, self._options)
         with closed_on_error(made.close):
             mode = made.metadata.get("autoreset_mode")
             if mode is not AutoresetMode.NEXT_STEP:
@@ -227,3 +226,28 @@ class NativeGroup:
     def close(self) -> None:
         """See `EnvGroup.close`."""
         self._env.close()
+
+
+def _made(env_id: str, num_envs: int, options: Mapping[str, Any]) -> Any:
+    return gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **options)
+
+
+def native_spaces(env_id: str, options: Mapping[str, Any]) -> tuple[gym.Space[Any], gym.Space[Any]]:
+    """What each environment of such an object shows and takes.
+
+    Args:
+        env_id: Gymnasium's name of it.
+        options: Keyword arguments of the environment.
+
+    Raises:
+        ConfigError: If it cannot be made.
+    """
+    try:
+        made = _made(env_id, 1, options)
+    except Exception as error:
+        raise ConfigError(
+            f"environment '{env_id}' cannot be made in its vectorized form: it {described(error)}\n"
+            "    set task.vectorized=false to step single environments"
+        ) from error
+    with contextlib.closing(made):
+        return made.single_observation_space, made.single_action_space

@@ -48,7 +48,7 @@ def ask_envpool(
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"backend=envpool needs the package {error.name}, which is not installed\n"
-            "    install penstock[envpool]"
+            "    pip install penstock-rl[envpool]"
         ) from error
     known: list[str] = pool.list_all_envs()
     if name not in known:

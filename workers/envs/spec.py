@@ -15,7 +15,7 @@ from ...dataflow.option_checks import check_range
 from .alarm import StepAlarm
 from .group import EnvGroup, env_seed
 from .loop import LoopGroup
-from .native import NativeGroup
+from .native import NativeGroup, native_spaces
 from .normalization import Normalization
 from .pool import PoolGroup, pool_spaces
 from .restarts import described
@@ -37,7 +37,7 @@ class EnvSpec:
     """Keyword arguments of the environment; of EnvPool also those of the pool, as `num_threads`."""
     vectorized: bool | None = None
     """Step a group as one numpy object (True) or as single environments (False). By default as one
-    object if the environment has such a form and no options."""
+    object if the environment has such a form, which shows and takes the same, and no options."""
     num_agents: int = 1
     """Agents of one environment, each of them a row; see `teams`."""
     masked: bool = False
@@ -156,6 +156,30 @@ class EnvSpec:
                 f"environment '{self.id}' has no vectorized form"
                 f"{' with masks' if known else ''}; leave out vectorized=true"
             )
+        wanted = self.vectorized
+        if wanted is None:
+            wanted = known and not self.options and not self.masked
+        if not wanted:
+            return False
+        return gym.spec(name).entry_point is None or self._same_in_both_forms()
+
+    def _same_in_both_forms(self) -> bool:
+        """Whether the vectorized form shows and takes what an environment does by itself.
+
+        Raises:
+            ConfigError: If it does not, and was asked for.
+        """
+        env = self.make()
+        alone = env.observation_space, env.action_space
+        env.close()
+        together = native_spaces(self.id, self.options)
+        if alone == together:
+            return True
         if self.vectorized is None:
-            return known and not self.options and not self.masked
-        return self.vectorized
+            return False
+        raise ConfigError(
+            f"environment '{self.id}' is another one in its vectorized form: there it shows "
+            f"{together[0]} and takes {together[1]}, and stepped alone it shows {alone[0]} and "
+            f"takes {alone[1]}\n    leave out task.vectorized=true; if it is an Atari game, "
+            "task.backend=envpool has it with stacked frames"
+        )

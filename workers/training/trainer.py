@@ -196,11 +196,20 @@ class Trainer(Generic[O]):
     def _loss(
         self, forward: Forward[O], loss: Loss[B, O], micro: B, totals: Tensor, sums: Sums
     ) -> Tensor:
-        """What some rows contribute to the minibatch's loss; adds its numbers to `sums`."""
+        """What some rows contribute to the minibatch's loss; adds its numbers to `sums`.
+
+        Raises:
+            ValueError: If the loss has no gradient.
+        """
         output = forward(micro, loss.needs_entropy)
         if self._mismatch is not None:
             self._mismatch.add(output, micro)
         result: LossSum = loss(output, micro, totals)
+        if not result.total.requires_grad:
+            raise ValueError(
+                f"{type(loss).__name__} gave '{self._context.role}' a total without a gradient; "
+                "compute it from the model's output in every case, be it a sum over no tokens"
+            )
         sums.add("loss", result.total, torch.ones((), device=self._device))
         for name, (total, weight) in result.metrics.items():
             sums.add(name, total, weight)

@@ -156,6 +156,17 @@ def test_kl_gradients() -> None:
     torch.testing.assert_close(kl_only_gradient(ReferenceKLPolicyLoss(kl_estimator="k2")), d)
 
 
+def test_a_clamped_value_keeps_the_straight_through_gradient() -> None:
+    """The clamp is on the value, here 0.01 for each token; k2's gradient is its own."""
+    clamped = ReferenceKLPolicyLoss(kl_gradient="straight_through_k2", kl_value_clamp=0.01)
+    torch.testing.assert_close(
+        kl_only_gradient(clamped), kl_only_gradient(ReferenceKLPolicyLoss(kl_estimator="k2"))
+    )
+    batch = dataclasses.replace(GRPO_BATCH, advantage=torch.zeros(2, 2).double())
+    total = whole(clamped, PolicyOutput(logprob=GRPO_LOGPROB), batch).total
+    assert total.item() == clamped.kl_coef * 0.01
+
+
 def test_entropy_bonus_and_entropy_metric() -> None:
     entropy = f64([[0.5, 1.0, 1.5], [2.0, 0.0, 1.0]])
     batch = policy_batch(LOG_RATIO, ADVANTAGE, torch.ones(2, 3).bool())

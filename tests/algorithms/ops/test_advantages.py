@@ -107,6 +107,21 @@ def test_whitened_moments(values: list[float], prompt: int, padding: int) -> Non
         assert not whitened[~mask].any()
 
 
+@pytest.mark.parametrize("weighted_by", ["token", "row"])
+@pytest.mark.parametrize("eps_on", ["variance", "std"])
+@given(value=st.floats(-100, 100), lengths=st.lists(st.integers(1, 9), min_size=2, max_size=4))
+def test_equal_values_are_whitened_to_zero(
+    weighted_by: Any, eps_on: Any, value: float, lengths: list[int]
+) -> None:
+    """Without an eps: no division by zero, and none by the rounding error of a mean."""
+    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
+    for dtype in (torch.float32, torch.float64):
+        x = torch.full(mask.shape, value, dtype=dtype)
+        kept = functools.partial(whiten, x, mask, eps=0, eps_on=eps_on, weighted_by=weighted_by)
+        assert not kept().any()
+        torch.testing.assert_close(kept(shift_mean=False)[mask], x[mask])
+
+
 def test_whiten_needs_enough_tokens() -> None:
     with pytest.raises(ValueError, match="unbiased variance of a single masked token"):
         whiten(X, mask_of([[1, 0, 0], [0, 0, 0]]))

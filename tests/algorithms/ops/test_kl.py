@@ -222,6 +222,22 @@ def test_adaptive_coefficient(observed: float, expected: float) -> None:
     assert kl_coef == pytest.approx(expected, abs=1e-6)
 
 
+@given(
+    observed=st.floats(-1e6, 1e6),
+    num_sequences=st.integers(0, 10**7),
+    max_change=st.floats(0.01, 0.99),
+)
+def test_an_adaptive_coefficient_stays_positive(
+    observed: float, num_sequences: int, max_change: float
+) -> None:
+    """And within `max_change` of what it was, however many rows a step has."""
+    kl_coef = adaptive_kl_coef(
+        0.1, observed_kl=observed, num_sequences=num_sequences, max_change=max_change
+    )
+    assert kl_coef > 0
+    assert abs(kl_coef / 0.1 - 1) <= max_change + 1e-12
+
+
 def test_messages() -> None:
     zeros = torch.zeros_like(LOG_RATIO)
     with pytest.raises(ValueError, match="no_eos='zero' must know .* pass finished=bool"):
@@ -246,3 +262,5 @@ def test_messages() -> None:
         )
     with pytest.raises(ValueError, match="target_kl and horizon must be positive, got 0 and 10000"):
         adaptive_kl_coef(0.1, observed_kl=1, target_kl=0, num_sequences=1)
+    with pytest.raises(ValueError, match="max_change must be at least 0 and below 1, got 1;"):
+        adaptive_kl_coef(0.1, observed_kl=1, num_sequences=1, max_change=1)

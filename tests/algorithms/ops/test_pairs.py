@@ -98,8 +98,3 @@ def test_rows_of_pairs_in_one_order() -> None:
     assert (chosen.tolist(), rejected.tolist()) == ([3, 0], [1, 2])
     with pytest.raises(ValueError, match="pair 3 has 2 chosen and 0 rejected rows"):
         rows_of([3, 3], [True, True])
-
-
-def test_a_score_that_is_no_number_makes_no_pair() -> None:
-    with pytest.raises(ValueError, match="prompt 4 has a response whose score is not a number"):
-        best_and_worst(roll_of([4, 4, 4]), torch.tensor([0.1, float("nan"), 0.5]))

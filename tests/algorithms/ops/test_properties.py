@@ -28,7 +28,7 @@ from penstock.algorithms.ops.advantages import (
 from penstock.algorithms.ops.reductions import aggregate
 from torch import Tensor
 
-from ..drawn import LOSSES, SEEDS, batch_of, draw, value_and_slope, value_of_part
+from ..drawn import LOSSES, SCORED, SEEDS, Data, batch_of, draw, value_and_slope, value_of_part
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
 
@@ -87,6 +87,26 @@ def test_parts_add_up_to_the_whole(name: str, seed: int) -> None:
     torch.testing.assert_close(torch.as_tensor(got), expected)
     added = sum((loss.totals(batch_of(kind, part)) for part in parts), torch.zeros(()))
     torch.testing.assert_close(added, totals)
+
+
+def without_counted_tokens(data: Data) -> Data:
+    """The same rows with nothing to train on, as `finished_only` leaves cut-off responses."""
+    columns = dict(data.columns)
+    columns["mask"] = torch.zeros_like(columns["mask"])
+    columns["macro_id"] = torch.full_like(columns["macro_id"], -1)
+    return Data(data.logprob, columns)
+
+
+@pytest.mark.parametrize("name", [n for n, (_, k) in LOSSES.items() if k not in SCORED])
+@settings(max_examples=3)
+@given(seed=SEEDS)
+def test_rows_without_counted_tokens_move_nothing(name: str, seed: int) -> None:
+    """A micro-batch of such rows, or of no rows, still has a gradient to go backward through."""
+    data = draw(seed)
+    for rows in (without_counted_tokens(data), data.take(torch.arange(0))):
+        total, slope = value_and_slope(name, rows)
+        assert total.isfinite()
+        assert not slope.any()
 
 
 # --- advantages -----------------------------------------------------------------------------------

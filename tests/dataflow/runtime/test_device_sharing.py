@@ -9,7 +9,7 @@ import pytest
 from penstock.dataflow.errors import PlanError
 from penstock.dataflow.runtime.device_sharing import HandOff, Turns, needs_device
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.executor import InProcess
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.messages import CallWork, LayoutWork
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, flow_of, sharing
 from penstock.dataflow.runtime.worker_protocol import WorkerContext

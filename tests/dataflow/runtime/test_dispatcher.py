@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 from penstock.dataflow.errors import StateError, WorkerError
 from penstock.dataflow.runtime.dispatcher import Dispatcher
-from penstock.dataflow.runtime.executor import InProcess, Program
+from penstock.dataflow.runtime.executor import Program
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.messages import AskWork, ExportWork
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext

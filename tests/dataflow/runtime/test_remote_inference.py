@@ -56,7 +56,7 @@ def asking(number: float, version: int = 3) -> Question:
 
 
 def holding(worker: Role, version: int | None = 3) -> Holdings:
-    holdings = Holdings("group 'desk'")
+    holdings = Holdings("group 'server'")
     holdings.add("adder", Adder, worker)
     holdings.hold("adder", version)
     return holdings
@@ -111,10 +111,10 @@ def test_whoever_does_not_answer_every_question_is_told() -> None:
 @pytest.mark.parametrize(
     ("held", "message"),
     [
-        (2, "version 3 of the weights, but group 'desk' holds version 2;"),
+        (2, "version 3 of the weights, but group 'server' holds version 2;"),
         (
             None,
-            "version 3 of the weights, but group 'desk' holds weights that are being changed;",
+            "version 3 of the weights, but group 'server' holds weights that are being changed;",
         ),
     ],
 )
@@ -150,7 +150,7 @@ def test_what_is_no_question_is_refused() -> None:
         (answer,) = holdings.answer_all([asked])
         assert isinstance(answer, WorkerError)
     (answer,) = holdings.answer_all([Question("other", "add", 3, ())])
-    assert str(answer) == "group 'desk' does not serve 'other'; it serves adder"
+    assert str(answer) == "group 'server' does not serve 'other'; it serves adder"
 
 
 def test_a_contract_without_questions_cannot_be_served() -> None:
@@ -172,7 +172,7 @@ def seen(steps: list[StepResult]) -> list[float]:
     return [step.metrics["model.train/seen"] for step in steps]
 
 
-@pytest.mark.parametrize("server", [None, "desk", "main"])
+@pytest.mark.parametrize("server", [None, "server", "main"])
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
 def test_who_answers_changes_nothing(server: str | None, max_lag: int) -> None:
     placement = watched.placed(server)
@@ -194,59 +194,59 @@ def test_who_answers_changes_nothing(server: str | None, max_lag: int) -> None:
 
 
 def test_what_is_read_is_the_serving_group_s_copy() -> None:
-    placement = watched.placed("desk")
+    placement = watched.placed("server")
     assert placement.hosted_roles(watched.WATCH, "watch") == ("watcher",)
-    assert placement.hosted_roles(watched.WATCH, "desk") == ("model",)
-    assert placement.serving(watched.WATCH) == (("model", "desk"),)
+    assert placement.hosted_roles(watched.WATCH, "server") == ("model",)
+    assert placement.serving(watched.WATCH) == (("model", "server"),)
     watch = next(n for n in flow_of(watched.WATCH, placement).nodes if n.name == "watcher.watch")
-    assert [(read.role, read.at) for read in watch.reads] == [("model", "desk")]
+    assert [(read.role, read.at) for read in watch.reads] == [("model", "server")]
 
 
 def moved(**groups: DeviceGroup) -> Placement:
-    placement = watched.placed("desk")
+    placement = watched.placed("server")
     changed = tuple(groups.get(group.name, group) for group in placement.groups)
     return Placement(changed, placement.nodes, num_chunks=2)
 
 
-SERVED = {"model": "desk"}
+SERVED = {"model": "server"}
 
 
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
         (
-            moved(watch=DeviceGroup("watch", served={"model": "desc"})),
-            "group 'watch' is served 'model' by group 'desc', which is not declared; did you mean "
-            "'desk'?",
+            moved(watch=DeviceGroup("watch", served={"model": "severs"})),
+            "group 'watch' is served 'model' by group 'severs', which is not declared; did you "
+            "mean 'server'?",
         ),
         (
-            moved(watch=DeviceGroup("watch", served={"watcher": "desk"})),
+            moved(watch=DeviceGroup("watch", served={"watcher": "server"})),
             "role 'watcher' cannot be served: its contract Watcher has no method beside those that "
             "steps call, so whoever is given it has nothing to ask",
         ),
         (
-            moved(desk=DeviceGroup("desk", tensor_parallel=2)),
-            "group 'desk' cannot serve 'model' to group 'watch': a rank of it is 2 processes, and "
-            "questions are answered by one; set tensor_parallel=1 and pipeline_parallel=1",
+            moved(server=DeviceGroup("server", tensor_parallel=2)),
+            "group 'server' cannot serve 'model' to group 'watch': a rank of it is 2 processes, "
+            "and questions are answered by one; set tensor_parallel=1 and pipeline_parallel=1",
         ),
         (
-            moved(desk=DeviceGroup("desk", served={"model": "main"})),
-            "group 'desk' cannot serve 'model' to group 'watch': it is itself served by 'main'",
+            moved(server=DeviceGroup("server", served={"model": "main"})),
+            "group 'server' cannot serve 'model' to group 'watch': it is itself served by 'main'",
         ),
         (
             moved(
-                desk=DeviceGroup("desk", devices=(0,)),
+                server=DeviceGroup("server", devices=(0,)),
                 main=DeviceGroup("main", devices=(0,)),
             ),
-            "group 'desk' cannot serve 'model' to group 'watch': it shares devices, so it sleeps; "
-            "give it its own",
+            "group 'server' cannot serve 'model' to group 'watch': it shares devices, so it "
+            "sleeps; give it its own",
         ),
         (
             Placement(
-                (DeviceGroup("all", served=SERVED), DeviceGroup("desk")),
+                (DeviceGroup("all", served=SERVED), DeviceGroup("server")),
                 {"watcher.watch": "all", "model.train": "all"},
             ),
-            "group 'desk' cannot serve 'model' to group 'all': 'model.train' needs a copy there; "
+            "group 'server' cannot serve 'model' to group 'all': 'model.train' needs a copy there; "
             "place that node on another group",
         ),
     ],

@@ -89,8 +89,8 @@ def placed(server: str | None, *, num_ranks: int = 1, num_servers: int = 1) -> P
     """Watching on a group of its own, which `server` serves; None for a copy of its own."""
     watch = DeviceGroup("watch", num_ranks, served={"model": server} if server else {})
     groups = [DeviceGroup("main"), watch]
-    if server == "desk":
-        groups.append(DeviceGroup("desk", num_servers))
+    if server == "server":
+        groups.append(DeviceGroup("server", num_servers))
     nodes = {"watcher.watch": "watch", "model.train": "main"}
     return Placement(tuple(groups), nodes, num_chunks=2)
 

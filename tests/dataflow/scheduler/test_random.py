@@ -32,6 +32,7 @@ from penstock.dataflow.scheduler.events import (
     SaveCheckpoint,
     SourceReady,
     StepCompleted,
+    Stop,
     Task,
     TaskDone,
     TaskFailed,
@@ -379,6 +380,50 @@ def test_a_resumed_run_does_exactly_what_is_left(
     if arrival:
         return  # the tasks are the same; the versions need not be
     assert rest == {task: reads[task] for task in rest}
+    assert resumed.schedule_sha256() == whole.schedule_sha256()
+
+
+class Interrupted(Recorded):
+    """Is told to stop right after its nth event."""
+
+    events_left = 0
+
+    def handle(self, event: Event) -> list[Instruction]:
+        instructions = super().handle(event)
+        self.events_left -= 1
+        if self.events_left == 0:
+            instructions = [*instructions, *super().handle(Stop(event.at_s))]
+        return instructions
+
+
+@settings(max_examples=300, deadline=None)
+@given(flows(), LAGS, st.integers(1, 5), SEEDS, st.integers(1, 60), st.sampled_from([None, 1, 2]))
+def test_a_stopped_run_goes_on_to_the_same_end(
+    flow: Flow, max_lag: int, num_steps: int, seed: int, nth: int, every: int | None
+) -> None:
+    """It stops with a checkpoint before it trains any step that it had not begun to train."""
+    schedule = Schedule(max_lag=max_lag)
+    whole, reads = run(flow, schedule, num_steps, seed)
+    stopped = Interrupted(flow, schedule, num_steps, checkpoint_every=every)
+    stopped.events_left = nth
+    first = dry_run(stopped, timing(seed))
+    assert stopped.done
+    assert not stopped.running
+    told = [i for i, message in enumerate(stopped.trace) if isinstance(message, Stop)]
+    if not told or stopped.completed == num_steps:
+        return  # it was over, or was nearly
+    trained = [
+        {m.step for m in part if isinstance(m, RunTrain)}
+        for part in (stopped.trace[: told[0]], stopped.trace)
+    ]
+    assert trained[0] == trained[1]
+    save = first.checkpoints[-1]
+    assert isinstance(stopped.trace[-1], Finished)
+    assert save.step == max(trained[0], default=-1) + 1 or not trained[0]
+    resumed = Recorded(flow, schedule, num_steps, checkpoint_every=every, resume=save.resume)
+    assert {o for step in resumed.steps.values() for o in step.stored} == set(save.live)
+    rest = dry_run(resumed, timing(seed + 1)).reads
+    assert rest == {t: reads[t] for t in reads if t.step >= save.step and t not in save.resume.done}
     assert resumed.schedule_sha256() == whole.schedule_sha256()
 
 

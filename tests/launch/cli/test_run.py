@@ -268,8 +268,18 @@ def test_a_verifier_that_fails_on_held_out_problems_is_mentioned(penstock: Penst
 # --- stopping -------------------------------------------------------------------------------------
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "penstock.launch.main", "run", *words]
+DEAF = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from penstock.launch.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""Runs a command as a script without job control starts it in the background."""
+
+
+def start(folder: Path, *words: str, deaf: bool = False) -> subprocess.Popen[str]:
+    how = ["-c", DEAF] if deaf else ["-m", "penstock.launch.main"]
+    command = [sys.executable, *how, "run", *words]
     return subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -317,19 +327,39 @@ def test_a_killed_run_resumes_to_the_same_weights(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_says_how_to_continue(
-    penstock: Penstock, tmp_path: Path, sent: signal.Signals, code: int
+@pytest.mark.parametrize(
+    ("sent", "word", "code", "max_lag"),
+    [(signal.SIGINT, "interrupted", 130, 0), (signal.SIGTERM, "terminated", 143, 2)],
+)
+def test_an_interrupted_run_loses_no_step(
+    penstock: Penstock, tmp_path: Path, sent: signal.Signals, word: str, code: int, max_lag: int
 ) -> None:
-    process = start(tmp_path, *LONG, "algorithm.num_steps=200")
+    words = (*LONG, "checkpoint_every=1000", f"schedule.max_lag={max_lag}")
+    assert penstock("run", *words, "runs=whole").code == 0
+    process = start(tmp_path, *words, deaf=sent == signal.SIGTERM)
+    wait_for_step(tmp_path / "runs", 2)
+    if sent == signal.SIGTERM:
+        process.send_signal(signal.SIGINT)
     wait_for_step(tmp_path / "runs", 4)
     process.send_signal(sent)
     _, said = process.communicate(timeout=60)
     assert process.returncode == code
     run = only_run()
-    assert f"penstock run resume={os.path.join('runs', run.name)}" in said
-    assert "Traceback" not in said
-    assert list((run / "checkpoints").glob("step-*[0-9]"))
+    num_done = len(read_metrics(run / "metrics.jsonl"))
+    assert 5 <= num_done < 12
+    assert said.endswith(
+        "penstock: stopping: what has begun to train is completed and a checkpoint written, within "
+        "600 s; interrupt again to stop at once\n"
+        f"penstock: to continue: penstock run resume={os.path.join('runs', run.name)}\n"
+        f"penstock: {word} after {num_done} of 12 steps, with a checkpoint\n"
+    ), said
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{num_done:08d}"]
+    resumed = penstock("run", f"resume={run}")
+    assert resumed.code == 0, resumed.err
+    whole, rest = summary_of(only_run(Path("whole"))), summary_of(run)
+    assert rest["first_step"] == num_done
+    assert rest["weights_sha256"] == whole["weights_sha256"]
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(12))
 
 
 # --- on Ray ---------------------------------------------------------------------------------------

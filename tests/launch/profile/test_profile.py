@@ -11,7 +11,7 @@ import pytest
 import torch
 from penstock.configs.profile_schema import ProfileConfig
 from penstock.dataflow.errors import ConfigError, WorkerError
-from penstock.dataflow.runtime.executor import InProcess
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.worker_protocol import drain_metrics
 from penstock.launch.profile.calls import ProfileCall, architecture, calls_of_width, make_policy
 from penstock.launch.profile.dispatch import call_seconds

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.executor import Executor, InProcess
+from penstock.dataflow.runtime.executor import Executor
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerSpec
 from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec, MegatronValueSpec

@@ -61,7 +61,7 @@ def test_importing_the_registry_imports_no_engine() -> None:
 
 
 def test_what_is_not_installed_is_said_with_what_to_install() -> None:
-    missing = Requirement("nosuchmodule", "no-such-package", "penstock[such]")
+    missing = Requirement("nosuchmodule", "no-such-package", "penstock-rl[such]")
     engine = Engine(
         planned=DEFAULT.planned, roles=DEFAULT.roles, rollout=DEFAULT.rollout, needs=missing
     )
@@ -69,7 +69,7 @@ def test_what_is_not_installed_is_said_with_what_to_install() -> None:
         engine.spec("policy")
     assert str(caught.value) == (
         "engine=torch needs the package no-such-package, which is not installed\n"
-        "    install penstock[such]"
+        "    pip install penstock-rl[such]"
     )
     with pytest.raises(ConfigError, match="^rollout=torch needs the package no-such-package"):
         _ = engine.rollout_spec

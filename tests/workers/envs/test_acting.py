@@ -1,6 +1,6 @@
 """Where acting happens is the plan's choice, and nothing else: weights and schedule stay the same.
 
-With real Ray, several workers, and delays that nobody can foresee.
+With real processes, several workers, and delays that nobody can foresee.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.graph.role import Role
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine, StepResult
-from penstock.dataflow.runtime.executor import Executor, InProcess
+from penstock.dataflow.runtime.executor import Executor
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
@@ -32,9 +33,10 @@ from penstock.workers.envs.overlapped_groups import RingSize
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
-from penstock.workers.executors.on_ray.executor import RayExecutor, connect_ray, shutdown_ray
 from penstock.workers.training.optimizer import OptimizerSpec
 from safetensors.torch import load_file
+
+from ..executors.spawned import SpawnedBackend, SpawnedExecutor
 
 CFG = EnvPPO(horizon=16, epochs=2, num_minibatches=2)
 GRAPH = build(env_ppo_step, cfg=CFG)
@@ -191,14 +193,14 @@ def test_with_a_memory_in_one_process(server: str, remembering: Found) -> None:
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[None]:
-    connect_ray()
-    yield
-    shutdown_ray()
+def apart() -> Iterator[SpawnedBackend]:
+    """Processes of their own."""
+    backend = SpawnedBackend()
+    yield backend
+    backend.close()
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray")
 @pytest.mark.parametrize(
     ("server", "max_lag", "num_workers"),
     [
@@ -211,21 +213,22 @@ def ray() -> Iterator[None]:
     ],
 )
 def test_in_processes_of_their_own(
-    server: str, max_lag: int, num_workers: int, expected: dict[int, Found]
+    server: str, max_lag: int, num_workers: int, expected: dict[int, Found], apart: SpawnedBackend
 ) -> None:
-    executor = RayExecutor(num_threads=1)
+    executor = SpawnedExecutor(apart, 1)
     options: dict[str, Any] = {"num_workers": num_workers, "ring": 2, "random_s": 0.01}
     assert finish(executor, server, max_lag, **options) == expected[max_lag]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray")
-def test_two_trainers_learn_from_three_workers_what_one_does(tmp_path: Path) -> None:
+def test_two_trainers_learn_from_three_workers_what_one_does(
+    tmp_path: Path, apart: SpawnedBackend
+) -> None:
     """Gradients of two ranks are added up: the same up to rounding."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, executor, placement in (
         ("one", InProcess(), placed("inline", 1)),
-        ("several", RayExecutor(num_threads=1), placed("policy", 3, 2)),
+        ("several", SpawnedExecutor(apart, 1), placed("policy", 3, 2)),
     ):
         engine = Engine(
             GRAPH,
@@ -243,32 +246,33 @@ def test_two_trainers_learn_from_three_workers_what_one_does(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray")
-def test_with_a_memory_in_processes_of_their_own(remembering: Found) -> None:
+def test_with_a_memory_in_processes_of_their_own(remembering: Found, apart: SpawnedBackend) -> None:
     options: dict[str, Any] = {"num_workers": 2, "ring": 2, "random_s": 0.01, "memory": 8}
-    assert finish(RayExecutor(num_threads=1), "policy", 1, **options) == remembering
+    assert finish(SpawnedExecutor(apart, 1), "policy", 1, **options) == remembering
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray")
-def test_in_order_of_arrival_it_is_another_run(expected: dict[int, Found]) -> None:
+def test_in_order_of_arrival_it_is_another_run(
+    expected: dict[int, Found], apart: SpawnedBackend
+) -> None:
     """The control: whatever weights are there. By the second chunk they are newer."""
     options: dict[str, Any] = {"order": "arrival", "random_s": 0.01, "least_s": 0.7}
-    found = finish(RayExecutor(num_threads=1), "decoupled", 1, **options)
+    found = finish(SpawnedExecutor(apart, 1), "decoupled", 1, **options)
     assert found[1] != expected[1][1]
     assert found[0] != expected[1][0]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray")
-def test_killed_and_resumed_it_ends_the_same(expected: dict[int, Found], tmp_path: Path) -> None:
+def test_killed_and_resumed_it_ends_the_same(
+    expected: dict[int, Found], tmp_path: Path, apart: SpawnedBackend
+) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
     given = workers(ring=2)
 
     def engine(executor: Executor) -> Engine:
         return Engine(
             GRAPH,
-            placed("policy", 2 if isinstance(executor, RayExecutor) else 1),
+            placed("policy", 2 if isinstance(executor, SpawnedExecutor) else 1),
             workers={**given, "actor": Mortal(given["actor"], str(tmp_path / "died"))},
             schedule=Schedule(max_lag=1, deadline_s=120.0),
             executor=executor,
@@ -276,7 +280,7 @@ def test_killed_and_resumed_it_ends_the_same(expected: dict[int, Found], tmp_pat
         )
 
     saving: dict[str, Any] = {"checkpoint_every": 2, "checkpoints": store}
-    with engine(RayExecutor(num_threads=1)) as killed, pytest.raises(WorkerError, match="died"):
+    with engine(SpawnedExecutor(apart, 1)) as killed, pytest.raises(WorkerError, match="died"):
         list(killed.run(SOURCES, STEPS, **saving))
     with engine(InProcess()) as resumed:
         steps = list(resumed.run(SOURCES, STEPS, **saving))

@@ -15,7 +15,8 @@ from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.call_context import step_scope
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.executor import InProcess, Program
+from penstock.dataflow.runtime.executor import Program
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import follow
 from penstock.workers.envs.held_out import PIECE
 from penstock.workers.envs.normalization import Normalization

@@ -181,7 +181,7 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         CARTPOLE.spaces()
     assert str(raised.value) == (
         "backend=envpool needs the package envpool, which is not installed\n"
-        "    install penstock[envpool]"
+        "    pip install penstock-rl[envpool]"
     )
 
 

@@ -30,7 +30,7 @@ def test_it_may_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "envpool", None)
     said = (
         "backend=envpool needs the package envpool, which is not installed\n"
-        "    install penstock[envpool]"
+        "    pip install penstock-rl[envpool]"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
         ask_envpool("game", "Hex-v1", "make_spec", {})

@@ -14,7 +14,7 @@ import pytest
 import torch
 from penstock.algorithms.roles.environment import Actor, Trajectories
 from penstock.dataflow.errors import StateError, WorkerError
-from penstock.dataflow.runtime.executor import InProcess
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.workers.envs.normalization import Normalization
 from penstock.workers.envs.spec import EnvSpec
 

@@ -16,15 +16,15 @@ import torch
 from penstock.algorithms.ops.returns import gae
 from penstock.algorithms.roles.environment import Actor, Acts, Trajectories
 from penstock.dataflow.errors import StateError, WorkerError
-from penstock.dataflow.runtime.executor import InProcess
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.group import Stepped
 from penstock.workers.envs.normalization import Normalization
 from penstock.workers.envs.restarts import BadRows, finite
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
-from penstock.workers.executors.on_ray.executor import RayExecutor, connect_ray, shutdown_ray
 
+from ..executors.spawned import SpawnedBackend, SpawnedExecutor
 from . import toys
 from .acting import NoisyActor, env_worker, roll
 from .test_acting import Found, finish
@@ -286,17 +286,19 @@ def test_wherever_acting_happens_it_ends_the_same(server: str, inline: Found) ->
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[None]:
-    connect_ray()
-    yield
-    shutdown_ray()
+def apart() -> Iterator[SpawnedBackend]:
+    """Processes of their own."""
+    backend = SpawnedBackend()
+    yield backend
+    backend.close()
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray")
-def test_two_workers_in_processes_of_their_own_end_the_same(inline: Found) -> None:
+def test_two_workers_in_processes_of_their_own_end_the_same(
+    inline: Found, apart: SpawnedBackend
+) -> None:
     options: dict[str, Any] = {"num_workers": 2, "ring": 2, "random_s": 0.01}
-    assert finish(RayExecutor(num_threads=1), "decoupled", 1, env=HALF, **options) == inline
+    assert finish(SpawnedExecutor(apart, 1), "decoupled", 1, env=HALF, **options) == inline
 
 
 def test_in_a_ring_one_that_hangs_ends_the_rollout() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss
 from penstock.algorithms.roles import PairBatch, PolicyBatch, PolicyOutput
-from penstock.dataflow.graph.role import Loss, LossSum
+from penstock.dataflow.graph.role import Loss, LossSum, Metric
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.roles import PolicyWorker
@@ -114,6 +114,51 @@ def test_every_row_is_used_once_per_epoch():
     assert sorted(loss.seen[:rows]) == list(range(rows))
     assert sorted(loss.seen[rows:]) == list(range(rows))
     assert loss.seen[:rows] != loss.seen[rows:]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reporting(_Recorded):
+    """The same loss, with metrics as somebody may write them."""
+
+    def __call__(self, output: PolicyOutput, batch: PolicyBatch, totals: Tensor) -> LossSum:
+        rows = len(batch.mask)
+        return LossSum(
+            output.logprob.square().sum() / totals[0],
+            {
+                "coef": 0.25,
+                "fraction": (0.5 * rows, rows),
+                "mixed": (output.logprob.sum(), float(batch.mask.sum())),
+                "attached": output.logprob.sum(),
+            },
+        )
+
+
+def test_a_loss_may_report_numbers():
+    policy = make_policy(optimizer=OPTIMIZER, micro_batch_tokens=64)
+    batch = make_batch(policy)
+    with call_scope(0, 0):
+        metrics = policy.train(_Reporting(), batch, num_minibatches=2).metrics
+    assert metrics["coef"].value == 0.25
+    assert metrics["coef"].weight > 2  # micro-batches
+    assert metrics["fraction"] == Metric.mean(0.5 * len(batch.mask), len(batch.mask))
+    assert metrics["mixed"].weight == int(batch.mask.sum())
+    assert metrics["mixed"].value < 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Detached(_Recorded):
+    def __call__(self, output: PolicyOutput, batch: PolicyBatch, totals: Tensor) -> LossSum:
+        return LossSum(torch.zeros(()))
+
+
+def test_a_loss_without_a_gradient_is_named():
+    policy = make_policy(optimizer=OPTIMIZER)
+    message = (
+        "_Detached gave 'actor' a total without a gradient; compute it from the model's output in "
+        "every case, be it a sum over no tokens"
+    )
+    with pytest.raises(ValueError, match=f"^{message}$"), call_scope(0, 0):
+        policy.train(_Detached(), make_batch(policy))
 
 
 def test_pairs_stay_together():

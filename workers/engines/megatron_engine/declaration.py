@@ -43,6 +43,6 @@ MEGATRON = Engine(
         "value": "penstock.workers.engines.megatron_engine.specs:MegatronValueSpec",
         "reward_model": "penstock.workers.engines.megatron_engine.specs:MegatronRewardSpec",
     },
-    needs=Requirement("megatron", "megatron-core", "penstock[megatron]"),
+    needs=Requirement("megatron", "megatron-core", "penstock-rl[megatron]"),
     options=_options,
 )

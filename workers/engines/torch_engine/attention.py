@@ -110,4 +110,4 @@ def attend_cache(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale:
     scores = torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2))
     weight = (scores.view(rows, heads, -1).float() + bias).softmax(-1).to(value.dtype)
     mixed = torch.bmm(weight.view(rows * keys, heads // keys, -1), value.flatten(0, 1))
-    return mixed.view(rows, heads * size)
+    return mixed.view(rows, -1)

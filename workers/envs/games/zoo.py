@@ -216,8 +216,8 @@ def _pettingzoos(game_id: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise ConfigError(
-                f"{_needs(game_id, error)}\n    install penstock[pettingzoo]; for card games also "
-                "rlcard, for chess also chess"
+                f"{_needs(game_id, error)}\n    pip install penstock-rl[pettingzoo]; for card "
+                "games also rlcard, for chess also chess"
             ) from error
         make = None
     if make is not None:
@@ -237,7 +237,7 @@ def _own(game_id: str, module: str, function: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if f"{module}.".startswith(f"{error.name}."):
             raise ConfigError(f"there is no module for game '{game_id}'") from error
-        fix = "penstock[pettingzoo]" if error.name == "pettingzoo" else "it"
+        fix = "penstock-rl[pettingzoo]" if error.name == "pettingzoo" else "it"
         raise ConfigError(
             f"{_needs(game_id, error)}\n    module {module} imports it; install {fix}"
         ) from error

@@ -6,6 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
 from ....dataflow.errors import PlanError
 from ....dataflow.runtime.placement import DeviceGroup, sharing
 
@@ -39,14 +44,11 @@ class SharedDevices:
         """
         if not self._bundles:
             return
-        import ray
-        from ray.exceptions import GetTimeoutError
-        from ray.util.placement_group import placement_group
-
         self._reserved = placement_group([{"GPU": 1}] * len(self._bundles), strategy="PACK")
         try:
             ray.get(self._reserved.ready(), timeout=timeout_s)
         except GetTimeoutError as error:
+            self.release()
             raise PlanError(
                 f"the plan's groups share {len(self._bundles)} GPUs, which Ray did not have free "
                 f"within {timeout_s:g} s (it has {ray.cluster_resources().get('GPU', 0):g})"
@@ -58,8 +60,6 @@ class SharedDevices:
             return {}
         if group.name not in self._named:
             return {"num_gpus": 1}
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         device = group.devices[process]
         return {
             "num_gpus": 1 / self._uses[device],
@@ -70,10 +70,6 @@ class SharedDevices:
 
     def release(self) -> None:
         """Give the GPUs back; idempotent."""
-        import ray
-
         reserved, self._reserved = self._reserved, None
         if reserved is not None and ray.is_initialized():
-            from ray.util.placement_group import remove_placement_group
-
             remove_placement_group(reserved)

@@ -149,10 +149,10 @@ def test_a_sleeping_engine_frees_its_cache_and_wakes_as_it_was(policy: VllmPolic
 # --- the next run
 
 
-def test_a_parked_engine_serves_the_next_policy_with_its_weights(policy: VllmPolicy, module: Any):
+def test_a_warm_engine_serves_the_next_policy_with_its_weights(policy: VllmPolicy, module: Any):
     prompt, prompt_id = make_prompts(8)
     before = generate(policy, prompt, prompt_id, SAMPLING)
-    policy.park()
+    policy.keep_warm()
     again = start("qwen2-tied", context=WorkerContext("actor", seed=8))
     try:
         assert again.vllm is policy.vllm

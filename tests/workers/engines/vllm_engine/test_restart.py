@@ -16,12 +16,8 @@ from penstock.dataflow.runtime.placement import DeviceGroup, Placement
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.workers.engines.vllm_engine.generator import VllmPolicySpec
-from penstock.workers.executors.on_ray.executor import (
-    RayExecutor,
-    Transport,
-    connect_ray,
-    shutdown_ray,
-)
+from penstock.workers.executors.executor_kind import Transport
+from penstock.workers.executors.on_ray.executor import RayExecutor, connect_ray, shutdown_ray
 from penstock.workers.rollout.generator_policy import SplitPolicySpec
 
 from ....algorithms import runs
@@ -114,7 +110,7 @@ def test_a_replica_killed_while_it_generates_changes_nothing(
     )
     assert int((tmp_path / "killed").read_text()) > 0  # responses were unfinished
     assert found == plain
-    (told,) = [r.getMessage() for r in caplog.records if r.name == "penstock.ray"]
+    (told,) = [r.getMessage() for r in caplog.records if r.name == "penstock.executor"]
     assert told.startswith("rank 1 of group 'rollout' died: ")
     # The second run has the first one's engines, until it loses them.
     for rank in range(2):

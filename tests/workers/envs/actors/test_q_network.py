@@ -13,7 +13,7 @@ from penstock.algorithms.roles.replay import QBatch
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.call_context import step_scope
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.executor import InProcess
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.run_dir.checkpoint import CheckpointStore

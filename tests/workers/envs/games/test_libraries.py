@@ -167,10 +167,10 @@ def test_what_is_no_game_for_two_is_refused(spec: LibraryGameSpec, said: str) ->
     ("spec", "package", "said"),
     [
         (pool("Hex-v1"), "envpool", "backend=envpool needs the package envpool, which is "
-         "not installed\n    install penstock[envpool]"),
+         "not installed\n    pip install penstock-rl[envpool]"),
         (zoo("tictactoe_v3"), "pettingzoo", "game 'tictactoe_v3' needs the package pettingzoo, "
-         "which is not installed\n    install penstock[pettingzoo]; for card games also rlcard, "
-         "for chess also chess"),
+         "which is not installed\n    pip install penstock-rl[pettingzoo]; for card games also "
+         "rlcard, for chess also chess"),
     ],
 )  # fmt: skip
 def test_a_package_that_is_not_there(

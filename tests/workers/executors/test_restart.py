@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,17 @@ from typing import Any
 import pytest
 from penstock.dataflow.graph.role import Role
 from penstock.dataflow.runtime.engine import Engine, StepResult
-from penstock.dataflow.runtime.executor import Executor, InProcess
+from penstock.dataflow.runtime.executor import Executor
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
-from penstock.workers.executors.on_ray.executor import RayExecutor, connect_ray, shutdown_ray
+from penstock.workers.executors.supervisor import Supervisor
 
-from ....algorithms import runs
+from ...algorithms import runs
+from .backends import Backend
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray() -> Iterator[None]:
-    connect_ray()
-    yield
-    shutdown_ray()
 
 
 @dataclass(frozen=True)
@@ -74,14 +68,25 @@ def finish(
     with engine:
         for step in engine.run(run.sources, 4):
             steps.append(step)
-            if isinstance(executor, RayExecutor) and num_kept is not None:
+            if isinstance(executor, Supervisor) and num_kept is not None:
                 num_kept.append(executor.num_kept)
         return {role: engine.ask(role, "weights_sha256") for role in run.trained}, steps
 
 
-@pytest.mark.parametrize("main", [(), (0,)], ids=["apart", "in-turns"])
 def test_a_rollout_process_that_dies_loses_nothing_and_adds_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, main: tuple[int, ...]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, backend: Backend
+) -> None:
+    check_that_nothing_is_lost(tmp_path, caplog, backend, ())
+
+
+def test_nor_does_one_that_shares_a_device(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spawned: Backend
+) -> None:
+    check_that_nothing_is_lost(tmp_path, caplog, spawned, (0,))
+
+
+def check_that_nothing_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, backend: Backend, main: tuple[int, ...]
 ) -> None:
     run = runs.make("grpo")
     here = replace(one_group(run.graph), num_chunks=2)
@@ -92,7 +97,7 @@ def test_a_rollout_process_that_dies_loses_nothing_and_adds_nothing(
     groups = (DeviceGroup("main", devices=main), DeviceGroup("rollout", 2, devices=(0, 1)))
     apart = Placement(groups, nodes, num_chunks=2)
     mortal = MortalSpec(run.workers["actor"], str(tmp_path))
-    executor = RayExecutor(num_threads=1, transport="point_to_point")
+    executor = backend.executor(transport="point_to_point")
     num_kept: list[int] = []
     found, steps = finish(run, apart, executor, max_lag=1, num_kept=num_kept, actor=mortal)
 
@@ -101,6 +106,6 @@ def test_a_rollout_process_that_dies_loses_nothing_and_adds_nothing(
     assert any(num_kept)
     assert max(num_kept) <= 2  # older snapshots are given up
     assert len(list(tmp_path.iterdir())) == 6  # of four steps, two again
-    told = [r.getMessage() for r in caplog.records if r.name == "penstock.ray"]
+    told = [r.getMessage() for r in caplog.records if r.name == "penstock.executor"]
     assert len(told) == 2
     assert all(text.startswith("rank 1 of group 'rollout' died: ") for text in told)

@@ -1,10 +1,9 @@
-"""Roles that other processes serve, with real Ray."""
+"""Roles that other processes serve, with real processes."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -15,31 +14,24 @@ from penstock.dataflow.runtime.executor import Program
 from penstock.dataflow.runtime.remote_inference import Array
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
-from penstock.workers.executors.on_ray.executor import RayExecutor, connect_ray, shutdown_ray
 
-from ....dataflow.counter import seen
-from ....dataflow.runtime import watched
+from ...dataflow.counter import seen
+from ...dataflow.runtime import watched
+from .backends import Backend
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ray() -> Iterator[None]:
-    connect_ray()
-    yield
-    shutdown_ray()
-
-
-def test_who_answers_changes_nothing() -> None:
+def test_who_answers_changes_nothing(backend: Backend) -> None:
     max_lag = 1
-    placement = watched.placed("dispatcher", num_ranks=2, num_servers=2)
+    placement = watched.placed("server", num_ranks=2, num_servers=2)
     look = Program(watched.LOOK, watched.on(placement, watched.LOOK))
     engine = Engine(
         watched.WATCH,
         placement,
         workers=watched.WORKERS,
         schedule=Schedule(max_lag=max_lag, deadline_s=60.0),
-        executor=RayExecutor(num_threads=1),
+        executor=backend.executor(),
         also={"look": look},
     )
     with engine:
@@ -64,16 +56,16 @@ class Mortal(watched.CountTeller):
         return super().tell(key)
 
 
-def test_a_server_that_dies_is_named() -> None:
+def test_a_server_that_dies_is_named(spawned: Backend) -> None:
     engine = Engine(
         watched.WATCH,
-        watched.placed("dispatcher"),
+        watched.placed("server"),
         workers={**watched.WORKERS, "model": MortalSpec()},
         schedule=Schedule(deadline_s=60.0),
-        executor=RayExecutor(num_threads=1),
+        executor=spawned.executor(),
     )
     with engine:
         run = engine.run(watched.SOURCES, 3)
         next(run)
-        with pytest.raises(WorkerError, match="asking 'model.tell' of group 'dispatcher' failed"):
+        with pytest.raises(WorkerError, match="asking 'model.tell' of group 'server' failed"):
             next(run)

@@ -1,4 +1,7 @@
-"""The actor of the Ray executor: one rank of one group, and what it puts on the wire."""
+"""One process of one group: what it builds and does, under any executor that has processes.
+
+What a process makes stays in its store, and whoever needs it gets it from there by a reference.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,18 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayActorError
 
-from ....dataflow.errors import WorkerError
-from ....dataflow.graph.role import Role
-from ....dataflow.runtime.device_sharing import needs_device, sleep_workers, wake_workers
-from ....dataflow.runtime.executor import Program, build_role, methods_of
-from ....dataflow.runtime.host import Host
-from ....dataflow.runtime.messages import (
+from ...dataflow.errors import WorkerError
+from ...dataflow.graph.role import Role
+from ...dataflow.runtime.device_sharing import needs_device, sleep_workers, wake_workers
+from ...dataflow.runtime.executor import Program, build_role, methods_of
+from ...dataflow.runtime.host import Host
+from ...dataflow.runtime.messages import (
     CallWork,
     ExportSlicesWork,
     ImportSlicesWork,
@@ -32,22 +33,21 @@ from ....dataflow.runtime.messages import (
     Result,
     Work,
 )
-from ....dataflow.runtime.placement import DeviceGroup
-from ....dataflow.runtime.ragged import Packed
-from ....dataflow.runtime.remote_inference import Holdings, Served
-from ....dataflow.runtime.worker_protocol import WorkerContext, close_workers
-from ...inference.client import AnswerClient
-from ...inference.server import AnswerServer
-from ...training.threads import use_threads
-from ...weight_sync.p2p_link import Clock
-from ...weight_sync.packet_server import Kept, Outbox, PacketServer, Route, Store
-from ...weight_sync.packets import Packet
-from ...weight_sync.slice_exchange import SliceTraffic
-from .actor_pool import Parkable
-from .rendezvous import Address, meet, open_listener
+from ...dataflow.runtime.placement import DeviceGroup
+from ...dataflow.runtime.ragged import Packed
+from ...dataflow.runtime.remote_inference import Holdings, Served
+from ...dataflow.runtime.worker_protocol import WorkerContext, close_workers
+from ..inference.client import AnswerClient
+from ..inference.server import AnswerServer
+from ..training.threads import use_threads
+from ..weight_sync.p2p_link import Clock
+from ..weight_sync.packet_server import Kept, Outbox, PacketServer, Route, Store
+from ..weight_sync.packets import Packet
+from ..weight_sync.slice_exchange import SliceTraffic
+from .process_backend import ProcessDied, ProcessHome, Ref
+from .rendezvous import Address, meet
 
-__all__ = ["Answer", "Rank", "part_to_numpy"]
-
+__all__ = ["Answer", "RankProcess", "WarmWorker", "part_to_numpy"]
 
 _LEAVE_S = 1.0
 """How long a process that ends waits for others to leave its routes."""
@@ -55,19 +55,19 @@ _LEAVE_S = 1.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What an actor returns: a few hundred bytes, whatever it made.
+    """What a process returns: a few hundred bytes, whatever it made.
 
     Attributes:
         report: See `Report`; None if it failed.
-        parts: Handles of the outputs.
-        weights: Handle of a snapshot.
+        parts: References to the outputs.
+        weights: Reference to a snapshot.
         error: What was raised.
         trace: Its traceback.
         leads: Whether this process answers for its rank.
     """
 
     report: Report | None
-    parts: tuple[Any, ...] = ()
+    parts: tuple[Ref, ...] = ()
     weights: Any = None
     error: str = ""
     trace: str = ""
@@ -81,10 +81,20 @@ class _Exported(Result):
     packets: Mapping[tuple[str, int], Packet] = field(default_factory=dict[tuple[str, int], Packet])
 
 
-class Rank:
-    """One process of a rank: a `Host`, and the conversions between tensors and what Ray stores.
+@runtime_checkable
+class WarmWorker(Protocol):
+    """A worker that leaves an engine behind for the next of its kind in the process. Optional."""
+
+    def keep_warm(self) -> None:
+        """In place of `close`; nothing is asked of the worker afterwards."""
+        ...
+
+
+class RankProcess:
+    """One process of a rank: a `Host`, and the conversions between tensors and what is stored.
 
     Args:
+        home: Where it runs.
         group: The group it belongs to.
         process: Its number there; see `DeviceGroup.processes`.
         num_threads: Torch's and numpy's threads.
@@ -93,9 +103,16 @@ class Rank:
     """
 
     def __init__(
-        self, group: DeviceGroup, process: int, num_threads: int, deadline_s: float, start_s: float
+        self,
+        home: ProcessHome,
+        group: DeviceGroup,
+        process: int,
+        num_threads: int,
+        deadline_s: float,
+        start_s: float,
     ) -> None:
         use_threads(num_threads)
+        self._home = home
         self._group, self._process = group, process
         self._traffic = SliceTraffic(process, group.processes(0))
         self._deadline_s, self._start_s = deadline_s, start_s
@@ -111,7 +128,7 @@ class Rank:
 
     def listen(self) -> Address:
         """Open the socket at which this process is met next."""
-        self._listener = open_listener()
+        self._listener = socket.create_server((self._home.host, 0))
         return self._listener.getsockname()
 
     def join(self, address: Address) -> None:
@@ -145,11 +162,15 @@ class Rank:
 
     def _meet(self, address: Address, num_processes: int) -> Store:
         listener, self._listener = self._listener, None
-        return meet(address, listener, num_processes, self._start_s)
+        return meet(address, listener, self._home.host, num_processes, self._start_s)
 
-    def build(self, hosted: list[Any], seed: int) -> None:
+    def is_running(self) -> bool:
+        """True, as soon as all calls before this one have ended."""
+        return True
+
+    def build(self, hosted: Ref, seed: int) -> None:
         """Build this rank's roles, each once, for all programs."""
-        programs, workers = ray.get(hosted[0], timeout=self._start_s)
+        ((programs, workers),) = self._home.get([hosted], self._start_s)
         for key, program in programs.items():
             if all(group.name != self._group.name for group in program.placement.groups):
                 continue
@@ -183,7 +204,7 @@ class Rank:
 
     def serve(self, token: str) -> tuple[str, int]:
         """Answer questions from now on, on this node's own address; where that is."""
-        self._server = AnswerServer(self._holdings, ray.util.get_node_ip_address(), token)
+        self._server = AnswerServer(self._holdings, self._home.host, token)
         return self._server.address
 
     def ask_at(self, servers: Mapping[str, Sequence[tuple[str, int]]], token: str) -> None:
@@ -215,25 +236,25 @@ class Rank:
         self._sleeps = "nobody has woken it"
         sleep_workers(self._roles.values())
 
-    def wake(self, asleep: list[Any]) -> None:
+    def wake(self, asleep: Sequence[Ref]) -> None:
         """Take the device back once others have given it up.
 
         What goes wrong is told to whoever asks for work next, because nobody looks at this call.
 
         Args:
-            asleep: References to their calls of `sleep`, in a list, so that Ray does not look.
+            asleep: References to their calls of `sleep`.
         """
         try:
             for one in asleep:
-                with contextlib.suppress(RayActorError):  # The dead hold nothing.
-                    ray.get(one, timeout=self._deadline_s)
+                with contextlib.suppress(ProcessDied):  # The dead hold nothing.
+                    self._home.get([one], self._deadline_s)
             wake_workers(self._roles.values())
             self._sleeps = ""
         except Exception:  # noqa: BLE001 - workers may raise anything; it is passed on
             self._sleeps = f"waking it failed:\n{traceback.format_exc()}"
 
     def perform(self, program: str, work: Work, leads: bool) -> Answer:
-        """Do one piece of work; outputs stay in this node's object store.
+        """Do one piece of work; outputs stay in this process's store.
 
         Args:
             program: Which host.
@@ -241,7 +262,7 @@ class Rank:
             leads: Whether outputs are wanted of this process of its rank.
         """
         answer, parts = self._answer(program, work, leads)
-        return replace(answer, parts=tuple(ray.put(part) for part in parts))
+        return replace(answer, parts=tuple(self._home.put(part) for part in parts))
 
     def perform_apart(self, program: str, work: Work, count: int) -> tuple[Any, ...]:
         """The same, with outputs as results of their own, which outlive this process.
@@ -264,7 +285,7 @@ class Rank:
         if isinstance(result, _Exported):
             weights = self._offered(result.packets)
         elif result.weights is not None and leads:
-            weights = ray.put(_weights_to_numpy(result.weights))
+            weights = self._home.put(_weights_to_numpy(result.weights))
         parts = [part_to_numpy(part) for part in result.parts] if leads else []
         return Answer(result.report, weights=weights, leads=leads), parts
 
@@ -303,7 +324,7 @@ class Rank:
     def _offered(self, packets: Mapping[tuple[str, int], Packet]) -> Any:
         """Where receivers find what is for them: here, if they have a route, or in the store."""
         if not any(route.senders == self._group.name for route in self._packet_server):
-            return {receiver: ray.put(packet) for receiver, packet in packets.items()}
+            return {receiver: self._home.put(packet) for receiver, packet in packets.items()}
         key = self._outbox.put(packets)
         return Kept(self._group.name, self._process, key, frozenset(packets))
 
@@ -322,20 +343,24 @@ class Rank:
                 )
             return packet_server.fetch(slices.process, slices.key)
         handle = slices.get((group, self._process))
-        return None if handle is None else ray.get(handle, timeout=self._deadline_s)
+        return None if handle is None else self._got(handle)
 
-    def park(self) -> bool:
-        """Get ready for another run, if every worker can be parked; says whether it is."""
-        if not self._roles or not all(isinstance(r, Parkable) for r in self._roles.values()):
+    def _got(self, ref: Ref) -> Any:
+        (found,) = self._home.get([ref], self._deadline_s)
+        return found
+
+    def keep_warm(self) -> bool:
+        """Get ready for another run, if every worker leaves an engine behind; says whether."""
+        if not self._roles or not all(isinstance(r, WarmWorker) for r in self._roles.values()):
             return False
         if self._clients or self._server:
             return False  # Others may still be connected.
         self._leave_routes()
         for role in self._roles.values():
-            if isinstance(role, Parkable):
-                role.park()
-        threads = torch.get_num_threads()
-        Rank.__init__(self, self._group, self._process, threads, self._deadline_s, self._start_s)
+            if isinstance(role, WarmWorker):
+                role.keep_warm()
+        again = self._home, self._group, self._process, torch.get_num_threads()
+        RankProcess.__init__(self, *again, self._deadline_s, self._start_s)
         return True
 
     def close(self) -> None:
@@ -351,8 +376,8 @@ class Rank:
                 self._leave_routes()
 
     def _fetch(self, handle: Any) -> Any:
-        """Pull a stored part or snapshot; copied, because Ray's arrays are shared and read-only."""
-        stored = ray.get(handle, timeout=self._deadline_s)
+        """Get a stored part or snapshot; copied, because arrays may be shared and read-only."""
+        stored = self._got(handle)
         if isinstance(stored, dict):
             return {name: _tensor(array, dtype) for name, (dtype, array) in stored.items()}
         return tuple(
@@ -361,7 +386,7 @@ class Rank:
         )
 
 
-# --- tensors on the wire: numpy arrays, which Ray stores without copying
+# --- tensors as they are stored: numpy arrays, which Ray stores without copying
 
 
 _Column = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]

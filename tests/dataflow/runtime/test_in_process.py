@@ -13,7 +13,7 @@ from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime import worker_protocol as worker
 from penstock.dataflow.runtime.eager import run_eagerly
 from penstock.dataflow.runtime.engine import Engine, StepResult
-from penstock.dataflow.runtime.executor import InProcess
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import Placement, one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from penstock.dataflow.runtime.executor import Program
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement
-from penstock.workers.executors.on_ray.actor_group import ActorGroup, routes_of
-from penstock.workers.executors.on_ray.devices import SharedDevices
+from penstock.workers.executors.on_ray.backend import RayBackend
+from penstock.workers.executors.rank_group import RankGroup, routes_of
 from penstock.workers.weight_sync.packet_server import Route
 
-from ....algorithms import runs
+from ...algorithms import runs
 
 
 def key(group: DeviceGroup, hosted: bytes, *, threads: int = 1) -> object:
-    return ActorGroup(group, threads, 60.0, SharedDevices([group]), hosted).key
+    return RankGroup(RayBackend(), group, threads, 60.0, hosted).key
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

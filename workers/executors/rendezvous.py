@@ -1,4 +1,4 @@
-"""Where processes of several machines meet: on the address that Ray has there, and no other."""
+"""Where processes of several machines meet: on the address that each is given, and on no other."""
 
 from __future__ import annotations
 
@@ -7,42 +7,39 @@ import socket
 from datetime import timedelta
 
 import psutil
-import ray
 import torch.distributed as dist
 
-from ...weight_sync.packet_server import Store
+from ..weight_sync.packet_server import Store
 
-__all__ = ["Address", "meet", "open_listener"]
+__all__ = ["Address", "meet"]
 
 Address = tuple[str, int]
 
 
-def open_listener() -> socket.socket:
-    """A socket on this node's own address, at which others can meet its process."""
-    return socket.create_server((ray.util.get_node_ip_address(), 0))
-
-
 def meet(
-    address: Address, listener: socket.socket | None, num_processes: int, start_s: float
+    address: Address,
+    listener: socket.socket | None,
+    host: str,
+    num_processes: int,
+    start_s: float,
 ) -> Store:
     """The store that processes share to find each other.
 
     Torch's own store would listen on every interface, and gloo on the one that the host's name
-    resolves to; both are given the interface that Ray uses.
+    resolves to; both are given the interface of this process's own address.
 
     Args:
         address: Of the listener.
         listener: In the process that has opened it; it is used up.
+        host: This process's own address.
         num_processes: That meet.
         start_s: How long they may take.
     """
-    host, port = address
-    interface = _interface(ray.util.get_node_ip_address())
+    interface = _interface(host)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - torch documents it
-        host,
-        port,
+        *address,
         num_processes,
         is_master=listener is not None,
         timeout=timedelta(seconds=start_s),
@@ -55,4 +52,4 @@ def _interface(address: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
             return name
-    raise OSError(f"no network interface of this machine has Ray's address {address}")
+    raise OSError(f"no network interface of this machine has its address {address}")

@@ -1,0 +1,115 @@
+"""Ending a run in good order: who asks once gets a checkpoint first, who asks twice does not.
+
+While steps are taken, SIGINT (Ctrl-C) and SIGTERM ask the run to stop: it completes what it has
+begun to train, writes a checkpoint and ends. The second signal ends it at once, and so does a wait
+that outlasts its deadline. A process that was started deaf to SIGINT, as a script starts what is to
+run on in the background, stays deaf to it; SIGTERM always counts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+__all__ = ["StopRequest", "Terminated", "stoppable"]
+
+
+class Terminated(BaseException):
+    """SIGTERM came; raised so that everything on the stack is closed on the way out."""
+
+
+class StopRequest:
+    """Whether a run is to stop.
+
+    Args:
+        deadline_s: How long it may take to, from the first signal on.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._signal: int | None = None
+        self._timer: threading.Timer | None = None
+
+    def __call__(self) -> bool:
+        """Whether somebody asked."""
+        return self._signal is not None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal.
+
+        Raises:
+            KeyboardInterrupt: If it is the second one, and SIGINT.
+            Terminated: If it is the second one, and SIGTERM.
+        """
+        del frame
+        if self._signal is not None:
+            raise _error(number, "")
+        self._signal = number
+        self._timer = threading.Timer(self._deadline_s, self._expire, (number,))
+        self._timer.daemon = True
+        self._timer.start()
+        _tell(
+            "stopping: what has begun to train is completed and a checkpoint written, within "
+            f"{self._deadline_s:g} s; interrupt again to stop at once"
+        )
+
+    def end(self, what: str) -> None:
+        """The steps are over; stop if that was asked for.
+
+        Args:
+            what: How far the run has come: "after 3 of 10 steps".
+
+        Raises:
+            KeyboardInterrupt: If SIGINT asked.
+            Terminated: If SIGTERM did.
+        """
+        if self._signal is not None:
+            raise _error(self._signal, what)
+
+    def close(self) -> None:
+        """Forget the deadline."""
+        if self._timer is not None:
+            self._timer.cancel()
+            if self._timer.is_alive():  # else a second signal came before it was started
+                self._timer.join()
+
+    def _expire(self, number: int) -> None:
+        _tell(f"no checkpoint was written within {self._deadline_s:g} s; stopping at once")
+        main = threading.main_thread().ident
+        assert main is not None, "the main thread has started"
+        signal.pthread_kill(main, number)
+
+
+def _error(number: int, what: str) -> BaseException:
+    return KeyboardInterrupt(what) if number == signal.SIGINT else Terminated(what)
+
+
+def _tell(text: str) -> None:
+    """Say it at once, and from within a signal handler, where a buffered file may be in use."""
+    os.write(2, f"penstock: {text}\n".encode())
+
+
+@contextmanager
+def stoppable(deadline_s: float) -> Generator[StopRequest]:
+    """Have signals ask for a stop while the body runs, which must be in the main thread.
+
+    Args:
+        deadline_s: How long the body may go on from the first signal on.
+
+    Raises:
+        KeyboardInterrupt: In the body, if the second signal is SIGINT or the deadline passes.
+        Terminated: The same of SIGTERM.
+    """
+    request = StopRequest(deadline_s)
+    heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, request.handle) for number in heard}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        request.close()

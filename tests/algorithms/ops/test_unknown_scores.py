@@ -1,0 +1,147 @@
+"""A score, verdict or rate that is no number is refused wherever something is chosen by it.
+
+Comparisons with nan are false, and `argmax` takes nan for the highest number, so without a check
+the choice would be made all the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from penstock.algorithms.losses import CostModelLoss
+from penstock.algorithms.ops.advantages import batch_std_advantage
+from penstock.algorithms.ops.constrained import best_passing, less_mean, passing_and_failing
+from penstock.algorithms.ops.dynamic_sampling import is_mixed
+from penstock.algorithms.ops.filtration import (
+    draw_rows,
+    filtered_batch,
+    filtered_groups,
+    selection_weights,
+)
+from penstock.algorithms.ops.novelty import switch_rewards
+from penstock.algorithms.ops.pairs import best_and_worst
+from penstock.algorithms.ops.rewards import (
+    blended_with_model,
+    is_correct,
+    length_reward,
+    prompt_priority,
+    verifiable_reward,
+)
+from penstock.algorithms.ops.rollout_correction import self_normalized
+from penstock.algorithms.ops.value_transforms import percentile_scaled
+from penstock.algorithms.ops.weighted_responses import better_responses, priority, systematic_rows
+from penstock.algorithms.roles import Rollout, ScoredPairBatch, ScoreOutput
+from torch import Tensor
+
+IDS = torch.tensor([4, 4, 9])
+ONES = torch.ones(3)
+MASK = torch.ones(3, 2, dtype=torch.bool)
+ROLL = Rollout(
+    prompt_id=IDS,
+    tokens=torch.arange(6).reshape(3, 2),
+    mask=MASK,
+    behavior_logprob=torch.zeros(3, 2),
+    finished=MASK[:, 0],
+)
+
+CHOICES: dict[str, tuple[str, Callable[[Tensor], object]]] = {
+    "is_correct": ("score", is_correct),
+    "is_mixed": ("score", lambda x: is_mixed(x, IDS)),
+    "is_mixed by correctness": ("score", lambda x: is_mixed(x, IDS, correct_score=1.0)),
+    "length_reward": ("verdict", lambda x: length_reward(ONES, IDS, correct=x)),
+    "length_reward by length": (
+        "length",
+        lambda x: length_reward(x, IDS, correct=MASK[:, 0]),
+    ),
+    "verifiable_reward": ("verdict", verifiable_reward),
+    "blended_with_model": ("model's score", lambda x: blended_with_model(ONES, x)),
+    "prompt_priority": ("success rate", prompt_priority),
+    "passing_and_failing": ("score", lambda x: passing_and_failing(ROLL, x, passed=ONES)),
+    "passing_and_failing by verdict": (
+        "verdict",
+        lambda x: passing_and_failing(ROLL, ONES, passed=x),
+    ),
+    "best_passing": ("score", lambda x: passing(score=x)),
+    "best_passing by verdict": ("verdict", lambda x: passing(passed=x)),
+    "best_passing by KL": ("KL", lambda x: passing(kl=x)),
+    "best_passing by fallback": (
+        "verdict on a fallback",
+        lambda x: passing(fallback_passed=x),
+    ),
+    "less_mean": ("verdict", lambda x: less_mean(ONES, IDS, passed=x, mean_over="passing")),
+    "selection_weights": ("score", lambda x: selection_weights(x, IDS, strategy="power")),
+    "draw_rows": ("weight", lambda x: draw_rows(x, 2, 0.5)),
+    "filtered_groups": ("score", lambda x: filtered_groups(ROLL, x, count=1, strategy="best")),
+    "filtered_batch": ("score", lambda x: filtered_batch(ROLL, x, count=1, strategy="best")),
+    "best_and_worst": ("score", lambda x: best_and_worst(ROLL, x)),
+    "priority": ("advantage", priority),
+    "systematic_rows": ("share", lambda x: systematic_rows(x, 2)),
+    "better_responses": (
+        "advantage",
+        lambda x: better_responses(ROLL.tokens, MASK, score=x, value=ONES),
+    ),
+    "switch_rewards by threshold": (
+        "threshold",
+        lambda x: switch_rewards(torch.ones(2, 3), x),
+    ),
+    "switch_rewards": ("log-probability", lambda x: switch_rewards(x[:, None], ONES[:1])),
+}
+
+
+def passing(**columns: Tensor) -> object:
+    rows = {name: ONES for name in ("score", "passed", "kl", "fallback_passed")}
+    return best_passing(ROLL, ROLL, **(rows | columns))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_nothing_is_chosen_by_what_is_no_number(name: str) -> None:
+    what, choose = CHOICES[name]
+    message = f"the {what} of row 1 is nan, by which nothing can be chosen; give every row a number"
+    with pytest.raises(FloatingPointError, match=f"^{re.escape(message)}$"):
+        choose(torch.tensor([1.0, torch.nan, 0.5]))
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [priority, lambda x: selection_weights(x, IDS, strategy="power")],  # pyright: ignore[reportUnknownLambdaType]
+)
+def test_shares_of_an_infinite_whole_are_refused(choose: Callable[[Tensor], Tensor]) -> None:
+    what = "advantage" if choose is priority else "score"
+    with pytest.raises(FloatingPointError, match=f"^the {what} of row 2 is inf, by which nothing"):
+        choose(torch.tensor([1.0, 0.5, torch.inf]))
+
+
+def test_what_is_not_chosen_by_may_be_unknown() -> None:
+    """A model need not score what no verifier passed; the best of all may be infinitely good."""
+    nan = torch.tensor([torch.nan, 80.0])
+    assert blended_with_model(torch.tensor([0.0, 1.0]), nan).tolist() == [0, 2]
+    endless = torch.tensor([-torch.inf, torch.inf, 0])
+    assert selection_weights(endless, IDS, strategy="best").tolist() == [0, 1, 1]
+
+
+def test_a_response_without_a_label_is_not_taken_for_a_safe_one() -> None:
+    """The optimizer refuses the gradient on every rank, which an error on one would not stop."""
+    batch = ScoredPairBatch(
+        pair_id=IDS[:2],
+        tokens=ROLL.tokens[:2],
+        mask=MASK[:2],
+        chosen=torch.tensor([True, False]),
+        score=torch.tensor([1.0, torch.nan]),
+    )
+    cost = torch.zeros(2, requires_grad=True)
+    loss = CostModelLoss()
+    total = loss(ScoreOutput(cost), batch, loss.totals(batch)).total
+    assert torch.autograd.grad(total, cost)[0].isnan().tolist() == [False, True]
+
+
+def test_an_unknown_scale_is_not_a_scale_of_one() -> None:
+    """Nothing finite comes of it, for the optimizer to refuse."""
+    nothing, unknown = torch.zeros(1, 3), torch.tensor([[0.0, torch.nan, 100.0]])
+    everywhere = torch.ones(1, 3, dtype=torch.bool)
+    scaled = percentile_scaled(everywhere, advantage=nothing, value_target=unknown)
+    assert scaled.advantage.isnan().all()
+    assert batch_std_advantage(unknown[0], IDS, singleton_group="zero").isnan().all()
+    assert self_normalized(unknown, everywhere).isnan().all()

@@ -1,0 +1,98 @@
+"""Signals that ask for a stop: what the first one does, the second one, and none at all."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ..conftest import Penstock
+
+SCRIPT = """
+import sys, time
+from penstock.launch.run_dir.stop import Terminated, stoppable
+
+deadline_s, heeds = float(sys.argv[1]), sys.argv[2] == "heeds"
+try:
+    with stoppable(deadline_s) as stop:
+        print("ready", flush=True)
+        until = time.monotonic() + 30
+        while time.monotonic() < until and not (heeds and stop()):
+            time.sleep(0.01)
+    stop.end("after 1 of 2 steps")
+except (KeyboardInterrupt, Terminated) as error:
+    print(type(error).__name__, error)
+"""
+STOPPING = (
+    "penstock: stopping: what has begun to train is completed and a checkpoint written, within {} "
+    "s; interrupt again to stop at once\n"
+)
+
+
+def started(*words: str, deaf: bool = False) -> subprocess.Popen[str]:
+    """A process that can be stopped, once it can be; perhaps one that ignores SIGINT."""
+    code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{SCRIPT}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code if deaf else SCRIPT, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def wait_for_line(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    return process.stderr.readline()
+
+
+def test_the_first_signal_asks() -> None:
+    process = started("60", "heeds")
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == (
+        "KeyboardInterrupt after 1 of 2 steps\n",
+        STOPPING.format(60),
+    )
+
+
+def test_the_second_signal_ends_it_at_once() -> None:
+    process = started("60", "goes on")
+    process.send_signal(signal.SIGINT)
+    assert wait_for_line(process) == STOPPING.format(60)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20) == ("Terminated \n", "")
+
+
+def test_so_does_the_deadline() -> None:
+    process = started("0.2", "goes on")
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == (
+        "KeyboardInterrupt \n",
+        f"{STOPPING.format(0.2)}penstock: no checkpoint was written within 0.2 s; stopping at "
+        "once\n",
+    )
+
+
+def test_who_was_started_deaf_to_sigint_stays_so_and_hears_sigterm() -> None:
+    process = started("60", "heeds", deaf=True)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.3)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20) == (
+        "Terminated after 1 of 2 steps\n",
+        STOPPING.format(60),
+    )
+
+
+def test_how_children_end_is_heard_whoever_started_the_command(penstock: Penstock) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert penstock("--version").code == 0
+        assert subprocess.run([sys.executable, "-c", "raise SystemExit(3)"]).returncode == 3
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)

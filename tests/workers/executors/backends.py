@@ -1,0 +1,62 @@
+"""The backends on which the tests of executors run: plain processes, and Ray."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Protocol
+
+import psutil
+from penstock.workers.executors.executor_kind import Transport
+from penstock.workers.executors.on_ray.executor import RayExecutor
+from penstock.workers.executors.process_backend import ProcessBackend
+from penstock.workers.executors.supervisor import Supervisor
+
+from .spawned import SpawnedBackend, SpawnedExecutor
+
+
+class Backend(Protocol):
+    """What tests need of a backend."""
+
+    def executor(self, *, transport: Transport = "object_store") -> Supervisor:
+        """One that uses it; a thread per process."""
+        ...
+
+    def connect(self) -> ProcessBackend:
+        """The backend itself."""
+        ...
+
+    def pids(self) -> list[int]:
+        """Processes of ranks that are alive."""
+        ...
+
+
+class OnSpawned:
+    def __init__(self) -> None:
+        self.backend = SpawnedBackend()
+
+    def executor(self, *, transport: Transport = "object_store") -> Supervisor:
+        return SpawnedExecutor(self.backend, 1, transport=transport)
+
+    def connect(self) -> ProcessBackend:
+        return self.backend
+
+    def pids(self) -> list[int]:
+        return self.backend.pids()
+
+
+class OnRay:
+    def executor(self, *, transport: Transport = "object_store") -> Supervisor:
+        return RayExecutor(1, transport=transport)
+
+    def connect(self) -> ProcessBackend:
+        from penstock.workers.executors.on_ray.backend import RayBackend
+
+        return RayBackend()
+
+    def pids(self) -> list[int]:
+        found: list[int] = []
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name().startswith("ray::RankActor"):
+                    found.append(process.pid)
+        return found

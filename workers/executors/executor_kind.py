@@ -1,0 +1,66 @@
+"""What everybody outside an executor's folder may know of it.
+
+An executor declares itself once, as an `ExecutorKind`, and is listed in `registry.py`. To add one:
+a folder with its `ProcessBackend` and a `declaration.py`, a line in `registry.py`, and an option
+for the command line (`configs/executor/NAME.yaml`). One that is not part of this package needs no
+line: `executor.kind=module:EXECUTOR`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+from ...dataflow.errors import ConfigError
+from ...dataflow.runtime.executor import Executor
+
+__all__ = ["ExecutorKind", "Transport"]
+
+
+Transport = Literal["object_store", "point_to_point"]
+"""How slices of weights get from group to group; see `Supervisor`."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExecutorKind:
+    """A kind of executor.
+
+    Attributes:
+        name: What the configuration and messages call it.
+        create: Makes one that is not started, from the threads of each process (None for an equal
+            share of the cores) and the transport of weights; see `Supervisor`.
+        has_processes: Whether groups and ranks are processes of their own; otherwise there is one
+            group of one rank, and no weights travel.
+        package: What must be installed, as it is imported and as it is called; None if nothing.
+        end: Ends what stopped executors of the kind have left running for the next.
+    """
+
+    name: str
+    create: Callable[[int | None, Transport], Executor]
+    has_processes: bool = True
+    package: str | None = None
+    end: Callable[[], None] = _nothing
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its package is there."""
+        return self.package is None or find_spec(self.package) is not None
+
+    def make(self, num_threads: int | None, transport: Transport) -> Executor:
+        """One that is not started.
+
+        Raises:
+            ConfigError: If its package is not installed.
+        """
+        if not self.is_installed:
+            raise ConfigError(
+                f"executor={self.name} needs the package {self.package}, which is not installed\n"
+                f"    install penstock[{self.package}], or set executor=in_process"
+            )
+        return self.create(num_threads, transport)

@@ -1,0 +1,124 @@
+"""Ray's actors as the processes of an executor, and its object store.
+
+Ray itself is imported here, so this module is imported only once `connect_ray` has set the
+environment that Ray reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from ....dataflow.runtime.placement import DeviceGroup
+from ..process_backend import BackendError, CallFailed, NotInTime, Process, ProcessDied
+from .devices import SharedDevices
+
+__all__ = ["RayBackend"]
+
+_Ref = ray.ObjectRef[Any]
+
+
+class _Store:
+    """Ray's object store; what a process has put ends with it."""
+
+    def put(self, value: Any) -> _Ref:
+        """See `ObjectStore.put`."""
+        return ray.put(value)
+
+    def get(self, refs: Sequence[_Ref], timeout_s: float) -> list[Any]:
+        """See `ObjectStore.get`."""
+        with _told_apart():
+            return ray.get(list(refs), timeout=timeout_s)
+
+
+class _Home(_Store):
+    """See `ProcessHome`."""
+
+    @property
+    def host(self) -> str:
+        """The address that Ray has on this machine."""
+        return ray.util.get_node_ip_address()
+
+
+class RankActor:
+    """A process: the object in it, whose methods are called by name.
+
+    Args:
+        make: See `ProcessBackend.spawn`.
+        arguments: Its arguments.
+    """
+
+    def __init__(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._resident = make(_Home(), *arguments)
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Call a method of the object."""
+        return getattr(self._resident, method)(*arguments)
+
+
+@dataclass(frozen=True)
+class RayBackend(_Store):
+    """See `ProcessBackend`. The Ray that it uses is the process's own, so any two are equal."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether Ray runs."""
+        return ray.is_initialized()
+
+    def reserve(self, groups: Sequence[DeviceGroup], timeout_s: float) -> SharedDevices:
+        """See `ProcessBackend.reserve`."""
+        devices = SharedDevices(groups)
+        devices.reserve(timeout_s)
+        return devices
+
+    def spawn(
+        self,
+        make: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        group: DeviceGroup,
+        process: int,
+        devices: SharedDevices,
+    ) -> Process:
+        """See `ProcessBackend.spawn`."""
+        options = devices.options(group, process)
+        actor: Any = ray.remote(RankActor)
+        return actor.options(num_cpus=0, max_restarts=0, **options).remote(make, arguments)
+
+    def call(
+        self, process: Process, method: str, arguments: tuple[Any, ...], num_results: int = 1
+    ) -> list[_Ref]:
+        """See `ProcessBackend.call`."""
+        if num_results == 1:
+            return [process.call.remote(method, arguments)]
+        return process.call.options(num_returns=num_results).remote(method, arguments)
+
+    def watch(self, refs: Sequence[_Ref], timeout_s: float) -> list[_Ref]:
+        """See `ProcessBackend.watch`."""
+        ready, _ = ray.wait(list(refs), num_returns=1, timeout=timeout_s)
+        if len(refs) > 1 and ready:
+            ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+        return ready
+
+    def kill(self, process: Process) -> None:
+        """See `ProcessBackend.kill`."""
+        ray.kill(process)
+
+
+@contextmanager
+def _told_apart() -> Generator[None]:
+    """Ray's errors as ours."""
+    try:
+        yield
+    except GetTimeoutError as error:
+        raise NotInTime(str(error)) from error
+    except RayTaskError as error:
+        raise CallFailed(str(error), error.cause) from error
+    except RayActorError as error:
+        raise ProcessDied(str(error).splitlines()[0]) from error
+    except RayError as error:
+        raise BackendError(str(error)) from error

@@ -1,0 +1,23 @@
+"""What the Ray executor says of itself."""
+
+from __future__ import annotations
+
+from ....dataflow.runtime.executor import Executor
+from ..executor_kind import ExecutorKind, Transport
+
+__all__ = ["RAY"]
+
+
+def _create(num_threads: int | None, transport: Transport) -> Executor:
+    from .executor import RayExecutor
+
+    return RayExecutor(num_threads, transport=transport)
+
+
+def _end() -> None:
+    from .executor import shutdown_ray
+
+    shutdown_ray()
+
+
+RAY = ExecutorKind(name="ray", create=_create, package="ray", end=_end)

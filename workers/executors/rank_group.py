@@ -1,0 +1,283 @@
+"""The processes of one group: started, joined and built together, and ended together."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from ...dataflow.errors import PenstockError, WorkerError
+from ...dataflow.runtime.executor import Program, groups_of
+from ...dataflow.runtime.placement import DeviceGroup
+from ...dataflow.runtime.worker_protocol import CLOSE_S
+from ..weight_sync.p2p_link import Clock
+from ..weight_sync.packet_server import Route
+from .process_backend import (
+    BackendError,
+    CallFailed,
+    NotInTime,
+    Process,
+    ProcessBackend,
+    Ref,
+    Reservation,
+)
+from .rank_process import RankProcess
+
+__all__ = [
+    "LEAST_START_S",
+    "RankGroup",
+    "connect_groups",
+    "connect_routes",
+    "end_groups",
+    "routes_of",
+    "start_groups",
+]
+
+LEAST_START_S = 300.0
+"""Starting processes and loading models may take this long, however short a step's deadline is."""
+
+
+class RankGroup:
+    """The processes of a group.
+
+    Args:
+        backend: What starts them.
+        group: The group.
+        num_threads: Torch threads per process.
+        deadline_s: How long a process waits for another in a call.
+        hosted: What it builds, as bytes. Processes that share a model stay for the same again only:
+            an engine that ends takes with it what they have in common.
+
+    Attributes:
+        backend: What has started them.
+        group: The group.
+        processes: By number.
+        num_starts: How often they were started.
+        is_warm: Whether they run since an executor before this one, and have no roles.
+    """
+
+    def __init__(
+        self,
+        backend: ProcessBackend,
+        group: DeviceGroup,
+        num_threads: int,
+        deadline_s: float,
+        hosted: bytes,
+    ) -> None:
+        self.backend = backend
+        self.group = group
+        self.processes: list[Process] = []
+        self.num_starts = 0
+        self.is_warm = False
+        self._num_threads = num_threads
+        self._deadline_s = deadline_s
+        self._hosted = hosted if group.num_processes > group.num_ranks else b""
+
+    @property
+    def key(self) -> object:
+        """Equal for groups whose processes can stand in for each other."""
+        return self.backend, self.group, self._num_threads, self._deadline_s, self._hosted
+
+    def spawn(self, devices: Reservation, start_s: float) -> None:
+        """Start the processes; comes back before they run."""
+        self.num_starts += 1
+        self.processes = [
+            self.backend.spawn(
+                RankProcess,
+                (self.group, process, self._num_threads, self._deadline_s, start_s),
+                self.group,
+                process,
+                devices,
+            )
+            for process in range(self.group.num_processes)
+        ]
+
+    def call(self, process: int, method: str, *arguments: Any) -> Ref:
+        """Call a method of one process's `RankProcess`; comes back at once."""
+        (ref,) = self.backend.call(self.processes[process], method, arguments)
+        return ref
+
+    def call_all(self, method: str, *arguments: Any) -> list[Ref]:
+        """The same of all of them."""
+        return [self.call(process, method, *arguments) for process in range(len(self.processes))]
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        if self.backend.is_up:
+            for process in self.processes:
+                self.backend.kill(process)
+
+
+def start_groups(
+    groups: Sequence[RankGroup],
+    devices: Reservation,
+    hosted: Ref,
+    seed: int,
+    start_s: float,
+    asleep: frozenset[str] = frozenset(),
+) -> None:
+    """Start the processes of several groups, all at once.
+
+    Groups that are to sleep build their roles one after another on GPUs, so that each finds the
+    memory of its devices free.
+
+    Args:
+        groups: Which; of one backend.
+        devices: What was reserved for them.
+        hosted: Programs and workers.
+        seed: The run's.
+        start_s: How long each phase may take.
+        asleep: Those that shall sleep afterwards, because they share devices.
+
+    Raises:
+        WorkerError: If a process fails or takes too long.
+        PenstockError: Whatever of ours building a worker raises.
+    """
+    new = [group for group in groups if not group.is_warm]
+    for group in groups:
+        group.is_warm = False
+    for group in new:
+        group.spawn(devices, start_s)
+    backend = groups[0].backend
+    several = [group for group in new if len(group.processes) > 1]
+    listening = [group.call(0, "listen") for group in several]
+    addresses = _all(backend, listening, "opening a socket for its group", start_s)
+    joining = [
+        call
+        for group, address in zip(several, addresses, strict=True)
+        for call in group.call_all("join", address)
+    ]
+    _all(backend, joining, "joining its process group", start_s)
+    for some in _together(groups, asleep):
+        building = [call for group in some for call in group.call_all("build", hosted, seed)]
+        _all(backend, building, "building its roles", start_s)
+        sleeping = [group for group in some if group.group.name in asleep]
+        calls = [call for group in sleeping for call in group.call_all("sleep")]
+        _all(backend, calls, "giving its devices up", start_s)
+
+
+def connect_groups(
+    groups: Sequence[RankGroup], servers: Mapping[str, Sequence[str]], start_s: float
+) -> None:
+    """Have groups answer questions of others, and tell those where.
+
+    Args:
+        groups: All groups; built.
+        servers: Group that serves -> the groups that it serves.
+        start_s: How long each phase may take.
+
+    Raises:
+        WorkerError: If a process fails or takes too long.
+    """
+    backend, token = groups[0].backend, secrets.token_hex(32)
+    named = {group.group.name: group for group in groups}
+    serving = {name: named[name].call_all("serve", token) for name in servers}
+    places = {
+        name: _all(backend, calls, "opening a socket to answer at", start_s)
+        for name, calls in serving.items()
+    }
+    clients = {client for names in servers.values() for client in names}
+    calls = [call for name in clients for call in named[name].call_all("ask_at", places, token)]
+    _all(backend, calls, "being told who answers", start_s)
+
+
+def connect_routes(
+    groups: Mapping[str, RankGroup], routes: Sequence[Route], start_s: float
+) -> None:
+    """Connect groups for weights to go from process to process, again if they were.
+
+    Args:
+        groups: By name; built.
+        routes: Which to connect.
+        start_s: How long each phase of one may take.
+
+    Raises:
+        WorkerError: If a process fails or takes too long.
+    """
+    for route in routes:
+        senders, receivers = groups[route.senders], groups[route.receivers]
+        backend, first = senders.backend, route.from_processes[0]
+        listening = [senders.call(first, "listen")]
+        (address,) = _all(backend, listening, "opening a socket for weights", start_s)
+        calls = [senders.call(i, "exchange", route, address) for i in route.from_processes]
+        calls += [receivers.call(i, "exchange", route, address) for i in route.to_processes]
+        _all(backend, calls, "connecting for weights", start_s)
+
+
+def routes_of(programs: Mapping[str, Program]) -> list[Route]:
+    """From every group in which any program trains a role to every other that has a copy of it."""
+    homes: dict[str, set[str]] = {}
+    for one in programs.values():
+        for role in one.graph.trains_per_step:
+            if (home := one.placement.home(one.graph, role)) is not None:
+                homes.setdefault(role, set()).add(home)
+    pairs = {
+        (home, group.name)
+        for one in programs.values()
+        for group in one.placement.groups
+        for role in one.placement.hosted_roles(one.graph, group.name)
+        for home in homes.get(role, ())
+        if home != group.name
+    }
+    groups = {group.name: group for group in groups_of(programs)}
+    return [
+        Route(
+            home,
+            receiver,
+            tuple(groups[home].processes(0)),
+            tuple(range(groups[receiver].num_processes)),
+        )
+        for home, receiver in sorted(pairs)
+    ]
+
+
+def _together(
+    groups: Sequence[RankGroup], asleep: frozenset[str]
+) -> Generator[Sequence[RankGroup]]:
+    """Which groups may build at the same time."""
+    waiting = [g for g in groups if g.group.name in asleep and g.group.device.startswith("cuda")]
+    yield [group for group in groups if group not in waiting]
+    for group in waiting:
+        yield [group]
+
+
+def _all(backend: ProcessBackend, calls: Sequence[Ref], doing: str, start_s: float) -> list[Any]:
+    """What all of the calls return."""
+    try:
+        return backend.get(calls, start_s)
+    except NotInTime as error:
+        raise WorkerError(
+            f"a rank was still {doing} after {start_s:g} s (Schedule.deadline_s, but at least "
+            f"{LEAST_START_S:g} s)"
+        ) from error
+    except CallFailed as error:
+        if isinstance(error.cause, PenstockError):
+            raise error.cause from error
+        raise WorkerError(f"a rank failed while {doing}: {error}") from error
+    except BackendError as error:
+        raise WorkerError(f"a rank failed while {doing}: {error}") from error
+
+
+def end_groups(groups: Sequence[RankGroup], *, closing: bool) -> None:
+    """End the processes of groups of one backend.
+
+    Args:
+        groups: Which.
+        closing: Whether their workers are asked to close first, within `CLOSE_S`.
+    """
+    if not groups or not groups[0].backend.is_up:
+        return  # They ended with it.
+    try:
+        if closing:
+            calls = [call for group in groups for call in group.call_all("close")]
+            _wait(groups[0].backend, calls)
+    finally:
+        for group in groups:
+            group.kill()
+
+
+def _wait(backend: ProcessBackend, calls: Sequence[Ref]) -> None:
+    """Until all calls have ended in some way, or `CLOSE_S` seconds are over."""
+    clock, left = Clock(CLOSE_S), set(calls)
+    while left and clock.elapsed_s < CLOSE_S:
+        left.difference_update(backend.watch(list(left), clock.left.total_seconds()))

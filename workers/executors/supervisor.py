@@ -1,0 +1,408 @@
+"""The executor whose groups are processes of their own; outputs stay where they were made.
+
+The controller holds references only. A process stores what it makes, and the consumer gets it from
+there. The processes of one group share a torch.distributed process group, so training inside a
+group is SPMD; groups are independent of each other and run at the same time.
+
+What provides the processes is a `ProcessBackend`; all that is decided about them is decided here:
+which are started, what becomes of work whose process dies, who has a shared device, which stay
+warm, and how weights get from group to group.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...dataflow.errors import ConfigError, PenstockError, StateError, WorkerError
+from ...dataflow.graph.role import Role
+from ...dataflow.runtime.device_sharing import Turns, needs_device
+from ...dataflow.runtime.executor import Completion, Program, groups_of, servers_of
+from ...dataflow.runtime.messages import CallWork, Handle, ImportSlicesWork, ImportWork, Part, Work
+from ...dataflow.runtime.worker_protocol import WorkerSpec
+from ..weight_sync.packet_server import Kept, Route
+from .executor_kind import Transport
+from .process_backend import BackendError, Process, ProcessBackend, ProcessDied, Ref, Reservation
+from .rank_group import (
+    LEAST_START_S,
+    RankGroup,
+    connect_groups,
+    connect_routes,
+    end_groups,
+    routes_of,
+    start_groups,
+)
+from .rank_process import Answer, part_to_numpy
+from .warm_pool import keep_warm, take_warm
+
+__all__ = ["Supervisor"]
+
+_MOST_RESTARTS = 3
+"""A group that dies more often than this has a cause that starting again does not fix."""
+
+_LOG = logging.getLogger("penstock.executor")
+
+_Place = tuple[str, int, int]
+"""Group, process and key of what a process keeps for others."""
+
+
+@dataclass
+class _Asked:
+    """Work that the processes of one rank are doing.
+
+    Attributes:
+        ticket: See `Executor.submit`.
+        program: Of which program.
+        group: Where it is done.
+        rank: The data-parallel rank.
+        work: What to do.
+        parts: Handles that its outputs will have, if they are to outlive the process.
+        processes: All that must answer; none once it is over.
+        answers: Those that have, by process.
+    """
+
+    ticket: int
+    program: str
+    group: str
+    rank: int
+    work: Work
+    processes: set[int]
+    parts: Sequence[Handle] | None = None
+    answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
+
+    def failed(self, text: str, trace: str = "") -> Completion | None:
+        """The first failure speaks for the rank."""
+        if not self.processes:
+            return None
+        self.processes.clear()
+        return Completion(self.ticket, self.rank, None, error=WorkerError(text), trace=trace)
+
+    def complete(self) -> Completion | None:
+        """What the rank answers, if all its processes have."""
+        if self.answers.keys() != self.processes:
+            return None
+        (lead,) = (one for one in self.answers.values() if one.leads)
+        weights = lead.weights
+        if isinstance(weights, dict | Kept):  # slices: every process has those that lie with it
+            weights = tuple(one.weights for _, one in sorted(self.answers.items()))
+        parts = lead.parts
+        if self.parts is not None and lead.report is not None:
+            parts = tuple(self.parts[: len(lead.report.num_rows)])
+        self.processes.clear()
+        return Completion(self.ticket, self.rank, lead.report, parts, weights)
+
+
+@dataclass(frozen=True)
+class _Started:
+    """What there is between `start` and `stop`.
+
+    Attributes:
+        backend: What provides the processes.
+        devices: Those of all groups.
+        hosted: Programs and workers, stored.
+        seed: The run's.
+    """
+
+    backend: ProcessBackend
+    devices: Reservation
+    hosted: Ref
+    seed: int
+
+
+class Supervisor:
+    """Runs a program on the processes of a backend.
+
+    A group that trains nothing and keeps no state is started again when one of its processes dies:
+    it takes the weights it had, and does again what was not finished. Random numbers belong to
+    samples, so the run's result is the same. What its calls had made is kept by the backend, not by
+    the dead. A group that serves roles to another is not started again, nor is that other one.
+
+    The processes of a group that generates with an engine that is expensive to start (vLLM) stay
+    warm when the executor stops. The next executor takes them if it needs such a group, and ends
+    them if not.
+
+    Groups that share devices sleep in turn. The processes see to it themselves: those whose turn
+    it is wait for the others to sleep before they wake, and what they are asked next waits as well.
+
+    Args:
+        where: What the backend is called in messages: "Ray".
+        connect: Gives the backend; called by `start`.
+        num_threads: Torch's and numpy's threads per process; the controller's own number shared
+            among the processes of the largest group by default, so that one rank computes exactly
+            what one process does.
+        transport: How slices of weights get to other groups. "object_store": through the backend's.
+            "point_to_point": from process to process, over torch.distributed. Weights of workers
+            that cannot say how they hold them, and all columns, go through the store.
+    """
+
+    one_at_a_time = False
+    moves_slices = True
+
+    def __init__(
+        self,
+        where: str,
+        connect: Callable[[], ProcessBackend],
+        num_threads: int | None = None,
+        *,
+        transport: Transport = "object_store",
+    ) -> None:
+        self._where, self._connect = where, connect
+        self._num_threads = num_threads
+        self._transport = transport
+        self._routes: list[Route] = []
+        self._kept: dict[_Place, weakref.finalize[..., Any]] = {}
+        self._programs: Mapping[str, Program] = {}
+        self._groups: dict[str, RankGroup] = {}
+        self._turns = Turns(())
+        self._restartable: set[str] = set()
+        self._loaded: dict[tuple[str, int, str], _Asked] = {}
+        self._pending: dict[Ref, tuple[_Asked, int]] = {}
+        self._started: _Started | None = None
+        self._controller_bytes = 0
+        self._deadline_s = self._start_s = LEAST_START_S
+
+    def start(
+        self,
+        programs: Mapping[str, Program],
+        workers: Mapping[str, WorkerSpec | Role],
+        seed: int,
+        deadline_s: float,
+    ) -> None:
+        """Start all processes at once. See `Executor.start`."""
+        for name, worker in workers.items():
+            if not isinstance(worker, WorkerSpec):
+                raise ConfigError(
+                    f"role '{name}' is given as a live {type(worker).__name__}; on {self._where} "
+                    "it must be built where it runs: give a WorkerSpec"
+                )
+        self._programs, groups = programs, groups_of(programs)
+        self._deadline_s, self._start_s = deadline_s, max(deadline_s, LEAST_START_S)
+        backend = self._connect()
+        threads = self._num_threads or max(
+            1, torch.get_num_threads() // max(group.num_processes for group in groups)
+        )
+        self._turns = Turns(groups)
+        self._groups = {
+            group.name: RankGroup(
+                backend, group, threads, deadline_s, _hosted(programs, workers, group.name)
+            )
+            for group in groups
+        }
+        self._restartable = _restartable(programs)
+        every = list(self._groups.values())
+        take_warm(backend, every)
+        devices = backend.reserve(groups, self._start_s)
+        hosted = backend.put((dict(programs), dict(workers)))
+        self._started = _Started(backend, devices, hosted, seed)
+        asleep = frozenset(group.name for group in groups if self._turns.shares(group.name))
+        start_groups(every, devices, hosted, seed, self._start_s, asleep)
+        if servers := servers_of(programs):
+            connect_groups(every, servers, self._start_s)
+        self._routes = routes_of(programs) if self._transport == "point_to_point" else []
+        connect_routes(self._groups, self._routes, self._start_s)
+
+    @property
+    def _here(self) -> _Started:
+        if self._started is None:
+            raise StateError("the executor has not been started, or has been stopped")
+        return self._started
+
+    def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
+        """Ask every process of the rank. See `Executor.submit`."""
+        self._ask(_Asked(ticket, program, group, rank, work, set()))
+
+    def _hand_off(self, group: str, *, awake: bool = False) -> list[Ref]:
+        """Give a group its devices before its next work; comes back at once.
+
+        Args:
+            group: Whose turn it is.
+            awake: Whether its processes are awake already, because they were started just now.
+
+        Returns:
+            What its processes wait for: the groups that give the devices up.
+        """
+        change = self._turns.take(group)
+        asleep = [call for name in change.sleep for call in self._groups[name].call_all("sleep")]
+        if change.wake is not None and not awake:
+            self._groups[change.wake].call_all("wake", asleep)
+        return asleep
+
+    def _ask(self, asked: _Asked) -> None:
+        if needs_device(asked.work):
+            self._hand_off(asked.group)
+        group = self._groups[asked.group]
+        processes = group.group.processes(asked.rank)
+        asked.processes.update(processes)
+        for process in processes:
+            leads = process == processes[0]
+            if leads and asked.group in self._restartable and isinstance(asked.work, CallWork):
+                count = 1 if asked.work.chunk is not None else self._num_chunks(asked)
+                arguments = asked.program, asked.work, count
+                answer, *asked.parts = group.backend.call(
+                    group.processes[process], "perform_apart", arguments, 1 + count
+                )
+            else:
+                answer = group.call(process, "perform", asked.program, asked.work, leads)
+            self._pending[answer] = (asked, process)
+
+    def _num_chunks(self, asked: _Asked) -> int:
+        return self._programs[asked.program].placement.num_chunks
+
+    def wait(self, timeout_s: float) -> Sequence[Completion]:
+        """See `Executor.wait`."""
+        if not self._pending:
+            return []
+        ready = self._here.backend.watch(list(self._pending), timeout_s)
+        completions = [self._completion(answer) for answer in ready]
+        return [completion for completion in completions if completion is not None]
+
+    def _completion(self, ref: Ref) -> Completion | None:
+        """What a rank answers: once all its processes have, or as soon as one of them fails."""
+        if ref not in self._pending:
+            return None  # Its group was started again meanwhile.
+        asked, process = self._pending.pop(ref)
+        of = f"of group '{asked.group}'"
+        if process != asked.rank:
+            of = f"(process {process}) {of}"
+        try:
+            answer: Answer
+            (answer,) = self._here.backend.get([ref], self._deadline_s)
+        except ProcessDied as error:
+            return self._died(asked, f"rank {asked.rank} {of} died: {error}")
+        except BackendError as error:
+            return asked.failed(f"rank {asked.rank} {of} lost its work: {error}")
+        self._controller_bytes += len(pickle.dumps(answer.report))
+        if answer.report is None:
+            return asked.failed(answer.error, answer.trace)
+        if isinstance(answer.weights, Kept):
+            self._watch(answer.weights)
+        asked.answers[process] = answer
+        completion = asked.complete()
+        if completion is not None and isinstance(asked.work, (ImportWork, ImportSlicesWork)):
+            self._loaded[asked.group, asked.rank, asked.work.role] = asked
+        return completion
+
+    def _watch(self, kept: Kept) -> None:
+        """Have the process forget weights once nothing here can ask for them any more."""
+        place = kept.group, kept.process, kept.key
+        process = self._groups[kept.group].processes[kept.process]
+        forget = weakref.finalize(kept, _forget, self._kept, place, self._here.backend, process)
+        forget.atexit = False
+        self._kept[place] = forget
+
+    def _died(self, asked: _Asked, said: str) -> Completion | None:
+        """Start the group again if that can be done, and have it do again what it owes."""
+        group = self._groups[asked.group]
+        if asked.group not in self._restartable or group.num_starts > _MOST_RESTARTS:
+            return asked.failed(said)
+        _LOG.warning("%s; its group is started again", said)
+        owed = list(
+            {id(a): a for a, _ in self._pending.values() if a.group == asked.group}.values()
+        )
+        owed = sorted([*(a for a in owed if a is not asked), asked], key=lambda a: a.ticket)
+        self._pending = {r: p for r, p in self._pending.items() if p[0].group != asked.group}
+        group.kill()
+        here = self._here
+        try:
+            self._wait_asleep(asked.group)
+            start_groups([group], here.devices, here.hosted, here.seed, self._start_s)
+            broken = [route for route in self._routes if route.receivers == asked.group]
+            connect_routes(self._groups, broken, self._start_s)
+        except PenstockError as error:
+            self._pending.clear()
+            return asked.failed(f"{said}; it could not be started again: {error}")
+        before = [a for (name, _, _), a in self._loaded.items() if name == asked.group]
+        for again in (*before, *owed):
+            again.processes.clear()
+            again.answers.clear()
+            self._ask(again)
+        return None
+
+    def _wait_asleep(self, group: str) -> None:
+        """Until the devices of a group that is started again are its own."""
+        try:
+            self._here.backend.get(self._hand_off(group, awake=True), self._start_s)
+        except BackendError as error:
+            raise WorkerError(f"its devices were not given up: {error}") from error
+
+    def put(self, part: Part) -> Handle:
+        """See `Executor.put`; these bytes do pass through the controller."""
+        self._controller_bytes += sum(column.num_bytes for column in part)
+        return self._here.backend.put(part_to_numpy(part))
+
+    def release(self, handles: Sequence[Handle]) -> None:
+        """Nothing to do: dropping the last reference frees the object."""
+
+    def stop(self) -> None:
+        """Ask all processes to close their workers, and end them. See `Executor.stop`."""
+        for forget in self._kept.values():
+            forget.detach()  # The processes end, and with them what they keep.
+        self._kept.clear()
+        is_idle = not self._pending
+        self._pending.clear()
+        self._loaded.clear()
+        groups, self._groups = self._groups, {}
+        warm = [group for group in groups.values() if is_idle and self._may_stay_warm(group)]
+        ending = [*(group for group in groups.values() if group not in warm), *keep_warm(warm)]
+        end_groups(ending, closing=True)
+        started, self._started = self._started, None
+        if started is not None:
+            started.devices.release()
+
+    def _may_stay_warm(self, group: RankGroup) -> bool:
+        """Those that train nothing, and hold no part of a GPU that is given back."""
+        shares_gpu = group.group.device.startswith("cuda") and self._turns.shares(group.group.name)
+        return group.group.name in self._restartable and not shares_gpu
+
+    @property
+    def num_kept(self) -> int:
+        """Snapshots that processes keep for others; 0 unless slices go from process to process."""
+        return len(self._kept)
+
+    @property
+    def controller_bytes(self) -> int:
+        """Source batches stored by the controller, and reports received."""
+        return self._controller_bytes
+
+
+def _forget(
+    kept: dict[_Place, Any], place: _Place, backend: ProcessBackend, process: Process
+) -> None:
+    del kept[place]
+    backend.call(process, "forget", place[-1:])
+
+
+def _hosted(
+    programs: Mapping[str, Program], workers: Mapping[str, WorkerSpec | Role], group: str
+) -> bytes:
+    """All that a group builds, pickled."""
+    roles = {
+        role for one in programs.values() for role in one.placement.hosted_roles(one.graph, group)
+    }
+    return pickle.dumps([(role, workers.get(role)) for role in sorted(roles)])
+
+
+def _restartable(programs: Mapping[str, Program]) -> set[str]:
+    """The groups that can be started again: they change nothing, and no other talks to them."""
+    servers = servers_of(programs)
+    connected = {*servers, *(name for names in servers.values() for name in names)}
+    return {
+        group.name
+        for group in groups_of(programs)
+        if group.name not in connected and not _changes(programs, group.name)
+    }
+
+
+def _changes(programs: Mapping[str, Program], group: str) -> bool:
+    """Whether any program changes weights, or a state, in the group."""
+    return any(
+        group in {*one.placement.state_homes(one.graph).values()}
+        or any(one.placement.home(one.graph, role) == group for role in one.graph.trains_per_step)
+        for one in programs.values()
+    )

@@ -25,10 +25,10 @@ from ...configs.validate import validated
 from ...dataflow.errors import ConfigError
 from ...dataflow.scheduler.schedule import Schedule
 from ...workers.data.task import TaskSpec
+from .data import task_spec_of
 from .engines import Engines, engines_of
 from .env_specs import refuse_other_value_loss
 from .record import Recorded, load_step, recorded, step_cfg
-from .tasks import task_spec_of
 
 __all__ = [
     "AUTO",

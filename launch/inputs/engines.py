@@ -8,7 +8,7 @@ from typing import Any
 
 from ...algorithms.roles.language import Policy
 from ...configs.plan_schema import ANY_ENGINE
-from ...configs.references import load_object
+from ...configs.references import entry_or_own
 from ...configs.schema import SAME, AlgorithmConfig, EngineConfig, RolloutConfig
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Graph, Node, NodeKind
@@ -116,7 +116,7 @@ def engines_of(
     """
     other = None
     if rollout.kind != SAME:
-        other = _engine(rollout.kind, "rollout.kind")
+        other = entry_or_own(rollout.kind, ENGINES, "rollout.kind", "engine", Engine)
         if other.rollout is None:
             raise ConfigError(f"'rollout.kind': engine '{other.name}' declares no rollout worker")
     return Engines(
@@ -140,19 +140,7 @@ def _named(trains: str) -> Engine | None:
 
 
 def _trainer(name: str, at: str) -> Engine:
-    engine = _engine(name, at)
+    engine: Engine = entry_or_own(name, ENGINES, at, "engine", Engine)
     if not engine.trains:
         raise ConfigError(f"'{at}': engine '{engine.name}' declares no workers that train")
     return engine
-
-
-def _engine(name: str, at: str) -> Engine:
-    if ":" not in name:
-        return ENGINES[name]  # the schema knows no other
-    found = load_object(name, at)
-    if isinstance(found, Engine):
-        return found
-    raise ConfigError(
-        f"'{at}': '{name}' is a {type(found).__name__}\n"
-        "    give an Engine (penstock.workers.engines.engine)"
-    )

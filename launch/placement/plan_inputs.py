@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ...algorithms.roles.language import PreferencePairs, Reward, RewardModel, Sampling
-from ...configs.options import option_file, options_of
 from ...configs.plan_schema import WorkloadConfig
+from ...configs.references import option_file, options_of
 from ...configs.schema import ModelConfig, RoleConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError

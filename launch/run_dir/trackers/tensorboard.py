@@ -39,7 +39,9 @@ class TensorBoardTracker:
 
         self._messages: Any = event_pb2
         self.finish(None)
-        self._writer = EventFileWriter(str(self._folders[stage] / _FOLDER))
+        folder = self._folders[stage] / _FOLDER
+        _wait_for_a_later_name(folder)
+        self._writer = EventFileWriter(str(folder))
         if step:
             begin = self._messages.SessionLog(status=self._messages.SessionLog.START)
             self._writer.add_event(self._event(step, session_log=begin))
@@ -63,3 +65,14 @@ class TensorBoardTracker:
 
     def _event(self, step: int, **content: Any) -> Any:
         return self._messages.Event(step=step, wall_time=time.time(), **content)
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Wait, for a second at most, until a new file's name sorts behind those in the folder.
+
+    TensorBoard reads files in the order of their names. A name holds the second of its start, then
+    numbers without padding, so of two files of one second the later may come first.
+    """
+    seconds = [int(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.*")]
+    if max(seconds, default=0) >= int(time.time()):
+        time.sleep(1.0)

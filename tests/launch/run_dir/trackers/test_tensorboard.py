@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+from tensorboard.summary.writer import event_file_writer
+
 from penstock.launch.run_dir.trackers.tensorboard import TensorBoardTracker
 from penstock.launch.run_dir.trackers.tracker import RunInfo
 
@@ -42,7 +45,11 @@ def test_every_scalar_is_shown_at_once_in_its_stages_folder(tmp_path: Path) -> N
     tracker.finish(None)
 
 
-def test_what_a_resumed_run_does_again_is_forgotten(tmp_path: Path) -> None:
+def test_what_a_resumed_run_does_again_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Files of one second are told apart by a counter, and "10" sorts before "9".
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
     for first, last in ((0, 4), (2, 3)):
         tracker = _started(tmp_path)
         tracker.rewind(first, "grpo")

@@ -3,7 +3,9 @@
 #   make setup         create .venv with the pinned requirements and the package itself
 #   make run           set up, then train the default run
 #   make engines       set up, and install Megatron, vLLM for CPUs, EnvPool, PettingZoo (Linux)
-#   make test          engines, then lint, types, import rules and the tests (what CI does)
+#   make quick         lint, types, import rules and the tests that are not slow: minutes
+#   make test          lint, types, import rules and the tests (what CI does)
+#   make test-all      the same with the tests marked `nightly`, which take longest
 #   make lint          engines, then the linters alone
 #   make format        let ruff rewrite what it can
 #   make requirements  compile requirements.txt and requirements-engines.txt anew
@@ -24,7 +26,7 @@ SOURCES := $(sort __init__.py $(shell find dataflow algorithms planner workers c
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run engines test lint format requirements clean FORCE
+.PHONY: setup run engines quick test test-all lint format requirements clean FORCE
 
 setup: .venv/.package
 
@@ -62,8 +64,11 @@ engines: .venv/.engines
 run: setup
 	$(BIN)/penstock run
 
-test: lint
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+quick: MARKED := -m "not slow and not nightly"
+test: MARKED := -m "not nightly"
+
+quick test test-all: lint
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(MARKED)
 
 lint: engines
 	$(BIN)/ruff check

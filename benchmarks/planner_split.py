@@ -25,7 +25,7 @@ import torch
 from bench import parser, report, table
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.algorithms.roles import Prompts, Sampling
-from penstock.configs.profile_schema import ProfileConfig
+from penstock.configs.plan_schema import ProfileConfig
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine

@@ -1,6 +1,7 @@
-"""What a configuration names: an entry of a registry, or `module:name` of the user's own.
+"""What a configuration names: an option of a group, an entry of a registry, or `module:name`.
 
-The working directory is on the search path, so a module of one's own need not be installed.
+An option of a group is a YAML file of this package. For `module:name` of the user's own the working
+directory is on the search path, so a module need not be installed.
 """
 
 from __future__ import annotations
@@ -9,14 +10,22 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
+from importlib.resources import files
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from ..dataflow.errors import ConfigError, PenstockError, nearest, raised_at
 
-__all__ = ["entry_or_own", "load_object"]
+__all__ = ["CONFIGS", "entry_or_own", "groups", "load_object", "option_file", "options_of"]
+
+CONFIGS = "penstock.configs"
+"""The package in which they are."""
 
 
-def entry_or_own(name: str, registry: Mapping[str, Any], at: str, what: str) -> Any:
+def entry_or_own(
+    name: str, registry: Mapping[str, Any], at: str, what: str, kind: type | None = None
+) -> Any:
     """The entry of a registry that is called `name`, or the object that `module:name` names.
 
     Args:
@@ -24,12 +33,19 @@ def entry_or_own(name: str, registry: Mapping[str, Any], at: str, what: str) -> 
         registry: Name -> entry.
         at: Under which key.
         what: What the entries are, for the message: "tracker".
+        kind: Their class, if they are instances of one.
 
     Raises:
-        ConfigError: If there is no such entry, module or name.
+        ConfigError: If there is no such entry, module or name, or it is of another class.
     """
     if ":" in name:
-        return load_object(name, at)
+        found = load_object(name, at)
+        if kind is None or isinstance(found, kind):
+            return found
+        raise ConfigError(
+            f"'{at}': '{name}' is a {type(found).__name__}\n"
+            f"    give an {kind.__name__} ({kind.__module__})"
+        )
     if name not in registry:
         raise ConfigError(
             f"'{at}': there is no {what} '{name}'{nearest(name, registry)}\n"
@@ -88,3 +104,25 @@ def _import_failure(name: str, at: str, error: BaseException) -> str:
         f"'{at}': module '{name}' cannot be imported\n{where.file}:{where.line}\n"
         f"    {where.source}\n    {type(error).__name__}: {error}"
     )
+
+
+def groups() -> list[str]:
+    """Names of the configuration groups."""
+    return sorted(
+        entry.name
+        for entry in files(CONFIGS).iterdir()
+        if entry.is_dir() and not entry.name.startswith("_")
+    )
+
+
+def options_of(group: str) -> list[str]:
+    """The options of a configuration group."""
+    names = (entry.name for entry in files(CONFIGS).joinpath(group).iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+def option_file(group: str, option: str) -> dict[str, Any]:
+    """The keys of an option as its file has them, nothing resolved."""
+    text = files(CONFIGS).joinpath(group, f"{option}.yaml").read_text()
+    data: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    return data

@@ -65,6 +65,8 @@ class RoleConfig(Section):
     different ones."""
     optimizer: OptimizerSpec | None = None
     """Of a trained role; the algorithm's by default."""
+    frozen: list[str] = Field(default_factory=list[str])
+    """Parameters of a trained role that never move, as patterns: `["model.embed_tokens.*"]`."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further fields of the worker's spec, such as `micro_batch_tokens` or `time_limit_s`."""
 

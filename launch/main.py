@@ -17,14 +17,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from ..dataflow.errors import ConfigError, FlowError, PenstockError, PlanError, nearest
-from .cli.commands import COMMANDS, command_of
 from .run_dir.stop import Terminated
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS: Mapping[str, str] = {
+    "run": "train as an algorithm, a model and a task say; or continue a run",
+    "graph": "show the graph that an algorithm's step function makes",
+    "plan": "say where each node should run, in which layout, and how long a step takes",
+    "profile": "measure this machine, for plans and for runs that are planned",
+}
 
 _HELP = """\
 usage: penstock COMMAND [key=value ...] [options]
@@ -63,7 +69,7 @@ def _dispatch(words: list[str]) -> int:
     if "-sc" in words or "--shell-completion" in words:
         from .cli.completion import complete
 
-        return complete(words)
+        return complete(words, COMMANDS)
     command, arguments = words[0], words[1:]
     if command not in COMMANDS:
         raise ConfigError(
@@ -71,7 +77,7 @@ def _dispatch(words: list[str]) -> int:
             f"    commands are: {', '.join(COMMANDS)}"
         )
     _set_threads()
-    return command_of(command)(arguments)
+    return _command(command)(arguments)
 
 
 def _set_threads() -> None:
@@ -83,6 +89,26 @@ def _set_threads() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    """What runs the command on the words after it, and returns the exit code."""
+    # Imported only now: each needs what the others do not.
+    if name == "graph":
+        from .cli.graph import graph_command
+
+        return graph_command
+    if name == "plan":
+        from .cli.plan import plan_command
+
+        return plan_command
+    if name == "profile":
+        from .cli.profile import profile_command
+
+        return profile_command
+    from .cli.run import run_command
+
+    return run_command
 
 
 def _guarded(body: Callable[[], int]) -> int:

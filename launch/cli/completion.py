@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from ...dataflow.errors import ConfigError
-from .commands import COMMANDS
 
 __all__ = ["complete"]
 
@@ -33,8 +33,12 @@ complete -o nospace -o default -F _penstock_complete penstock
 """
 
 
-def complete(words: list[str]) -> int:
+def complete(words: list[str], commands: Iterable[str]) -> int:
     """Answer `[COMMAND] -sc install=SHELL | uninstall=SHELL | query=SHELL`.
+
+    Args:
+        words: After `penstock`.
+        commands: The commands there are.
 
     Raises:
         ConfigError: For another shell than bash or zsh, or another request.
@@ -49,10 +53,10 @@ def complete(words: list[str]) -> int:
     if action == "install":
         if shell == "zsh":
             print("autoload -U +X bashcompinit && bashcompinit")
-        print(_SCRIPT.replace("{commands}", " ".join(COMMANDS)), end="")
+        print(_SCRIPT.replace("{commands}", " ".join(commands)), end="")
     elif action == "uninstall":
         print("complete -r penstock; unset -f _penstock_complete")
-    elif words[0] in COMMANDS:
+    elif words[0] in commands:
         _query(words[0])
     return 0
 

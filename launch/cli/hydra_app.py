@@ -25,7 +25,7 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ...configs.options import CONFIGS, groups
+from ...configs.references import CONFIGS, groups
 from ...dataflow.errors import ConfigError, nearest
 
 __all__ = ["chosen", "compose", "given_overrides", "hydra_app"]
@@ -101,7 +101,7 @@ def _check_only(command: str, composed: Mapping[str, Any]) -> None:
         plan_request(config)
         return
     if command == "profile":
-        from ...configs.profile_schema import ProfileConfig
+        from ...configs.plan_schema import ProfileConfig
         from ...configs.validate import validated
 
         validated(ProfileConfig, config)

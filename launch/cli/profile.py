@@ -20,7 +20,7 @@ def profile_command(arguments: list[str]) -> int:
 
 def _profile(composed: dict[str, Any]) -> None:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
-    from ...configs.profile_schema import ProfileConfig
+    from ...configs.plan_schema import ProfileConfig
     from ...configs.validate import validated
     from ..profile.profile import profile
     from ..profile.show import calibration_text

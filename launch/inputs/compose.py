@@ -25,10 +25,10 @@ from ...configs.validate import validated
 from ...dataflow.errors import ConfigError
 from ...dataflow.scheduler.schedule import Schedule
 from ...workers.data.task import TaskSpec
+from .data import task_spec_of
 from .engines import Engines, engines_of
 from .env_specs import refuse_other_value_loss
 from .record import Recorded, load_step, recorded, step_cfg
-from .tasks import task_spec_of
 
 __all__ = [
     "AUTO",
@@ -121,7 +121,7 @@ def resolve(config: RunConfig) -> Resolved:
         refuse_other_value_loss(stage.graph, config.model.architecture)
     return Resolved(
         stages=stages,
-        engines=engines_of(config.engine, config.rollout),
+        engines=engines_of(config.engine, config.rollout, config.algorithm),
         placement=PlacementInputs(
             config.executor, config.placement, config.calibration, Path(config.runs)
         ),

@@ -8,13 +8,14 @@ from typing import Any
 
 from ...algorithms.roles.language import Policy
 from ...configs.plan_schema import ANY_ENGINE
-from ...configs.references import load_object
+from ...configs.references import entry_or_own
 from ...configs.schema import SAME, AlgorithmConfig, EngineConfig, RolloutConfig
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Graph, Node, NodeKind
 from ...planner.cost.engine_model import ANY, EngineModel
 from ...workers.engines.engine import Engine
-from ...workers.engines.registry import ENGINES, rollouts
+from ...workers.engines.registry import DEFAULT, ENGINES, rollouts
+from .own_workers import is_own
 
 __all__ = ["Engines", "engines_of"]
 
@@ -30,6 +31,8 @@ class Engines:
         options: Fields of the specs of every model worker.
         rollout_name: `rollout.kind`.
         rollout_options: Fields of the spec of what generates.
+        own: Roles of the main algorithm that workers of the user's own play. These are taken to be
+            as the default engine's: each rank has the whole model, and does everything with it.
     """
 
     train: Engine
@@ -38,6 +41,7 @@ class Engines:
     options: Mapping[str, Any]
     rollout_name: str
     rollout_options: Mapping[str, Any]
+    own: frozenset[str] = frozenset()
 
     @property
     def words(self) -> str:
@@ -47,12 +51,20 @@ class Engines:
 
     def runs(self, graph: Graph, node: Node) -> Engine:
         """The engine that runs a call."""
+        if node.role in self.own:
+            return DEFAULT
         return self.rollout or self.train if self.apart(graph, node) else self.train
 
     def apart(self, graph: Graph, node: Node) -> bool:
         """Whether another engine than the one that trains generates here."""
-        policy = node.role is not None and issubclass(graph.roles[node.role], Policy)
+        if node.role is None or node.role in self.own:
+            return False
+        policy = issubclass(graph.roles[node.role], Policy)
         return self.rollout is not None and node.kind is NodeKind.ROLLOUT and policy
+
+    def others(self, trains: str | None = None) -> dict[str, EngineModel]:
+        """Roles whose calls run elsewhere than `planned` says, and where; args as there."""
+        return {} if trains == ANY_ENGINE else dict.fromkeys(self.own, DEFAULT.planned)
 
     def planned(self, trains: str | None = None) -> tuple[EngineModel, EngineModel | None]:
         """What the planner is to plan for: what trains, and what generates if that is another.
@@ -82,7 +94,7 @@ class Engines:
         train = self.train if trains is None else _named(trains)
         if self.rollout is not None or train is None or train.generates:
             return
-        own = {role for role, given in algorithm.roles.items() if ":" in (given.worker or "")}
+        own = _own(algorithm)
         for node in graph.nodes:
             policy = node.role is not None and issubclass(graph.roles[node.role], Policy)
             if node.kind is NodeKind.ROLLOUT and policy and node.role not in own:
@@ -93,8 +105,10 @@ class Engines:
                 )
 
 
-def engines_of(engine: EngineConfig, rollout: RolloutConfig) -> Engines:
-    """The engines that two sections name.
+def engines_of(
+    engine: EngineConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig | None = None
+) -> Engines:
+    """The engines that two sections name, and the roles of an algorithm that are nothing to them.
 
     Raises:
         ConfigError: If one is of the user's own and cannot be loaded, or does not do what it is
@@ -102,7 +116,7 @@ def engines_of(engine: EngineConfig, rollout: RolloutConfig) -> Engines:
     """
     other = None
     if rollout.kind != SAME:
-        other = _engine(rollout.kind, "rollout.kind")
+        other = entry_or_own(rollout.kind, ENGINES, "rollout.kind", "engine", Engine)
         if other.rollout is None:
             raise ConfigError(f"'rollout.kind': engine '{other.name}' declares no rollout worker")
     return Engines(
@@ -112,7 +126,12 @@ def engines_of(engine: EngineConfig, rollout: RolloutConfig) -> Engines:
         options=engine.options,
         rollout_name=rollout.kind,
         rollout_options=rollout.options,
+        own=frozenset() if algorithm is None else frozenset(_own(algorithm)),
     )
+
+
+def _own(algorithm: AlgorithmConfig) -> set[str]:
+    return {role for role, given in algorithm.roles.items() if is_own(given.worker)}
 
 
 def _named(trains: str) -> Engine | None:
@@ -121,19 +140,7 @@ def _named(trains: str) -> Engine | None:
 
 
 def _trainer(name: str, at: str) -> Engine:
-    engine = _engine(name, at)
+    engine: Engine = entry_or_own(name, ENGINES, at, "engine", Engine)
     if not engine.trains:
         raise ConfigError(f"'{at}': engine '{engine.name}' declares no workers that train")
     return engine
-
-
-def _engine(name: str, at: str) -> Engine:
-    if ":" not in name:
-        return ENGINES[name]  # the schema knows no other
-    found = load_object(name, at)
-    if isinstance(found, Engine):
-        return found
-    raise ConfigError(
-        f"'{at}': '{name}' is a {type(found).__name__}\n"
-        "    give an Engine (penstock.workers.engines.engine)"
-    )

@@ -52,7 +52,7 @@ class Choice:
     Attributes:
         plan: Where nodes run.
         num_threads: Torch threads of each rank, if the calibration says; None to share out cores.
-        note: One line about it.
+        note: A line about it, and one for each role that was left out.
     """
 
     plan: Plan
@@ -103,7 +103,8 @@ def choose(run: Resolved) -> Choice:
         return _one_rank(section, f"no role of {graph.name} has a model")
     plan = _best(run, models, workload, machine)
     threads = machine.calibration.num_threads if machine.calibration else None
-    return Choice(plan, threads, _said(graph, plan))
+    notes = "".join(f"\nplacement: {note}" for note in inputs.left_out(models))
+    return Choice(plan, threads, _said(graph, plan) + notes)
 
 
 def _one_rank(section: ExecutorConfig, why: str) -> Choice:
@@ -167,6 +168,7 @@ def _best(
                 constants=machine.constants(models),
                 engine=engine,
                 rollout=rollout,
+                others=run.engines.others(),
                 pins=pins,
                 deadline_s=max(0.5, (until_s - time.monotonic()) / left),
             )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...configs.options import option_file, options_of
 from ...configs.plan_schema import ClusterConfig
+from ...configs.references import option_file, options_of
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
 from ...planner.inputs.cluster import ClusterSpec, NodeGroup

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from ...configs.options import option_file
 from ...configs.plan_schema import ClusterConfig
+from ...configs.references import option_file
 from ...configs.validate import validated
 from ...planner.inputs.cluster import ClusterSpec
 from .cluster_inputs import cluster_spec

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
 
+from ...configs.references import entry_or_own
 from ...configs.schema import ExecutorConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError, PlanError
@@ -19,15 +20,22 @@ from ...planner.inputs.cluster import ClusterSpec
 from ...planner.inputs.layout import Layout
 from ...planner.plan.plan import GroupPlan, Plan, one_group_plan
 from ...workers.engines.registry import ENGINES, trainers
+from ...workers.executors.executor_kind import ExecutorKind
 from ...workers.executors.registry import EXECUTORS
 from ..inputs.compose import AUTO, PlacementInputs
 from ..inputs.engines import Engines
-from ..inputs.executors import executor_kind
 from ..inputs.sizes import train_items
 from .divide import check_layouts, divided
 from .machine import threads_of
 
-__all__ = ["followed", "make_executor", "placement_of", "with_threads", "written_plan"]
+__all__ = [
+    "executor_kind",
+    "followed",
+    "make_executor",
+    "placement_of",
+    "with_threads",
+    "written_plan",
+]
 
 _SIZES = {"tensor_parallel": "tp", "pipeline_parallel": "pp"}
 """Sections of `executor` that divide models, and the size of a layout that each is."""
@@ -237,6 +245,19 @@ def with_threads(
         return section
     threads = measured or threads_of(cluster.num_devices)
     return section.model_copy(update={"num_threads": threads})
+
+
+def executor_kind(name: str, at: str) -> ExecutorKind:
+    """The executor that a configuration names.
+
+    Args:
+        name: What is configured.
+        at: Under which key.
+
+    Raises:
+        ConfigError: If it is one of the user's own that cannot be loaded.
+    """
+    return entry_or_own(name, EXECUTORS, at, "executor", ExecutorKind)
 
 
 def make_executor(section: ExecutorConfig) -> Executor:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ...algorithms.roles.language import PreferencePairs, Reward, RewardModel, Sampling
-from ...configs.options import option_file, options_of
 from ...configs.plan_schema import WorkloadConfig
+from ...configs.references import option_file, options_of
 from ...configs.schema import ModelConfig, RoleConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
@@ -25,6 +25,7 @@ from ...planner.inputs.model_shape import ModelShape, shape_of
 from ...planner.inputs.workload import Lengths, Workload
 from ..inputs.compose import Resolved
 from ..inputs.data import Data, load_data
+from ..inputs.own_workers import asked_for, is_own
 
 __all__ = ["PlanInputs"]
 
@@ -81,10 +82,28 @@ class PlanInputs:
             return self._in_folder(Path(start))
         return self._shape(self._run.model, self._model_name)
 
+    def left_out(self, models: Mapping[str, ModelShape | None]) -> tuple[str, ...]:
+        """What to say of roles that workers of one's own play and that are not planned for.
+
+        Args:
+            models: From `models`.
+        """
+        sections = self._algorithm.roles
+        return tuple(
+            f"'{role}' is left out: {sections[role].worker} asks for no model, so its memory and "
+            f"time are not known (plan.models.{role}=MODEL says what it computes)"
+            for role, shape in models.items()
+            if shape is None and role in sections and is_own(sections[role].worker)
+        )
+
     def _has_model(self, role: str) -> bool:
         """Whether somebody with a model plays the role: a rule has none."""
         contract = self.graph.roles[role]
         section = self._algorithm.roles.get(role) or _NO_ROLE
+        if section.worker is not None and is_own(section.worker):
+            return "model" in asked_for(
+                section.worker, section, f"{self._run.main.at}.roles.{role}"
+            )
         if section.worker is not None and section.worker in ("policy", "value", "reward_model"):
             return True
         if section.worker is not None:

@@ -44,9 +44,11 @@ class PlanRequest:
         workload: How much one step computes.
         lags: Schedules to compare.
         refused_lags: Lag -> why the step cannot have it, of those that were to be compared.
+        left_out: What to say of roles that are not planned for.
         constants: Of the model of time.
         engine: What trains and evaluates.
         rollout: What generates; None if the same does.
+        others: Role -> what runs its calls instead, whatever they are.
         pins: Parts that are fixed.
         deadline_s: When to stop.
         tp_across_nodes: Allow tensor parallelism over the network.
@@ -59,9 +61,11 @@ class PlanRequest:
     workload: Workload
     lags: tuple[int, ...]
     refused_lags: Mapping[int, str]
+    left_out: tuple[str, ...]
     constants: Constants
     engine: EngineModel
     rollout: EngineModel | None
+    others: Mapping[str, EngineModel]
     pins: Pins
     deadline_s: float | None
     tp_across_nodes: bool = False
@@ -82,6 +86,7 @@ class PlanRequest:
             constants=self.constants,
             engine=self.engine,
             rollout=self.rollout,
+            others=self.others,
             pins=self.pins,
             deadline_s=self.deadline_s,
             tp_across_nodes=self.tp_across_nodes,
@@ -132,11 +137,13 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         workload=workload,
         lags=lags,
         refused_lags=refused,
+        left_out=inputs.left_out(models),
         constants=default_constants(cluster)
         if calibration is None
         else calibration.constants_for(models.values()),
         engine=engine,
         rollout=rollout,
+        others=found.engines.others(options.engine),
         pins=pins_of(options.pins, calls_of(inputs.graph, workload, models), cluster),
         deadline_s=options.deadline_s,
         tp_across_nodes=options.tp_across_nodes,

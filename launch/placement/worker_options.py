@@ -33,7 +33,7 @@ def planned_options(plan: Plan, step: Recorded, engines: Engines) -> dict[str, d
         node = graph[name]
         if node.role is None or engines.apart(graph, node):
             continue
-        for key, value in engines.train.options(layout).items():
+        for key, value in engines.runs(graph, node).options(layout).items():
             at = f"layout {layout} of '{name}'"
             _check_given(step, engines, node.role, key, value, at)
             other = said.setdefault((node.role, key), name)

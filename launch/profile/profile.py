@@ -21,7 +21,7 @@ from ...dataflow.errors import ConfigError, WorkerError
 from ...dataflow.runtime.worker_protocol import CLOSE_S
 
 if TYPE_CHECKING:
-    from ...configs.profile_schema import ProfileConfig
+    from ...configs.plan_schema import ProfileConfig
     from ...planner.cost.calibration import Calibration
     from ...planner.cost.constants import Constants
     from ...planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec
@@ -208,7 +208,7 @@ def _device(device: str, ranks: Sequence[RankResult]) -> DeviceSpec:
 def _link(
     device: str, ranks: Sequence[RankResult], constants: Constants, notes: list[str]
 ) -> tuple[LinkSpec, Constants]:
-    from ...configs.options import option_file
+    from ...configs.references import option_file
     from .links import link_constants
 
     times = [rank.links for rank in ranks if rank.links is not None]
@@ -225,7 +225,7 @@ def _link(
 def _call_seconds(executor: str, threads: int, notes: list[str]) -> tuple[str, float]:
     """With which executor, and what a call costs there."""
     from ...workers.executors.registry import DEFAULT_EXECUTOR
-    from ..inputs.executors import executor_kind
+    from ..placement.place import executor_kind
     from .dispatch import call_seconds
 
     kind = executor_kind(executor, "dispatch")

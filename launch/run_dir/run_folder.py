@@ -4,7 +4,7 @@
                      and what was changed of it when; its presence makes the folder a run
     config.yaml      the composed configuration, as it is run
     plan.json        where the main stage's nodes run
-    metrics.jsonl    one line per step               (metrics.py)
+    metrics.jsonl    one line per step               (trackers/jsonl.py)
     trace.json       the timeline of every task      (trace.py)
     checkpoints/     the newest usable ones          (checkpoint.py)
     stages/          of each stage before the main one, a folder like this
@@ -33,7 +33,7 @@ import yaml
 from ... import __version__
 from ...dataflow.errors import ConfigError
 from .atomic import write_json, write_text
-from .metrics import finite_or_none
+from .trackers.jsonl import METRICS, finite_or_none
 
 __all__ = [
     "CodeVersion",
@@ -102,7 +102,7 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         """One JSON object per step."""
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @property
     def trace(self) -> Path:

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from ..run_dir.curve import draw_curve
-from ..run_dir.metrics import read_metrics
 from ..run_dir.progress import format_duration
 from ..run_dir.run_folder import CodeVersion, RunFolder
+from ..run_dir.trackers.jsonl import read_metrics
 from .headline import Headline
 from .job import Job
 from .prediction_check import comparison_text, nodes_summary

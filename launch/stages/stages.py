@@ -24,6 +24,7 @@ from ...planner.plan.plan import Plan, one_group_plan
 from ...workers.rewards.mixture import TASK_REWARDS
 from ..inputs.compose import Resolved, check_model
 from ..inputs.env_specs import ENV_CONTRACTS, NETWORKS
+from ..inputs.own_workers import asked_for, check_takes, is_own
 from ..inputs.record import Recorded
 from ..inputs.sizes import check_sizes
 from ..inputs.tables import check_tables
@@ -56,6 +57,7 @@ class RolePlan:
             or with those that its own seed draws.
         config: What was configured for the role.
         trained: Whether the step trains it.
+        contract: What it fulfils, by which the role of an earlier stage is found to start from.
         start_mean: Starts and their shares, the first of them `start`, whose weights' mean the role
             starts from; empty for `start` alone.
     """
@@ -64,6 +66,7 @@ class RolePlan:
     start: str
     config: RoleConfig
     trained: bool
+    contract: type[Role]
     start_mean: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
@@ -146,38 +149,54 @@ def _role(model: ModelConfig, algorithm: Recorded, role: str, earlier: list[Stag
             f"    say who plays it: {at}.worker=module:factory, a function that returns a worker "
             "or its spec"
         )
-    if given.optimizer is not None and not trained:
-        raise ConfigError(
-            f"'{at}.optimizer' is set, but {graph.name} does not train '{role}'\n"
-            f"    leave it out; trained roles are: {', '.join(graph.trains_per_step) or 'none'}"
-        )
-    if ":" in worker:
-        return RolePlan(worker, "", given, trained)
+    for key in ("optimizer", "frozen"):
+        if getattr(given, key) and not trained:
+            raise ConfigError(
+                f"'{at}.{key}' is set, but {graph.name} does not train '{role}'\n"
+                f"    leave it out; trained roles are: {', '.join(graph.trains_per_step) or 'none'}"
+            )
+    if is_own(worker):
+        asked = asked_for(worker, given, at)
+        check_takes(worker, given, asked, at)
+        plan = RolePlan(worker, "", given, trained, contract)
+        return _started(model, at, plan, earlier) if "model" in asked else plan
     _check_worker(at, role, contract, worker)
+    plan = RolePlan(worker, "", given, trained, CONTRACTS[worker])
     if worker in ENV_CONTRACTS:
         start = _env_start(at, worker, graph, role, algorithm.config, earlier)
-        return RolePlan(worker, start, given, trained)
+        return replace(plan, start=start)
     if worker in TASK_REWARDS:
-        if given.start is not None:
+        _check_weightless(at, worker, given)
+        return plan
+    return _started(model, at, plan, earlier)
+
+
+def _check_weightless(at: str, worker: str, given: RoleConfig) -> None:
+    for key in ("start", "start_mean", "init_offset"):
+        if getattr(given, key):
             raise ConfigError(
-                f"'{at}.start' is set, but '{worker}' has no weights\n"
+                f"'{at}.{key}' is set, but '{worker}' has no weights\n"
                 f"    leave it out, or set {at}.worker=reward_model"
             )
-        return RolePlan(worker, "", given, trained)
+
+
+def _started(model: ModelConfig, at: str, plan: RolePlan, earlier: list[Stage]) -> RolePlan:
+    """The plan of a role with a language model, with where its weights come from."""
+    given, contract = plan.config, plan.contract
     if not given.start_mean:
-        start = _start(model, at, worker, given, earlier)
+        start = _start(model, at, contract, given, earlier)
         if given.init_offset and (start != MODEL or model.folder is not None):
             raise ConfigError(
                 f"'{at}.init_offset' is set, but the role starts from '{start}', which is trained\n"
                 "    leave it out; it seeds random weights"
             )
-        return RolePlan(worker, start, given, trained)
+        return replace(plan, start=start)
     _check_mean(at, given)
     mean = {
-        _start(model, f"{at}.start_mean", worker, RoleConfig(start=start), earlier): share
+        _start(model, f"{at}.start_mean", contract, RoleConfig(start=start), earlier): share
         for start, share in given.start_mean.items()
     }
-    return RolePlan(worker, next(iter(mean)), given, trained, mean)
+    return replace(plan, start=next(iter(mean)), start_mean=mean)
 
 
 def _check_mean(at: str, given: RoleConfig) -> None:
@@ -215,12 +234,12 @@ def _check_worker(at: str, role: str, contract: type[Role], worker: str) -> None
 
 
 def _start(
-    model: ModelConfig, at: str, worker: str, given: RoleConfig, earlier: list[Stage]
+    model: ModelConfig, at: str, contract: type[Role], given: RoleConfig, earlier: list[Stage]
 ) -> str:
     names = [stage.name for stage in earlier]
     policies = [stage.name for stage in earlier if stage.policy]
     if given.start in (MODEL, *names):
-        if worker == "policy" and given.start not in (MODEL, *policies):
+        if issubclass(contract, Policy) and given.start not in (MODEL, *policies):
             raise ConfigError(
                 f"'{at}.start': stage '{given.start}' trains no policy, so a policy cannot start "
                 f"from it\n    stages that do: "
@@ -230,7 +249,7 @@ def _start(
     if given.start is not None:
         _check_folder(at, given.start, names)
         return given.start
-    if worker in ("reward_model", "process_reward"):
+    if issubclass(contract, (Reward, ProcessReward)):
         learned = [stage.name for stage in earlier if stage.trained(RewardModel)]
         if learned:
             return learned[-1]

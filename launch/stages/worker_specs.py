@@ -6,7 +6,7 @@ the policy as it was when the stage began.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -26,11 +26,13 @@ from ...workers.models.spec import ModelSpec
 from ...workers.rewards.mixture import TASK_REWARDS
 from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.training.logprob_mismatch import MismatchLimits
+from ...workers.training.optimizer import OptimizerSpec
 from ..inputs.compose import Resolved
 from ..inputs.data import Data
 from ..inputs.engines import Engines, engines_of
 from ..inputs.env_specs import ENV_SPECS, FILLED_IN, NETWORKS, env_worker, perceptron_spec
-from .stages import CONTRACTS, MODEL, RolePlan, Stage
+from ..inputs.own_workers import asked_for, is_own
+from .stages import MODEL, RolePlan, Stage
 
 __all__ = [
     "Results",
@@ -109,9 +111,8 @@ def check_options(stage: Stage, run: Resolved) -> None:
         _check(spec, engines.rollout_options, "rollout.options", "rollout")
     for role, plan in stage.roles.items():
         at = f"{stage.at}.roles.{role}.options"
-        if ":" in plan.worker:
-            load_object(plan.worker, f"{stage.at}.roles.{role}.worker")
-            continue
+        if is_own(plan.worker):
+            continue  # looked at when the stage was made
         if plan.worker in ENV_SPECS:
             _check(ENV_SPECS[plan.worker], plan.config.options, at, plan.worker, FILLED_IN)
             if plan.worker in NETWORKS:
@@ -204,8 +205,8 @@ def _spec(
     results: Results,
 ) -> WorkerSpec | Role:
     options = dict(plan.config.options)
-    if ":" in plan.worker:
-        return _own(stage, role, plan, options)
+    if is_own(plan.worker):
+        return _own(stage, role, plan, run, data, results)
     if plan.worker in TASK_REWARDS:
         return TASK_REWARDS[plan.worker](
             task=data.spec,
@@ -214,28 +215,38 @@ def _spec(
             **options,
         )
     if plan.worker in ENV_SPECS:
-        optimizer = (plan.config.optimizer or stage.config.optimizer) if plan.trained else None
-        start = _folder(plan.start, plan.worker, results) if plan.start else None
+        optimizer = _optimizer(stage, plan)
+        start = _folder(plan.start, plan.contract, results) if plan.start else None
         offset = plan.config.init_offset
         return env_worker(plan.worker, run.model, data.spec, optimizer, options, offset, start)
     model = _model(plan, run, data, results)
     planned = stage.planned_options.get(role, {})
     options = {**planned, **run.engines.options, **options, "model": model}
     if plan.trained:
-        options["optimizer"] = plan.config.optimizer or stage.config.optimizer
+        options["optimizer"] = _optimizer(stage, plan)
     spec = _spec_class(run.engines.train, plan.worker)
     if "tokenizer" in get_type_hints(spec):
         options["tokenizer"] = data.tokenizer_spec
     if plan.worker != "policy":
         return spec(**options)
-    judged = run.mismatch
-    limits = MismatchLimits(every=judged.every, stop_above=judged.stop_above)
-    made = spec(**options, eos_token_id=data.tokenizer.eos_id, mismatch=limits)
+    made = spec(**options, eos_token_id=data.tokenizer.eos_id, mismatch=_limits(run))
     rollout = run.engines.rollout
     if rollout is None:
         return made
     options = {**run.engines.rollout_options, "model": model, "eos_token_id": data.tokenizer.eos_id}
     return SplitPolicySpec(train=made, rollout=rollout.rollout_spec(**options))
+
+
+def _optimizer(stage: Stage, plan: RolePlan) -> OptimizerSpec | None:
+    """Of a role; None if nothing trains it."""
+    if not plan.trained:
+        return None
+    spec = plan.config.optimizer or stage.config.optimizer
+    return replace(spec, frozen=(*spec.frozen, *plan.config.frozen))
+
+
+def _limits(run: Resolved) -> MismatchLimits:
+    return MismatchLimits(every=run.mismatch.every, stop_above=run.mismatch.stop_above)
 
 
 def _model(plan: RolePlan, run: Resolved, data: Data, results: Results) -> ModelSpec:
@@ -250,7 +261,7 @@ def _model(plan: RolePlan, run: Resolved, data: Data, results: Results) -> Model
         )
         return replace(made, init_seed=made.init_seed + plan.config.init_offset)
     folders = {
-        _folder(start, plan.worker, results): share
+        _folder(start, plan.contract, results): share
         for start, share in (plan.start_mean or {plan.start: 1.0}).items()
     }
     if len(folders) == 1:
@@ -260,17 +271,17 @@ def _model(plan: RolePlan, run: Resolved, data: Data, results: Results) -> Model
     return ModelSpec(folder=str(mean), dtype=run.model.dtype)
 
 
-def _folder(start: str, worker: str, results: Results) -> str:
+def _folder(start: str, contract: type[Role], results: Results) -> str:
     """The model folder of a start: a folder, or what a finished stage made."""
     if start not in results:
         return start
     earlier, folder = results[start]
-    return str(folder / _started_from(earlier, worker))
+    return str(folder / _started_from(earlier, contract))
 
 
-def _started_from(earlier: Stage, worker: str) -> str:
-    """The role of an earlier stage that a worker of this kind starts from."""
-    role = earlier.trained(CONTRACTS[worker]) or earlier.policy
+def _started_from(earlier: Stage, contract: type[Role]) -> str:
+    """The role of an earlier stage that a worker of this contract starts from."""
+    role = earlier.trained(contract) or earlier.policy
     return role or next(iter(earlier.graph.trains_per_step))
 
 
@@ -293,7 +304,7 @@ def model_positions(
             continue
         while plan.start in stages:
             earlier = stages[plan.start]
-            plan = earlier.roles[_started_from(earlier, plan.worker)]
+            plan = earlier.roles[_started_from(earlier, plan.contract)]
         if not plan.start:
             continue
         own = plan.start == MODEL
@@ -310,16 +321,30 @@ def model_positions(
     return found
 
 
-def _own(stage: Stage, role: str, plan: RolePlan, options: dict[str, Any]) -> WorkerSpec | Role:
-    at = f"{stage.at}.roles.{role}.worker"
-    factory = load_object(plan.worker, at)
+def _own(
+    stage: Stage, role: str, plan: RolePlan, run: Resolved, data: Data, results: Results
+) -> WorkerSpec | Role:
+    """What a factory of the user's makes of its options and of what it asks for."""
+    at = f"{stage.at}.roles.{role}"
+    factory = load_object(plan.worker, f"{at}.worker")
+    given: dict[str, Callable[[], Any]] = {
+        "model": lambda: _model(plan, run, data, results),
+        "optimizer": lambda: _optimizer(stage, plan),
+        "tokenizer": lambda: data.tokenizer_spec,
+        "eos_token_id": lambda: data.tokenizer.eos_id,
+        "mismatch": lambda: _limits(run),
+        "task": lambda: data.spec,
+        "task_fingerprint": lambda: data.fingerprint,
+    }
+    asked = asked_for(plan.worker, plan.config, at)
+    arguments = {name: make() for name, make in given.items() if name in asked}
     try:
-        made = factory(**options)
+        made = factory(**arguments, **plan.config.options)
     except TypeError as error:
-        raise ConfigError(f"'{at}': '{plan.worker}' cannot be called: {error}") from error
+        raise ConfigError(f"'{at}.worker': '{plan.worker}' cannot be called: {error}") from error
     if isinstance(made, (WorkerSpec, Role)):
         return made
     raise ConfigError(
-        f"'{at}': '{plan.worker}' returned a {type(made).__name__}\n"
+        f"'{at}.worker': '{plan.worker}' returned a {type(made).__name__}\n"
         "    it must return a worker (a Role) or its spec (with a method build)"
     )

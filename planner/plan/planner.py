@@ -42,6 +42,7 @@ def plan_step(
     constants: Constants,
     engine: EngineModel = ANY,
     rollout: EngineModel | None = None,
+    others: Mapping[str, EngineModel] | None = None,
     pins: Pins | None = None,
     deadline_s: float | None = None,
     tp_across_nodes: bool = False,
@@ -58,6 +59,7 @@ def plan_step(
         constants: Of the model of time.
         engine: What trains and evaluates; every layout of a plan is one that it runs.
         rollout: What generates, likewise; None if the same engine does.
+        others: Role -> what runs all of its calls instead.
         pins: Parts of the plan that are fixed.
         deadline_s: Seconds after which the best plan known is returned.
         tp_across_nodes: Allow tensor parallelism over the network.
@@ -69,20 +71,20 @@ def plan_step(
     """
     pins = pins or Pins()
     calls = calls_of(graph, workload, models)
-    engines = {call.name: rollout or engine if call.kind == "generate" else engine
-               for call in calls}  # fmt: skip
-    _check_engines(calls, engines)
-    _check_pins(calls, pins, cluster, tp_across_nodes, engines)
     nodes = call_nodes(calls)
     table = ModelTable(
         calls,
         constants,
         engine=engine,
         rollout=rollout,
+        others=others,
         max_cp=max_cp,
         tp_across_nodes=tp_across_nodes,
         pins=pins.layouts,
     )
+    engines = {call.name: table.engine_of(call) for call in calls}
+    _check_engines(calls, engines)
+    _check_pins(calls, pins, cluster, tp_across_nodes, engines)
     try:
         found = search(nodes, table, cluster, max_lag=max_lag, pins=pins, deadline_s=deadline_s)
     except InfeasibleError as error:

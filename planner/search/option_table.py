@@ -73,6 +73,7 @@ class ModelTable:
         constants: Of the model of time.
         engine: What trains and evaluates.
         rollout: What generates; None if the same does.
+        others: Role -> what runs all of its calls instead.
         max_cp: Most ranks that share a sequence.
         tp_across_nodes: Allow tensor parallelism over the network.
         pins: Call name -> layout fields it must have; others are not even looked at.
@@ -85,6 +86,7 @@ class ModelTable:
         *,
         engine: EngineModel = ANY,
         rollout: EngineModel | None = None,
+        others: Mapping[str, EngineModel] | None = None,
         max_cp: int = 1,
         tp_across_nodes: bool = False,
         pins: Mapping[str, Mapping[str, object]] | None = None,
@@ -93,10 +95,10 @@ class ModelTable:
         for call in calls:
             self._calls.setdefault(call.unit, []).append(call)
         self._constants = constants
-        self._engine, self._rollout = engine, rollout
+        self._engine, self._rollout, self._others = engine, rollout, dict(others or {})
         self._times = {
             own: TimeModel(constants, shares_prompts=own.shares_prompts)
-            for own in (engine, rollout or engine)
+            for own in (engine, rollout or engine, *self._others.values())
         }
         self._max_cp = max_cp
         self._tp_across_nodes = tp_across_nodes
@@ -131,6 +133,7 @@ class ModelTable:
             self._constants,
             engine=self._engine,
             rollout=self._rollout,
+            others=self._others,
             max_cp=self._max_cp,
             tp_across_nodes=self._tp_across_nodes,
             pins=self._pins,
@@ -149,9 +152,19 @@ class ModelTable:
                 return holds, plans
         raise PlanError(f"'{unit}' has no such option on this mesh")
 
-    def _of(self, call: Call) -> EngineModel:
+    def engine_of(self, call: Call) -> EngineModel:
         """The engine that runs a call."""
-        return self._engine if self._rollout is None or not _generates(call) else self._rollout
+        if self._rollout is not None and self._apart(call):
+            return self._rollout
+        return self._others.get(call.role, self._engine)
+
+    def _apart(self, call: Call) -> bool:
+        """Whether another engine generates than evaluates and trains the role."""
+        return (
+            self._rollout is not None
+            and call.kind == "generate"
+            and (call.role not in self._others)
+        )
 
     # --- ways to run a unit
 
@@ -200,7 +213,7 @@ class ModelTable:
     def _variants(
         self, size: Layout, calls: Sequence[Call], trained: bool
     ) -> Iterator[dict[str, object]]:
-        engine = self._of(next((call for call in calls if call.kind != "generate"), calls[0]))
+        engine = self.engine_of(next((call for call in calls if call.kind != "generate"), calls[0]))
         cut = engine.sequence_parallel and size.tp > 1 and calls[0].kind != "generate"
         shares = size.dp > 1 and (trained or engine.shards_frozen)
         may_offload = not calls[0].trained
@@ -219,7 +232,7 @@ class ModelTable:
         kept = all(
             getattr(layout, key) == value for key, value in pinned.items() if key != "micro_batch"
         )
-        return kept and self._of(call).why_not(layout, call.kind, call.model) is None
+        return kept and self.engine_of(call).why_not(layout, call.kind, call.model) is None
 
     def _holds(self, calls: Sequence[Call], layout: Layout, with_source: bool) -> Parts:
         """What the unit always holds; a generation beside its trainer borrows the weights.
@@ -229,10 +242,10 @@ class ModelTable:
         held = Parts()
         if layout.offload or (with_source and calls[0].kind == "generate"):
             return held
-        apart = [call for call in calls if _generates(call) and self._rollout is not None]
+        apart = [call for call in calls if self._apart(call)]
         for own in (apart, [call for call in calls if call not in apart]):
             for trainer in [call for call in own if call.kind == "train"][:1] or own[:1]:
-                held = held.plus(self._of(trainer).memory.resident(trainer, layout))
+                held = held.plus(self.engine_of(trainer).memory.resident(trainer, layout))
         return held
 
     def _plans(
@@ -252,9 +265,9 @@ class ModelTable:
         found: list[CallPlan] = []
         for size in wanted:
             sized = layout if size == 1 else layout.model_copy(update={"micro_batch": size})
-            held_then = self._of(call).memory.transient(call, sized)
+            held_then = self.engine_of(call).memory.transient(call, sized)
             if room is None or held_then.total <= room:
-                time = self._times[self._of(call)].call_time(call, sized, mesh)
+                time = self._times[self.engine_of(call)].call_time(call, sized, mesh)
                 found.append(CallPlan(sized, time, self._load_s(call, layout, mesh), held_then))
         if not found:
             return
@@ -266,10 +279,10 @@ class ModelTable:
 
     def micro_batch_tokens(self, call: Call, layout: Layout) -> int:
         """Tokens that a rank computes at once in a forward or train call of that layout."""
-        return self._engine.packs_tokens or layout.micro_batch * call.tokens_longest
+        return self.engine_of(call).packs_tokens or layout.micro_batch * call.tokens_longest
 
     def _micro_batches(self, call: Call, layout: Layout) -> list[int]:
-        packed = self._engine.packs_tokens
+        packed = self.engine_of(call).packs_tokens
         if packed is not None:
             # Its memory does not follow from the count of rows.
             return [max(1, int(packed / call.tokens_mean))]
@@ -283,8 +296,8 @@ class ModelTable:
         self, call: Call, layout: Layout, mesh: Mesh, with_source: bool
     ) -> Iterator[CallPlan]:
         move_s = self._load_s(call, layout, mesh)
-        engine = self._of(call)
-        borrows = with_source and not (self._rollout is None and engine.generates_in_place)
+        engine = self.engine_of(call)
+        borrows = with_source and (self._apart(call) or not engine.generates_in_place)
         if call.trained and (borrows or not with_source):
             size = call.model.num_params(call.head) * call.model.dtype_bytes
             move_s += move_time(size / (layout.tp * layout.pp), mesh, self._constants)
@@ -301,11 +314,7 @@ class ModelTable:
     def _load_s(self, call: Call, layout: Layout, mesh: Mesh) -> float:
         if not layout.offload:
             return 0.0
-        return offload_time(self._of(call).memory.resident(call, layout).weights, mesh)
-
-
-def _generates(call: Call) -> bool:
-    return call.kind == "generate"
+        return offload_time(self.engine_of(call).memory.resident(call, layout).weights, mesh)
 
 
 def _option(resident: int, plans: Mapping[str, CallPlan]) -> Option:

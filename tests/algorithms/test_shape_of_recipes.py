@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.launch.inputs.compose import load_step, step_cfg
+from penstock.launch.inputs.record import load_step, step_cfg
 
 from .configured import NAMES, composed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from penstock.algorithms.roles import Rollout, Sampling
+from penstock.algorithms.roles import Policy, Rollout, Sampling
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.vllm_engine.generator import VllmPolicy, VllmPolicySpec
@@ -55,7 +55,7 @@ def hugging_face_logprob(module: Any, roll: Rollout, temperature: float = 1.0) -
 
 
 def generate(
-    policy: VllmPolicy, prompt: Tensor, prompt_id: Tensor, sampling: Sampling, *, step: int = 0
+    policy: Policy, prompt: Tensor, prompt_id: Tensor, sampling: Sampling, *, step: int = 0
 ) -> Rollout:
     with call_scope(step, 0):
         return policy.generate(prompt, prompt_id, sampling)

@@ -1,4 +1,4 @@
-"""What every worker that generates does before and after, whichever engine samples.
+"""Policies that generate, over any engine that draws tokens: random streams and `Rollout` tables.
 
-Decoding itself is an engine's business.
+How tokens are drawn is an engine's business.
 """

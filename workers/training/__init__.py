@@ -1,4 +1,4 @@
-"""What every trainable worker does with a train call, whichever engine computes it.
+"""What every trainable worker does with weights, states and train calls, over any `Network`.
 
 How a model computes its outputs is an engine's business.
 """

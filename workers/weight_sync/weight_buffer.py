@@ -85,7 +85,7 @@ class ReceivedWeights:
         version: int,
         checksums: Mapping[str, int] | None = None,
     ) -> None:
-        """Take some or all parameters of a version. See `VllmPolicy.receive`."""
+        """Take some or all parameters of a version. See `GeneratorPolicy.receive`."""
         if version < self.expected:
             raise WeightsError(
                 f"'{self._role}' was given parameter '{next(iter(tensors))}' of version {version}, "

@@ -1,16 +1,108 @@
-"""The run's own record of its steps: `metrics.jsonl` in the folder of each stage."""
+"""A run's numbers over its steps: `metrics.jsonl`.
+
+One JSON object per line and step, with flat names:
+
+    {"step": 3, "wall_time_s": 1795229694.1, "actor.train/loss": 0.25}
+
+JSON has no word for NaN and the infinities, so they are null there. Each line is written at once:
+a killed process loses at most the line it was writing, and a resumed one starts again where its
+checkpoint says, so no step is ever there twice.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from ..metrics import MetricsLog
-from ..run_folder import RunFolder
+from ..atomic import write_text
 from .tracker import RunInfo
 
-__all__ = ["JsonlTracker"]
+__all__ = ["METRICS", "JsonlTracker", "MetricsLog", "finite_or_none", "read_metrics"]
+
+METRICS = "metrics.jsonl"
+"""The file, in the folder of each stage."""
+
+_STEP = "step"
+_TIME = "wall_time_s"
+
+
+def finite_or_none(value: float) -> float | None:
+    """The value as JSON can say it: None for NaN and the infinities."""
+    return value if math.isfinite(value) else None
+
+
+class MetricsLog:
+    """Writes `metrics.jsonl`, one line per step.
+
+    Args:
+        path: The file; made if it is not there.
+        first_step: The step that will be written first. Lines at or after it, which a stopped run
+            wrote after its last checkpoint, are removed, and so is a line cut short by a kill.
+
+    Raises:
+        ValueError: If the file holds a line that no such log has written.
+
+    Example:
+        >>> with MetricsLog(folder / "metrics.jsonl") as log:
+        ...     log.write(0, {"actor.train/loss": 0.25})
+    """
+
+    def __init__(self, path: Path, *, first_step: int = 0) -> None:
+        self.path = path
+        lines = _complete_lines(path)
+        kept = [
+            line for number, line in enumerate(lines) if _step_of(path, number, line) < first_step
+        ]
+        write_text(path, "".join(f"{line}\n" for line in kept))
+        self._next_step = first_step
+        self._file = path.open("ab", buffering=0)
+
+    def write(
+        self, step: int, values: Mapping[str, float], wall_time_s: float | None = None
+    ) -> None:
+        """Append one step.
+
+        Args:
+            step: Higher than every step before it.
+            values: Flat name -> number.
+            wall_time_s: Seconds since the epoch; now by default.
+
+        Raises:
+            ValueError: If the step is not higher, or a value is named like a field of ours.
+        """
+        if step < self._next_step:
+            raise ValueError(
+                f"{self.path.name}: step {step} came after step {self._next_step - 1}; each step "
+                "is written once, in order (a resumed run passes first_step)"
+            )
+        if reserved := {_STEP, _TIME} & set(values):
+            raise ValueError(
+                f"{self.path.name}: no metric may be called '{min(reserved)}'; rename it"
+            )
+        line = {_STEP: step, _TIME: time.time() if wall_time_s is None else wall_time_s}
+        numbers = {name: finite_or_none(float(value)) for name, value in values.items()}
+        self._file.write(json.dumps(line | numbers, allow_nan=False).encode() + b"\n")
+        self._next_step = step + 1
+
+    def close(self) -> None:
+        """Close the file; the log cannot be written afterwards."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 class JsonlTracker:
@@ -30,7 +122,7 @@ class JsonlTracker:
     def rewind(self, step: int, stage: str) -> None:
         """Open the stage's file without its lines from the step on; see `MetricsLog`."""
         self.finish(None)
-        self._log = MetricsLog(RunFolder(self._folders[stage]).metrics, first_step=step)
+        self._log = MetricsLog(self._folders[stage] / METRICS, first_step=step)
 
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Append a line."""
@@ -43,3 +135,38 @@ class JsonlTracker:
         if self._log is not None:
             self._log.close()
             self._log = None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Every complete line of a `metrics.jsonl`, in order; nulls are None.
+
+    Safe while the run is still writing.
+
+    Raises:
+        ValueError: If a line is not one that `MetricsLog` writes.
+    """
+    lines = _complete_lines(path)
+    for number, line in enumerate(lines):
+        _step_of(path, number, line)
+    return [json.loads(line) for line in lines]
+
+
+def _complete_lines(path: Path) -> list[str]:
+    """Lines that end; what follows the last line end was cut short."""
+    if not path.exists():
+        return []
+    return path.read_bytes().decode("utf-8", errors="replace").split("\n")[:-1]
+
+
+def _step_of(path: Path, number: int, line: str) -> int:
+    try:
+        content: Any = json.loads(line)
+        step = content[_STEP]
+    except (ValueError, TypeError, KeyError):
+        step = None
+    if not isinstance(step, int):
+        raise ValueError(
+            f"{path}:{number + 1}: expected a JSON object with an integer '{_STEP}', "
+            f"got {line[:80]!r}; remove the line or the file"
+        )
+    return step

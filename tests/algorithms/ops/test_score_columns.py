@@ -178,3 +178,24 @@ def test_no_pairs_are_mismatched_to_none() -> None:
     rows = Rows(0, 3)
     made = mismatched(rows.roll.tokens, rows.mask, rows.ids)
     assert (made.tokens.shape, made.mask.shape) == ((0, 3), (0, 3))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@given(score=st.floats(-100, 100, width=32))
+@settings(max_examples=10)
+def test_equal_scores_make_finite_numbers(name: str, score: float) -> None:
+    """They have no deviation to divide by."""
+    made = FUNCTIONS[name](torch.full((6,), score), Rows(6, 3))
+    assert made.double().isfinite().all()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_unknown_score_is_refused_or_leaves_no_number(name: str) -> None:
+    """It is the first row's, which is finished and passes; the optimizer refuses what is nan."""
+    score = torch.tensor([torch.nan, 1.0, 0.5, 2.0])
+    try:
+        made = FUNCTIONS[name](score, Rows(4, 3))
+    except FloatingPointError as error:
+        assert "of row 0 is nan" in str(error)  # noqa: PT017 - one of two right answers
+    else:
+        assert made.isnan().any()

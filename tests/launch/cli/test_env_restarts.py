@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from penstock.launch.run_dir.metrics import read_metrics
+from penstock.launch.run_dir.trackers.jsonl import read_metrics
 
 from ..conftest import Penstock
 

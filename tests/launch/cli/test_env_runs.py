@@ -10,7 +10,7 @@ import pytest
 import torch
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import Resolved, resolved
-from penstock.launch.run_dir.metrics import read_metrics
+from penstock.launch.run_dir.trackers.jsonl import read_metrics
 from penstock.launch.stages.job import Job, prepare
 from penstock.launch.stages.worker_specs import worker_specs
 

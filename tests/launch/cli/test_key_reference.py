@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.configs.options import groups
+from penstock.configs.references import groups
 from penstock.launch.cli.key_reference import key_reference
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.inputs.executors import executor_kind
 from penstock.launch.main import main
+from penstock.launch.placement.place import executor_kind
 
 from ...workers.executors import spawned
 

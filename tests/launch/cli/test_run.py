@@ -15,9 +15,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from penstock.launch.run_dir.metrics import read_metrics
 from penstock.launch.run_dir.run_folder import CodeVersion, RunFolder, record_of
 from penstock.launch.run_dir.trace import read_trace
+from penstock.launch.run_dir.trackers.jsonl import read_metrics
 
 from ..conftest import Penstock
 

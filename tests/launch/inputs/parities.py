@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.workers.data.row_report import DataReport
-from penstock.workers.data.task import VerifierSpec
+from penstock.workers.verifiers.pool import VerifierSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
-from penstock.launch.run_dir.metrics import read_metrics
 from penstock.launch.run_dir.run_folder import list_runs
+from penstock.launch.run_dir.trackers.jsonl import read_metrics
 from penstock.launch.stages.headline import CurveMetric, Headline
 from penstock.launch.stages.stages import Stage, stages_of
 

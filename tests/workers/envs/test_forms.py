@@ -49,7 +49,8 @@ class Screens(VectorEnv[Any, Any, Any]):
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
-        return np.full((self.num_envs, *self.single_observation_space.shape), 200, np.uint8), {}
+        shape: Any = self.single_observation_space.shape
+        return np.full((self.num_envs, *shape), 200, np.uint8), {}
 
     def step(self, actions: Any) -> Any:
         obs: Any = self.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ KEPT = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight",
         "model.layers.0.self_attn.q_proj.bias")  # fmt: skip
 
 
-def policy(frozen: tuple[str, ...] = FROZEN, **options: str) -> PolicyWorker:
+def policy(frozen: tuple[str, ...] = FROZEN, **options: Any) -> PolicyWorker:
     return make_policy(optimizer=dataclasses.replace(OPTIMIZER, frozen=frozen), **options)
 
 

@@ -30,7 +30,7 @@ _PREFIX = "module."
 
 
 class FsdpNetwork(DividedNetwork):
-    """A part of a model. See `fsdp_mesh` for which process does what.
+    """A part of a model. See `mesh` for which process does what.
 
     Gradients and the optimizer's state lie in flat float32 buffers [size], one run per parameter;
     the weights lie where FSDP2 keeps them.
@@ -80,7 +80,7 @@ class FsdpNetwork(DividedNetwork):
         self.rank_layout = fsdp_sharding(self.shapes, first=first, **sizes)
 
     def _check(self, name: str, local: Tensor) -> None:
-        """FSDP2 must have cut as `fsdp_layout` says, or other engines would be told untruths."""
+        """FSDP2 must have cut as `layout` says, or other engines would be told untruths."""
         shards, place = self._mesh.shards, 0
         if self._mesh.tensor is not None:
             place = self._mesh.tensor.rank()

@@ -1,9 +1,9 @@
 """A megatron-core GPTModel for this process's part of a Hugging Face architecture.
 
 Llama, Qwen2 and Qwen3: rotary positions, RMS norms, gated feed-forward, grouped queries. Dropout is
-off. Weights are left as they are allocated: they are loaded by `megatron_layout`'s description.
+off. Weights are left as they are allocated: they are loaded by `layout`'s description.
 
-Imported only after `megatron_cpu.prepare_megatron`.
+Imported only after `cpu_shim.prepare_megatron`.
 """
 
 from __future__ import annotations

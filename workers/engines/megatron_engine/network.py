@@ -4,7 +4,7 @@ Weights and gradients lie in one flat buffer each, as in the torch engine, inste
 megatron-core's own gradient buffers: those average over data-parallel ranks and cut the optimizer
 state at bucket boundaries, where the state here is saved as boxes of the checkpoint's parameters.
 
-Imported only after `megatron_cpu.prepare_megatron`.
+Imported only after `cpu_shim.prepare_megatron`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class MegatronNetwork(DividedNetwork):
         return group
 
     def engine_name(self, name: str) -> str:
-        """What `megatron_layout` calls a tensor of `flat`."""
+        """What `layout` calls a tensor of `flat`."""
         if name.startswith(_LAYER):
             layer, rest = name.removeprefix(_LAYER).split(".", 1)
             return f"{_LAYER}{int(layer) + self._offset}.{rest}"

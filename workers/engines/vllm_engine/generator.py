@@ -33,7 +33,7 @@ _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 @dataclass(frozen=True, kw_only=True)
 class VllmPolicySpec:
-    """Recipe for a `VllmPolicy`."""
+    """Recipe for a policy that generates with vLLM and does nothing else."""
 
     model: ModelSpec
     """Architecture and first weights."""

@@ -4,7 +4,7 @@
 asks for; nothing of vLLM is changed. It is handed whole tensors by Hugging Face name and gives them
 to the model's own loader, which fuses, slices for tensor parallelism and, on CPUs, packs them.
 
-This module imports vLLM; only `vllm_engine.py` imports it, when an engine starts.
+This module imports vLLM; only `engine.py` imports it, when an engine starts.
 """
 
 from __future__ import annotations

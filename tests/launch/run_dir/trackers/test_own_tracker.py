@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from penstock.configs.schema import TrackerConfig
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.run_dir.metrics import read_metrics
+from penstock.launch.run_dir.trackers.jsonl import read_metrics
 from penstock.launch.run_dir.trackers.registry import TRACKERS, Trackers
 from penstock.launch.run_dir.trackers.tracker import Tracker
 

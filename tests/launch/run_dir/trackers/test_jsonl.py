@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.launch.run_dir.metrics import MetricsLog, finite_or_none, read_metrics
+from penstock.launch.run_dir.trackers.jsonl import MetricsLog, finite_or_none, read_metrics
 
 
 def test_one_object_per_step_with_flat_names(tmp_path: Path) -> None:

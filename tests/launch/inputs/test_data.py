@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from penstock.configs.schema import TaskConfig
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.inputs.tasks import TASKS, task_spec_of
+from penstock.launch.inputs.data import TASKS, task_spec_of
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
 from penstock.workers.data.task import TaskSpec

@@ -210,7 +210,7 @@ class BrokenSpec:
     spec: TorchPolicySpec
 
     def build(self, context: WorkerContext) -> BrokenPolicy:
-        return BrokenPolicy(self.how, self.spec, context)
+        return BrokenPolicy(self.how, context, self.spec)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from ..dataflow.errors import ConfigError, nearest
 from .key_docs import key_docs
 
-__all__ = ["check_keys", "fields_of", "nearest_key", "validated"]
+__all__ = ["check_keys", "check_renamed", "fields_of", "nearest_key", "validated"]
 
 T = TypeVar("T")
 
@@ -45,12 +45,7 @@ def validated(kind: type[T], data: Mapping[str, Any], at: str = "") -> T:
         ConfigError: For a key that has another name now, an unknown key, a missing key, or a value
             of the wrong type or out of range; every fault is listed.
     """
-    if renamed := [*_renamed(data, at)]:
-        raise ConfigError(
-            "\n".join(f"'{old}' is now '{new}'" for old, new in renamed)
-            + "\n    rename it where it is written: on the command line, in a YAML file, or in "
-            "config.yaml of a run that is resumed"
-        )
+    check_renamed(data, at)
     check_keys(kind, data, at)
     data = _over_defaults(kind, data)
     try:
@@ -59,6 +54,24 @@ def validated(kind: type[T], data: Mapping[str, Any], at: str = "") -> T:
     except ValidationError as error:
         faults = [_fault(kind, data, at, *same) for same in _by_key(data, error)]
         raise ConfigError("\n".join(dict.fromkeys(faults))) from None
+
+
+def check_renamed(data: Mapping[str, Any], at: str = "") -> None:
+    """Refuse keys that have another name now.
+
+    Args:
+        data: Keys and values, however deep.
+        at: The key under which `data` stands.
+
+    Raises:
+        ConfigError: With every old key and its new name.
+    """
+    if renamed := [*_renamed(data, at)]:
+        raise ConfigError(
+            "\n".join(f"'{old}' is now '{new}'" for old, new in renamed)
+            + "\n    rename it where it is written: on the command line, in a YAML file, or in "
+            "config.yaml of a run that is resumed"
+        )
 
 
 def _renamed(data: Mapping[str, Any], at: str) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from ...configs.validate import check_renamed
 from ...dataflow.errors import ConfigError
 from ...workers.data.task import PATIENCE
 from .run_folder import RunFolder, differences, open_run, plain, record_of
@@ -125,6 +126,7 @@ def _read_config(folder: RunFolder) -> dict[str, Any]:
         raise ConfigError(f"'{folder.config}' cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"'{folder.config}' holds no configuration")
+    check_renamed(config)
     return config
 
 

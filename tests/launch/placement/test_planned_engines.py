@@ -331,9 +331,8 @@ def test_an_engine_that_is_not_there_is_refused(words: str, message: str) -> Non
     ],
 )
 def test_an_engine_of_ones_own_must_be_one(words: str, message: str) -> None:
-    run = config_of(words)
     with pytest.raises(ConfigError) as caught:
-        check_options(stages_of(run)[-1], run)
+        config_of(words)
     assert str(caught.value) == message
 
 

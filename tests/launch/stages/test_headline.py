@@ -19,6 +19,7 @@ BOTH = '''\
 """Two rewards, of which the policy learns from one; the other is only looked at."""
 
 from penstock.algorithms.grpo import GRPO
+from penstock.algorithms.ops.advantages import broadcast_over_tokens, group_advantage
 from penstock.algorithms.roles import PerSample, Policy, Prompts, Reward, TrainMetrics
 from penstock.algorithms.options.policy_updates import train_policy
 
@@ -29,7 +30,8 @@ def both_step(
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     watched = audit.score(roll.tokens, roll.mask, roll.prompt_id)
     score = task.score(roll.tokens, roll.mask, roll.prompt_id)
-    return train_policy(actor, roll, cfg.advantage(score, roll), cfg.loss, cfg), watched
+    advantage = broadcast_over_tokens(group_advantage(score, roll.prompt_id), roll.mask)
+    return train_policy(actor, roll, advantage, cfg.loss, cfg), watched
 '''
 
 

@@ -196,8 +196,8 @@ def test_a_server_that_has_gone_is_named(server: InferenceServer, client: Infere
 class Faulty(ServedWeights):
     """Fails itself, and not the worker that it asks."""
 
-    def answer_all(self, asked: Sequence[InferenceRequest]) -> list[object]:
-        raise ZeroDivisionError(f"{len(asked)} requests")
+    def answer_all(self, requests: Sequence[InferenceRequest]) -> list[object]:
+        raise ZeroDivisionError(f"{len(requests)} requests")
 
 
 def test_a_server_that_fails_says_why_when_it_is_closed(caplog: pytest.LogCaptureFixture) -> None:

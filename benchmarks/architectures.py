@@ -109,7 +109,7 @@ def traced(one: Architecture) -> tuple[list[TaskSpan], str]:
     )
     with engine:
         spans = [span for step in engine.run(sources, NUM_STEPS) for span in step.spans]
-        return spans, engine.ask("actor", "weights_sha256")
+        return spans, engine.call("actor", "weights_sha256")
 
 
 COLORS = {"env.rollout": "#4c78a8", "actor.train": "#f58518"}

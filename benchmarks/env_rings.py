@@ -3,7 +3,7 @@
 An environment that sleeps 5 ms a step, four groups of one in one worker, acting inline and served
 by another process. Every ring size is measured several times, in turn, and the quickest time
 counts: other work on the machine only ever adds to it. Then the planner chooses from one rollout.
-Also: how long a question to another process takes, against a Ray actor's call.
+Also: how long a request to another process takes, against a Ray actor's call.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from bench import parser, report, table
 from gymnasium import spaces
 from penstock.algorithms.roles.environment import Actor
 from penstock.dataflow.runtime.call_context import step_scope
-from penstock.dataflow.runtime.remote_inference import Holdings, Served
+from penstock.dataflow.runtime.remote_inference import ServedRole, ServedWeights
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
 from penstock.workers.envs.overlapped_groups import RingSize
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
-from penstock.workers.inference.client import AnswerClient
-from penstock.workers.inference.server import AnswerServer
+from penstock.workers.inference.client import InferenceClient
+from penstock.workers.inference.server import InferenceServer
 
 SLEEP_S = 5e-3
 NUM_GROUPS = 4
@@ -69,10 +69,10 @@ def actor() -> TorchActorCritic:
 
 
 def _serve(address: Any, done: Any) -> None:
-    holdings = Holdings("group 'policy'")
-    holdings.add("actor", Actor, actor())
-    holdings.hold("actor", 0)
-    server = AnswerServer(holdings, "127.0.0.1", "bench")
+    served_weights = ServedWeights("group 'policy'")
+    served_weights.add("actor", Actor, actor())
+    served_weights.set_version("actor", 0)
+    server = InferenceServer(served_weights, "127.0.0.1", "bench")
     address.put(server.address)
     done.wait()
     server.close()
@@ -85,10 +85,10 @@ def served() -> Generator[Actor]:
     address, done = spawn.Queue(), spawn.Event()
     process = spawn.Process(target=_serve, args=(address, done))
     process.start()
-    client = AnswerClient("group 'policy'", 60.0)
+    client = InferenceClient("group 'policy'", 60.0)
     try:
         client.connect(address.get(timeout=120), "bench")
-        stand_in = Served("actor", Actor, client.ask).at(0)
+        stand_in = ServedRole("actor", Actor, client.send).at(0)
         assert isinstance(stand_in, Actor)
         yield stand_in
     finally:
@@ -156,7 +156,7 @@ class _Policy:
 class _Asker:
     """A Ray actor that asks it."""
 
-    def ask(self, policy: Any) -> float:
+    def send(self, policy: Any) -> float:
         import ray
 
         class Remote(Actor):
@@ -167,7 +167,7 @@ class _Asker:
 
 
 def ray_call_us() -> float:
-    """The same question as a call of a Ray actor, between two actors."""
+    """The same request as a call of a Ray actor, between two actors."""
     import ray
     from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
 
@@ -203,7 +203,7 @@ def main() -> None:
         for one in found
     ]
     print(table(head, rows))
-    print("a question takes " + ", ".join(f"{us:.0f} us {name}" for name, us in asked_us.items()))
+    print("a request takes " + ", ".join(f"{us:.0f} us {name}" for name, us in asked_us.items()))
     result = {"sleep_s": SLEEP_S, "num_groups": NUM_GROUPS,
               "horizon": HORIZON, "rings": found, "question_us": asked_us}  # fmt: skip
     report(result, options.json)

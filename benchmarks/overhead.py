@@ -107,7 +107,7 @@ def paired(
             bare_step(index)
             ours.append(middle - start)
             bare.append(time.perf_counter() - middle)
-        same = engine.ask("actor", "weights_sha256") == actor.weights_sha256()
+        same = engine.call("actor", "weights_sha256") == actor.weights_sha256()
     return ours[3:], bare[3:], same  # the first steps warm caches up
 
 

@@ -39,4 +39,4 @@ with Engine(graph, one_group(graph), workers=workers) as engine:
             steps = (result.step + 1) * NUM_ENVS * HORIZON
             mean = result.metrics.get("env.rollout/episode_return", float("nan"))
             print(f"{steps:7,} steps  {time.monotonic() - began:4.0f} s  mean return {mean:5.1f}")
-    print("weights", engine.ask("actor", "weights_sha256")[:16])
+    print("weights", engine.call("actor", "weights_sha256")[:16])

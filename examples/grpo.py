@@ -76,4 +76,4 @@ with Engine(graph, one_group(graph), workers=workers) as engine:
     for result in engine.run({"prompts": prompts}, NUM_STEPS):
         norm = result.metrics["actor.train/grad_norm"]
         print(f"as a graph step {result.step}  grad_norm {norm:.6f}")
-    print("weights", engine.ask("actor", "weights_sha256")[:16])
+    print("weights", engine.call("actor", "weights_sha256")[:16])

@@ -54,5 +54,5 @@ with Engine(graph, one_group(graph), workers=workers) as engine:
             fitness = [f"{result.metrics[f'{name}.inherit/fitness']:6.1f}" for name in RATES]
             print(f"step {result.step + 1:3d}  mean return", *fitness)
     for name, rate in RATES.items():
-        weights = engine.ask(name, "weights_sha256")[:16]
+        weights = engine.call(name, "weights_sha256")[:16]
         print(f"{name:6}  lr {rate:g}  gave way {replaced[name]} times  weights {weights}")

@@ -98,4 +98,4 @@ with Engine(graph, one_group(graph), workers=workers, executor=executor) as engi
     print("second against chance     ", shares(AtRandom(), second))
     print("chance against itself     ", shares(AtRandom(), AtRandom()))
     for name in players:
-        print(name, engine.ask(name, "weights_sha256")[:16])
+        print(name, engine.call(name, "weights_sha256")[:16])

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-__all__ = ["CallKey", "call_behind", "call_key", "call_scope", "step_scope"]
+__all__ = ["CallKey", "call_staleness", "call_key", "call_scope", "step_scope"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class CallKey:
 class _Scope:
     step: int
     ordinal: int | None = None
-    behind: int | None = None
+    staleness: int | None = None
     counts: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
 
 
@@ -51,24 +51,26 @@ def step_scope(step: int) -> AbstractContextManager[None]:
     return _entered(_Scope(step=step))
 
 
-def call_scope(step: int, ordinal: int, behind: int | None = None) -> AbstractContextManager[None]:
+def call_scope(
+    step: int, ordinal: int, staleness: int | None = None
+) -> AbstractContextManager[None]:
     """Context manager: the one role call made inside is call number `ordinal` of `step`.
 
     Args:
         step: Of the run.
         ordinal: The call's number among those of its method.
-        behind: See `call_behind`.
+        staleness: See `call_staleness`.
     """
-    return _entered(_Scope(step=step, ordinal=ordinal, behind=behind))
+    return _entered(_Scope(step=step, ordinal=ordinal, staleness=staleness))
 
 
-def call_behind() -> int | None:
+def call_staleness() -> int | None:
     """Versions by which the weights that sampled are older than those the call being served trains.
 
     None if nothing was sampled for it from the role's own weights, or nobody knows.
     """
     scope = _SCOPE.get()
-    return None if scope is None else scope.behind
+    return None if scope is None else scope.staleness
 
 
 def call_key(role: str, method: str) -> CallKey:

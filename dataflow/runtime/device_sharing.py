@@ -1,8 +1,8 @@
-"""Turns: groups that share devices work one after another, and the others sleep meanwhile.
+"""Device time-sharing: groups on the same devices work one after another, the others sleep.
 
 Which group works when is the scheduler's to decide (`Flow.sharing`). An executor hands the devices
-over: before it gives work to a group that sleeps, it puts the groups with its devices to sleep and
-wakes it. A worker that has memory on the device to give up is a `Sleeper`.
+off: before it gives work to a group that sleeps, it puts the groups with its devices to sleep,
+which offload, and wakes it. A worker that has memory on the device to offload is a `Sleeper`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from .messages import LayoutWork, Work
 from .placement import DeviceGroup, sharing
 
-__all__ = ["HandOff", "Sleeper", "Turns", "needs_device", "sleep_workers", "wake_workers"]
+__all__ = ["HandOff", "Sleeper", "DeviceSharing", "needs_device", "sleep_workers", "wake_workers"]
 
 
 @runtime_checkable
@@ -46,7 +46,7 @@ class HandOff:
     wake: str | None = None
 
 
-class Turns:
+class DeviceSharing:
     """Which of the groups that share devices are awake. All of them begin asleep.
 
     Args:
@@ -58,11 +58,11 @@ class Turns:
         self._awake: set[str] = set()
 
     def shares(self, group: str) -> bool:
-        """Whether a group shares devices, so that it sleeps when it is not its turn."""
+        """Whether a group shares devices, so that it sleeps while another has them."""
         return group in self._sharing
 
-    def take(self, group: str) -> HandOff:
-        """Give a group its turn; says what is to be done for it."""
+    def hand_off(self, group: str) -> HandOff:
+        """Give a group its devices; says what is to be done for it."""
         if not self.shares(group) or group in self._awake:
             return HandOff()
         giving = tuple(sorted(self._sharing[group] & self._awake))

@@ -17,7 +17,7 @@ from .checkpoint import CheckpointFolder
 from .dispatcher import Dispatcher
 from .executor import Executor, Program, check_workers
 from .in_process import InProcess
-from .messages import AskWork
+from .messages import CallMethodWork
 from .placement import Placement, flow_of
 from .run import Run, StepResult, Trained
 from .source import Source
@@ -184,13 +184,13 @@ class Engine:
         )
         yield from run.steps()
 
-    def ask(self, role: str, method: str, *arguments: Any, program: str = "main") -> Any:
+    def call(self, role: str, method: str, *arguments: Any, program: str = "main") -> Any:
         """Call a worker's own method outside the graph, on every rank of the role's home.
 
         During a run the ranks first finish what they have in hand.
 
         Args:
-            role: Whose worker; a frozen role is asked in the first group that hosts it.
+            role: Whose worker; a frozen role is called in the first group that hosts it.
             method: A public method outside the contract: `weights_sha256`, `save_pretrained`.
             *arguments: Small picklable arguments.
             program: The program that names the role.
@@ -212,6 +212,6 @@ class Engine:
             )
         home = placement.home(graph, role)
         group = placement.group(home) if home else hosts[0]
-        works = dict.fromkeys(range(group.num_ranks), AskWork(role, method, arguments))
+        works = dict.fromkeys(range(group.num_ranks), CallMethodWork(role, method, arguments))
         done = self._dispatcher.perform_now(program, group.name, works, self.schedule.deadline_s)
         return done.first.report.answer if done.first.report else None

@@ -25,11 +25,10 @@ from ..graph.graph import Argument, Constant, Graph, Node, NodeKind, OutputColum
 from ..graph.role import Metric, Role
 from .call_context import call_scope
 from .messages import (
-    AskWork,
+    CallMethodWork,
     CallWork,
     ExportSlicesWork,
     ExportWork,
-    HoldWork,
     ImportSlicesWork,
     ImportWork,
     LayoutWork,
@@ -40,11 +39,12 @@ from .messages import (
     Result,
     SavePartWork,
     SaveStateWork,
+    SetServedVersionWork,
     Weights,
     Work,
 )
 from .ragged import Packed, concatenate, lengths_of, pack, split, unpack
-from .remote_inference import Holdings, Served
+from .remote_inference import ServedRole, ServedWeights
 from .worker_protocol import Stateful, Trainable, drain_metrics
 
 __all__ = ["Host", "cut_table", "even_cuts"]
@@ -61,7 +61,7 @@ class Host:
         num_chunks: Pieces into which whole-batch outputs are cut.
         fetch: Resolves a handle to the `Part` or `Weights` it stands for.
         served: The roles that others serve here.
-        holdings: What is served from here; told which weights there are.
+        served_weights: What is served from here; told which weights there are.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class Host:
         roles: Mapping[str, Role],
         num_chunks: int,
         fetch: Fetch,
-        served: Mapping[str, Served] | None = None,
-        holdings: Holdings | None = None,
+        served: Mapping[str, ServedRole] | None = None,
+        served_weights: ServedWeights | None = None,
     ) -> None:
         self.graph = graph
         self.roles = roles
         self.num_chunks = num_chunks
         self._fetch = fetch
         self._served = served or {}
-        self._holdings = holdings or Holdings("this group")
+        self._served_weights = served_weights or ServedWeights("this group")
 
     def perform(self, work: Work) -> Result:
         """Do one piece of work.
@@ -98,10 +98,10 @@ class Host:
             case ExportWork():
                 weights = self._trainable(work.role).export_weights()
             case ImportWork():
-                with self._holdings.changing(work.role, work.version):
+                with self._served_weights.changing(work.role, work.version):
                     self._trainable(work.role).load_weights(self._fetch(work.weights))
-            case HoldWork():
-                self._holdings.hold(work.role, work.version)
+            case SetServedVersionWork():
+                self._served_weights.set_version(work.role, work.version)
             case SaveStateWork():
                 self._stateful(work.role).save_state(Path(work.folder))
             case LoadStateWork():
@@ -112,7 +112,7 @@ class Host:
                 parts = (_load_part(Path(work.file)),)
             case LayoutWork() | ExportSlicesWork() | ImportSlicesWork():
                 raise StateError(f"{type(work).__name__} is for executors that move slices")
-            case AskWork():
+            case CallMethodWork():
                 answer = getattr(self.roles[work.role], work.method)(*work.arguments)
         report = Report(
             start_s,
@@ -149,7 +149,7 @@ class Host:
         columns = _Columns(self.graph, {n: self._parts(h) for n, h in work.inputs.items()})
         versions = dict(work.versions)
         arguments = {name: self._bind(arg, columns, versions) for name, arg in node.arguments}
-        with call_scope(work.step, node.ordinal, work.behind):
+        with call_scope(work.step, node.ordinal, work.staleness):
             if node.function is not None:
                 with torch.no_grad():
                     returned = node.function(**arguments)
@@ -168,7 +168,7 @@ class Host:
         """While a node trains, nobody is served what it changes."""
         if node.kind is not NodeKind.TRAIN or node.role is None:
             return nullcontext()
-        return self._holdings.changing(node.role, versions.get(node.role, 0) + 1)
+        return self._served_weights.changing(node.role, versions.get(node.role, 0) + 1)
 
     def _parts(self, handles: Sequence[Any]) -> list[Part]:
         return [self._fetch(handle) for handle in handles]

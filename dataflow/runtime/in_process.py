@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from ..errors import PlanError
 from ..graph.role import Role
 from .deadline import DeadlineExceeded, deadline
-from .device_sharing import Turns, needs_device, sleep_workers, wake_workers
+from .device_sharing import DeviceSharing, needs_device, sleep_workers, wake_workers
 from .executor import Completion, Program, build_role, groups_of, methods_of
 from .host import Host
 from .messages import Handle, Part, Work
-from .remote_inference import Holdings, Served
+from .remote_inference import ServedRole, ServedWeights
 from .worker_protocol import WorkerContext, WorkerSpec, close_workers
 
 __all__ = ["InProcess"]
@@ -33,7 +33,7 @@ class InProcess:
         self._hosts: dict[tuple[str, str], Host] = {}
         self._built: list[Role] = []
         self._roles: dict[str, list[Role]] = {}
-        self._turns = Turns(())
+        self._sharing = DeviceSharing(())
         self._queue: deque[tuple[int, str, str, Work]] = deque()
         self._deadline_s = 0.0
 
@@ -62,19 +62,21 @@ class InProcess:
                         roles[group.name, role] = built
                         self._roles.setdefault(group.name, []).append(built)
         self._make_hosts(programs, roles)
-        self._turns = Turns(groups_of(programs))
+        self._sharing = DeviceSharing(groups_of(programs))
         for name, built in self._roles.items():
-            if self._turns.shares(name):
+            if self._sharing.shares(name):
                 sleep_workers(built)
 
     def _make_hosts(
         self, programs: Mapping[str, Program], roles: Mapping[tuple[str, str], Role]
     ) -> None:
-        holdings = {group.name: Holdings(f"group '{group.name}'") for group in groups_of(programs)}
+        serving = {
+            group.name: ServedWeights(f"group '{group.name}'") for group in groups_of(programs)
+        }
         for key, program in programs.items():
             graph, placement = program.graph, program.placement
             for role, server in placement.serving(graph):
-                holdings[server].add(role, graph.roles[role], roles[server, role])
+                serving[server].add(role, graph.roles[role], roles[server, role])
             for group in placement.groups:
                 served = placement.served_roles(graph, group.name)
                 self._hosts[key, group.name] = Host(
@@ -82,12 +84,15 @@ class InProcess:
                     {r: roles[group.name, r] for r in placement.hosted_roles(graph, group.name)},
                     placement.num_chunks,
                     lambda handle: handle,
-                    {r: Served(r, graph.roles[r], holdings[g].answer) for r, g in served.items()},
-                    holdings[group.name],
+                    {
+                        r: ServedRole(r, graph.roles[r], serving[g].answer)
+                        for r, g in served.items()
+                    },
+                    serving[group.name],
                 )
 
-    def _hand_over(self, group: str) -> None:
-        change = self._turns.take(group)
+    def _hand_off(self, group: str) -> None:
+        change = self._sharing.hand_off(group)
         for name in change.sleep:
             sleep_workers(self._roles.get(name, ()))
         if change.wake is not None:
@@ -118,7 +123,7 @@ class InProcess:
         try:
             with deadline(self._deadline_s):
                 if needs_device(work):
-                    self._hand_over(group)
+                    self._hand_off(group)
                 result = self._hosts[program, group].perform(work)
         except DeadlineExceeded:
             return []

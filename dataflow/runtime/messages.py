@@ -16,13 +16,13 @@ from ..graph.role import Metric
 from .ragged import Packed
 
 __all__ = [
-    "AskWork",
+    "CallMethodWork",
     "CallWork",
     "ExportSlicesWork",
     "ExportWork",
     "Handle",
     "HeldLayout",
-    "HoldWork",
+    "SetServedVersionWork",
     "ImportSlicesWork",
     "ImportWork",
     "LayoutWork",
@@ -57,7 +57,7 @@ class CallWork:
         chunk: Which chunk, or None if the node sees the whole batch.
         inputs: Producing node -> handles of its parts, in chunk order.
         versions: Trained role -> version of its weights that the call must see.
-        behind: See `call_behind`.
+        staleness: See `call_staleness`.
     """
 
     node: str
@@ -65,7 +65,7 @@ class CallWork:
     chunk: int | None
     inputs: Mapping[str, tuple[Handle, ...]]
     versions: tuple[tuple[str, int], ...] = ()
-    behind: int | None = None
+    staleness: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ImportWork:
 
 
 @dataclass(frozen=True)
-class HoldWork:
+class SetServedVersionWork:
     """Count the weights of a role that is served as this version, from now on."""
 
     role: str
@@ -104,12 +104,12 @@ class HeldLayout:
     """How a group holds a role's weights; what is in it only executors and workers understand.
 
     Attributes:
-        gives: What the processes of rank 0 hold, which export for all.
-        takes: What all processes hold, or are to hold.
+        sends: What the processes of rank 0 hold, which export for all.
+        receives: What all processes hold, or are to hold.
     """
 
-    gives: Any
-    takes: Any
+    sends: Any
+    receives: Any
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class LoadPartWork:
 
 
 @dataclass(frozen=True)
-class AskWork:
+class CallMethodWork:
     """Call a worker's own method outside any step: to hash its weights, to export a folder.
 
     Attributes:
@@ -195,10 +195,10 @@ class AskWork:
 
 Work = (
     CallWork
-    | AskWork
+    | CallMethodWork
     | ExportWork
     | ImportWork
-    | HoldWork
+    | SetServedVersionWork
     | LayoutWork
     | ExportSlicesWork
     | ImportSlicesWork
@@ -219,7 +219,7 @@ class Report:
         metrics: Named numbers of this call, to be merged over chunks and ranks.
         num_rows: Rows in each stored part.
         num_bytes: Bytes of the stored parts.
-        answer: What an `AskWork` returned.
+        answer: What an `CallMethodWork` returned.
     """
 
     start_s: float

@@ -14,7 +14,7 @@ from ..graph.graph import Graph, Node, NodeKind
 from ..graph.proxies import nearest
 from ..kinds import WeightRead
 from ..scheduler.flow import Flow, FlowNode
-from .remote_inference import questions
+from .remote_inference import remote_methods
 
 __all__ = [
     "DeviceGroup",
@@ -196,7 +196,7 @@ def _check_served(graph: Graph, placement: Placement) -> None:
                     f"declared; {nearest(server, names)}"
                 )
         for role, server in placement.served_roles(graph, group.name).items():
-            questions(role, graph.roles[role])
+            remote_methods(role, graph.roles[role])
             what = f"group '{server}' cannot serve '{role}' to group '{group.name}': "
             wrong = _cannot_serve(graph, placement, role, group, placement.group(server))
             if wrong or server in shares:
@@ -220,7 +220,7 @@ def _cannot_serve(
         return f"it is itself served by '{server.served[role]}'"
     if server.num_processes != server.num_ranks:
         return (
-            f"a rank of it is {server.num_processes // server.num_ranks} processes, and questions "
+            f"a rank of it is {server.num_processes // server.num_ranks} processes, and requests "
             "are answered by one; set tensor_parallel=1 and pipeline_parallel=1"
         )
     return ""

@@ -67,7 +67,7 @@ class Publication:
         """For rank 0 of the home."""
         if role not in self._receivers:
             return ExportWork(role)
-        receivers = {group: self._known(role, group).takes for group in self._receivers[role]}
+        receivers = {group: self._known(role, group).receives for group in self._receivers[role]}
         return ExportSlicesWork(role, receivers, version)
 
     def take(self, role: str, home: str, group: str, weights: Handle, version: int) -> Work:
@@ -75,7 +75,7 @@ class Publication:
         if role not in self._receivers:
             return ImportWork(role, weights, version)
         slices = weights if isinstance(weights, tuple) else (weights,)
-        return ImportSlicesWork(role, group, self._known(role, home).gives, slices, version)
+        return ImportSlicesWork(role, group, self._known(role, home).sends, slices, version)
 
     def _known(self, role: str, group: str) -> HeldLayout:
         layout = self._layouts[role, group]

@@ -1,12 +1,12 @@
-"""Weights that are asked where they are served, instead of where they are read.
+"""Inference with weights where they are served, instead of where they are read.
 
-A call that is given a role asks it *questions*: methods of its contract that no step may call,
-which take arrays and return a named tuple of arrays. Usually the group that makes the call holds a
-copy of the role. It need not: another group can serve it, and the call is given a stand-in, whose
-questions go there. Either way the call reads one version of the weights. A question says which, and
-is refused by whoever holds another; the scheduler keeps the version in place until the call ends.
+A call that is given a role calls methods of its contract that no step may call; they take arrays
+and return a named tuple of arrays. Usually the group that makes the call holds a copy of the role.
+It need not: another group can serve it, and the call is given a stand-in, which makes an inference
+request of each method call. Either way one version of the weights is read. A request says which,
+and is refused by whoever holds another; the scheduler keeps the version until the call ends.
 
-This module knows nothing of how a question travels: see `Ask`.
+This module knows nothing of how a request travels: see `SendRequest`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,23 @@ from numpy.typing import NDArray
 from ..errors import PlanError, WorkerError
 from ..graph.role import Role, call_spec
 
-__all__ = ["Array", "Ask", "Gathers", "Holdings", "Question", "Served", "questions"]
+__all__ = [
+    "Array",
+    "SendRequest",
+    "BatchedInference",
+    "ServedWeights",
+    "InferenceRequest",
+    "ServedRole",
+    "remote_methods",
+]
 
 Array = NDArray[Any]
 """Of numbers or truth values, of any shape."""
 
 
 @dataclass(frozen=True)
-class Question:
-    """One question to a served role.
+class InferenceRequest:
+    """One call of a method of a served role.
 
     Attributes:
         role: Whom it is for.
@@ -47,16 +55,16 @@ class Question:
     arguments: tuple[Array | None, ...]
 
 
-Ask = Callable[[Question, type[Any]], Any]
-"""Takes a question to whoever serves the role and returns the answer, an object of the given class.
+SendRequest = Callable[[InferenceRequest, type[Any]], Any]
+"""Takes a request to whoever serves the role and returns the answer, an object of the given class.
 
 Called from several threads at once. Raises a `WorkerError` if there is no answer.
 """
 
 
 @runtime_checkable
-class Gathers(Protocol):
-    """A worker that answers several questions at once. Optional.
+class BatchedInference(Protocol):
+    """A worker that answers several requests at once. Optional.
 
     The answer to one must not depend on the others, not by a single bit.
     """
@@ -66,10 +74,10 @@ class Gathers(Protocol):
         ...
 
 
-class Holdings:
+class ServedWeights:
     """Which roles a process serves, and which version of their weights it holds.
 
-    Versions are told from the thread that changes weights; questions come from others.
+    Versions are told from the thread that changes weights; requests come from others.
 
     Args:
         where: What to call this process in messages: "group 'policy'".
@@ -78,7 +86,7 @@ class Holdings:
     def __init__(self, where: str) -> None:
         self._where = where
         self._workers: dict[str, Role] = {}
-        self._questions: dict[str, Mapping[str, type[Any]]] = {}
+        self._methods: dict[str, Mapping[str, type[Any]]] = {}
         self._versions: dict[str, int | None] = {}
         self._lock = threading.Lock()
 
@@ -86,12 +94,12 @@ class Holdings:
         """Serve a role, as soon as it is known which version it holds.
 
         Raises:
-            PlanError: If its contract has no questions.
+            PlanError: If its contract has no method to call.
         """
-        self._questions[role] = questions(role, contract)
+        self._methods[role] = remote_methods(role, contract)
         self._workers[role] = worker
 
-    def hold(self, role: str, version: int | None) -> None:
+    def set_version(self, role: str, version: int | None) -> None:
         """What is held of a role counts as `version` from now on; None while it changes."""
         if role in self._workers:
             with self._lock:
@@ -100,147 +108,149 @@ class Holdings:
     @contextmanager
     def changing(self, role: str, version: int) -> Generator[None]:
         """While weights change nobody is answered; afterwards they are `version`."""
-        self.hold(role, None)
+        self.set_version(role, None)
         yield
-        self.hold(role, version)
+        self.set_version(role, version)
 
-    def answer_all(self, asked: Sequence[Question]) -> list[Any]:
-        """Answer questions, in order; those that can be are answered together.
+    def answer_all(self, requests: Sequence[InferenceRequest]) -> list[Any]:
+        """Answer requests, in order; those that can be are answered together.
 
         Returns:
             The answers, and in the place of one that failed what was raised.
         """
         alike: dict[tuple[str, str, int], list[int]] = {}
-        for index, one in enumerate(asked):
+        for index, one in enumerate(requests):
             alike.setdefault((one.role, one.method, one.version), []).append(index)
-        answers: list[Any] = [None] * len(asked)
+        answers: list[Any] = [None] * len(requests)
         for indices in alike.values():
             for index, answer in zip(
-                indices, self._answer([asked[i] for i in indices]), strict=True
+                indices, self._answer([requests[i] for i in indices]), strict=True
             ):
                 answers[index] = answer
         return answers
 
-    def answer(self, asked: Question, returns: type[Any]) -> Any:
-        """An `Ask` for whoever is in the same process.
+    def answer(self, request: InferenceRequest, returns: type[Any]) -> Any:
+        """A `SendRequest` for whoever is in the same process.
 
         Raises:
             WorkerError: If the role holds other weights, or is not served.
             Exception: Whatever the worker raises.
         """
         del returns
-        (found,) = self._answer([asked])
+        (found,) = self._answer([request])
         if isinstance(found, Exception):
             raise found
         return found
 
-    def _answer(self, asked: Sequence[Question]) -> Sequence[Any]:
-        """Answers to questions of the same role, method and version."""
-        one = asked[0]
+    def _answer(self, requests: Sequence[InferenceRequest]) -> Sequence[Any]:
+        """Answers to requests for the same role, method and version."""
+        one = requests[0]
         try:
             worker = self._check(one)
             with torch.no_grad():
-                if isinstance(worker, Gathers):
-                    answers = _answer_together(worker, asked)
+                if isinstance(worker, BatchedInference):
+                    answers = _answer_together(worker, requests)
                 else:
-                    answers = [_answer_one(worker, each) for each in asked]
+                    answers = [_answer_one(worker, each) for each in requests]
             self._check(one)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
-            return [error] * len(asked)
+            return [error] * len(requests)
         return answers
 
-    def _check(self, asked: Question) -> Role:
+    def _check(self, request: InferenceRequest) -> Role:
         with self._lock:
-            worker, holds = self._workers.get(asked.role), self._versions.get(asked.role)
+            worker, holds = self._workers.get(request.role), self._versions.get(request.role)
         if worker is None:
             served = ", ".join(self._workers) or "nothing"
-            raise WorkerError(f"{self._where} does not serve '{asked.role}'; it serves {served}")
-        known = self._questions[asked.role]
-        if asked.method not in known:
-            raise WorkerError(f"'{asked.role}' can be asked {', '.join(known)}, not that")
-        if holds != asked.version:
+            raise WorkerError(f"{self._where} does not serve '{request.role}'; it serves {served}")
+        known = self._methods[request.role]
+        if request.method not in known:
+            raise WorkerError(f"'{request.role}' serves {', '.join(known)}, not '{request.method}'")
+        if holds != request.version:
             has = "weights that are being changed" if holds is None else f"version {holds}"
             raise WorkerError(
-                f"'{asked.role}.{asked.method}' was asked for version {asked.version} of the "
-                f"weights, but {self._where} holds {has}; this is a fault of the engine, please "
-                "report it"
+                f"'{request.role}.{request.method}' was called for version {request.version} of "
+                f"the weights, but {self._where} holds {has}; this is a fault of the engine, "
+                "please report it"
             )
         return worker
 
 
-def _answer_together(worker: Gathers, asked: Sequence[Question]) -> Sequence[Any]:
-    """The answers; each question by itself if that fails, so that only its own fault harms it.
+def _answer_together(
+    worker: BatchedInference, requests: Sequence[InferenceRequest]
+) -> Sequence[Any]:
+    """The answers; each request by itself if that fails, so that only its own fault harms it.
 
     Raises:
-        WorkerError: If there are more answers than questions, or fewer.
+        WorkerError: If there are more answers than requests, or fewer.
     """
-    one = asked[0]
+    one = requests[0]
     try:
-        answers = worker.answer_all(one.method, [each.arguments for each in asked])
+        answers = worker.answer_all(one.method, [each.arguments for each in requests])
     except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
-        if len(asked) == 1:
+        if len(requests) == 1:
             return [error]
-        return [_answer_together(worker, [each])[0] for each in asked]
-    if len(answers) != len(asked):
+        return [_answer_together(worker, [each])[0] for each in requests]
+    if len(answers) != len(requests):
         raise WorkerError(
-            f"'{one.role}' gave {len(answers)} answers to {len(asked)} questions '{one.method}'; "
-            f"{type(worker).__name__}.answer_all must return one for each, in order"
+            f"'{one.role}' gave {len(answers)} answers to {len(requests)} requests for "
+            f"'{one.method}'; {type(worker).__name__}.answer_all must return one for each, in order"
         )
     return answers
 
 
-def _answer_one(worker: Role, asked: Question) -> Any:
+def _answer_one(worker: Role, request: InferenceRequest) -> Any:
     """The answer, or what was raised."""
     try:
-        return getattr(worker, asked.method)(*asked.arguments)
+        return getattr(worker, request.method)(*request.arguments)
     except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
         return error
 
 
-class Served:
+class ServedRole:
     """A role that another group serves.
 
     Args:
         role: Its name.
         contract: Its contract.
-        ask: Takes its questions there.
+        send: Takes its requests there.
 
     Raises:
-        PlanError: If the contract has no questions, or one that cannot be asked elsewhere.
+        PlanError: If the contract has no method to call, or one that cannot be called elsewhere.
     """
 
-    def __init__(self, role: str, contract: type[Role], ask: Ask) -> None:
+    def __init__(self, role: str, contract: type[Role], send: SendRequest) -> None:
         methods = {
-            name: _asking(name, inspect.signature(getattr(contract, name)), returns)
-            for name, returns in questions(role, contract).items()
+            name: _requesting(name, inspect.signature(getattr(contract, name)), returns)
+            for name, returns in remote_methods(role, contract).items()
         }
         self._stand_in: Any = type(f"Served{contract.__name__}", (_StandIn, contract), methods)
-        self._role, self._ask = role, ask
+        self._role, self._send = role, send
 
     def at(self, version: int) -> Role:
-        """What a call that reads this version is given: the contract's questions work."""
-        return self._stand_in(self._role, version, self._ask)
+        """What a call that reads this version is given: these methods of the contract work."""
+        return self._stand_in(self._role, version, self._send)
 
 
 class _StandIn:
     """What all stand-ins have in common."""
 
-    def __init__(self, role: str, version: int, ask: Ask) -> None:
-        self._served, self._version, self._ask = role, version, ask
+    def __init__(self, role: str, version: int, send: SendRequest) -> None:
+        self._served, self._version, self._send = role, version, send
 
 
-def _asking(name: str, signature: inspect.Signature, returns: type[Any]) -> Callable[..., Any]:
-    def asked(self: Any, *args: Array | None, **kwargs: Array | None) -> Any:
+def _requesting(name: str, signature: inspect.Signature, returns: type[Any]) -> Callable[..., Any]:
+    def request(self: Any, *args: Array | None, **kwargs: Array | None) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         arguments = tuple(bound.arguments.values())[1:]
-        return self._ask(Question(self._served, name, self._version, arguments), returns)
+        return self._send(InferenceRequest(self._served, name, self._version, arguments), returns)
 
-    return asked
+    return request
 
 
-def questions(role: str, contract: type[Role]) -> Mapping[str, type[Any]]:
-    """The questions of a contract, with the named tuple that each returns.
+def remote_methods(role: str, contract: type[Role]) -> Mapping[str, type[Any]]:
+    """What can be called of a contract elsewhere, with the named tuple that each method returns.
 
     Raises:
         PlanError: If there are none, or one returns something else.
@@ -253,12 +263,12 @@ def questions(role: str, contract: type[Role]) -> Mapping[str, type[Any]]:
         if not (isinstance(returns, type) and issubclass(returns, tuple)):
             raise PlanError(
                 f"role '{role}' cannot be served: '{contract.__name__}.{name}' returns "
-                f"{returns!r}, and a question returns a NamedTuple of arrays"
+                f"{returns!r}, and a method of a served role returns a NamedTuple of arrays"
             )
         found[name] = returns
     if not found:
         raise PlanError(
             f"role '{role}' cannot be served: its contract {contract.__name__} has no method "
-            "beside those that steps call, so whoever is given it has nothing to ask"
+            "beside those that steps call, so whoever is given it has nothing to call"
         )
     return found

@@ -46,12 +46,12 @@ from .executor import Executor, Program
 from .messages import (
     CallWork,
     Handle,
-    HoldWork,
     LoadPartWork,
     LoadStateWork,
     Report,
     SavePartWork,
     SaveStateWork,
+    SetServedVersionWork,
     Work,
 )
 from .placement import flow_of
@@ -260,10 +260,10 @@ class Run:
             producer: tuple(self._store[Output(producer, task.step, chunk)] for chunk in chunks)
             for producer in dict.fromkeys(ref.node for _, ref in node.inputs)
         }
-        versions, behind = self._versions[task], self._behind(node, task)
-        return CallWork(node.name, task.step, task.chunk, inputs, versions, behind)
+        versions, staleness = self._versions[task], self._staleness(node, task)
+        return CallWork(node.name, task.step, task.chunk, inputs, versions, staleness)
 
-    def _behind(self, node: Node, task: NodeTask) -> int | None:
+    def _staleness(self, node: Node, task: NodeTask) -> int | None:
         """By how many versions a train call's rollouts are older than what it trains."""
         if node.kind is not NodeKind.TRAIN:
             return None
@@ -378,7 +378,7 @@ class Run:
     def _say_versions(self) -> None:
         """Tell whoever serves a role what its weights count as in this run."""
         for role, group in self._placement.serving(self._graph):
-            work = HoldWork(role, self.scheduler.version_of(role))
+            work = SetServedVersionWork(role, self.scheduler.version_of(role))
             self._now(group, self._on_all(group, work))
 
     def _hosts(self, role: str) -> list[str]:

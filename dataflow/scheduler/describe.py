@@ -43,7 +43,7 @@ def _why_not_started(scheduler: SchedulerState, task: NodeTask) -> str:
         lowest = rule.lowest(task.step)
         if instance.holds < lowest:
             return f"waiting for {rule.role}@{lowest} on {rule.group}, which holds {instance.holds}"
-    if any(task in instance.parked_trains for instance in scheduler.weights.instances.values()):
+    if any(task in instance.blocked_trains for instance in scheduler.weights.instances.values()):
         return "waiting for readers of the weights it would overwrite"
     if not scheduler.checkpoints.may_start(task):
         return f"held until checkpoint {scheduler.checkpoints.boundary} is saved"

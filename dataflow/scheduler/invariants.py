@@ -138,11 +138,11 @@ def _outputs(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
 
 def _every_task_in_one_place(scheduler: SchedulerState) -> Iterator[str]:
     queued, weights = Counter(scheduler.ranks.queued()), scheduler.weights
-    parked: Counter[Task] = Counter()
+    blocked: Counter[Task] = Counter()
     for instance in weights.instances.values():
-        parked.update(instance.parked_trains)
-        for tasks in instance.parked.values():
-            parked.update(tasks)
+        blocked.update(instance.blocked_trains)
+        for tasks in instance.blocked.values():
+            blocked.update(tasks)
     for state in scheduler.steps.values():
         for i, node in enumerate(scheduler.flow.nodes):
             if node.kind == "source":
@@ -150,12 +150,12 @@ def _every_task_in_one_place(scheduler: SchedulerState) -> Iterator[str]:
             for slot, task in enumerate(scheduler.index.tasks(i, state.step)):
                 waits = not state.has_source or state.missing[i][slot] > 0
                 places = (
-                    int(waits) + queued[task] + parked[task]
+                    int(waits) + queued[task] + blocked[task]
                     + (task in scheduler.running) + (task in state.done)
                 )  # fmt: skip
                 if places != 1:
                     yield f"{task} is in {places} places at once"
-    for task in [*queued, *parked]:
+    for task in [*queued, *blocked]:
         if isinstance(task, NodeTask) and task.step not in scheduler.steps:
             yield f"{task} is queued, but its step is not in flight"
 
@@ -200,7 +200,7 @@ def _instances(scheduler: SchedulerState) -> Iterator[str]:
             yield f"{what}: ceiling {instance.ceiling} is out of date"
         if instance.holds > instance.ceiling:
             yield f"{what} holds {instance.holds}, but {instance.ceiling} is still to be read"
-        if any(version <= instance.holds for version in instance.parked):
+        if any(version <= instance.holds for version in instance.blocked):
             yield f"{what} holds {instance.holds}, but tasks still wait for an older version"
         if instance.is_home and (instance.loading is not None):
             yield f"{what} is home and loads"

@@ -52,8 +52,8 @@ class Instance:
         ceiling: The newest version it may hold while the reads outstanding are not done.
         rules: Reads of this instance, the role's own train nodes left out.
         loading: The load queued or running, if any.
-        parked: Tasks with all inputs there that wait for a version, by version.
-        parked_trains: Train tasks that wait for readers of the version they would overwrite.
+        blocked: Tasks with all inputs there that wait for a version, by version.
+        blocked_trains: Train tasks that wait for readers of the version they would overwrite.
         changed_s: When `holds` changed last; None since the start.
     """
 
@@ -64,8 +64,8 @@ class Instance:
     ceiling: int = NO_CEILING
     rules: list[ReadRule] = field(default_factory=list[ReadRule])
     loading: Load | None = None
-    parked: dict[int, list[NodeTask]] = field(default_factory=dict[int, list[NodeTask]])
-    parked_trains: list[NodeTask] = field(default_factory=list[NodeTask])
+    blocked: dict[int, list[NodeTask]] = field(default_factory=dict[int, list[NodeTask]])
+    blocked_trains: list[NodeTask] = field(default_factory=list[NodeTask])
     changed_s: float | None = None
 
     def advance(self, version: int, at_s: float) -> list[Task]:
@@ -73,8 +73,8 @@ class Instance:
         self.holds = version
         self.changed_s = at_s
         ready: list[Task] = []
-        for wanted in sorted(key for key in self.parked if key <= version):
-            ready += self.parked.pop(wanted)
+        for wanted in sorted(key for key in self.blocked if key <= version):
+            ready += self.blocked.pop(wanted)
         return ready
 
 
@@ -125,11 +125,11 @@ class Weights:
             instance = self.instances[rule.role, rule.group]
             lowest = rule.lowest(task.step)
             if instance.holds < lowest:
-                instance.parked.setdefault(lowest, []).append(task)
+                instance.blocked.setdefault(lowest, []).append(task)
                 return False
         trains = self._flow.nodes[index].trains
         if trains is not None and not self._may_train(self.home(trains)):
-            self.home(trains).parked_trains.append(task)
+            self.home(trains).blocked_trains.append(task)
             return False
         return True
 
@@ -207,10 +207,10 @@ class Weights:
         return home.ceiling > home.holds and home.role not in self.publishing
 
     def _retry_trains(self, home: Instance) -> list[Task]:
-        if not home.parked_trains or not self._may_train(home):
+        if not home.blocked_trains or not self._may_train(home):
             return []
-        ready: list[Task] = list(home.parked_trains)
-        home.parked_trains.clear()
+        ready: list[Task] = list(home.blocked_trains)
+        home.blocked_trains.clear()
         return ready
 
     def _wanted(self, replica: Instance, version: int) -> bool:

@@ -144,7 +144,7 @@ def with_lag(max_lag: int) -> tuple[str, float]:
     rows = {"rows": EnvRowSource(NUM_ENVS, NUM_ENVS)}
     with Engine(graph, placement, workers=specs, schedule=Schedule(max_lag=max_lag)) as engine:
         metrics = [step.metrics for step in engine.run(rows, 10)]
-        return engine.ask("actor", "weights_sha256"), metrics[-1]["actor.train/ratio_mean"]
+        return engine.call("actor", "weights_sha256"), metrics[-1]["actor.train/ratio_mean"]
 
 
 def test_impala_corrects_for_steps_of_older_weights_and_repeats_itself() -> None:

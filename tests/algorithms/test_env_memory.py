@@ -100,14 +100,14 @@ def test_a_run_that_was_stopped_ends_the_same(tmp_path: Path) -> None:
 
     with engine() as one:
         list(one.run(run.sources, STEPS))
-        expected = one.ask("actor", "weights_sha256")
+        expected = one.call("actor", "weights_sha256")
     store = CheckpointStore(tmp_path, keep=2)
     saving: dict[str, Any] = {"checkpoint_every": 2, "checkpoints": store}
     with engine() as stopped:
         list(stopped.run(run.sources, 4, **saving))
     with engine() as resumed:
         assert len(list(resumed.run(run.sources, STEPS, **saving))) == 2
-        assert resumed.ask("actor", "weights_sha256") == expected
+        assert resumed.call("actor", "weights_sha256") == expected
 
 
 def test_only_who_remembers_learns_what_was_shown_before() -> None:

@@ -58,7 +58,7 @@ def placed(name: str) -> Placement:
 def trained(engine: Engine, **options: Any) -> tuple[str, int]:
     """The weights' hash after all steps, and how many steps it took to get there."""
     steps = list(engine.run(SOURCES, STEPS, **options))
-    return engine.ask("actor", "weights_sha256"), len(steps)
+    return engine.call("actor", "weights_sha256"), len(steps)
 
 
 @pytest.mark.parametrize("env", [CARTPOLE, SCALED], ids=lambda env: env.id)

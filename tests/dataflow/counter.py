@@ -68,7 +68,7 @@ class Counter(Model):
         return Metrics({"seen": Metric.mean(float(batch.score.sum()), float(rows))})
 
     def count(self) -> float:
-        """For `Engine.ask`."""
+        """For `Engine.call`."""
         return float(self.weight)
 
     def export_weights(self) -> Mapping[str, Tensor]:

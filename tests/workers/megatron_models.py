@@ -129,7 +129,7 @@ def values_of(metrics: TrainMetrics) -> dict[str, Tensor]:
 
 
 def train_policy(
-    policy: Any, batch: dict[str, Tensor], steps: range = range(2), behind: int | None = None
+    policy: Any, batch: dict[str, Tensor], steps: range = range(2), staleness: int | None = None
 ) -> dict[str, Tensor]:
     """Calls of GRPO's and PPO's policy loss, two minibatches each; metrics of the last."""
     names = ("tokens", "mask", "behavior_logprob", "advantage")
@@ -137,7 +137,7 @@ def train_policy(
     loss = ClippedPolicyLoss(report_entropy=True, entropy_coef=0.01)
     found = TrainMetrics({})
     for step in steps:
-        with call_scope(step, 0, behind):
+        with call_scope(step, 0, staleness):
             found = policy.train(loss, columns, num_minibatches=2, temperature=0.9)
     return values_of(found)
 

@@ -196,7 +196,7 @@ def disagree(part: Part) -> None:
     policy = part.policy("qwen2-tied", optimizer=OPTIMIZER, mismatch=limits)
     part.keep("before", policy.export_weights())
     try:
-        train_policy(policy, batch, behind=0)
+        train_policy(policy, batch, staleness=0)
     except MismatchError as error:
         said = str(error).partition(" (largest")[0]
         (part.folder / f"disagree-{part.layout}-{part.process}.txt").write_text(said)

@@ -159,7 +159,7 @@ def start_groups(
 def connect_groups(
     groups: Sequence[RankGroup], servers: Mapping[str, Sequence[str]], start_s: float
 ) -> None:
-    """Have groups answer questions of others, and tell those where.
+    """Have groups answer inference requests of others, and tell those where.
 
     Args:
         groups: All groups; built.
@@ -177,7 +177,11 @@ def connect_groups(
         for name, calls in serving.items()
     }
     clients = {client for names in servers.values() for client in names}
-    calls = [call for name in clients for call in named[name].call_all("ask_at", places, token)]
+    calls = [
+        call
+        for name in clients
+        for call in named[name].call_all("connect_to_servers", places, token)
+    ]
     _all(backend, calls, "being told who answers", start_s)
 
 

@@ -35,13 +35,13 @@ from ...dataflow.runtime.messages import (
 )
 from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.ragged import Packed
-from ...dataflow.runtime.remote_inference import Holdings, Served
+from ...dataflow.runtime.remote_inference import ServedRole, ServedWeights
 from ...dataflow.runtime.worker_protocol import WorkerContext, close_workers
-from ..inference.client import AnswerClient
-from ..inference.server import AnswerServer
+from ..inference.client import InferenceClient
+from ..inference.server import InferenceServer
 from ..training.threads import use_threads
 from ..weight_sync.p2p_link import Clock
-from ..weight_sync.packet_server import Kept, Outbox, PacketServer, Route, Store
+from ..weight_sync.packet_server import Outbox, OutboxEntry, PacketServer, Route, Store
 from ..weight_sync.packets import Packet
 from ..weight_sync.slice_exchange import SliceTraffic
 from .process_backend import ProcessDied, ProcessHome, Ref
@@ -121,9 +121,9 @@ class RankProcess:
         self._listener: socket.socket | None = None
         self._outbox = Outbox()
         self._packet_server: dict[Route, PacketServer] = {}
-        self._holdings = Holdings(f"group '{group.name}' (process {process})")
-        self._clients: dict[str, AnswerClient] = {}
-        self._server: AnswerServer | None = None
+        self._served_weights = ServedWeights(f"group '{group.name}' (process {process})")
+        self._clients: dict[str, InferenceClient] = {}
+        self._server: InferenceServer | None = None
         self._sleeps = ""
 
     def listen(self) -> Address:
@@ -186,28 +186,30 @@ class RankProcess:
                 program.placement.num_chunks,
                 self._fetch,
                 self._served(program),
-                self._holdings,
+                self._served_weights,
             )
             for role, server in program.placement.serving(program.graph):
                 if server == self._group.name:
-                    self._holdings.add(role, program.graph.roles[role], self._roles[role])
+                    self._served_weights.add(role, program.graph.roles[role], self._roles[role])
 
-    def _served(self, program: Program) -> dict[str, Served]:
+    def _served(self, program: Program) -> dict[str, ServedRole]:
         """The roles that others serve here."""
-        served: dict[str, Served] = {}
+        served: dict[str, ServedRole] = {}
         found = program.placement.served_roles(program.graph, self._group.name)
         for role, server in found.items():
             if server not in self._clients:
-                self._clients[server] = AnswerClient(f"group '{server}'", self._deadline_s)
-            served[role] = Served(role, program.graph.roles[role], self._clients[server].ask)
+                self._clients[server] = InferenceClient(f"group '{server}'", self._deadline_s)
+            served[role] = ServedRole(role, program.graph.roles[role], self._clients[server].send)
         return served
 
     def serve(self, token: str) -> tuple[str, int]:
-        """Answer questions from now on, on this node's own address; where that is."""
-        self._server = AnswerServer(self._holdings, self._home.host, token)
+        """Answer inference requests from now on, on this process's own address; where that is."""
+        self._server = InferenceServer(self._served_weights, self._home.host, token)
         return self._server.address
 
-    def ask_at(self, servers: Mapping[str, Sequence[tuple[str, int]]], token: str) -> None:
+    def connect_to_servers(
+        self, servers: Mapping[str, Sequence[tuple[str, int]]], token: str
+    ) -> None:
         """Where the ranks of the groups are that serve this one."""
         rank = self._group.rank_of(self._process)
         for group, addresses in servers.items():
@@ -310,7 +312,7 @@ class RankProcess:
                 given = [self._fetched(slices, work.group) for slices in turned]
                 arrived = [packet for packet in given if packet is not None]
                 worker = host.roles[work.role]
-                with self._holdings.changing(work.role, work.version):
+                with self._served_weights.changing(work.role, work.version):
                     traffic.take(work.role, worker, work.source, arrived, work.version)
             case CallWork():
                 for role, version in work.versions:
@@ -326,11 +328,11 @@ class RankProcess:
         if not any(route.senders == self._group.name for route in self._packet_server):
             return {receiver: self._home.put(packet) for receiver, packet in packets.items()}
         key = self._outbox.put(packets)
-        return Kept(self._group.name, self._process, key, frozenset(packets))
+        return OutboxEntry(self._group.name, self._process, key, frozenset(packets))
 
     def _fetched(self, slices: Any, group: str) -> Packet | None:
         """What one exporting process has for this one."""
-        if isinstance(slices, Kept):
+        if isinstance(slices, OutboxEntry):
             if (group, self._process) not in slices.receivers:
                 return None
             packet_server = next(

@@ -22,11 +22,11 @@ import torch
 
 from ...dataflow.errors import ConfigError, PenstockError, StateError, WorkerError
 from ...dataflow.graph.role import Role
-from ...dataflow.runtime.device_sharing import Turns, needs_device
+from ...dataflow.runtime.device_sharing import DeviceSharing, needs_device
 from ...dataflow.runtime.executor import Completion, Program, groups_of, servers_of
 from ...dataflow.runtime.messages import CallWork, Handle, ImportSlicesWork, ImportWork, Part, Work
 from ...dataflow.runtime.worker_protocol import WorkerSpec
-from ..weight_sync.packet_server import Kept, Route
+from ..weight_sync.packet_server import OutboxEntry, Route
 from .executor_kind import Transport
 from .process_backend import BackendError, Process, ProcessBackend, ProcessDied, Ref, Reservation
 from .rank_group import (
@@ -53,7 +53,7 @@ _Place = tuple[str, int, int]
 
 
 @dataclass
-class _Asked:
+class _Job:
     """Work that the processes of one rank are doing.
 
     Attributes:
@@ -89,7 +89,7 @@ class _Asked:
             return None
         (lead,) = (one for one in self.answers.values() if one.leads)
         weights = lead.weights
-        if isinstance(weights, dict | Kept):  # slices: every process has those that lie with it
+        if isinstance(weights, dict | OutboxEntry):  # slices: every process has its own
             weights = tuple(one.weights for _, one in sorted(self.answers.items()))
         parts = lead.parts
         if self.parts is not None and lead.report is not None:
@@ -128,7 +128,7 @@ class Supervisor:
     them if not.
 
     Groups that share devices sleep in turn. The processes see to it themselves: those whose turn
-    it is wait for the others to sleep before they wake, and what they are asked next waits as well.
+    it is wait for the others to sleep before they wake, and what they are given next waits as well.
 
     Args:
         where: What the backend is called in messages: "Ray".
@@ -156,13 +156,13 @@ class Supervisor:
         self._num_threads = num_threads
         self._transport = transport
         self._routes: list[Route] = []
-        self._kept: dict[_Place, weakref.finalize[..., Any]] = {}
+        self._outbox_entries: dict[_Place, weakref.finalize[..., Any]] = {}
         self._programs: Mapping[str, Program] = {}
         self._groups: dict[str, RankGroup] = {}
-        self._turns = Turns(())
+        self._sharing = DeviceSharing(())
         self._restartable: set[str] = set()
-        self._loaded: dict[tuple[str, int, str], _Asked] = {}
-        self._pending: dict[Ref, tuple[_Asked, int]] = {}
+        self._loaded: dict[tuple[str, int, str], _Job] = {}
+        self._pending: dict[Ref, tuple[_Job, int]] = {}
         self._started: _Started | None = None
         self._controller_bytes = 0
         self._deadline_s = self._start_s = LEAST_START_S
@@ -187,7 +187,7 @@ class Supervisor:
         threads = self._num_threads or max(
             1, torch.get_num_threads() // max(group.num_processes for group in groups)
         )
-        self._turns = Turns(groups)
+        self._sharing = DeviceSharing(groups)
         self._groups = {
             group.name: RankGroup(
                 backend, group, threads, deadline_s, _hosted(programs, workers, group.name)
@@ -200,7 +200,7 @@ class Supervisor:
         devices = backend.reserve(groups, self._start_s)
         hosted = backend.put((dict(programs), dict(workers)))
         self._started = _Started(backend, devices, hosted, seed)
-        asleep = frozenset(group.name for group in groups if self._turns.shares(group.name))
+        asleep = frozenset(group.name for group in groups if self._sharing.shares(group.name))
         start_groups(every, devices, hosted, seed, self._start_s, asleep)
         if servers := servers_of(programs):
             connect_groups(every, servers, self._start_s)
@@ -215,7 +215,7 @@ class Supervisor:
 
     def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
         """Ask every process of the rank. See `Executor.submit`."""
-        self._ask(_Asked(ticket, program, group, rank, work, set()))
+        self._send(_Job(ticket, program, group, rank, work, set()))
 
     def _hand_off(self, group: str, *, awake: bool = False) -> list[Ref]:
         """Give a group its devices before its next work; comes back at once.
@@ -227,32 +227,32 @@ class Supervisor:
         Returns:
             What its processes wait for: the groups that give the devices up.
         """
-        change = self._turns.take(group)
+        change = self._sharing.hand_off(group)
         asleep = [call for name in change.sleep for call in self._groups[name].call_all("sleep")]
         if change.wake is not None and not awake:
             self._groups[change.wake].call_all("wake", asleep)
         return asleep
 
-    def _ask(self, asked: _Asked) -> None:
-        if needs_device(asked.work):
-            self._hand_off(asked.group)
-        group = self._groups[asked.group]
-        processes = group.group.processes(asked.rank)
-        asked.processes.update(processes)
+    def _send(self, job: _Job) -> None:
+        if needs_device(job.work):
+            self._hand_off(job.group)
+        group = self._groups[job.group]
+        processes = group.group.processes(job.rank)
+        job.processes.update(processes)
         for process in processes:
             leads = process == processes[0]
-            if leads and asked.group in self._restartable and isinstance(asked.work, CallWork):
-                count = 1 if asked.work.chunk is not None else self._num_chunks(asked)
-                arguments = asked.program, asked.work, count
-                answer, *asked.parts = group.backend.call(
+            if leads and job.group in self._restartable and isinstance(job.work, CallWork):
+                count = 1 if job.work.chunk is not None else self._num_chunks(job)
+                arguments = job.program, job.work, count
+                answer, *job.parts = group.backend.call(
                     group.processes[process], "perform_apart", arguments, 1 + count
                 )
             else:
-                answer = group.call(process, "perform", asked.program, asked.work, leads)
-            self._pending[answer] = (asked, process)
+                answer = group.call(process, "perform", job.program, job.work, leads)
+            self._pending[answer] = (job, process)
 
-    def _num_chunks(self, asked: _Asked) -> int:
-        return self._programs[asked.program].placement.num_chunks
+    def _num_chunks(self, job: _Job) -> int:
+        return self._programs[job.program].placement.num_chunks
 
     def wait(self, timeout_s: float) -> Sequence[Completion]:
         """See `Executor.wait`."""
@@ -266,62 +266,62 @@ class Supervisor:
         """What a rank answers: once all its processes have, or as soon as one of them fails."""
         if ref not in self._pending:
             return None  # Its group was started again meanwhile.
-        asked, process = self._pending.pop(ref)
-        of = f"of group '{asked.group}'"
-        if process != asked.rank:
+        job, process = self._pending.pop(ref)
+        of = f"of group '{job.group}'"
+        if process != job.rank:
             of = f"(process {process}) {of}"
         try:
             answer: Answer
             (answer,) = self._here.backend.get([ref], self._deadline_s)
         except ProcessDied as error:
-            return self._died(asked, f"rank {asked.rank} {of} died: {error}")
+            return self._died(job, f"rank {job.rank} {of} died: {error}")
         except BackendError as error:
-            return asked.failed(f"rank {asked.rank} {of} lost its work: {error}")
+            return job.failed(f"rank {job.rank} {of} lost its work: {error}")
         self._controller_bytes += len(pickle.dumps(answer.report))
         if answer.report is None:
-            return asked.failed(answer.error, answer.trace)
-        if isinstance(answer.weights, Kept):
+            return job.failed(answer.error, answer.trace)
+        if isinstance(answer.weights, OutboxEntry):
             self._watch(answer.weights)
-        asked.answers[process] = answer
-        completion = asked.complete()
-        if completion is not None and isinstance(asked.work, (ImportWork, ImportSlicesWork)):
-            self._loaded[asked.group, asked.rank, asked.work.role] = asked
+        job.answers[process] = answer
+        completion = job.complete()
+        if completion is not None and isinstance(job.work, (ImportWork, ImportSlicesWork)):
+            self._loaded[job.group, job.rank, job.work.role] = job
         return completion
 
-    def _watch(self, kept: Kept) -> None:
+    def _watch(self, entry: OutboxEntry) -> None:
         """Have the process forget weights once nothing here can ask for them any more."""
-        place = kept.group, kept.process, kept.key
-        process = self._groups[kept.group].processes[kept.process]
-        forget = weakref.finalize(kept, _forget, self._kept, place, self._here.backend, process)
-        forget.atexit = False
-        self._kept[place] = forget
-
-    def _died(self, asked: _Asked, said: str) -> Completion | None:
-        """Start the group again if that can be done, and have it do again what it owes."""
-        group = self._groups[asked.group]
-        if asked.group not in self._restartable or group.num_starts > _MOST_RESTARTS:
-            return asked.failed(said)
-        _LOG.warning("%s; its group is started again", said)
-        owed = list(
-            {id(a): a for a, _ in self._pending.values() if a.group == asked.group}.values()
+        place = entry.group, entry.process, entry.key
+        process = self._groups[entry.group].processes[entry.process]
+        forget = weakref.finalize(
+            entry, _forget, self._outbox_entries, place, self._here.backend, process
         )
-        owed = sorted([*(a for a in owed if a is not asked), asked], key=lambda a: a.ticket)
-        self._pending = {r: p for r, p in self._pending.items() if p[0].group != asked.group}
+        forget.atexit = False
+        self._outbox_entries[place] = forget
+
+    def _died(self, job: _Job, said: str) -> Completion | None:
+        """Start the group again if that can be done, and have it do again what it owes."""
+        group = self._groups[job.group]
+        if job.group not in self._restartable or group.num_starts > _MOST_RESTARTS:
+            return job.failed(said)
+        _LOG.warning("%s; its group is started again", said)
+        owed = list({id(a): a for a, _ in self._pending.values() if a.group == job.group}.values())
+        owed = sorted([*(a for a in owed if a is not job), job], key=lambda a: a.ticket)
+        self._pending = {r: p for r, p in self._pending.items() if p[0].group != job.group}
         group.kill()
         here = self._here
         try:
-            self._wait_asleep(asked.group)
+            self._wait_asleep(job.group)
             start_groups([group], here.devices, here.hosted, here.seed, self._start_s)
-            broken = [route for route in self._routes if route.receivers == asked.group]
+            broken = [route for route in self._routes if route.receivers == job.group]
             connect_routes(self._groups, broken, self._start_s)
         except PenstockError as error:
             self._pending.clear()
-            return asked.failed(f"{said}; it could not be started again: {error}")
-        before = [a for (name, _, _), a in self._loaded.items() if name == asked.group]
+            return job.failed(f"{said}; it could not be started again: {error}")
+        before = [a for (name, _, _), a in self._loaded.items() if name == job.group]
         for again in (*before, *owed):
             again.processes.clear()
             again.answers.clear()
-            self._ask(again)
+            self._send(again)
         return None
 
     def _wait_asleep(self, group: str) -> None:
@@ -341,9 +341,9 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ask all processes to close their workers, and end them. See `Executor.stop`."""
-        for forget in self._kept.values():
+        for forget in self._outbox_entries.values():
             forget.detach()  # The processes end, and with them what they keep.
-        self._kept.clear()
+        self._outbox_entries.clear()
         is_idle = not self._pending
         self._pending.clear()
         self._loaded.clear()
@@ -357,13 +357,15 @@ class Supervisor:
 
     def _may_stay_warm(self, group: RankGroup) -> bool:
         """Those that train nothing, and hold no part of a GPU that is given back."""
-        shares_gpu = group.group.device.startswith("cuda") and self._turns.shares(group.group.name)
+        shares_gpu = group.group.device.startswith("cuda") and self._sharing.shares(
+            group.group.name
+        )
         return group.group.name in self._restartable and not shares_gpu
 
     @property
-    def num_kept(self) -> int:
+    def num_outbox_entries(self) -> int:
         """Snapshots that processes keep for others; 0 unless slices go from process to process."""
-        return len(self._kept)
+        return len(self._outbox_entries)
 
     @property
     def controller_bytes(self) -> int:
@@ -372,9 +374,9 @@ class Supervisor:
 
 
 def _forget(
-    kept: dict[_Place, Any], place: _Place, backend: ProcessBackend, process: Process
+    entries: dict[_Place, Any], place: _Place, backend: ProcessBackend, process: Process
 ) -> None:
-    del kept[place]
+    del entries[place]
     backend.call(process, "forget", place[-1:])
 
 

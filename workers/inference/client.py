@@ -1,4 +1,4 @@
-"""How a process asks questions of a role that another process serves."""
+"""How a process calls a role that another process serves."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import time
 from typing import Any
 
 from ...dataflow.errors import StateError, WorkerError
-from ...dataflow.runtime.remote_inference import Question
-from .protocol import CHALLENGE_BYTES, FrameReader, answer_from, proof, question_frame
+from ...dataflow.runtime.remote_inference import InferenceRequest
+from .protocol import CHALLENGE_BYTES, FrameReader, answer_from, proof, request_frame
 
-__all__ = ["AnswerClient"]
+__all__ = ["InferenceClient"]
 
 _PIECE = 1 << 20
 
 
-class AnswerClient:
-    """Takes questions to one server; any number of threads may ask at the same time.
+class InferenceClient:
+    """Takes requests to one server; any number of threads may call at the same time.
 
-    A thread that asks has a connection to itself meanwhile; there are as many as there ever were
-    questions at once.
+    A thread that waits has a connection to itself meanwhile; there are as many as there ever were
+    requests at once.
 
     Args:
         where: What to call the server in messages: "group 'policy'".
@@ -40,13 +40,13 @@ class AnswerClient:
         self.close()
         self._address, self._token = address, token
 
-    def ask(self, asked: Question, returns: type[Any]) -> Any:
-        """See `dataflow.serving.Ask`.
+    def send(self, request: InferenceRequest, returns: type[Any]) -> Any:
+        """See `SendRequest`.
 
         Raises:
             WorkerError: If the server refuses, cannot be reached, or does not answer in time.
         """
-        frame = question_frame(asked)
+        frame = request_frame(request)
         end_s = time.monotonic() + self._deadline_s
         link: socket.socket | None = None
         try:
@@ -55,7 +55,7 @@ class AnswerClient:
             link.sendall(frame)
             answer = _next_frame(link, end_s)
         except OSError as error:
-            what = f"asking '{asked.role}.{asked.method}' of {self._where} failed"
+            what = f"calling '{request.role}.{request.method}' of {self._where} failed"
             if isinstance(error, TimeoutError):
                 raise WorkerError(f"{what}: no answer within {self._deadline_s:g} s") from error
             raise WorkerError(f"{what}: {error}; has its process ended?") from error

@@ -1,4 +1,4 @@
-"""Questions and answers as bytes: a length, a JSON header, and the arrays as they lie in memory.
+"""Requests and answers as bytes: a length, a JSON header, and the arrays as they lie in memory.
 
     u32 bytes of the header | u64 bytes of all arrays | header, JSON | arrays, one after another
 
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ...dataflow.errors import WorkerError
-from ...dataflow.runtime.remote_inference import Array, Question
+from ...dataflow.runtime.remote_inference import Array, InferenceRequest
 
 __all__ = [
     "CHALLENGE_BYTES",
@@ -34,8 +34,8 @@ __all__ = [
     "answer_frame",
     "error_frame",
     "proof",
-    "question_frame",
-    "question_from",
+    "request_frame",
+    "request_from",
 ]
 
 CHALLENGE_BYTES = 16
@@ -142,32 +142,32 @@ def _encode(header: dict[str, Any], arrays: Sequence[Array | None]) -> bytes:
     return b"".join((_LENGTHS.pack(len(text), sum(map(len, pieces))), text, *pieces))
 
 
-def question_frame(asked: Question) -> bytes:
-    """A question as bytes.
+def request_frame(request: InferenceRequest) -> bytes:
+    """A request as bytes.
 
     Raises:
         WorkerError: If an argument is no array that can be sent.
     """
-    for index, argument in enumerate(asked.arguments):
+    for index, argument in enumerate(request.arguments):
         if argument is not None and not isinstance(argument, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance] - user code
             raise WorkerError(
-                f"argument {index} of '{asked.role}.{asked.method}' is a "
-                f"{type(argument).__name__}; a role that is served is asked with numpy arrays"
+                f"argument {index} of '{request.role}.{request.method}' is a "
+                f"{type(argument).__name__}; a role that is served is called with numpy arrays"
             )
-    header = {"role": asked.role, "method": asked.method, "version": asked.version}
-    return _encode(header, asked.arguments)
+    header = {"role": request.role, "method": request.method, "version": request.version}
+    return _encode(header, request.arguments)
 
 
-def question_from(frame: Frame) -> Question:
+def request_from(frame: Frame) -> InferenceRequest:
     """The reverse.
 
     Raises:
-        WorkerError: If it is no question.
+        WorkerError: If it is no request.
     """
     role, method, version = (frame.header.get(name) for name in ("role", "method", "version"))
     if not (isinstance(role, str) and isinstance(method, str) and type(version) is int):
-        raise WorkerError(f"a question lacks its role, method or version: {dict(frame.header)}")
-    return Question(role, method, version, frame.arrays)
+        raise WorkerError(f"a request lacks its role, method or version: {dict(frame.header)}")
+    return InferenceRequest(role, method, version, frame.arrays)
 
 
 def answer_frame(answer: Any) -> bytes:

@@ -1,9 +1,9 @@
-"""The thread that answers questions to roles which a process serves.
+"""The thread that answers requests to roles which a process serves.
 
 One thread reads what has arrived on all connections, answers everything that is waiting at once,
-and sends the answers. So questions gather while it is busy, and nobody waits for a batch to fill.
-It never waits for a connection to take an answer: one that has not taken its answers is asked no
-further question until it has, and is dropped if it takes nothing for a while.
+and sends the answers. So requests gather while it is busy, and nobody waits for a batch to fill.
+It never waits for a connection to take an answer: one that has not taken its answers is read no
+further until it has, and is dropped if it takes nothing for a while.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...dataflow.errors import PenstockError, WorkerError
-from ...dataflow.runtime.remote_inference import Holdings, Question
+from ...dataflow.runtime.remote_inference import InferenceRequest, ServedWeights
 from ...dataflow.runtime.worker_protocol import CLOSE_S
 from .protocol import (
     CHALLENGE_BYTES,
@@ -30,10 +30,10 @@ from .protocol import (
     answer_frame,
     error_frame,
     proof,
-    question_from,
+    request_from,
 )
 
-__all__ = ["AnswerServer"]
+__all__ = ["InferenceServer"]
 
 _PIECE = 1 << 20
 """Most bytes taken from a connection at once."""
@@ -53,7 +53,7 @@ class _Peer:
         expected: The proof it owes; empty once it has given it.
         since_s: When it connected.
         given: What has come of the proof.
-        reader: Its questions.
+        reader: Its requests.
         unsent: Answers it has not taken yet.
         took_s: When it last took some, or they began to wait.
     """
@@ -67,26 +67,26 @@ class _Peer:
     took_s: float = 0.0
 
 
-class AnswerServer:
-    """Answers questions from other processes until it is closed.
+class InferenceServer:
+    """Answers requests from other processes until it is closed.
 
     Args:
-        holdings: Who answers.
+        served_weights: Who answers.
         host: The address to listen at, no other.
         token: What whoever connects must know.
 
     Attributes:
         address: Host and port.
-        num_questions: Answered so far.
+        num_requests: Answered so far.
         num_batches: In how many batches.
     """
 
-    def __init__(self, holdings: Holdings, host: str, token: str) -> None:
-        self._holdings, self._token = holdings, token
+    def __init__(self, served_weights: ServedWeights, host: str, token: str) -> None:
+        self._served_weights, self._token = served_weights, token
         self._listener = socket.create_server((host, 0), backlog=1024)
         self._listener.setblocking(False)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
-        self.num_questions = self.num_batches = 0
+        self.num_requests = self.num_batches = 0
         self._wake, self._woken = socket.socketpair()
         self._closing = False
         self._failure: Exception | None = None
@@ -115,8 +115,8 @@ class AnswerServer:
         self._wake.close()
         if self._failure is not None:
             raise WorkerError(
-                "the thread that answers questions has ended by a fault of its own, so whoever "
-                f"asked lost the connection: {self._failure!r}"
+                "the thread that answers requests has ended by a fault of its own, so whoever "
+                f"called lost the connection: {self._failure!r}"
             ) from self._failure
 
     def _run(self) -> None:
@@ -126,7 +126,7 @@ class AnswerServer:
                 if waiting:
                     self._answer(waiting)
         except Exception as error:
-            _LOG.exception("answering questions has ended")
+            _LOG.exception("answering requests has ended")
             self._failure = error
         finally:
             for peer in list(self._peers.values()):
@@ -134,9 +134,9 @@ class AnswerServer:
             for one in (self._listener, self._woken, self._selector):
                 one.close()
 
-    def _gather(self) -> list[tuple[_Peer, Question]]:
-        """Wait until something arrives; the questions that are complete."""
-        waiting: list[tuple[_Peer, Question]] = []
+    def _gather(self) -> list[tuple[_Peer, InferenceRequest]]:
+        """Wait until something arrives; the requests that are complete."""
+        waiting: list[tuple[_Peer, InferenceRequest]] = []
         for key, events in self._selector.select(_PATIENCE_S):
             if key.fileobj is self._listener:
                 self._accept()
@@ -166,7 +166,7 @@ class AnswerServer:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send(peer, challenge)
 
-    def _read(self, peer: _Peer) -> list[tuple[_Peer, Question]]:
+    def _read(self, peer: _Peer) -> list[tuple[_Peer, InferenceRequest]]:
         try:
             piece = peer.link.recv(_PIECE)
         except BlockingIOError:
@@ -179,10 +179,10 @@ class AnswerServer:
         if peer.expected:
             piece = self._check(peer, piece)
         peer.reader.feed(piece)
-        found: list[tuple[_Peer, Question]] = []
+        found: list[tuple[_Peer, InferenceRequest]] = []
         try:
             while (frame := peer.reader.take()) is not None:
-                found.append((peer, question_from(frame)))
+                found.append((peer, request_from(frame)))
         except WorkerError as error:
             _LOG.warning("a connection is dropped: %s", error)
             self._drop(peer)
@@ -201,12 +201,12 @@ class AnswerServer:
         peer.expected = b""
         return rest
 
-    def _answer(self, waiting: Sequence[tuple[_Peer, Question]]) -> None:
-        self.num_questions += len(waiting)
+    def _answer(self, waiting: Sequence[tuple[_Peer, InferenceRequest]]) -> None:
+        self.num_requests += len(waiting)
         self.num_batches += 1
-        answers = self._holdings.answer_all([asked for _, asked in waiting])
-        for (peer, asked), answer in zip(waiting, answers, strict=True):
-            self._send(peer, _frame_of(asked, answer))
+        answers = self._served_weights.answer_all([request for _, request in waiting])
+        for (peer, request), answer in zip(waiting, answers, strict=True):
+            self._send(peer, _frame_of(request, answer))
 
     def _send(self, peer: _Peer, data: bytes) -> None:
         """Send what the connection takes now, and the rest when it takes more."""
@@ -223,7 +223,7 @@ class AnswerServer:
         except BlockingIOError:
             pass
         except OSError:
-            self._drop(peer)  # It has gone; whoever asked will notice.
+            self._drop(peer)  # It has gone; whoever called will notice.
             return
         wanted = selectors.EVENT_WRITE if peer.unsent else selectors.EVENT_READ
         self._selector.modify(peer.link, wanted)
@@ -235,7 +235,7 @@ class AnswerServer:
             peer.link.close()
 
 
-def _frame_of(asked: Question, answer: object) -> bytes:
+def _frame_of(request: InferenceRequest, answer: object) -> bytes:
     """The answer as bytes, or what went wrong."""
     if not isinstance(answer, Exception):
         try:
@@ -243,6 +243,6 @@ def _frame_of(asked: Question, answer: object) -> bytes:
         except WorkerError as error:
             answer = error
     if isinstance(answer, PenstockError):
-        return error_frame(f"'{asked.role}.{asked.method}': {answer}")
+        return error_frame(f"'{request.role}.{request.method}': {answer}")
     trace = "".join(traceback.format_exception(answer)).rstrip()
-    return error_frame(f"'{asked.role}.{asked.method}' failed where it is served:\n{trace}")
+    return error_frame(f"'{request.role}.{request.method}' failed where it is served:\n{trace}")

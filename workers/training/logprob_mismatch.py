@@ -104,7 +104,7 @@ class Mismatch:
 
 
 def check_mismatch(
-    found: dict[str, Metric], limits: MismatchLimits, role: str, step: int, behind: int | None
+    found: dict[str, Metric], limits: MismatchLimits, role: str, step: int, staleness: int | None
 ) -> None:
     """Refuse to train on what another model must have sampled.
 
@@ -113,12 +113,12 @@ def check_mismatch(
         limits: How far apart the engines may be.
         role: What is trained.
         step: Of the run.
-        behind: See `call_behind`; only 0 is judged.
+        staleness: See `call_staleness`; only 0 is judged.
 
     Raises:
         MismatchError: If the divergence is above `limits.stop_above`, or not a number.
     """
-    if not found or behind != 0 or limits.stop_above is None:
+    if not found or staleness != 0 or limits.stop_above is None:
         return
     k3, largest, size = (found[name].value for name in (ROLLOUT_K3, _LARGEST, _SIZE))
     if not k3 <= limits.stop_above:

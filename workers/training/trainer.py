@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...algorithms.roles.language import TrainMetrics
 from ...dataflow.graph.role import Loss, LossSum, Metric
-from ...dataflow.runtime.call_context import CallKey, call_behind
+from ...dataflow.runtime.call_context import CallKey, call_staleness
 from ..rollout.sampling import stream_generator
 from .data_parallel import RankGroup, rank_group
 from .frozen import frozen_names, frozen_spans
@@ -166,7 +166,7 @@ class Trainer(Generic[O]):
         found = self._mismatch.metrics()
         self._mismatch = None
         self._compared = True
-        check_mismatch(found, limits, self._context.role, key.step, call_behind())
+        check_mismatch(found, limits, self._context.role, key.step, call_staleness())
         return found
 
     def _gradient(

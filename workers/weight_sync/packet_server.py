@@ -24,10 +24,10 @@ from .p2p_link import Clock, Link, Op
 from .packets import Packet
 from .version_tracker import WeightsError
 
-__all__ = ["Kept", "PacketServer", "Route", "Outbox", "Store"]
+__all__ = ["OutboxEntry", "PacketServer", "Route", "Outbox", "Store"]
 
 _UNBOUNDED = timedelta(days=3650)
-"""For the thread that waits for questions, as a server does; every answer has a deadline."""
+"""For the thread that waits for requests, as a server does; every answer has a deadline."""
 
 _Posted = tuple[Op, dist.Work]
 
@@ -65,7 +65,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Kept:
+class OutboxEntry:
     """What a process has ready for others: all that the controller sees of it.
 
     Attributes:
@@ -113,7 +113,7 @@ class PacketServer:
         route: Which.
         number: The process's number on it.
         store: Where all processes of the route meet.
-        deadline_s: How long a packet may take, from the question on.
+        deadline_s: How long a packet may take, from the request on.
         start_s: How long the others may take to come.
 
     Raises:
@@ -152,7 +152,7 @@ class PacketServer:
         clock = Clock(self._deadline_s)
         number = self._route.number(self._route.senders, process)
         whose = f"the weights of process {process} of group '{self._route.senders}'"
-        asked = self._send([torch.tensor([key])], number, f"a question for {whose}")
+        asked = self._send([torch.tensor([key])], number, f"a request for {whose}")
         (head,) = self._receive([_HEAD_SIZE], torch.int64, number, whose, clock)
         self._wait(asked, clock)
         found, plan, source, destination, version, num_slices, num_buckets = head.tolist()
@@ -193,18 +193,18 @@ class PacketServer:
 
     def _serve(self, outbox: Outbox, number: int) -> None:
         """Until the receiver has left, or died."""
-        group, question = self._group, torch.zeros(1, dtype=torch.int64)
+        group, request = self._group, torch.zeros(1, dtype=torch.int64)
         while True:
             try:
-                group.recv([question], number, 0).wait(_UNBOUNDED)
+                group.recv([request], number, 0).wait(_UNBOUNDED)
             except RuntimeError as error:
                 # Whoever has given it work hears that it is dead.
                 _LOG.info("%s asks no more: %s", self._receiver(number), error)
                 return
-            if int(question) == _NO_MORE:
+            if int(request) == _NO_MORE:
                 return
             try:
-                self._answer(outbox, int(question), number)
+                self._answer(outbox, int(request), number)
             except WeightsError:
                 _LOG.exception("%s gets no more weights from here", self._receiver(number))
                 return

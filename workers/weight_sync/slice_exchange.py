@@ -22,7 +22,7 @@ from ...planner.resharding.sharding import Sharding
 from .packets import Packet, pack, unpack
 from .version_tracker import HeldWeights
 
-__all__ = ["SliceHolder", "SliceTaker", "SliceTraffic"]
+__all__ = ["SliceHolder", "SliceReceiver", "SliceTraffic"]
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class SliceHolder(Protocol):
 
 
 @runtime_checkable
-class SliceTaker(Protocol):
+class SliceReceiver(Protocol):
     """A worker that is given whole tensors by name and does the rest itself."""
 
     def weights_layout(self) -> Sharding:
@@ -74,7 +74,7 @@ class SliceTraffic:
 
     def layout(self, worker: object) -> HeldLayout | None:
         """How the worker's group holds the weights; None if it cannot say."""
-        if not isinstance(worker, (SliceHolder, SliceTaker)):
+        if not isinstance(worker, (SliceHolder, SliceReceiver)):
             return None
         takes = worker.weights_layout()
         return HeldLayout(_only(takes, self._senders).to_json(), takes.to_json())
@@ -105,7 +105,7 @@ class SliceTraffic:
         Raises:
             WeightsError: If a slice is missing, damaged or of another version; names the parameter.
         """
-        if not isinstance(worker, (SliceHolder, SliceTaker)):
+        if not isinstance(worker, (SliceHolder, SliceReceiver)):
             raise WorkerError(f"a {type(worker).__name__} cannot take weights in slices")
         layout = worker.weights_layout()
         plan, first = _plan(source, layout.to_json())

@@ -7,9 +7,9 @@ import threading
 import pytest
 from penstock.dataflow.runtime.call_context import (
     CallKey,
-    call_behind,
     call_key,
     call_scope,
+    call_staleness,
     step_scope,
 )
 
@@ -67,8 +67,8 @@ def test_another_thread_is_in_no_scope_of_this_one() -> None:
 
 
 def test_how_old_the_samples_are_is_known_within_a_call_alone() -> None:
-    with call_scope(3, 0, behind=1):
-        assert call_behind() == 1
+    with call_scope(3, 0, staleness=1):
+        assert call_staleness() == 1
     with call_scope(3, 0):
-        assert call_behind() is None
-    assert call_behind() is None
+        assert call_staleness() is None
+    assert call_staleness() is None

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 from penstock.dataflow.errors import PlanError
-from penstock.dataflow.runtime.device_sharing import HandOff, Turns, needs_device
+from penstock.dataflow.runtime.device_sharing import DeviceSharing, HandOff, needs_device
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.messages import CallWork, LayoutWork
@@ -51,13 +51,13 @@ def test_fewer_ranks_keep_their_devices() -> None:
 
 def test_a_turn_puts_those_with_the_devices_to_sleep() -> None:
     groups = [DeviceGroup("a", 2, devices=(0, 1)), DeviceGroup("b", devices=(0,))]
-    turns = Turns([*groups, DeviceGroup("c", devices=(1,)), DeviceGroup("d")])
-    assert turns.take("d") == HandOff()
-    assert turns.take("b") == HandOff((), "b")
-    assert turns.take("c") == HandOff((), "c")
-    assert turns.take("c") == HandOff()
-    assert turns.take("a") == HandOff(("b", "c"), "a")
-    assert turns.take("b") == HandOff(("a",), "b")
+    sharing = DeviceSharing([*groups, DeviceGroup("c", devices=(1,)), DeviceGroup("d")])
+    assert sharing.hand_off("d") == HandOff()
+    assert sharing.hand_off("b") == HandOff((), "b")
+    assert sharing.hand_off("c") == HandOff((), "c")
+    assert sharing.hand_off("c") == HandOff()
+    assert sharing.hand_off("a") == HandOff(("b", "c"), "a")
+    assert sharing.hand_off("b") == HandOff(("a",), "b")
 
 
 # --- what the scheduler does

@@ -11,7 +11,7 @@ from penstock.dataflow.errors import StateError, WorkerError
 from penstock.dataflow.runtime.dispatcher import Dispatcher
 from penstock.dataflow.runtime.executor import Program
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.dataflow.runtime.messages import AskWork, ExportWork
+from penstock.dataflow.runtime.messages import CallMethodWork, ExportWork
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.events import Load, Publish
@@ -40,8 +40,8 @@ def dispatcher() -> Generator[Dispatcher]:
 
 
 EXPORT = {0: ExportWork("model")}
-FAIL = {0: AskWork("model", "fail")}
-COUNTED = {0: AskWork("model", "count")}
+FAIL = {0: CallMethodWork("model", "fail")}
+COUNTED = {0: CallMethodWork("model", "count")}
 FIRST, SECOND = Publish("model", 1), Load("model", 1, "all")
 
 

@@ -58,7 +58,7 @@ def test_a_second_run_samples_with_the_weights_that_the_first_one_made(
             steps = list(one.run(SOURCES, 3))
             assert seen(steps) == expected
             assert sampled_with(steps) == first  # versions count from the run's own start
-        assert one.ask("model", "count") == 6
+        assert one.call("model", "count") == 6
 
 
 def test_another_program_sees_the_newest_weights_wherever_it_runs() -> None:
@@ -102,7 +102,7 @@ def test_asking_during_a_run_does_not_disturb_it(placement: Placement, max_lag: 
     steps: list[StepResult] = []
     with engine(placement, max_lag=max_lag) as one:
         for step in one.run(SOURCES, 5):
-            assert one.ask("model", "count") == step.step + 1
+            assert one.call("model", "count") == step.step + 1
             steps.append(step)
     assert seen(steps) == seen(undisturbed)
     assert sampled_with(steps) == sampled_with(undisturbed)
@@ -118,7 +118,7 @@ def test_after_breaking_out_of_a_run_another_can_begin(
         for step in one.run(SOURCES, 5):
             if step.step == last:
                 break
-        trained = one.ask("model", "count")
+        trained = one.call("model", "count")
         assert trained == last + 1
         expected = [trained + max(0, step - max_lag) for step in range(3)]
         assert seen(list(one.run(SOURCES, 3))) == expected

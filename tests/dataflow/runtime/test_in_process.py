@@ -89,12 +89,12 @@ def test_a_call_that_outlives_its_deadline_is_interrupted_and_reported() -> None
 def test_an_answer_that_does_not_come_in_time_is_reported() -> None:
     with slow_engine(0, 0.5) as engine:
         with pytest.raises(WorkerError) as raised:
-            engine.ask("model", "nap", 60)
+            engine.call("model", "nap", 60)
         assert str(raised.value) == (
-            "AskWork on group 'all' took longer than 0.5 s (Schedule.deadline_s); rank(s) [0] did "
-            "not answer"
+            "CallMethodWork on group 'all' took longer than 0.5 s (Schedule.deadline_s); rank(s) "
+            "[0] did not answer"
         )
-        assert engine.ask("model", "nap", 0) == "slept"
+        assert engine.call("model", "nap", 0) == "slept"
         assert [step.step for step in engine.run(SOURCES, 2)] == [0, 1]
 
 
@@ -123,7 +123,7 @@ def test_an_answer_s_time_begins_when_those_before_it_are_there() -> None:
     """The ask below waits for samples of the next step, longer than one of them may take."""
     with slow_engine(0.5, 1.5, graph=FOUR, placement=ON_FOUR_GROUPS, max_lag=1) as engine:
         next(engine.run(SOURCES, 2))
-        assert engine.ask("a", "nap", 0.5) == "slept"
+        assert engine.call("a", "nap", 0.5) == "slept"
 
 
 class SideBySide(InProcess):

@@ -12,14 +12,20 @@ from penstock.dataflow.graph.role import Role, call
 from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.executor import Program
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, flow_of
-from penstock.dataflow.runtime.remote_inference import Array, Holdings, Question, Served, questions
+from penstock.dataflow.runtime.remote_inference import (
+    Array,
+    InferenceRequest,
+    ServedRole,
+    ServedWeights,
+    remote_methods,
+)
 from penstock.dataflow.scheduler.schedule import Schedule
 
 from . import watched
 
 
 class Sums(NamedTuple):
-    """What the question returns."""
+    """What the request returns."""
 
     total: Array
     rest: Array | None
@@ -51,19 +57,19 @@ class Together(Adder):
         return [OneByOne().add(left, right) for left, right in calls if left is not None]
 
 
-def asking(number: float, version: int = 3) -> Question:
-    return Question("adder", "add", version, (np.full(2, number), None))
+def asking(number: float, version: int = 3) -> InferenceRequest:
+    return InferenceRequest("adder", "add", version, (np.full(2, number), None))
 
 
-def holding(worker: Role, version: int | None = 3) -> Holdings:
-    holdings = Holdings("group 'server'")
-    holdings.add("adder", Adder, worker)
-    holdings.hold("adder", version)
-    return holdings
+def holding(worker: Role, version: int | None = 3) -> ServedWeights:
+    served_weights = ServedWeights("group 'server'")
+    served_weights.add("adder", Adder, worker)
+    served_weights.set_version("adder", version)
+    return served_weights
 
 
 def test_a_stand_in_asks_what_the_contract_says() -> None:
-    served = Served("adder", Adder, holding(OneByOne()).answer)
+    served = ServedRole("adder", Adder, holding(OneByOne()).answer)
     adder = served.at(3)
     assert isinstance(adder, Adder)
     assert adder.add(np.ones(2), right=np.ones(2)).total.tolist() == [2, 2]
@@ -103,8 +109,8 @@ def test_whoever_does_not_answer_every_question_is_told() -> None:
     for answer in holding(Miscounting()).answer_all([asking(1), asking(2)]):
         assert isinstance(answer, WorkerError)
         assert str(answer) == (
-            "'adder' gave 0 answers to 2 questions 'add'; Miscounting.answer_all must return one "
-            "for each, in order"
+            "'adder' gave 0 answers to 2 requests for 'add'; Miscounting.answer_all must return "
+            "one for each, in order"
         )
 
 
@@ -119,37 +125,37 @@ def test_whoever_does_not_answer_every_question_is_told() -> None:
     ],
 )
 def test_another_version_refuses(held: int | None, message: str) -> None:
-    adder = Served("adder", Adder, holding(OneByOne(), held).answer).at(3)
+    adder = ServedRole("adder", Adder, holding(OneByOne(), held).answer).at(3)
     assert isinstance(adder, Adder)
     with pytest.raises(WorkerError) as caught:
         adder.add(np.ones(2))
     assert message in str(caught.value)
-    assert str(caught.value).startswith("'adder.add' was asked for")
+    assert str(caught.value).startswith("'adder.add' was called for")
 
 
 def test_weights_that_change_while_they_answer_are_noticed() -> None:
     class Fickle(OneByOne):
         def add(self, left: Array, right: Array | None = None) -> Sums:
-            holdings.hold("adder", 4)
+            served_weights.set_version("adder", 4)
             return super().add(left, right)
 
-    holdings = holding(Fickle())
-    (answer,) = holdings.answer_all([asking(1)])
+    served_weights = holding(Fickle())
+    (answer,) = served_weights.answer_all([asking(1)])
     assert "holds version 4" in str(answer)
 
 
 def test_what_is_no_question_is_refused() -> None:
-    holdings = holding(OneByOne())
+    served_weights = holding(OneByOne())
     for asked in (
-        Question("adder", "look", 3, ()),
-        Question("adder", "__init__", 3, ()),
-        Question("other", "add", 3, ()),
-        Question("adder", "__class__", 3, ()),
-        Question("adder", "missing", 3, ()),
+        InferenceRequest("adder", "look", 3, ()),
+        InferenceRequest("adder", "__init__", 3, ()),
+        InferenceRequest("other", "add", 3, ()),
+        InferenceRequest("adder", "__class__", 3, ()),
+        InferenceRequest("adder", "missing", 3, ()),
     ):
-        (answer,) = holdings.answer_all([asked])
+        (answer,) = served_weights.answer_all([asked])
         assert isinstance(answer, WorkerError)
-    (answer,) = holdings.answer_all([Question("other", "add", 3, ())])
+    (answer,) = served_weights.answer_all([InferenceRequest("other", "add", 3, ())])
     assert str(answer) == "group 'server' does not serve 'other'; it serves adder"
 
 
@@ -161,11 +167,11 @@ def test_a_contract_without_questions_cannot_be_served() -> None:
     class Odd(Role):
         def guess(self) -> float: ...
 
-    assert questions("adder", Adder) == {"add": Sums}
+    assert remote_methods("adder", Adder) == {"add": Sums}
     with pytest.raises(PlanError, match="role 'silent' cannot be served: its contract Silent has"):
-        questions("silent", Silent)
+        remote_methods("silent", Silent)
     with pytest.raises(PlanError, match="'Odd.guess' returns <class 'float'>"):
-        questions("odd", Odd)
+        remote_methods("odd", Odd)
 
 
 def seen(steps: list[StepResult]) -> list[float]:
@@ -222,12 +228,12 @@ SERVED = {"model": "server"}
         (
             moved(watch=DeviceGroup("watch", served={"watcher": "server"})),
             "role 'watcher' cannot be served: its contract Watcher has no method beside those that "
-            "steps call, so whoever is given it has nothing to ask",
+            "steps call, so whoever is given it has nothing to call",
         ),
         (
             moved(server=DeviceGroup("server", tensor_parallel=2)),
             "group 'server' cannot serve 'model' to group 'watch': a rank of it is 2 processes, "
-            "and questions are answered by one; set tensor_parallel=1 and pipeline_parallel=1",
+            "and requests are answered by one; set tensor_parallel=1 and pipeline_parallel=1",
         ),
         (
             moved(server=DeviceGroup("server", served={"model": "main"})),

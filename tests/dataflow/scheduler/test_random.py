@@ -531,10 +531,10 @@ def test_memory_does_not_grow_with_steps(max_lag: int) -> None:
 
     def measure(scheduler: Scheduler, event: Event) -> None:
         snapshots = sum(map(len, scheduler.weights.snapshots.values()))
-        parked = sum(len(i.parked) for i in scheduler.weights.instances.values())
+        blocked = sum(len(i.blocked) for i in scheduler.weights.instances.values())
         sizes.append(
             len(scheduler.steps) + len(scheduler.running) + len(scheduler.ranks.queued())
-            + snapshots + parked
+            + snapshots + blocked
         )  # fmt: skip
 
     dry_run(scheduler, timing(0), after_event=measure)

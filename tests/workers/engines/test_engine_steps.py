@@ -79,7 +79,7 @@ def learnt(
     with Engine(run.graph, placement, workers=roles, executor=executor) as engine:
         assert len(list(engine.run(run.sources, 3))) == 3
         for role in run.trained:
-            engine.ask(role, "save_pretrained", folder / role)
+            engine.call(role, "save_pretrained", folder / role)
             saved = load_file(folder / role / "model.safetensors")
             found |= {f"{role}/{name}": weight for name, weight in saved.items()}
     return found

@@ -163,7 +163,7 @@ def finish(
     )
     with engine:
         steps = list(engine.run(SOURCES, STEPS))
-        return engine.ask("actor", "weights_sha256"), schedule_of(steps)
+        return engine.call("actor", "weights_sha256"), schedule_of(steps)
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_two_trainers_learn_from_three_workers_what_one_does(
         )
         with engine:
             assert len(list(engine.run(SOURCES, STEPS))) == STEPS
-            engine.ask("actor", "save_pretrained", tmp_path / name)
+            engine.call("actor", "save_pretrained", tmp_path / name)
         found[name] = load_file(tmp_path / name / "model.safetensors")
     torch.testing.assert_close(found["several"], found["one"], atol=1e-5, rtol=0)
 
@@ -285,4 +285,4 @@ def test_killed_and_resumed_it_ends_the_same(
     with engine(InProcess()) as resumed:
         steps = list(resumed.run(SOURCES, STEPS, **saving))
         assert [step.step for step in steps] == [2, 3]
-        assert resumed.ask("actor", "weights_sha256") == expected[1][0]
+        assert resumed.call("actor", "weights_sha256") == expected[1][0]

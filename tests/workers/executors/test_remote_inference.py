@@ -67,5 +67,5 @@ def test_a_server_that_dies_is_named(spawned: Backend) -> None:
     with engine:
         run = engine.run(watched.SOURCES, 3)
         next(run)
-        with pytest.raises(WorkerError, match="asking 'model.tell' of group 'server' failed"):
+        with pytest.raises(WorkerError, match="calling 'model.tell' of group 'server' failed"):
             next(run)

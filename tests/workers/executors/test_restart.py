@@ -54,7 +54,7 @@ def finish(
     placement: Placement,
     executor: Executor,
     max_lag: int,
-    num_kept: list[int] | None = None,
+    num_entries: list[int] | None = None,
     **workers: Any,
 ) -> tuple[dict[str, str], list[StepResult]]:
     engine = Engine(
@@ -68,9 +68,9 @@ def finish(
     with engine:
         for step in engine.run(run.sources, 4):
             steps.append(step)
-            if isinstance(executor, Supervisor) and num_kept is not None:
-                num_kept.append(executor.num_kept)
-        return {role: engine.ask(role, "weights_sha256") for role in run.trained}, steps
+            if isinstance(executor, Supervisor) and num_entries is not None:
+                num_entries.append(executor.num_outbox_entries)
+        return {role: engine.call(role, "weights_sha256") for role in run.trained}, steps
 
 
 def test_a_rollout_process_that_dies_loses_nothing_and_adds_nothing(
@@ -98,13 +98,13 @@ def check_that_nothing_is_lost(
     apart = Placement(groups, nodes, num_chunks=2)
     mortal = MortalSpec(run.workers["actor"], str(tmp_path))
     executor = backend.executor(transport="point_to_point")
-    num_kept: list[int] = []
-    found, steps = finish(run, apart, executor, max_lag=1, num_kept=num_kept, actor=mortal)
+    num_entries: list[int] = []
+    found, steps = finish(run, apart, executor, max_lag=1, num_entries=num_entries, actor=mortal)
 
     assert found == expected
     assert [step.num_rows for step in steps] == [step.num_rows for step in plain]
-    assert any(num_kept)
-    assert max(num_kept) <= 2  # older snapshots are given up
+    assert any(num_entries)
+    assert max(num_entries) <= 2  # older snapshots are given up
     assert len(list(tmp_path.iterdir())) == 6  # of four steps, two again
     told = [r.getMessage() for r in caplog.records if r.name == "penstock.executor"]
     assert len(told) == 2

@@ -68,7 +68,7 @@ def finish(
     )
     with engine:
         steps = list(engine.run(run.sources, num_steps))
-        return {role: engine.ask(role, "weights_sha256") for role in run.trained}, steps
+        return {role: engine.call(role, "weights_sha256") for role in run.trained}, steps
 
 
 def test_in_one_process_and_in_several_it_ends_with_the_same_weights(backend: Backend) -> None:
@@ -177,7 +177,7 @@ def test_two_ranks_sample_the_same_tokens_and_train_to_the_same_weights(
         with engine:
             metrics[num_ranks] = list(engine.run(run.sources, 3))
             path = tmp_path / str(num_ranks)
-            engine.ask("actor", "save_pretrained", path)
+            engine.call("actor", "save_pretrained", path)
         weights[num_ranks] = load_file(path / "model.safetensors")
     for name, one in weights[1].items():
         torch.testing.assert_close(weights[2][name], one, rtol=0, atol=1e-5)
@@ -262,7 +262,7 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, backend: Backend) -
             step.step for step in engine.run(run.sources, 6, checkpoint_every=2, checkpoints=store)
         ]
         assert rest == [4, 5]
-        assert engine.ask("actor", "weights_sha256") == whole["actor"]
+        assert engine.call("actor", "weights_sha256") == whole["actor"]
 
 
 def test_runs_follow_one_another_whatever_is_still_out(spawned: Backend) -> None:
@@ -276,13 +276,13 @@ def test_runs_follow_one_another_whatever_is_still_out(spawned: Backend) -> None
         schedule=Schedule(max_lag=1),
     ) as engine:
         for step in engine.run(counter.SOURCES, 5):
-            assert engine.ask("model", "count") >= step.step + 1
+            assert engine.call("model", "count") >= step.step + 1
             if step.step == 1:
                 break
-        trained = engine.ask("model", "count")
+        trained = engine.call("model", "count")
         steps = list(engine.run(counter.SOURCES, 3))
         assert counter.seen(steps) == [trained, trained, trained + 1]
-        assert engine.ask("model", "count") == trained + 3
+        assert engine.call("model", "count") == trained + 3
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,22 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from penstock.dataflow.errors import StateError, WorkerError
 from penstock.dataflow.graph.role import Role
-from penstock.dataflow.runtime.remote_inference import Array, Holdings, Question, Served
+from penstock.dataflow.runtime.remote_inference import (
+    Array,
+    InferenceRequest,
+    ServedRole,
+    ServedWeights,
+)
 from penstock.workers.inference import server as serving_server
-from penstock.workers.inference.client import AnswerClient
-from penstock.workers.inference.protocol import FrameReader, proof, question_frame, question_from
-from penstock.workers.inference.server import AnswerServer
+from penstock.workers.inference.client import InferenceClient
+from penstock.workers.inference.protocol import FrameReader, proof, request_frame, request_from
+from penstock.workers.inference.server import InferenceServer
 
 TOKEN = "open sesame"
 
 
 class Doubled(NamedTuple):
-    """What the question returns."""
+    """What the request returns."""
 
     value: Array
     hint: Array | None
@@ -55,31 +60,31 @@ def doubler() -> Doubler:
 
 
 @pytest.fixture
-def server(doubler: Doubler) -> Iterator[AnswerServer]:
-    holdings = Holdings("group 'math'")
-    holdings.add("doubler", Doubler, doubler)
-    holdings.hold("doubler", 7)
-    running = AnswerServer(holdings, "127.0.0.1", TOKEN)
+def server(doubler: Doubler) -> Iterator[InferenceServer]:
+    served_weights = ServedWeights("group 'math'")
+    served_weights.add("doubler", Doubler, doubler)
+    served_weights.set_version("doubler", 7)
+    running = InferenceServer(served_weights, "127.0.0.1", TOKEN)
     yield running
     doubler.gate.set()
     running.close()
 
 
 @pytest.fixture
-def client(server: AnswerServer) -> Iterator[AnswerClient]:
-    found = AnswerClient("group 'math'", 20.0)
+def client(server: InferenceServer) -> Iterator[InferenceClient]:
+    found = InferenceClient("group 'math'", 20.0)
     found.connect(server.address, TOKEN)
     yield found
     found.close()
 
 
-def at(client: AnswerClient, version: int = 7) -> Doubler:
-    stand_in = Served("doubler", Doubler, client.ask).at(version)
+def at(client: InferenceClient, version: int = 7) -> Doubler:
+    stand_in = ServedRole("doubler", Doubler, client.send).at(version)
     assert isinstance(stand_in, Doubler)
     return stand_in
 
 
-def test_what_arrives_is_what_was_sent(client: AnswerClient) -> None:
+def test_what_arrives_is_what_was_sent(client: InferenceClient) -> None:
     value = np.random.default_rng(0).random((3, 5), np.float32)
     hint = np.array([[True, False]])
     found = at(client).double(value[:, ::2], hint)
@@ -99,13 +104,13 @@ _ARRAYS = st.sampled_from(["<f4", "<f8", "<i8", "<i4", "<i2", "|i1", "|u1", "|b1
 
 @given(st.lists(st.none() | _ARRAYS, max_size=4), st.integers(1, 40))
 def test_frames_survive_any_cutting(arrays: list[Array | None], size: int) -> None:
-    asked = Question("a role", "method", 3, tuple(arrays))
-    data, reader = question_frame(asked) * 2, FrameReader()
-    found: list[Question] = []
+    asked = InferenceRequest("a role", "method", 3, tuple(arrays))
+    data, reader = request_frame(asked) * 2, FrameReader()
+    found: list[InferenceRequest] = []
     for start in range(0, len(data), size):
         reader.feed(data[start : start + size])
         while (frame := reader.take()) is not None:
-            found.append(question_from(frame))
+            found.append(request_from(frame))
     assert len(found) == 2
     for one in found:
         assert (one.role, one.method, one.version) == ("a role", "method", 3)
@@ -117,7 +122,7 @@ def test_frames_survive_any_cutting(arrays: list[Array | None], size: int) -> No
 
 
 def test_whatever_is_waiting_is_answered_together(
-    client: AnswerClient, doubler: Doubler, server: AnswerServer
+    client: InferenceClient, doubler: Doubler, server: InferenceServer
 ) -> None:
     before = 0
     with ThreadPoolExecutor(9) as pool:
@@ -128,20 +133,20 @@ def test_whatever_is_waiting_is_answered_together(
             time.sleep(0.5)  # The first is being answered, and the others have been sent.
             doubler.gate.set()
             assert [one.result(20).value[0] for one in asked] == [2.0 * n for n in range(9)]
-    assert server.num_questions == 18
+    assert server.num_requests == 18
     assert server.num_batches - before < 9
 
 
-def test_a_server_with_other_weights_refuses(client: AnswerClient) -> None:
+def test_a_server_with_other_weights_refuses(client: InferenceClient) -> None:
     with pytest.raises(WorkerError) as caught:
         at(client, version=8).double(np.ones(1), None)
     assert str(caught.value) == (
-        "'doubler.double': 'doubler.double' was asked for version 8 of the weights, but group "
+        "'doubler.double': 'doubler.double' was called for version 8 of the weights, but group "
         "'math' holds version 7; this is a fault of the engine, please report it"
     )
 
 
-def test_what_fails_there_is_told_here(client: AnswerClient, doubler: Doubler) -> None:
+def test_what_fails_there_is_told_here(client: InferenceClient, doubler: Doubler) -> None:
     with pytest.raises(WorkerError, match="failed where it is served:\n") as caught:
         at(client).double(np.array([-2.0]), None)
     assert "ValueError: cannot double -2.0" in str(caught.value)
@@ -156,48 +161,48 @@ def test_what_fails_there_is_told_here(client: AnswerClient, doubler: Doubler) -
     assert at(client).double(np.ones(1), None).value.tolist() == [2]
 
 
-def test_only_numbers_can_be_asked(client: AnswerClient) -> None:
+def test_only_numbers_can_be_asked(client: InferenceClient) -> None:
     with pytest.raises(WorkerError, match="argument 0 of 'doubler.double' is a list; a role that"):
         at(client).double([1, 2], None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(WorkerError, match="an array of object cannot be sent; known are b1, f4"):
         at(client).double(np.array([{}]), None)
 
 
-def test_no_wait_is_without_end(server: AnswerServer, doubler: Doubler) -> None:
+def test_no_wait_is_without_end(server: InferenceServer, doubler: Doubler) -> None:
     doubler.gate.clear()
-    client = AnswerClient("group 'math'", 0.2)
+    client = InferenceClient("group 'math'", 0.2)
     with pytest.raises(StateError, match="nobody has said where group 'math' is"):
         at(client).double(np.ones(1), None)
     client.connect(server.address, TOKEN)
     with pytest.raises(WorkerError) as caught:
         at(client).double(np.ones(1), None)
     assert str(caught.value) == (
-        "asking 'doubler.double' of group 'math' failed: no answer within 0.2 s"
+        "calling 'doubler.double' of group 'math' failed: no answer within 0.2 s"
     )
     doubler.gate.set()
-    patient = AnswerClient("group 'math'", 20.0)
+    patient = InferenceClient("group 'math'", 20.0)
     patient.connect(server.address, TOKEN)
     assert at(patient).double(np.ones(1), None).value.tolist() == [2]
     patient.close()
 
 
-def test_a_server_that_has_gone_is_named(server: AnswerServer, client: AnswerClient) -> None:
+def test_a_server_that_has_gone_is_named(server: InferenceServer, client: InferenceClient) -> None:
     at(client).double(np.ones(1), None)
     server.close()
     with pytest.raises(WorkerError, match="of group 'math' failed: .*; has its process ended"):
         at(client).double(np.ones(1), None)
 
 
-class Faulty(Holdings):
+class Faulty(ServedWeights):
     """Fails itself, and not the worker that it asks."""
 
-    def answer_all(self, asked: Sequence[Question]) -> list[object]:
-        raise ZeroDivisionError(f"{len(asked)} questions")
+    def answer_all(self, requests: Sequence[InferenceRequest]) -> list[object]:
+        raise ZeroDivisionError(f"{len(requests)} requests")
 
 
 def test_a_server_that_fails_says_why_when_it_is_closed(caplog: pytest.LogCaptureFixture) -> None:
-    server = AnswerServer(Faulty("group 'math'"), "127.0.0.1", TOKEN)
-    client = AnswerClient("group 'math'", 20.0)
+    server = InferenceServer(Faulty("group 'math'"), "127.0.0.1", TOKEN)
+    client = InferenceClient("group 'math'", 20.0)
     client.connect(server.address, TOKEN)
     with pytest.raises(WorkerError, match="of group 'math' failed: .*; has its process ended"):
         at(client).double(np.ones(1), None)
@@ -205,18 +210,18 @@ def test_a_server_that_fails_says_why_when_it_is_closed(caplog: pytest.LogCaptur
     with pytest.raises(WorkerError) as caught:
         server.close()
     assert str(caught.value) == (
-        "the thread that answers questions has ended by a fault of its own, so whoever asked lost "
-        "the connection: ZeroDivisionError('1 questions')"
+        "the thread that answers requests has ended by a fault of its own, so whoever called lost "
+        "the connection: ZeroDivisionError('1 requests')"
     )
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert "answering questions has ended" in caplog.text
+    assert "answering requests has ended" in caplog.text
     server.close()
 
 
 def test_strangers_are_sent_away(
-    server: AnswerServer, client: AnswerClient, monkeypatch: pytest.MonkeyPatch
+    server: InferenceServer, client: InferenceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guess = AnswerClient("group 'math'", 20.0)
+    guess = InferenceClient("group 'math'", 20.0)
     guess.connect(server.address, "open barley")
     with pytest.raises(WorkerError, match="it has closed the connection|reset|Broken pipe"):
         at(guess).double(np.ones(1), None)
@@ -230,14 +235,14 @@ def test_strangers_are_sent_away(
 
 
 def test_who_reads_slowly_holds_up_nobody_and_is_dropped(
-    server: AnswerServer, client: AnswerClient, monkeypatch: pytest.MonkeyPatch
+    server: InferenceServer, client: InferenceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = np.ones(4 << 20, np.float32)
     with socket.create_connection(server.address, 20.0) as slow:
         slow.sendall(proof(TOKEN, slow.recv(16)))
-        slow.sendall(question_frame(Question("doubler", "double", 7, (large, None))))
+        slow.sendall(request_frame(InferenceRequest("doubler", "double", 7, (large, None))))
         began = time.monotonic()
-        while server.num_questions < 1:
+        while server.num_requests < 1:
             assert time.monotonic() - began < 20
             time.sleep(0.01)
         began = time.monotonic()

@@ -36,9 +36,9 @@ def policy_and_batch(offset: float = 0.0, **limits: Any) -> tuple[PolicyWorker, 
 
 
 def train(
-    policy: PolicyWorker, batch: Any, step: int = 0, behind: int | None = 0
+    policy: PolicyWorker, batch: Any, step: int = 0, staleness: int | None = 0
 ) -> dict[str, Any]:
-    with call_scope(step, 0, behind):
+    with call_scope(step, 0, staleness):
         found = policy.train(ClippedPolicyLoss(), batch, num_minibatches=2)
     return {n: metric.value for n, metric in found.metrics.items() if n.startswith("rollout_")}
 
@@ -82,10 +82,10 @@ def test_a_corrected_call_is_compared_with_what_sampled() -> None:
     assert train(policy, batch)["rollout_k3"] < 1e-8
 
 
-@pytest.mark.parametrize("behind", [1, None])
-def test_what_ran_ahead_is_measured_and_not_judged(behind: int | None) -> None:
+@pytest.mark.parametrize("staleness", [1, None])
+def test_what_ran_ahead_is_measured_and_not_judged(staleness: int | None) -> None:
     policy, batch = policy_and_batch(0.5, stop_above=0.01)
-    assert train(policy, batch, behind=behind)["rollout_k3"] > 0.1
+    assert train(policy, batch, staleness=staleness)["rollout_k3"] > 0.1
 
 
 def test_it_compares_every_so_many_steps_and_at_the_first() -> None:
@@ -130,14 +130,14 @@ def test_a_generator_with_garbled_weights_stops_the_run(from_step: int, max_lag:
         return Engine(run.graph, one_group(run.graph), workers=workers, schedule=schedule)
 
     with start(actor) as engine:
-        initial = engine.ask("actor", "weights_sha256")
+        initial = engine.call("actor", "weights_sha256")
         steps = list(engine.run(run.sources, 2))
         assert all(step.metrics["actor.train/rollout_k3"] < 1e-8 for step in steps[:1])
-        trained = engine.ask("actor", "weights_sha256")
+        trained = engine.call("actor", "weights_sha256")
     with start(GarbledSpec(actor, from_step)) as engine:
         with pytest.raises(WorkerError, match=f"step {from_step}: 'actor' and what sampled"):
             list(engine.run(run.sources, 4))
-        assert engine.ask("actor", "weights_sha256") == (trained if from_step else initial)
+        assert engine.call("actor", "weights_sha256") == (trained if from_step else initial)
 
 
 def test_with_a_correction_a_run_tells_how_far_the_engines_are_apart() -> None:

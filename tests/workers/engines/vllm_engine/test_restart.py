@@ -86,7 +86,7 @@ def finish(run: runs.Run, actor: WorkerSpec, transport: Transport) -> tuple[str,
     with engine:
         steps = list(engine.run(run.sources, NUM_STEPS))
         found = [(step.metrics, step.num_rows) for step in steps]
-        return engine.ask("actor", "weights_sha256"), found
+        return engine.call("actor", "weights_sha256"), found
 
 
 KILLS: tuple[tuple[bool, Transport], ...] = ((False, "object_store"), (True, "point_to_point"))

@@ -22,14 +22,14 @@ from penstock.algorithms.roles.environment import (
 )
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.runtime.call_context import call_scope
-from penstock.dataflow.runtime.remote_inference import Holdings, Served
+from penstock.dataflow.runtime.remote_inference import ServedRole, ServedWeights
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.envs.actors.recurrent import Memory, NumpyMemory
 from penstock.workers.envs.spec import EnvSpec
-from penstock.workers.inference.client import AnswerClient
-from penstock.workers.inference.server import AnswerServer
+from penstock.workers.inference.client import InferenceClient
+from penstock.workers.inference.server import InferenceServer
 from penstock.workers.training.optimizer import OptimizerSpec
 
 from ..acting import env_worker, roll
@@ -210,17 +210,20 @@ def test_gradients_reach_what_was_seen_before() -> None:
 
 
 def test_whoever_serves_answers_bit_for_bit() -> None:
-    """By TCP: the state travels with the question, so the server keeps nothing."""
+    """By TCP: the state travels with the request, so the server keeps nothing."""
     env = EnvSpec(id="toys/Counting-v0", options=COUNTING)
     worker = actor_critic(env)
     expected = rolled(env, worker)
-    holdings = Holdings("group 'policy'")
-    holdings.add("actor", ActorCritic, worker)
-    holdings.hold("actor", 0)
-    server, client = AnswerServer(holdings, "127.0.0.1", "word"), AnswerClient("it", 20.0)
+    served_weights = ServedWeights("group 'policy'")
+    served_weights.add("actor", ActorCritic, worker)
+    served_weights.set_version("actor", 0)
+    server, client = (
+        InferenceServer(served_weights, "127.0.0.1", "word"),
+        InferenceClient("it", 20.0),
+    )
     client.connect(server.address, "word")
     try:
-        asked: Any = Served("actor", ActorCritic, client.ask).at(0)
+        asked: Any = ServedRole("actor", ActorCritic, client.send).at(0)
         found = rolled(env, asked)
     finally:
         client.close()

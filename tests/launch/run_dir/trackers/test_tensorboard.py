@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.summary.writer import event_file_writer
-
 from penstock.launch.run_dir.trackers.tensorboard import TensorBoardTracker
 from penstock.launch.run_dir.trackers.tracker import RunInfo
+from tensorboard.summary.writer import event_file_writer
 
 
 def _started(folder: Path) -> TensorBoardTracker:

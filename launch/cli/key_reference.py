@@ -28,9 +28,10 @@ from ..inputs.env_specs import ENV_SPECS, FILLED_IN
 
 __all__ = ["as_yaml", "key_reference"]
 
-_FOR = """For everybody who sets a key: all keys of the commands, with defaults and meanings. They are
-generated from the types that declare them, and [configuration](configuration.md) explains how a run
-is composed of them. The keys of the other algorithms are on [their pages](algorithms/index.md)."""
+_FOR = """For everybody who sets a key: all keys of the commands, with defaults and meanings.
+They are generated from the types that declare them. [Configuration](configuration.md) explains how
+a run is composed of them, and the keys of the other algorithms are on
+[their pages](algorithms/index.md)."""
 
 
 def key_reference() -> str:

@@ -58,7 +58,7 @@ def shortened(words: list[str]) -> list[str]:
     short += ["algorithm.before.sft.num_steps=2", "algorithm.before.sft.per_step.demos=4"]
     if any("reward_modelling" in word for word in words):
         stage = "algorithm.before.reward_modelling"
-        short += [f"{stage}.num_steps=2", f"{stage}.per_step.pairs=4"]
+        short += [f"{stage}.num_steps=31", f"{stage}.per_step.pairs=2"]
     if "task=file" in words:
         short.append("task.num_held_out=8")
     return short

@@ -119,12 +119,12 @@ class Walk:
         else:
             groups[target].append(unit)
         if not groups[left]:
-            heir = self._random.choice([k for k in range(len(groups)) if k != left])
-            together = self._devices(allocation[left]) + self._devices(allocation[heir])
+            receiver = self._random.choice([k for k in range(len(groups)) if k != left])
+            together = self._devices(allocation[left]) + self._devices(allocation[receiver])
             index = self._index(together)
             if index is None:
                 return None
-            allocation[heir] = index
+            allocation[receiver] = index
             del groups[left], allocation[left]
         order = {unit: k for k, unit in enumerate(self._choices.calls_of)}
         named = tuple(tuple(sorted(group, key=order.__getitem__)) for group in groups)

@@ -126,7 +126,7 @@ class PlanSchedule(Section):
     """How far generation may run ahead of training."""
 
     max_lag: Count | Literal["auto"] = 0
-    """Steps, or `auto` to find out whether lag pays."""
+    """Steps, or `auto` to find out whether lag helps."""
 
 
 class PlanConfig(Section):

@@ -29,6 +29,8 @@ RENAMED: Mapping[str, str] = {
     "task.normalisation": "task.normalization",
     "tracker.tensorboard": "tracker.kind",
     "*.normalise_advantages": "normalize_advantages",
+    "*.ring": "num_overlapped",
+    "model.architecture.memory": "model.architecture.recurrent_units",
 }
 """Key as it was -> as it is. After `*.`, a key at any depth, of which the last part is renamed."""
 

@@ -1,4 +1,4 @@
-"""A population from Python, top to bottom: four actors balance poles, and the fitter take over.
+"""A population from Python, top to bottom: four actors balance poles, and inherit weights.
 
 Run it: `python population.py`, or `python population.py 5` for five steps. 40 steps take a minute
 on a laptop.
@@ -55,4 +55,4 @@ with Engine(graph, one_group(graph), workers=workers) as engine:
             print(f"step {result.step + 1:3d}  mean return", *fitness)
     for name, rate in RATES.items():
         weights = engine.call(name, "weights_sha256")[:16]
-        print(f"{name:6}  lr {rate:g}  gave way {replaced[name]} times  weights {weights}")
+        print(f"{name:6}  lr {rate:g}  inherited {replaced[name]} times  weights {weights}")

@@ -63,7 +63,7 @@ class AtRandom(Actor):
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
+        recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`."""
         allowed = np.ones((len(obs), 1)) if action_mask is None else action_mask

@@ -58,7 +58,7 @@ StdScores = Literal["raw", "centered"]
 mean. They differ where groups have different means."""
 
 KLPlacement = Literal["own_token", "return_to_go"]
-"""Which KL a token's advantage pays for: its own, or its own and that of all after it."""
+"""Which KL is subtracted from a token's advantage: its own, or its own and that of all after it."""
 
 
 @op(scope="batch")
@@ -254,7 +254,7 @@ def log_partition_advantage(score: PerSample, prompt_id: PromptId, *, tau: float
     Args:
         score: f32[rows].
         prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
-        tau: Weight of the KL that the policy pays; positive.
+        tau: Weight of the KL penalty; positive.
 
     Returns:
         f32[rows].
@@ -316,7 +316,7 @@ def remax_advantage(
         greedy_score: f32[rows], of the greedy response to the same prompt; see `paired_baseline`.
         kl: f32[rows, T] of `kl_estimate`; none by default.
         kl_coef: Reward taken per nat.
-        kl_placement: Which KL a token pays for.
+        kl_placement: Which KL is subtracted from a token's advantage.
         difference_clip: Bound on the size of `score - greedy_score`, for "own_token".
         discount: gamma, per token.
 

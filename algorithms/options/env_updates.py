@@ -52,7 +52,7 @@ def actor_critic_batch(traj: Trajectories, values: Values, target: GaeTargets) -
         action=traj.action,
         action_mask=traj.action_mask,
         mask=traj.mask,
-        memory=traj.memory,
+        recurrent_state=traj.recurrent_state,
         behavior_logprob=traj.behavior_logprob,
         advantage=target.advantage,
         old_value=values.value,

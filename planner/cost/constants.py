@@ -1,7 +1,7 @@
 """What a data sheet does not say: the few constants that turn peaks into times.
 
 A device's peaks and a link's bandwidth are what their makers promise. How much of that a program
-gets, and what it pays for each launch and each message, depends on the software as much as on the
+gets, and what each launch and each message costs, depends on the software as much as on the
 device; these seven numbers are all that the model of time knows of it. `penstock profile` measures
 them on a machine; the defaults here are used where nobody has.
 """

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 from ...dataflow.option_checks import check_range
 
-__all__ = ["LEAST_GAIN", "SWITCH_S", "LoopTimes", "choose_ring_size", "round_s"]
+__all__ = ["LEAST_GAIN", "SWITCH_S", "LoopTimes", "choose_num_overlapped", "round_s"]
 
 SWITCH_S = 1e-4
 """Seconds that a thread takes to get the interpreter's lock from another, twice a turn."""
 
 LEAST_GAIN = 0.05
-"""A larger ring must promise to be faster by this fraction: measured times are not exact."""
+"""More loops must promise to be faster by this fraction: measured times are not exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +60,15 @@ class LoopTimes:
         return min(self.step_cpu_s + self.ask_cpu_s, self.turn_s)
 
 
-def round_s(times: LoopTimes, ring_size: int, num_groups: int) -> float:
-    """Seconds in which all groups take one step, with `ring_size` loops at the same time."""
-    if ring_size == 1:
+def round_s(times: LoopTimes, num_overlapped: int, num_groups: int) -> float:
+    """Seconds in which all groups take one step, with `num_overlapped` loops at the same time."""
+    if num_overlapped == 1:
         return num_groups * times.turn_s
-    turn_s = max(times.turn_s + SWITCH_S, ring_size * (times.cpu_s + SWITCH_S))
-    return math.ceil(num_groups / ring_size) * turn_s
+    turn_s = max(times.turn_s + SWITCH_S, num_overlapped * (times.cpu_s + SWITCH_S))
+    return math.ceil(num_groups / num_overlapped) * turn_s
 
 
-def choose_ring_size(times: LoopTimes, num_groups: int, most: int = 64) -> int:
+def choose_num_overlapped(times: LoopTimes, num_groups: int, most: int = 64) -> int:
     """The number of loops that is expected to be fastest; the smallest of those about as fast.
 
     Args:

@@ -37,7 +37,7 @@ class DeviceSpec(_Spec):
     memory_bytes_per_s: Positive
     """Bandwidth of device memory."""
     host_bytes_per_s: Positive
-    """Bandwidth to host memory, one direction, per device; what offloading pays."""
+    """Bandwidth to host memory, one direction, per device; it bounds offloading."""
     reserved_bytes: int = Field(default=0, ge=0)
     """Memory that no role can have: the driver's context, the runtime, fragmentation."""
 

@@ -91,6 +91,11 @@ def test_a_renamed_key_is_refused_with_its_new_name() -> None:
         "'task.normalisation' is now 'task.normalization'",
         "'agreement' is now 'mismatch'",
     ]
+    data = changed("algorithm.roles", {"env": {"options": {"ring": 2}}})
+    assert "'algorithm.roles.env.options.ring' is now 'algorithm.roles.env.opt" in refusal(data)
+    assert "'model.architecture.memory' is now 'model.architecture.recurrent_units'" in refusal(
+        changed("model", {"architecture": {"memory": 8}})
+    )
     given = {"loss": {"normalise_advantages": False}}
     assert "now 'algorithm.cfg.loss.normalize_" in refusal(given, Whole, "algorithm.cfg")
 

@@ -31,7 +31,7 @@ from .alarm import StepAlarm
 from .group import close_all, closed_on_error
 from .held_out import PIECE, play
 from .live import LiveGroup
-from .overlapped_groups import Ring, RingSize
+from .overlapped_groups import NumOverlapped, OverlappedGroups
 from .spec import EnvSpec
 
 __all__ = ["EnvWorker", "EnvWorkerSpec", "action_noise"]
@@ -46,14 +46,14 @@ class EnvWorkerSpec:
 
     env: EnvSpec
     """The environment, and how groups of it are made."""
-    ring: RingSize = "auto"
+    num_overlapped: NumOverlapped = "auto"
     """Groups that a worker rolls out at the same time; `auto`: the planner chooses from what the
     first rollout takes. Where several are, an environment that hangs ends the run instead of being
     restarted."""
 
     def __post_init__(self) -> None:
-        if self.ring != "auto":
-            check_range(self, "ring", at_least=1)
+        if self.num_overlapped != "auto":
+            check_range(self, "num_overlapped", at_least=1)
 
     def build(self, context: WorkerContext) -> EnvWorker:
         """Make the worker; environments are made when their group is first asked for."""
@@ -73,7 +73,7 @@ class EnvWorker(Env):
         self.context = context
         self.metrics: dict[str, Metric] = {}
         self._alarm = StepAlarm(spec.env.step_limit_s)
-        self._ring = Ring(spec.ring, spec.env.step_limit_s)
+        self._overlapped = OverlappedGroups(spec.num_overlapped, spec.env.step_limit_s)
         self._live: dict[int, LiveGroup] = {}
         self._saved: dict[int, dict[str, Any]] = {}
         self._resumed = False
@@ -94,8 +94,8 @@ class EnvWorker(Env):
         for live in lives:
             live.check_order(key)
         noises = [action_noise(live.actions, stream, live.numbers, horizon) for live in lives]
-        with nullcontext() if self._ring.uses_threads(len(lives)) else self._alarm:
-            parts = self._ring.roll(lives, noises, actor)
+        with nullcontext() if self._overlapped.uses_threads(len(lives)) else self._alarm:
+            parts = self._overlapped.roll(lives, noises, actor)
         for live in lives:
             add_metrics(self.metrics, live.metrics())
         if not parts:
@@ -186,9 +186,9 @@ class EnvWorker(Env):
             )
         return live
 
-    def ring_size(self) -> RingSize:
+    def num_overlapped(self) -> NumOverlapped:
         """Groups rolled out at the same time; "auto" as long as nothing has been chosen."""
-        return self._ring.size
+        return self._overlapped.size
 
     def save_state(self, folder: Path) -> None:
         """Write a file for every group of this rank, and for those not asked for since a load.

@@ -63,7 +63,7 @@ class AdaptiveKL(KLController):
         return {"factor": torch.tensor([self._factor], dtype=torch.float64)}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over the factor."""
+        """Load the factor."""
         self._factor = float(weights["factor"].item())
 
     def save_state(self, folder: Path) -> None:

@@ -77,7 +77,7 @@ class LagrangeMultiplier(Multiplier):
         return {"log_multiplier": torch.tensor([self._log_multiplier], dtype=torch.float64)}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over the logarithm."""
+        """Load the logarithm."""
         self._log_multiplier = float(weights["log_multiplier"].item())
 
     def save_state(self, folder: Path) -> None:

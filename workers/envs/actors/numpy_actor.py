@@ -16,7 +16,7 @@ from torch import nn
 
 from ....algorithms.roles.environment import ActionSpace, Acts
 from ...training.flat_parameters import FlatParameters
-from .recurrent import NumpyMemory
+from .recurrent import NumpyRecurrent
 
 __all__ = ["NumpyActor", "OnHost"]
 
@@ -37,7 +37,7 @@ class NumpyActor:
         actor: Linear layers with activations between them, on the CPU.
         actions: What can be done.
         log_std: Of continuous actions.
-        memory: What the actor sees beside observations, if it has one.
+        recurrent: What the actor sees beside observations, if anything.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class NumpyActor:
         actor: nn.Sequential,
         actions: ActionSpace,
         log_std: nn.Parameter | None,
-        memory: NumpyMemory | None = None,
+        recurrent: NumpyRecurrent | None = None,
     ) -> None:
-        self._actions, self._memory = actions, memory
+        self._actions, self._recurrent = actions, recurrent
         linear = [layer for layer in actor if isinstance(layer, nn.Linear)]
         self._layers = [
             (layer.weight.detach().numpy().T, layer.bias.detach().numpy()) for layer in linear
@@ -77,14 +77,14 @@ class NumpyActor:
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
+        recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`."""
-        if self._memory is None:
+        if self._recurrent is None:
             return self._draw(self.outputs(obs), noise, action_mask)
-        held = self._memory.step(obs, memory)
+        held = self._recurrent.step(obs, recurrent_state)
         acts = self._draw(self.outputs(np.concatenate([obs, held], axis=-1)), noise, action_mask)
-        return acts._replace(memory=held)
+        return acts._replace(recurrent_state=held)
 
     def _draw(
         self,
@@ -126,12 +126,12 @@ class NumpyActor:
     ) -> list[Acts]:
         if len(calls) == 1:
             return [self.act(*calls[0])]
-        obs, noise, masks, memories = zip(*calls, strict=True)
+        obs, noise, masks, states = zip(*calls, strict=True)
         seen, count = np.stack(obs), len(calls)
         held: Sequence[NDArray[np.float32] | None] = [None] * count
-        if self._memory is not None:
-            before = [self._memory.blank(len(obs[0])) if m is None else m for m in memories]
-            after = self._memory.step(seen, np.stack(before))
+        if self._recurrent is not None:
+            before = [self._recurrent.blank(len(obs[0])) if m is None else m for m in states]
+            after = self._recurrent.step(seen, np.stack(before))
             seen, held = np.concatenate([seen, after], axis=-1), list(after)
         found = self.outputs(seen)
         allowed = [mask for mask in masks if mask is not None]

@@ -18,7 +18,7 @@ from ....algorithms.ops.value_transforms import two_hot_value, value_bins
 from ....algorithms.roles.environment import ActionSpace
 from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
-from .recurrent import Memory
+from .recurrent import RecurrentNetwork
 
 __all__ = [
     "ActorCriticNetwork",
@@ -42,14 +42,14 @@ _ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
 @dataclass(frozen=True, kw_only=True)
 class PerceptronSpec:
-    """Layers of an actor and of its critic, who share none but the memory."""
+    """Layers of an actor and of its critic, who share none but the recurrent ones."""
 
     hidden_sizes: tuple[int, ...] = (64, 64)
     """Width of each hidden layer."""
     activation: Literal["tanh", "relu"] = "tanh"
     """After each hidden layer."""
-    memory: int = 0
-    """Units of a recurrent memory (GRU) of what was observed in an episode, which actor and critic
+    recurrent_units: int = 0
+    """Units of a recurrent state (GRU) of what was observed in an episode, which actor and critic
     see beside the observation; 0 for none. Training unrolls it over whole rows."""
     init_seed: int = 0
     """Seeds the weights."""
@@ -60,7 +60,7 @@ class PerceptronSpec:
     def __post_init__(self) -> None:
         check_range(self, "hidden_sizes", at_least=1)
         check_range(self, "value_bins", at_least=2)
-        check_range(self, "memory", at_least=0)
+        check_range(self, "recurrent_units", at_least=0)
         if self.activation not in _ACTIVATIONS:
             raise ValueError(f"activation is {self.activation!r}; choose 'tanh' or 'relu'")
 
@@ -113,7 +113,8 @@ class ActorCriticNetwork(nn.Module):
     Attributes:
         actor: To the logits of all choices, or the means of all numbers.
         critic: To a value.
-        memory: What both see beside the observation; None if nothing.
+        memory: The recurrent network, whose state both see beside the observation; None if there
+            is none. Saved weights have this name.
         log_std: f32[components] of continuous actions, else None.
     """
 
@@ -125,10 +126,11 @@ class ActorCriticNetwork(nn.Module):
         num_out = actions.num_components if continuous else sum(actions.sizes)
         # A critic that weighs values starts with equal weights: 0.
         count = spec.value_bins
-        width = num_features + spec.memory
+        width = num_features + spec.recurrent_units
         self.critic = perceptron(spec, width, count or 1, 0.0 if count else 1.0, random)
         self.actor = perceptron(spec, width, num_out, 0.01, random)
-        self.memory = Memory(num_features, spec.memory, random) if spec.memory else None
+        units = spec.recurrent_units
+        self.memory = RecurrentNetwork(num_features, units, random) if units else None
         self.log_std = nn.Parameter(torch.zeros(num_out)) if continuous else None
 
     def value(self, obs: Tensor) -> Tensor:

@@ -35,9 +35,9 @@ from .perceptron import (
     perceptron,
     refuse_value_bins,
 )
-from .recurrent import refuse_memory
+from .recurrent import refuse_recurrence
 from .saved_network import load_network, save_network
-from .weight_inheritance import take_over
+from .weight_inheritance import inherit_weights
 
 __all__ = ["QNetworkSpec", "TorchQNetwork"]
 
@@ -48,7 +48,7 @@ _MODEL_TYPE = "perceptron_q_network"
 
 @dataclass(frozen=True, kw_only=True)
 class QNetworkSpec:
-    """Recipe for a `TorchQNetwork`; a `ConfigError` if its network has a memory or value bins."""
+    """Recipe for a `TorchQNetwork`; it refuses a recurrent network and value bins."""
 
     network: PerceptronSpec = PerceptronSpec(hidden_sizes=(120, 84), activation="relu")
     """Its layers. Networks of one seed start alike."""
@@ -68,7 +68,9 @@ class QNetworkSpec:
     """Train calls over which it falls, in a straight line."""
 
     def __post_init__(self) -> None:
-        refuse_memory(self.network.memory, "a Q-network", "a replay keeps single steps")
+        refuse_recurrence(
+            self.network.recurrent_units, "a Q-network", "a replay keeps single steps"
+        )
         refuse_value_bins(self.network, "a Q-network")
         check_range(self, "epsilon_start", "epsilon_end", at_least=0, at_most=1)
         check_range(self, "epsilon_calls", at_least=1)
@@ -124,10 +126,10 @@ class TorchQNetwork(ModelWorker, QNetwork):
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
+        recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`: one number decides whether a choice is random, and which one then."""
-        del action_mask, memory
+        del action_mask, recurrent_state
         self._on_host.follow()
         value = self._numpy.outputs(obs)
         count, best = value.shape[1], value.argmax(axis=1)
@@ -193,7 +195,7 @@ class TorchQNetwork(ModelWorker, QNetwork):
         """See `QNetwork.follow`."""
         due = call_key(self.context.role, "follow").step % every == 0
         if due:
-            take_over(self, leader, share=share)
+            inherit_weights(self, leader, share=share)
         return TrainMetrics({"followed": Metric.mean(float(due), 1.0)})
 
     def save_pretrained(self, folder: Path) -> None:

@@ -64,6 +64,8 @@ def load_network(
     wanted: dict[str, Any] = json.loads(json.dumps({**asdict(spec), **more}))
     # A field that a folder does not know was not there yet, and so at its default.
     found = {**json.loads(json.dumps(asdict(PerceptronSpec()))), **found}
+    if "memory" in found:  # as folders called it before
+        found["recurrent_units"] = found.pop("memory")
     differing = [
         f"{key}: {_shown(found.get(key))}, and here {_shown(value)}"
         for key, value in wanted.items()

@@ -53,7 +53,7 @@ def state_values(
     every = torch.zeros(obs.shape[0], obs.shape[1] + 1)
     with torch.no_grad():
         # A row at a time: what a product of matrices rounds to may depend on how many there are,
-        # and rows come in other company with another number of workers.
+        # and rows are batched differently with another number of workers.
         for row, (before, last) in enumerate(zip(obs, last_obs, strict=True)):
             every[row] = value(torch.cat([before, last[None]]).to(device))
     return Values(value=every[:, :-1].contiguous(), bootstrap_value=every[:, -1].contiguous())

@@ -24,7 +24,7 @@ from .perceptron import (
     perceptron,
     refuse_value_bins,
 )
-from .recurrent import refuse_memory
+from .recurrent import refuse_recurrence
 from .saved_network import load_network, save_network
 from .single_steps import single_steps, state_values
 
@@ -37,7 +37,7 @@ _MODEL_TYPE = "perceptron_team_critic"
 
 @dataclass(frozen=True, kw_only=True)
 class TeamCriticSpec:
-    """Recipe for a `TorchTeamCritic`; a `ConfigError` if its network has a memory or value bins."""
+    """Recipe for a `TorchTeamCritic`; it refuses a recurrent network and value bins."""
 
     network: PerceptronSpec = PerceptronSpec()
     """Its layers."""
@@ -50,7 +50,9 @@ class TeamCriticSpec:
     """None for one that is never trained."""
 
     def __post_init__(self) -> None:
-        refuse_memory(self.network.memory, "a team's critic", "it is shown single states")
+        refuse_recurrence(
+            self.network.recurrent_units, "a team's critic", "it is shown single states"
+        )
         refuse_value_bins(self.network, "a team's critic")
 
     def build(self, context: WorkerContext) -> TorchTeamCritic:

@@ -1,4 +1,4 @@
-"""Weights that one worker takes over from another in the same process."""
+"""Weight inheritance: one worker takes the weights of another in the same process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ....dataflow.errors import WorkerError
 from ....dataflow.runtime.worker_protocol import Trainable
 from ...training.model_worker import ModelWorker
 
-__all__ = ["take_over"]
+__all__ = ["inherit_weights"]
 
 
-def take_over(
-    heir: ModelWorker,
+def inherit_weights(
+    worker: ModelWorker,
     other: object,
     *,
     share: float = 1.0,
@@ -25,7 +25,7 @@ def take_over(
     To `w + share * (other - w)`, which is its own for share 1, times `1 + mutation * noise`.
 
     Args:
-        heir: Whose weights are moved.
+        worker: Whose weights are moved.
         other: A worker of the same kind of network.
         share: How far.
         mutation: Deviation of the noise.
@@ -37,15 +37,15 @@ def take_over(
     """
     if not isinstance(other, Trainable):
         raise WorkerError(
-            f"'{heir.context.role}' was to take over weights of a {type(other).__name__}, which "
-            "has none; it needs export_weights"
+            f"'{worker.context.role}' was to inherit the weights of a {type(other).__name__}, "
+            "which has none; it needs export_weights"
         )
     taken = dict(other.export_weights())
-    own = heir.export_weights()
+    own = worker.export_weights()
     if share < 1 and own.keys() == taken.keys():
         taken = {name: torch.lerp(own[name], taken[name], share) for name in own}
     if mutation and random is not None:
         for name, weight in taken.items():
             noise = torch.from_numpy(random.standard_normal(tuple(weight.shape)))
             taken[name] = (weight * (1 + mutation * noise)).to(weight.dtype)
-    heir.load_weights(taken)
+    worker.load_weights(taken)

@@ -120,7 +120,7 @@ def batch(actions: ActionSpace, worker: TorchActorCritic) -> ActorCriticBatch:
         action=torch.from_numpy(acts.action).view(*shape, -1),
         action_mask=torch.from_numpy(allowed).view(*shape, allowed.shape[1]),
         mask=counts,
-        memory=torch.zeros(len(counts), 0),
+        recurrent_state=torch.zeros(len(counts), 0),
         behavior_logprob=torch.from_numpy(acts.logprob).view(shape),
         advantage=advantage,
         old_value=torch.zeros(shape),

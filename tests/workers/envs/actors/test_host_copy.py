@@ -43,7 +43,7 @@ def batch() -> ActorCriticBatch:
         advantage=torch.randn(4, 8, **rows),
         old_value=torch.zeros(4, 8),
         value_target=torch.randn(4, 8, **rows),
-        memory=torch.zeros(4, 0),
+        recurrent_state=torch.zeros(4, 0),
     )
 
 

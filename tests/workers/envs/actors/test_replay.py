@@ -30,7 +30,7 @@ def steps(first: int, *, envs: int = 2, horizon: int = 3, choices: int = 0) -> T
         terminated=flags.clone(),
         truncated=flags.clone(),
         mask=~flags,
-        memory=torch.zeros(envs, 0),
+        recurrent_state=torch.zeros(envs, 0),
     )
 
 

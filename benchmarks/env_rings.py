@@ -46,7 +46,7 @@ class Sleepy(gym.Env[Any, Any]):
     action_space = spaces.Discrete(4)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Nothing is drawn."""
+        """Nothing is rendered."""
         super().reset(seed=seed)
         return np.zeros(8, np.float32), {}
 

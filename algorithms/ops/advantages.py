@@ -287,7 +287,7 @@ def paired_baseline(
         row = int((found != 1).nonzero()[0])
         raise ValueError(
             f"prompt {int(prompt_id[row])} has {int(found[row])} baselines; it needs exactly one: "
-            "draw one response per prompt for the baseline, of the same prompts"
+            "sample one response per prompt for the baseline, of the same prompts"
         )
     return baseline[same.long().argmax(dim=1)] if len(prompt_id) else baseline[:0]
 

@@ -185,7 +185,7 @@ def best_passing(
     for members in _members(roll.prompt_id):
         prompt = int(roll.prompt_id[members[0]])
         if prompt not in instead:
-            raise ValueError(f"prompt {prompt} has no fallback; draw one response to each prompt")
+            raise ValueError(f"prompt {prompt} has no fallback; sample one response to each prompt")
         if bool(eligible[members].any()):
             best = members[score[members].masked_fill(~eligible[members], -torch.inf).argmax()]
             rows.append((0, int(best), float(score[best])))

@@ -1,6 +1,6 @@
 """Given responses as data to learn from: which are better than expected, and how often each counts.
 
-Nothing here is drawn at random: a response is taken as often as its share of the batch comes to.
+Nothing here is sampled at random: a response is taken as often as its share of the batch comes to.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def better_responses(
         As many rows as came in.
 
     Raises:
-        FloatingPointError: If responses are drawn by advantages that are not finite.
+        FloatingPointError: If responses are sampled by advantages that are not finite.
     """
     advantage = (score - value).clamp(min=0)
     rows = torch.arange(len(tokens))

@@ -72,7 +72,7 @@ Observations = Annotated[Tensor, f32(ENV, TIME, FEATURE)]
 LastObservation = Annotated[Tensor, f32(ENV, FEATURE)]
 """What it sees after a row's last step."""
 Actions = Annotated[Tensor, f32(ENV, TIME, COMPONENT)]
-"""Choices or numbers, as the actor drew them; numbers are clipped by the environment only."""
+"""Choices or numbers, as the actor sampled them; numbers are clipped by the environment only."""
 ActionMask = Annotated[Tensor, boolean(ENV, TIME, CHOICE)]
 """True where a choice was allowed; no choices at all if everything always is."""
 RecurrentStates = Annotated[Tensor, f32(ENV, UNIT)]
@@ -113,7 +113,7 @@ class Trajectories:
     action: Actions
     action_mask: ActionMask
     behavior_logprob: Annotated[Tensor, f32(ENV, TIME), Behavior()]
-    """Of each action under the weights that drew it, all components together."""
+    """Of each action under the weights that sampled it, all components together."""
     reward: PerEnvStep
     terminated: EnvMask
     truncated: EnvMask

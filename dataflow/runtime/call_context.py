@@ -1,6 +1,6 @@
 """Which step and which call a worker is serving, as far as randomness is concerned.
 
-Sampling is counter-based: what is drawn depends on `(seed, role, step, ordinal, row id)` alone,
+Sampling is counter-based: what is sampled depends on `(seed, role, step, ordinal, row id)` alone,
 never on how many workers there are or which rows share a batch. The engine enters `call_scope`
 around every call it makes; someone who calls the step function by hand enters `step_scope`, in
 which the n-th call of a method gets ordinal n, exactly the number its node has in the recorded
@@ -74,7 +74,7 @@ def call_staleness() -> int | None:
 
 
 def call_key(role: str, method: str) -> CallKey:
-    """The key of the call being served; every worker method that draws randomness asks for it once.
+    """The key of the call being served; every worker method that samples asks for it once.
 
     Outside any scope, calls count up over the life of the process, so that calls repeated by
     hand do not repeat their random numbers.

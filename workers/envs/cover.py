@@ -47,7 +47,7 @@ class Cover(gym.Env[Any, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[NDArray[np.float32], dict[str, Any]]:
-        """Draw marks and places."""
+        """Sample marks and places."""
         super().reset(seed=seed, options=options)
         self.marks = np.sort(self.np_random.permutation(self._width)[: self._num_agents])
         self.places = self.np_random.integers(self._width, size=self._num_agents)

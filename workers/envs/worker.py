@@ -251,7 +251,7 @@ def action_noise(
     """All the randomness of some environments' actions, f64[horizon, envs, components].
 
     Args:
-        actions: What can be done: choices are drawn by uniform numbers, numbers by normal ones.
+        actions: What can be done: choices are sampled by uniform numbers, numbers by normal ones.
         stream: From `stream_key`.
         numbers: Of the environments.
         horizon: Steps.

@@ -39,7 +39,7 @@ class _Backbone:
 def model_source(spec: ModelSpec) -> TensorSource:
     """The weights that `spec.causal_lm` starts from, under the same names.
 
-    Of a folder only what is asked for is read; random weights are drawn whole, as elsewhere.
+    Of a folder only what is asked for is read; random weights are sampled whole, as elsewhere.
 
     Raises:
         FileNotFoundError: If the folder has no safetensors files.

@@ -65,7 +65,7 @@ def kinds_of(mesh: Mesh) -> tuple[tuple[str, int, int], ...]:
 
 @dataclass(frozen=True)
 class RandomTable:
-    """Options drawn by unit and kind of mesh; some meshes have none."""
+    """Options sampled by unit and kind of mesh; some meshes have none."""
 
     calls: tuple[CallNode, ...]
     seed: int

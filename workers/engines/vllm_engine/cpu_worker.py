@@ -26,9 +26,9 @@ def agree_on_name() -> str:
     Returns:
         The class that reads it, as vLLM's `worker_cls`.
     """
-    drawn = torch.tensor([secrets.randbits(62)])
-    dist.broadcast(drawn, 0)
-    os.environ[_NAME] = f"{int(drawn):016x}"
+    number = torch.tensor([secrets.randbits(62)])
+    dist.broadcast(number, 0)
+    os.environ[_NAME] = f"{int(number):016x}"
     return f"{__name__}.{NamedCPUWorker.__name__}"
 
 

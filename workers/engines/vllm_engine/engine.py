@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ....dataflow.errors import PenstockError
 
-__all__ = ["Drawn", "EngineOptions", "GenerationAbortedError", "Request", "VllmEngine"]
+__all__ = ["Sampled", "EngineOptions", "GenerationAbortedError", "Request", "VllmEngine"]
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in this process
@@ -77,7 +77,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to draw.
+    """One response to sample.
 
     Attributes:
         prompt: Token ids.
@@ -89,8 +89,8 @@ class Request:
 
 
 @dataclass
-class Drawn:
-    """A response as far as it was drawn.
+class Sampled:
+    """A response as far as it was sampled.
 
     Attributes:
         tokens: Sampled token ids, the one that ended it included.
@@ -145,8 +145,8 @@ class VllmEngine:
         max_new_tokens: int,
         eos_token_id: int,
         stop: Sequence[str] = (),
-    ) -> list[Drawn]:
-        """Draw a response to every request; equal prompts share their keys and values.
+    ) -> list[Sampled]:
+        """Sample a response to every request; equal prompts share their keys and values.
 
         A response depends on its prompt, its seed and the weights, not on the other requests, up to
         the rounding of sums: where two tokens are equally good to the last bits, a batch of another
@@ -162,18 +162,18 @@ class VllmEngine:
         params = _sampling_params(temperature, max_new_tokens, eos_token_id, stop)
         self._calls += 1
         names = {f"{self._calls}/{index}": index for index in range(len(requests))}
-        drawn = [Drawn() for _ in requests]
+        sampled = [Sampled() for _ in requests]
         try:
             for name, request in zip(names, requests, strict=True):
                 self._add(name, request, params)
             while self._engine.has_unfinished_requests():
                 self._serve_aborts(names)
                 for output in self._engine.step():
-                    _append(drawn[names[output.request_id]], output)
+                    _append(sampled[names[output.request_id]], output)
         except BaseException:
             self._engine.abort_request(list(names))
             raise
-        return drawn
+        return sampled
 
     def _add(self, name: str, request: Request, params: Any) -> None:
         own = params.clone()
@@ -362,15 +362,15 @@ def _sampling_params(
     )
 
 
-def _append(drawn: Drawn, output: Any) -> None:
+def _append(sampled: Sampled, output: Any) -> None:
     """Add what one step brought."""
     (part,) = output.outputs
-    drawn.tokens += part.token_ids
-    drawn.logprobs += [
+    sampled.tokens += part.token_ids
+    sampled.logprobs += [
         entry[token].logprob for token, entry in zip(part.token_ids, part.logprobs, strict=True)
     ]
-    drawn.finished = part.finish_reason == "stop"
-    drawn.cached_tokens = max(drawn.cached_tokens, output.num_cached_tokens or 0)
+    sampled.finished = part.finish_reason == "stop"
+    sampled.cached_tokens = max(sampled.cached_tokens, output.num_cached_tokens or 0)
 
 
 def _free_kv_cache(worker: Any) -> list[int]:

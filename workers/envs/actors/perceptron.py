@@ -86,7 +86,7 @@ def refuse_value_bins(spec: PerceptronSpec, who: str) -> None:
 def perceptron(
     spec: PerceptronSpec, num_in: int, num_out: int, gain: float, random: torch.Generator
 ) -> nn.Sequential:
-    """A perceptron whose last layer has gain `gain`; weights are drawn from `random` in order."""
+    """A perceptron whose last layer has gain `gain`; weights are sampled from `random` in order."""
     sizes = (num_in, *spec.hidden_sizes)
     layers: list[nn.Module] = []
     for width_in, width_out in zip(sizes[:-1], sizes[1:], strict=True):

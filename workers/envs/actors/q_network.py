@@ -61,7 +61,7 @@ class QNetworkSpec:
     optimizer: OptimizerSpec | None = None
     """None for a network that only follows another one."""
     epsilon_start: float = 1.0
-    """Share of choices drawn at random, before the first training."""
+    """Share of choices sampled at random, before the first training."""
     epsilon_end: float = 0.05
     """What it falls to."""
     epsilon_calls: int = 1
@@ -134,8 +134,8 @@ class TorchQNetwork(ModelWorker, QNetwork):
         value = self._numpy.outputs(obs)
         count, best = value.shape[1], value.argmax(axis=1)
         epsilon, uniform = float(self._on_host.module.epsilon), noise[:, 0]
-        drawn = np.minimum(uniform / max(epsilon, 1e-12) * count, count - 1).astype(np.int64)
-        choice = np.where(uniform < epsilon, drawn, best)
+        at_random = np.minimum(uniform / max(epsilon, 1e-12) * count, count - 1).astype(np.int64)
+        choice = np.where(uniform < epsilon, at_random, best)
         probability = epsilon / count + (1 - epsilon) * (choice == best)
         return Acts(choice[:, None].astype(np.float32), np.log(probability).astype(np.float32))
 

@@ -1,7 +1,7 @@
 """The worker of a `BoardGame` role: whole games side by side, and the loop of moving in them.
 
-Every call begins games anew, and what is drawn belongs to (seed, role, step, ordinal, game, move).
-So the worker keeps nothing from call to call, and games depend neither on the number of workers nor
+Every call begins games anew, and a sample belongs to (seed, role, step, ordinal, game, move). So
+the worker keeps nothing from call to call, and games depend neither on the number of workers nor
 on what was played before.
 """
 
@@ -126,7 +126,7 @@ class _Played:
         return ~boards.over & self.columns.has_room(side)
 
     def move(self, noise: NDArray[np.float64]) -> None:
-        """One move in every game that goes on, drawn with `noise`, f64[games, 1]."""
+        """One move in every game that goes on, sampled by `noise`, f64[games, 1]."""
         live, turn = self._live, self._boards.turn * self._live
         obs, allowed = self._seen(turn), self._allowed()
         choice = np.zeros(len(live), np.int64)

@@ -1,9 +1,9 @@
 """Memory that a call needs on each device, from shapes alone.
 
-Two sums per device: `resident_parts`, which a unit always holds, and `transient_parts`, which a
-call adds while it runs. Both are upper bounds where parts can differ between devices: the worst
-pipeline stage counts, and rows count at their greatest length. Units that share devices add their
-resident parts; their calls take turns (`ledger.py`).
+Two sums per device: `resident_parts`, which a call group always holds, and `transient_parts`, which
+a call adds while it runs. Both are upper bounds where parts can differ between devices: the worst
+pipeline stage counts, and rows count at their greatest length. Call groups that share devices add
+their resident parts; their calls take turns (`memory_ledger.py`).
 
 Sources. Activations: Korthikanti et al. 2022, "Reducing activation recomputation in large
 transformer models", sections 4 and 5, without dropout masks, with a gated feed-forward and grouped
@@ -119,16 +119,16 @@ def weight_bytes(shape: ModelShape, head: Head, layout: Layout) -> int:
 
 
 def resident_parts(call: Call, layout: Layout) -> Parts:
-    """What each device always holds for the unit that the call belongs to.
+    """What each device always holds for the call group that the call belongs to.
 
-    A frozen role's unit and a generation's own unit hold weights; a trained role's unit holds
+    The call groups of a frozen role and of a generation hold weights; that of a trained role holds
     gradients (float32, as they are added up over micro-batches) and optimizer state too; an
-    offloaded unit holds nothing. A generation that borrows the weights of the unit that trains
+    offloaded one holds nothing. A generation that borrows the weights of the call group that trains
     them holds nothing either: do not ask then.
 
     Args:
-        call: Any call of the unit.
-        layout: The unit's layout.
+        call: Any call of the call group.
+        layout: The call group's layout.
     """
     if layout.offload:
         return Parts()

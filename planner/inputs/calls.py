@@ -68,8 +68,8 @@ class Call:
         return self.prompt.longest + self.response.longest
 
     @property
-    def unit(self) -> str:
-        """What is placed as a whole: the role, but a trained role's generation is its own unit."""
+    def call_group(self) -> str:
+        """What is placed as a whole: the role, or a trained role's generation by itself."""
         return f"{self.role}.generate" if self.kind == "generate" and self.trained else self.role
 
 

@@ -11,7 +11,7 @@ from ..formatting import aligned, bytes_text, part_text, percent_text, ranges_te
 from ..plan.plan import Plan
 from ..plan.prediction import GroupMemory, Prediction
 from ..plan.simulate import Simulation, simulate_plan
-from .plan_texts import cluster_text, units_by_group, workload_text
+from .plan_texts import cluster_text, roles_by_group, workload_text
 
 __all__ = ["explain"]
 
@@ -100,12 +100,12 @@ def _against(other_s: float, step_s: float) -> str:
 
 
 def _placement(graph: Graph, plan: Plan) -> list[str]:
-    units = units_by_group(graph, plan)
+    roles = roles_by_group(graph, plan)
     rows = [["group", "devices", "number", "roles"]]
     for group in plan.groups:
         number = len(group.devices) or group.num_ranks
         devices = ranges_text(group.devices) or f"any {group.device}"
-        rows.append([group.name, devices, str(number), ", ".join(units[group.name]) or "none"])
+        rows.append([group.name, devices, str(number), ", ".join(roles[group.name]) or "none"])
     return ["placement", *(f"  {line}" for line in aligned(rows, right=[2]))]
 
 

@@ -1,4 +1,4 @@
-"""What the search chooses between: the ways in which a unit's calls can run on a mesh.
+"""What the search chooses between: the ways in which a call group's calls can run on a mesh.
 
 The search sees durations and bytes only; where they come from is the business of the models of time
 and memory. So it can be checked against brute force on made-up tables.
@@ -22,7 +22,7 @@ class CallNode:
 
     Attributes:
         name: The node's name.
-        unit: What it is placed with; all calls of a unit share a group.
+        call_group: What it is placed with; all calls of a call group share a group.
         after: Calls of the same step that must have ended.
         reads_older: Whether it may read weights that lag (a rollout): with `max_lag=k` it waits
             for the train calls of its role of k + 1 steps before, not of the step before.
@@ -31,7 +31,7 @@ class CallNode:
     """
 
     name: str
-    unit: str
+    call_group: str
     after: tuple[str, ...]
     role: str
     reads_older: bool = False
@@ -40,7 +40,7 @@ class CallNode:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a unit on a mesh.
+    """One way to run a call group on a mesh.
 
     Attributes:
         durations_s: Call name -> seconds, weight movement into the call's layout included.
@@ -63,11 +63,11 @@ class Option:
 class OptionTable(Protocol):
     """Where the search asks for options; deterministic."""
 
-    def options(self, unit: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
-        """Ways to run a unit on a mesh, none dominated; none if nothing fits or divides.
+    def options(self, call_group: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
+        """Ways to run a call group on a mesh, none dominated; none if nothing fits or divides.
 
         Args:
-            unit: A role, or "role.generate" for a trained role's generation.
+            call_group: A role, or "role.generate" for a trained role's generation.
             mesh: Where.
             with_source: For "role.generate": whether the role trains on the same mesh, so that
                 its weights are there already and only change layout.

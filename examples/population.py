@@ -20,8 +20,8 @@ from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
+from penstock.workers.executors.process_setup import use_threads
 from penstock.workers.training.optimizer import OptimizerSpec
-from penstock.workers.training.threads import use_threads
 
 NUM_STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 40
 RATES = {"first": 1e-5, "second": 1e-4, "third": 1e-3, "fourth": 1e-2}

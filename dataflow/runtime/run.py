@@ -42,7 +42,7 @@ from ..scheduler.schedule import Schedule
 from ..scheduler.scheduler import Scheduler
 from .checkpoint import CheckpointFolder, ResumePoint, SavedRun, read_resume_point, write_run_state
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
-from .executor import Executor, Program
+from .executor import Executor, Program, TaskSpan
 from .messages import (
     CallWork,
     Handle,
@@ -57,7 +57,6 @@ from .messages import (
 from .placement import flow_of
 from .publication import Publication
 from .source import Source, read_source
-from .spans import TaskSpan
 
 __all__ = ["Run", "StepResult", "Trained"]
 

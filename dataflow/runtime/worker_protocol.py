@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from ..graph.role import Metric, Role
-from .deadline import DeadlineExceeded, deadline
+from .call_context import DeadlineExceeded, deadline
 
 __all__ = [
     "CLOSE_S",

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from ...dataflow.runtime.spans import TaskSpan
+from ...dataflow.runtime.executor import TaskSpan
 from .atomic import write_text
 
 __all__ = ["TraceLog", "read_trace"]

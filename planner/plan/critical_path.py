@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from ...dataflow.graph.graph import Graph, NodeKind
+from ...dataflow.runtime.executor import TaskSpan
 from ...dataflow.runtime.placement import Placement
-from ...dataflow.runtime.spans import TaskSpan
 from ...dataflow.scheduler.events import Load, NodeTask, Publish, Task
 from ...dataflow.scheduler.simulate import Span
 

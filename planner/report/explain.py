@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 
 from ...dataflow.graph.graph import Graph
-from ...dataflow.runtime.spans import TaskSpan
+from ...dataflow.runtime.executor import TaskSpan
 from ..formatting import aligned, bytes_text, part_text, percent_text, ranges_text, seconds_text
 from ..plan.plan import Plan
 from ..plan.prediction import GroupMemory, Prediction

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from html import escape
 
 from ...dataflow.graph.graph import Graph
-from ...dataflow.runtime.spans import TaskSpan
+from ...dataflow.runtime.executor import TaskSpan
 from ..formatting import part_text, percent_text, ranges_text, seconds_text
 from ..inputs.cluster import ClusterSpec
 from ..plan.plan import GroupPlan, Plan

@@ -1,4 +1,4 @@
-"""What the search chooses between: the ways in which a call group's calls can run on a mesh.
+"""What the search chooses between: groupings of call groups, and the ways to run each on a mesh.
 
 The search sees durations and bytes only; where they come from is the business of the models of time
 and memory. So it can be checked against brute force on made-up tables.
@@ -6,14 +6,14 @@ and memory. So it can be checked against brute force on made-up tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from ..inputs.layout import Layout
 from ..inputs.mesh import Mesh
 
-__all__ = ["CallNode", "Option", "OptionTable", "dominant"]
+__all__ = ["CallNode", "Option", "OptionTable", "Partition", "dominant", "partitions"]
 
 
 @dataclass(frozen=True)
@@ -100,3 +100,39 @@ def _covers(better: Option, option: Option, slack_bytes: int) -> bool:
             better.transient_bytes[c] <= b + slack_bytes for c, b in option.transient_bytes.items()
         )
     )
+
+
+Partition: TypeAlias = tuple[tuple[str, ...], ...]
+"""What is grouped stands in the order given, groups in the order of their first member."""
+
+
+def partitions(
+    call_groups: Sequence[str],
+    together: Sequence[Sequence[str]] = (),
+    apart: Sequence[Sequence[str]] = (),
+) -> Iterator[Partition]:
+    """All partitions of `call_groups`; everything in one group comes first, all alone last.
+
+    Args:
+        call_groups: What is placed.
+        together: Call groups of one entry share a group.
+        apart: No two call groups of one entry do.
+    """
+    partners = {u: {v for s in together if u in s for v in s} for u in call_groups}
+    strangers = {u: {v for s in apart if u in s for v in s if v != u} for u in call_groups}
+
+    def extend(groups: list[list[str]], position: int) -> Iterator[Partition]:
+        if position == len(call_groups):
+            yield tuple(tuple(group) for group in groups)
+            return
+        call_group = call_groups[position]
+        earlier = partners[call_group] & set(call_groups[:position])
+        for group in groups:
+            if earlier <= set(group) and strangers[call_group].isdisjoint(group):
+                group.append(call_group)
+                yield from extend(groups, position + 1)
+                group.pop()
+        if not earlier:
+            yield from extend([*groups, [call_group]], position + 1)
+
+    yield from extend([], 0)

@@ -18,8 +18,7 @@ from .allocation_boxes import Boxes, Corners, Grid
 from .bounds import StepBound
 from .call_group_options import MOST_COMBINED
 from .choices import Choice, Choices, Front
-from .options import Option
-from .partition import Partition
+from .options import Option, Partition
 from .step_time import StepTimer
 
 __all__ = ["Branch", "Found"]

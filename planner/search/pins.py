@@ -12,8 +12,7 @@ from ...dataflow.graph.proxies import nearest
 from ..inputs.cluster import ClusterSpec
 from ..inputs.layout import Layout
 from .allocation import Space
-from .options import CallNode, Option
-from .partition import Partition
+from .options import CallNode, Option, Partition
 
 __all__ = ["Pins"]
 

@@ -25,8 +25,7 @@ from ..inputs.cluster import ClusterSpec
 from .allocation import Index, Space
 from .choices import Choices
 from .initial_plans import fair_shares, improved, plunge
-from .options import CallNode, OptionTable
-from .partition import Partition, partitions
+from .options import CallNode, OptionTable, Partition, partitions
 from .partition_search import Branch, Found
 from .pins import Pins
 from .result import Assignment, GroupAssignment, SearchResult

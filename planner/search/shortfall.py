@@ -16,7 +16,7 @@ from .allocation import Index
 from .allocation_boxes import Boxes, Corners, Grid, Ints
 from .call_group_options import CallGroupOption
 from .choices import Choices
-from .partition import Partition
+from .options import Partition
 from .range_min import RangeMin
 
 __all__ = ["Shortfall", "explain_infeasible", "shortfall"]

@@ -20,8 +20,8 @@ from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
+from penstock.workers.envs.actors.network_weights import inherit_weights
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
-from penstock.workers.envs.actors.weight_inheritance import inherit_weights
 from penstock.workers.envs.games.mnk_games import CONNECT_FOUR, BoardSpec
 from penstock.workers.envs.games.spec import LibraryGameSpec
 from penstock.workers.envs.rows import EnvRowSource, GameRowSource

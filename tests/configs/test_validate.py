@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
-from penstock.configs.key_docs import key_docs
 from penstock.configs.schema import RunConfig
-from penstock.configs.validate import RENAMED, fields_of, validated
+from penstock.configs.validate import RENAMED, fields_of, key_docs, validated
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.cli.key_reference import key_reference
 

@@ -15,7 +15,7 @@ import threading
 import time
 from types import FrameType
 
-from ...dataflow.runtime.deadline import DeadlineExceeded
+from ...dataflow.runtime.call_context import DeadlineExceeded
 
 __all__ = ["StepAlarm", "StepTooLong"]
 

@@ -39,13 +39,12 @@ from ...dataflow.runtime.remote_inference import ServedRole, ServedWeights
 from ...dataflow.runtime.worker_protocol import WorkerContext, close_workers
 from ..inference.client import InferenceClient
 from ..inference.server import InferenceServer
-from ..training.threads import use_threads
 from ..weight_sync.p2p_link import Clock
 from ..weight_sync.packet_server import Outbox, OutboxEntry, PacketServer, Route, Store
 from ..weight_sync.packets import Packet
 from ..weight_sync.slice_exchange import SliceTraffic
 from .process_backend import ProcessDied, ProcessHome, Ref
-from .rendezvous import Address, meet
+from .process_setup import Address, meet, use_threads
 
 __all__ = ["Answer", "RankProcess", "WarmWorker", "part_to_numpy"]
 

@@ -35,11 +35,12 @@ from .rank_group import (
     connect_groups,
     connect_routes,
     end_groups,
+    keep_warm,
     routes_of,
     start_groups,
+    take_warm,
 )
 from .rank_process import Answer, part_to_numpy
-from .warm_pool import keep_warm, take_warm
 
 __all__ = ["Supervisor"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ....algorithms.roles.language import Sampling
 from ...rollout.responses import Responses
 from ...rollout.sampling import SampleStreams
-from ...training.host_offload import HostCopy
+from ...training.model_worker import HostCopy
 from .decode import decode
 from .decode_plain import decode_plain
 from .network import LeanNetwork, TorchNetwork

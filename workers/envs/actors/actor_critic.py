@@ -33,12 +33,10 @@ from ...training.data_parallel import rank_group
 from ...training.model_worker import ModelWorker
 from ...training.optimizer import OptimizerSpec
 from ...training.whole_network import WholeNetwork
+from .network_weights import inherit_weights, load_network, save_network
 from .numpy_actor import NumpyActor, OnHost
-from .perceptron import ActorCriticNetwork, HasSpaces, PerceptronSpec
+from .perceptron import ActorCriticNetwork, HasSpaces, PerceptronSpec, single_steps, state_values
 from .recurrent import NumpyRecurrent
-from .saved_network import load_network, save_network
-from .single_steps import single_steps, state_values
-from .weight_inheritance import inherit_weights
 
 __all__ = ["TorchActorCritic", "TorchActorCriticSpec"]
 

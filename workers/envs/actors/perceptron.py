@@ -2,22 +2,27 @@
 
 Initialized as in Huang et al., "The 37 Implementation Details of Proximal Policy Optimization",
 2022: orthogonal weights of gain sqrt(2), 0.01 for the actor's last layer and 1 for the critic's,
-biases 0, and a deviation of continuous actions that does not depend on the observation.
+biases 0, and a deviation of continuous actions that does not depend on the observation. Networks
+see one state at a time: rows of many steps are taken apart for them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any, Literal, Protocol, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from ....algorithms.ops.value_transforms import two_hot_value, value_bins
-from ....algorithms.roles.environment import ActionSpace
+from ....algorithms.roles.environment import TIME, ActionSpace, Values
 from ....dataflow.errors import ConfigError
+from ....dataflow.graph.axes import spec_of
 from ....dataflow.option_checks import check_range
+from ...training.microbatch import columns
 from .recurrent import RecurrentNetwork
 
 __all__ = [
@@ -26,6 +31,8 @@ __all__ = [
     "PerceptronSpec",
     "perceptron",
     "refuse_value_bins",
+    "single_steps",
+    "state_values",
 ]
 
 
@@ -147,3 +154,45 @@ class ActorCriticNetwork(nn.Module):
     def spaces(self) -> dict[str, Any]:
         """What it sees and says, as `save_network` writes it."""
         return {"num_features": self.num_features, "actions": asdict(self.actions)}
+
+
+def single_steps(batch: Any) -> Any:
+    """The steps that count as rows of one step each: [rows, T, ...] to [steps, 1, ...].
+
+    Columns without steps, [rows, ...], become [steps, ...].
+    """
+    found, stepless = columns(batch), _stepless(type(batch))
+    width = found["mask"].shape[1]
+    kept = found["mask"].flatten().nonzero()[:, 0]
+    parts = {
+        name: column[kept // width] if name in stepless else column.flatten(0, 1)[kept, None]
+        for name, column in found.items()
+    }
+    return replace(batch, **parts)
+
+
+@cache
+def _stepless(kind: type) -> frozenset[str]:
+    """The columns of a batch dataclass that have no axis of time."""
+    specs = {name: spec_of(hint) for name, hint in get_type_hints(kind, None, None, True).items()}
+    return frozenset(name for name, spec in specs.items() if spec and TIME not in spec.axes)
+
+
+def state_values(
+    value: Callable[[Tensor], Tensor], obs: Tensor, last_obs: Tensor, device: torch.device
+) -> Values:
+    """What a critic says of every state, without gradients.
+
+    Args:
+        value: Maps f32[states, features] to f32[states].
+        obs: f32[rows, T, features].
+        last_obs: f32[rows, features].
+        device: The critic's.
+    """
+    every = torch.zeros(obs.shape[0], obs.shape[1] + 1)
+    with torch.no_grad():
+        # A row at a time: what a product of matrices rounds to may depend on how many there are,
+        # and rows are batched differently with another number of workers.
+        for row, (before, last) in enumerate(zip(obs, last_obs, strict=True)):
+            every[row] = value(torch.cat([before, last[None]]).to(device))
+    return Values(value=every[:, :-1].contiguous(), bootstrap_value=every[:, -1].contiguous())

@@ -29,6 +29,7 @@ from ...training.model_worker import ModelWorker
 from ...training.optimizer import OptimizerSpec
 from ...training.whole_network import WholeNetwork
 from ..spec import EnvSpec
+from .network_weights import inherit_weights, load_network, save_network
 from .numpy_actor import NumpyActor, OnHost
 from .perceptron import (
     PerceptronSpec,
@@ -36,8 +37,6 @@ from .perceptron import (
     refuse_value_bins,
 )
 from .recurrent import refuse_recurrence
-from .saved_network import load_network, save_network
-from .weight_inheritance import inherit_weights
 
 __all__ = ["QNetworkSpec", "TorchQNetwork"]
 

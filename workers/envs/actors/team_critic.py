@@ -19,14 +19,15 @@ from ...training.model_worker import ModelWorker
 from ...training.optimizer import OptimizerSpec
 from ...training.whole_network import WholeNetwork
 from ..spec import EnvSpec
+from .network_weights import load_network, save_network
 from .perceptron import (
     PerceptronSpec,
     perceptron,
     refuse_value_bins,
+    single_steps,
+    state_values,
 )
 from .recurrent import refuse_recurrence
-from .saved_network import load_network, save_network
-from .single_steps import single_steps, state_values
 
 __all__ = ["TeamCriticSpec", "TorchTeamCritic"]
 

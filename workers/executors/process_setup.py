@@ -1,4 +1,7 @@
-"""Where processes of several machines meet: on the address that each is given, and on no other."""
+"""What a process sets up before it works: where it meets the others, and its threads.
+
+Processes of several machines meet on the address that each is given, and on no other.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ import socket
 from datetime import timedelta
 
 import psutil
+import torch
 import torch.distributed as dist
+from threadpoolctl import threadpool_limits
 
 from ..weight_sync.packet_server import Store
 
-__all__ = ["Address", "meet"]
+__all__ = ["Address", "meet", "use_threads"]
 
 Address = tuple[str, int]
 
@@ -53,3 +58,13 @@ def _interface(address: str) -> str:
         if any(one.address == address for one in addresses):
             return name
     raise OSError(f"no network interface of this machine has its address {address}")
+
+
+def use_threads(num_threads: int) -> None:
+    """Let this process compute with so many from now on.
+
+    How a sum is shared among threads decides its last bits, and actors of perceptrons are computed
+    by numpy: with torch's threads alone, a run would depend on the machine's cores.
+    """
+    torch.set_num_threads(num_threads)
+    threadpool_limits(num_threads, user_api="blas")

@@ -9,7 +9,7 @@ import sys
 _SCRIPT = """
 import numpy, torch
 from threadpoolctl import threadpool_info
-from penstock.workers.training.threads import use_threads
+from penstock.workers.executors.process_setup import use_threads
 
 def found():
     return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}

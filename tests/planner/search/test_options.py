@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.planner.search.partition import partitions
+from penstock.planner.search.options import partitions
 
 from .brute_force import set_partitions
 

@@ -83,7 +83,7 @@ def whiten(
         mask: bool[rows, T].
         variance: "unbiased" divides by n - 1, "biased" by n.
         eps: Added to the variance, or to its root.
-        eps_on: Which of the two.
+        eps_on: To which of the two `eps` is added.
         weighted_by: Whether every token weighs the same, so that long rows count more, or every
             row.
         shift_mean: Whether the mean becomes 0.

@@ -82,8 +82,8 @@ def sample_until_full(
 
     Args:
         prompts: All prompts of the step, `cfg.max_rounds` shares.
-        actor: Who answers.
-        reward: Who scores.
+        actor: The policy that answers.
+        reward: The reward that scores.
         sampling: How responses are sampled.
         cfg: Which groups are kept, and how long more are sampled.
 

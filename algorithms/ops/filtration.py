@@ -52,7 +52,7 @@ def selection_weights(
         score: f32[rows].
         group: i64[rows]; all the same number to choose among the whole batch.
         strategy: See the table.
-        power: Of strategy "power".
+        power: The exponent of strategy "power".
 
     Returns:
         f32[rows].

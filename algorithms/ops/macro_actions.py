@@ -65,7 +65,7 @@ def macro_actions(
         termination: See `Termination`.
         length: Tokens of a "fixed" macro action; None for one macro action per row.
         lengths: What "random" samples each macro action's length from.
-        seed: Of the samples.
+        seed: Seed of the samples.
 
     Returns:
         i64[rows, T].
@@ -184,7 +184,7 @@ def macro_gae(
         discount: gamma, per macro action.
         lam: lambda, per macro action.
         macro_value: How tokens' values make a macro action's.
-        macro_reward: How tokens' rewards do.
+        macro_reward: How tokens' rewards become a macro action's.
 
     Returns:
         f32[rows, T] each: every token has its macro action's advantage and value target.

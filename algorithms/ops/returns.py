@@ -43,7 +43,7 @@ class GaeTargets:
     """What an estimator gives the two losses."""
 
     advantage: PerStep
-    """Not whitened."""
+    """Advantages, not whitened."""
     value_target: PerStep
     """The critic's target: for GAE, advantage plus value."""
 

@@ -79,7 +79,7 @@ def systematic_rows(share: Tensor, count: int) -> Tensor:
 
     Args:
         share: f32[rows], adding up to 1.
-        count: How many to take.
+        count: Number of responses to take.
 
     Returns:
         i64[count], ascending.

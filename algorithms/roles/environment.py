@@ -209,7 +209,7 @@ B = TypeVar("B")
 
 
 class Actor(Role):
-    """Whoever acts in an environment."""
+    """A role that acts in environments."""
 
     def act(
         self,
@@ -342,7 +342,7 @@ class Env(Role):
         Args:
             env: i64[envs].
             group: i64[envs]; the rows of a group are next to each other.
-            actor: Whose weights are read.
+            actor: The actor whose weights are read.
             num_episodes: Episodes for each environment.
             max_episode_steps: A longer episode counts with what was earned by then.
 

@@ -87,7 +87,7 @@ class Replay(Role):
 
         Args:
             stored: What `add` gave: samples are taken after the steps that this graph adds.
-            num_steps: How many to sample.
+            num_steps: Number of steps to sample.
             at_least: Sample nothing, that is, steps that are masked out, as long as fewer are held.
         """
         raise NotImplementedError
@@ -106,7 +106,7 @@ class QNetwork(Actor):
 
     @call("forward")
     def value(self, obs: SampledObs, action: SampledAction) -> PerSampledStep:
-        """Of a choice in a state."""
+        """Value of a choice in a state."""
         raise NotImplementedError
 
     @call("train")

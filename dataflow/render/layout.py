@@ -34,7 +34,7 @@ class Item:
         kind: Kind of the backbone for a bend, "" for a box.
         layer: Its layer, 0 at the top.
         width: Width to keep free.
-        x: Its center.
+        x: The item's center.
     """
 
     name: str

@@ -69,7 +69,7 @@ def call_scope(
     """Context manager: the one role call made inside is call number `ordinal` of `step`.
 
     Args:
-        step: Of the run.
+        step: The run's step.
         ordinal: The call's number among those of its method.
         staleness: See `call_staleness`.
     """

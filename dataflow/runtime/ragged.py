@@ -56,7 +56,7 @@ def pack(name: str, dense: Tensor, spec: Spec, lengths: Tensor | None) -> Packed
     Args:
         name: Whose column it is, for the error message.
         dense: The column; for a ragged one `[rows, width, ...]` with `width >= lengths.max()`.
-        spec: Its spec.
+        spec: The column's spec.
         lengths: i64[rows], needed if the column is ragged.
 
     Raises:

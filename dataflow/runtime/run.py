@@ -69,7 +69,7 @@ class StepResult:
     """What one completed step reports.
 
     Attributes:
-        step: Its index.
+        step: Index of the step.
         metrics: `node/name` -> value, merged over chunks and ranks.
         spans: When and where each of its tasks ran.
         lag: (versions behind, number of rollout tasks) pairs.

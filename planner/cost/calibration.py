@@ -39,7 +39,7 @@ class MeasuredCall(BaseModel):
     measured_s: Seconds
     """Median over repeats, of the slowest rank."""
     predicted_s: Seconds
-    """With the constants of this calibration."""
+    """Predicted with the constants of this calibration."""
 
     @property
     def error(self) -> float:
@@ -72,7 +72,7 @@ class Calibration(BaseModel):
     machine: str
     """What it ran on, for people."""
     date: str
-    """When, as YYYY-MM-DD."""
+    """Date of the measurement, as YYYY-MM-DD."""
     notes: tuple[str, ...] = ()
     """What could not be measured, and what stands in for it."""
     calls: tuple[MeasuredCall, ...] = ()

@@ -58,7 +58,7 @@ class _Params(NamedTuple):
     dense: int
     """All but experts."""
     experts: int
-    """Of mixtures; shared by `ep` ranks."""
+    """Weights of a mixture's experts, which `ep` ranks share."""
     largest_layer: int
     """What ZeRO gathers at once: a layer, or the embedding."""
 
@@ -148,7 +148,7 @@ def transient_parts(
 
     Args:
         call: What runs.
-        layout: How.
+        layout: How the call is computed.
         borrows: For a generation: whether its role is trained on the same devices. It then holds
             a copy of the weights in its own layout while it runs.
         source: The layout the role is trained in, if known: where it has the weights in the same
@@ -282,7 +282,7 @@ def _logits(call: Call, layout: Layout, tokens: int) -> int:
 
 
 def _generating(call: Call, layout: Layout, rows: int, attention: Attention) -> Parts:
-    """Without weights."""
+    """Parts besides the weights."""
     shape, longest = call.model, call.prompt.longest
     tokens = min(rows * longest, max(PREFILL_TOKENS, longest))
     vocab = -(-shape.vocab_size // layout.tp)

@@ -36,13 +36,13 @@ class LoopTimes:
     """
 
     step_s: float
-    """Seconds of a step, by the clock."""
+    """Elapsed seconds of a step."""
     step_cpu_s: float
-    """Of these the process computed."""
+    """Seconds of them in which the process computed."""
     ask_s: float
-    """Seconds until the answer was there, by the clock."""
+    """Elapsed seconds until the answer was there."""
     ask_cpu_s: float
-    """Of these the process computed."""
+    """Seconds of them in which the process computed."""
 
     def __post_init__(self) -> None:
         check_range(self, "step_s", "step_cpu_s", "ask_s", "ask_cpu_s", at_least=0)
@@ -51,12 +51,12 @@ class LoopTimes:
 
     @property
     def turn_s(self) -> float:
-        """By the clock."""
+        """Elapsed seconds of a turn."""
         return self.step_s + self.ask_s
 
     @property
     def cpu_s(self) -> float:
-        """Of a turn; never more than by the clock."""
+        """Computed seconds of a turn, never more than elapsed."""
         return min(self.step_cpu_s + self.ask_cpu_s, self.turn_s)
 
 

@@ -29,7 +29,7 @@ class PathItem:
     Attributes:
         node: Name of the node.
         step: Which step it belongs to; 0 is the first step of the path.
-        group: Where it runs.
+        group: The group it runs on.
         start_s: When it starts, counted from the path's beginning.
         seconds: How long it takes.
         waited_for: Why it did not start earlier.

@@ -56,7 +56,7 @@ def plan_step(
         cluster: What to place it on; every device is used.
         workload: Rows and tokens of a step.
         max_lag: Steps that generation may be behind, or several to choose from.
-        constants: Of the model of time.
+        constants: Constants of the model of time.
         engine: What trains and evaluates; every layout of a plan is one that it runs.
         rollout: What generates, likewise; None if the same engine does.
         others: Role -> what runs all of its calls instead.
@@ -200,10 +200,8 @@ class _Writer:
         """Groups are called after what they hold; a single one is "all"."""
         if len(assignment.groups) == 1:
             return ["all"]
-        return [
-            "_".join(map(_short, names)) if len(names) > 1 else names[0]
-            for names in (group.call_groups for group in assignment.groups)
-        ]
+        held = [group.call_groups for group in assignment.groups]
+        return ["_".join(map(_short, names)) if names[1:] else names[0] for names in held]
 
     def _prediction(
         self, names: Sequence[str], workload: Workload, constants: Constants

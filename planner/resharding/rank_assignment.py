@@ -76,7 +76,7 @@ def fewest_bytes(
     order is the best of those.
 
     Args:
-        source: Who holds what.
+        source: Which device holds what.
         destination: Ranks on devices in some order, a node's devices together.
         cluster: Says which devices share a node.
     """

@@ -51,7 +51,7 @@ class Pool:
 
     @property
     def num_devices(self) -> int:
-        """Of all nodes."""
+        """Number of devices of all nodes."""
         return len(self.nodes) * self.node_size
 
     def is_part(self, position: int) -> bool:
@@ -82,7 +82,7 @@ class Space:
         return int(self.legal.sum())
 
     def num_devices(self, index: Index) -> int:
-        """Of a group."""
+        """Number of devices of a group."""
         return sum(pool.sizes[k] for pool, k in zip(self.pools, index, strict=True))
 
     def mesh(self, index: Index) -> Mesh:

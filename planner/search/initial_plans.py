@@ -1,4 +1,4 @@
-"""Good plans to begin a search with: fair shares, straight down the bounds, by moving devices."""
+"""Good plans to begin a search with: fair shares, a descent along the bounds, moved devices."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class ModelTable:
 
     Args:
         calls: The step's.
-        constants: Of the model of time.
+        constants: Constants of the model of time.
         engine: What trains and evaluates.
         rollout: What generates; None if the same does.
         others: Role -> what runs all of its calls instead.

@@ -26,7 +26,7 @@ class CallNode:
         after: Calls of the same step that must have ended.
         reads_older: Whether it may read weights that lag (a rollout): with `max_lag=k` it waits
             for the train calls of its role of k + 1 steps before, not of the step before.
-        role: Whose weights it reads.
+        role: The role whose weights it reads.
         trains: Whether it makes the role's next weights.
     """
 
@@ -68,7 +68,7 @@ class OptionTable(Protocol):
 
         Args:
             call_group: A role, or "role.generate" for a trained role's generation.
-            mesh: Where.
+            mesh: The devices.
             with_source: For "role.generate": whether the role trains on the same mesh, so that
                 its weights are there already and only change layout.
         """

@@ -48,7 +48,7 @@ class Branch:
     """A partition of the call groups under one schedule.
 
     Args:
-        choices: Of all call groups.
+        choices: Choices of all call groups.
         partition: Call groups of every group.
         max_lag: Steps that rollouts may be behind.
 

@@ -1,6 +1,6 @@
 """Where everything runs: an exact branch and bound over groups, devices and options.
 
-minimize    seconds per step, as the scheduler will run it (`period.py`)
+minimize    seconds per step, as the scheduler will run it (`step_time.py`)
 over        partitions of the call groups into groups,
             devices for every group: whole nodes, or a part of one; every device used
             (`allocation.py`),

@@ -33,7 +33,7 @@ class Shortfall:
 
     Attributes:
         call_groups: Its call groups.
-        num_devices: Of its mesh.
+        num_devices: Devices of its mesh.
         device: What they are.
         needed_bytes: What it needs per device at least.
         memory_bytes: What it can have.

@@ -169,7 +169,7 @@ class _Play:
         return (ended, *counts, *self.running)
 
     def remaining_s(self) -> list[float]:
-        """Of each group's running call."""
+        """Seconds left of each group's running call."""
         return [end_s - self.now_s for end_s in self.ends_s if end_s < inf]
 
 

@@ -1,6 +1,6 @@
 """Tasks from a local JSONL or Parquet file: prompts with answers, demonstrations or pairs.
 
-Rows are read and checked by `data_file.py`; the reward is a named verifier of `verifiers.py` or the
+Rows are read and checked by `rows_file.py`; the reward is a named verifier of `verifiers.py` or the
 user's own function.
 """
 

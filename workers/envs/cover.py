@@ -24,7 +24,7 @@ class Cover(gym.Env[Any, Any]):
     Args:
         num_agents: Agents, and marks.
         width: Places.
-        max_steps: Of an episode.
+        max_steps: Longest episode, in steps.
 
     Attributes:
         marks: i64[num_agents], from left to right.

@@ -27,7 +27,7 @@ class LiveGroup:
 
     Args:
         group: The environments.
-        numbers: Theirs, unique in the run.
+        numbers: Numbers of the environments, unique in the run.
         normalization: What is scaled.
     """
 
@@ -84,7 +84,7 @@ class LiveGroup:
         """Act for as many steps as there is noise.
 
         Args:
-            actor: Who acts.
+            actor: The actor.
             noise: f64[horizon, envs, components].
 
         Returns:

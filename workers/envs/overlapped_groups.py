@@ -80,7 +80,7 @@ class _Timed(Actor):
         return found
 
     def times(self) -> LoopTimes:
-        """Of a turn, since the beginning."""
+        """Times of a turn, on average since the beginning."""
         turns = max(self.num_turns, 1)
         all_s = time.perf_counter() - self._begin_s
         all_cpu_s = time.thread_time() - self._begin_cpu_s
@@ -106,7 +106,7 @@ class _Slot(Actor):
     """One thread's place: passes questions on, and notes since when it steps.
 
     Attributes:
-        actor: Who answers.
+        actor: The actor that answers.
         ended: Set when the rollout is over for everyone.
         numbers: The environments being stepped.
         stepping_s: Since when; None while nothing is.

@@ -44,7 +44,7 @@ class BadRows(Exception):
     """What some of the environments did wrong that were stepped together.
 
     Args:
-        what: By row, in words.
+        what: What went wrong, in words, by row.
         stepped: What all of them showed.
     """
 
@@ -158,7 +158,7 @@ def laid_out(shown: Sequence[NDArray[Any]], num_envs: int, num_features: int) ->
 
     Args:
         shown: Observations, rewards, and who terminated and was truncated.
-        num_envs: How many there are.
+        num_envs: Number of environments.
         num_features: Numbers that each should show.
 
     Raises:

@@ -232,7 +232,7 @@ class EnvWorker(Env):
 
 
 def _file(folder: Path, number: int) -> Path:
-    """Of a group's state."""
+    """The file of a group's state."""
     return folder / f"group-{number}.json"
 
 
@@ -253,7 +253,7 @@ def action_noise(
     Args:
         actions: What can be done: choices are sampled by uniform numbers, numbers by normal ones.
         stream: From `stream_key`.
-        numbers: Of the environments.
+        numbers: Numbers of the environments.
         horizon: Steps.
     """
     rows = np.array(numbers, dtype=np.int64)

@@ -34,10 +34,10 @@ def meet(
     resolves to; both are given the interface of this process's own address.
 
     Args:
-        address: Of the listener.
+        address: Address of the listener.
         listener: In the process that has opened it; it is used up.
         host: This process's own address.
-        num_processes: That meet.
+        num_processes: Number of processes that meet.
         start_s: How long they may take.
     """
     interface = _interface(host)

@@ -60,7 +60,7 @@ class RankGroup:
     Attributes:
         backend: What has started them.
         group: The group.
-        processes: By number.
+        processes: The processes, by number.
         num_starts: How often they were started.
         is_warm: Whether they run since an executor before this one, and have no roles.
     """
@@ -131,7 +131,7 @@ def start_groups(
     memory of its devices free.
 
     Args:
-        groups: Which; of one backend.
+        groups: The groups to start, all of one backend.
         devices: What was reserved for them.
         hosted: Programs and workers.
         seed: The run's.
@@ -200,8 +200,8 @@ def connect_routes(
     """Connect groups for weights to go from process to process, again if they were.
 
     Args:
-        groups: By name; built.
-        routes: Which to connect.
+        groups: Name -> group, all built.
+        routes: The routes to connect.
         start_s: How long each phase of one may take.
 
     Raises:
@@ -275,7 +275,7 @@ def end_groups(groups: Sequence[RankGroup], *, closing: bool) -> None:
     """End the processes of groups of one backend.
 
     Args:
-        groups: Which.
+        groups: The groups to end.
         closing: Whether their workers are asked to close first, within `CLOSE_S`.
     """
     if not groups or not groups[0].backend.is_up:

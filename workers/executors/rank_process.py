@@ -93,7 +93,7 @@ class RankProcess:
     """One process of a rank: a `Host`, and the conversions between tensors and what is stored.
 
     Args:
-        home: Where it runs.
+        home: The group that it runs in.
         group: The group it belongs to.
         process: Its number there; see `DeviceGroup.processes`.
         num_threads: Torch's and numpy's threads.
@@ -258,7 +258,7 @@ class RankProcess:
         """Do one piece of work; outputs stay in this process's store.
 
         Args:
-            program: Which host.
+            program: Name of the program whose host performs it.
             work: What to do.
             leads: Whether outputs are wanted of this process of its rank.
         """
@@ -269,7 +269,7 @@ class RankProcess:
         """The same, with outputs as results of their own, which outlive this process.
 
         Args:
-            program: Which host.
+            program: Name of the program whose host performs it.
             work: A call.
             count: How many results beside the answer; as many as there may be outputs.
         """

@@ -59,8 +59,8 @@ class _Job:
 
     Attributes:
         ticket: See `Executor.submit`.
-        program: Of which program.
-        group: Where it is done.
+        program: Name of the program it belongs to.
+        group: The group that does it.
         rank: The data-parallel rank.
         work: What to do.
         parts: Handles that its outputs will have, if they are to outlive the process.

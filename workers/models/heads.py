@@ -101,8 +101,8 @@ class Head:
         """Write a whole model; `ModelSpec(folder=...)` under such a head reads it back.
 
         Args:
-            folder: Where to.
-            module: As `whole_model` makes one.
+            folder: The folder to write.
+            module: A model as `whole_model` makes one.
         """
         whole: Any = module
         with quiet_transformers():

@@ -71,7 +71,7 @@ class GenerationEngine(Protocol):
         Args:
             prompt: i64[P, T], right padded with -1, checked.
             streams: The random numbers of each of the P * num_samples responses.
-            sampling: How.
+            sampling: How responses are sampled.
 
         Returns:
             On the CPU, the samples of a prompt adjacent.
@@ -226,7 +226,7 @@ class GeneratorPolicy(Policy):
 
         Args:
             tensors: Whole parameters by Hugging Face name.
-            version: Of the weights.
+            version: Version of the weights.
             checksums: `parameter_checksum` of each, made by the sender; what does not have its
                 checksum is not taken.
 

@@ -72,8 +72,8 @@ class SampleStreams:
 
     Attributes:
         seed: The run's.
-        role: Who generates.
-        key: Which call.
+        role: The role that generates.
+        key: The call that is served.
         prompt_id: i64[P]; which prompts.
         num_samples: Responses to each; rows of one prompt are adjacent.
     """

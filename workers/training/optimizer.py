@@ -207,7 +207,7 @@ class AdamW:
         return grad
 
     def _norm(self, own: Tensor) -> float:
-        """Of the whole model's gradient."""
+        """Norm of the whole model's gradient."""
         return float(torch.linalg.vector_norm(own, dtype=torch.float32))
 
     def _update(self, own: Tensor, lr: float) -> None:

@@ -272,7 +272,7 @@ class _Sizes(NamedTuple):
     """Bytes per token."""
 
     number: int
-    """Of one weight or activation."""
+    """Bytes of one weight or activation."""
     hidden: int
     """A hidden state."""
     heads: int

@@ -104,7 +104,7 @@ class TorchActorCritic(ModelWorker, ActorCritic):
         return self._numpy.act(obs, noise, action_mask, recurrent_state)
 
     def answer_all(self, method: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Acts]:
-        """See `Gathers`: what is waiting for actions is computed together."""
+        """See `BatchedInference`: what is waiting for actions is computed together."""
         if method != "act":
             return [getattr(self, method)(*arguments) for arguments in calls]
         self._on_host.follow()

@@ -135,9 +135,9 @@ def inherit_weights(
     To `w + share * (other - w)`, which is its own for share 1, times `1 + mutation * noise`.
 
     Args:
-        worker: Whose weights are moved.
+        worker: The one whose weights are moved.
         other: A worker of the same kind of network.
-        share: How far.
+        share: How far they are moved, from 0 to 1.
         mutation: Deviation of the noise.
         random: Where it comes from; needed if there is a mutation.
 

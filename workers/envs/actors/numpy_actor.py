@@ -36,7 +36,7 @@ class NumpyActor:
     Args:
         actor: Linear layers with activations between them, on the CPU.
         actions: What can be done.
-        log_std: Of continuous actions.
+        log_std: Logarithm of the deviation of continuous actions.
         recurrent: What the actor sees beside observations, if anything.
     """
 
@@ -182,7 +182,7 @@ class OnHost(Generic[N]):
 
     Args:
         module: The network.
-        flat: Its weights.
+        flat: The network's weights.
         always: Copy it even if it lies in host memory.
 
     Attributes:

@@ -118,8 +118,8 @@ class ActorCriticNetwork(nn.Module):
         actions: What can be done.
 
     Attributes:
-        actor: To the logits of all choices, or the means of all numbers.
-        critic: To a value.
+        actor: From observations to the logits of all choices, or the means of all numbers.
+        critic: From observations to a value.
         memory: The recurrent network, whose state both see beside the observation; None if there
             is none. Saved weights have this name.
         log_std: f32[components] of continuous actions, else None.

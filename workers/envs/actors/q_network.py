@@ -62,7 +62,7 @@ class QNetworkSpec:
     epsilon_start: float = 1.0
     """Share of choices sampled at random, before the first training."""
     epsilon_end: float = 0.05
-    """What it falls to."""
+    """The share that it falls to."""
     epsilon_calls: int = 1
     """Train calls over which it falls, in a straight line."""
 

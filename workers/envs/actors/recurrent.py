@@ -28,7 +28,7 @@ def refuse_recurrence(units: int, who: str, why: str) -> None:
     """Require a network without a recurrent state.
 
     Args:
-        units: Of its recurrent state.
+        units: Numbers of its recurrent state.
         who: Whose network it is.
         why: What does not go with one.
 
@@ -156,7 +156,7 @@ class NumpyRecurrent:
     """The same step by step, following the weights wherever they are changed in place.
 
     Args:
-        network: On the CPU.
+        network: The recurrent network, on the CPU.
     """
 
     def __init__(self, network: RecurrentNetwork) -> None:

@@ -30,7 +30,7 @@ class GameNames:
     """The games of a group, as messages name them.
 
     Attributes:
-        role: Who plays them.
+        role: The role that plays them.
         seed: The run's.
         key: The call that they belong to.
         numbers: i64[games], unique in the call.

@@ -17,7 +17,7 @@ class GameColumns:
     before its first turn to none.
 
     Args:
-        num_games: How many.
+        num_games: Number of games.
         max_turns: Turns of a player in the longest game.
         num_features: Numbers of an observation.
         num_choices: What can be chosen from.

@@ -99,7 +99,7 @@ class MnkBoards:
 
     Args:
         spec: The rules.
-        num_games: How many.
+        num_games: Number of games.
     """
 
     def __init__(self, spec: BoardSpec, num_games: int) -> None:

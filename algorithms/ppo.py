@@ -89,7 +89,7 @@ class PPO:
     score_clip: float | None = None
     """Bound on the size of a score."""
     score_slot: ScoreSlot = "last_token"
-    """Where the score is paid: on the "last_token", or "after_last", on the state after it."""
+    """Where the score is added: on the "last_token", or "after_last", on the state after it."""
     no_eos: NoEos = "replace"
     """What happens to the score of a response that was cut off: "replace" it, "subtract" from it,
     set it to "zero" and bootstrap from the value of the final state, or "none"."""

@@ -340,9 +340,9 @@ def remax_advantage(
         raise ValueError(
             f"kl_placement {kl_placement!r} is unknown; choose 'own_token' or 'return_to_go'"
         )
-    paid = score[:, None] * discount ** (to_end - 1).clamp(min=0)
+    discounted = score[:, None] * discount ** (to_end - 1).clamp(min=0)
     kl_to_go = return_to_go(penalty, mask, discount=discount)
-    return zero_where_masked_out(paid + kl_to_go - greedy_score[:, None], mask)
+    return zero_where_masked_out(discounted + kl_to_go - greedy_score[:, None], mask)
 
 
 def step_advantage(

@@ -56,8 +56,8 @@ def constrained_reward(score: PerSample, *, passed: PerSample, allowance: PerSam
         passed: f32[rows], above 0.5 where all constraints hold.
         allowance: f32[rows], see `kl_allowance`.
     """
-    paid = torch.where(passed > 0.5, score * allowance, torch.zeros_like(score))
-    return torch.where(passed.isnan(), torch.nan, paid)
+    shaped = torch.where(passed > 0.5, score * allowance, torch.zeros_like(score))
+    return torch.where(passed.isnan(), torch.nan, shaped)
 
 
 @op(scope="batch")

@@ -43,7 +43,7 @@ KLEstimator = Literal["k1", "k2", "k3", "abs"]
 """Which function of the log-ratio estimates the KL; see the table at the top of this module."""
 
 ScoreSlot = Literal["last_token", "after_last"]
-"""Where a row's score is paid: on its last sampled token, or one slot later if there is one."""
+"""Where a row's score is added: on its last sampled token, or one slot later if there is one."""
 
 NoEos = Literal["none", "replace", "subtract", "zero"]
 """What happens to the score of a response that was cut off before its end of sequence.
@@ -166,7 +166,7 @@ def kl_shaped_reward(
     """Token rewards: `-kl_coef * KL` on every sampled token, and the score once per row.
 
     The score is clipped first, then the rule for missing ends of sequence is applied, then it is
-    paid. Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, section 2;
+    added. Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, section 2;
     slots and rules as in Huang et al., "The N+ Implementation Details of RLHF with PPO", 2024.
 
     Args:

@@ -213,7 +213,7 @@ def _memory(plan: Plan, name: str, held: GroupMemory) -> list[str]:
         f"of {bytes_text(limit)} ({percent_text(share)})"
     ]
     moments = [
-        *(("always", unit, parts) for unit, parts in held.resident_bytes.items()),
+        *(("always", call_group, parts) for call_group, parts in held.resident_bytes.items()),
         *(("while", call, parts) for call, parts in held.transient_bytes.items()),
     ]
     parts = list(dict.fromkeys(part for *_, row in moments for part, size in row.items() if size))

@@ -1,4 +1,4 @@
-"""Board games: who wins, what each player is shown and paid, and that a seed reproduces games."""
+"""Board games: who wins, what each player is shown and given, and that a seed reproduces games."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Choosing among scored responses which to train on.
 
 Shen and Zhang, "Policy Filtration in RLHF to Fine-Tune LLM for Code Generation", 2024: a reward
-model is right more often about some responses than about others, the best and the worst say.
+model is right more often about some responses than about others, such as the best and the worst.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A task for teams: agents on a line who must each stand on another mark.
+"""A task for teams: agents on a line who must each stand on a mark of their own.
 
 Importing this module registers it as `penstock/Cover-v0`.
 """

@@ -1,4 +1,4 @@
-"""What is done where environments go wrong: tell it, restart what failed, and see that it ends.
+"""What is done where environments go wrong: report, restart what failed, and give up in the end.
 
 All kinds of groups do the same. A call that fails is noted as a `Failure`, and another one is made
 in its place, which restarts what failed; what else may be done differs from group to group.

@@ -1,9 +1,9 @@
 """vLLM's worker on CPUs, for processes that share a model.
 
-They exchange activations through shared memory whose name vLLM makes of how they meet. Where they
-have met already, that is "env://" for all on the machine: a second group of processes, or one whose
-predecessor was killed and left its memory behind, would not start. This worker adds a name of the
-group's own.
+They exchange activations through shared memory, which vLLM names after the address where they meet.
+If torch.distributed is initialized already, that is "env://" for every group on the machine. Then a
+second group of processes, or one whose predecessor was killed and left its memory behind, would not
+start. This worker adds a name of the group's own.
 """
 
 from __future__ import annotations

@@ -31,10 +31,10 @@ RENAMED: Mapping[str, str] = {
     "task.normalisation": "task.normalization",
     "tracker.tensorboard": "tracker.kind",
     "*.normalise_advantages": "normalize_advantages",
-    "*.ring": "num_overlapped",
+    "*.options.ring": "num_overlapped",
     "model.architecture.memory": "model.architecture.recurrent_units",
 }
-"""Key as it was -> as it is. After `*.`, a key at any depth, of which the last part is renamed."""
+"""Key as it was -> as it is. After `*.`, keys at any depth, of which the last is renamed."""
 
 
 def validated(kind: type[T], data: Mapping[str, Any], at: str = "") -> T:
@@ -82,10 +82,11 @@ def _renamed(data: Mapping[str, Any], at: str) -> Iterator[tuple[str, str]]:
     """Old and new name of every key, however deep, that stands in `RENAMED`."""
     for key, value in data.items():
         path = _join(at, str(key))
+        deep = next((old for old in RENAMED if old[0] == "*" and path.endswith(old[1:])), None)
         if path in RENAMED:
             yield path, RENAMED[path]
-        elif f"*.{key}" in RENAMED:
-            yield path, _join(at, RENAMED[f"*.{key}"])
+        elif deep is not None:
+            yield path, _join(at, RENAMED[deep])
         elif isinstance(value, Mapping):
             yield from _renamed(typing.cast("Mapping[str, Any]", value), path)
 

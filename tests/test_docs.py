@@ -21,7 +21,9 @@ def blocks(page: Path) -> list[tuple[int, str]]:
 
 
 ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = [page for page in ALL if blocks(page)]
+WRITING = ROOT / "docs" / "algorithms" / "writing.md"
+"""Its blocks are several files, which `tests/launch/test_writing_page.py` runs."""
+PAGES = [page for page in ALL if blocks(page) and page != WRITING]
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -29,9 +31,7 @@ _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def test_there_are_pages_with_blocks() -> None:
-    assert {"README.md", "index.md", "writing.md", "graph.md", "planner.md"} <= {
-        p.name for p in PAGES
-    }
+    assert {"README.md", "index.md", "graph.md", "planner.md"} <= {p.name for p in PAGES}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

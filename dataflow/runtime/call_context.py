@@ -18,12 +18,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
 
+from ..errors import FlowError
+from ..graph.tracer import is_recording
+
 __all__ = [
     "CallKey",
     "DeadlineExceeded",
     "call_key",
     "call_scope",
     "call_staleness",
+    "current_step",
     "deadline",
     "step_scope",
 ]
@@ -83,6 +87,24 @@ def call_staleness() -> int | None:
     """
     scope = _SCOPE.get()
     return None if scope is None else scope.staleness
+
+
+def current_step() -> int:
+    """The number of the step being computed, counted from 0 over the whole run, resumed or not.
+
+    For ops, workers and losses, to anneal a coefficient for example; 0 outside of any step.
+
+    Raises:
+        FlowError: If the step is being recorded: every step would have the number it had then.
+    """
+    if is_recording():
+        raise FlowError(
+            "current_step() was called while the step was recorded, which happens once: every "
+            "step would get the same number",
+            fix="call it inside an op, a worker or a loss, which run in every step",
+        )
+    scope = _SCOPE.get()
+    return 0 if scope is None else scope.step
 
 
 def call_key(role: str, method: str) -> CallKey:

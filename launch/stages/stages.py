@@ -150,10 +150,11 @@ def _role(model: ModelConfig, algorithm: Recorded, role: str, earlier: list[Stag
             "or its spec"
         )
     for key in ("optimizer", "frozen"):
-        if getattr(given, key) and not trained:
+        if getattr(given, key) and role not in graph.learning_roles:
+            learning = [name for name in graph.roles if name in graph.learning_roles]
             raise ConfigError(
-                f"'{at}.{key}' is set, but {graph.name} does not train '{role}'\n"
-                f"    leave it out; trained roles are: {', '.join(graph.trains_per_step) or 'none'}"
+                f"'{at}.{key}' is set, but {graph.name} does not train '{role}' with a loss\n"
+                f"    leave it out; roles with a loss are: {', '.join(learning) or 'none'}"
             )
     if is_own(worker):
         asked = asked_for(worker, given, at)

@@ -20,7 +20,6 @@ from ...dataflow.runtime.executor import Program
 from ...dataflow.runtime.placement import flow_of
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.scheduler import Scheduler
-from ...workers.executors.process_setup import use_threads
 from ..placement.place import make_executor
 from ..run_dir.atomic import write_json
 from ..run_dir.checkpoint import CheckpointStore
@@ -196,16 +195,13 @@ def _evaluator(job: Job, stage: Stage, home: RunFolder) -> _Evaluates | None:
 def _engine(
     job: Job, stage: Stage, specs: dict[str, WorkerSpec | Role], evaluator: _Evaluates | None
 ) -> Engine:
-    section = job.run.placement.executor
-    if section.num_threads is not None:
-        use_threads(section.num_threads)
     return Engine(
         stage.graph,
         stage.placement,
         workers={**specs, **(evaluator.workers if evaluator else {})},
         schedule=job.run.schedule,
         seed=stage.seed,
-        executor=make_executor(section),
+        executor=make_executor(job.run.placement.executor),
         also=evaluator.programs if evaluator else None,
     )
 

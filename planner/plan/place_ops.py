@@ -45,6 +45,7 @@ def place_ops(
         PlanError: If `calls` names what the graph does not have, or nothing.
     """
     _check(graph, calls)
+    calls = {**_with_their_roles(graph, calls), **calls}
     groups = tuple(dict.fromkeys(calls.values()))
     free = [n for n in graph.nodes if n.kind is not NodeKind.SOURCE and n.name not in calls]
     best: dict[str, str] = {}
@@ -75,6 +76,15 @@ def _check(graph: Graph, calls: Mapping[str, str]) -> None:
         raise PlanError(f"'{unknown[0]}' is placed, but graph '{graph.name}' has no such node")
     if not calls:
         raise PlanError(f"no node of graph '{graph.name}' is placed, so there is no group")
+
+
+def _with_their_roles(graph: Graph, calls: Mapping[str, str]) -> dict[str, str]:
+    """Train calls without a time, which move a role's weights: beside what else it is asked for."""
+    sampled = {graph[n].role: g for n, g in calls.items() if graph[n].kind is NodeKind.ROLLOUT}
+    others = {graph[n].role: g for n, g in calls.items() if graph[n].kind is not NodeKind.ROLLOUT}
+    homes = {**sampled, **others}
+    makers = [node for node in graph.nodes if node.kind is NodeKind.TRAIN and node.role in homes]
+    return {node.name: homes[node.role] for node in makers}
 
 
 def _by_rule(

@@ -217,7 +217,7 @@ class ModelTable:
         engine = self.engine_of(next((call for call in calls if call.kind != "generate"), calls[0]))
         cut = engine.sequence_parallel and size.tp > 1 and calls[0].kind != "generate"
         shares = size.dp > 1 and (trained or engine.shards_frozen)
-        may_offload = not calls[0].trained
+        may_offload = not any(call.trained or call.leader for call in calls)
         for zero in engine.zero_stages if shares else (0,):
             for again in (False, True) if trained else (False,):
                 for offload in (False, True) if may_offload else (False,):
@@ -238,15 +238,17 @@ class ModelTable:
     def _holds(self, calls: Sequence[Call], layout: Layout, with_source: bool) -> Parts:
         """What the call group always holds; a generation beside its trainer borrows the weights.
 
-        A frozen role that one engine evaluates and another samples from is there twice.
+        A frozen role that one engine evaluates and another samples from is there twice, and a
+        role that follows another is there beside it.
         """
         held = Parts()
         if layout.offload or (with_source and calls[0].kind == "generate"):
             return held
         apart = [call for call in calls if self._apart(call)]
         for own in (apart, [call for call in calls if call not in apart]):
-            for trainer in [call for call in own if call.kind == "train"][:1] or own[:1]:
-                held = held.plus(self.engine_of(trainer).memory.resident(trainer, layout))
+            ordered = sorted(own, key=lambda call: call.kind != "train")
+            for first in {call.role: call for call in reversed(ordered)}.values():
+                held = held.plus(self.engine_of(first).memory.resident(first, layout))
         return held
 
     def _plans(

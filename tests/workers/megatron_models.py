@@ -6,7 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TextIO
@@ -106,6 +106,18 @@ def frozen_policy(folder: Path) -> PolicyWorker:
     """The torch engine's, some of whose parameters never move."""
     model = ModelSpec(folder=str(folder / "qwen2-tied"))
     return torch_policy(model, optimizer=dataclasses.replace(OPTIMIZER, frozen=FROZEN))
+
+
+def assert_followed(before: Mapping[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Exactly: a follower with a quarter share is a quarter of the way to what was trained.
+
+    Returns:
+        What was found apart from that.
+    """
+    found = dict(found)
+    for name, weight in before.items():
+        assert torch.equal(found.pop(f"follower/{name}"), torch.lerp(weight, found[name], 0.25))
+    return found
 
 
 def is_frozen(name: str) -> bool:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import psutil
@@ -16,7 +18,7 @@ from threadpoolctl import threadpool_limits
 
 from ..weight_sync.packet_server import Store
 
-__all__ = ["Address", "meet", "use_threads"]
+__all__ = ["Address", "meet", "threads_within", "use_threads"]
 
 Address = tuple[str, int]
 
@@ -68,3 +70,18 @@ def use_threads(num_threads: int) -> None:
     """
     torch.set_num_threads(num_threads)
     threadpool_limits(num_threads, user_api="blas")
+
+
+@contextmanager
+def threads_within(num_threads: int | None) -> Generator[None]:
+    """Let this process compute with so many while the block lasts; None changes nothing.
+
+    What the process runs next, such as the next run of a sweep, has its own number again.
+    """
+    before = torch.get_num_threads()
+    with threadpool_limits(num_threads, user_api="blas"):
+        torch.set_num_threads(num_threads or before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

@@ -181,6 +181,10 @@ class GeneratorPolicy(Policy):
         """Refused: this engine generates only."""
         raise self._refusal("train", "train")
 
+    def follow(self, leader: Policy, *, share: float = 1.0, every: int = 1) -> TrainMetrics:
+        """Refused, as `train`."""
+        raise self._refusal("follow another policy", "follow")
+
     def export_weights(self) -> dict[str, Tensor]:
         """Refused: the weights are those of the engine that trains the role."""
         raise self._refusal("give its weights back", "train")

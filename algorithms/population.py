@@ -34,7 +34,7 @@ class Population:
     select_every: int = 10
     """Steps from one comparison to the next."""
     mutation: float = 0.02
-    """By how much, as a part of it, an inherited weight changes on average."""
+    """How much an inherited weight changes on average, as a share of it."""
 
     def __post_init__(self) -> None:
         check_range(self, "select_every", at_least=1)

@@ -148,7 +148,7 @@ def group_advantage(
         score: f32[rows].
         prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
         divide_by_std: Whether to divide by the group's standard deviation.
-        variance: Of that deviation: "unbiased" divides by n - 1, "biased" by n.
+        variance: Estimator of that deviation: "unbiased" divides by n - 1, "biased" by n.
         eps: Added to the standard deviation.
         singleton_group: What a sample alone in its group gets.
         missing: What a score that is nan does.
@@ -223,7 +223,7 @@ def batch_std_advantage(
         score: f32[rows].
         prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
         std_of: Whose deviation. Published code differs here.
-        variance: Of that deviation: "unbiased" divides by n - 1, "biased" by n.
+        variance: Estimator of that deviation: "unbiased" divides by n - 1, "biased" by n.
         eps: Added to the standard deviation.
         singleton_group: What a sample alone in its group gets.
 
@@ -365,7 +365,7 @@ def step_advantage(
             step.
         prompt_id: i64[rows], the group of each row.
         mask: bool[rows, T].
-        variance: Of the deviation that is divided by.
+        variance: Estimator of the deviation that is divided by.
         eps: Added to it.
 
     Returns:

@@ -113,7 +113,7 @@ class Trajectories:
     action: Actions
     action_mask: ActionMask
     behavior_logprob: Annotated[Tensor, f32(ENV, TIME), Behavior()]
-    """Of each action under the weights that sampled it, all components together."""
+    """Log-probability of each action under the weights that sampled it, all components together."""
     reward: PerEnvStep
     terminated: EnvMask
     truncated: EnvMask
@@ -126,9 +126,9 @@ class Values:
     """A critic's values of the states of trajectories."""
 
     value: PerEnvStep
-    """Of the state before each step; of the one an episode was left in where the mask is False."""
+    """Of the state before each step; where the mask is False, of the one an episode was left in."""
     bootstrap_value: PerEnv
-    """Of the state after a row's last step."""
+    """Value of the state after a row's last step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +292,7 @@ class ActorCritic(Actor):
         """Inherit the weights of a fitter rival, changed a little (exploit and explore).
 
         Args:
-            rival: Whose weights, as they are at this line of the step.
+            rival: The role whose weights are read, as they are at this line of the step.
             fitness: f32[envs], whose mean is how fit this one is.
             rival_fitness: f32[envs], of other environments, the rival's.
             mutation: Every weight w that is inherited becomes `w (1 + mutation * noise)`, with

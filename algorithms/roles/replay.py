@@ -127,7 +127,7 @@ class QNetwork(Actor):
         """Move the weights to those of another network, and make the next weight version.
 
         Args:
-            leader: Whose weights, as they are at this line of the step.
+            leader: The role whose weights are read, as they are at this line of the step.
             share: How far: 1 copies them, less is a running mean.
             every: Only in every so many calls, the first of them included.
 

@@ -45,8 +45,8 @@ class InferenceRequest:
     Attributes:
         role: The role that is asked.
         method: A method of the role's contract.
-        version: Of the weights that must answer.
-        arguments: By position; None where the caller has nothing to say.
+        version: Version of the weights that must answer.
+        arguments: Arguments by position; None where the caller has nothing to say.
     """
 
     role: str

@@ -263,7 +263,7 @@ class Run:
         return CallWork(node.name, task.step, task.chunk, inputs, versions, staleness)
 
     def _staleness(self, node: Node, task: NodeTask) -> int | None:
-        """By how many versions a train call's rollouts are older than what it trains."""
+        """How many versions older a train call's rollouts are than what it trains."""
         if node.kind is not NodeKind.TRAIN:
             return None
         read = [

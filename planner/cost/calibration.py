@@ -61,7 +61,7 @@ class Calibration(BaseModel):
     cluster: ClusterSpec
     """The devices: each is what one rank has."""
     constants: Constants
-    """Of the model of time; `matmul_efficiency` is that of the middle width."""
+    """Constants of the model of time; `matmul_efficiency` is that of the middle width."""
     matmul_efficiency: Mapping[int, Share] = Field(min_length=1)
     """Hidden size -> share of the peak that a model of that width reaches. Small products reach
     less, and what is no product at all weighs more beside them."""

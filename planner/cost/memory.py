@@ -60,7 +60,7 @@ class _Params(NamedTuple):
 
 
 def _params(shape: ModelShape, head: Head, layout: Layout) -> _Params:
-    """Of the pipeline stage that has most: the first has the embedding, the last the head."""
+    """Sizes of the pipeline stage that has most: the first has the embedding, the last the head."""
     tp, hidden = layout.tp, shape.hidden_size
     layers = -(-shape.num_layers // layout.pp)
     heads = -(-shape.num_heads // tp)

@@ -120,11 +120,11 @@ class Work(NamedTuple):
     """`(steps, share of rows still running, mean context in these steps)`; the first token comes
     from the prefill, so the steps are one fewer than the tokens."""
     layer_flops: float
-    """Of one token's forward pass through the weights of a layer."""
+    """Operations of one token's forward pass through the weights of a layer."""
     square_flops: float
-    """Of attention in a layer: times the sum of squared lengths (half of all pairs are causal)."""
+    """Operations of a layer's attention per squared length (half of all pairs are causal)."""
     context_flops: float
-    """Of attention in a layer for one new token: times its context."""
+    """Operations of a layer's attention for a new token, per token of its context."""
     dense_layer_params: int
     """Attention, router and norms; of a dense model the feed-forward too."""
     expert_layer_params: int

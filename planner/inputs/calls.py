@@ -29,7 +29,7 @@ class Call:
 
     Attributes:
         name: The node's name: "actor.generate".
-        role: Whose weights it uses.
+        role: The role whose weights it uses.
         kind: What it does with them.
         model: Their shape.
         head: What the model ends in.

@@ -221,7 +221,7 @@ def window(box: Box, dims: Sequence[int], start: Sequence[int]) -> tuple[slice |
 
     Args:
         box: Indices of the logical parameter.
-        dims: Of the tensor, as in `StoredParam.dims`.
+        dims: Dimensions of the tensor, as in `StoredParam.dims`.
         start: Where the box begins in it.
     """
     return tuple(

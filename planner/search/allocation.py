@@ -66,7 +66,7 @@ class Space:
         cluster: The cluster.
         pools: Its nodes by kind.
         shape: Length of every pool's `sizes`.
-        legal: Of that shape: which indices a group may have.
+        legal: Which indices a group may have, in that shape.
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:

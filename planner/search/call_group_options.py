@@ -29,7 +29,7 @@ class CallGroupOption:
     """An option, reduced to what the search compares.
 
     Attributes:
-        durations_s: Of the call group's calls, in program order.
+        durations_s: Seconds of the call group's calls, in program order.
         resident_bytes: Per device, always.
         transient_bytes: Per device, in the hungriest call.
         option: The option.

@@ -41,8 +41,8 @@ class Choice:
     """One option for each call group of a group.
 
     Attributes:
-        durations_s: Of the group's calls, in program order.
-        options: Of the group's call groups, in the group's order.
+        durations_s: Seconds of the group's calls, in program order.
+        options: Options of the group's call groups, in the group's order.
     """
 
     durations_s: tuple[float, ...]

@@ -110,5 +110,5 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """By which share of its time `best` could be improved at most."""
+        """The share of its time by which `best` could be improved at most."""
         return max(0.0, 1.0 - self.lower_bound_s / self.step_time_s)

@@ -61,7 +61,7 @@ class ReasoningTaskSpec:
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The task's own settings: `{"min_terms": 2, "max_digits": 1}`."""
     seed: int = 0
-    """Of the generator; the run's seed does not change the problems."""
+    """Seed of the generator; the run's seed does not change the problems."""
     num_train: int = 10_000
     """Training problems, at most: a small task may have fewer distinct ones."""
     num_held_out: int = 512

@@ -87,7 +87,7 @@ class PromptSource:
         task: The problems.
         tokenizer: Encodes the prompts.
         batch_size: Prompts per step.
-        seed: Of the order of the problems.
+        seed: Seed of the order of the problems.
         max_prompt_tokens: Longer prompts are reported and left out; None for no limit.
         max_bad_fraction: Largest share of prompts that may be left out.
 

@@ -147,7 +147,7 @@ class Normalizer:
 
         Args:
             reward: As the environments give it; 0 where it does not count.
-            over: Whose episode this reward ends.
+            over: True where this reward ends an episode.
             counts: Whose step counts: elsewhere an episode begins with the next one.
         """
         if not self._options.rewards:

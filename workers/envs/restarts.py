@@ -96,7 +96,7 @@ class Restarts:
 
         Args:
             said: Who did what, and when.
-            rows: Whose episodes are given up by it.
+            rows: The rows whose episodes are given up by it.
             error: What was raised.
 
         Raises:

@@ -64,8 +64,8 @@ class EnvWorker(Env):
     """See `EnvWorkerSpec`. It is `Stateful`: every group is a file of its own.
 
     Attributes:
-        metrics: Of the last call: return and length of the episodes that ended in it, unscaled,
-            their number, environment steps (those of resets not counted), and restarts.
+        metrics: Metrics of the last call: return and length of the episodes that ended in it,
+            unscaled, their number, environment steps (those of resets not counted), and restarts.
     """
 
     def __init__(self, spec: EnvWorkerSpec, context: WorkerContext) -> None:
@@ -151,7 +151,7 @@ class EnvWorker(Env):
         return live
 
     def _noise(self, live: LiveGroup, key: CallKey) -> Callable[[int], NDArray[np.float64]]:
-        """Of a held-out group's actions, piece by piece."""
+        """The noise of a held-out group's actions, piece by piece."""
 
         def noise(piece: int) -> NDArray[np.float64]:
             stream = stream_key(self.context.seed, self.context.role, "held-out", key, piece)

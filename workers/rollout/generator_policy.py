@@ -37,7 +37,7 @@ class GenerationEngine(Protocol):
 
     Attributes:
         name: For messages: "vLLM".
-        dtype: Of the weights: "float32" or "bfloat16".
+        dtype: Data type of the weights: "float32" or "bfloat16".
         vocab_size: Tokens that the model knows.
     """
 

@@ -32,7 +32,7 @@ class Responses:
 
     @staticmethod
     def joined(waves: Sequence[Responses], max_new: int) -> Responses:
-        """Of waves sampled one after another, on the CPU."""
+        """The responses of waves sampled one after another, on the CPU."""
         if not waves:
             none = torch.zeros(0, dtype=torch.int64)
             return Responses(none.view(0, max_new), torch.zeros(0, max_new), none, none.bool())

@@ -55,7 +55,7 @@ class EngineOptions:
         max_model_len: Longest sequence, prompt and response.
         max_rows: Sequences decoded at once.
         kv_cache_bytes: Size of the key-value cache; None for `memory_fraction` of a GPU.
-        memory_fraction: Of a GPU's memory, for weights, activations and cache together.
+        memory_fraction: Share of a GPU's memory, for weights, activations and cache together.
         enforce_eager: Whether to do without compiled graphs.
         tokenizer: A folder with a tokenizer, if text is looked at.
         device: "cpu" or "cuda:0".
@@ -81,7 +81,7 @@ class Request:
 
     Attributes:
         prompt: Token ids.
-        seed: Of this response's random numbers; 63 bits.
+        seed: Seed of this response's random numbers; 63 bits.
     """
 
     prompt: list[int]
@@ -94,9 +94,9 @@ class Sampled:
 
     Attributes:
         tokens: Sampled token ids, the one that ended it included.
-        logprobs: Of each token, at the sampling temperature.
+        logprobs: Log-probability of each token, at the sampling temperature.
         finished: Whether an end-of-sequence token or a stop string ended it.
-        cached_tokens: Of the prompt, found in the prefix cache.
+        cached_tokens: Tokens of the prompt that were found in the prefix cache.
     """
 
     tokens: list[int] = field(default_factory=list[int])

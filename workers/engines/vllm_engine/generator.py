@@ -47,7 +47,7 @@ class VllmPolicySpec:
     """Key-value cache of one process. None: on CPUs room for `max_decode_rows` longest sequences,
     on GPUs what `memory_fraction` leaves."""
     memory_fraction: float = 0.9
-    """Of a GPU's memory, for weights, activations and cache together."""
+    """Share of a GPU's memory, for weights, activations and cache together."""
     enforce_eager: bool | None = None
     """Whether to do without compiled graphs; None: only on CPUs."""
     stop: tuple[str, ...] = ()

@@ -202,7 +202,7 @@ class TorchActorCritic(ModelWorker, ActorCritic):
         return TrainMetrics({"fitness": Metric.mean(own, 1.0), "replaced": replaced})
 
     def _means(self, *columns_: Tensor) -> list[float]:
-        """Of columns f32[rows], over all ranks: each of them must come to the same decision."""
+        """Means of columns f32[rows] over all ranks, which must come to the same decision."""
         sums = torch.tensor(
             [[float(column.double().sum()), len(column)] for column in columns_],
             dtype=torch.float64,
@@ -263,7 +263,7 @@ class TorchActorCritic(ModelWorker, ActorCritic):
 def _numbers(
     mean: Tensor, log_std: Tensor, action: Tensor, needs_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Of a normal distribution with independent components."""
+    """Log-probability under a normal distribution with independent components."""
     half_log = 0.5 * math.log(2 * math.pi)
     deviation = (action - mean) * (-log_std).exp()
     logprob = (-0.5 * deviation.square() - log_std - half_log).sum(dim=-1)

@@ -195,6 +195,6 @@ class NumpyRecurrent:
 
 
 def _sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """By way of tanh, which cannot overflow."""
+    """The sigmoid, computed by tanh, which cannot overflow."""
     half = np.float32(0.5)
     return half * np.tanh(half * x) + half

@@ -36,9 +36,9 @@ class BoardGameWorker(BoardGame):
     """Plays the games of a specification.
 
     Attributes:
-        metrics: Of the last call: shares of games in which the first and the second player earned
-            more than the other, and which were cut off; what the first earned; how many moves a
-            game took, and how many all of them (`env_steps`).
+        metrics: Metrics of the last call: shares of games in which the first and the second player
+            earned more than the other, and which were cut off; what the first earned; how many
+            moves a game took, and how many all of them (`env_steps`).
     """
 
     def __init__(self, spec: GameSpec, context: WorkerContext) -> None:

@@ -4,8 +4,8 @@ Run it: `python population.py`, or `python population.py 5` for five steps. 40 s
 on a laptop.
 
 All four learn by PPO, each in environments of its own and at a learning rate of its own. Every
-tenth step each is compared with the next one, and goes on with its weights, a little changed, if
-that one has earned more. So what the best rate finds spreads, and no rate has to be guessed.
+tenth step each is compared with the next one, and inherits its weights, slightly perturbed, if that
+one has earned more. So the weights of the best learning rate spread.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any
 
 from penstock.algorithms.ops.rollout_correction import RolloutCorrection
-from penstock.configs.key_docs import key_docs
+from penstock.configs.validate import key_docs
 from penstock.dataflow.graph.axes import Spec
 
 __all__ = ["MODULES", "function_page", "function_table"]

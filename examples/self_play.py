@@ -30,8 +30,8 @@ from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.envs.games.mnk_games import TIC_TAC_TOE
 from penstock.workers.envs.rows import GameRowSource
+from penstock.workers.executors.process_setup import use_threads
 from penstock.workers.training.optimizer import OptimizerSpec
-from penstock.workers.training.threads import use_threads
 
 NUM_STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 200
 use_threads(1)  # the same sums in the same order, whatever the machine
@@ -62,7 +62,7 @@ class AtRandom(Actor):
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
+        recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`."""
         allowed = np.ones((len(obs), 1)) if action_mask is None else action_mask

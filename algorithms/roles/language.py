@@ -318,7 +318,7 @@ class Policy(Role):
         moving average with decay `1 - share`, or as a copy that is renewed now and then.
 
         Args:
-            leader: Whose weights, as they are at this line of the step.
+            leader: The role whose weights are read, as they are at this line of the step.
             share: How far, above 0: 1 copies them.
             every: Only in every so many steps, the first of the run included.
 

@@ -1,6 +1,6 @@
-"""Which step and which call a worker is serving, as far as randomness is concerned.
+"""The call that a worker is serving: its step and number, for randomness, and its deadline.
 
-Sampling is counter-based: what is drawn depends on `(seed, role, step, ordinal, row id)` alone,
+Sampling is counter-based: what is sampled depends on `(seed, role, step, ordinal, row id)` alone,
 never on how many workers there are or which rows share a batch. The engine enters `call_scope`
 around every call it makes; someone who calls the step function by hand enters `step_scope`, in
 which the n-th call of a method gets ordinal n, exactly the number its node has in the recorded
@@ -9,20 +9,26 @@ graph.
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FrameType
 
 from ..errors import FlowError
 from ..graph.tracer import is_recording
 
 __all__ = [
     "CallKey",
+    "DeadlineExceeded",
     "call_key",
     "call_scope",
     "call_staleness",
     "current_step",
+    "deadline",
     "step_scope",
 ]
 
@@ -67,7 +73,7 @@ def call_scope(
     """Context manager: the one role call made inside is call number `ordinal` of `step`.
 
     Args:
-        step: Of the run.
+        step: The run's step.
         ordinal: The call's number among those of its method.
         staleness: See `call_staleness`.
     """
@@ -102,7 +108,7 @@ def current_step() -> int:
 
 
 def call_key(role: str, method: str) -> CallKey:
-    """The key of the call being served; every worker method that draws randomness asks for it once.
+    """The key of the call being served; every worker method that samples asks for it once.
 
     Outside any scope, calls count up over the life of the process, so that calls repeated by
     hand do not repeat their random numbers.
@@ -113,3 +119,39 @@ def call_key(role: str, method: str) -> CallKey:
     ordinal = scope.counts.get((role, method), 0)
     scope.counts[role, method] = ordinal + 1
     return CallKey(scope.step, ordinal)
+
+
+class DeadlineExceeded(BaseException):
+    """Raised inside a call that outlives its deadline; not an Exception, so nobody swallows it."""
+
+
+@contextmanager
+def deadline(seconds: float) -> Generator[None]:
+    """Interrupt the body after `seconds` by SIGALRM.
+
+    The body takes what it takes outside the main thread, where the platform has no such signal,
+    where something else uses it, and under a debugger.
+
+    Raises:
+        DeadlineExceeded: In the body.
+    """
+    able = (
+        threading.current_thread() is threading.main_thread()
+        and hasattr(signal, "setitimer")
+        and sys.gettrace() is None
+        and signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, signal.SIG_IGN)
+    )
+    if not able:
+        yield
+        return
+
+    def expire(signum: int, frame: FrameType | None) -> None:
+        raise DeadlineExceeded
+
+    signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -18,10 +18,9 @@ from ...algorithms.ppo import PPO
 from ...algorithms.reference_grpo import ReferenceGRPO
 from ...algorithms.reward_modelling import RewardModelling
 from ...algorithms.sft import SFT
-from ...configs.key_docs import key_docs
 from ...configs.plan_schema import ClusterConfig, PlanOptions, ProfileConfig, WorkloadConfig
 from ...configs.schema import RunConfig
-from ...configs.validate import fields_of
+from ...configs.validate import fields_of, key_docs
 from ...workers.envs.actors.perceptron import PerceptronSpec
 from ..inputs.data import TASKS
 from ..inputs.env_specs import ENV_SPECS, FILLED_IN

@@ -47,7 +47,7 @@ def _run(composed: dict[str, Any]) -> None:
 def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
     from ...planner.plan.plan import Plan
-    from ...workers.training.threads import threads_within
+    from ...workers.executors.process_setup import threads_within
     from ..inputs.compose import dumped, resolve, run_config
     from ..run_dir.peak_memory import PeakMemory
     from ..run_dir.run_folder import code_version, create_run

@@ -54,7 +54,7 @@ class RolePlan:
     Attributes:
         worker: A name of `CONTRACTS`, or `module:factory`.
         start: `MODEL`, the name of an earlier stage, a folder, or "" for a worker without weights,
-            or with those that its own seed draws.
+            or with random ones of its own seed.
         config: What was configured for the role.
         trained: Whether the step trains it.
         contract: What it fulfils, by which the role of an earlier stage is found to start from.

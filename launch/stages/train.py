@@ -28,13 +28,12 @@ from ..run_dir.run_folder import RunFolder
 from ..run_dir.stop import stoppable
 from ..run_dir.trace import TraceLog
 from ..run_dir.trackers.registry import Trackers
+from .checks import MismatchGuard, node_seconds
 from .env_evaluation import EnvEvaluator, env_actors
 from .evaluation import Evaluator, Measured
 from .export import combined_sha256, export_roles
 from .headline import Headline
 from .job import Job
-from .mismatch_guard import MismatchGuard
-from .prediction_check import node_seconds
 from .stages import Stage
 from .worker_specs import Results, exporting_specs, worker_specs
 

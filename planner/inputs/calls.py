@@ -29,7 +29,7 @@ class Call:
 
     Attributes:
         name: The node's name: "actor.generate".
-        role: Whose weights it uses.
+        role: The role whose weights it uses.
         kind: What it does with them.
         model: Their shape.
         head: What the model ends in.
@@ -70,10 +70,10 @@ class Call:
         return self.prompt.longest + self.response.longest
 
     @property
-    def unit(self) -> str:
+    def call_group(self) -> str:
         """What is placed as a whole: the role, with those that follow it.
 
-        A trained role's generation is a unit of its own.
+        A trained role's generation is a call group of its own.
         """
         if self.kind == "generate" and self.trained:
             return f"{self.role}.generate"

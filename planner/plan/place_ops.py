@@ -116,9 +116,9 @@ def _follow(
 def _together(free: list[Node]) -> list[tuple[str, ...]]:
     """Nodes that move as one: those of a role that trains must share a group."""
     trained = {node.role for node in free if node.kind is NodeKind.TRAIN}
-    units: dict[str, list[str]] = {}
+    call_groups: dict[str, list[str]] = {}
     for node in free:
-        units.setdefault(f"role {node.role}" if node.role in trained else node.name, []).append(
-            node.name
-        )
-    return [tuple(names) for names in units.values()]
+        call_groups.setdefault(
+            f"role {node.role}" if node.role in trained else node.name, []
+        ).append(node.name)
+    return [tuple(names) for names in call_groups.values()]

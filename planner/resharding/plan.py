@@ -1,6 +1,6 @@
 """A transfer plan as data: moves, the bytes of every device, a predicted time.
 
-Nothing here decides anything; `transfer.py` does.
+Nothing here decides anything; `plan_transfer.py` does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class MovedParam:
         source_tensor: The source engine's tensor.
         source_dims: Its dimensions, as in `StoredParam.dims`.
         destination_tensor: The destination engine's tensor.
-        destination_dims: Its dimensions.
+        destination_dims: Dimensions of the destination's tensor.
         bucket: Parameters of one bucket travel together; buckets go one after another.
     """
 
@@ -74,8 +74,8 @@ class DeviceTraffic:
     """One device's share of a transfer, in bytes of the destination's dtype.
 
     Attributes:
-        device: Which.
-        needed_bytes: Its destination shard.
+        device: The device's number.
+        needed_bytes: Size of its destination shard.
         kept_bytes: The part of it that the device already holds.
         received_bytes: What arrives; equal to `lower_bound_bytes`.
         received_between_bytes: The part that comes from other nodes.
@@ -221,7 +221,7 @@ def window(box: Box, dims: Sequence[int], start: Sequence[int]) -> tuple[slice |
 
     Args:
         box: Indices of the logical parameter.
-        dims: Of the tensor, as in `StoredParam.dims`.
+        dims: Dimensions of the tensor, as in `StoredParam.dims`.
         start: Where the box begins in it.
     """
     return tuple(

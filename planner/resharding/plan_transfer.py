@@ -37,13 +37,13 @@ def plan_transfer(
     """The moves after which every destination device has its shard, and what they cost.
 
     Args:
-        source: Who holds what.
+        source: Which device holds what.
         destination: Who is to hold what; on the same devices, others, or some of each.
         cluster: Nodes and links. Without one all devices count as one node and no time is
             predicted.
         bucket_bytes: What a device may pack and unpack at once; a parameter that exceeds it is a
             bucket of its own.
-        relay: Whether receivers pass on what they received, see `transfer_sources.py`.
+        relay: Whether receivers pass on what they received, see `sources.py`.
         min_part_bytes: A slice may be cut to share it among senders, but not smaller than this.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Who sends each piece to whom.
+"""Which device sends each piece to which device.
 
 All parameters of a kind move alike, so every layer, and with it every bucket, loads the devices as
 the whole transfer does. Holders in the receiver's node are asked before others. Holders of the same
@@ -37,10 +37,10 @@ class Send(NamedTuple):
 
     Attributes:
         piece: Index among the pieces.
-        params: Which of the piece's parameters.
+        params: Indices of the piece's parameters.
         box: Which indices of each; the piece's box or a part of it.
-        source: Who sends.
-        destination: Who receives.
+        source: The device that sends.
+        destination: The device that receives.
         round: 0 from a holder; n from a device that received it in round n - 1.
     """
 

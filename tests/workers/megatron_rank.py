@@ -158,7 +158,7 @@ def resume(part: Part) -> None:
 
 
 def half(part: Part) -> None:
-    """Weights in bfloat16: trained, saved, and taken over from a state in float32."""
+    """Weights in bfloat16: trained, saved, and loaded from a state in float32."""
     batch = part.rows(load_batch(part.folder))
     model = ModelSpec(folder=str(part.folder / "qwen2-tied"), dtype="bfloat16")
     spec = MegatronPolicySpec(model=model, eos_token_id=2, optimizer=OPTIMIZER)

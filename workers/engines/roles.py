@@ -139,7 +139,7 @@ class PolicyRecipe(Recipe):
         return PolicyWorker(context, self)
 
     def make_generator(self, network: LanguageNetwork) -> GenerationEngine | None:
-        """What draws tokens from the same weights; None if the engine does not."""
+        """What samples tokens from the same weights; None if the engine does not."""
         del network
         return None
 

@@ -35,11 +35,12 @@ from .rank_group import (
     connect_groups,
     connect_routes,
     end_groups,
+    keep_warm,
     routes_of,
     start_groups,
+    take_warm,
 )
 from .rank_process import Answer, part_to_numpy
-from .warm_pool import keep_warm, take_warm
 
 __all__ = ["Supervisor"]
 
@@ -58,8 +59,8 @@ class _Job:
 
     Attributes:
         ticket: See `Executor.submit`.
-        program: Of which program.
-        group: Where it is done.
+        program: Name of the program it belongs to.
+        group: The group that does it.
         rank: The data-parallel rank.
         work: What to do.
         parts: Handles that its outputs will have, if they are to outlive the process.

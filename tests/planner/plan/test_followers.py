@@ -63,7 +63,7 @@ def test_it_is_trained_but_does_not_learn() -> None:
 def test_it_is_one_unit_with_what_it_follows_and_its_moves_cost_nothing() -> None:
     calls = {call.name: call for call in calls_of(GRAPH, WORKLOAD, MODELS)}
     assert list(calls) == ["actor.generate", "ref.logprob", "actor.train"]
-    assert {name: call.unit for name, call in calls.items()} == {
+    assert {name: call.call_group for name, call in calls.items()} == {
         "actor.generate": "actor.generate",
         "ref.logprob": "actor",
         "actor.train": "actor",
@@ -73,7 +73,7 @@ def test_it_is_one_unit_with_what_it_follows_and_its_moves_cost_nothing() -> Non
 
 def test_without_a_model_to_follow_it_is_a_unit_of_its_own() -> None:
     calls = calls_of(GRAPH, WORKLOAD, {**MODELS, "actor": None})
-    assert [(call.name, call.unit) for call in calls] == [("ref.logprob", "ref")]
+    assert [(call.name, call.call_group) for call in calls] == [("ref.logprob", "ref")]
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -102,7 +102,7 @@ def planned(models: Mapping[str, ModelShape | None], pins: Pins) -> Plan:
 
 
 def held_bytes(plan: Plan) -> Mapping[str, int]:
-    """What the trained role's unit always holds on a device."""
+    """What the trained role's call group always holds on a device."""
     assert plan.prediction is not None
     (memory,) = plan.prediction.memory.values()
     return memory.resident_bytes["actor"]

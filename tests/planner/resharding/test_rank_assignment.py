@@ -2,13 +2,19 @@ from __future__ import annotations
 
 from itertools import permutations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.dataflow.errors import PlanError
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.resharding.plan_transfer import plan_transfer
-from penstock.planner.resharding.rank_assignment import fewest_bytes, kept_bytes, strided_generation
+from penstock.planner.resharding.rank_assignment import (
+    assign,
+    fewest_bytes,
+    kept_bytes,
+    strided_generation,
+)
 from penstock.planner.resharding.sharding import Sharding, shard
 
 from ..transfers import LLAMA_70B, TINY, cluster_of, models, shardings
@@ -121,3 +127,16 @@ def test_groups_that_do_not_divide_are_refused() -> None:
         "training has 4 ranks, generation 2, and 4 devices were given; strided groups need all "
         "three equal"
     )
+
+
+@given(st.integers(1, 6), st.integers(0, 10**6), st.sampled_from([1, 10, 10**15]))
+def test_equals_the_best_of_all_permutations(n: int, seed: int, largest: int) -> None:
+    cost = np.random.default_rng(seed).integers(-largest, largest + 1, (n, n))
+    columns, total = assign(cost)
+    assert sorted(columns) == list(range(n))
+    assert total == sum(cost[i, c] for i, c in enumerate(columns))
+    assert total == min(sum(cost[i, c] for i, c in enumerate(p)) for p in permutations(range(n)))
+
+
+def test_nothing_to_assign() -> None:
+    assert assign(np.zeros((0, 0), np.int64)) == ((), 0)

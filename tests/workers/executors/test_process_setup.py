@@ -9,7 +9,7 @@ import sys
 _SCRIPT = """
 import numpy, torch
 from threadpoolctl import threadpool_info
-from penstock.workers.training.threads import threads_within, use_threads
+from penstock.workers.executors.process_setup import threads_within, use_threads
 
 def found():
     return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}

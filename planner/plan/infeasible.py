@@ -51,8 +51,7 @@ def _attempt(calls: Sequence[Call], table: ModelTable, mesh: Mesh) -> GroupLedge
             return None
         least = min(options, key=lambda option: option.least_bytes)
         held, plans = table.explain(call_group, mesh, least, with_source=with_source)
-        if held.total:
-            resident[call_group] = held
+        resident |= {name: parts for name, parts in held.items() if parts.total}
         transient |= {name: plan.transient for name, plan in plans.items()}
     ordered = {call.name: transient[call.name] for call in calls}
     return GroupLedger("all", mesh.num_devices, resident, ordered)

@@ -212,10 +212,9 @@ class _Writer:
         for name, group in zip(names, found.best.groups, strict=True):
             resident: dict[str, dict[str, int]] = {}
             transient: dict[str, dict[str, int]] = {}
-            for call_group, held, plans in self._explained(group):
+            for held, plans in self._explained(group):
                 times |= plans
-                if held.total:
-                    resident[call_group] = _bytes(held)
+                resident |= {name: _bytes(parts) for name, parts in held.items() if parts.total}
                 transient |= {call: _bytes(plan.transient) for call, plan in plans.items()}
             memory[name] = GroupMemory(
                 resident_bytes=resident,
@@ -239,13 +238,15 @@ class _Writer:
             workload=workload,
         )
 
-    def _explained(self, group: GroupAssignment) -> list[tuple[str, Parts, dict[str, CallPlan]]]:
-        explained: list[tuple[str, Parts, dict[str, CallPlan]]] = []
+    def _explained(
+        self, group: GroupAssignment
+    ) -> list[tuple[Mapping[str, Parts], dict[str, CallPlan]]]:
+        explained: list[tuple[Mapping[str, Parts], dict[str, CallPlan]]] = []
         for call_group, option in group.options.items():
             role = call_group.removesuffix(".generate")
             with_source = role != call_group and role in group.call_groups
             found = self.table.explain(call_group, group.mesh, option, with_source=with_source)
-            explained.append((call_group, *found))
+            explained.append(found)
         return explained
 
 

@@ -142,8 +142,13 @@ class ModelTable:
 
     def explain(
         self, call_group: str, mesh: Mesh, option: Option, *, with_source: bool
-    ) -> tuple[Parts, dict[str, CallPlan]]:
-        """What an option consists of: resident parts, and each call's times and bytes."""
+    ) -> tuple[Mapping[str, Parts], dict[str, CallPlan]]:
+        """What an option consists of.
+
+        Returns:
+            What is always held, by the call group's name and by those of roles that follow it; and
+            each call's times and bytes.
+        """
         calls = self._calls[call_group]
         ways = self._ways(call_group, mesh, with_source, only=option.layouts, fitting=False)
         for resident, plans in ways:
@@ -179,7 +184,7 @@ class ModelTable:
     ) -> Iterator[tuple[int, dict[str, CallPlan]]]:
         calls = self._calls[call_group]
         for layout in self._layouts(calls, mesh, only):
-            held = self._holds(calls, layout, with_source).total
+            held = sum(parts.total for parts in self._holds(calls, layout, with_source).values())
             if fitting and held > mesh.memory_bytes:
                 continue
             room = mesh.memory_bytes - held if fitting else None
@@ -235,20 +240,24 @@ class ModelTable:
         )
         return kept and self.engine_of(call).why_not(layout, call.kind, call.model) is None
 
-    def _holds(self, calls: Sequence[Call], layout: Layout, with_source: bool) -> Parts:
-        """What the call group always holds; a generation beside its trainer borrows the weights.
+    def _holds(
+        self, calls: Sequence[Call], layout: Layout, with_source: bool
+    ) -> Mapping[str, Parts]:
+        """What the call group always holds, by its name, and by those of roles that follow it.
 
-        A frozen role that one engine evaluates and another samples from is there twice, and a
-        role that follows another is there beside it.
+        A generation beside its trainer borrows the weights. A frozen role that one engine
+        evaluates and another samples from is there twice.
         """
-        held = Parts()
+        held: dict[str, Parts] = {}
         if layout.offload or (with_source and calls[0].kind == "generate"):
             return held
         apart = [call for call in calls if self._apart(call)]
         for own in (apart, [call for call in calls if call not in apart]):
             ordered = sorted(own, key=lambda call: call.kind != "train")
             for first in {call.role: call for call in reversed(ordered)}.values():
-                held = held.plus(self.engine_of(first).memory.resident(first, layout))
+                name = first.role if first.leader else first.call_group
+                parts = self.engine_of(first).memory.resident(first, layout)
+                held[name] = held.get(name, Parts()).plus(parts)
         return held
 
     def _plans(

@@ -14,11 +14,13 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any
 
+from penstock.algorithms import losses
 from penstock.algorithms.ops.rollout_correction import RolloutCorrection
 from penstock.configs.validate import key_docs
+from penstock.dataflow import Loss
 from penstock.dataflow.graph.axes import Spec
 
-__all__ = ["MODULES", "function_page", "function_table"]
+__all__ = ["MODULES", "function_page", "function_table", "loss_table"]
 
 MODULES: dict[str, tuple[str, ...]] = {
     "advantages": ("ops.advantages",),
@@ -37,6 +39,9 @@ MODULES: dict[str, tuple[str, ...]] = {
 _OPTIONS: dict[str, type] = {"ops.rollout_correction": RolloutCorrection}
 """Module -> the class of options that its functions take, which has an entry among them."""
 
+_ROLE_OF = {"PolicyOutput": "Policy", "ValueOutput": "ValueModel", "ScoreOutput": "RewardModel"}
+"""What a loss reads of a model -> the role whose model says it."""
+
 _SHAPE = re.compile(r"(?:f32|f64|i64|bool|int)(?: or \w+)?\[[^\]]*\]|f\d\d scalar")
 _SECTION = re.compile(r"^(Args|Returns|Raises|Example|Attributes):$", re.MULTILINE)
 
@@ -49,6 +54,21 @@ def function_table(table: str) -> str:
         called = _signature(function, in_lines=False)
         gives = _cell(_sections(function)["about"].split("\n\n")[0])
         lines.append(f"| [`{shown}`](functions.md#{name}) | `{called}` | {gives} |")
+    return "\n".join(lines)
+
+
+def loss_table() -> str:
+    """One row per loss class: what `train` minimizes, what it reads, and of which role."""
+    lines = ["| loss | batch | role | what it is |", "|---|---|---|---|"]
+    for name in losses.__all__:
+        made: Any = getattr(losses, name)
+        if not (inspect.isclass(made) and issubclass(made, Loss)):
+            continue
+        bases = [base for kind in made.__mro__ for base in getattr(kind, "__orig_bases__", ())]
+        batch, output = next(typing.get_args(b) for b in bases if typing.get_origin(b) is Loss)
+        about = (inspect.getdoc(made) or "").split("\n\n")[0]
+        role = _ROLE_OF[output.__name__]
+        lines.append(f"| `{name}` | `{batch.__name__}` | `{role}` | {_cell(about)} |")
     return "\n".join(lines)
 
 

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from algorithm_functions import MODULES, function_page, function_table
+from algorithm_functions import MODULES, function_page, function_table, loss_table
 from algorithm_sizes import CONFIGS, NAMES, RELATIVES, Algorithm, algorithm, difference
 from penstock.algorithms import losses
 from penstock.algorithms.controllers import kl_controller, multiplier
@@ -355,6 +355,7 @@ _INDEX: dict[str, Callable[[str], str]] = {
     "algorithms": _table_of_algorithms,
     "differences": _table_of_differences,
     "corrections": _corrections,
+    "loss_classes": lambda _: loss_table(),
     **{module: lambda _, module=module: function_table(module) for module in MODULES},
 }
 

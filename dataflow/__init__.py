@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .graph.graph import Graph
     from .graph.role import Loss, LossSum, Metric, Role, call
     from .graph.tracer import build, op
-    from .runtime.call_context import call_key, current_step
+    from .runtime.call_context import call_key, current_step, step_scope
     from .runtime.eager import run_eagerly
     from .runtime.engine import Engine, Source, StepResult
     from .runtime.executor import Executor
@@ -68,11 +68,12 @@ __all__ = [
     "one_group",
     "op",
     "run_eagerly",
+    "step_scope",
 ]
 
 _MODULES = {
     "graph.axes": ("Axis", "Behavior", "GroupId", "boolean", "f32", "i64"),
-    "runtime.call_context": ("call_key", "current_step"),
+    "runtime.call_context": ("call_key", "current_step", "step_scope"),
     "runtime.eager": ("run_eagerly",),
     "runtime.engine": ("Engine", "Source", "StepResult"),
     "errors": (

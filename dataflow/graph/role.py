@@ -162,7 +162,7 @@ class LossSum:
     Attributes:
         total: Scalar, differentiable. Added over all micro-batches and ranks it *is* the
             minibatch's loss: it has been divided by the global `totals` already.
-        metrics: Name -> `(sum, weight)` as detached scalars; merged as weighted means.
+        metrics: Name -> `(sum, weight)`, detached here; merged as weighted means.
 
     Raises:
         ValueError: If the total is no scalar tensor, or a metric is something else.

@@ -186,17 +186,18 @@ def _stages(
 def _ended_early(folder: RunFolder, is_new: bool) -> Generator[None]:
     """Say how a run that has ended early goes on; a new one that is refused leaves nothing.
 
-    Some of what cannot be is found only when workers are built; no step has been taken then.
+    Some of what cannot be is found only when workers are built. What is refused cannot go on as it
+    is, so nothing is said of that.
     """
     try:
         yield
     except BaseException as error:
         metrics, stages = folder.metrics, folder.path / "stages"
         begun = stages.is_dir() or (metrics.is_file() and metrics.stat().st_size > 0)
-        if isinstance(error, ConfigError) and is_new and not begun:
-            shutil.rmtree(folder.path)
-        else:
+        if not isinstance(error, ConfigError):
             print(f"penstock: to continue: penstock run resume={folder.path}", file=sys.stderr)
+        elif is_new and not begun:
+            shutil.rmtree(folder.path)
         raise
 
 

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms" / "writing.md"
 
-_BLOCK = re.compile(r"^```python\n(?:# (\w+\.py)\n)?(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^```(?:python|yaml)\n(?:# ([\w/]+\.\w+)\n)?(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 _COMMAND = re.compile(r"^    ((?:penstock|python) (?:.*\\\n)*.*)", re.MULTILINE)
 
 SMALL = ("tracker=none", "evaluation.num_prompts=8", "algorithm.per_step.prompts=4")
@@ -43,6 +45,7 @@ def commands() -> list[str]:
 def folder(tmp_path: Path) -> Path:
     """A working directory with everything that the page says to put there."""
     for name, text in files().items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     problems = [f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(40)]
     (tmp_path / "problems.jsonl").write_text("".join(problems))
@@ -59,6 +62,9 @@ def shortened(words: list[str]) -> list[str]:
     if any("reward_modelling" in word for word in words):
         stage = "algorithm.before.reward_modelling"
         short += [f"{stage}.num_steps=31", f"{stage}.per_step.pairs=2"]
+    if "--config-dir" in words:
+        stage = "algorithm.before.style_modelling"
+        short += [f"{stage}.num_steps=2", f"{stage}.per_step.pairs=2"]
     if "task=file" in words:
         short.append("task.num_held_out=8")
     return short
@@ -68,6 +74,7 @@ def test_the_page_has_files_and_commands() -> None:
     assert list(files()) == [
         "brevity.py",
         "careful.py",
+        "conf/algorithm/careful.yaml",
         "calculator.py",
         "test_brevity.py",
         "curious.py",

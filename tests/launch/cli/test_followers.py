@@ -98,3 +98,29 @@ def test_an_optimizer_for_it_is_refused(penstock: Penstock, tmp_path: Path) -> N
         "penstock: 'algorithm.roles.ref.frozen' is set, but average does not train 'ref' with a "
         "loss\n    leave it out; roles with a loss are: actor\n"
     )
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_an_average_of_16_bits_is_refused_before_anything_is_built(
+    penstock: Penstock, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "average.py").write_text(STEP)
+    said = penstock(command, *SMALL[1:], "model.dtype=bfloat16")
+    assert said.code == 2
+    assert said.err == (
+        "penstock: 'model.dtype' is 'bfloat16', but 'ref.follow' averages weights (share=0.25, "
+        "average.py:26), and 16 bits hold no change smaller than 1/256 of a weight\n"
+        "    set model.dtype=float32, or let it copy now and then: share=1.0, every=N\n"
+    )
+
+
+def test_a_refusal_after_an_earlier_stage_does_not_say_how_to_go_on(
+    penstock: Penstock, tmp_path: Path
+) -> None:
+    (tmp_path / "average.py").write_text(STEP)
+    words = [word for word in SMALL if word != "algorithm.roles.actor.start=model"]
+    words += ["algorithm.before.sft.num_steps=1", "algorithm.before.sft.per_step.demos=2"]
+    said = penstock(*words, "algorithm.roles.actor.frozen=[no.such.name]")
+    assert said.code == 2
+    assert "no.such.name" in said.err
+    assert "to continue" not in said.err

@@ -61,6 +61,7 @@ def trained(engine: Engine, **options: Any) -> tuple[str, int]:
     return engine.call("actor", "weights_sha256"), len(steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", [CARTPOLE, SCALED], ids=lambda env: env.id)
 def test_by_hand_and_as_a_graph_bit_for_bit(env: EnvSpec) -> None:
     with Engine(GRAPH, one_group(GRAPH), workers=workers(env), seed=5) as engine:

@@ -50,6 +50,7 @@ def recalling(units: int, **cfg: Any) -> Configured:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["env_ppo", "a2c", "impala"])
 def test_by_hand_and_as_a_graph_bit_for_bit(name: str) -> None:
     check_eager_equals_graph(configured(name, "model.architecture.recurrent_units=8"))
@@ -116,6 +117,7 @@ def test_a_run_that_was_stopped_ends_the_same(tmp_path: Path) -> None:
         assert resumed.call("actor", "weights_sha256") == expected
 
 
+@pytest.mark.slow
 def test_only_who_remembers_learns_what_was_shown_before() -> None:
     last: dict[int, float] = {}
     for units in (0, 16):

@@ -259,6 +259,7 @@ def test_grpo_with_a_strong_reference_stays_near_it() -> None:
     assert frequency_of_3(free) > frequency_of_3(tied) + 0.2
 
 
+@pytest.mark.slow
 def test_ppo_learns_the_rewarded_token_and_its_value() -> None:
     actor, critic = TablePolicy(lr=1.0), TableCritic()
     cfg = PPO(sampling=Sampling(num_samples=16, max_new_tokens=3), no_eos="none", kl_coef=0.001)

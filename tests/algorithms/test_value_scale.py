@@ -57,6 +57,7 @@ def critic(bins: int | None) -> TorchActorCritic:
     ).build(WorkerContext("actor"))
 
 
+@pytest.mark.slow
 def test_with_all_flags_by_hand_equals_the_graph() -> None:
     check_eager_equals_graph(configured("env_ppo", *FLAGS))
 
@@ -67,6 +68,7 @@ def test_a_critic_of_weights_begins_with_zero() -> None:
     assert values.bootstrap_value.shape == (2,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bins", "near"), [(255, True), (None, False)])
 def test_it_learns_values_of_any_scale_in_as_many_updates(bins: int | None, near: bool) -> None:
     """300 updates bring a critic over bins to 5000; one that says its value gets nowhere near."""

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"import pytest
+
 
 
 def ran(name: str) -> list[str]:
@@ -21,6 +22,7 @@ def ran(name: str) -> list[str]:
     return found.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_cartpole_runs_and_gives_the_same_weights_twice() -> None:
     first, second = ran("cartpole.py"), ran("cartpole.py")
     assert first[0].startswith("  4,096 steps ")
@@ -28,6 +30,7 @@ def test_cartpole_runs_and_gives_the_same_weights_twice() -> None:
     assert len(first[-1].split()[-1]) == 16
 
 
+@pytest.mark.slow
 def test_self_play_runs() -> None:
     lines = ran("self_play.py")
     assert sum(line.startswith("step") for line in lines) == 2
@@ -37,6 +40,7 @@ def test_self_play_runs() -> None:
     assert first != second
 
 
+@pytest.mark.slow
 def test_a_population_runs() -> None:
     lines = ran("population.py")
     assert lines[0].startswith("step   2")

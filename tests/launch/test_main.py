@@ -317,6 +317,7 @@ def test_a_value_out_of_range(penstock: Penstock, words: str, message: str) -> N
     assert refused(penstock, words) == message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -101,6 +101,7 @@ def test_json_of_a_node() -> None:
     }
 
 
+@pytest.mark.slow
 def test_json_is_the_same_in_another_process() -> None:
     code = (
         "from penstock.algorithms.ppo import PPO, ppo_step\n"

@@ -424,6 +424,7 @@ assert not heavy, f"recording imported {heavy}"
 """
 
 
+@pytest.mark.slow
 def test_recording_touches_no_device_and_imports_nothing_heavy() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=120, check=False

@@ -318,6 +318,7 @@ def assert_only_needed_weights_move(
     assert {(role, version) for role, version, _ in loads} == set(published)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(flows(), LAGS, STEPS, SEEDS, st.sampled_from([None, 1, 2, 3]))
 def test_every_task_runs_once_with_versions_that_depend_on_its_step_alone(
@@ -333,6 +334,7 @@ def test_every_task_runs_once_with_versions_that_depend_on_its_step_alone(
     assert other.lag_counts == scheduler.lag_counts
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(flows(), LAGS, STEPS, SEEDS, st.sampled_from([None, 1, 2]))
 def test_arrival_order_stays_within_the_bound(
@@ -350,6 +352,7 @@ def test_arrival_order_stays_within_the_bound(
             assert low <= version <= high, (task, role)
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(flows(), LAGS, st.integers(1, 6), SEEDS, st.integers(1, 3), st.booleans(), st.data())
 def test_a_resumed_run_does_exactly_what_is_left(
@@ -396,6 +399,7 @@ class Interrupted(Recorded):
         return instructions
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(flows(), LAGS, st.integers(1, 5), SEEDS, st.integers(1, 60), st.sampled_from([None, 1, 2]))
 def test_a_stopped_run_goes_on_to_the_same_end(
@@ -427,6 +431,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(
     assert resumed.schedule_sha256() == whole.schedule_sha256()
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(flows(), LAGS, st.integers(1, 4), SEEDS, st.integers(0, 30))
 def test_a_failure_aborts_once_and_for_good(

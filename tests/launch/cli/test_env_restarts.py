@@ -89,6 +89,7 @@ BRITTLE = """
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_of_too_many_failures_goes_on_with_more_patience(
     penstock: Penstock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,6 +209,7 @@ def test_the_last_line_counts_steps_of_environments(penstock: Penstock, tmp_path
     assert "samples/s" not in found["said"]
 
 
+@pytest.mark.slow
 def test_perceptrons_are_computed_by_one_thread_unless_more_are_asked_for() -> None:
     assert job(*PPO).run.placement.executor.num_threads == 1
     assert job(*PPO, "executor.num_threads=2").run.placement.executor.num_threads == 2

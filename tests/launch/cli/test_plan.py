@@ -117,6 +117,7 @@ def test_sizes_follow_from_the_run_where_nothing_else_is_said(penstock: Penstock
     assert sum(workload["prompt"]["weights"]) == 200
 
 
+@pytest.mark.slow
 def test_auto_says_which_lag_wins_and_by_how_much(penstock: Penstock) -> None:
     found = asked(penstock, "schedule=auto")
     other = found["other_schedule"]

@@ -75,6 +75,7 @@ def test_grpo_from_nothing(penstock: Penstock) -> None:
     assert sorted(path.name for path in Path().iterdir()) == ["runs"]
 
 
+@pytest.mark.slow
 def test_a_trained_model_folder_skips_the_warm_up(penstock: Penstock) -> None:
     assert penstock("run", "algorithm=sft", *TINY, "algorithm.per_step.demos=8").code == 0
     model = only_run() / "models" / "actor"
@@ -86,6 +87,7 @@ def test_a_trained_model_folder_skips_the_warm_up(penstock: Penstock) -> None:
     assert summary["accuracy_before_rl"] == summary_of(only_run())["accuracy_after_rl"]
 
 
+@pytest.mark.slow
 def test_ppo_trains_its_reward_model_first_and_not_if_a_rule_is_the_reward(
     penstock: Penstock,
 ) -> None:
@@ -115,6 +117,7 @@ def test_reward_modelling_alone(penstock: Penstock) -> None:
     assert set(summary["roles_sha256"]) == {"reward"}
 
 
+@pytest.mark.slow
 def test_multirun_makes_a_run_for_each_job(penstock: Penstock) -> None:
     words = ("algorithm=sft", *TINY, "algorithm.per_step.demos=8", "algorithm.num_steps=1")
     said = penstock("run", "--multirun", *words, "seed=0,1")
@@ -190,6 +193,7 @@ def problem_file(answers: list[str]) -> str:
     return "problems.jsonl"
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_on_other_data(penstock: Penstock) -> None:
     path = problem_file([str(2 * n) for n in range(24)])
     run = unfinished(penstock, "task=file", f"task.path={path}", "task.num_held_out=8")

@@ -201,6 +201,7 @@ def test_what_changed_is_noted_with_its_step_and_time(tmp_path: Path) -> None:
 SFT = ("algorithm=sft", *TINY, "algorithm.per_step.demos=8")
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_given_more_steps_ends_as_one_that_had_them(
     penstock: Penstock,
 ) -> None:

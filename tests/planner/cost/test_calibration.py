@@ -91,6 +91,7 @@ def fitted(seconds: list[float]) -> Fit:
     return fit_constants(timed, cluster(), CPU_DEFAULTS)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     memory=st.floats(0.05, 0.6),

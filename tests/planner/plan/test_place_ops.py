@@ -37,6 +37,7 @@ def test_a_reached_target_ends_the_search() -> None:
     assert place_ops(GRAPH, SPLIT, CALLS, target_s=30.0) == place_ops(GRAPH, SPLIT, CALLS)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     groups=st.lists(st.sampled_from("abc"), min_size=6, max_size=6),

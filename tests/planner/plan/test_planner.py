@@ -81,6 +81,7 @@ def plan(cluster: ClusterSpec, actor: int = 1, critic: int = 1, **more: Any) -> 
     return plan_step(PPO_GRAPH, models(actor, critic), cluster, WORKLOAD, **options)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     nodes=st.sampled_from([1, 2]),
@@ -119,6 +120,7 @@ def test_a_plan_survives_json() -> None:
     assert Plan.model_validate_json(made.model_dump_json()) == made
 
 
+@pytest.mark.slow
 def test_a_lag_is_chosen_by_time() -> None:
     made = plan(h100(2), 7, 7, max_lag=(0, 1))
     assert made.prediction is not None

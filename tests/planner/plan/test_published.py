@@ -32,6 +32,7 @@ def predicted(file: Path, rows: list[dict[str, Any]] | None = None) -> dict[str,
     return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_published_iterations_are_predicted_within_ten_percent(tmp_path: Path) -> None:
     found = predicted(tmp_path / "found.json")
     assert len(found["rows"]) == found["num_rows"] == 16
@@ -44,11 +45,13 @@ def test_published_iterations_are_predicted_within_ten_percent(tmp_path: Path) -
         assert error == pytest.approx(row["relative_error_heuristic"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_committed_constants_are_what_the_fit_finds() -> None:
     done = run("planner_fit.py", "--check")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_other_rows_are_predicted_with_the_same_constants(tmp_path: Path) -> None:
     row = {"actor_b": 34, "critic_b": 7, "gpus": 32, "prompt_len": 128, "gen_len": 384,
            "batch_seqs": 256, "heuristic_s": 50.0}  # fmt: skip
@@ -59,6 +62,7 @@ def test_other_rows_are_predicted_with_the_same_constants(tmp_path: Path) -> Non
     assert 25 < other["rows"][0]["predicted_heuristic_s"] < 80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -78,6 +78,7 @@ def test_an_op_behind_a_call_it_does_not_need_is_seen_to_wait_for_devices() -> N
     assert ("actor.train", "devices") in {(i.node, i.waited_for) for i in found.critical_path}
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     groups=st.lists(st.sampled_from("abc"), min_size=6, max_size=6),

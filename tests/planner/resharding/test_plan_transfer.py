@@ -35,6 +35,7 @@ CLUSTERS = ((12,), (4, 4, 4), (1, 2, 3, 6))
 BYTES = 2
 
 
+@pytest.mark.slow
 @given(
     transfers(),
     st.sampled_from(CLUSTERS),

@@ -31,6 +31,7 @@ def small_transfers(draw: st.DrawFn) -> tuple[Sharding, Sharding]:
     return source, draw(shardings(model, "vocabulary", draw(st.sampled_from([1, 2, 3, 4])), 6))
 
 
+@pytest.mark.slow
 @given(small_transfers())
 @settings(max_examples=40, deadline=None)
 def test_the_order_is_the_best_of_all(pair: tuple[Sharding, Sharding]) -> None:

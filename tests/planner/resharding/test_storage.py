@@ -78,6 +78,7 @@ def test_transposed_matrices_are_stored_inputs_first() -> None:
     assert np.array_equal(turned[1, name], apart[1, name].T)
 
 
+@pytest.mark.slow
 @given(st.data(), models())
 @settings(max_examples=60, deadline=None)
 def test_storage_changes_no_byte_of_a_transfer(data: st.DataObject, model: ModelShape) -> None:

@@ -19,6 +19,7 @@ def durations(rng: random.Random, count: int) -> list[float]:
     return [rng.choice([0.0, 0.3, 1.0, 1.0, 4.0]) * rng.random() for _ in range(count)]
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(steps(max_calls=8, min_calls=3), st.integers(0, 3), st.data())
 def test_no_schedule_is_faster_even_if_calls_take_longer(

@@ -35,6 +35,7 @@ def calls(graph: Graph) -> tuple[Call, ...]:
     return calls_of(graph, WORKLOAD, dict.fromkeys(graph.roles, SHAPE))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data(), max_lag=st.integers(0, 3))
 def test_the_objective_equals_the_simulation(data: st.DataObject, max_lag: int) -> None:

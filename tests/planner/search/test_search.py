@@ -64,6 +64,7 @@ def assert_uses_every_device_once(assignment: Assignment, cluster: ClusterSpec) 
         assert group.resident_bytes + group.transient_bytes <= group.mesh.memory_bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     steps(max_calls=5, max_roles=4, min_calls=3), clusters(), st.integers(0, 1),
@@ -85,6 +86,7 @@ def test_equals_brute_force(
     assert_uses_every_device_once(result.best, cluster)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(steps(max_calls=5, min_calls=3), clusters(), st.integers(0, 1), st.integers(0, 10_000))
 def test_looking_at_every_choice_equals_brute_force_over_everything(
@@ -116,6 +118,7 @@ def test_slowing_a_call_down_can_help_and_is_left_out_by_default() -> None:
 # --- pins
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(steps(max_calls=5, max_roles=4, min_calls=3), clusters(), st.data())
 def test_pinned_groups_counts_and_layouts_equal_brute_force(
@@ -166,6 +169,7 @@ def test_pinned_groups_counts_and_layouts_equal_brute_force(
     assert_agrees(search(calls, table, cluster, max_lag=0, pins=pins), plans)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(steps(max_calls=4, max_roles=3, min_calls=3), clusters(max_devices=6), st.data())
 def test_pinned_devices_equal_brute_force(
@@ -209,6 +213,7 @@ def ticking(step_s: float) -> Callable[[], float]:
     return lambda: next(ticks) * step_s
 
 
+@pytest.mark.slow
 def test_a_deadline_returns_the_best_so_far_with_a_bound_that_holds() -> None:
     full = search(PPO, TABLE, NODES, max_lag=1)
     gaps: list[float] = []

@@ -69,6 +69,7 @@ def completions_s(
     return complete
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(steps(), st.integers(0, 3), st.data())
 def test_equals_the_schedulers_long_run_time_per_step(

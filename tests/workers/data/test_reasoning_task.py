@@ -106,6 +106,7 @@ def test_malformed_responses_score_without_a_crash() -> None:
         assert 0 <= task.score(0, response) < 1
 
 
+@pytest.mark.slow
 def test_the_same_spec_gives_the_same_problems_in_another_process() -> None:
     code = (
         "from penstock.workers.data.reasoning_task import ReasoningTaskSpec as S\n"

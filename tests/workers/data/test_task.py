@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
+import sysimport pytest
 
 
+
+@pytest.mark.slow
 def test_importing_is_free() -> None:
     code = (
         "import sys, penstock.workers.data.task, penstock.workers.data.reasoning_task, "

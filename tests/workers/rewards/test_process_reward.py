@@ -52,6 +52,7 @@ def test_steps_end_at_delimiters_and_at_the_response_s_end() -> None:
     assert places(step_ends(tokens, mask, tokenizer))[0] == [5]
 
 
+@pytest.mark.slow
 def test_the_last_step_s_score_is_the_reward_model_s(tmp_path: Path) -> None:
     model = TorchRewardModelSpec(model=MODEL).build(CONTEXT)
     model.save_pretrained(tmp_path)

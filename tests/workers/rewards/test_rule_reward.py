@@ -129,6 +129,7 @@ def test_a_users_function_that_loops_or_fails_costs_its_own_rows(tmp_path: Path)
     assert set(psutil.Process().children()) <= before
 
 
+@pytest.mark.slow
 def test_math_verify_runs_in_the_pool(tmp_path: Path) -> None:
     task = _file_task(tmp_path, "math_verify")
     spec = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), time_limit_s=2.0, num_processes=1)
@@ -139,6 +140,7 @@ def test_math_verify_runs_in_the_pool(tmp_path: Path) -> None:
     reward.close()
 
 
+@pytest.mark.slow
 def test_a_verifier_that_evaluates_responses_runs_in_the_pool() -> None:
     spec = ReasoningTaskSpec(name="spiral_matrix", num_train=4, num_held_out=1, allow_eval=True)
     task = spec.build()

@@ -19,6 +19,7 @@ def train(policy: PolicyWorker, step: int) -> None:
         policy.train(ClippedPolicyLoss(), make_batch(make_policy()), num_minibatches=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_goes_on_bit_for_bit_where_memory_was_taken_away(dtype: str) -> None:
     expected, policy = (make_policy(optimizer=OPTIMIZER, dtype=dtype) for _ in range(2))

@@ -61,6 +61,7 @@ def policy(module: Any) -> Generator[VllmPolicy]:
     made.close()
 
 
+@pytest.mark.slow
 def test_starting_leaves_the_process_as_it_was(policy: VllmPolicy):
     assert dict.fromkeys(CHANGED, False) == CHANGED
 
@@ -104,6 +105,7 @@ def test_a_whole_call_can_be_aborted_and_the_engine_goes_on(policy: VllmPolicy):
     assert generate(policy, prompt, prompt_id, SAMPLING).tokens.tolist() == again.tokens.tolist()
 
 
+@pytest.mark.slow
 def test_aborted_rows_keep_what_they_have(policy: VllmPolicy):
     prompt, prompt_id = long_prompts(16, 30)
     long = Sampling(num_samples=8, max_new_tokens=200)
@@ -124,6 +126,7 @@ def test_aborted_rows_keep_what_they_have(policy: VllmPolicy):
 # --- sleeping
 
 
+@pytest.mark.slow
 def test_a_sleeping_engine_frees_its_cache_and_wakes_as_it_was(policy: VllmPolicy):
     prompt, prompt_id = long_prompts(32, 100)
     sampling = Sampling(num_samples=8, max_new_tokens=100)

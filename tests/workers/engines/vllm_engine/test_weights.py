@@ -79,6 +79,7 @@ def refused(policy: VllmPolicy) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_logprobs_are_hugging_faces_after_0_1_2_and_50_updates(policy: VllmPolicy, module: Any):
     assert difference(policy, module) < 1e-5
     for update in range(1, 51):
@@ -228,6 +229,7 @@ def test_a_cache_too_small_for_the_batch_changes_no_sample(policy: VllmPolicy, m
             assert whole[key][0] == tokens
 
 
+@pytest.mark.slow
 def test_a_response_ends_where_it_first_says_a_stop_string(policy: VllmPolicy):
     tokenizer = TOKENIZER.build()
     prompt, prompt_id = make_prompts(24)

@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"import pytest
+import pytest
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def ran(name: str) -> list[str]:

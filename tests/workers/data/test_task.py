@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sysimport pytest
+import sys
 
+import pytest
 
 
 @pytest.mark.slow

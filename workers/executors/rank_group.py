@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from ...dataflow.errors import PenstockError, WorkerError
-from ...dataflow.runtime.executor import Program, groups_of
 from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.worker_protocol import CLOSE_S
-from ..weight_sync.p2p_link import Clock
-from ..weight_sync.packet_server import Route
+from ..weight_sync.registry import Transport
 from .process_backend import (
     BackendError,
     CallFailed,
@@ -27,9 +26,7 @@ __all__ = [
     "LEAST_START_S",
     "RankGroup",
     "connect_groups",
-    "connect_routes",
     "end_groups",
-    "routes_of",
     "start_groups",
 ]
 
@@ -45,6 +42,7 @@ class RankGroup:
         group: The group.
         num_threads: Torch threads per process.
         deadline_s: How long a process waits for another in a call.
+        transport: How its weights get to other groups, and theirs to it.
         hosted: What it builds, as bytes. Processes that share a model stay for the same again only:
             an engine that ends takes with it what they have in common.
 
@@ -62,6 +60,7 @@ class RankGroup:
         group: DeviceGroup,
         num_threads: int,
         deadline_s: float,
+        transport: Transport,
         hosted: bytes,
     ) -> None:
         self.backend = backend
@@ -71,12 +70,18 @@ class RankGroup:
         self.is_warm = False
         self._num_threads = num_threads
         self._deadline_s = deadline_s
+        self._transport: Transport = transport
         self._hosted = hosted if group.num_processes > group.num_ranks else b""
 
     @property
     def key(self) -> object:
         """Equal for groups whose processes can stand in for each other."""
-        return self.backend, self.group, self._num_threads, self._deadline_s, self._hosted
+        return self.backend, self.group, self._options, self._hosted
+
+    @property
+    def _options(self) -> tuple[int, float, Transport]:
+        """What a process is started with, whatever it builds."""
+        return self._num_threads, self._deadline_s, self._transport
 
     def spawn(self, devices: Reservation, start_s: float) -> None:
         """Start the processes; comes back before they run."""
@@ -84,7 +89,7 @@ class RankGroup:
         self.processes = [
             self.backend.spawn(
                 RankProcess,
-                (self.group, process, self._num_threads, self._deadline_s, start_s),
+                (self.group, process, *self._options, start_s),
                 self.group,
                 process,
                 devices,
@@ -185,56 +190,6 @@ def connect_groups(
     _all(backend, calls, "being told who answers", start_s)
 
 
-def connect_routes(
-    groups: Mapping[str, RankGroup], routes: Sequence[Route], start_s: float
-) -> None:
-    """Connect groups for weights to go from process to process, again if they were.
-
-    Args:
-        groups: By name; built.
-        routes: Which to connect.
-        start_s: How long each phase of one may take.
-
-    Raises:
-        WorkerError: If a process fails or takes too long.
-    """
-    for route in routes:
-        senders, receivers = groups[route.senders], groups[route.receivers]
-        backend, first = senders.backend, route.from_processes[0]
-        listening = [senders.call(first, "listen")]
-        (address,) = _all(backend, listening, "opening a socket for weights", start_s)
-        calls = [senders.call(i, "exchange", route, address) for i in route.from_processes]
-        calls += [receivers.call(i, "exchange", route, address) for i in route.to_processes]
-        _all(backend, calls, "connecting for weights", start_s)
-
-
-def routes_of(programs: Mapping[str, Program]) -> list[Route]:
-    """From every group in which any program trains a role to every other that has a copy of it."""
-    homes: dict[str, set[str]] = {}
-    for one in programs.values():
-        for role in one.graph.trains_per_step:
-            if (home := one.placement.home(one.graph, role)) is not None:
-                homes.setdefault(role, set()).add(home)
-    pairs = {
-        (home, group.name)
-        for one in programs.values()
-        for group in one.placement.groups
-        for role in one.placement.hosted_roles(one.graph, group.name)
-        for home in homes.get(role, ())
-        if home != group.name
-    }
-    groups = {group.name: group for group in groups_of(programs)}
-    return [
-        Route(
-            home,
-            receiver,
-            tuple(groups[home].processes(0)),
-            tuple(range(groups[receiver].num_processes)),
-        )
-        for home, receiver in sorted(pairs)
-    ]
-
-
 def _together(
     groups: Sequence[RankGroup], asleep: frozenset[str]
 ) -> Generator[Sequence[RankGroup]]:
@@ -282,6 +237,6 @@ def end_groups(groups: Sequence[RankGroup], *, closing: bool) -> None:
 
 def _wait(backend: ProcessBackend, calls: Sequence[Ref]) -> None:
     """Until all calls have ended in some way, or `CLOSE_S` seconds are over."""
-    clock, left = Clock(CLOSE_S), set(calls)
-    while left and clock.elapsed_s < CLOSE_S:
-        left.difference_update(backend.watch(list(left), clock.left.total_seconds()))
+    end_s, left = time.monotonic() + CLOSE_S, set(calls)
+    while left and (left_s := end_s - time.monotonic()) > 0:
+        left.difference_update(backend.watch(list(left), left_s))

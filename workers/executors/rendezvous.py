@@ -9,11 +9,11 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from ..weight_sync.packet_server import Store
-
-__all__ = ["Address", "meet"]
+__all__ = ["Address", "Store", "meet"]
 
 Address = tuple[str, int]
+
+Store = dist.Store  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 
 
 def meet(

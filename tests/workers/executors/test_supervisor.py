@@ -33,6 +33,7 @@ from penstock.launch.run_dir.checkpoint import CheckpointStore
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.executors.rank_process import RankProcess
+from penstock.workers.weight_sync.registry import DEFAULT_TRANSPORT
 from safetensors.torch import load_file
 
 from ...algorithms import runs
@@ -83,7 +84,7 @@ def test_in_one_process_and_in_several_it_ends_with_the_same_weights(backend: Ba
 
 
 def test_groups_give_each_other_the_weights_of_several_roles(spawned: Backend) -> None:
-    """Point to point: main gives two roles by one route, and takes a third from whom it gives."""
+    """Point to point: main sends two roles to a group from which it receives a third."""
     run = runs.make("ppo")
     here, _ = finish(run, one_group(run.graph), InProcess())
     both = split(run, rollout=("actor.generate", "critic.train"), judges=("ref", "reward"))
@@ -361,7 +362,9 @@ def test_ranks_meet_where_no_other_machine_can_reach_them(backend: Backend) -> N
     group, there = DeviceGroup("pair", 2), backend.connect()
     devices = there.reserve([group], 60.0)
     ranks = [
-        there.spawn(Counting, (group, rank, 1, 60.0, 120.0), group, rank, devices)
+        there.spawn(
+            Counting, (group, rank, 1, 60.0, DEFAULT_TRANSPORT, 120.0), group, rank, devices
+        )
         for rank in range(2)
     ]
 

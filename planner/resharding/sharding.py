@@ -1,7 +1,7 @@
 """How an engine holds a model: which device has which indices of which logical parameter.
 
 A `Sharding` is plain data. It says nothing of how it came about, so an engine may describe itself
-in one, and `transfer.py` moves weights between any two. `shard` writes the one that a `Layout`
+in one, and `plan_transfer.py` moves weights between any two. `shard` writes the one that a `Layout`
 means; `storage.py` rewrites where the slices lie inside an engine's own tensors.
 """
 

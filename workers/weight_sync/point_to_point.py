@@ -4,7 +4,7 @@ A packet stays with the process that made it. From its first offer on the proces
 thread of its own answers each request, so that the process itself can train meanwhile. Receivers
 connect anew for each packet: there is no connection to keep or to mend when one is started again.
 
-    request: token | number of the offer, index of the packet
+    request: token | number of the offer, slot of the packet in it
     answer:  mark, plan, source, destination, version, slices, buckets | bytes of each bucket |
              parameters | checksums | buckets
 
@@ -51,13 +51,13 @@ class _Place(NamedTuple):
         address: Where its sender listens.
         token: What the sender wants to hear.
         number: Of the offer.
-        index: Of the packet in it.
+        slot: Of the packet in it.
     """
 
     address: tuple[str, int]
     token: bytes
     number: int
-    index: int
+    slot: int
 
 
 class PointToPointChannel:
@@ -80,8 +80,8 @@ class PointToPointChannel:
         number, server = next(self._numbers), self._server
         self._packets[number] = tuple(packets.values())
         places = {
-            receiver: _Place(server.address, server.token, number, index)
-            for index, receiver in enumerate(packets)
+            receiver: _Place(server.address, server.token, number, slot)
+            for slot, receiver in enumerate(packets)
         }
         return Offer(*self._end.name, number, places)
 
@@ -94,7 +94,7 @@ class PointToPointChannel:
         try:
             with socket.create_connection(place.address, deadline_s) as connection:
                 link = _Link(connection, begin_s + deadline_s)
-                link.send(place.token, np.array([place.number, place.index]))
+                link.send(place.token, np.array([place.number, place.slot]))
                 packet = _received(link)
         except OSError as error:
             spent_s = time.monotonic() - begin_s
@@ -244,9 +244,9 @@ class _Server:
                 if not hmac.compare_digest(link.bytes(_TOKEN_BYTES).tobytes(), self.token):
                     _LOG.warning("a connection is dropped that does not know the token")
                     return
-                number, index = link.words(2).tolist()
+                number, slot = link.words(2).tolist()
                 found = self._packets.get(number, ())
-                _send(link, found[index] if 0 <= index < len(found) else None)
+                _send(link, found[slot] if 0 <= slot < len(found) else None)
         except OSError as error:
             # Whoever has asked hears of it at the other end, or is dead.
             _LOG.info("weights were not taken: %s", error)

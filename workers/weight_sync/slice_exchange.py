@@ -140,7 +140,7 @@ def _plan(source: str, receiver: str) -> tuple[TransferPlan, int]:
     sent, received = Sharding.from_json(source), Sharding.from_json(receiver)
     first = max(sent.devices) + 1
     moved = received.on([first + device for device in received.devices])
-    return plan_transfer(sent, moved, relay=False), first
+    return plan_transfer(sent, moved), first
 
 
 def _only(sharding: Sharding, devices: tuple[int, ...]) -> Sharding:

@@ -114,7 +114,7 @@ class Peer:
         made = empty(self._layout)
         if version is not None:
             made = expected(self._layout, LAYOUTS["train"].dtype, version=version)
-        return is_same({0: self._worker.tensors}, {0: made[self._process]})
+        return is_same({0: dict(self._worker.tensors)}, {0: made[self._process]})
 
     def forget(self, number: int) -> None:
         self._channel.forget(number)
@@ -177,7 +177,7 @@ def _reordered(packet: Packet) -> Packet:
 
 def _arranged(packet: Packet, order: slice) -> Packet:
     """Some slices of the packet's first bucket, in some order."""
-    plan = plan_transfer(LAYOUTS["train"], LAYOUTS["rollout"].on([2, 3]), relay=False)
+    plan = plan_transfer(LAYOUTS["train"], LAYOUTS["rollout"].on([2, 3]))
     message = next(m for m in messages_of(plan, [2])[2] if m.source == packet.source)
     count = len(message.parts)
     assert count > 1

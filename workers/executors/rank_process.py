@@ -49,7 +49,7 @@ from .rendezvous import Address, meet
 __all__ = ["Answer", "RankProcess", "WarmWorker", "part_to_numpy"]
 
 _CLOSE_CHANNEL_S = 1.0
-"""How long a process that ends waits for those to whom it is just sending weights."""
+"""How long a process that ends waits for the threads of its weight channel."""
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def unpack(
     packets: Sequence[Packet],
     tensors: Tensors,
     version: int,
-    held: HeldWeights | None = None,
+    held: HeldWeights,
 ) -> int:
     """Write what a device receives into its engine's tensors: all of it or nothing.
 
@@ -148,11 +148,9 @@ def unpack(
         _check_packet(packet, device, parts, index, stamp, version)
         ready += _checked(packet, messages, tensors, dtype)
     for part, data, place in ready:
-        if held is not None:
-            held.writing(part.param.name, part.move.box, version)
+        held.writing(part.param.name, part.move.box, version)
         place.copy_(data)
-        if held is not None:
-            held.wrote(part.param.name, part.move.box, version)
+        held.wrote(part.param.name, part.move.box, version)
     return sum(packet.num_bytes for packet in given.values())
 
 

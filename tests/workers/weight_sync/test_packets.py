@@ -156,7 +156,8 @@ def altered(packet: Packet, bucket: int, data: np.ndarray) -> Packet:
 def test_whole_packets_are_taken() -> None:
     plan, _, after, packets = small()
     again = pickle.loads(pickle.dumps(packets[2]))
-    unpack(plan, 2, again[::-1], after[2], VERSION)
+    held = HeldWeights({param.name: 1 for param in plan.params}, 2)
+    unpack(plan, 2, again[::-1], after[2], VERSION, held)
     assert [p.num_bytes for p in packets[2]] == [p.num_bytes for p in again]
 
 
@@ -252,8 +253,9 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(WeightsError, match="and there is no such tensor; the engine has 0"):
         pack(plan, 0, {}, VERSION)
     name = "model.norm.weight"
+    held = HeldWeights({param.name: 1 for param in plan.params}, 2)
     with pytest.raises(WeightsError, match="which is float32; the plan is for bfloat16"):
-        unpack(plan, 2, packets[2], {**after[2], name: torch.zeros(6)}, VERSION)
+        unpack(plan, 2, packets[2], {**after[2], name: torch.zeros(6)}, VERSION, held)
     narrow = {**before[0], name: torch.zeros(5)}
     with pytest.raises(WeightsError, match=r"from \[0\] over \[6\]; the tensor is only \[5\]"):
         pack(plan_of(shard(TINY, Layout(), [0]), shard(TINY, Layout(), [1])), 0,

@@ -10,7 +10,6 @@ from typing import Any
 from ...dataflow.errors import PenstockError, WorkerError
 from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.worker_protocol import CLOSE_S
-from ..weight_sync.registry import Transport
 from .process_backend import (
     BackendError,
     CallFailed,
@@ -42,7 +41,6 @@ class RankGroup:
         group: The group.
         num_threads: Torch threads per process.
         deadline_s: How long a process waits for another in a call.
-        transport: How its weights get to other groups, and theirs to it.
         hosted: What it builds, as bytes. Processes that share a model stay for the same again only:
             an engine that ends takes with it what they have in common.
 
@@ -60,7 +58,6 @@ class RankGroup:
         group: DeviceGroup,
         num_threads: int,
         deadline_s: float,
-        transport: Transport,
         hosted: bytes,
     ) -> None:
         self.backend = backend
@@ -70,18 +67,12 @@ class RankGroup:
         self.is_warm = False
         self._num_threads = num_threads
         self._deadline_s = deadline_s
-        self._transport: Transport = transport
         self._hosted = hosted if group.num_processes > group.num_ranks else b""
 
     @property
     def key(self) -> object:
         """Equal for groups whose processes can stand in for each other."""
-        return self.backend, self.group, self._options, self._hosted
-
-    @property
-    def _options(self) -> tuple[int, float, Transport]:
-        """What a process is started with, whatever it builds."""
-        return self._num_threads, self._deadline_s, self._transport
+        return self.backend, self.group, self._num_threads, self._deadline_s, self._hosted
 
     def spawn(self, devices: Reservation, start_s: float) -> None:
         """Start the processes; comes back before they run."""
@@ -89,7 +80,7 @@ class RankGroup:
         self.processes = [
             self.backend.spawn(
                 RankProcess,
-                (self.group, process, *self._options, start_s),
+                (self.group, process, self._num_threads, self._deadline_s, start_s),
                 self.group,
                 process,
                 devices,
@@ -129,7 +120,7 @@ def start_groups(
     Args:
         groups: Which; of one backend.
         devices: What was reserved for them.
-        hosted: Programs and workers.
+        hosted: Programs, workers and the weight channel's name.
         seed: The run's.
         start_s: How long each phase may take.
         asleep: Those that shall sleep afterwards, because they share devices.

@@ -41,7 +41,7 @@ from ..inference.client import InferenceClient
 from ..inference.server import InferenceServer
 from ..training.threads import use_threads
 from ..weight_sync.channel import ChannelEnd, Offer
-from ..weight_sync.registry import CHANNELS, Transport
+from ..weight_sync.registry import CHANNELS, DEFAULT_TRANSPORT
 from ..weight_sync.slice_exchange import SliceTraffic
 from .process_backend import ProcessDied, ProcessHome, Ref
 from .rendezvous import Address, meet
@@ -98,7 +98,6 @@ class RankProcess:
         process: Its number there; see `DeviceGroup.processes`.
         num_threads: Torch's and numpy's threads.
         deadline_s: How long to wait for another rank in a call, or for what it stored.
-        transport: How weights get to other groups, and from them to this one.
         start_s: The same until all ranks have started.
     """
 
@@ -109,16 +108,14 @@ class RankProcess:
         process: int,
         num_threads: int,
         deadline_s: float,
-        transport: Transport,
         start_s: float,
     ) -> None:
         use_threads(num_threads)
         self._home = home
         self._group, self._process = group, process
         self._traffic = SliceTraffic(process, group.processes(0))
-        end = ChannelEnd(group.name, process, home.host, deadline_s, home.put, self._got)
-        self._transport: Transport = transport
-        self._channel = CHANNELS[transport](end)
+        self._end = ChannelEnd(group.name, process, home.host, deadline_s, home.put, self._got)
+        self._channel = CHANNELS[DEFAULT_TRANSPORT](self._end)  # until `build` knows which
         self._deadline_s, self._start_s = deadline_s, start_s
         self._hosts: dict[str, Host] = {}
         self._roles: dict[str, Role] = {}
@@ -156,7 +153,8 @@ class RankProcess:
 
     def build(self, hosted: Ref, seed: int) -> None:
         """Build this rank's roles, each once, for all programs."""
-        ((programs, workers),) = self._home.get([hosted], self._start_s)
+        ((programs, workers, transport),) = self._home.get([hosted], self._start_s)
+        self._channel = CHANNELS[transport](self._end)
         for key, program in programs.items():
             if all(group.name != self._group.name for group in program.placement.groups):
                 continue
@@ -325,7 +323,7 @@ class RankProcess:
             if isinstance(role, WarmWorker):
                 role.keep_warm()
         again = self._home, self._group, self._process, torch.get_num_threads()
-        RankProcess.__init__(self, *again, self._deadline_s, self._transport, self._start_s)
+        RankProcess.__init__(self, *again, self._deadline_s, self._start_s)
         return True
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ group is SPMD; groups are independent of each other and run at the same time.
 
 What provides the processes is a `ProcessBackend`; all that is decided about them is decided here:
 which are started, what becomes of work whose process dies, who has a shared device, which stay
-warm, and how weights get from group to group.
+warm, and which snapshots of weights can be forgotten.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class _Started:
     Attributes:
         backend: What provides the processes.
         devices: Those of all groups.
-        hosted: Programs and workers, stored.
+        hosted: Programs, workers and the weight channel's name, stored.
         seed: The run's.
     """
 
@@ -187,12 +187,7 @@ class Supervisor:
         self._sharing = DeviceSharing(groups)
         self._groups = {
             group.name: RankGroup(
-                backend,
-                group,
-                threads,
-                deadline_s,
-                self._transport,
-                _hosted(programs, workers, group.name),
+                backend, group, threads, deadline_s, _hosted(programs, workers, group.name)
             )
             for group in groups
         }
@@ -200,7 +195,7 @@ class Supervisor:
         every = list(self._groups.values())
         take_warm(backend, every)
         devices = backend.reserve(groups, self._start_s)
-        hosted = backend.put((dict(programs), dict(workers)))
+        hosted = backend.put((dict(programs), dict(workers), self._transport))
         self._started = _Started(backend, devices, hosted, seed)
         asleep = frozenset(group.name for group in groups if self._sharing.shares(group.name))
         start_groups(every, devices, hosted, seed, self._start_s, asleep)

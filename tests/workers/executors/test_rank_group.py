@@ -6,17 +6,10 @@ import pytest
 from penstock.dataflow.runtime.placement import DeviceGroup
 from penstock.workers.executors.on_ray.backend import RayBackend
 from penstock.workers.executors.rank_group import RankGroup
-from penstock.workers.weight_sync.registry import DEFAULT_TRANSPORT, Transport
 
 
-def key(
-    group: DeviceGroup,
-    hosted: bytes,
-    *,
-    threads: int = 1,
-    transport: Transport = DEFAULT_TRANSPORT,
-) -> object:
-    return RankGroup(RayBackend(), group, threads, 60.0, transport, hosted).key
+def key(group: DeviceGroup, hosted: bytes, *, threads: int = 1) -> object:
+    return RankGroup(RayBackend(), group, threads, 60.0, hosted).key
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -24,7 +17,6 @@ def test_a_process_that_shares_no_model_can_take_on_another(num_ranks: int):
     group = DeviceGroup("rollout", num_ranks=num_ranks)
     assert key(group, b"one model") == key(group, b"another")
     assert key(group, b"one model") != key(group, b"one model", threads=2)
-    assert key(group, b"one model") != key(group, b"one model", transport="point_to_point")
     assert key(group, b"one model") != key(DeviceGroup("judges"), b"one model")
 
 

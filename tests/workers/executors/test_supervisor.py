@@ -33,7 +33,6 @@ from penstock.launch.run_dir.checkpoint import CheckpointStore
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.executors.rank_process import RankProcess
-from penstock.workers.weight_sync.registry import DEFAULT_TRANSPORT
 from safetensors.torch import load_file
 
 from ...algorithms import runs
@@ -362,9 +361,7 @@ def test_ranks_meet_where_no_other_machine_can_reach_them(backend: Backend) -> N
     group, there = DeviceGroup("pair", 2), backend.connect()
     devices = there.reserve([group], 60.0)
     ranks = [
-        there.spawn(
-            Counting, (group, rank, 1, 60.0, DEFAULT_TRANSPORT, 120.0), group, rank, devices
-        )
+        there.spawn(Counting, (group, rank, 1, 60.0, 120.0), group, rank, devices)
         for rank in range(2)
     ]
 

@@ -57,8 +57,8 @@ class Impala:
 def impala_step(rows: EnvRows, env: Env, actor: ActorCritic, cfg: Impala) -> TrainMetrics:
     """Act, evaluate the actions by the weights to be trained, and train on V-trace's targets."""
     traj = env.rollout(rows.env, rows.group, actor, horizon=cfg.horizon)
-    now = actor.evaluate(traj.obs, traj.action, traj.action_mask, traj.memory, traj.mask)
-    values = actor.value(traj.obs, traj.last_obs, traj.memory, traj.mask)
+    now = actor.evaluate(traj.obs, traj.action, traj.action_mask, traj.recurrent_state, traj.mask)
+    values = actor.value(traj.obs, traj.last_obs, traj.recurrent_state, traj.mask)
     target = vtrace(
         traj.mask,
         reward=traj.reward,

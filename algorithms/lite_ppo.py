@@ -1,7 +1,7 @@
 """Lite PPO: the group's mean as baseline, the batch's deviation as scale, and a mean over tokens.
 
 Liu et al., "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning", 2025: of all tricks,
-these two suffice. No critic, no KL, no filter.
+these two suffice. It has no critic, no KL and no filter.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class MARLHF(PPO):
         super().__post_init__()
         if self.no_eos == "zero" or self.score_slot == "after_last":
             raise ValueError(
-                "macro actions end with the last token, so nothing can be paid or expected after "
+                "macro actions end with the last token, so no reward can follow "
                 "it; choose another no_eos than 'zero', and score_slot 'last_token'"
             )
         if self.whiten_rewards or self.gae_masking != "transparent":

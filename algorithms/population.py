@@ -1,4 +1,4 @@
-"""A small population that learns by PPO, and in which the fitter take the others' places.
+"""A small population that learns by PPO, and whose less fit members inherit the fitter's weights.
 
 Every member acts in environments of its own. From time to time each is compared with the next one
 in a ring, and goes on with its weights, changed a little, if that one has earned more: a tournament
@@ -34,7 +34,7 @@ class Population:
     select_every: int = 10
     """Steps from one comparison to the next."""
     mutation: float = 0.02
-    """By how much, as a part of it, a weight that is taken over changes on average."""
+    """How much an inherited weight changes on average, as a share of it."""
 
     def __post_init__(self) -> None:
         check_range(self, "select_every", at_least=1)
@@ -79,7 +79,7 @@ def population_step(
     fourth: ActorCritic,
     cfg: Population,
 ) -> tuple[TrainMetrics, ...]:
-    """Let every member act and learn, and the less fit of each pair give way."""
+    """Let every member act and learn, and the less fit of each pair inherit the other's weights."""
     members = (first, second, third, fourth)
     learned: list[TrainMetrics] = []
     fitness: list[PerEnv] = []

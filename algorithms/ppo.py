@@ -1,8 +1,8 @@
 """Proximal policy optimization with a critic, and the KL to a reference in the reward.
 
 Schulman et al., 2017, as applied by Huang et al., "The N+ Implementation Details of RLHF with PPO",
-2024, whose numbers are the defaults. One default differs: the score is paid on a response's last
-token; `score_slot="after_last"` pays it one slot later, as they do. Start the critic from the
+2024, whose numbers are the defaults. One default differs: the score is added on a response's last
+token; `score_slot="after_last"` adds it one slot later, as they do. Start the critic from the
 reward model, and the policy and reference from SFT.
 
 What is clipped: the probability ratio, by `policy_loss` (`eps_low`, `eps_high`, `dual_clip`); the
@@ -89,7 +89,7 @@ class PPO:
     score_clip: float | None = None
     """Bound on the size of a score."""
     score_slot: ScoreSlot = "last_token"
-    """Where the score is paid: on the "last_token", or "after_last", on the state after it."""
+    """Where the score is added: on the "last_token", or "after_last", on the state after it."""
     no_eos: NoEos = "replace"
     """What happens to the score of a response that was cut off: "replace" it, "subtract" from it,
     set it to "zero" and bootstrap from the value of the final state, or "none"."""
@@ -111,7 +111,7 @@ class PPO:
         if self.no_eos == "zero" and self.score_slot == "after_last":
             raise ValueError(
                 "no_eos 'zero' expects what the critic says after the last token, and score_slot "
-                "'after_last' pays the score there; choose one of them"
+                "'after_last' puts the score there; choose one of them"
             )
 
 

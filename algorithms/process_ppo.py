@@ -34,7 +34,7 @@ class ProcessPPO(PPO):
         check_range(self, "step_coef", "step_clip")
         if self.no_eos == "zero" or self.score_slot == "after_last":
             raise ValueError(
-                "steps end with the last token, so nothing can be paid or expected after it; "
+                "steps end with the last token, so no reward can follow it; "
                 "choose another no_eos than 'zero', and score_slot 'last_token'"
             )
 

@@ -45,7 +45,7 @@ class ReMax:
     kl_coef: float = 0.05
     """Reward taken per nat of KL to the reference; with 0 there is no reference."""
     kl_placement: KLPlacement = "own_token"
-    """Which KL a token pays for: its own, or its own and that of all after it ("return_to_go")."""
+    """KL subtracted from an advantage: the token's, or also that of all after it (return-to-go)."""
     difference_clip: float | None = 5.0
     """Bound on the size of the score's difference to the greedy one."""
     discount: float = 1.0

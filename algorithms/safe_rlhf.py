@@ -46,7 +46,7 @@ class SafeRLHF(PPO):
         super().__post_init__()
         if self.no_eos == "zero" or self.score_slot == "after_last":
             raise ValueError(
-                "Safe RLHF pays scores and costs on the last token and expects nothing after it; "
+                "Safe RLHF puts scores and costs on the last token and expects nothing after it; "
                 "choose another no_eos than 'zero', and score_slot 'last_token'"
             )
 

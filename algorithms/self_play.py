@@ -30,7 +30,7 @@ def side_of(games: Trajectories, *, side: int) -> Trajectories:
     """The rows of one player.
 
     Args:
-        games: Of both, as `BoardGame.play` makes them.
+        games: Games of both players, as `BoardGame.play` makes them.
         side: 0 for who begins, 1 for the other.
     """
     own = games.env % 2 == side

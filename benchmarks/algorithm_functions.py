@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any
 
 from penstock.algorithms.ops.rollout_correction import RolloutCorrection
-from penstock.configs.key_docs import key_docs
+from penstock.configs.validate import key_docs
 from penstock.dataflow.graph.axes import Spec
 
 __all__ = ["MODULES", "function_page", "function_table"]
@@ -57,8 +57,10 @@ def function_page() -> str:
     lines = [
         "# The functions of algorithms",
         "",
-        "Each takes plain tensors: `rows` responses, `T` tokens of whole sequences, prompt",
-        "included; see [the conventions](index.md#functions). Generated from the docstrings.",
+        "For readers who write algorithms: every function that the shipped ones are made of, with",
+        "shapes, arguments and result. Each takes plain tensors: `rows` responses, `T` tokens of",
+        "whole sequences, prompt included; see [the conventions](index.md#functions). This page is",
+        "generated from the docstrings.",
     ]
     for table, functions in _functions().items():
         lines += ["", f"## {', '.join(f'penstock.algorithms.{name}' for name in MODULES[table])}"]

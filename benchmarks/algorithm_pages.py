@@ -30,8 +30,7 @@ from penstock.algorithms.losses import preference
 from penstock.algorithms.ops.rollout_correction import RolloutCorrection
 from penstock.algorithms.roles.environment import ActorCritic
 from penstock.algorithms.roles.replay import QNetwork, Replay
-from penstock.configs.key_docs import key_docs
-from penstock.configs.validate import fields_of
+from penstock.configs.validate import fields_of, key_docs
 from penstock.dataflow.graph.axes import Spec
 from penstock.dataflow.graph.graph import Constant, Graph, Node, TableArgument
 from penstock.dataflow.render.svg import to_svg

@@ -1,7 +1,7 @@
-"""What a memory is worth where the state is not shown: CartPole without its velocities, by PPO.
+"""What a recurrent state is worth where velocities are not shown: CartPole, by PPO.
 
 A policy that sees places only cannot tell where the pole is going, unless it remembers where it
-was. With and without a memory, the same settings and seeds.
+was. With and without it, the same settings and seeds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def trained(units: int, seed: int) -> dict[str, Any]:
     env = EnvSpec(id="penstock/Places-v0")
     actor = TorchActorCriticSpec(
         env=env,
-        network=PerceptronSpec(memory=units, init_seed=seed),
+        network=PerceptronSpec(recurrent_units=units, init_seed=seed),
         optimizer=OptimizerSpec(lr=1e-3, max_grad_norm=0.5),
     )
     graph = build(env_ppo_step, cfg=CFG)

@@ -1,7 +1,7 @@
-"""Rings of environment groups: what stepping several at the same time wins, and what is best.
+"""Overlapped environment groups: what stepping several at the same time wins, and what is best.
 
 An environment that sleeps 5 ms a step, four groups of one in one worker, acting inline and served
-by another process. Every ring size is measured several times, in turn, and the quickest time
+by another process. Every number of them is measured several times, in turn, and the quickest time
 counts: other work on the machine only ever adds to it. Then the planner chooses from one rollout.
 Also: how long a request to another process takes, against a Ray actor's call.
 """
@@ -24,7 +24,7 @@ from penstock.dataflow.runtime.call_context import step_scope
 from penstock.dataflow.runtime.remote_inference import ServedRole, ServedWeights
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
-from penstock.workers.envs.overlapped_groups import RingSize
+from penstock.workers.envs.overlapped_groups import NumOverlapped
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
@@ -46,7 +46,7 @@ class Sleepy(gym.Env[Any, Any]):
     action_space = spaces.Discrete(4)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Nothing is drawn."""
+        """Nothing is rendered."""
         super().reset(seed=seed)
         return np.zeros(8, np.float32), {}
 
@@ -97,9 +97,9 @@ def served() -> Generator[Actor]:
         process.join(10)
 
 
-def rollout(ring: RingSize, one: Actor) -> tuple[EnvWorker, Callable[[int], float]]:
+def rollout(num_overlapped: NumOverlapped, one: Actor) -> tuple[EnvWorker, Callable[[int], float]]:
     """A worker that has done one rollout, and the seconds of another by its step."""
-    worker = EnvWorkerSpec(env=spec(), ring=ring).build(WorkerContext("env"))
+    worker = EnvWorkerSpec(env=spec(), num_overlapped=num_overlapped).build(WorkerContext("env"))
     rows = EnvRowSource(NUM_GROUPS, 1).batch(0)
 
     def seconds(step: int) -> float:
@@ -127,7 +127,7 @@ def measure(placement: str, one: Actor) -> dict[str, Any]:
         "steps_per_s": speed,
         "seconds": took,
         "ring_2_over_1": speed[2] / speed[1],
-        "planner_chose": chosen.ring_size(),
+        "planner_chose": chosen.num_overlapped(),
         "fastest": max(speed, key=lambda each: speed[each]),
     }
 
@@ -160,8 +160,10 @@ class _Asker:
         import ray
 
         class Remote(Actor):
-            def act(self, obs: Any, noise: Any, action_mask: Any, memory: Any = None) -> Any:
-                return ray.get(policy.act.remote(obs, noise, action_mask, memory))
+            def act(
+                self, obs: Any, noise: Any, action_mask: Any, recurrent_state: Any = None
+            ) -> Any:
+                return ray.get(policy.act.remote(obs, noise, action_mask, recurrent_state))
 
         return question_us(Remote())
 
@@ -191,7 +193,7 @@ def main() -> None:
         asked_us = {"inline": question_us(actor()), "served": question_us(one)}
     if options.ray:
         asked_us["ray_call"] = ray_call_us()
-    head = ("placement", *(f"ring {size}" for size in SIZES), "2 over 1", "planner", "fastest")
+    head = ("placement", *(f"{size} at once" for size in SIZES), "2 over 1", "planner", "fastest")
     rows = [
         (
             one["placement"],

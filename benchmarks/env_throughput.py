@@ -109,10 +109,10 @@ class Trivial(Actor):
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
+        recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`."""
-        del noise, action_mask, memory
+        del noise, action_mask, recurrent_state
         self.count += 1
         action = np.full((len(obs), 1), self.count % 2, np.float32)
         return Acts(action=action, logprob=np.zeros(len(obs), np.float32))

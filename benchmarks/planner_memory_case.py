@@ -55,7 +55,7 @@ class Case:
     samples: int = 1
     prompt: tuple[int, ...]
     response: tuple[int, ...]
-    """Lengths, equally likely; for a generation the last is the most it may draw."""
+    """Lengths, equally likely; for a generation the last is the most it may sample."""
     ends: bool = False
     """For a generation: end each response with probability 1 / vocab at every token."""
     micro_batch_tokens: int = 4096
@@ -176,10 +176,10 @@ class Rows:
 
 
 def rows_of(case: Case) -> Rows:
-    """What the call is given; lengths are drawn independently of the prediction's."""
-    draw = random.Random(1)
-    prompts = [draw.choice(case.prompt) for _ in range(case.rows // case.samples)]
-    responses = [draw.choice(case.response) for _ in range(case.rows)]
+    """What the call is given; lengths are sampled independently of the prediction's."""
+    lengths = random.Random(1)
+    prompts = [lengths.choice(case.prompt) for _ in range(case.rows // case.samples)]
+    responses = [lengths.choice(case.response) for _ in range(case.rows)]
     width = max(case.prompt) + max(case.response)
     tokens = torch.full((case.rows, width), -1)
     mask = torch.zeros(case.rows, width, dtype=torch.bool)

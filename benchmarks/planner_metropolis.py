@@ -5,14 +5,15 @@ Reallocation", 2025) searches by Metropolis and Hastings: move one call at rando
 and another layout, and keep the move with probability exp(-beta * (new cost - old cost)). Here a
 move does one of these to a plan of ours:
 
-- a unit goes to another group, or to a new one that takes a random share of some group's devices;
+- a call group goes to another group, or to a new one that takes a random share of some group's
+  devices;
 - two groups divide their devices anew, at random;
-- a unit takes another option, at random.
+- a call group takes another option, at random.
 
-The units of a group that changed take the fastest options that fit together, which helps the walk;
-a move that leaves memory is not made. Costs are the same `StepTimer`'s, in units of the first
-plan's. Every walk starts with everything on all devices, or, where that does not fit, with every
-unit alone.
+The call groups of a group that changed take the fastest options that fit together, which helps
+the walk; a move that leaves memory is not made. Costs are the same `StepTimer`'s, in units of the
+first plan's. Every walk starts with everything on all devices, or, where that does not fit, with
+every call group alone.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from planner_scale import PROBLEMS, Problem
 
 @dataclass(frozen=True)
 class State:
-    """Groups, their devices, and an option per unit."""
+    """Groups, their devices, and an option per call group."""
 
     groups: tuple[tuple[str, ...], ...]
     allocation: tuple[Index, ...]
@@ -47,7 +48,7 @@ class Walk:
     """A Metropolis walk.
 
     Args:
-        choices: Options of all units.
+        choices: Options of all call groups.
         max_lag: The schedule.
         seed: Of all that is random.
 
@@ -81,11 +82,11 @@ class Walk:
         return best_s
 
     def _first(self) -> State:
-        units = tuple(self._choices.calls_of)
+        call_groups = tuple(self._choices.calls_of)
         whole = tuple(size - 1 for size in self._space.shape)
-        state = self._settled((units,), (whole,), {})
+        state = self._settled((call_groups,), (whole,), {})
         while state is None:
-            groups = tuple((unit,) for unit in units)
+            groups = tuple((call_group,) for call_group in call_groups)
             state = self._settled(groups, self._random_allocation(len(groups)), {})
         return state
 
@@ -101,10 +102,10 @@ class Walk:
         return move(state)
 
     def _regroup(self, state: State) -> State | None:
-        unit = self._random.choice(list(self._choices.calls_of))
-        groups = [[u for u in group if u != unit] for group in state.groups]
+        call_group = self._random.choice(list(self._choices.calls_of))
+        groups = [[u for u in group if u != call_group] for group in state.groups]
         allocation = list(state.allocation)
-        left = next(k for k, group in enumerate(state.groups) if unit in group)
+        left = next(k for k, group in enumerate(state.groups) if call_group in group)
         target = self._random.randrange(len(groups) + 1)
         if target == len(groups):
             sender = self._random.randrange(len(groups))
@@ -114,19 +115,19 @@ class Walk:
             if shares is None:
                 return None
             allocation[sender] = shares[0]
-            groups.append([unit])
+            groups.append([call_group])
             allocation.append(shares[1])
         else:
-            groups[target].append(unit)
+            groups[target].append(call_group)
         if not groups[left]:
-            heir = self._random.choice([k for k in range(len(groups)) if k != left])
-            together = self._devices(allocation[left]) + self._devices(allocation[heir])
+            receiver = self._random.choice([k for k in range(len(groups)) if k != left])
+            together = self._devices(allocation[left]) + self._devices(allocation[receiver])
             index = self._index(together)
             if index is None:
                 return None
-            allocation[heir] = index
+            allocation[receiver] = index
             del groups[left], allocation[left]
-        order = {unit: k for k, unit in enumerate(self._choices.calls_of)}
+        order = {call_group: k for k, call_group in enumerate(self._choices.calls_of)}
         named = tuple(tuple(sorted(group, key=order.__getitem__)) for group in groups)
         return self._settled(named, tuple(allocation), state.chosen, state)
 
@@ -145,10 +146,10 @@ class Walk:
 
     def _other_option(self, state: State) -> State | None:
         k = self._random.randrange(len(state.groups))
-        unit = self._random.choice(state.groups[k])
-        source = self._choices.has_source(unit, state.groups[k])
-        options = self._choices.options(unit, state.allocation[k], source)
-        chosen = {**state.chosen, unit: self._random.choice(options).option}
+        call_group = self._random.choice(state.groups[k])
+        source = self._choices.has_source(call_group, state.groups[k])
+        options = self._choices.options(call_group, state.allocation[k], source)
+        chosen = {**state.chosen, call_group: self._random.choice(options).option}
         moved = replace(state, chosen=chosen)
         return moved if self._fits(moved) else None
 
@@ -159,7 +160,7 @@ class Walk:
         chosen: dict[str, Option],
         before: State | None = None,
     ) -> State | None:
-        """The state with options for every unit whose place changed; None if it cannot be."""
+        """The state with options for every call group whose place changed; None if it cannot be."""
         if not self._space.fits(allocation):
             return None
         known = dict(zip(before.groups, before.allocation, strict=True)) if before else {}
@@ -178,20 +179,20 @@ class Walk:
 
     def _fits(self, state: State) -> bool:
         return all(
-            sum(state.chosen[unit].resident_bytes for unit in group)
-            + max(max(state.chosen[unit].transient_bytes.values()) for unit in group)
+            sum(state.chosen[call_group].resident_bytes for call_group in group)
+            + max(max(state.chosen[call_group].transient_bytes.values()) for call_group in group)
             <= self._choices.memory_bytes[index]
             for group, index in zip(state.groups, state.allocation, strict=True)
         )
 
     def _cost_s(self, state: State) -> float:
         if state.groups not in self._timers:
-            number = {unit: k for k, group in enumerate(state.groups) for unit in group}
-            placed = [number[call.unit] for call in self._choices.calls]
+            number = {call_group: k for k, group in enumerate(state.groups) for call_group in group}
+            placed = [number[call.call_group] for call in self._choices.calls]
             timer = StepTimer(self._choices.calls, placed, self._max_lag)
             self._timers[state.groups] = timer
         durations_s = [
-            state.chosen[call.unit].durations_s[call.name] for call in self._choices.calls
+            state.chosen[call.call_group].durations_s[call.name] for call in self._choices.calls
         ]
         return self._timers[state.groups].seconds(durations_s)
 

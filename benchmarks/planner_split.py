@@ -31,7 +31,7 @@ from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine
 from penstock.launch.profile.profile import profile
 from penstock.launch.profile.show import calibration_text
-from penstock.launch.stages.prediction_check import node_seconds
+from penstock.launch.stages.checks import node_seconds
 from penstock.planner.cost.calibration import Calibration
 from penstock.planner.inputs.model_shape import ModelShape, shape_of
 from penstock.planner.inputs.workload import Lengths, Workload

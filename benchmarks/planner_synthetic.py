@@ -36,7 +36,7 @@ SHAPE_7B = ModelShape(
 
 
 def ppo_calls() -> tuple[CallNode, ...]:
-    """The six calls of PPO; five units."""
+    """The six calls of PPO; five call groups."""
     scored = ("actor.generate", "reward.score", "critic.value", "ref.logprob")
     roll = scored[:1]
     return (
@@ -67,7 +67,7 @@ def h100_cluster(num_nodes: int) -> ClusterSpec:
 
 @dataclass(frozen=True)
 class SyntheticTable:
-    """Options of PPO's units.
+    """Options of PPO's call groups.
 
     Attributes:
         actor: Shape of the actor and the reference.
@@ -87,25 +87,25 @@ class SyntheticTable:
     updates: int = 4
     ask_s: float = 0.0
 
-    def options(self, unit: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
+    def options(self, call_group: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
         """See `OptionTable`."""
         began_s = time.perf_counter()
-        found = self._options(unit, mesh, with_source)
+        found = self._options(call_group, mesh, with_source)
         time.sleep(max(0.0, began_s + self.ask_s - time.perf_counter()))
         return found
 
-    def _options(self, unit: str, mesh: Mesh, with_source: bool) -> Sequence[Option]:
-        shape = self.actor if unit.split(".")[0] in ("actor", "ref") else self.critic
+    def _options(self, call_group: str, mesh: Mesh, with_source: bool) -> Sequence[Option]:
+        shape = self.actor if call_group.split(".")[0] in ("actor", "ref") else self.critic
         found: list[Option] = []
         for layout in legal_layouts(shape, mesh.num_devices, node_size=mesh.node_size):
             if layout.dp > self.rows:
                 continue
-            if unit == "actor.generate":
+            if call_group == "actor.generate":
                 found.append(self._generate(shape, mesh, layout, with_source))
-            elif unit in ("actor", "critic"):
-                found += self._trained(unit, shape, mesh, layout)
+            elif call_group in ("actor", "critic"):
+                found += self._trained(call_group, shape, mesh, layout)
             else:
-                found += self._frozen(unit, shape, mesh, layout)
+                found += self._frozen(call_group, shape, mesh, layout)
         return dominant([o for o in found if o.resident_bytes < mesh.memory_bytes])
 
     def _work_s(self, shape: ModelShape, mesh: Mesh, layout: Layout, passes: int) -> float:
@@ -122,7 +122,9 @@ class SyntheticTable:
         bubble = 1 + (layout.pp - 1) / max(1, min(rows, 4 * layout.pp))
         return passes * (compute_s + tensor_s) * bubble
 
-    def _trained(self, unit: str, shape: ModelShape, mesh: Mesh, layout: Layout) -> list[Option]:
+    def _trained(
+        self, call_group: str, shape: ModelShape, mesh: Mesh, layout: Layout
+    ) -> list[Option]:
         shard = layout.tp * layout.pp
         weights = shape.num_params() // shard
         link = mesh.link(shard * layout.dp)
@@ -134,9 +136,9 @@ class SyntheticTable:
         options: list[Option] = []
         for zero, again in ((0, False), (1, False), (1, True), (0, True)):
             share = layout.dp if zero else 1
-            durations_s = {f"{unit}.train": train_s * (4 / 3 if again else 1.0)}
-            transient = {f"{unit}.train": held // (shape.num_layers if again else 1)}
-            if unit == "critic":
+            durations_s = {f"{call_group}.train": train_s * (4 / 3 if again else 1.0)}
+            transient = {f"{call_group}.train": held // (shape.num_layers if again else 1)}
+            if call_group == "critic":
                 durations_s["critic.value"] = self._work_s(shape, mesh, layout, 1)
                 transient["critic.value"] = held // shape.num_layers
             chosen = layout.model_copy(update={"zero": zero, "checkpointing": again})
@@ -150,8 +152,10 @@ class SyntheticTable:
             )
         return options
 
-    def _frozen(self, unit: str, shape: ModelShape, mesh: Mesh, layout: Layout) -> list[Option]:
-        name = "ref.logprob" if unit == "ref" else "reward.score"
+    def _frozen(
+        self, call_group: str, shape: ModelShape, mesh: Mesh, layout: Layout
+    ) -> list[Option]:
+        name = "ref.logprob" if call_group == "ref" else "reward.score"
         weights = 2 * shape.num_params() // (layout.tp * layout.pp)
         seconds = self._work_s(shape, mesh, layout, 1)
         held = 2 * (self.prompt_tokens + self.response_tokens) * shape.hidden_size

@@ -143,7 +143,7 @@ def _pins(groups: tuple[tuple[tuple[str, ...], int], ...]) -> Pins:
 
 def _shown(assignment: Assignment) -> str:
     return " | ".join(
-        f"{','.join(u for u in g.units if u != 'actor.generate')} {len(g.devices)}"
+        f"{','.join(u for u in g.call_groups if u != 'actor.generate')} {len(g.devices)}"
         for g in assignment.groups
     )
 

@@ -25,10 +25,10 @@ UPDATES = {"varied": 8, "uniform": 40}
 
 def prompts(num_updates: int) -> list[str]:
     """Prompts of all updates: 19 random lower-case letters and a start character."""
-    draw = random.Random(0)
+    letters = random.Random(0)
     start = sorted(ALPHABET)[:GROUP][-1]
     return [
-        "".join(draw.choices(string.ascii_lowercase, k=PROMPT_TOKENS - 1)) + start
+        "".join(letters.choices(string.ascii_lowercase, k=PROMPT_TOKENS - 1)) + start
         for _ in range(num_updates * NUM_PROMPTS)
     ]
 

@@ -78,16 +78,16 @@ class WorkloadConfig(Section):
 
 
 class PinsConfig(Section):
-    """Parts of the plan that are fixed. A unit is a role, or "ROLE.generate" of a trained role."""
+    """Fixed parts of the plan. A call group is a role, or "ROLE.generate" of a trained role."""
 
     together: list[list[str]] = Field(default_factory=list[list[str]])
-    """Lists of units that share a group."""
+    """Lists of call groups that share a group."""
     apart: list[list[str]] = Field(default_factory=list[list[str]])
-    """Lists of units of which no two share a group."""
+    """Lists of call groups of which no two share a group."""
     num_devices: dict[str, AtLeastOne] = Field(default_factory=dict[str, int])
-    """Unit -> devices of its group."""
+    """Call group -> devices of its group."""
     devices: dict[str, list[int] | str] = Field(default_factory=dict[str, "list[int] | str"])
-    """Unit -> ids of its group's devices, as a list or as text: "0-7, 12"."""
+    """Call group -> ids of its group's devices, as a list or as text: "0-7, 12"."""
     layouts: dict[str, dict[str, Any]] = Field(default_factory=dict[str, "dict[str, Any]"])
     """Node name -> sizes of its layout that are fixed: `actor.train: {tp: 8, pp: 1}`."""
 
@@ -126,7 +126,7 @@ class PlanSchedule(Section):
     """How far generation may run ahead of training."""
 
     max_lag: Count | Literal["auto"] = 0
-    """Steps, or `auto` to find out whether lag pays."""
+    """Steps, or `auto` to find out whether lag helps."""
 
 
 class PlanConfig(Section):

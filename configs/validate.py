@@ -7,8 +7,11 @@ said with its full key, what was expected, what came, and what the key means.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import json
+import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,9 +21,8 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..dataflow.errors import ConfigError, nearest
-from .key_docs import key_docs
 
-__all__ = ["check_keys", "check_renamed", "fields_of", "nearest_key", "validated"]
+__all__ = ["check_keys", "check_renamed", "fields_of", "key_docs", "nearest_key", "validated"]
 
 T = TypeVar("T")
 
@@ -29,8 +31,10 @@ RENAMED: Mapping[str, str] = {
     "task.normalisation": "task.normalization",
     "tracker.tensorboard": "tracker.kind",
     "*.normalise_advantages": "normalize_advantages",
+    "*.options.ring": "num_overlapped",
+    "model.architecture.memory": "model.architecture.recurrent_units",
 }
-"""Key as it was -> as it is. After `*.`, a key at any depth, of which the last part is renamed."""
+"""Key as it was -> as it is. After `*.`, keys at any depth, of which the last is renamed."""
 
 
 def validated(kind: type[T], data: Mapping[str, Any], at: str = "") -> T:
@@ -78,10 +82,11 @@ def _renamed(data: Mapping[str, Any], at: str) -> Iterator[tuple[str, str]]:
     """Old and new name of every key, however deep, that stands in `RENAMED`."""
     for key, value in data.items():
         path = _join(at, str(key))
+        deep = next((old for old in RENAMED if old[0] == "*" and path.endswith(old[1:])), None)
         if path in RENAMED:
             yield path, RENAMED[path]
-        elif f"*.{key}" in RENAMED:
-            yield path, _join(at, RENAMED[f"*.{key}"])
+        elif deep is not None:
+            yield path, _join(at, RENAMED[deep])
         elif isinstance(value, Mapping):
             yield from _renamed(typing.cast("Mapping[str, Any]", value), path)
 
@@ -295,3 +300,34 @@ def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return "a mapping of keys"
     return repr(value)
+
+
+@cache
+def key_docs(kind: type) -> dict[str, str]:
+    """Field name -> its doc on one line, inherited fields included."""
+    docs: dict[str, str] = {}
+    for owner in reversed(kind.__mro__):
+        if "__annotations__" in vars(owner):
+            docs |= _own_docs(owner)
+    return docs
+
+
+def _own_docs(kind: type) -> dict[str, str]:
+    try:
+        source = textwrap.dedent(inspect.getsource(kind))
+    except (OSError, TypeError):  # made without a source file, as pydantic's own base is
+        return {}
+    body = ast.parse(source).body[0]
+    if not isinstance(body, ast.ClassDef):
+        return {}
+    docs: dict[str, str] = {}
+    for statement, after in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+            and isinstance(after.value.value, str)
+        ):
+            docs[statement.target.id] = " ".join(after.value.value.split())
+    return docs

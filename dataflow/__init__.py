@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .graph.graph import Graph
     from .graph.role import Loss, LossSum, Metric, Role, call
     from .graph.tracer import build, op
-    from .runtime.call_context import call_key
+    from .runtime.call_context import call_key, current_step
     from .runtime.eager import run_eagerly
     from .runtime.engine import Engine, Source, StepResult
     from .runtime.executor import Executor
@@ -62,6 +62,7 @@ __all__ = [
     "build",
     "call",
     "call_key",
+    "current_step",
     "f32",
     "i64",
     "one_group",
@@ -71,7 +72,7 @@ __all__ = [
 
 _MODULES = {
     "graph.axes": ("Axis", "Behavior", "GroupId", "boolean", "f32", "i64"),
-    "runtime.call_context": ("call_key",),
+    "runtime.call_context": ("call_key", "current_step"),
     "runtime.eager": ("run_eagerly",),
     "runtime.engine": ("Engine", "Source", "StepResult"),
     "errors": (

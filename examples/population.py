@@ -1,11 +1,11 @@
-"""A population from Python, top to bottom: four actors balance poles, and the fitter take over.
+"""A population from Python, top to bottom: four actors balance poles, and inherit weights.
 
 Run it: `python population.py`, or `python population.py 5` for five steps. 40 steps take a minute
 on a laptop.
 
 All four learn by PPO, each in environments of its own and at a learning rate of its own. Every
-tenth step each is compared with the next one, and goes on with its weights, a little changed, if
-that one has earned more. So what the best rate finds spreads, and no rate has to be guessed.
+tenth step each is compared with the next one, and inherits its weights, slightly perturbed, if that
+one has earned more. So the weights of the best learning rate spread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
+from penstock.workers.executors.process_setup import use_threads
 from penstock.workers.training.optimizer import OptimizerSpec
-from penstock.workers.training.threads import use_threads
 
 NUM_STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 40
 RATES = {"first": 1e-5, "second": 1e-4, "third": 1e-3, "fourth": 1e-2}
@@ -55,4 +55,4 @@ with Engine(graph, one_group(graph), workers=workers) as engine:
             print(f"step {result.step + 1:3d}  mean return", *fitness)
     for name, rate in RATES.items():
         weights = engine.call(name, "weights_sha256")[:16]
-        print(f"{name:6}  lr {rate:g}  gave way {replaced[name]} times  weights {weights}")
+        print(f"{name:6}  lr {rate:g}  inherited {replaced[name]} times  weights {weights}")

@@ -1,9 +1,9 @@
 """Two policies that train each other: one poses sums, the other solves them.
 
-The proposer gets the beginning of a sum, "3+4-", and writes its last number. It is paid most for
-sums that the solver gets right half of the time, and fined for what is no number. The solver is
-paid for right answers. Both learn by comparing samples with others of their group: sums with the
-same beginning, and answers to the same sum. No data says what a good sum is.
+The proposer gets the beginning of a sum, "3+4-", and writes its last number. Its reward is highest
+for sums that the solver gets right half of the time, and negative for what is no number. The solver
+is rewarded for right answers. Both learn by comparing samples with others of their group: sums with
+the same beginning, and answers to the same sum. No data says what a good sum is.
 
 Run it here: `penstock run --config-dir configs algorithm=proposer_solver`.
 """

@@ -1,13 +1,12 @@
 """Self-play from Python, top to bottom: two players of tic-tac-toe, trained against each other.
 
 Run it: `python self_play.py`, or `python self_play.py 5` for five steps. 200 steps of 256 games
-take a minute on a laptop. Against one who plays at random the first player then wins 89 % of games
-(58 % are won by beginning) and the second 38 % (29 %); against each other they draw 86 %, which is
-what tic-tac-toe ends in if nobody errs.
+take a minute on a laptop. Against random moves the first player then wins 89 % of games and the
+second 38 %, where random moves win 58 % and 29 %; against each other they draw 86 %.
 
-Both are roles of one graph, and both are trained by PPO on their own turns of the same games. To
-let them learn connect four, write CONNECT_FOUR for TIC_TAC_TOE, and give them more steps; to play a
-game of EnvPool, LibraryGameSpec(id="Hex-v1") from penstock.workers.envs.games.spec.
+Both are roles of one graph, and both are trained by PPO on their own turns of the same games. For
+connect four replace TIC_TAC_TOE by CONNECT_FOUR, and take more steps; for a game of EnvPool use
+LibraryGameSpec(id="Hex-v1") from penstock.workers.envs.games.spec.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.envs.games.mnk_games import TIC_TAC_TOE
 from penstock.workers.envs.rows import GameRowSource
+from penstock.workers.executors.process_setup import use_threads
 from penstock.workers.training.optimizer import OptimizerSpec
-from penstock.workers.training.threads import use_threads
 
 NUM_STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 200
 use_threads(1)  # the same sums in the same order, whatever the machine
@@ -63,7 +62,7 @@ class AtRandom(Actor):
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
+        recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`."""
         allowed = np.ones((len(obs), 1)) if action_mask is None else action_mask

@@ -103,7 +103,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
 
         return plan_command
     if name == "profile":
-        from .cli.profile import profile_command
+        from .cli.plan import profile_command
 
         return profile_command
     from .cli.run import run_command

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -16,6 +19,10 @@ FOLDERS = (*PACKAGES, "examples", "benchmarks", "tests")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_INHERITANCE_DEPTH = 2
+MAX_MODULES_IN_A_FOLDER = 26
+MAX_RECIPES = 50
+SMALL_FILE_LINES = 60
+MAX_SMALL_FILES = 14
 
 # In two halves, so that this file is not one that it finds.
 REGISTRY_HOSTS = tuple(
@@ -84,6 +91,61 @@ def test_functions_are_within_their_budget() -> None:
         if _code_lines(function) > MAX_FUNCTION_LINES
     }
     assert too_long == {}
+
+
+def test_folders_can_be_taken_in_at_a_glance() -> None:
+    counts = Counter(_name(path.parent) for path in _sources(*PACKAGES))
+    full = {
+        folder: count - 1  # the package's own `__init__`
+        for folder, count in counts.items()
+        if count - 1 > (MAX_RECIPES if folder == "algorithms" else MAX_MODULES_IN_A_FOLDER)
+    }
+    assert full == {}
+
+
+def test_few_files_are_too_small_to_be_one() -> None:
+    """Those of `algorithms` are recipes, which are as short as they are."""
+    sizes = {
+        _name(path): len(path.read_text().splitlines())
+        for path in _sources(*(set(PACKAGES) - {"algorithms"}))
+        if path.name != "__init__.py"
+    }
+    small = [name for name, lines in sizes.items() if lines < SMALL_FILE_LINES]
+    assert len(small) <= MAX_SMALL_FILES, small
+
+
+def test_every_folder_says_what_lives_in_it_and_what_does_not() -> None:
+    vague = [
+        _name(path)
+        for path in _sources(*PACKAGES)
+        if path.name == "__init__.py"
+        and len(re.findall(r"\.(?=\s|$)", ast.get_docstring(ast.parse(path.read_text())) or "")) < 2
+    ]
+    assert vague == []
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Modules of ours that a module names, deferred and for type checking alike."""
+    package = path.relative_to(ROOT).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            named = [*base, *(node.module or "").split(".")] if node.module else [*base]
+            for alias in node.names:
+                inner = ROOT.joinpath(*named, alias.name)
+                is_module = inner.with_suffix(".py").is_file() or inner.is_dir()
+                yield ".".join([*named, alias.name] if is_module else named)
+
+
+def test_no_module_imports_itself_by_a_circle() -> None:
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    for path in _sources(*PACKAGES):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        graph.add_edges_from((module, other) for other in _imports(path))
+    assert graph.number_of_edges() > 1000
+    circles = [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1]
+    assert circles == []
 
 
 def test_no_module_is_called_utils() -> None:

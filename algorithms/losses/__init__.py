@@ -22,7 +22,7 @@ Metrics are weighted means, per token unless it says otherwise:
 - `explained_variance`: 1 - Var(target - old value) / Var(target), over the minibatch.
 - `cross_entropy`: in nats.
 
-Those of preferences and scoring models are in `pair_losses`, with their metrics.
+Those of preferences and scoring models are in `preference`, with their metrics.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Losses of an actor with a critic: a policy's and a value's, as language models are trained with.
 
 Where both share an optimizer they are one loss, because it takes one step on both, under one bound
-on the gradient.
-What their metrics mean is said in `losses`.
+on the gradient. What their metrics mean is said in `losses`.
 """
 
 from __future__ import annotations

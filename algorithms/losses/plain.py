@@ -58,7 +58,7 @@ def policy_loss(
         eps_low: How far the ratio may fall below 1.
         eps_high: How far it may rise above 1.
         dual_clip: Bound, in multiples of the advantage, for bad tokens; None for none.
-        ratio_level: Of what the ratio is taken; see `RatioLevel`. With a ratio of whole responses
+        ratio_level: What the ratio is taken of; see `RatioLevel`. With a ratio of whole responses
             take aggregation "seq-mean-token-mean", the mean over responses.
         weight_cap: Largest weight.
         weight_floor: Smallest weight.

@@ -136,7 +136,7 @@ class ClippedPolicyLoss(TokenPolicyLoss):
     dual_clip: float | None = None
     """Bound, in multiples of the advantage, on the loss of a bad token that became likelier."""
     ratio_level: RatioLevel = "token"
-    """Of what the probability ratio is taken; see `RatioLevel`."""
+    """What the probability ratio is taken of; see `RatioLevel`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -163,7 +163,7 @@ class BradleyTerryLoss(Loss[PairBatch, ScoreOutput]):
     tolerates_lag: ClassVar[bool] = True
 
     margin: float = 0.0
-    """By how much the chosen response should win."""
+    """How much better the chosen response should score."""
     centering_coef: float = 0.0
     """Weight of the term that keeps scores around 0; 0.01 is usual."""
 

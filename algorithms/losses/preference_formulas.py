@@ -1,7 +1,7 @@
 """Formulas of learning from preferences, one number per pair or per response.
 
 Pure functions of tensors. A policy's log-ratio of a response is `log p(response) - log
-ref(response)`, summed over its tokens; `pair_losses` makes these sums from token columns and turns
+ref(response)`, summed over its tokens; `preference` makes these sums from token columns and turns
 the formulas into what a worker trains with.
 """
 

@@ -1,7 +1,7 @@
 """The formulas of losses that take a whole response as one action, per response or per pair.
 
 `sequence_logprob` is the log-probability of a whole response, the sum over its tokens; see
-`sequence_sum`. As with `loss_terms`, `losses` exports what a worker trains with.
+`sequence_sum`. As with `token_formulas`, `losses` exports what a worker trains with.
 """
 
 from __future__ import annotations

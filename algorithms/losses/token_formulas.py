@@ -46,7 +46,7 @@ def probability_ratio(
         logprob: f32[...], differentiable; f32[rows, T] unless the level is "token".
         behavior_logprob: f32[...], of the same shape.
         log_ratio_clamp: Bound on the difference; no gradient passes where it bites. None: no bound.
-        level: Of what; see `RatioLevel`. Every token of a row gets the row's ratio.
+        level: What the ratio is taken of; see `RatioLevel`. A row's tokens get the row's ratio.
         mask: bool[rows, T], needed unless the level is "token"; both columns must be 0 where it is
             False.
 

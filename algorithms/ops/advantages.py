@@ -58,7 +58,7 @@ StdScores = Literal["raw", "centered"]
 mean. They differ where groups have different means."""
 
 KLPlacement = Literal["own_token", "return_to_go"]
-"""Which KL a token's advantage pays for: its own, or its own and that of all after it."""
+"""Which KL is subtracted from a token's advantage: its own, or its own and that of all after it."""
 
 
 @op(scope="batch")
@@ -83,7 +83,7 @@ def whiten(
         mask: bool[rows, T].
         variance: "unbiased" divides by n - 1, "biased" by n.
         eps: Added to the variance, or to its root.
-        eps_on: Which of the two.
+        eps_on: To which of the two `eps` is added.
         weighted_by: Whether every token weighs the same, so that long rows count more, or every
             row.
         shift_mean: Whether the mean becomes 0.
@@ -148,7 +148,7 @@ def group_advantage(
         score: f32[rows].
         prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
         divide_by_std: Whether to divide by the group's standard deviation.
-        variance: Of that deviation: "unbiased" divides by n - 1, "biased" by n.
+        variance: Estimator of that deviation: "unbiased" divides by n - 1, "biased" by n.
         eps: Added to the standard deviation.
         singleton_group: What a sample alone in its group gets.
         missing: What a score that is nan does.
@@ -223,7 +223,7 @@ def batch_std_advantage(
         score: f32[rows].
         prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
         std_of: Whose deviation. Published code differs here.
-        variance: Of that deviation: "unbiased" divides by n - 1, "biased" by n.
+        variance: Estimator of that deviation: "unbiased" divides by n - 1, "biased" by n.
         eps: Added to the standard deviation.
         singleton_group: What a sample alone in its group gets.
 
@@ -254,7 +254,7 @@ def log_partition_advantage(score: PerSample, prompt_id: PromptId, *, tau: float
     Args:
         score: f32[rows].
         prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
-        tau: Weight of the KL that the policy pays; positive.
+        tau: Weight of the KL penalty; positive.
 
     Returns:
         f32[rows].
@@ -287,7 +287,7 @@ def paired_baseline(
         row = int((found != 1).nonzero()[0])
         raise ValueError(
             f"prompt {int(prompt_id[row])} has {int(found[row])} baselines; it needs exactly one: "
-            "draw one response per prompt for the baseline, of the same prompts"
+            "sample one response per prompt for the baseline, of the same prompts"
         )
     return baseline[same.long().argmax(dim=1)] if len(prompt_id) else baseline[:0]
 
@@ -316,7 +316,7 @@ def remax_advantage(
         greedy_score: f32[rows], of the greedy response to the same prompt; see `paired_baseline`.
         kl: f32[rows, T] of `kl_estimate`; none by default.
         kl_coef: Reward taken per nat.
-        kl_placement: Which KL a token pays for.
+        kl_placement: Which KL is subtracted from a token's advantage.
         difference_clip: Bound on the size of `score - greedy_score`, for "own_token".
         discount: gamma, per token.
 
@@ -340,9 +340,9 @@ def remax_advantage(
         raise ValueError(
             f"kl_placement {kl_placement!r} is unknown; choose 'own_token' or 'return_to_go'"
         )
-    paid = score[:, None] * discount ** (to_end - 1).clamp(min=0)
+    discounted = score[:, None] * discount ** (to_end - 1).clamp(min=0)
     kl_to_go = return_to_go(penalty, mask, discount=discount)
-    return zero_where_masked_out(paid + kl_to_go - greedy_score[:, None], mask)
+    return zero_where_masked_out(discounted + kl_to_go - greedy_score[:, None], mask)
 
 
 def step_advantage(
@@ -365,7 +365,7 @@ def step_advantage(
             step.
         prompt_id: i64[rows], the group of each row.
         mask: bool[rows, T].
-        variance: Of the deviation that is divided by.
+        variance: Estimator of the deviation that is divided by.
         eps: Added to it.
 
     Returns:

@@ -34,8 +34,8 @@ def constrained_score(
         f32[rows]. A `passed` of nan stays nan, for the optimizer to refuse.
     """
     score = floating(score)
-    paid = torch.where(passed > 0.5, score, torch.full_like(score, violation_score))
-    return torch.where(passed.isnan(), torch.nan, paid)
+    shaped = torch.where(passed > 0.5, score, torch.full_like(score, violation_score))
+    return torch.where(passed.isnan(), torch.nan, shaped)
 
 
 def weighted_sum(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:

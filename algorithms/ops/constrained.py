@@ -56,8 +56,8 @@ def constrained_reward(score: PerSample, *, passed: PerSample, allowance: PerSam
         passed: f32[rows], above 0.5 where all constraints hold.
         allowance: f32[rows], see `kl_allowance`.
     """
-    paid = torch.where(passed > 0.5, score * allowance, torch.zeros_like(score))
-    return torch.where(passed.isnan(), torch.nan, paid)
+    shaped = torch.where(passed > 0.5, score * allowance, torch.zeros_like(score))
+    return torch.where(passed.isnan(), torch.nan, shaped)
 
 
 @op(scope="batch")
@@ -185,7 +185,7 @@ def best_passing(
     for members in _members(roll.prompt_id):
         prompt = int(roll.prompt_id[members[0]])
         if prompt not in instead:
-            raise ValueError(f"prompt {prompt} has no fallback; draw one response to each prompt")
+            raise ValueError(f"prompt {prompt} has no fallback; sample one response to each prompt")
         if bool(eligible[members].any()):
             best = members[score[members].masked_fill(~eligible[members], -torch.inf).argmax()]
             rows.append((0, int(best), float(score[best])))

@@ -75,6 +75,6 @@ def unimix(probability: Tensor, share: float = 0.01) -> Tensor:
 
     Args:
         probability: f32[..., actions].
-        share: Of the uniform distribution.
+        share: Share of the uniform distribution.
     """
     return (1 - share) * probability + share / probability.shape[-1]

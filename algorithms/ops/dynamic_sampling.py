@@ -2,8 +2,8 @@
 
 A group whose responses are all right, or all wrong, has no advantage. A step drops such groups and
 asks for more prompts: the graph has one set of nodes per round, and a round that is not needed asks
-for no prompts, which costs next to nothing. So the number of rounds is bounded, the graph is drawn
-like any other, and what depends on data is how many rows pass through it.
+for no prompts, which costs next to nothing. So the number of rounds is bounded, the graph is
+recorded like any other, and what depends on data is how many rows pass through it.
 
 A step reads `max_rounds` times as many prompts as it trains on; each round has a share of them, and
 what it leaves is not asked in this step.
@@ -82,9 +82,9 @@ def sample_until_full(
 
     Args:
         prompts: All prompts of the step, `cfg.max_rounds` shares.
-        actor: Who answers.
-        reward: Who scores.
-        sampling: How responses are drawn.
+        actor: The policy that answers.
+        reward: The reward that scores.
+        sampling: How responses are sampled.
         cfg: Which groups are kept, and how long more are sampled.
 
     Returns:

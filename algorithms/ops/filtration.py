@@ -1,7 +1,7 @@
 """Choosing among scored responses which to train on.
 
 Shen and Zhang, "Policy Filtration in RLHF to Fine-Tune LLM for Code Generation", 2024: a reward
-model is right more often about some responses than about others, the best and the worst say.
+model is right more often about some responses than about others, such as the best and the worst.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def selection_weights(
         score: f32[rows].
         group: i64[rows]; all the same number to choose among the whole batch.
         strategy: See the table.
-        power: Of strategy "power".
+        power: The exponent of strategy "power".
 
     Returns:
         f32[rows].
@@ -102,11 +102,11 @@ def draw_rows(weight: Tensor, count: int, offset: float) -> Tensor:
 
     Args:
         weight: f32[rows], not negative.
-        count: Rows to draw.
+        count: Rows to sample.
         offset: In [0, 1): where the first point lies within the first distance.
 
     Returns:
-        i64[count], ascending; none if there are no rows to draw.
+        i64[count], ascending; none if there are no rows to sample.
 
     Raises:
         FloatingPointError: If a weight is not finite.
@@ -139,7 +139,7 @@ def filtered_groups(
     power: float = 2.0,
     seed: int = 0,
 ) -> FilteredRollout:
-    """Draw `count` responses of each prompt by `selection_weights`."""
+    """Sample `count` responses of each prompt by `selection_weights`."""
     weight = selection_weights(score, roll.prompt_id, strategy=strategy, power=power)
     rows: list[Tensor] = []
     for prompt in dict.fromkeys(roll.prompt_id.tolist()):
@@ -159,7 +159,7 @@ def filtered_batch(
     power: float = 2.0,
     seed: int = 0,
 ) -> FilteredRollout:
-    """Draw as many responses of the whole batch as `count` for each prompt would be."""
+    """Sample as many responses of the whole batch as `count` for each prompt would be."""
     total = count * len(roll.prompt_id.unique())
     together = torch.zeros_like(roll.prompt_id)
     weight = selection_weights(score, together, strategy=strategy, power=power)

@@ -43,7 +43,7 @@ KLEstimator = Literal["k1", "k2", "k3", "abs"]
 """Which function of the log-ratio estimates the KL; see the table at the top of this module."""
 
 ScoreSlot = Literal["last_token", "after_last"]
-"""Where a row's score is paid: on its last sampled token, or one slot later if there is one."""
+"""Where a row's score is added: on its last sampled token, or one slot later if there is one."""
 
 NoEos = Literal["none", "replace", "subtract", "zero"]
 """What happens to the score of a response that was cut off before its end of sequence.
@@ -166,7 +166,7 @@ def kl_shaped_reward(
     """Token rewards: `-kl_coef * KL` on every sampled token, and the score once per row.
 
     The score is clipped first, then the rule for missing ends of sequence is applied, then it is
-    paid. Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, section 2;
+    added. Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, section 2;
     slots and rules as in Huang et al., "The N+ Implementation Details of RLHF with PPO", 2024.
 
     Args:
@@ -179,9 +179,9 @@ def kl_shaped_reward(
             `no_eos` is "none".
         kl_estimator: See the table at the top of this module.
         log_ratio_clamp: As in `kl_estimate`.
-        score_slot: "last_token" pays on the last sampled token; "after_last" one slot later where
-            the row leaves room, which is a padding position: then reward, critic and `gae` must
-            be given a mask that has that slot too; `with_final_state` lengthens rows by it.
+        score_slot: "last_token" adds the score on the last sampled token; "after_last" one slot
+            later where the row leaves room, which is a padding position: then reward, critic and
+            `gae` must be given a mask that has that slot too; `with_final_state` adds it.
         score_clip: The score is clamped to plus and minus this; None leaves it.
         no_eos: For rows that are not finished: "replace" the score by `no_eos_score`, "subtract"
             `no_eos_penalty`, set it to "zero" (and give `gae` a bootstrap value), or "none".
@@ -210,7 +210,7 @@ def kl_shaped_reward(
     if score_clip is not None:
         score = score.clamp(-score_clip, score_clip)
     score = _without_eos(score, finished, no_eos, no_eos_score, no_eos_penalty)
-    return _pay((-kl_coef * kl).detach(), score.detach(), mask, score_slot)
+    return _with_score((-kl_coef * kl).detach(), score.detach(), mask, score_slot)
 
 
 @op(scope="row")
@@ -249,7 +249,7 @@ def _without_eos(
             )
 
 
-def _pay(reward: Tensor, score: Tensor, mask: Tensor, score_slot: ScoreSlot) -> Tensor:
+def _with_score(reward: Tensor, score: Tensor, mask: Tensor, score_slot: ScoreSlot) -> Tensor:
     """Add each row's score to `reward` at the slot chosen."""
     if score_slot not in ("last_token", "after_last"):
         raise ValueError(
@@ -261,8 +261,8 @@ def _pay(reward: Tensor, score: Tensor, mask: Tensor, score_slot: ScoreSlot) -> 
     positions = torch.arange(width, device=mask.device)
     last = torch.where(mask, positions, -1).amax(dim=1)
     slot = last if score_slot == "last_token" else (last + 1).clamp(max=width - 1)
-    paid = torch.where(last >= 0, score.to(reward), 0.0)
-    return reward.scatter_add(1, slot.clamp(min=0)[:, None], paid[:, None])
+    added = torch.where(last >= 0, score.to(reward), 0.0)
+    return reward.scatter_add(1, slot.clamp(min=0)[:, None], added[:, None])
 
 
 def adaptive_kl_coef(

@@ -31,7 +31,7 @@ def next_log_multiplier(
 
     Args:
         log_multiplier: log m.
-        mean_cost: Of recent responses, before any KL term.
+        mean_cost: Mean cost of recent responses, before any KL term.
         threshold: Mean cost that is allowed.
         lr: Step size.
         highest: Bound on the multiplier.

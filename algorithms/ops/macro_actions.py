@@ -34,7 +34,7 @@ MacroId = Annotated[Tensor, i64(SAMPLE, TOKEN)]
 """Which macro action of its row a token belongs to, from 0; -1 where the mask is False."""
 
 Termination = Literal["fixed", "random", "perplexity"]
-"""Where a macro action ends: after a fixed number of tokens, after a number drawn from a few, or
+"""Where a macro action ends: after a fixed number of tokens, after a number sampled from a few, or
 where the next token is no more likely than the one before it."""
 
 MacroValue = Literal["equal", "unit", "position"]
@@ -59,13 +59,13 @@ def macro_actions(
     """Cut responses into macro actions.
 
     Args:
-        tokens: i64[rows, T], from which "random" draws.
+        tokens: i64[rows, T], from which "random" samples.
         mask: bool[rows, T].
         behavior_logprob: f32[rows, T], for "perplexity".
         termination: See `Termination`.
         length: Tokens of a "fixed" macro action; None for one macro action per row.
-        lengths: What "random" draws each macro action's length from.
-        seed: Of the draws.
+        lengths: What "random" samples each macro action's length from.
+        seed: Seed of the samples.
 
     Returns:
         i64[rows, T].
@@ -81,7 +81,7 @@ def macro_actions(
         case "fixed":
             index = rank // length if length is not None else torch.zeros_like(rank)
         case "random":
-            index = _drawn(tokens, mask, lengths, seed)
+            index = _sampled(tokens, mask, lengths, seed)
         case "perplexity":
             index = _where_rising(behavior_logprob, mask)
         case _:
@@ -91,14 +91,14 @@ def macro_actions(
     return torch.where(mask, index, -1)
 
 
-def _drawn(tokens: Tensor, mask: Tensor, lengths: tuple[int, ...], seed: int) -> Tensor:
+def _sampled(tokens: Tensor, mask: Tensor, lengths: tuple[int, ...], seed: int) -> Tensor:
     index = torch.full_like(tokens, -1)
     for row in range(len(tokens)):
         places = mask[row].nonzero().flatten()
         ends: list[int] = []
-        draws = uniforms(seed, tokens[row])
+        numbers = uniforms(seed, tokens[row])
         while sum(ends) < len(places):
-            ends.append(lengths[int(next(draws) * len(lengths))])
+            ends.append(lengths[int(next(numbers) * len(lengths))])
         numbers = torch.arange(len(ends)).repeat_interleave(torch.tensor(ends, dtype=torch.int64))
         index[row, places] = numbers[: len(places)].to(index)
     return index
@@ -184,7 +184,7 @@ def macro_gae(
         discount: gamma, per macro action.
         lam: lambda, per macro action.
         macro_value: How tokens' values make a macro action's.
-        macro_reward: How tokens' rewards do.
+        macro_reward: How tokens' rewards become a macro action's.
 
     Returns:
         f32[rows, T] each: every token has its macro action's advantage and value target.

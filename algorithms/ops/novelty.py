@@ -18,7 +18,7 @@ __all__ = ["RewardSwitch", "novelty_thresholds", "switch_rewards"]
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSwitch:
-    """Which rewards a trajectory is paid, f32 of 0 and 1."""
+    """Which rewards a trajectory gets, f32 of 0 and 1."""
 
     extrinsic: Tensor
     """f32[rows]: the environment's own, where the trajectory is new to all earlier policies."""

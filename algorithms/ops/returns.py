@@ -11,7 +11,7 @@ probability ratios there.
 
 Where an episode ends inside a row, no error is carried back across the end. `terminated`: nothing
 comes after, `value_tp1` is 0. `truncated`: it would have gone on, and `value_tp1` is the critic's
-word on the state it was left in. That state is `next_value` of the step, or, where this is not
+value of the state it was left in. That state is `next_value` of the step, or, where this is not
 given, `value` of the next column as it stands there, mask or no mask: environments that reset one
 step later show it there. The last column's is `bootstrap_value`.
 """
@@ -43,7 +43,7 @@ class GaeTargets:
     """What an estimator gives the two losses."""
 
     advantage: PerStep
-    """Not whitened."""
+    """Advantages, not whitened."""
     value_target: PerStep
     """The critic's target: for GAE, advantage plus value."""
 

@@ -182,7 +182,7 @@ def combine_rewards(rewards: Sequence[Tensor], *, weights: Sequence[float] | Non
 
 
 def prompt_priority(success_rate: Tensor) -> Tensor:
-    """How often to draw each prompt: in proportion to how often it fails, `1 - success_rate`.
+    """How often to sample each prompt: in proportion to how often it fails, `1 - success_rate`.
 
     Kimi Team, "Kimi k1.5", 2025, section 2.3.4.
 

@@ -1,4 +1,4 @@
-"""Rewards: from verdicts, judges' scores and process scores to what an algorithm is paid.
+"""Rewards: from verdicts, judges' scores and process scores to what an algorithm is given.
 
 Pure functions of columns. Nothing here scores a text: workers do (`Reward.score`); these functions
 combine, bound and place what they say. Scores of a process reward model stand in a column over

@@ -54,7 +54,7 @@ class CorrectedPolicyBatch(PolicyBatch):
     """A `PolicyBatch` whose `behavior_logprob` is the trainer's own."""
 
     rollout_logprob: PerToken
-    """By the engine that sampled: to tell how far the two are apart, which no loss reads."""
+    """By the engine that sampled. No loss reads it: it tells how far the two engines are apart."""
 
 
 @dataclass(frozen=True, kw_only=True)

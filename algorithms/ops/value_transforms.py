@@ -94,7 +94,7 @@ def percentile_scale(
     Args:
         returns: f32[...], of this batch; percentiles lie between two of them where need be.
         scale: What the last call returned.
-        decay: How much of it stays.
+        decay: Share of the old value that stays.
         low: The lower percentile.
         high: The upper one.
     """

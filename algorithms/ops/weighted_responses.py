@@ -1,6 +1,6 @@
 """Given responses as data to learn from: which are better than expected, and how often each counts.
 
-Nothing here is drawn at random: a response is taken as often as its share of the batch comes to.
+Nothing here is sampled at random: a response is taken as often as its share of the batch comes to.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def systematic_rows(share: Tensor, count: int) -> Tensor:
 
     Args:
         share: f32[rows], adding up to 1.
-        count: How many to take.
+        count: Number of responses to take.
 
     Returns:
         i64[count], ascending.
@@ -118,7 +118,7 @@ def better_responses(
         As many rows as came in.
 
     Raises:
-        FloatingPointError: If responses are drawn by advantages that are not finite.
+        FloatingPointError: If responses are sampled by advantages that are not finite.
     """
     advantage = (score - value).clamp(min=0)
     rows = torch.arange(len(tokens))

@@ -22,7 +22,7 @@ def gae_of(traj: Trajectories, values: Values, *, discount: float, gae_lambda: f
     """Advantages of trajectories, across the ends of their episodes; see `gae`.
 
     Args:
-        traj: How the actor acted.
+        traj: What the actor did.
         values: The critic's values of the states.
         discount: gamma, per step.
         gae_lambda: lambda.
@@ -43,7 +43,7 @@ def actor_critic_batch(traj: Trajectories, values: Values, target: GaeTargets) -
     """What the losses of an actor and a critic read.
 
     Args:
-        traj: How the actor acted.
+        traj: What the actor did.
         values: The critic's values of the states, before the update.
         target: Advantages of the actions, and the critic's targets.
     """
@@ -52,7 +52,7 @@ def actor_critic_batch(traj: Trajectories, values: Values, target: GaeTargets) -
         action=traj.action,
         action_mask=traj.action_mask,
         mask=traj.mask,
-        memory=traj.memory,
+        recurrent_state=traj.recurrent_state,
         behavior_logprob=traj.behavior_logprob,
         advantage=target.advantage,
         old_value=values.value,
@@ -73,8 +73,8 @@ def train_actor_critic(
     """Train actor and critic at once.
 
     Args:
-        actor: Who acted.
-        traj: How.
+        actor: The actor that acted.
+        traj: What it did.
         values: See `actor_critic_batch`.
         target: See `actor_critic_batch`.
         loss: Reads an `ActorCriticBatch`.

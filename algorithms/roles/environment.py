@@ -48,7 +48,7 @@ __all__ = [
     "EnvMask",
     "EnvRows",
     "Evaluation",
-    "Memories",
+    "RecurrentStates",
     "Observations",
     "PerEnv",
     "PerEnvStep",
@@ -72,12 +72,12 @@ Observations = Annotated[Tensor, f32(ENV, TIME, FEATURE)]
 LastObservation = Annotated[Tensor, f32(ENV, FEATURE)]
 """What it sees after a row's last step."""
 Actions = Annotated[Tensor, f32(ENV, TIME, COMPONENT)]
-"""Choices or numbers, as the actor drew them; numbers are clipped by the environment only."""
+"""Choices or numbers, as the actor sampled them; numbers are clipped by the environment only."""
 ActionMask = Annotated[Tensor, boolean(ENV, TIME, CHOICE)]
 """True where a choice was allowed; no choices at all if everything always is."""
-Memories = Annotated[Tensor, f32(ENV, UNIT)]
-"""What is remembered before a row's first step; no numbers if the actor remembers nothing, or no
-row does yet."""
+RecurrentStates = Annotated[Tensor, f32(ENV, UNIT)]
+"""The actor's recurrent state before a row's first step; no numbers if the actor has none, or no
+row has one yet."""
 EnvMask = Annotated[Tensor, boolean(ENV, TIME)]
 """True on steps that something is true of."""
 PerEnvStep = Annotated[Tensor, f32(ENV, TIME)]
@@ -113,12 +113,12 @@ class Trajectories:
     action: Actions
     action_mask: ActionMask
     behavior_logprob: Annotated[Tensor, f32(ENV, TIME), Behavior()]
-    """Of each action under the weights that drew it, all components together."""
+    """Log-probability of each action under the weights that sampled it, all components together."""
     reward: PerEnvStep
     terminated: EnvMask
     truncated: EnvMask
     mask: EnvMask
-    memory: Memories
+    recurrent_state: RecurrentStates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +126,9 @@ class Values:
     """A critic's values of the states of trajectories."""
 
     value: PerEnvStep
-    """Of the state before each step; of the one an episode was left in where the mask is False."""
+    """Of the state before each step; where the mask is False, of the one an episode was left in."""
     bootstrap_value: PerEnv
-    """Of the state after a row's last step."""
+    """Value of the state after a row's last step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class ActorCriticBatch:
     action: Actions
     action_mask: ActionMask
     mask: EnvMask
-    memory: Memories
+    recurrent_state: RecurrentStates
     behavior_logprob: PerEnvStep
     advantage: PerEnvStep
     old_value: PerEnvStep
@@ -201,22 +201,22 @@ class Acts(NamedTuple):
     """f32[envs, components]."""
     logprob: NDArray[np.float32]
     """f32[envs]."""
-    memory: NDArray[np.float32] | None = None
-    """f32[envs, units] to be given back in the next step; None of an actor that has no memory."""
+    recurrent_state: NDArray[np.float32] | None = None
+    """f32[envs, units] to be given back in the next step; None of an actor that has none."""
 
 
 B = TypeVar("B")
 
 
 class Actor(Role):
-    """Whoever acts in an environment."""
+    """A role that acts in environments."""
 
     def act(
         self,
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
+        recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
         """Act once in all environments of a group; whoever rolls out asks, never a step function.
 
@@ -228,8 +228,8 @@ class Actor(Role):
             noise: f64[envs, components], all the randomness there is: uniform in (0, 1) for
                 discrete actions, standard normal for continuous ones.
             action_mask: bool[envs, choices], if the environment has one.
-            memory: f32[envs, units]: what came out of the step before, 0 where an episode begins;
-                None if all begin, or the actor has no memory.
+            recurrent_state: f32[envs, units]: what came out of the step before, 0 where an episode
+                begins; None if all begin, or the actor has none.
         """
         raise NotImplementedError
 
@@ -243,12 +243,12 @@ class ActorCritic(Actor):
         obs: Observations,
         action: Actions,
         action_mask: ActionMask,
-        memory: Memories | None = None,
+        recurrent_state: RecurrentStates | None = None,
         mask: EnvMask | None = None,
     ) -> Evaluation:
         """Log-probability of each action, and the entropy there.
 
-        `memory` and `mask` may be left out where no network has a memory.
+        `recurrent_state` and `mask` may be left out where no network is recurrent.
         """
         raise NotImplementedError
 
@@ -257,10 +257,10 @@ class ActorCritic(Actor):
         self,
         obs: Observations,
         last_obs: LastObservation,
-        memory: Memories | None = None,
+        recurrent_state: RecurrentStates | None = None,
         mask: EnvMask | None = None,
     ) -> Values:
-        """The critic's value of every state; see `evaluate` for `memory` and `mask`."""
+        """The critic's value of every state; see `evaluate` for `recurrent_state` and `mask`."""
         raise NotImplementedError
 
     @call("train")
@@ -275,7 +275,7 @@ class ActorCritic(Actor):
         """Take `epochs * num_minibatches` optimizer steps and make the next weight version.
 
         Minibatches are sampled from single steps, wherever the mask is True; from whole rows if the
-        network has a memory.
+        network is recurrent.
         """
         raise NotImplementedError
 
@@ -289,20 +289,20 @@ class ActorCritic(Actor):
         mutation: float = 0.0,
         every: int = 1,
     ) -> TrainMetrics:
-        """Give way to a fitter rival: go on with its weights, changed a little.
+        """Inherit the weights of a fitter rival, changed a little (exploit and explore).
 
         Args:
-            rival: Whose weights, as they are at this line of the step.
+            rival: The role whose weights are read, as they are at this line of the step.
             fitness: f32[envs], whose mean is how fit this one is.
             rival_fitness: f32[envs], of other environments, the rival's.
-            mutation: Every weight w that is taken over becomes `w (1 + mutation * noise)`, with
+            mutation: Every weight w that is inherited becomes `w (1 + mutation * noise)`, with
                 standard normal noise.
             every: Only in every so many steps, the last of them.
 
         Its metrics:
 
         - `fitness`: how fit this one was.
-        - `replaced`: 1 if it gave way in this step, else 0.
+        - `replaced`: 1 if it inherited weights in this step, else 0.
         """
         raise NotImplementedError
 
@@ -342,7 +342,7 @@ class Env(Role):
         Args:
             env: i64[envs].
             group: i64[envs]; the rows of a group are next to each other.
-            actor: Whose weights are read.
+            actor: The actor whose weights are read.
             num_episodes: Episodes for each environment.
             max_episode_steps: A longer episode counts with what was earned by then.
 

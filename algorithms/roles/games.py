@@ -53,7 +53,7 @@ class BoardGame(Role):
         Args:
             game: i64[games].
             group: i64[games]; the rows of a group are next to each other.
-            first: Who begins, in all games.
+            first: The player who begins, in all games.
             second: The other.
         """
         raise NotImplementedError

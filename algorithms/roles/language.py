@@ -310,6 +310,24 @@ class Policy(Role):
         """Take `epochs * num_minibatches` optimizer steps and make the next weight version."""
         raise NotImplementedError
 
+    @call("train")
+    def follow(self, leader: Policy, *, share: float = 1.0, every: int = 1) -> TrainMetrics:
+        """Move the weights towards another policy's, and make the next weight version.
+
+        `w + share * (leader - w)`: a reference that follows the trained policy as an exponential
+        moving average with decay `1 - share`, or as a copy that is renewed now and then.
+
+        Args:
+            leader: The role whose weights are read, as they are at this line of the step.
+            share: How far, above 0: 1 copies them.
+            every: Only in every so many steps, the first of the run included.
+
+        Its metric:
+
+        - `followed`: 1 if the weights have been moved in this step, else 0.
+        """
+        raise NotImplementedError
+
 
 class ValueModel(Role):
     """A critic: one value per token."""

@@ -87,7 +87,7 @@ class Replay(Role):
 
         Args:
             stored: What `add` gave: samples are taken after the steps that this graph adds.
-            num_steps: How many to sample.
+            num_steps: Number of steps to sample.
             at_least: Sample nothing, that is, steps that are masked out, as long as fewer are held.
         """
         raise NotImplementedError
@@ -106,7 +106,7 @@ class QNetwork(Actor):
 
     @call("forward")
     def value(self, obs: SampledObs, action: SampledAction) -> PerSampledStep:
-        """Of a choice in a state."""
+        """Value of a choice in a state."""
         raise NotImplementedError
 
     @call("train")
@@ -127,7 +127,7 @@ class QNetwork(Actor):
         """Move the weights to those of another network, and make the next weight version.
 
         Args:
-            leader: Whose weights, as they are at this line of the step.
+            leader: The role whose weights are read, as they are at this line of the step.
             share: How far: 1 copies them, less is a running mean.
             every: Only in every so many calls, the first of them included.
 

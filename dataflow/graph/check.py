@@ -63,8 +63,8 @@ def check_argument(
 
     Args:
         node: Name of the call.
-        path: Of the parameter: "batch.advantage".
-        annotation: Of the parameter.
+        path: Path of the parameter: "batch.advantage".
+        annotation: Annotation of the parameter.
         value: What it is given.
         binding: What free axes stand for in this call; is added to.
     """

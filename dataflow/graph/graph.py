@@ -117,6 +117,18 @@ class Graph:
                 counts[node.role] = counts.get(node.role, 0) + 1
         return counts
 
+    @cached_property
+    def learning_roles(self) -> frozenset[str]:
+        """Trained roles with a loss: they need gradients and an optimizer.
+
+        A role that only follows another is trained too, since its weights have versions.
+        """
+        return frozenset(
+            node.role
+            for node in self.nodes
+            if node.kind is NodeKind.TRAIN and node.role and "loss" in dict(node.arguments)
+        )
+
     def consumers(self, name: str) -> tuple[str, ...]:
         """Names of the nodes that read any output of `name`, in program order."""
         reading = set(self.dag.successors(name))

@@ -50,7 +50,7 @@ from .proxies import (
 )
 from .role import CallKind, CallSpec, Role, Scope
 
-__all__ = ["build", "op"]
+__all__ = ["build", "is_recording", "op"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -152,6 +152,11 @@ def _defined_at(step: Callable[..., Any]) -> Where:
 
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("penstock_recorder", default=None)
+
+
+def is_recording() -> bool:
+    """Whether a step function is being recorded in this thread."""
+    return _RECORDER.get() is not None
 
 
 class Recorder:

@@ -2,7 +2,7 @@
 
 Boxes stand in layers, by topological generation. A line to a box further down passes each layer in
 between through a *bend*, a narrow item that takes its place among the boxes, so no line crosses a
-box. Lines of one kind from one box share their bends: they run as one backbone and branch off.
+box. Lines of one kind from one box share their bends: they run as one line and branch off.
 
 Within a layer the order comes from the mean place of each item's neighbors (Sugiyama, Tagawa and
 Toda, "Methods for Visual Understanding of Hierarchical System Structures", 1981), kept only if it
@@ -34,7 +34,7 @@ class Item:
         kind: Kind of the backbone for a bend, "" for a box.
         layer: Its layer, 0 at the top.
         width: Width to keep free.
-        x: Its center.
+        x: The item's center.
     """
 
     name: str
@@ -199,7 +199,7 @@ def _wanted(layout: Layout, item: Item) -> tuple[float, float]:
 
 
 def _stiffness(line: Line) -> float:
-    """Trunks should run straight more than anything else."""
+    """How much a line resists bending: one between two bends most."""
     return (1.0, 3.0, 12.0)[bool(line.upper.kind) + bool(line.lower.kind)]
 
 

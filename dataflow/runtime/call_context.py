@@ -1,6 +1,6 @@
-"""Which step and which call a worker is serving, as far as randomness is concerned.
+"""The call that a worker is serving: its step and number, for randomness, and its deadline.
 
-Sampling is counter-based: what is drawn depends on `(seed, role, step, ordinal, row id)` alone,
+Sampling is counter-based: what is sampled depends on `(seed, role, step, ordinal, row id)` alone,
 never on how many workers there are or which rows share a batch. The engine enters `call_scope`
 around every call it makes; someone who calls the step function by hand enters `step_scope`, in
 which the n-th call of a method gets ordinal n, exactly the number its node has in the recorded
@@ -9,12 +9,28 @@ graph.
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FrameType
 
-__all__ = ["CallKey", "call_staleness", "call_key", "call_scope", "step_scope"]
+from ..errors import FlowError
+from ..graph.tracer import is_recording
+
+__all__ = [
+    "CallKey",
+    "DeadlineExceeded",
+    "call_key",
+    "call_scope",
+    "call_staleness",
+    "current_step",
+    "deadline",
+    "step_scope",
+]
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,7 @@ def call_scope(
     """Context manager: the one role call made inside is call number `ordinal` of `step`.
 
     Args:
-        step: Of the run.
+        step: The run's step.
         ordinal: The call's number among those of its method.
         staleness: See `call_staleness`.
     """
@@ -73,8 +89,26 @@ def call_staleness() -> int | None:
     return None if scope is None else scope.staleness
 
 
+def current_step() -> int:
+    """The number of the step being computed, counted from 0 over the whole run, resumed or not.
+
+    For ops, workers and losses, to anneal a coefficient for example; 0 outside of any step.
+
+    Raises:
+        FlowError: If the step is being recorded: every step would have the number it had then.
+    """
+    if is_recording():
+        raise FlowError(
+            "current_step() was called while the step was recorded, which happens once: every "
+            "step would get the same number",
+            fix="call it inside an op, a worker or a loss, which run in every step",
+        )
+    scope = _SCOPE.get()
+    return 0 if scope is None else scope.step
+
+
 def call_key(role: str, method: str) -> CallKey:
-    """The key of the call being served; every worker method that draws randomness asks for it once.
+    """The key of the call being served; every worker method that samples asks for it once.
 
     Outside any scope, calls count up over the life of the process, so that calls repeated by
     hand do not repeat their random numbers.
@@ -85,3 +119,39 @@ def call_key(role: str, method: str) -> CallKey:
     ordinal = scope.counts.get((role, method), 0)
     scope.counts[role, method] = ordinal + 1
     return CallKey(scope.step, ordinal)
+
+
+class DeadlineExceeded(BaseException):
+    """Raised inside a call that outlives its deadline; not an Exception, so nobody swallows it."""
+
+
+@contextmanager
+def deadline(seconds: float) -> Generator[None]:
+    """Interrupt the body after `seconds` by SIGALRM.
+
+    The body takes what it takes outside the main thread, where the platform has no such signal,
+    where something else uses it, and under a debugger.
+
+    Raises:
+        DeadlineExceeded: In the body.
+    """
+    able = (
+        threading.current_thread() is threading.main_thread()
+        and hasattr(signal, "setitimer")
+        and sys.gettrace() is None
+        and signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, signal.SIG_IGN)
+    )
+    if not able:
+        yield
+        return
+
+    def expire(signum: int, frame: FrameType | None) -> None:
+        raise DeadlineExceeded
+
+    signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)

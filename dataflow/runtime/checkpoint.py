@@ -52,7 +52,7 @@ class SavedRun:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """From where a run goes on."""
+    """Where a resumed run goes on from."""
 
     folder: Path
     state: ResumeState

@@ -1,4 +1,4 @@
-"""The dispatcher: what is out at the executor, for whom, and when all ranks are back."""
+"""The dispatcher: which work is at the executor, for which task, and when all ranks are done."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Submission:
 
     Attributes:
         task: The task of the run that is open, or None for work between or beside steps.
-        group: Where it is.
+        group: The group that does it.
         waiting: Ranks that have not answered.
         completions: The answers so far, in order of arrival.
         failed: The answer that was a failure, if one was.

@@ -32,7 +32,7 @@ def run_eagerly(
     Args:
         step: The step function.
         sources: Source name -> where its rows come from.
-        num_steps: How often to call it.
+        num_steps: Number of calls.
         workers: Role name -> worker or recipe.
         seed: The run's seed.
         **constants: Values of the remaining parameters, such as `cfg`.

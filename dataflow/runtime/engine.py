@@ -190,7 +190,7 @@ class Engine:
         During a run the ranks first finish what they have in hand.
 
         Args:
-            role: Whose worker; a frozen role is called in the first group that hosts it.
+            role: The role whose worker is called; a frozen one, in the first group that hosts it.
             method: A public method outside the contract: `weights_sha256`, `save_pretrained`.
             *arguments: Small picklable arguments.
             program: The program that names the role.

@@ -22,6 +22,7 @@ __all__ = [
     "Completion",
     "Executor",
     "Program",
+    "TaskSpan",
     "build_role",
     "check_workers",
     "groups_of",
@@ -59,6 +60,31 @@ class Completion:
     weights: Handle | None = None
     error: BaseException | None = None
     trace: str = ""
+
+
+@dataclass(frozen=True)
+class TaskSpan:
+    """One task on one rank, from start to end.
+
+    Attributes:
+        node: Name of the node in the graph: "actor.generate".
+        step: The step it belongs to, which need not be the step then being consumed.
+        chunk: Which part of the step's rows, or None for the whole batch.
+        group: Name of the worker group it ran on.
+        rank: Which rank of that group.
+        start_s: When it started, in seconds since the epoch: the one clock that processes share.
+        end_s: When it ended, on the same clock.
+        versions: `(role, version)` of every set of weights it read, sorted by role.
+    """
+
+    node: str
+    step: int
+    chunk: int | None
+    group: str
+    rank: int
+    start_s: float
+    end_s: float
+    versions: tuple[tuple[str, int], ...] = ()
 
 
 class Executor(Protocol):

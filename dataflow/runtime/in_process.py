@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import PlanError
 from ..graph.role import Role
-from .deadline import DeadlineExceeded, deadline
+from .call_context import DeadlineExceeded, deadline
 from .device_sharing import DeviceSharing, needs_device, sleep_workers, wake_workers
 from .executor import Completion, Program, build_role, groups_of, methods_of
 from .host import Host

@@ -52,7 +52,7 @@ class CallWork:
     """Run a node of any kind but a source.
 
     Attributes:
-        node: Its name.
+        node: Name of the node.
         step: The step it belongs to.
         chunk: Which chunk, or None if the node sees the whole batch.
         inputs: Producing node -> handles of its parts, in chunk order.
@@ -117,9 +117,9 @@ class ExportSlicesWork:
     """Snapshot what other groups lack of a role's weights, apart for each of their processes.
 
     Attributes:
-        role: Whose.
+        role: The role whose weights they are.
         receivers: Group -> how it is to hold the weights, from `LayoutWork`.
-        version: Of the weights.
+        version: Version of the weights.
     """
 
     role: str
@@ -132,7 +132,7 @@ class ImportSlicesWork:
     """Replace a role's weights by slices that others exported.
 
     Attributes:
-        role: Whose.
+        role: The role whose weights they are.
         group: The group that does it.
         source: How the exporting group holds the weights.
         slices: The snapshots of its processes.
@@ -183,7 +183,7 @@ class CallMethodWork:
     """Call a worker's own method outside any step: to hash its weights, to export a folder.
 
     Attributes:
-        role: Whose worker.
+        role: The role whose worker is called.
         method: Name of a public method.
         arguments: Small picklable arguments, by position.
     """

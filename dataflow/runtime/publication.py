@@ -45,9 +45,9 @@ class Publication:
         """Ask how a role's weights are held, unless that is known; before `export` and `take`.
 
         Args:
-            role: Whose.
+            role: The role whose weights are published.
             home: Program and group of the copy that is trained.
-            program: Of the copies.
+            program: Name of the program of the copies.
             receivers: Their groups.
         """
         self._receivers.pop(role, None)
@@ -64,7 +64,7 @@ class Publication:
         self._receivers[role] = tuple(receivers)
 
     def export(self, role: str, version: int) -> Work:
-        """For rank 0 of the home."""
+        """The work of the home's rank 0."""
         if role not in self._receivers:
             return ExportWork(role)
         receivers = {group: self._known(role, group).receives for group in self._receivers[role]}

@@ -54,9 +54,9 @@ def pack(name: str, dense: Tensor, spec: Spec, lengths: Tensor | None) -> Packed
     """Turn a dense column into what travels.
 
     Args:
-        name: Whose column it is, for the error message.
+        name: Name of the node whose column it is, for the error message.
         dense: The column; for a ragged one `[rows, width, ...]` with `width >= lengths.max()`.
-        spec: Its spec.
+        spec: The column's spec.
         lengths: i64[rows], needed if the column is ragged.
 
     Raises:

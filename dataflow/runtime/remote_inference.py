@@ -43,10 +43,10 @@ class InferenceRequest:
     """One call of a method of a served role.
 
     Attributes:
-        role: Whom it is for.
-        method: Of the role's contract.
-        version: Of the weights that must answer.
-        arguments: By position; None where the caller has nothing to say.
+        role: The role that is asked.
+        method: A method of the role's contract.
+        version: Version of the weights that must answer.
+        arguments: Arguments by position; None where the caller has nothing to say.
     """
 
     role: str
@@ -211,8 +211,8 @@ class ServedRole:
     """A role that another group serves.
 
     Args:
-        role: Its name.
-        contract: Its contract.
+        role: Name of the role.
+        contract: The role's contract.
         send: Takes its requests there.
 
     Raises:

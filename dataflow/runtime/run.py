@@ -42,7 +42,7 @@ from ..scheduler.schedule import Schedule
 from ..scheduler.scheduler import Scheduler
 from .checkpoint import CheckpointFolder, ResumePoint, SavedRun, read_resume_point, write_run_state
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
-from .executor import Executor, Program
+from .executor import Executor, Program, TaskSpan
 from .messages import (
     CallWork,
     Handle,
@@ -57,7 +57,6 @@ from .messages import (
 from .placement import flow_of
 from .publication import Publication
 from .source import Source, read_source
-from .spans import TaskSpan
 
 __all__ = ["Run", "StepResult", "Trained"]
 
@@ -70,7 +69,7 @@ class StepResult:
     """What one completed step reports.
 
     Attributes:
-        step: Its index.
+        step: Index of the step.
         metrics: `node/name` -> value, merged over chunks and ranks.
         spans: When and where each of its tasks ran.
         lag: (versions behind, number of rollout tasks) pairs.
@@ -264,7 +263,7 @@ class Run:
         return CallWork(node.name, task.step, task.chunk, inputs, versions, staleness)
 
     def _staleness(self, node: Node, task: NodeTask) -> int | None:
-        """By how many versions a train call's rollouts are older than what it trains."""
+        """How many versions older a train call's rollouts are than what it trains."""
         if node.kind is not NodeKind.TRAIN:
             return None
         read = [

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from ..errors import ConfigError
 from ..graph.graph import Node
-from .deadline import DeadlineExceeded, deadline
+from .call_context import DeadlineExceeded, deadline
 from .host import cut_table
 from .messages import Part
 from .ragged import lengths_of, pack

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from ..graph.role import Metric, Role
-from .deadline import DeadlineExceeded, deadline
+from .call_context import DeadlineExceeded, deadline
 
 __all__ = [
     "CLOSE_S",
@@ -53,7 +53,7 @@ class WorkerContext:
             is not known.
 
     If the group has several processes, torch.distributed's default process group is initialized
-    and spans exactly them before `build` is called, and so are the groups of `process_groups.py`.
+    and spans exactly them before `build` is called, and so are groups that an engine makes of it.
     """
 
     role: str

@@ -87,11 +87,6 @@ class Flow:
         if not any(node.kind == "source" for node in self.nodes):
             raise ValueError(f"flow '{self.name}' has no source node: its rows come from nowhere")
 
-    @property
-    def max_tasks_per_step(self) -> int:
-        """Tasks of one step, publications and loads of weights aside."""
-        return sum(self.num_chunks if n.chunked else 1 for n in self.nodes if n.kind != "source")
-
 
 def _check_sizes(flow: Flow) -> None:
     if flow.num_chunks < 1:

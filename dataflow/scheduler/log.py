@@ -24,7 +24,7 @@ class LogEntry:
         what: "ready", "start", "done", "admit", ...
         subject: The task concerned, or words if it is not about a task.
         step: The step concerned, if any.
-        group: Where, for tasks that run.
+        group: The group it runs on, for tasks that run.
         ranks: Ranks of `group`.
         versions: Weights read.
     """

@@ -9,7 +9,7 @@ Rules:
 - A task starts when its inputs are stored, every copy of weights it reads holds the right version,
   and its ranks are free. Ready tasks of one rank run by (step, node order, chunk).
 - A copy of weights leaves a version only when nobody in any step to come must still read it;
-  `scheduler_weights.py` says how, and why nothing here can deadlock.
+  `weight_versions.py` says how, and why nothing here can deadlock.
 - Before training goes past a checkpoint's step the checkpoint is saved; then nothing runs, and
   what later steps had to do with older weights is done and part of the checkpoint.
 - A run that is told to stop ends with the first checkpoint that it can still take.

@@ -82,7 +82,7 @@ class Weights:
     """All instances, the snapshots between them, and the gates tasks pass.
 
     Attributes:
-        instances: By `(role, group)`.
+        instances: `(role, group)` -> the copy of the weights.
         rules_of: Per node, its read rules sorted by role, its own training included.
         frontier: Per node the first step in which it is not done; moved by the scheduler.
         publishing: Role -> version whose snapshot is queued or being taken.

@@ -30,13 +30,12 @@ def graph_command(arguments: list[str]) -> int:
 
 def _show(composed: dict[str, Any]) -> None:
     from ..inputs.compose import resolved
-    from ..stages.stages import stages_of
 
     form, output = composed.pop("format"), composed.pop("output")
     composed.pop("resume", None)
     if form not in FORMATS:
         raise ConfigError(f"'format': expected one of {', '.join(FORMATS)}, got {form!r}")
-    graph = stages_of(resolved(composed))[-1].graph
+    graph = resolved(composed).main.graph
     text = FORMATS[form](graph)
     if output is None:
         print(text)

@@ -18,15 +18,19 @@ from ...algorithms.ppo import PPO
 from ...algorithms.reference_grpo import ReferenceGRPO
 from ...algorithms.reward_modelling import RewardModelling
 from ...algorithms.sft import SFT
-from ...configs.key_docs import key_docs
 from ...configs.plan_schema import ClusterConfig, PlanOptions, ProfileConfig, WorkloadConfig
 from ...configs.schema import RunConfig
-from ...configs.validate import fields_of
+from ...configs.validate import fields_of, key_docs
 from ...workers.envs.actors.perceptron import PerceptronSpec
 from ..inputs.data import TASKS
 from ..inputs.env_specs import ENV_SPECS, FILLED_IN
 
 __all__ = ["as_yaml", "key_reference"]
+
+_FOR = """For everybody who sets a key: all keys of the commands, with defaults and meanings.
+They are generated from the types that declare them. [Configuration](configuration.md) explains how
+a run is composed of them, and the keys of the other algorithms are on
+[their pages](algorithms/index.md)."""
 
 
 def key_reference() -> str:
@@ -54,7 +58,7 @@ def key_reference() -> str:
         if options:
             at = f"algorithm.roles.ROLE.options (worker: {worker})"
             tables.append(_table(kind, at, options))
-    return "# All keys\n\n" + "\n".join(tables)
+    return f"# All keys\n\n{_FOR}\n\n" + "\n".join(tables)
 
 
 def _below(kind: Any, at: str) -> Iterator[tuple[type, str]]:

@@ -1,7 +1,8 @@
 """`penstock plan`: where each node of a step runs, in which layout, and how long it takes.
 
 Builds no model, reads no data and needs none of the devices it plans for. What it writes with
-`output=` is a plan that a run can follow.
+`output=` is a plan that a run can follow. `penstock profile` measures this machine, and writes what
+was found for plans and runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ...planner.plan.simulate import Simulation
     from ..placement.plan_request import PlanRequest
 
-__all__ = ["OUTPUTS", "plan_command"]
+__all__ = ["OUTPUTS", "plan_command", "profile_command"]
 
 OUTPUTS = ("json", "html", "trace", "output")
 """Keys that name files to write."""
@@ -109,3 +110,31 @@ def _say_infeasible(file: str | None, reason: str, search_time_s: float) -> None
 
     if file is not None:
         _write("json", file, json.dumps(infeasible(reason, search_time_s), indent=2) + "\n")
+
+
+def profile_command(arguments: list[str]) -> int:
+    """Run the command; `arguments` are the words after `penstock profile`."""
+    hydra_app("profile", arguments, _profile)
+    return 0
+
+
+def _profile(composed: dict[str, Any]) -> None:
+    # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
+    from ...configs.plan_schema import ProfileConfig
+    from ...configs.validate import validated
+    from ..profile.profile import profile
+    from ..profile.show import calibration_text
+
+    config = validated(ProfileConfig, composed)
+    file = Path(config.output)
+    if file.is_dir():
+        raise ConfigError(f"'output': '{file}' is a folder; give the name of a file")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"'output': '{file}' cannot be written: {error.strerror}") from error
+    began_s = time.monotonic()
+    calibration = profile(config)
+    calibration.write(file)
+    print(calibration_text(calibration))
+    print(f"wrote {file} after {time.monotonic() - began_s:.0f} s")

@@ -47,6 +47,7 @@ def _run(composed: dict[str, Any]) -> None:
 def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
     from ...planner.plan.plan import Plan
+    from ...workers.executors.process_setup import threads_within
     from ..inputs.compose import dumped, resolve, run_config
     from ..run_dir.peak_memory import PeakMemory
     from ..run_dir.run_folder import code_version, create_run
@@ -82,7 +83,13 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
     else:
         folder = resumed.folder
         _check_unchanged(folder, job.data.fingerprint, code, console)
-    with folder.locked(), _ended_early(folder, resumed is None), PeakMemory() as memory, trackers:
+    with (
+        folder.locked(),
+        _ended_early(folder, resumed is None),
+        PeakMemory() as memory,
+        trackers,
+        threads_within(job.run.placement.executor.num_threads),
+    ):
         if resumed is not None and resumed.noted:
             _note_changes(resumed, job, written, plan)
         homes = {stage.name: folder.stage(stage.name) for stage in job.stages[:-1]}

@@ -43,9 +43,9 @@ class Recorded:
     seed: int
 
     def trained(self, contract: type[Role]) -> str | None:
-        """The trained role of that contract, if there is one; the first if there are several."""
+        """The role of that contract that learns; the first of several, None if there is none."""
         for role, kind in self.graph.roles.items():
-            if role in self.graph.trains_per_step and issubclass(kind, contract):
+            if role in self.graph.learning_roles and issubclass(kind, contract):
                 return role
         return None
 

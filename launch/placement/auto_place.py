@@ -215,8 +215,8 @@ class _Divides:
     items: Mapping[str, int]
     workload: Workload
 
-    def __call__(self, unit: str, option: Option) -> bool:
-        del unit
+    def __call__(self, call_group: str, option: Option) -> bool:
+        del call_group
         return all(
             self.items.get(name, layout.dp) % layout.dp == 0
             and layout.dp <= self.workload.num_prompts

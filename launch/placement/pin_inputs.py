@@ -56,18 +56,19 @@ def pins_of(config: PinsConfig, calls: Sequence[Call], cluster: ClusterSpec) -> 
         PlanError: If a pinned layout or mesh is none that the model and the cluster can have.
     """
     at = "plan.pins"
-    units = list(dict.fromkeys(call.unit for call in calls))
+    call_groups = list(dict.fromkeys(call.call_group for call in calls))
     for key in ("together", "apart"):
         for entry in getattr(config, key):
-            for unit in entry:
-                _known(unit, units, f"{at}.{key}", "unit")
+            for call_group in entry:
+                _known(call_group, call_groups, f"{at}.{key}", "call group")
     for key in ("num_devices", "devices"):
-        for unit in getattr(config, key):
-            _known(unit, units, f"{at}.{key}", "unit")
+        for call_group in getattr(config, key):
+            _known(call_group, call_groups, f"{at}.{key}", "call group")
     devices = {
-        unit: _ids(ids, f"{at}.devices.{unit}", cluster) for unit, ids in config.devices.items()
+        call_group: _ids(ids, f"{at}.devices.{call_group}", cluster)
+        for call_group, ids in config.devices.items()
     }
-    sizes = {**config.num_devices, **{unit: len(ids) for unit, ids in devices.items()}}
+    sizes = {**config.num_devices, **{call_group: len(ids) for call_group, ids in devices.items()}}
     layouts = {
         name: _layout(name, fields, calls, sizes, cluster, f"{at}.layouts.{name}")
         for name, fields in config.layouts.items()
@@ -79,7 +80,7 @@ def pins_of(config: PinsConfig, calls: Sequence[Call], cluster: ClusterSpec) -> 
         devices=devices,
         layouts=layouts,
     )
-    _check_used(pins, units, sizes, cluster, at)
+    _check_used(pins, call_groups, sizes, cluster, at)
     return pins
 
 
@@ -124,12 +125,12 @@ def _layout(
     layout = validated(Layout, fields, at)
     node_size = max(group.devices_per_node for group in cluster.node_groups)
     check_layout(layout, call.model, node_size=node_size, where=f"'{at}'")
-    devices = sizes.get(call.unit, cluster.num_devices)
+    devices = sizes.get(call.call_group, cluster.num_devices)
     whole = all(size in fields for size in ("tp", "pp", "dp"))
     used = layout.num_devices
-    if used > devices or devices % used or (whole and call.unit in sizes and used != devices):
+    if used > devices or devices % used or (whole and call.call_group in sizes and used != devices):
         product = " x ".join(f"{size} {getattr(layout, size)}" for size in _SIZES if size in fields)
-        there = f"'{call.unit}' is pinned to {devices}" if call.unit in sizes else (
+        there = f"'{call.call_group}' is pinned to {devices}" if call.call_group in sizes else (
             f"cluster '{cluster.name}' has {devices}"
         )  # fmt: skip
         raise PlanError(
@@ -140,11 +141,11 @@ def _layout(
 
 
 def _check_used(
-    pins: Pins, units: Sequence[str], sizes: Mapping[str, int], cluster: ClusterSpec, at: str
+    pins: Pins, call_groups: Sequence[str], sizes: Mapping[str, int], cluster: ClusterSpec, at: str
 ) -> None:
-    """Refuse pins that leave devices to nobody, however the other units are grouped."""
-    groups = _groups(pins, units)
-    counts = [max(sizes.get(unit, 0) for unit in group) for group in groups]
+    """Refuse pins that leave devices to nobody, however the other call groups are grouped."""
+    groups = _groups(pins, call_groups)
+    counts = [max(sizes.get(call_group, 0) for call_group in group) for group in groups]
     free = cluster.num_devices - sum(counts)
     if free <= 0 or not all(counts):
         return
@@ -152,15 +153,15 @@ def _check_used(
     left = ranges_text([d for d in range(cluster.num_devices) if d not in named])
     which = f" ({left})" if len(named) == sum(counts) else ""
     raise PlanError(
-        f"'{at}' gives every unit its devices, {sum(counts)} in all, but cluster '{cluster.name}' "
-        f"has {cluster.num_devices}: {free}{which} would be unused\n"
-        "    pin more devices, leave a unit free, or plan for a smaller cluster"
+        f"'{at}' gives every call group its devices, {sum(counts)} in all, but cluster "
+        f"'{cluster.name}' has {cluster.num_devices}: {free}{which} would be unused\n"
+        "    pin more devices, leave a call group free, or plan for a smaller cluster"
     )
 
 
-def _groups(pins: Pins, units: Sequence[str]) -> list[set[str]]:
-    """Units that are pinned to share a group, joined; the others alone."""
-    groups = [{unit} for unit in units]
+def _groups(pins: Pins, call_groups: Sequence[str]) -> list[set[str]]:
+    """Call groups that are pinned to share a group, joined; the others alone."""
+    groups = [{call_group} for call_group in call_groups]
     for entry in pins.all_together():
         joined = [group for group in groups if group & set(entry)]
         groups = [group for group in groups if not group & set(entry)]

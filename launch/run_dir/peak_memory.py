@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from types import TracebackType
 
 import psutil
 
@@ -54,12 +53,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():

@@ -9,7 +9,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -78,12 +77,7 @@ class ProgressDisplay:
             live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live:
             self._live[0].stop()
             self._live = None

@@ -162,7 +162,7 @@ def _value(config: Any, key: str) -> Any:
 
 
 def _copy(path: Sequence[str], source: Any, target: Any) -> None:
-    """Take over the value at a path; sections on the way are made if need be."""
+    """Adopt the value at a path; sections on the way are made if need be."""
     *sections, name = path
     for section in sections:
         source = source[section]

@@ -12,10 +12,9 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
-from ...dataflow.runtime.spans import TaskSpan
+from ...dataflow.runtime.executor import TaskSpan
 from .atomic import write_text
 
 __all__ = ["TraceLog", "read_trace"]
@@ -113,12 +112,7 @@ class TraceLog:
     def __enter__(self) -> TraceLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

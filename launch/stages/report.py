@@ -13,9 +13,9 @@ from ..run_dir.curve import draw_curve
 from ..run_dir.progress import format_duration
 from ..run_dir.run_folder import CodeVersion, RunFolder
 from ..run_dir.trackers.jsonl import read_metrics
+from .checks import comparison_text, nodes_summary
 from .headline import Headline
 from .job import Job
-from .prediction_check import comparison_text, nodes_summary
 from .train import Outcome
 
 __all__ = ["summary_of", "write_report"]

@@ -54,7 +54,7 @@ class RolePlan:
     Attributes:
         worker: A name of `CONTRACTS`, or `module:factory`.
         start: `MODEL`, the name of an earlier stage, a folder, or "" for a worker without weights,
-            or with those that its own seed draws.
+            or with random ones of its own seed.
         config: What was configured for the role.
         trained: Whether the step trains it.
         contract: What it fulfils, by which the role of an earlier stage is found to start from.
@@ -150,10 +150,11 @@ def _role(model: ModelConfig, algorithm: Recorded, role: str, earlier: list[Stag
             "or its spec"
         )
     for key in ("optimizer", "frozen"):
-        if getattr(given, key) and not trained:
+        if getattr(given, key) and role not in graph.learning_roles:
+            learning = [name for name in graph.roles if name in graph.learning_roles]
             raise ConfigError(
-                f"'{at}.{key}' is set, but {graph.name} does not train '{role}'\n"
-                f"    leave it out; trained roles are: {', '.join(graph.trains_per_step) or 'none'}"
+                f"'{at}.{key}' is set, but {graph.name} does not train '{role}' with a loss\n"
+                f"    leave it out; roles with a loss are: {', '.join(learning) or 'none'}"
             )
     if is_own(worker):
         asked = asked_for(worker, given, at)

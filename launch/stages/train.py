@@ -20,7 +20,6 @@ from ...dataflow.runtime.executor import Program
 from ...dataflow.runtime.placement import flow_of
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.scheduler import Scheduler
-from ...workers.training.threads import use_threads
 from ..placement.place import make_executor
 from ..run_dir.atomic import write_json
 from ..run_dir.checkpoint import CheckpointStore
@@ -29,13 +28,12 @@ from ..run_dir.run_folder import RunFolder
 from ..run_dir.stop import stoppable
 from ..run_dir.trace import TraceLog
 from ..run_dir.trackers.registry import Trackers
+from .checks import MismatchGuard, node_seconds
 from .env_evaluation import EnvEvaluator, env_actors
 from .evaluation import Evaluator, Measured
 from .export import combined_sha256, export_roles
 from .headline import Headline
 from .job import Job
-from .mismatch_guard import MismatchGuard
-from .prediction_check import node_seconds
 from .stages import Stage
 from .worker_specs import Results, exporting_specs, worker_specs
 
@@ -197,16 +195,13 @@ def _evaluator(job: Job, stage: Stage, home: RunFolder) -> _Evaluates | None:
 def _engine(
     job: Job, stage: Stage, specs: dict[str, WorkerSpec | Role], evaluator: _Evaluates | None
 ) -> Engine:
-    section = job.run.placement.executor
-    if section.num_threads is not None:
-        use_threads(section.num_threads)
     return Engine(
         stage.graph,
         stage.placement,
         workers={**specs, **(evaluator.workers if evaluator else {})},
         schedule=job.run.schedule,
         seed=stage.seed,
-        executor=make_executor(section),
+        executor=make_executor(job.run.placement.executor),
         also=evaluator.programs if evaluator else None,
     )
 

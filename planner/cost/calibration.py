@@ -39,7 +39,7 @@ class MeasuredCall(BaseModel):
     measured_s: Seconds
     """Median over repeats, of the slowest rank."""
     predicted_s: Seconds
-    """With the constants of this calibration."""
+    """Predicted with the constants of this calibration."""
 
     @property
     def error(self) -> float:
@@ -61,7 +61,7 @@ class Calibration(BaseModel):
     cluster: ClusterSpec
     """The devices: each is what one rank has."""
     constants: Constants
-    """Of the model of time; `matmul_efficiency` is that of the middle width."""
+    """Constants of the model of time; `matmul_efficiency` is that of the middle width."""
     matmul_efficiency: Mapping[int, Share] = Field(min_length=1)
     """Hidden size -> share of the peak that a model of that width reaches. Small products reach
     less, and what is no product at all weighs more beside them."""
@@ -72,7 +72,7 @@ class Calibration(BaseModel):
     machine: str
     """What it ran on, for people."""
     date: str
-    """When, as YYYY-MM-DD."""
+    """Date of the measurement, as YYYY-MM-DD."""
     notes: tuple[str, ...] = ()
     """What could not be measured, and what stands in for it."""
     calls: tuple[MeasuredCall, ...] = ()

@@ -22,7 +22,6 @@ __all__ = [
     "all_to_all_s",
     "links_of",
     "point_to_point_s",
-    "reduce_scatter_s",
 ]
 
 
@@ -74,11 +73,6 @@ def all_gather_s(links: Links, num_bytes: float, ranks: int, stride: int = 1) ->
         share = num_bytes / local / nodes
         time += (nodes - 1) * (share / links.between_bytes_per_s + links.between_hop_s)
     return time
-
-
-def reduce_scatter_s(links: Links, num_bytes: float, ranks: int, stride: int = 1) -> float:
-    """Every rank has `num_bytes` and ends with 1/ranks of their sum; a gather run backwards."""
-    return all_gather_s(links, num_bytes, ranks, stride)
 
 
 def all_reduce_s(links: Links, num_bytes: float, ranks: int, stride: int = 1) -> float:

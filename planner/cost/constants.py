@@ -1,14 +1,13 @@
 """What a data sheet does not say: the few constants that turn peaks into times.
 
 A device's peaks and a link's bandwidth are what their makers promise. How much of that a program
-gets, and what it pays for each launch and each message, depends on the software as much as on the
+gets, and what each launch and each message costs, depends on the software as much as on the
 device; these seven numbers are all that the model of time knows of it. `penstock profile` measures
 them on a machine; the defaults here are used where nobody has.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -54,26 +53,6 @@ class Constants(BaseModel):
     """Where the numbers come from, for the plan to say: "analytic defaults", "fitted to ...", or
     the calibration file."""
 
-    @staticmethod
-    def read(file: Path) -> Constants:
-        """Constants from a calibration file; `source` is the file unless it says something.
-
-        Raises:
-            PlanError: If the file is missing or holds no constants; says which key and why.
-        """
-        try:
-            return Constants.model_validate_json(file.read_text())
-        except FileNotFoundError:
-            raise PlanError(
-                f"calibration file {file} does not exist; `penstock profile` writes one"
-            ) from None
-        except ValidationError as error:
-            raise PlanError(f"calibration file {file}: {_first(error)}") from None
-
-    def write(self, file: Path) -> None:
-        """Write them as JSON, one key a line."""
-        file.write_text(self.model_dump_json(indent=2) + "\n")
-
     def replaced(self, **changes: Any) -> Constants:
         """The same with other values, checked.
 
@@ -83,18 +62,12 @@ class Constants(BaseModel):
         try:
             return Constants(**{**self.model_dump(), **changes})
         except ValidationError as error:
-            raise PlanError(f"constants: {_first(error)}") from None
-
-
-def _first(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key = ".".join(map(str, first["loc"])) or "the file"
-    fields = ", ".join(Constants.model_fields)
-    if first["type"] == "extra_forbidden":
-        return f"'{key}' is no constant; there are {fields}"
-    if first["type"] == "missing":
-        return f"'{key}' is missing; there must be {fields}"
-    return f"{key}: {first['msg']} (got {first['input']!r})"
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            if first["type"] == "extra_forbidden":
+                fields = ", ".join(Constants.model_fields)
+                raise PlanError(f"'{key}' is no constant; there are {fields}") from None
+            raise PlanError(f"constant {key}: {first['msg']} (got {first['input']!r})") from None
 
 
 GPU_DEFAULTS = Constants(

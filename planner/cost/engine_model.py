@@ -41,7 +41,7 @@ class EngineMemory(Protocol):
 
         Args:
             call: What runs.
-            layout: How.
+            layout: How the call is computed.
             borrows: For a generation whose role is trained on the same devices: whether it holds
                 a copy of the weights while it runs, instead of having some of its own.
             rows: For a generation: rows of each rank that run at once; all of them by default.

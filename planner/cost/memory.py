@@ -1,9 +1,9 @@
 """Memory that a call needs on each device, from shapes alone.
 
-Two sums per device: `resident_parts`, which a unit always holds, and `transient_parts`, which a
-call adds while it runs. Both are upper bounds where parts can differ between devices: the worst
-pipeline stage counts, and rows count at their greatest length. Units that share devices add their
-resident parts; their calls take turns (`ledger.py`).
+Two sums per device: `resident_parts`, which a call group always holds, and `transient_parts`, which
+a call adds while it runs. Both are upper bounds where parts can differ between devices: the worst
+pipeline stage counts, and rows count at their greatest length. Call groups that share devices add
+their resident parts; their calls take turns (`memory_ledger.py`).
 
 Sources. Activations: Korthikanti et al. 2022, "Reducing activation recomputation in large
 transformer models", sections 4 and 5, without dropout masks, with a gated feed-forward and grouped
@@ -11,15 +11,15 @@ queries. Sharded states: Rajbhandari et al. 2020, "ZeRO: memory optimizations to
 trillion parameter models", section 5. Micro-batches in flight: Narayanan et al. 2021, "Efficient
 large-scale language model training on GPU clusters using Megatron-LM", section 2.2 (1F1B).
 
-Attention is taken to be fused: no scores are kept. `attention="plain"` adds them. Not modeled:
-buffers inside libraries and fragmentation (`DeviceSpec.reserved_bytes` is for them).
+Attention is taken to be fused: no scores are kept. Not modeled: buffers inside
+libraries and fragmentation (`DeviceSpec.reserved_bytes` is for them).
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ..inputs.calls import Call
 from ..inputs.layout import Layout
@@ -29,16 +29,12 @@ from .memory_ledger import Parts
 __all__ = [
     "BUCKET_BYTES",
     "PREFILL_TOKENS",
-    "Attention",
     "kv_bytes",
     "resident_parts",
     "rows_at_once",
     "transient_parts",
     "weight_bytes",
 ]
-
-Attention = Literal["fused", "plain"]
-"""Whether attention's scores are never stored, or stored whole."""
 
 BUCKET_BYTES = 256 * 2**20
 """Weights move between layouts through two buckets of at most this size, one filled, one sent."""
@@ -58,13 +54,13 @@ class _Params(NamedTuple):
     dense: int
     """All but experts."""
     experts: int
-    """Of mixtures; shared by `ep` ranks."""
+    """Weights of a mixture's experts, which `ep` ranks share."""
     largest_layer: int
     """What ZeRO gathers at once: a layer, or the embedding."""
 
 
 def _params(shape: ModelShape, head: Head, layout: Layout) -> _Params:
-    """Of the pipeline stage that has most: the first has the embedding, the last the head."""
+    """Sizes of the pipeline stage that has most: the first has the embedding, the last the head."""
     tp, hidden = layout.tp, shape.hidden_size
     layers = -(-shape.num_layers // layout.pp)
     heads = -(-shape.num_heads // tp)
@@ -119,16 +115,16 @@ def weight_bytes(shape: ModelShape, head: Head, layout: Layout) -> int:
 
 
 def resident_parts(call: Call, layout: Layout) -> Parts:
-    """What each device always holds for the unit that the call belongs to.
+    """What each device always holds for the call group that the call belongs to.
 
-    A frozen role's unit and a generation's own unit hold weights; a trained role's unit holds
+    The call groups of a frozen role and of a generation hold weights; that of a trained role holds
     gradients (float32, as they are added up over micro-batches) and optimizer state too; an
-    offloaded unit holds nothing. A generation that borrows the weights of the unit that trains
+    offloaded one holds nothing. A generation that borrows the weights of the call group that trains
     them holds nothing either: do not ask then.
 
     Args:
-        call: Any call of the unit.
-        layout: The unit's layout.
+        call: Any call of the call group.
+        layout: The call group's layout.
     """
     if layout.offload:
         return Parts()
@@ -141,43 +137,36 @@ def resident_parts(call: Call, layout: Layout) -> Parts:
 
 
 def transient_parts(
-    call: Call, layout: Layout, *, borrows: bool = False,
-    source: Layout | None = None, rows: int | None = None, attention: Attention = "fused",
-) -> Parts:  # fmt: skip
+    call: Call, layout: Layout, *, borrows: bool = False, rows: int | None = None
+) -> Parts:
     """What each device holds while the call runs, beyond what is resident.
 
     Args:
         call: What runs.
-        layout: How.
+        layout: How the call is computed.
         borrows: For a generation: whether its role is trained on the same devices. It then holds
             a copy of the weights in its own layout while it runs.
-        source: The layout the role is trained in, if known: where it has the weights in the same
-            places there is no copy.
         rows: For a generation: rows of each rank that run at once; all of them by default.
-        attention: Whether scores are stored.
     """
     params = _params(call.model, call.head, layout)
     if call.kind == "generate":
         weights = (params.dense + params.experts) * call.model.dtype_bytes
         # Its own weights are resident, unless they are fetched for this call.
-        fetched = layout.offload
-        if borrows:
-            fetched = source is None or _moves(layout, source)
+        fetched = layout.offload or borrows
         copy = Parts(weights=weights if fetched else 0)
         rows = rows_at_once(call, layout) if rows is None else rows
-        running = copy.plus(_generating(call, layout, rows, attention))
-        changed = call.trained and (fetched or not borrows)
-        buckets = 2 * min(BUCKET_BYTES, weights) if changed else 0
+        running = copy.plus(_generating(call, layout, rows))
+        buckets = 2 * min(BUCKET_BYTES, weights) if call.trained else 0
         # Weights move before the cache is allocated.
         moving = copy._replace(transfer=buckets)
         return running if running.total >= moving.total else moving
     held = _loaded(call, layout, params)
     if call.kind == "forward":
         tokens = _micro_batch(call, layout)[0]
-        working = _working(call.model, layout, tokens, call.tokens_longest, attention)
+        working = _working(call.model, layout, tokens)
         logits = _logits(call, layout, tokens)
         return held._replace(activations=working, logits=logits)
-    first, last = _train(call, layout, attention)
+    first, last = _train(call, layout)
     return held.plus(first if first.total > last.total else last)
 
 
@@ -206,14 +195,12 @@ def _micro_batch(call: Call, layout: Layout) -> tuple[int, int]:
     return -(-size * call.tokens_longest // layout.cp), -(-rows // size)
 
 
-def _train(call: Call, layout: Layout, attention: Attention) -> tuple[Parts, Parts]:
+def _train(call: Call, layout: Layout) -> tuple[Parts, Parts]:
     """Activations and logits of the first stage, which runs ahead furthest, and of the last."""
     shape = call.model
     tokens, count = _micro_batch(call, layout)
     layers = -(-shape.num_layers // layout.pp)
     layer = tokens * _saved_per_token(shape, layout)
-    if attention == "plain":
-        layer += _scores(shape, layout, tokens, call.tokens_longest)
     kept = layer
     again = 0
     if layout.checkpointing:
@@ -251,24 +238,14 @@ def _saved_per_token(shape: ModelShape, layout: Layout) -> int:
     return 4 * hidden + attention + inner
 
 
-def _working(
-    shape: ModelShape, layout: Layout, tokens: int, longest: int, attention: Attention
-) -> int:
+def _working(shape: ModelShape, layout: Layout, tokens: int) -> int:
     """One layer's working set without gradients: input, norm, and its widest block."""
     tp, number = layout.tp, shape.dtype_bytes
     heads = -(-shape.num_heads // tp)
     mixing = (2 * heads + 2 * _key_heads(shape, tp)) * shape.head_dim * number
     chosen = shape.experts_per_token if shape.num_experts else 1
     inner = 3 * chosen * -(-shape.intermediate_size // tp) * number
-    scores = _scores(shape, layout, tokens, longest) if attention == "plain" else 0
-    return tokens * (2 * _hidden(shape, layout) + max(mixing, inner)) + scores
-
-
-def _scores(shape: ModelShape, layout: Layout, tokens: int, longest: int) -> int:
-    """Plain attention's weights: float32, and once more in the model's own precision."""
-    number = shape.dtype_bytes
-    each = _FLOAT if number == _FLOAT else _FLOAT + number
-    return tokens * longest * -(-shape.num_heads // layout.tp) * each
+    return tokens * (2 * _hidden(shape, layout) + max(mixing, inner))
 
 
 def _logits(call: Call, layout: Layout, tokens: int) -> int:
@@ -281,23 +258,16 @@ def _logits(call: Call, layout: Layout, tokens: int) -> int:
 # --- generation -----------------------------------------------------------------------------------
 
 
-def _generating(call: Call, layout: Layout, rows: int, attention: Attention) -> Parts:
-    """Without weights."""
+def _generating(call: Call, layout: Layout, rows: int) -> Parts:
+    """Parts besides the weights."""
     shape, longest = call.model, call.prompt.longest
     tokens = min(rows * longest, max(PREFILL_TOKENS, longest))
     vocab = -(-shape.vocab_size // layout.tp)
     return Parts(
         kv_cache=kv_bytes(call, layout, rows),
-        activations=_working(shape, layout, -(-tokens // layout.cp), longest, attention),
+        activations=_working(shape, layout, -(-tokens // layout.cp)),
         logits=rows * vocab * (shape.dtype_bytes + 2 * _FLOAT),
     )
-
-
-def _moves(layout: Layout, source: Layout) -> bool:
-    """Whether generation's weights are not where training leaves them."""
-    if source.zero == 3 or source.offload:
-        return True
-    return (layout.tp, layout.pp, layout.ep) != (source.tp, source.pp, source.ep)
 
 
 def rows_at_once(call: Call, layout: Layout) -> int:

@@ -56,7 +56,7 @@ class GroupLedger:
     Attributes:
         name: The group.
         num_devices: How many devices hold this much each.
-        resident: What is always held: unit -> parts.
+        resident: What is always held: call group -> parts.
         calls: What is held while a call runs, in the order of time: call -> parts.
     """
 
@@ -67,7 +67,7 @@ class GroupLedger:
 
     @property
     def held(self) -> Parts:
-        """What is always held, all units together."""
+        """What is always held, all call groups together."""
         total = Parts()
         for parts in self.resident.values():
             total = total.plus(parts)
@@ -97,7 +97,7 @@ class Ledger:
         return {group.name: group.peak[1].total for group in self.groups}
 
     def table(self) -> str:
-        """The ledger as text: a line per unit, call and peak; parts of no bytes are hidden."""
+        """A line per call group, call and peak, as text; parts of no bytes are hidden."""
         rows = [row for group in self.groups for row in _rows(group)]
         used = [name for name in Parts._fields if any(getattr(parts, name) for *_, parts in rows)]
         lines = [["group", "", *map(part_text, used), "total"]]
@@ -109,7 +109,7 @@ class Ledger:
 
 
 def _rows(group: GroupLedger) -> list[tuple[str, str, Parts]]:
-    rows = [(f"always: {unit}", parts) for unit, parts in group.resident.items()]
+    rows = [(f"always: {call_group}", parts) for call_group, parts in group.resident.items()]
     rows += [(f"while: {call}", parts) for call, parts in group.calls.items()]
     rows.append(("peak", group.peak[1]))
     first = f"{group.name} x{group.num_devices}"

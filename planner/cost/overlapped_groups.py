@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 from ...dataflow.option_checks import check_range
 
-__all__ = ["LEAST_GAIN", "SWITCH_S", "LoopTimes", "choose_ring_size", "round_s"]
+__all__ = ["LEAST_GAIN", "SWITCH_S", "LoopTimes", "choose_num_overlapped", "round_s"]
 
 SWITCH_S = 1e-4
 """Seconds that a thread takes to get the interpreter's lock from another, twice a turn."""
 
 LEAST_GAIN = 0.05
-"""A larger ring must promise to be faster by this fraction: measured times are not exact."""
+"""More loops must promise to be faster by this fraction: measured times are not exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +36,13 @@ class LoopTimes:
     """
 
     step_s: float
-    """Seconds of a step, by the clock."""
+    """Elapsed seconds of a step."""
     step_cpu_s: float
-    """Of these the process computed."""
+    """Seconds of them in which the process computed."""
     ask_s: float
-    """Seconds until the answer was there, by the clock."""
+    """Elapsed seconds until the answer was there."""
     ask_cpu_s: float
-    """Of these the process computed."""
+    """Seconds of them in which the process computed."""
 
     def __post_init__(self) -> None:
         check_range(self, "step_s", "step_cpu_s", "ask_s", "ask_cpu_s", at_least=0)
@@ -51,24 +51,24 @@ class LoopTimes:
 
     @property
     def turn_s(self) -> float:
-        """By the clock."""
+        """Elapsed seconds of a turn."""
         return self.step_s + self.ask_s
 
     @property
     def cpu_s(self) -> float:
-        """Of a turn; never more than by the clock."""
+        """Computed seconds of a turn, never more than elapsed."""
         return min(self.step_cpu_s + self.ask_cpu_s, self.turn_s)
 
 
-def round_s(times: LoopTimes, ring_size: int, num_groups: int) -> float:
-    """Seconds in which all groups take one step, with `ring_size` loops at the same time."""
-    if ring_size == 1:
+def round_s(times: LoopTimes, num_overlapped: int, num_groups: int) -> float:
+    """Seconds in which all groups take one step, with `num_overlapped` loops at the same time."""
+    if num_overlapped == 1:
         return num_groups * times.turn_s
-    turn_s = max(times.turn_s + SWITCH_S, ring_size * (times.cpu_s + SWITCH_S))
-    return math.ceil(num_groups / ring_size) * turn_s
+    turn_s = max(times.turn_s + SWITCH_S, num_overlapped * (times.cpu_s + SWITCH_S))
+    return math.ceil(num_groups / num_overlapped) * turn_s
 
 
-def choose_ring_size(times: LoopTimes, num_groups: int, most: int = 64) -> int:
+def choose_num_overlapped(times: LoopTimes, num_groups: int, most: int = 64) -> int:
     """The number of loops that is expected to be fastest; the smallest of those about as fast.
 
     Args:

@@ -1,7 +1,7 @@
 """Time of generation: prompts once, then one token after another.
 
 A decode step reads every weight and every row's keys and values, waits for the launches of its
-kernels where they take longer, and pays the latency of two all-reduces per layer. With a pipeline
+kernels where they take longer, and adds the latency of two all-reduces per layer. With a pipeline
 the rows go round in as many groups as there are stages, and a token takes a full round. Rows that
 do not fit into the key-value cache at once run in waves.
 """

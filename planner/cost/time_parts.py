@@ -120,11 +120,11 @@ class Work(NamedTuple):
     """`(steps, share of rows still running, mean context in these steps)`; the first token comes
     from the prefill, so the steps are one fewer than the tokens."""
     layer_flops: float
-    """Of one token's forward pass through the weights of a layer."""
+    """Operations of one token's forward pass through the weights of a layer."""
     square_flops: float
-    """Of attention in a layer: times the sum of squared lengths (half of all pairs are causal)."""
+    """Operations of a layer's attention per squared length (half of all pairs are causal)."""
     context_flops: float
-    """Of attention in a layer for one new token: times its context."""
+    """Operations of a layer's attention for a new token, per token of its context."""
     dense_layer_params: int
     """Attention, router and norms; of a dense model the feed-forward too."""
     expert_layer_params: int
@@ -184,16 +184,16 @@ class Work(NamedTuple):
 
 
 def _prompts_per_row(call: Call) -> float:
-    """Distinct prompts of a minibatch per row of it, if rows are drawn at random.
+    """Distinct prompts of a minibatch per row of it, if rows are sampled at random.
 
-    Of a prompt with n rows, of which each is drawn with probability p, some row is drawn with
+    Of a prompt with n rows, of which each is sampled with probability p, some row is sampled with
     probability 1 - (1 - p)^n. Prompts are shared only where that saves a fifth of the tokens.
     """
     rows = call.samples_per_prompt
     if call.kind == "generate" or rows == 1:
         return 1.0
-    drawn = min(1.0, call.passes / call.updates)
-    share = (1.0 - (1.0 - drawn) ** rows) / (rows * drawn)
+    sampled = min(1.0, call.passes / call.updates)
+    share = (1.0 - (1.0 - sampled) ** rows) / (rows * sampled)
     saved = (1.0 - share) * call.prompt.mean
     return share if saved >= 0.2 * call.tokens_mean else 1.0
 

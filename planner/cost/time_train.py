@@ -63,7 +63,7 @@ def layer_time(
         work: The call.
         layout: How it is spread.
         machine: What it runs on.
-        tokens: Of the micro-batch, on one context-parallel rank.
+        tokens: Tokens of the micro-batch, on one context-parallel rank.
         squares: Sum of the squared lengths of its rows, over the context-parallel ranks.
     """
     tp, cp, ep, links = layout.tp, layout.cp, layout.ep, machine.links

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...dataflow.errors import PlanError
-from ...dataflow.graph.graph import Constant, Graph, Node, NodeKind
+from ...dataflow.graph.graph import Constant, Graph, Node, NodeKind, RoleRef
 from .model_shape import Head, ModelShape
 from .workload import Lengths, Workload
 
@@ -29,7 +29,7 @@ class Call:
 
     Attributes:
         name: The node's name: "actor.generate".
-        role: Whose weights it uses.
+        role: The role whose weights it uses.
         kind: What it does with them.
         model: Their shape.
         head: What the model ends in.
@@ -40,6 +40,7 @@ class Call:
         samples_per_prompt: Rows that share a prompt; a generator computes it once.
         passes: Times the rows are gone over.
         updates: Optimizer steps.
+        leader: The role that this one follows, in whose layout and beside which it is held.
         after: Names of the calls whose outputs it needs, directly or through ops, in this step.
     """
 
@@ -55,6 +56,7 @@ class Call:
     samples_per_prompt: int = 1
     passes: int = 1
     updates: int = 1
+    leader: str = ""
     after: tuple[str, ...] = ()
 
     @property
@@ -68,15 +70,22 @@ class Call:
         return self.prompt.longest + self.response.longest
 
     @property
-    def unit(self) -> str:
-        """What is placed as a whole: the role, but a trained role's generation is its own unit."""
-        return f"{self.role}.generate" if self.kind == "generate" and self.trained else self.role
+    def call_group(self) -> str:
+        """What is placed as a whole: the role, with those that follow it.
+
+        A trained role's generation is a call group of its own.
+        """
+        if self.kind == "generate" and self.trained:
+            return f"{self.role}.generate"
+        return self.leader or self.role
 
 
 def calls_of(
     graph: Graph, workload: Workload, models: Mapping[str, ModelShape | None]
 ) -> tuple[Call, ...]:
-    """The calls of a step in program order. Ops and roles without a model cost nothing.
+    """The calls of a step in program order.
+
+    Ops, roles without a model and a train call without a loss, which moves weights, cost nothing.
 
     Args:
         graph: The recorded step.
@@ -94,13 +103,15 @@ def calls_of(
     needs: dict[str, tuple[str, ...]] = {}
     calls: list[Call] = []
     samples = workload.samples_per_prompt or _samples(graph)
+    leaders = _leaders(graph, models)
     for node in graph.nodes:
         before = dict.fromkeys(c for _, ref in node.inputs for c in needs.get(ref.node, ()))
         shape = models.get(node.role or "")
-        if node.role is None or shape is None:
+        if node.role is None or shape is None or _follows(node):
             needs[node.name] = tuple(before)
             continue
-        call = _call(graph, node, shape, workload, samples, tuple(before))
+        leader = leaders.get(node.role, "")
+        call = _call(graph, node, shape, workload, samples, tuple(before), leader)
         calls.append(call)
         needs[node.name] = (call.name,)
     return tuple(calls)
@@ -108,7 +119,7 @@ def calls_of(
 
 def _call(
     graph: Graph, node: Node, shape: ModelShape, workload: Workload, samples: int,
-    after: tuple[str, ...],
+    after: tuple[str, ...], leader: str,
 ) -> Call:  # fmt: skip
     role = node.role or ""
     passes = int(_constant(node, "epochs", 1))
@@ -119,7 +130,8 @@ def _call(
         kind=CALL_KINDS[node.kind],
         model=shape,
         head=graph.roles[role].model_head or "vocabulary",
-        trained=role in graph.trains_per_step,
+        trained=role in graph.learning_roles,
+        leader=leader,
         num_sequences=workload.num_prompts * samples,
         prompt=workload.prompt,
         response=workload.response,
@@ -128,6 +140,25 @@ def _call(
         updates=workload.updates_per_train or updates,
         after=after,
     )
+
+
+def _follows(node: Node) -> bool:
+    """Whether it makes a role's next weights without learning."""
+    return node.kind is NodeKind.TRAIN and "loss" not in dict(node.arguments)
+
+
+def _leaders(graph: Graph, models: Mapping[str, ModelShape | None]) -> dict[str, str]:
+    """Role -> the role with a model that it follows, at the end of a chain of them."""
+    found = {
+        node.role or "": argument.role
+        for node in graph.nodes
+        for _, argument in node.arguments
+        if _follows(node) and isinstance(argument, RoleRef) and models.get(argument.role)
+    }
+    for role in found:
+        for _ in found:  # roles that follow each other have no end
+            found[role] = found.get(found[role], found[role])
+    return found
 
 
 def _samples(graph: Graph) -> int:

@@ -37,7 +37,7 @@ class DeviceSpec(_Spec):
     memory_bytes_per_s: Positive
     """Bandwidth of device memory."""
     host_bytes_per_s: Positive
-    """Bandwidth to host memory, one direction, per device; what offloading pays."""
+    """Bandwidth to host memory, one direction, per device; it bounds offloading."""
     reserved_bytes: int = Field(default=0, ge=0)
     """Memory that no role can have: the driver's context, the runtime, fragmentation."""
 
@@ -61,18 +61,18 @@ class LinkSpec(_Spec):
     bytes_per_s: Positive
     """One direction, per device, while all devices of the node use it."""
     latency_s: NotNegative
-    """Of one message."""
+    """Latency of one message."""
 
 
 class NodeGroup(_Spec):
     """Equal nodes."""
 
     num_nodes: AtLeastOne
-    """How many."""
+    """Number of nodes."""
     devices_per_node: AtLeastOne
     """Devices in each."""
     device: DeviceSpec
-    """What they are."""
+    """The kind of their devices."""
     within: LinkSpec
     """Between devices of one node."""
 

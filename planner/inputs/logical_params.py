@@ -25,7 +25,7 @@ class LogicalParam:
     """One weight.
 
     Attributes:
-        name: As in the checkpoint.
+        name: The checkpoint's name for it.
         shape: As in the checkpoint: a projection is [outputs, inputs].
         cut_dim: The dimension that tensor parallelism cuts; None if every rank has all of it.
         num_units: Equal parts along `cut_dim` that are never cut: heads, or single rows.

@@ -17,7 +17,7 @@ class Mesh:
     A mesh over unequal nodes is as fast as its slowest device and as large as its smallest.
 
     Attributes:
-        cluster: Where they are.
+        cluster: The cluster that they belong to.
         counts: Devices taken from each node group.
     """
 

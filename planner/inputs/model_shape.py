@@ -58,7 +58,7 @@ class ModelShape(BaseModel):
     experts_per_token: int = Field(default=0, ge=0)
     """Experts that compute each token."""
     dtype: str = "bfloat16"
-    """Of weights and activations."""
+    """Data type of weights and activations."""
     family: str = ""
     """The Hugging Face `model_type` it was read from; "" for one written down by hand."""
 
@@ -131,7 +131,7 @@ def shape_of(
         architecture: The config's fields, with `model_type`.
         name: What tables call it; the model type by default.
         vocab_size: Used if the config does not say.
-        dtype: Of weights and activations.
+        dtype: Data type of weights and activations.
 
     Raises:
         PlanError: If a field is missing, not positive, or the family is none whose shape is known.

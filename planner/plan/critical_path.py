@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from ...dataflow.graph.graph import Graph, NodeKind
+from ...dataflow.runtime.executor import TaskSpan
 from ...dataflow.runtime.placement import Placement
-from ...dataflow.runtime.spans import TaskSpan
 from ...dataflow.scheduler.events import Load, NodeTask, Publish, Task
 from ...dataflow.scheduler.simulate import Span
 
@@ -29,7 +29,7 @@ class PathItem:
     Attributes:
         node: Name of the node.
         step: Which step it belongs to; 0 is the first step of the path.
-        group: Where it runs.
+        group: The group it runs on.
         start_s: When it starts, counted from the path's beginning.
         seconds: How long it takes.
         waited_for: Why it did not start earlier.

@@ -23,7 +23,7 @@ def refusal(
 ) -> InfeasibleError:
     """The error to raise in place of the search's own.
 
-    The attempt that is shown has every unit on all devices, each in the way that needs least:
+    The attempt that is shown has every call group on all devices, each in the way that needs least:
     nothing else spreads the states of every model further.
     """
     everywhere = tuple(group.num_devices for group in cluster.node_groups)
@@ -42,17 +42,17 @@ def refusal(
 def _attempt(calls: Sequence[Call], table: ModelTable, mesh: Mesh) -> GroupLedger | None:
     resident: dict[str, Parts] = {}
     transient: dict[str, Parts] = {}
-    units = tuple(dict.fromkeys(call.unit for call in calls))
-    for unit in units:
-        role = unit.removesuffix(".generate")
-        with_source = role != unit and role in units
-        options = table.options(unit, mesh, with_source=with_source)
+    call_groups = tuple(dict.fromkeys(call.call_group for call in calls))
+    for call_group in call_groups:
+        role = call_group.removesuffix(".generate")
+        with_source = role != call_group and role in call_groups
+        options = table.options(call_group, mesh, with_source=with_source)
         if not options:
             return None
         least = min(options, key=lambda option: option.least_bytes)
-        held, plans = table.explain(unit, mesh, least, with_source=with_source)
+        held, plans = table.explain(call_group, mesh, least, with_source=with_source)
         if held.total:
-            resident[unit] = held
+            resident[call_group] = held
         transient |= {name: plan.transient for name, plan in plans.items()}
     ordered = {call.name: transient[call.name] for call in calls}
     return GroupLedger("all", mesh.num_devices, resident, ordered)

@@ -45,6 +45,7 @@ def place_ops(
         PlanError: If `calls` names what the graph does not have, or nothing.
     """
     _check(graph, calls)
+    calls = {**_with_their_roles(graph, calls), **calls}
     groups = tuple(dict.fromkeys(calls.values()))
     free = [n for n in graph.nodes if n.kind is not NodeKind.SOURCE and n.name not in calls]
     best: dict[str, str] = {}
@@ -77,6 +78,15 @@ def _check(graph: Graph, calls: Mapping[str, str]) -> None:
         raise PlanError(f"no node of graph '{graph.name}' is placed, so there is no group")
 
 
+def _with_their_roles(graph: Graph, calls: Mapping[str, str]) -> dict[str, str]:
+    """Train calls without a time, which move a role's weights: beside what else it is asked for."""
+    sampled = {graph[n].role: g for n, g in calls.items() if graph[n].kind is NodeKind.ROLLOUT}
+    others = {graph[n].role: g for n, g in calls.items() if graph[n].kind is not NodeKind.ROLLOUT}
+    homes = {**sampled, **others}
+    makers = [node for node in graph.nodes if node.kind is NodeKind.TRAIN and node.role in homes]
+    return {node.name: homes[node.role] for node in makers}
+
+
 def _by_rule(
     graph: Graph, calls: Mapping[str, str], free: list[Node], groups: tuple[str, ...]
 ) -> Iterator[dict[str, str]]:
@@ -106,9 +116,9 @@ def _follow(
 def _together(free: list[Node]) -> list[tuple[str, ...]]:
     """Nodes that move as one: those of a role that trains must share a group."""
     trained = {node.role for node in free if node.kind is NodeKind.TRAIN}
-    units: dict[str, list[str]] = {}
+    call_groups: dict[str, list[str]] = {}
     for node in free:
-        units.setdefault(f"role {node.role}" if node.role in trained else node.name, []).append(
-            node.name
-        )
-    return [tuple(names) for names in units.values()]
+        call_groups.setdefault(
+            f"role {node.role}" if node.role in trained else node.name, []
+        ).append(node.name)
+    return [tuple(names) for names in call_groups.values()]

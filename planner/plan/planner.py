@@ -56,7 +56,7 @@ def plan_step(
         cluster: What to place it on; every device is used.
         workload: Rows and tokens of a step.
         max_lag: Steps that generation may be behind, or several to choose from.
-        constants: Of the model of time.
+        constants: Constants of the model of time.
         engine: What trains and evaluates; every layout of a plan is one that it runs.
         rollout: What generates, likewise; None if the same engine does.
         others: Role -> what runs all of its calls instead.
@@ -165,7 +165,7 @@ class _Writer:
             call.name: name
             for name, group in zip(names, best.groups, strict=True)
             for call in self.calls
-            if call.unit in group.units
+            if call.call_group in group.call_groups
         }
         nodes = place_ops(
             self.graph,
@@ -197,13 +197,11 @@ class _Writer:
         )
 
     def _names(self, assignment: Assignment) -> list[str]:
-        """A group is called what it holds: "all", one unit, or its first with the number more."""
+        """Groups are called after what they hold; a single one is "all"."""
         if len(assignment.groups) == 1:
             return ["all"]
-        return [
-            group.units[0] if len(group.units) == 1 else "_".join(_short(u) for u in group.units)
-            for group in assignment.groups
-        ]
+        held = [group.call_groups for group in assignment.groups]
+        return ["_".join(map(_short, names)) if names[1:] else names[0] for names in held]
 
     def _prediction(
         self, names: Sequence[str], workload: Workload, constants: Constants
@@ -214,10 +212,10 @@ class _Writer:
         for name, group in zip(names, found.best.groups, strict=True):
             resident: dict[str, dict[str, int]] = {}
             transient: dict[str, dict[str, int]] = {}
-            for unit, held, plans in self._explained(group):
+            for call_group, held, plans in self._explained(group):
                 times |= plans
                 if held.total:
-                    resident[unit] = _bytes(held)
+                    resident[call_group] = _bytes(held)
                 transient |= {call: _bytes(plan.transient) for call, plan in plans.items()}
             memory[name] = GroupMemory(
                 resident_bytes=resident,
@@ -243,16 +241,16 @@ class _Writer:
 
     def _explained(self, group: GroupAssignment) -> list[tuple[str, Parts, dict[str, CallPlan]]]:
         explained: list[tuple[str, Parts, dict[str, CallPlan]]] = []
-        for unit, option in group.options.items():
-            role = unit.removesuffix(".generate")
-            with_source = role != unit and role in group.units
-            held, plans = self.table.explain(unit, group.mesh, option, with_source=with_source)
-            explained.append((unit, held, plans))
+        for call_group, option in group.options.items():
+            role = call_group.removesuffix(".generate")
+            with_source = role != call_group and role in group.call_groups
+            found = self.table.explain(call_group, group.mesh, option, with_source=with_source)
+            explained.append((call_group, *found))
         return explained
 
 
-def _short(unit: str) -> str:
-    return unit.replace(".generate", "_rollout")
+def _short(call_group: str) -> str:
+    return call_group.replace(".generate", "_rollout")
 
 
 def _bytes(parts: Parts) -> dict[str, int]:

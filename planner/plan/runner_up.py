@@ -27,7 +27,7 @@ def runner_up(second: Assignment | None, best: Assignment) -> RunnerUp | None:
         return None
     return RunnerUp(
         description="; ".join(
-            f"{_listed(group.units)} on {len(group.devices)}" for group in second.groups
+            f"{_listed(group.call_groups)} on {len(group.devices)}" for group in second.groups
         ),
         step_time_s=second.step_time_s,
         why=_why(second, best.step_time_s),
@@ -39,7 +39,7 @@ def _why(second: Assignment, best_s: float) -> str:
     if slower_s <= _SAME * best_s:
         return "as fast as the best plan; of plans that take the same time the first one found wins"
     group = max(second.groups, key=_busy_s)
-    on, busy_s = f"{_listed(group.units)} on {len(group.devices)} devices", _busy_s(group)
+    on, busy_s = f"{_listed(group.call_groups)} on {len(group.devices)} devices", _busy_s(group)
     close = f"only {seconds_text(slower_s)} slower: " if slower_s < _CLOSE * best_s else ""
     if busy_s > best_s * (1 + _SAME):
         than = "longer than" if close else f"longer than the {seconds_text(best_s)} of"
@@ -54,8 +54,8 @@ def _why(second: Assignment, best_s: float) -> str:
     )
 
 
-def _listed(units: Sequence[str]) -> str:
-    return units[0] if len(units) == 1 else f"{', '.join(units[:-1])} and {units[-1]}"
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _busy_s(group: GroupAssignment) -> float:

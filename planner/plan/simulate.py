@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from ...dataflow.errors import PlanError
 from ...dataflow.graph.graph import Graph
+from ...dataflow.runtime.executor import TaskSpan
 from ...dataflow.runtime.placement import DeviceGroup, Placement, flow_of
-from ...dataflow.runtime.spans import TaskSpan
 from ...dataflow.scheduler.events import NodeTask, RunCall, RunTrain
 from ...dataflow.scheduler.schedule import Schedule
 from ...dataflow.scheduler.scheduler import Scheduler

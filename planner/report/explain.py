@@ -6,12 +6,12 @@ import textwrap
 from collections.abc import Mapping
 
 from ...dataflow.graph.graph import Graph
-from ...dataflow.runtime.spans import TaskSpan
+from ...dataflow.runtime.executor import TaskSpan
 from ..formatting import aligned, bytes_text, part_text, percent_text, ranges_text, seconds_text
 from ..plan.plan import Plan
 from ..plan.prediction import GroupMemory, Prediction
 from ..plan.simulate import Simulation, simulate_plan
-from .plan_texts import cluster_text, units_by_group, workload_text
+from .plan_texts import cluster_text, roles_by_group, workload_text
 
 __all__ = ["explain"]
 
@@ -100,12 +100,12 @@ def _against(other_s: float, step_s: float) -> str:
 
 
 def _placement(graph: Graph, plan: Plan) -> list[str]:
-    units = units_by_group(graph, plan)
+    roles = roles_by_group(graph, plan)
     rows = [["group", "devices", "number", "roles"]]
     for group in plan.groups:
         number = len(group.devices) or group.num_ranks
         devices = ranges_text(group.devices) or f"any {group.device}"
-        rows.append([group.name, devices, str(number), ", ".join(units[group.name]) or "none"])
+        rows.append([group.name, devices, str(number), ", ".join(roles[group.name]) or "none"])
     return ["placement", *(f"  {line}" for line in aligned(rows, right=[2]))]
 
 
@@ -213,7 +213,7 @@ def _memory(plan: Plan, name: str, held: GroupMemory) -> list[str]:
         f"of {bytes_text(limit)} ({percent_text(share)})"
     ]
     moments = [
-        *(("always", unit, parts) for unit, parts in held.resident_bytes.items()),
+        *(("always", call_group, parts) for call_group, parts in held.resident_bytes.items()),
         *(("while", call, parts) for call, parts in held.transient_bytes.items()),
     ]
     parts = list(dict.fromkeys(part for *_, row in moments for part, size in row.items() if size))

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from html import escape
 
 from ...dataflow.graph.graph import Graph
-from ...dataflow.runtime.spans import TaskSpan
+from ...dataflow.runtime.executor import TaskSpan
 from ..formatting import part_text, percent_text, ranges_text, seconds_text
 from ..inputs.cluster import ClusterSpec
 from ..plan.plan import GroupPlan, Plan
 from ..plan.simulate import Simulation
-from .plan_texts import units_by_group
+from .plan_texts import roles_by_group
 from .style import NUM_COLORS
 
 __all__ = ["WIDTH", "attribute", "gantt", "role_colors", "round_text", "ticks"]
@@ -63,13 +63,13 @@ def gantt(graph: Graph, plan: Plan, simulation: Simulation) -> str:
     from_s = simulation.end_s - length_s
     parts: list[str] = []
     y = _TOP
-    units = units_by_group(graph, plan)
+    roles = roles_by_group(graph, plan)
     heights = {group.name: _height(group, plan) for group in plan.groups}
     bottom = _TOP + sum(heights.values()) + _GAP * (len(heights) - 1)
     parts += [_tick(at_s, length_s, bottom) for at_s in ticks(length_s)]
     for group in plan.groups:
         height = heights[group.name]
-        parts += _lane(plan, group, units[group.name], simulation, y, height)
+        parts += _lane(plan, group, roles[group.name], simulation, y, height)
         for span in simulation.spans:
             if (
                 span.group == group.name
@@ -115,14 +115,14 @@ def _edge(share: float, bottom: int) -> str:
 
 
 def _lane(
-    plan: Plan, group: GroupPlan, units: list[str], simulation: Simulation, y: int, height: int
+    plan: Plan, group: GroupPlan, roles: list[str], simulation: Simulation, y: int, height: int
 ) -> list[str]:
     devices = ranges_text(group.devices) or f"{group.num_ranks} {group.device}"
     idle = percent_text(simulation.idle_share.get(group.name, 1.0))
     middle = y + height / 2
-    labels = [group.name, devices, ", ".join(units)]
+    labels = [group.name, devices, ", ".join(roles)]
     if height < 60:
-        labels = [f"{group.name}: {devices}", ", ".join(units)]
+        labels = [f"{group.name}: {devices}", ", ".join(roles)]
     top = middle - 8 * (len(labels) - 1) + 4
     parts = [
         f'<rect class="lane" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{height}" rx="4"/>',

@@ -8,7 +8,7 @@ from ...dataflow.graph.graph import Graph
 from ..inputs.cluster import ClusterSpec
 from ..plan.plan import Plan
 from ..plan.simulate import Simulation, simulate_plan
-from .plan_texts import units_by_group
+from .plan_texts import roles_by_group
 
 __all__ = ["infeasible", "to_json"]
 
@@ -80,12 +80,12 @@ def _cluster(plan: Plan) -> dict[str, Any]:
 
 
 def _groups(graph: Graph, plan: Plan, simulation: Simulation) -> dict[str, Any]:
-    units = units_by_group(graph, plan)
+    roles = roles_by_group(graph, plan)
     memory = plan.prediction.memory if plan.prediction else {}
     return {
         group.name: {
             "devices": list(group.devices),
-            "roles": units[group.name],
+            "roles": roles[group.name],
             "idle_share": simulation.idle_share.get(group.name, 1.0),
             "memory": None
             if group.name not in memory

@@ -80,8 +80,8 @@ def _group(plan: Plan, name: str, held: GroupMemory, y: int, scale: float) -> li
     ]
     top = y + _HEAD
     resident = [
-        (f"{unit}: {part_text(part)}, always", part, size)
-        for unit, row in held.resident_bytes.items()
+        (f"{call_group}: {part_text(part)}, always", part, size)
+        for call_group, row in held.resident_bytes.items()
         for part, size in row.items()
     ]
     parts += _row("always", None, resident, top, scale)

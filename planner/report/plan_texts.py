@@ -7,7 +7,7 @@ from ..inputs.cluster import ClusterSpec
 from ..inputs.workload import Lengths, Workload
 from ..plan.plan import Plan
 
-__all__ = ["cluster_text", "lengths_text", "placement_text", "units_by_group", "workload_text"]
+__all__ = ["cluster_text", "lengths_text", "placement_text", "roles_by_group", "workload_text"]
 
 
 def lengths_text(lengths: Lengths) -> str:
@@ -38,26 +38,26 @@ def cluster_text(cluster: ClusterSpec | str) -> str:
     return f"{cluster.name}: {groups} = {cluster.num_devices} devices"
 
 
-def units_by_group(graph: Graph, plan: Plan) -> dict[str, list[str]]:
+def roles_by_group(graph: Graph, plan: Plan) -> dict[str, list[str]]:
     """Group -> what runs there: roles, or single calls of roles that are spread over groups."""
     calls = [node for node in graph.nodes if node.role and node.kind is not NodeKind.SOURCE]
-    units: dict[str, list[str]] = {group.name: [] for group in plan.groups}
+    roles: dict[str, list[str]] = {group.name: [] for group in plan.groups}
     for role in graph.roles:
         mine = [node for node in calls if node.role == role]
         homes = dict.fromkeys(plan.group_of(node) for node in mine)
         if len(homes) == 1:
-            units[next(iter(homes))].append(role)
+            roles[next(iter(homes))].append(role)
         else:
             for node in mine:
-                units[plan.group_of(node)].append(node.name)
-    return units
+                roles[plan.group_of(node)].append(node.name)
+    return roles
 
 
 def placement_text(graph: Graph, plan: Plan) -> str:
     """Who shares how many devices: "{actor, ref} on 64, {critic, reward} on 64"."""
-    units = units_by_group(graph, plan)
+    roles = roles_by_group(graph, plan)
     return ", ".join(
-        f"{{{', '.join(units[group.name])}}} on {len(group.devices) or group.num_ranks}"
+        f"{{{', '.join(roles[group.name])}}} on {len(group.devices) or group.num_ranks}"
         for group in plan.groups
-        if units[group.name]
+        if roles[group.name]
     )

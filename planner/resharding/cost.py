@@ -47,7 +47,7 @@ def traffic_of(
     """Add up moves.
 
     Args:
-        moves: Of one plan.
+        moves: The moves of one plan.
         groups: What they refer to.
         num_params: Parameters in the plan; at least 1.
         devices: All of either side, ascending.

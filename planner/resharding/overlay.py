@@ -55,8 +55,8 @@ class Piece:
     """A box that some devices need and lack; no plan has to cut it further.
 
     Attributes:
-        kind: Of which parameters.
-        box: Which indices of each.
+        kind: The kind of the parameters.
+        box: The indices of each.
         holders: Device -> its slice around the box, in the source.
         needers: Device that lacks the box -> its slice around the box, in the destination.
     """

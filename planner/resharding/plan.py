@@ -27,7 +27,7 @@ class MovedParam:
         source_tensor: The source engine's tensor.
         source_dims: Its dimensions, as in `StoredParam.dims`.
         destination_tensor: The destination engine's tensor.
-        destination_dims: Its dimensions.
+        destination_dims: Dimensions of the destination's tensor.
         bucket: Parameters of one bucket travel together; buckets go one after another.
     """
 
@@ -71,8 +71,8 @@ class DeviceTraffic:
     """One device's share of a transfer, in bytes of the destination's dtype.
 
     Attributes:
-        device: Which.
-        needed_bytes: Its destination shard.
+        device: The device's number.
+        needed_bytes: Size of its destination shard.
         kept_bytes: The part of it that the device already holds.
         received_bytes: What arrives; equal to `lower_bound_bytes`.
         sent_bytes: What it sends.
@@ -175,7 +175,7 @@ def window(box: Box, dims: Sequence[int], start: Sequence[int]) -> tuple[slice |
 
     Args:
         box: Indices of the logical parameter.
-        dims: Of the tensor, as in `StoredParam.dims`.
+        dims: Dimensions of the tensor, as in `StoredParam.dims`.
         start: Where the box begins in it.
     """
     return tuple(

@@ -34,7 +34,7 @@ def plan_transfer(
     """The moves after which every destination device has its shard.
 
     Args:
-        source: Who holds what.
+        source: Which device holds what.
         destination: Who is to hold what; on the same devices, others, or some of each.
         bucket_bytes: What a device may pack and unpack at once; a parameter that exceeds it is a
             bucket of its own.

@@ -45,7 +45,7 @@ class Slice:
     """A box of a parameter on one device.
 
     Attributes:
-        device: Who holds it.
+        device: The device that holds it.
         box: Indices into the logical parameter.
         start: Where the box begins in the engine's tensor on that device, in that tensor's own
             order of dimensions.
@@ -87,7 +87,7 @@ class Sharding:
     Attributes:
         devices: Cluster device of each rank, in rank order.
         params: What is held, in the order of the checkpoint.
-        patterns: How; parameters refer to them.
+        patterns: How parameters are held; they refer to these.
         dtype: What the engine stores.
 
     Raises:
@@ -205,7 +205,7 @@ def whole(
     Args:
         shapes: Parameter -> its shape.
         devices: Cluster device of each rank.
-        dtype: Of the weights.
+        dtype: Data type of the weights.
     """
     order = {shape: index for index, shape in enumerate(dict.fromkeys(shapes.values()))}
     patterns = tuple(

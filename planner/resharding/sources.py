@@ -1,4 +1,4 @@
-"""Who sends each piece to whom.
+"""Which device sends each piece to which device.
 
 All parameters of a kind move alike, so every layer, and with it every bucket, loads the devices as
 the whole transfer does. Holders of the same piece share it: each serves as many receivers, or where
@@ -26,10 +26,10 @@ class Send(NamedTuple):
 
     Attributes:
         piece: Index among the pieces.
-        params: Which of the piece's parameters.
+        params: Indices of the piece's parameters.
         box: Which indices of each; the piece's box or a part of it.
-        source: Who sends.
-        destination: Who receives.
+        source: The device that sends.
+        destination: The device that receives.
     """
 
     piece: int

@@ -51,7 +51,7 @@ class Pool:
 
     @property
     def num_devices(self) -> int:
-        """Of all nodes."""
+        """Number of devices of all nodes."""
         return len(self.nodes) * self.node_size
 
     def is_part(self, position: int) -> bool:
@@ -66,7 +66,7 @@ class Space:
         cluster: The cluster.
         pools: Its nodes by kind.
         shape: Length of every pool's `sizes`.
-        legal: Of that shape: which indices a group may have.
+        legal: Which indices a group may have, in that shape.
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
@@ -82,7 +82,7 @@ class Space:
         return int(self.legal.sum())
 
     def num_devices(self, index: Index) -> int:
-        """Of a group."""
+        """Number of devices of a group."""
         return sum(pool.sizes[k] for pool, k in zip(self.pools, index, strict=True))
 
     def mesh(self, index: Index) -> Mesh:

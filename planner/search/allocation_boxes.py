@@ -54,7 +54,7 @@ class Boxes:
         )
 
     def best_first(self) -> Boxes:
-        """By their bounds; equals keep their order."""
+        """Boxes in the order of their bounds; equals keep their order."""
         return self.where(np.argsort(self.bound, kind="stable"))
 
     @property

@@ -1,6 +1,6 @@
 """Lower bounds on the time per step, monotone in every duration.
 
-`period.py` plays the schedule; here is what no schedule can beat, whatever runs first:
+`step_time.py` plays the schedule; here is what no schedule can beat, whatever runs first:
 
 - a group works off all of its calls in every step;
 - a chain of waits from a call to the same call d steps later fits into d steps (a critical cycle);

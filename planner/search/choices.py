@@ -1,10 +1,11 @@
-"""The options of every unit on every mesh, and what a group of units makes of them.
+"""The options of every call group on every mesh, and what several together make of them.
 
-Memory binds the units of a group together: the resident bytes of all and the largest transient of
-any call must fit. A group's *front* on a mesh is every choice of one option per unit that fits and
-that no other choice that fits equals or beats in every duration. The search looks at those unless
-it is told to look at every choice: a list schedule can be faster with a call slowed down (3 of
-3,785 random steps were, all with max_lag=1), but such a plan hangs on a coincidence of times.
+Memory binds the call groups of a group together: the resident bytes of all and the largest
+transient of any call must fit. A group's *front* on a mesh is every choice of one option per call
+group that fits and that no other choice that fits equals or beats in every duration. The search
+looks at those unless it is told to look at every choice: a list schedule can be faster with a call
+slowed down (3 of 3,785 random steps were, all with max_lag=1), but such a plan hangs on a
+coincidence of times.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .allocation import Index, Space
-from .options import CallNode, Option, OptionTable
-from .pins import Pins
-from .range_min import RangeMin
-from .unit_options import (
-    UnitOption,
+from .call_group_options import (
+    CallGroupOption,
     fitting,
     least_work,
     together_fastest,
     unbeaten,
     work_s,
 )
+from .options import CallNode, Option, OptionTable
+from .pins import Pins
+from .range_min import RangeMin
 
 __all__ = ["Choice", "Choices", "Front", "GroupChoices", "sources_of"]
 
@@ -37,11 +38,11 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One option per unit of a group.
+    """One option for each call group of a group.
 
     Attributes:
-        durations_s: Of the group's calls, in program order.
-        options: Of the group's units, in the group's order.
+        durations_s: Seconds of the group's calls, in program order.
+        options: Options of the group's call groups, in the group's order.
     """
 
     durations_s: tuple[float, ...]
@@ -63,7 +64,7 @@ class Front:
 
 @dataclass(frozen=True)
 class _Arrays:
-    """A unit's options on all legal meshes: meshes x options (x calls), filled up with inf."""
+    """Options of a call group on all legal meshes: meshes x options (x calls), padded with inf."""
 
     durations_s: Floats
     resident_bytes: Floats
@@ -71,23 +72,23 @@ class _Arrays:
 
 
 def sources_of(calls: Sequence[CallNode]) -> dict[str, str]:
-    """Unit -> the unit that trains its weights, for units whose role trains elsewhere."""
-    trainers = {call.role: call.unit for call in calls if call.trains}
+    """Call group -> the one that trains its weights, where its role is trained by another."""
+    trainers = {call.role: call.call_group for call in calls if call.trains}
     return {
-        call.unit: trainers[call.role]
+        call.call_group: trainers[call.role]
         for call in calls
-        if call.role in trainers and trainers[call.role] != call.unit
+        if call.role in trainers and trainers[call.role] != call.call_group
     }
 
 
 class Choices:
-    """Asks the table, once per unit and mesh.
+    """Asks the table, once per call group and mesh.
 
     Args:
         calls: In program order.
         table: Where options come from.
         space: The meshes.
-        pins: Which options are allowed, and how many devices a unit must have.
+        pins: Which options are allowed, and how many devices a call group must have.
         every_choice: Whether fronts hold every choice that fits.
 
     Attributes:
@@ -109,45 +110,47 @@ class Choices:
         self.num_asked = 0
         self._table = table
         self.calls_of = {
-            unit: tuple(i for i, call in enumerate(calls) if call.unit == unit)
-            for unit in dict.fromkeys(call.unit for call in calls)
+            call_group: tuple(i for i, call in enumerate(calls) if call.call_group == call_group)
+            for call_group in dict.fromkeys(call.call_group for call in calls)
         }
         self.indices: tuple[Index, ...] = tuple(
             tuple(int(k) for k in index) for index in np.argwhere(space.legal)
         )
         self.memory_bytes = {i: space.mesh(i).memory_bytes for i in self.indices}
-        self._options: dict[tuple[str, bool, Index], tuple[UnitOption, ...]] = {}
+        self._options: dict[tuple[str, bool, Index], tuple[CallGroupOption, ...]] = {}
         self._arrays: dict[tuple[str, bool], _Arrays] = {}
         self._groups: dict[tuple[str, ...], GroupChoices] = {}
 
-    def has_source(self, unit: str, group: Sequence[str]) -> bool:
-        """Whether the unit's weights are trained in the same group."""
-        return self.sources.get(unit) in group
+    def has_source(self, call_group: str, group: Sequence[str]) -> bool:
+        """Whether the call group's weights are trained in the same group."""
+        return self.sources.get(call_group) in group
 
-    def options(self, unit: str, index: Index, with_source: bool) -> tuple[UnitOption, ...]:
-        """What a unit can do on a mesh, none worse than another, fastest first."""
-        key = (unit, with_source, index)
+    def options(
+        self, call_group: str, index: Index, with_source: bool
+    ) -> tuple[CallGroupOption, ...]:
+        """What a call group can do on a mesh, none worse than another, fastest first."""
+        key = (call_group, with_source, index)
         if key not in self._options:
             self.num_asked += 1
             mesh = self.space.mesh(index)
-            found = self._table.options(unit, mesh, with_source=with_source)
-            self._options[key] = self._reduced(unit, found)
+            found = self._table.options(call_group, mesh, with_source=with_source)
+            self._options[key] = self._reduced(call_group, found)
         return self._options[key]
 
-    def _reduced(self, unit: str, options: Sequence[Option]) -> tuple[UnitOption, ...]:
-        names = [self.calls[i].name for i in self.calls_of[unit]]
+    def _reduced(self, call_group: str, options: Sequence[Option]) -> tuple[CallGroupOption, ...]:
+        names = [self.calls[i].name for i in self.calls_of[call_group]]
         reduced = [
-            UnitOption(
+            CallGroupOption(
                 tuple(option.durations_s[name] for name in names),
                 option.resident_bytes,
                 max(option.transient_bytes[name] for name in names),
                 option,
             )
             for option in options
-            if self.pins.accepts(unit, option)
+            if self.pins.accepts(call_group, option)
         ]
         reduced.sort(key=lambda o: (sum(o.durations_s), o.resident_bytes))
-        kept: list[UnitOption] = []
+        kept: list[CallGroupOption] = []
         for option in reduced if not self.every_choice else ():
             if not any(better.covers(option) for better in kept):
                 kept = [other for other in kept if not option.covers(other)] + [option]
@@ -155,19 +158,19 @@ class Choices:
 
     def load(self, check: Callable[[], None]) -> None:
         """Ask for everything; `check` is called in between and may raise."""
-        for unit in self.calls_of:
-            for with_source in (False, True) if unit in self.sources else (False,):
+        for call_group in self.calls_of:
+            for with_source in (False, True) if call_group in self.sources else (False,):
                 for index in self.indices:
                     check()
-                    self.options(unit, index, with_source)
+                    self.options(call_group, index, with_source)
 
-    def arrays(self, unit: str, with_source: bool) -> _Arrays:
-        """The unit's options as arrays over all meshes."""
-        key = (unit, with_source)
+    def arrays(self, call_group: str, with_source: bool) -> _Arrays:
+        """The call group's options as arrays over all meshes."""
+        key = (call_group, with_source)
         if key not in self._arrays:
-            rows = [self.options(unit, index, with_source) for index in self.indices]
+            rows = [self.options(call_group, index, with_source) for index in self.indices]
             shape = (len(rows), max(1, *(len(row) for row in rows)))
-            durations_s = np.full((*shape, len(self.calls_of[unit])), np.inf)
+            durations_s = np.full((*shape, len(self.calls_of[call_group])), np.inf)
             resident, transient = np.full(shape, np.inf), np.full(shape, np.inf)
             for n, row in enumerate(rows):
                 for k, option in enumerate(row):
@@ -177,40 +180,40 @@ class Choices:
             self._arrays[key] = _Arrays(durations_s, resident, transient)
         return self._arrays[key]
 
-    def group(self, units: tuple[str, ...]) -> GroupChoices:
-        """What these units can do together."""
-        if units not in self._groups:
-            self._groups[units] = GroupChoices(self, units)
-        return self._groups[units]
+    def group(self, call_groups: tuple[str, ...]) -> GroupChoices:
+        """What these call groups can do together."""
+        if call_groups not in self._groups:
+            self._groups[call_groups] = GroupChoices(self, call_groups)
+        return self._groups[call_groups]
 
     def memory(self) -> Floats:
         """Bytes that roles can use, per mesh of `indices`."""
         return np.array([self.memory_bytes[index] for index in self.indices], np.float64)
 
-    def may_have(self, units: Sequence[str]) -> NDArray[np.bool_]:
-        """Which of `indices` have as many devices as the units' pins say."""
-        wanted = {self.pins.num_devices[u] for u in units if u in self.pins.num_devices}
+    def may_have(self, call_groups: Sequence[str]) -> NDArray[np.bool_]:
+        """Which of `indices` have as many devices as the call groups' pins say."""
+        wanted = {self.pins.num_devices[u] for u in call_groups if u in self.pins.num_devices}
         counts = (self.space.num_devices(index) for index in self.indices)
         return np.array([all(count == n for n in wanted) for count in counts], np.bool_)
 
 
 class GroupChoices:
-    """What some units can do when they share a mesh.
+    """What some call groups can do when they share a mesh.
 
     Attributes:
-        units: The units.
+        call_groups: The call groups.
         calls: Indices of their calls, ascending.
     """
 
-    def __init__(self, choices: Choices, units: tuple[str, ...]) -> None:
-        self.units = units
-        self.calls = tuple(sorted(i for unit in units for i in choices.calls_of[unit]))
+    def __init__(self, choices: Choices, call_groups: tuple[str, ...]) -> None:
+        self.call_groups = call_groups
+        self.calls = tuple(sorted(i for name in call_groups for i in choices.calls_of[name]))
         self._choices = choices
-        self._with_source = [choices.has_source(unit, units) for unit in units]
+        self._with_source = [choices.has_source(name, call_groups) for name in call_groups]
         self._range_min: RangeMin | None = None
         self._fronts: dict[Index, tuple[float, Front]] = {}
-        # Where a unit's calls stand among the group's.
-        flat = [i for unit in units for i in choices.calls_of[unit]]
+        # Where a call group's calls stand among the group's.
+        flat = [i for name in call_groups for i in choices.calls_of[name]]
         self._order = [flat.index(i) for i in self.calls]
 
     @property
@@ -221,26 +224,26 @@ class GroupChoices:
         return self._range_min
 
     def _least(self) -> Floats:
-        """Per call and index; a unit may use what fits beside the least that the others need."""
+        """Per call and index; each may use what fits beside the least that the others need."""
         choices = self._choices
-        memory, may = choices.memory(), choices.may_have(self.units)
+        memory, may = choices.memory(), choices.may_have(self.call_groups)
         arrays = [
-            choices.arrays(unit, source)
-            for unit, source in zip(self.units, self._with_source, strict=True)
+            choices.arrays(call_group, source)
+            for call_group, source in zip(self.call_groups, self._with_source, strict=True)
         ]
         resident = np.array([a.resident_bytes.min(1) for a in arrays])
         transient = np.array([a.transient_bytes.min(1) for a in arrays])
         found = np.full((len(self.calls), *choices.space.shape), np.inf)
         at = tuple(np.array(choices.indices).T)
         can = may & np.isfinite(resident).all(0)
-        for k, (unit, a) in enumerate(zip(self.units, arrays, strict=True)):
+        for k, (call_group, a) in enumerate(zip(self.call_groups, arrays, strict=True)):
             others = np.delete(resident, k, 0).sum(0)
             largest = np.delete(transient, k, 0).max(0, initial=0.0)
             needed = a.resident_bytes + others[:, None]
             needed += np.maximum(a.transient_bytes, largest[:, None])
             fits = can[:, None] & (needed <= memory[:, None])
             least = np.where(fits[:, :, None], a.durations_s, np.inf).min(1)
-            for j, call in enumerate(choices.calls_of[unit]):
+            for j, call in enumerate(choices.calls_of[call_group]):
                 found[(self.calls.index(call), *at)] = least[:, j]
         return found
 
@@ -274,17 +277,17 @@ class GroupChoices:
             found = unbeaten(found)
         return Front(tuple(self._choice(options) for options in found), complete)
 
-    def _pools(self, index: Index) -> list[tuple[UnitOption, ...]]:
-        """Every unit's options on a mesh; nothing if one has none."""
+    def _pools(self, index: Index) -> list[tuple[CallGroupOption, ...]]:
+        """Every call group's options on a mesh; nothing if one has none."""
         choices = self._choices
-        wanted = {choices.pins.num_devices.get(unit) for unit in self.units} - {None}
+        wanted = {choices.pins.num_devices.get(name) for name in self.call_groups} - {None}
         pools = [
-            choices.options(unit, index, source)
-            for unit, source in zip(self.units, self._with_source, strict=True)
+            choices.options(call_group, index, source)
+            for call_group, source in zip(self.call_groups, self._with_source, strict=True)
         ]
         return pools if all(pools) and not wanted - {choices.space.num_devices(index)} else []
 
-    def _choice(self, options: tuple[UnitOption, ...]) -> Choice:
+    def _choice(self, options: tuple[CallGroupOption, ...]) -> Choice:
         flat = [seconds for option in options for seconds in option.durations_s]
         return Choice(
             tuple(flat[k] for k in self._order), tuple(option.option for option in options)

@@ -1,4 +1,4 @@
-"""Good plans to begin a search with: fair shares, straight down the bounds, by moving devices."""
+"""Good plans to begin a search with: fair shares, a descent along the bounds, moved devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fair_shares(space: Space, work: Sequence[float]) -> tuple[Index, ...] | None
 
     Args:
         space: The cluster.
-        work: Of every group, in any unit.
+        work: Work of every group, in any unit.
     """
     num_nodes = sum(len(pool.nodes) for pool in space.pools)
     if num_nodes < len(work):

@@ -1,7 +1,8 @@
-"""The options of real models: every legal layout of a unit on a mesh, with its seconds and bytes.
+"""The options of real models: each legal layout of a call group on a mesh, its seconds and bytes.
 
-Joins the models of time and memory into what the search chooses between. A unit's calls that share
-weights share a layout, because the weights stay where they are; micro-batches are each call's own.
+Joins the models of time and memory into what the search chooses between. A call group's calls that
+share weights share a layout, because the weights stay where they are; micro-batches are each call's
+own.
 
 What is tried for a layout's sizes: the engine's ZeRO stages, activations kept or computed again,
 the fastest micro-batch that fits and the one that needs least, and for frozen models, waiting in
@@ -55,7 +56,7 @@ def call_nodes(calls: Sequence[Call]) -> tuple[CallNode, ...]:
     return tuple(
         CallNode(
             name=call.name,
-            unit=call.unit,
+            call_group=call.call_group,
             after=call.after,
             role=call.role,
             reads_older=call.kind == "generate",
@@ -70,7 +71,7 @@ class ModelTable:
 
     Args:
         calls: The step's.
-        constants: Of the model of time.
+        constants: Constants of the model of time.
         engine: What trains and evaluates.
         rollout: What generates; None if the same does.
         others: Role -> what runs all of its calls instead.
@@ -93,7 +94,7 @@ class ModelTable:
     ) -> None:
         self._calls: dict[str, list[Call]] = {}
         for call in calls:
-            self._calls.setdefault(call.unit, []).append(call)
+            self._calls.setdefault(call.call_group, []).append(call)
         self._constants = constants
         self._engine, self._rollout, self._others = engine, rollout, dict(others or {})
         self._times = {
@@ -106,23 +107,23 @@ class ModelTable:
         self._known: dict[tuple[str, tuple[int, ...], bool], tuple[Option, ...]] = {}
         self._meshes: dict[tuple[int, ...], Mesh] = {}
 
-    def options(self, unit: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
+    def options(self, call_group: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
         """See `OptionTable.options`."""
-        key = (unit, mesh.counts, with_source)
+        key = (call_group, mesh.counts, with_source)
         if key not in self._known:
             mesh = self._meshes.setdefault(mesh.counts, mesh)
-            ways = self._ways(unit, mesh, with_source)
+            ways = self._ways(call_group, mesh, with_source)
             found = [_option(held, plans) for held, plans in ways]
             slack = int(_SLACK * mesh.memory_bytes)
             fit = [option for option in found if option.least_bytes <= mesh.memory_bytes]
             self._known[key] = dominant(fit, slack_bytes=slack) or self._smallest(
-                unit, mesh, with_source
+                call_group, mesh, with_source
             )
         return self._known[key]
 
-    def _smallest(self, unit: str, mesh: Mesh, with_source: bool) -> tuple[Option, ...]:
+    def _smallest(self, call_group: str, mesh: Mesh, with_source: bool) -> tuple[Option, ...]:
         """What needs least, if nothing fits: it cannot be chosen, but says what is lacking."""
-        ways = self._ways(unit, mesh, with_source, fitting=False)
+        ways = self._ways(call_group, mesh, with_source, fitting=False)
         found = [_option(held, plans) for held, plans in ways]
         return (min(found, key=lambda option: option.least_bytes),) if found else ()
 
@@ -140,17 +141,17 @@ class ModelTable:
         )
 
     def explain(
-        self, unit: str, mesh: Mesh, option: Option, *, with_source: bool
+        self, call_group: str, mesh: Mesh, option: Option, *, with_source: bool
     ) -> tuple[Parts, dict[str, CallPlan]]:
         """What an option consists of: resident parts, and each call's times and bytes."""
-        calls = self._calls[unit]
-        ways = self._ways(unit, mesh, with_source, only=option.layouts, fitting=False)
+        calls = self._calls[call_group]
+        ways = self._ways(call_group, mesh, with_source, only=option.layouts, fitting=False)
         for resident, plans in ways:
             same = all(plans[n].duration_s == s for n, s in option.durations_s.items())
             if same and resident == option.resident_bytes:
                 holds = self._holds(calls, plans[calls[0].name].layout, with_source)
                 return holds, plans
-        raise PlanError(f"'{unit}' has no such option on this mesh")
+        raise PlanError(f"'{call_group}' has no such option on this mesh")
 
     def engine_of(self, call: Call) -> EngineModel:
         """The engine that runs a call."""
@@ -166,17 +167,17 @@ class ModelTable:
             and (call.role not in self._others)
         )
 
-    # --- ways to run a unit
+    # --- ways to run a call group
 
     def _ways(
         self,
-        unit: str,
+        call_group: str,
         mesh: Mesh,
         with_source: bool,
         only: Mapping[str, Layout] | None = None,
         fitting: bool = True,
     ) -> Iterator[tuple[int, dict[str, CallPlan]]]:
-        calls = self._calls[unit]
+        calls = self._calls[call_group]
         for layout in self._layouts(calls, mesh, only):
             held = self._holds(calls, layout, with_source).total
             if fitting and held > mesh.memory_bytes:
@@ -192,7 +193,7 @@ class ModelTable:
     def _layouts(
         self, calls: Sequence[Call], mesh: Mesh, only: Mapping[str, Layout] | None
     ) -> Iterator[Layout]:
-        """Layouts of a unit's weights; micro-batches are left at 1."""
+        """Layouts of a call group's weights; micro-batches are left at 1."""
         if only is not None:
             yield only[calls[0].name].model_copy(update={"micro_batch": 1})
             return
@@ -216,7 +217,7 @@ class ModelTable:
         engine = self.engine_of(next((call for call in calls if call.kind != "generate"), calls[0]))
         cut = engine.sequence_parallel and size.tp > 1 and calls[0].kind != "generate"
         shares = size.dp > 1 and (trained or engine.shards_frozen)
-        may_offload = not calls[0].trained
+        may_offload = not any(call.trained or call.leader for call in calls)
         for zero in engine.zero_stages if shares else (0,):
             for again in (False, True) if trained else (False,):
                 for offload in (False, True) if may_offload else (False,):
@@ -235,17 +236,19 @@ class ModelTable:
         return kept and self.engine_of(call).why_not(layout, call.kind, call.model) is None
 
     def _holds(self, calls: Sequence[Call], layout: Layout, with_source: bool) -> Parts:
-        """What the unit always holds; a generation beside its trainer borrows the weights.
+        """What the call group always holds; a generation beside its trainer borrows the weights.
 
-        A frozen role that one engine evaluates and another samples from is there twice.
+        A frozen role that one engine evaluates and another samples from is there twice, and a
+        role that follows another is there beside it.
         """
         held = Parts()
         if layout.offload or (with_source and calls[0].kind == "generate"):
             return held
         apart = [call for call in calls if self._apart(call)]
         for own in (apart, [call for call in calls if call not in apart]):
-            for trainer in [call for call in own if call.kind == "train"][:1] or own[:1]:
-                held = held.plus(self.engine_of(trainer).memory.resident(trainer, layout))
+            ordered = sorted(own, key=lambda call: call.kind != "train")
+            for first in {call.role: call for call in reversed(ordered)}.values():
+                held = held.plus(self.engine_of(first).memory.resident(first, layout))
         return held
 
     def _plans(

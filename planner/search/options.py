@@ -1,4 +1,4 @@
-"""What the search chooses between: the ways in which a unit's calls can run on a mesh.
+"""What the search chooses between: groupings of call groups, and the ways to run each on a mesh.
 
 The search sees durations and bytes only; where they come from is the business of the models of time
 and memory. So it can be checked against brute force on made-up tables.
@@ -6,14 +6,14 @@ and memory. So it can be checked against brute force on made-up tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from ..inputs.layout import Layout
 from ..inputs.mesh import Mesh
 
-__all__ = ["CallNode", "Option", "OptionTable", "dominant"]
+__all__ = ["CallNode", "Option", "OptionTable", "Partition", "dominant", "partitions"]
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class CallNode:
 
     Attributes:
         name: The node's name.
-        unit: What it is placed with; all calls of a unit share a group.
+        call_group: What it is placed with; all calls of a call group share a group.
         after: Calls of the same step that must have ended.
         reads_older: Whether it may read weights that lag (a rollout): with `max_lag=k` it waits
             for the train calls of its role of k + 1 steps before, not of the step before.
-        role: Whose weights it reads.
+        role: The role whose weights it reads.
         trains: Whether it makes the role's next weights.
     """
 
     name: str
-    unit: str
+    call_group: str
     after: tuple[str, ...]
     role: str
     reads_older: bool = False
@@ -40,7 +40,7 @@ class CallNode:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a unit on a mesh.
+    """One way to run a call group on a mesh.
 
     Attributes:
         durations_s: Call name -> seconds, weight movement into the call's layout included.
@@ -63,12 +63,12 @@ class Option:
 class OptionTable(Protocol):
     """Where the search asks for options; deterministic."""
 
-    def options(self, unit: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
-        """Ways to run a unit on a mesh, none dominated; none if nothing fits or divides.
+    def options(self, call_group: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
+        """Ways to run a call group on a mesh, none dominated; none if nothing fits or divides.
 
         Args:
-            unit: A role, or "role.generate" for a trained role's generation.
-            mesh: Where.
+            call_group: A role, or "role.generate" for a trained role's generation.
+            mesh: The devices.
             with_source: For "role.generate": whether the role trains on the same mesh, so that
                 its weights are there already and only change layout.
         """
@@ -100,3 +100,39 @@ def _covers(better: Option, option: Option, slack_bytes: int) -> bool:
             better.transient_bytes[c] <= b + slack_bytes for c, b in option.transient_bytes.items()
         )
     )
+
+
+Partition: TypeAlias = tuple[tuple[str, ...], ...]
+"""What is grouped stands in the order given, groups in the order of their first member."""
+
+
+def partitions(
+    call_groups: Sequence[str],
+    together: Sequence[Sequence[str]] = (),
+    apart: Sequence[Sequence[str]] = (),
+) -> Iterator[Partition]:
+    """All partitions of `call_groups`; everything in one group comes first, all alone last.
+
+    Args:
+        call_groups: What is placed.
+        together: Call groups of one entry share a group.
+        apart: No two call groups of one entry do.
+    """
+    partners = {u: {v for s in together if u in s for v in s} for u in call_groups}
+    strangers = {u: {v for s in apart if u in s for v in s if v != u} for u in call_groups}
+
+    def extend(groups: list[list[str]], position: int) -> Iterator[Partition]:
+        if position == len(call_groups):
+            yield tuple(tuple(group) for group in groups)
+            return
+        call_group = call_groups[position]
+        earlier = partners[call_group] & set(call_groups[:position])
+        for group in groups:
+            if earlier <= set(group) and strangers[call_group].isdisjoint(group):
+                group.append(call_group)
+                yield from extend(groups, position + 1)
+                group.pop()
+        if not earlier:
+            yield from extend([*groups, [call_group]], position + 1)
+
+    yield from extend([], 0)

@@ -1,4 +1,4 @@
-"""One partition of the units, and the boxes of allocations that are still to be looked at.
+"""One partition of the call groups, and the boxes of allocations that are still to be looked at.
 
 The bound of a box is that of `bounds.py` with every call at its least duration within the box. A
 box that holds one allocation only is evaluated: the options of its groups are played.
@@ -16,11 +16,10 @@ import numpy as np
 from .allocation import Index
 from .allocation_boxes import Boxes, Corners, Grid
 from .bounds import StepBound
+from .call_group_options import MOST_COMBINED
 from .choices import Choice, Choices, Front
-from .options import Option
-from .partition import Partition
+from .options import Option, Partition
 from .step_time import StepTimer
-from .unit_options import MOST_COMBINED
 
 __all__ = ["Branch", "Found"]
 
@@ -34,9 +33,9 @@ class Found:
 
     Attributes:
         step_time_s: Seconds per step.
-        partition: Units of every group.
+        partition: Call groups of every group.
         allocation: Index of every group.
-        options: Unit -> how it runs.
+        options: Call group -> how it runs.
     """
 
     step_time_s: float
@@ -46,11 +45,11 @@ class Found:
 
 
 class Branch:
-    """A partition of the units under one schedule.
+    """A partition of the call groups under one schedule.
 
     Args:
-        choices: Of all units.
-        partition: Units of every group.
+        choices: Choices of all call groups.
+        partition: Call groups of every group.
         max_lag: Steps that rollouts may be behind.
 
     Attributes:
@@ -72,9 +71,9 @@ class Branch:
             for devices in self.fixed
         ]
         self._grid = Grid(choices.space, self.fixed)
-        self._groups = [choices.group(units) for units in partition]
-        number = {unit: k for k, units in enumerate(partition) for unit in units}
-        placed = [number[call.unit] for call in choices.calls]
+        self._groups = [choices.group(call_groups) for call_groups in partition]
+        number = {name: k for k, group in enumerate(partition) for name in group}
+        placed = [number[call.call_group] for call in choices.calls]
         self._bound = StepBound(choices.calls, placed, max_lag)
         self._timer = StepTimer(choices.calls, placed, max_lag)
         self._num_calls = len(choices.calls)
@@ -144,9 +143,9 @@ class Branch:
         if best is None:
             return None
         options = {
-            unit: option
-            for units, choice in zip(self.partition, best, strict=True)
-            for unit, option in zip(units, choice.options, strict=True)
+            call_group: option
+            for call_groups, choice in zip(self.partition, best, strict=True)
+            for call_group, option in zip(call_groups, choice.options, strict=True)
         }
         return Found(below_s, self.partition, allocation, options)
 

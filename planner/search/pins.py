@@ -12,13 +12,12 @@ from ...dataflow.graph.proxies import nearest
 from ..inputs.cluster import ClusterSpec
 from ..inputs.layout import Layout
 from .allocation import Space
-from .options import CallNode, Option
-from .partition import Partition
+from .options import CallNode, Option, Partition
 
 __all__ = ["Pins"]
 
 
-def _anything(unit: str, option: Option) -> bool:
+def _anything(call_group: str, option: Option) -> bool:
     return True
 
 
@@ -32,17 +31,17 @@ class Pins:
     """
 
     together: tuple[tuple[str, ...], ...] = ()
-    """Units of one entry share a group."""
+    """Call groups of one entry share a group."""
     apart: tuple[tuple[str, ...], ...] = ()
-    """No two units of one entry share a group."""
+    """No two call groups of one entry share a group."""
     num_devices: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Unit -> number of devices of its group."""
+    """Call group -> number of devices of its group."""
     devices: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    """Unit -> the devices of its group; other units may join it there."""
+    """Call group -> the devices of its group; other call groups may join it there."""
     layouts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     """Call name -> fields of its `Layout` with the values they must have."""
     allows: Callable[[str, Option], bool] = _anything
-    """Whether a unit may have an option; must be deterministic."""
+    """Whether a call group may have an option; must be deterministic."""
 
     def check(self, calls: Sequence[CallNode], cluster: ClusterSpec) -> None:
         """Refuse pins that cannot be meant.
@@ -50,14 +49,16 @@ class Pins:
         Raises:
             PlanError: If a pin names what is not there, or two contradict each other.
         """
-        units = list(dict.fromkeys(call.unit for call in calls))
+        call_groups = list(dict.fromkeys(call.call_group for call in calls))
         named = [("together", u) for s in self.together for u in s]
         named += [("apart", u) for s in self.apart for u in s]
         named += [("num_devices", u) for u in self.num_devices]
         named += [("devices", u) for u in self.devices]
-        for pin, unit in named:
-            if unit not in units:
-                raise PlanError(f"pin {pin} names unit '{unit}'; {nearest(unit, units)}")
+        for pin, call_group in named:
+            if call_group not in call_groups:
+                raise PlanError(
+                    f"pin {pin} names call group '{call_group}'; {nearest(call_group, call_groups)}"
+                )
         names = [call.name for call in calls]
         for name, fields in self.layouts.items():
             if name not in names:
@@ -71,37 +72,38 @@ class Pins:
         self._check_groups()
 
     def _check_devices(self, cluster: ClusterSpec) -> None:
-        for unit, count in self.num_devices.items():
+        for call_group, count in self.num_devices.items():
             if not 1 <= count <= cluster.num_devices:
                 raise PlanError(
-                    f"pin num_devices gives '{unit}' {count} devices; expected 1 to "
+                    f"pin num_devices gives '{call_group}' {count} devices; expected 1 to "
                     f"{cluster.num_devices}, as many as cluster '{cluster.name}' has"
                 )
         space = Space(cluster)
         owner: dict[int, str] = {}
-        for unit, devices in self.devices.items():
+        for call_group, devices in self.devices.items():
             if not devices or len(set(devices)) != len(devices):
-                raise PlanError(f"pin devices of '{unit}' is empty or names a device twice")
+                raise PlanError(f"pin devices of '{call_group}' is empty or names a device twice")
             for device in devices:
                 if not 0 <= device < cluster.num_devices:
                     raise PlanError(
-                        f"pin devices gives '{unit}' device {device}, but cluster '{cluster.name}' "
-                        f"has devices 0 to {cluster.num_devices - 1}"
+                        f"pin devices gives '{call_group}' device {device}, but cluster "
+                        f"'{cluster.name}' has devices 0 to {cluster.num_devices - 1}"
                     )
-                other = owner.setdefault(device, unit)
+                other = owner.setdefault(device, call_group)
                 if set(self.devices[other]) != set(devices):
                     raise PlanError(
-                        f"pin devices gives device {device} to '{other}' and to '{unit}' but not "
-                        "the same devices to both; groups share no device"
+                        f"pin devices gives device {device} to '{other}' and to '{call_group}' but "
+                        "not the same devices to both; groups share no device"
                     )
-            if self.num_devices.get(unit, len(devices)) != len(devices):
+            if self.num_devices.get(call_group, len(devices)) != len(devices):
                 raise PlanError(
-                    f"pins give '{unit}' {self.num_devices[unit]} devices and name {len(devices)}"
+                    f"pins give '{call_group}' {self.num_devices[call_group]} devices and name "
+                    f"{len(devices)}"
                 )
-            space.index_of(devices, f"pin devices of '{unit}'")
+            space.index_of(devices, f"pin devices of '{call_group}'")
 
     def _check_groups(self) -> None:
-        """Refuse two units that must share a group and must not, naming the pins that say so."""
+        """Refuse two that must share a group and must not, naming the pins that say so."""
         joins = [(entry, f"together=[{', '.join(entry)}]") for entry in self.together]
         joins += [
             ((a, b), f"devices.{a} and devices.{b} (the same devices)")
@@ -127,14 +129,14 @@ class Pins:
                 )
 
     def all_together(self) -> tuple[tuple[str, ...], ...]:
-        """Units that share a group, those with the same devices included."""
+        """Call groups that share a group, those with the same devices included."""
         same: dict[frozenset[int], list[str]] = {}
-        for unit, devices in self.devices.items():
-            same.setdefault(frozenset(devices), []).append(unit)
-        return (*self.together, *(tuple(units) for units in same.values()))
+        for call_group, devices in self.devices.items():
+            same.setdefault(frozenset(devices), []).append(call_group)
+        return (*self.together, *(tuple(call_groups) for call_groups in same.values()))
 
     def all_apart(self) -> tuple[tuple[str, ...], ...]:
-        """Units that share no group, those with different devices included."""
+        """Call groups that share no group, those with different devices included."""
         different = [
             (a, b)
             for a, on_a in self.devices.items()
@@ -150,25 +152,25 @@ class Pins:
             for group in partition
         )
 
-    def accepts(self, unit: str, option: Option) -> bool:
-        """Whether the unit may have the option."""
+    def accepts(self, call_group: str, option: Option) -> bool:
+        """Whether the call group may have the option."""
         for name, layout in option.layouts.items():
             for key, value in self.layouts.get(name, {}).items():
                 if getattr(layout, key) != value:
                     return False
-        return self.allows(unit, option)
+        return self.allows(call_group, option)
 
 
 def _way(
     start: str, end: str, joins: Sequence[tuple[tuple[str, ...], str]]
 ) -> tuple[str, ...] | None:
-    """The fewest pins that put two units into one group; None if they are free."""
+    """The fewest pins that put two call groups into one group; None if they are free."""
     ways: dict[str, tuple[str, ...]] = {start: ()}
     queue = [start]
-    for unit in queue:
+    for call_group in queue:
         for entry, pin in joins:
-            if unit in entry:
+            if call_group in entry:
                 new = [other for other in entry if other not in ways]
-                ways |= {other: (*ways[unit], pin) for other in new}
+                ways |= {other: (*ways[call_group], pin) for other in new}
                 queue += new
     return ways.get(end)

@@ -13,23 +13,23 @@ __all__ = ["Assignment", "GroupAssignment", "SearchResult"]
 
 @dataclass(frozen=True)
 class GroupAssignment:
-    """Units that share devices.
+    """Call groups that share devices.
 
     Attributes:
-        units: The units, in program order.
+        call_groups: The call groups, in program order.
         mesh: The devices, as the models of time and memory saw them.
         devices: Their ids, ascending.
-        options: Unit -> how it runs.
+        options: Call group -> how it runs.
     """
 
-    units: tuple[str, ...]
+    call_groups: tuple[str, ...]
     mesh: Mesh
     devices: tuple[int, ...]
     options: Mapping[str, Option]
 
     @property
     def resident_bytes(self) -> int:
-        """Per device, of all units, always held."""
+        """Per device, of all call groups, always held."""
         return sum(option.resident_bytes for option in self.options.values())
 
     @property
@@ -40,10 +40,10 @@ class GroupAssignment:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A group for every unit, devices for every group, an option for every unit.
+    """A group for every call group, devices for every group, an option for every call group.
 
     Attributes:
-        groups: In the order of their first units.
+        groups: In the order of their first call groups.
         max_lag: The schedule.
         step_time_s: Seconds per step in the long run.
     """
@@ -54,8 +54,8 @@ class Assignment:
 
     @property
     def options(self) -> dict[str, Option]:
-        """Unit -> how it runs."""
-        return {unit: option for group in self.groups for unit, option in group.options.items()}
+        """Call group -> how it runs."""
+        return {name: option for group in self.groups for name, option in group.options.items()}
 
     @property
     def durations_s(self) -> dict[str, float]:
@@ -68,7 +68,8 @@ class Assignment:
 
     def __str__(self) -> str:
         groups = (
-            f"{', '.join(group.units)} on {len(group.devices)} device(s)" for group in self.groups
+            f"{', '.join(group.call_groups)} on {len(group.devices)} device(s)"
+            for group in self.groups
         )
         return f"{self.step_time_s:.6g} s per step: {'; '.join(groups)}"
 
@@ -109,5 +110,5 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """By which share of its time `best` could be improved at most."""
+        """The share of its time by which `best` could be improved at most."""
         return max(0.0, 1.0 - self.lower_bound_s / self.step_time_s)

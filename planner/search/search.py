@@ -1,11 +1,11 @@
 """Where everything runs: an exact branch and bound over groups, devices and options.
 
-minimize    seconds per step, as the scheduler will run it (`period.py`)
-over        partitions of the units into groups,
+minimize    seconds per step, as the scheduler will run it (`step_time.py`)
+over        partitions of the call groups into groups,
             devices for every group: whole nodes, or a part of one; every device used
             (`allocation.py`),
-            an option for every unit (`choices.py`)
-subject to  per group: resident bytes of its units + the largest transient of a call <= memory.
+            an option for every call group (`choices.py`)
+subject to  per group: all its resident bytes + the largest transient of a call <= memory.
 
 Every partition starts as one box of allocations. The box of least bound is split first; what cannot
 beat the second best plan known is dropped, so the runner-up is exact too. What is dropped or still
@@ -25,8 +25,7 @@ from ..inputs.cluster import ClusterSpec
 from .allocation import Index, Space
 from .choices import Choices
 from .initial_plans import fair_shares, improved, plunge
-from .options import CallNode, OptionTable
-from .partition import Partition, partitions
+from .options import CallNode, OptionTable, Partition, partitions
 from .partition_search import Branch, Found
 from .pins import Pins
 from .result import Assignment, GroupAssignment, SearchResult
@@ -75,7 +74,7 @@ def search(
 
     Args:
         calls: In program order.
-        table: The ways in which units can run.
+        table: The ways in which call groups can run.
         cluster: The devices.
         max_lag: Steps that rollouts may be behind, or several to choose from.
         pins: What must be so.
@@ -230,12 +229,12 @@ class _Run:
         space = self._choices.space
         whole = tuple(size - 1 for size in space.shape)
         work = {
-            unit: min((sum(option.durations_s) for option in options), default=0.0)
-            for unit in self._choices.calls_of
-            for options in [self._choices.options(unit, whole, with_source=False)]
+            call_group: min((sum(option.durations_s) for option in options), default=0.0)
+            for call_group in self._choices.calls_of
+            for options in [self._choices.options(call_group, whole, with_source=False)]
         }
         for branch in self._branches:
-            shares = [sum(work[unit] for unit in group) for group in branch.partition]
+            shares = [sum(work[call_group] for call_group in group) for group in branch.partition]
             allocation = fair_shares(space, shares)
             if allocation is not None:
                 found = branch.evaluate(allocation, self._promising_below_s)
@@ -294,8 +293,8 @@ class _Run:
         devices = space.devices(found.allocation, fixed)
         groups = tuple(
             GroupAssignment(
-                units, space.mesh(index), ids, {unit: found.options[unit] for unit in units}
+                names, space.mesh(index), ids, {name: found.options[name] for name in names}
             )
-            for units, index, ids in zip(found.partition, found.allocation, devices, strict=True)
+            for names, index, ids in zip(found.partition, found.allocation, devices, strict=True)
         )
         return Assignment(groups, self._max_lag, found.step_time_s)

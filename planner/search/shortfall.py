@@ -14,17 +14,17 @@ from ...dataflow.errors import InfeasibleError
 from ..formatting import bytes_text
 from .allocation import Index
 from .allocation_boxes import Boxes, Corners, Grid, Ints
+from .call_group_options import CallGroupOption
 from .choices import Choices
-from .partition import Partition
+from .options import Partition
 from .range_min import RangeMin
-from .unit_options import UnitOption
 
 __all__ = ["Shortfall", "explain_infeasible", "shortfall"]
 
 _AT_ONCE = 512
 
 _Least: TypeAlias = tuple[float, tuple[str, ...], Index]
-"""Bytes lacking, the units that lack them, and where."""
+"""Bytes lacking, the call groups that lack them, and where."""
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,22 @@ class Shortfall:
     """A group that does not fit where it would fit best.
 
     Attributes:
-        units: Its units.
-        num_devices: Of its mesh.
+        call_groups: Its call groups.
+        num_devices: Devices of its mesh.
         device: What they are.
         needed_bytes: What it needs per device at least.
         memory_bytes: What it can have.
     """
 
-    units: tuple[str, ...]
+    call_groups: tuple[str, ...]
     num_devices: int
     device: str
     needed_bytes: int
     memory_bytes: int
 
     def __str__(self) -> str:
-        subject = f"'{self.units[0]}' alone" if len(self.units) == 1 else ", ".join(self.units)
+        first, *others = self.call_groups
+        subject = ", ".join(self.call_groups) if others else f"'{first}' alone"
         needed, there = bytes_text(self.needed_bytes), bytes_text(self.memory_bytes)
         lacking = bytes_text(self.needed_bytes - self.memory_bytes)
         return (
@@ -58,24 +59,24 @@ class Shortfall:
 def explain_infeasible(choices: Choices, partitions: Sequence[Partition]) -> InfeasibleError:
     """What to tell when no assignment is feasible."""
     cluster = choices.space.cluster.name
-    for unit in choices.calls_of:
-        if not _runs_on(choices, unit):
+    for call_group in choices.calls_of:
+        if not _runs_on(choices, call_group):
             return InfeasibleError(
-                f"'{unit}' has no legal layout on cluster '{cluster}': on none of the "
+                f"'{call_group}' has no legal layout on cluster '{cluster}': on none of the "
                 f"{choices.space.num_meshes} meshes that a group can have does the table offer a "
                 "way to run it that the pins allow"
             )
-    for unit in choices.calls_of:
-        found = _alone(choices, unit)
+    for call_group in choices.calls_of:
+        found = _alone(choices, call_group)
         if found is not None and found.needed_bytes > found.memory_bytes:
             return InfeasibleError(
-                f"'{unit}' fits nowhere on cluster '{cluster}'. At best: {found}"
+                f"'{call_group}' fits nowhere on cluster '{cluster}'. At best: {found}"
             )
     found = shortfall(choices, partitions)
     if found is None:
         return InfeasibleError(_indivisible(choices))
     return InfeasibleError(
-        f"the units do not fit together on cluster '{cluster}'. At best: {found}"
+        f"the call groups do not fit together on cluster '{cluster}'. At best: {found}"
     )
 
 
@@ -88,7 +89,7 @@ def shortfall(choices: Choices, partitions: Sequence[Partition]) -> Shortfall | 
 
 
 def _shortfall(choices: Choices, least: _Least) -> Shortfall:
-    lacking, units, index = least
+    lacking, call_groups, index = least
     mesh = choices.space.mesh(index)
     used = zip(mesh.cluster.node_groups, mesh.counts, strict=True)
     smallest = min(
@@ -96,35 +97,35 @@ def _shortfall(choices: Choices, least: _Least) -> Shortfall:
         key=lambda device: device.memory_bytes - device.reserved_bytes,
     )
     needed = int(lacking) + mesh.memory_bytes
-    return Shortfall(units, mesh.num_devices, smallest.name, needed, mesh.memory_bytes)
+    return Shortfall(call_groups, mesh.num_devices, smallest.name, needed, mesh.memory_bytes)
 
 
-def _alone(choices: Choices, unit: str) -> Shortfall | None:
-    """The mesh where a unit lacks least, with its source or without, if nothing shared it."""
-    may = choices.may_have((unit,))
+def _alone(choices: Choices, call_group: str) -> Shortfall | None:
+    """The mesh where a call group lacks least, with its source or without, if nothing shared it."""
+    may = choices.may_have((call_group,))
     needed = [
-        (_needed([options]) - choices.memory_bytes[index], (unit,), index)
+        (_needed([options]) - choices.memory_bytes[index], (call_group,), index)
         for index, can in zip(choices.indices, may, strict=True)
-        for options in _options(choices, unit, index)
+        for options in _options(choices, call_group, index)
         if can
     ]
     least = min(needed, default=None)
     return _shortfall(choices, least) if least and least[0] < inf else None
 
 
-def _options(choices: Choices, unit: str, index: Index) -> list[tuple[UnitOption, ...]]:
-    sources = (False, True) if unit in choices.sources else (False,)
-    return [choices.options(unit, index, source) for source in sources]
+def _options(choices: Choices, call_group: str, index: Index) -> list[tuple[CallGroupOption, ...]]:
+    sources = (False, True) if call_group in choices.sources else (False,)
+    return [choices.options(call_group, index, source) for source in sources]
 
 
-def _runs_on(choices: Choices, unit: str) -> list[int]:
-    """Numbers of devices for which a unit has an option."""
-    may = choices.may_have((unit,))
+def _runs_on(choices: Choices, call_group: str) -> list[int]:
+    """Numbers of devices for which a call group has an option."""
+    may = choices.may_have((call_group,))
     return sorted(
         {
             choices.space.num_devices(index)
             for index, can in zip(choices.indices, may, strict=True)
-            if can and any(_options(choices, unit, index))
+            if can and any(_options(choices, call_group, index))
         }
     )
 
@@ -133,16 +134,16 @@ def _indivisible(choices: Choices) -> str:
     cluster = choices.space.cluster
     lines = [
         f"no way to divide the {cluster.num_devices} devices of cluster '{cluster.name}' gives "
-        "every unit a number of devices on which it has a layout:"
+        "every call group a number of devices on which it has a layout:"
     ]
-    for unit in choices.calls_of:
-        counts = ", ".join(str(count) for count in _runs_on(choices, unit))
-        lines.append(f"    '{unit}' has one on {counts}")
+    for call_group in choices.calls_of:
+        counts = ", ".join(str(count) for count in _runs_on(choices, call_group))
+        lines.append(f"    '{call_group}' has one on {counts}")
     return "\n".join(lines)
 
 
-def _needed(pools: Sequence[Sequence[UnitOption]]) -> float:
-    """The least bytes that units need per device together; inf if one has no option."""
+def _needed(pools: Sequence[Sequence[CallGroupOption]]) -> float:
+    """The least bytes that call groups need per device together; inf if one has no option."""
     least = inf
     for most in {option.transient_bytes for pool in pools for option in pool}:
         resident = sum(
@@ -160,7 +161,7 @@ class _Lacks:
         self._space, self._partition = choices.space, partition
         self._fixed = choices.pins.fixed(partition)
         self._grid = Grid(choices.space, self._fixed)
-        self._tables = [RangeMin(_lacks(choices, units)[None]) for units in partition]
+        self._tables = [RangeMin(_lacks(choices, call_groups)[None]) for call_groups in partition]
 
     def least(self, below: float) -> _Least | None:
         """Bytes lacking in the worst group of the best allocation, and that group."""
@@ -190,11 +191,12 @@ class _Lacks:
         return Boxes(corners[0][can], corners[1][can], bound[can])
 
 
-def _lacks(choices: Choices, units: Sequence[str]) -> NDArray[np.float64]:
-    """Bytes that the units lack when they share a mesh, per index; negative if they fit."""
+def _lacks(choices: Choices, call_groups: Sequence[str]) -> NDArray[np.float64]:
+    """Bytes that the call groups lack when they share a mesh, per index; negative if they fit."""
     found = np.full(choices.space.shape, np.inf)
-    for index, may in zip(choices.indices, choices.may_have(units), strict=True):
+    for index, may in zip(choices.indices, choices.may_have(call_groups), strict=True):
         if may:
-            pools = [choices.options(u, index, choices.has_source(u, units)) for u in units]
+            sources = {name: choices.has_source(name, call_groups) for name in call_groups}
+            pools = [choices.options(name, index, source) for name, source in sources.items()]
             found[index] = _needed(pools) - choices.memory_bytes[index]
     return found

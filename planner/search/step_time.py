@@ -36,11 +36,11 @@ def period(
 
     Args:
         calls: A step's calls in program order.
-        group_of: Unit -> number of its group.
+        group_of: Call group -> number of its group.
         durations_s: Call name -> seconds.
         max_lag: Steps that rollouts may be behind.
     """
-    timer = StepTimer(calls, [group_of[call.unit] for call in calls], max_lag)
+    timer = StepTimer(calls, [group_of[call.call_group] for call in calls], max_lag)
     return timer.seconds([durations_s[call.name] for call in calls])
 
 
@@ -169,7 +169,7 @@ class _Play:
         return (ended, *counts, *self.running)
 
     def remaining_s(self) -> list[float]:
-        """Of each group's running call."""
+        """Seconds left of each group's running call."""
         return [end_s - self.now_s for end_s in self.ends_s if end_s < inf]
 
 

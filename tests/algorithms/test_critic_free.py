@@ -416,7 +416,7 @@ def test_the_exact_soft_baseline() -> None:
     )
 
 
-def test_prompts_that_fail_are_drawn_more_often() -> None:
+def test_prompts_that_fail_are_sampled_more_often() -> None:
     close(prompt_priority(f64([0.9, 0.2, 0.5])), [0.071429, 0.571429, 0.357143])
     close(prompt_priority(f64([1, 1])), [0.5, 0.5])
 

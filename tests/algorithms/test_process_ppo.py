@@ -41,11 +41,11 @@ def returns(cfg: ProcessPPO) -> Tensor:
 
 
 def test_the_critic_expects_the_rewards_of_steps_as_well() -> None:
-    """With lambda 1 a return is the sum of what is paid from there on."""
+    """With lambda 1 a return is the sum of the rewards from there on."""
     _, plain, _ = run_ppo(ProcessPPO(gae_lambda=1.0), [True, True])
     cfg = ProcessPPO(gae_lambda=1.0, step_coef=0.5)
-    paid = 0.5 * process_reward(SCORES, ENDS)
-    expected = plain.trained["batch"].value_target + paid.flip(1).cumsum(1).flip(1)
+    added = 0.5 * process_reward(SCORES, ENDS)
+    expected = plain.trained["batch"].value_target + added.flip(1).cumsum(1).flip(1)
     torch.testing.assert_close(returns(cfg), torch.where(MASK, expected, 0))
     change = returns(cfg) - plain.trained["batch"].value_target
     assert change[1].tolist() == pytest.approx([0, 0, 0, -0.05, 0, 0])  # step 3 scores 0.4

@@ -20,8 +20,8 @@ from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
+from penstock.workers.envs.actors.network_weights import inherit_weights
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
-from penstock.workers.envs.actors.weight_inheritance import take_over
 from penstock.workers.envs.games.mnk_games import CONNECT_FOUR, BoardSpec
 from penstock.workers.envs.games.spec import LibraryGameSpec
 from penstock.workers.envs.rows import EnvRowSource, GameRowSource
@@ -187,14 +187,14 @@ def test_weights_can_be_approached() -> None:
     one, other = members()
     name = "actor.0.weight"
     own, its = one.export_weights()[name], other.export_weights()[name]
-    take_over(one, other, share=0.25)
+    inherit_weights(one, other, share=0.25)
     assert torch.allclose(one.export_weights()[name], 0.75 * own + 0.25 * its)
 
 
 def test_only_workers_with_weights_have_heirs() -> None:
     one, _ = members()
-    with pytest.raises(WorkerError, match="'first' was to take over weights of a Role, which"):
-        take_over(one, Role())
+    with pytest.raises(WorkerError, match="'first' was to inherit the weights of a Role, which"):
+        inherit_weights(one, Role())
 
 
 def test_fitness_of_nobody_is_refused() -> None:

@@ -146,7 +146,7 @@ def test_ppo_replaces_the_score_of_a_response_that_was_cut_off() -> None:
     assert not change[1].any()
 
 
-def test_ppo_refuses_to_expect_something_where_it_pays_the_score() -> None:
+def test_ppo_refuses_to_expect_something_where_it_puts_the_score() -> None:
     with pytest.raises(ValueError, match="no_eos 'zero' .* choose one of them"):
         PPO(no_eos="zero", score_slot="after_last")
 

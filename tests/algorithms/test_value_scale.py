@@ -41,7 +41,7 @@ def batch(target: float, rows: int = 6) -> ActorCriticBatch:
         action=torch.zeros(rows, 1, 1),
         action_mask=torch.ones(rows, 1, 0, dtype=torch.bool),
         mask=torch.ones(rows, 1, dtype=torch.bool),
-        memory=torch.zeros(rows, 0),
+        recurrent_state=torch.zeros(rows, 0),
         behavior_logprob=zeros,
         advantage=zeros,
         old_value=zeros,

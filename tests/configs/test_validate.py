@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
-from penstock.configs.key_docs import key_docs
 from penstock.configs.schema import RunConfig
-from penstock.configs.validate import RENAMED, fields_of, validated
+from penstock.configs.validate import RENAMED, check_renamed, fields_of, key_docs, validated
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.cli.key_reference import key_reference
 
@@ -91,6 +90,12 @@ def test_a_renamed_key_is_refused_with_its_new_name() -> None:
         "'task.normalisation' is now 'task.normalization'",
         "'agreement' is now 'mismatch'",
     ]
+    data = changed("algorithm.roles", {"env": {"options": {"ring": 2}}})
+    assert "'algorithm.roles.env.options.ring' is now 'algorithm.roles.env.opt" in refusal(data)
+    check_renamed({"algorithm": {"roles": {"ring": {"worker": "env"}}}})  # a role may be called so
+    assert "'model.architecture.memory' is now 'model.architecture.recurrent_units'" in refusal(
+        changed("model", {"architecture": {"memory": 8}})
+    )
     given = {"loss": {"normalise_advantages": False}}
     assert "now 'algorithm.cfg.loss.normalize_" in refusal(given, Whole, "algorithm.cfg")
 

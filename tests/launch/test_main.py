@@ -34,7 +34,7 @@ class Judge(Role):
 @dataclass(frozen=True, kw_only=True)
 class Cfg:
     sampling: Sampling = Sampling()
-    """How responses are drawn."""
+    """How responses are sampled."""
 
 
 def wrong_axes(prompts: Prompts, actor: Policy, reward: Reward, cfg: Cfg) -> TrainMetrics:

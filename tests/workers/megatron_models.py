@@ -6,7 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,7 +20,7 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.training.host_offload import HostCopy
+from penstock.workers.training.model_worker import HostCopy
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 from torch_models import architecture, make_prompts
@@ -65,11 +65,11 @@ def write_models(folder: Path, families: tuple[str, ...] = FAMILIES) -> None:
         policy = torch_policy(ModelSpec(architecture=tiny(family)))
         generator = torch.Generator().manual_seed(3)
         weights = policy.export_weights()
-        drawn = {
+        random = {
             name: torch.randn(weight.shape, generator=generator) * 0.15 + ("norm.weight" in name)
             for name, weight in weights.items()
         }
-        policy.load_weights(drawn)
+        policy.load_weights(random)
         policy.save_pretrained(folder / family)
     safetensors.torch.save_file(make_rows(), folder / "batch.safetensors")
 
@@ -83,10 +83,10 @@ def make_rows() -> dict[str, Tensor]:
     after = before + torch.randint(1, 21, before.shape, generator=generator)
     after[5] = before[5]
     place = torch.arange(int(after.max())).expand(len(prompt), -1)
-    drawn = torch.randint(3, 61, place.shape, generator=generator)
+    sampled = torch.randint(3, 61, place.shape, generator=generator)
     tokens = torch.nn.functional.pad(prompt, (0, place.shape[1] - prompt.shape[1]), value=-1)
     mask = (place >= before) & (place < after)
-    tokens = torch.where(mask, drawn, tokens)
+    tokens = torch.where(mask, sampled, tokens)
 
     def noise() -> Tensor:
         return torch.randn(mask.shape, generator=generator) * mask
@@ -106,6 +106,18 @@ def frozen_policy(folder: Path) -> PolicyWorker:
     """The torch engine's, some of whose parameters never move."""
     model = ModelSpec(folder=str(folder / "qwen2-tied"))
     return torch_policy(model, optimizer=dataclasses.replace(OPTIMIZER, frozen=FROZEN))
+
+
+def assert_followed(before: Mapping[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Exactly: a follower with a quarter share is a quarter of the way to what was trained.
+
+    Returns:
+        What was found apart from that.
+    """
+    found = dict(found)
+    for name, weight in before.items():
+        assert torch.equal(found.pop(f"follower/{name}"), torch.lerp(weight, found[name], 0.25))
+    return found
 
 
 def is_frozen(name: str) -> bool:

@@ -158,7 +158,7 @@ def resume(part: Part) -> None:
 
 
 def half(part: Part) -> None:
-    """Weights in bfloat16: trained, saved, and taken over from a state in float32."""
+    """Weights in bfloat16: trained, saved, and loaded from a state in float32."""
     batch = part.rows(load_batch(part.folder))
     model = ModelSpec(folder=str(part.folder / "qwen2-tied"), dtype="bfloat16")
     spec = MegatronPolicySpec(model=model, eos_token_id=2, optimizer=OPTIMIZER)
@@ -236,11 +236,13 @@ def refusals(part: Part) -> None:
 
 
 def frozen(part: Part) -> None:
-    """Some parameters never move."""
+    """Some parameters never move, and a policy without an optimizer follows the one that learns."""
     spec = dataclasses.replace(OPTIMIZER, frozen=FROZEN)
-    policy = part.policy("qwen2-tied", optimizer=spec)
+    policy, follower = part.policy("qwen2-tied", optimizer=spec), part.policy("qwen2-tied")
     part.keep("metric", train_policy(policy, part.rows(load_batch(part.folder))))
     part.found |= policy.export_weights()
+    follower.follow(policy, share=0.25)
+    part.keep("follower", follower.export_weights())
 
 
 PARTS: dict[str, Callable[[Part], None]] = {

@@ -16,7 +16,7 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.rollout.generator_policy import GeneratorPolicy
 from penstock.workers.rollout.responses import Responses
-from penstock.workers.rollout.sampling import SampleStreams, draw
+from penstock.workers.rollout.sampling import SampleStreams, sample_token
 from torch import Tensor
 
 
@@ -56,10 +56,10 @@ class SlowEngine:
             for place in range(sampling.max_new_tokens):
                 with torch.no_grad():
                     logits = self._module(input_ids=ids[None], use_cache=False).logits[:, -1]
-                drawn, its = draw(logits, uniform[at, place][None], sampling.temperature)
-                token[at, place], logprob[at, place] = drawn[0], its[0]
-                ids = torch.cat([ids, drawn])
-                if int(drawn) == self._eos_token_id:
+                sampled, its = sample_token(logits, uniform[at, place][None], sampling.temperature)
+                token[at, place], logprob[at, place] = sampled[0], its[0]
+                ids = torch.cat([ids, sampled])
+                if int(sampled) == self._eos_token_id:
                     break
         finished = (token == self._eos_token_id).any(1)
         return Responses(token, logprob, (token >= 0).sum(1), finished)

@@ -65,8 +65,8 @@ def by_sample(roll: Rollout, num_samples: int) -> Responses:
     found: Responses = {}
     for row, prompt_id in enumerate(roll.prompt_id.tolist()):
         mask = roll.mask[row]
-        drawn = (roll.tokens[row][mask].tolist(), roll.behavior_logprob[row][mask].tolist())
-        found[prompt_id, row % num_samples] = drawn
+        sampled = (roll.tokens[row][mask].tolist(), roll.behavior_logprob[row][mask].tolist())
+        found[prompt_id, row % num_samples] = sampled
     return found
 
 

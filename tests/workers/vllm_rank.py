@@ -1,6 +1,6 @@
 """One process of `test_vllm_parallel`: `python vllm_rank.py PROCESS TENSOR_PARALLEL FOLDER`.
 
-Writes what it drew to FOLDER; process 0 also draws the same with an engine of its own afterwards.
+Writes what it sampled to FOLDER; afterwards process 0 samples the same with its own engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_models import (
 SAMPLING = Sampling(num_samples=3, max_new_tokens=20)
 
 
-def draw(policy: VllmPolicy, module: Any) -> dict[str, Tensor]:
+def sample(policy: VllmPolicy, module: Any) -> dict[str, Tensor]:
     """Tokens after an update, and their largest difference to Hugging Face."""
     policy.load_weights(random_weights(module, 1))
     prompt, prompt_id = make_prompts(8)
@@ -51,12 +51,12 @@ def main(process: int, tensor_parallel: int, folder: Path) -> None:
     set_weights(module, random_weights(module, 1))
     context = WorkerContext("actor", 7, tensor_parallel=tensor_parallel, tensor_rank=process)
     policy = start("qwen2-tied", context=context)
-    found = {f"{process}/{name}": value for name, value in draw(policy, module).items()}
+    found = {f"{process}/{name}": value for name, value in sample(policy, module).items()}
     found[f"{process}/layout"] = torch.tensor(sorted(policy.weights_layout().bytes_on))
     policy.close()
     if process == 0:
         policy = start("qwen2-tied")
-        found |= {f"alone/{name}": value for name, value in draw(policy, module).items()}
+        found |= {f"alone/{name}": value for name, value in sample(policy, module).items()}
         policy.close()
     safetensors.torch.save_file(found, folder / f"{process}.safetensors")
 

@@ -1,6 +1,6 @@
 """Tasks from a local JSONL or Parquet file: prompts with answers, demonstrations or pairs.
 
-Rows are read and checked by `data_file.py`; the reward is a named verifier of `verifiers.py` or the
+Rows are read and checked by `rows_file.py`; the reward is a named verifier of `verifiers.py` or the
 user's own function.
 """
 
@@ -61,7 +61,7 @@ class FileTaskSpec:
     max_bad_fraction: float = 0.1
     """Largest share of bad rows to go on without; more stops the run before it starts."""
     seed: int = 0
-    """Of the choice of held-out prompts; the run's seed does not change it."""
+    """Seed of the choice of held-out prompts; the run's seed does not change it."""
 
     def build(self) -> FileTask:
         """Read the file and load the reward.

@@ -1,8 +1,8 @@
 """Tasks of the reasoning-gym package: generated problems, scored by the package's own verifiers.
 
-Problems are drawn in order from the package's dataset and kept if their prompt is new; the first
+Problems are taken in order from the package's dataset and kept if their prompt is new; the first
 `num_held_out` of them are held out, so the held-out set does not change with `num_train`. Because
-repeats are dropped, rare problems are rarer in training than the generator would draw them.
+repeats are dropped, rare problems are rarer in training than the generator makes them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ DEPENDS_ON_HASH_SEED = frozenset(
 )
 """Tasks whose problems follow the order of a set of strings, which differs between processes."""
 
-_MAX_IDLE_DRAWS = 2000
-"""Draws in a row without a new problem after which the task counts as exhausted."""
+_MAX_IDLE_SAMPLES = 2000
+"""Samples in a row without a new problem after which the task counts as exhausted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class ReasoningTaskSpec:
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The task's own settings: `{"min_terms": 2, "max_digits": 1}`."""
     seed: int = 0
-    """Of the generator; the run's seed does not change the problems."""
+    """Seed of the generator; the run's seed does not change the problems."""
     num_train: int = 10_000
     """Training problems, at most: a small task may have fewer distinct ones."""
     num_held_out: int = 512
@@ -94,10 +94,10 @@ class ReasoningTask:
         _check_spec(spec)
         self.spec = spec
         self.task_id = spec.name
-        self._dataset = _make_dataset(spec, size=_max_draws(spec))
+        self._dataset = _make_dataset(spec, size=_max_samples(spec))
         _check_repeatable(spec, self._dataset)
         self._template = _Template(spec)
-        problems = self._draw()
+        problems = self._sample()
         num_train = len(problems) - spec.num_held_out
         self.train = range(num_train)
         self.held_out = range(num_train, len(problems))
@@ -117,7 +117,7 @@ class ReasoningTask:
                 "name": self.spec.name,
                 "config": dict(self.spec.config),
                 "seed": self.spec.seed,
-                "size": _max_draws(self.spec),
+                "size": _max_samples(self.spec),
             },
         )
 
@@ -154,45 +154,45 @@ class ReasoningTask:
 
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
         """The problem's place in the generator, and the response."""
-        return (self._problems[index].draw, response)
+        return (self._problems[index].number, response)
 
     def where(self, index: int) -> str:
         """The task and the problem's place in the generator."""
-        return f"{self.spec.name}[{self._problems[index].draw}]"
+        return f"{self.spec.name}[{self._problems[index].number}]"
 
-    def _draw(self) -> list[_Problem]:
+    def _sample(self) -> list[_Problem]:
         wanted = self.spec.num_train + self.spec.num_held_out
         found: dict[str, _Problem] = {}
-        draws = idle = 0
+        samples = idle = 0
         for problem in self._problems_in_order():
-            draws += 1
+            samples += 1
             new = problem.prompt not in found
             idle = 0 if new else idle + 1
             if new:
                 found[problem.prompt] = problem
-            if len(found) == wanted or idle == _MAX_IDLE_DRAWS:
+            if len(found) == wanted or idle == _MAX_IDLE_SAMPLES:
                 break
         if len(found) <= self.spec.num_held_out:
             raise ConfigError(
                 f"task '{self.spec.name}' with {dict(self.spec.config)} gave only {len(found)} "
-                f"distinct problems in {draws} draws; {self.spec.num_held_out} are to be held out "
-                "and at least 1 must be left to train on\n"
+                f"distinct problems in {samples} samples; {self.spec.num_held_out} are to be held "
+                "out and at least 1 must be left to train on\n"
                 "    lower num_held_out, or widen the task's own settings (more digits, more terms)"
             )
         return list(found.values())
 
     def _problems_in_order(self) -> Iterator[_Problem]:
-        for draw in range(_max_draws(self.spec)):
+        for number in range(_max_samples(self.spec)):
             try:
-                entry: dict[str, Any] = self._dataset[draw]
+                entry: dict[str, Any] = self._dataset[number]
             except IndexError:  # a few tasks hold a fixed number of problems
                 return
-            yield _Problem(draw, self._template.fill(entry), entry)
+            yield _Problem(number, self._template.fill(entry), entry)
 
 
 @dataclass(frozen=True)
 class _Problem:
-    draw: int
+    number: int
     prompt: str
     entry: dict[str, Any]
 
@@ -232,8 +232,8 @@ def make_verifier(name: str, config: Mapping[str, Any], seed: int, size: int) ->
     spec = ReasoningTaskSpec(name=name, config=config, seed=seed)
     dataset = _make_dataset(spec, size)
 
-    def verify(draw: int, response: str) -> float:
-        return float(dataset.score_answer(response, dataset[draw]))
+    def verify(number: int, response: str) -> float:
+        return float(dataset.score_answer(response, dataset[number]))
 
     return verify
 
@@ -251,8 +251,8 @@ def _factory() -> ModuleType:
     return reasoning_gym.factory
 
 
-def _max_draws(spec: ReasoningTaskSpec) -> int:
-    return 20 * (spec.num_train + spec.num_held_out) + _MAX_IDLE_DRAWS
+def _max_samples(spec: ReasoningTaskSpec) -> int:
+    return 20 * (spec.num_train + spec.num_held_out) + _MAX_IDLE_SAMPLES
 
 
 def _check_spec(spec: ReasoningTaskSpec) -> None:
@@ -302,10 +302,10 @@ def _make_dataset(spec: ReasoningTaskSpec, size: int) -> Any:
 
 
 def _check_repeatable(spec: ReasoningTaskSpec, dataset: Any) -> None:
-    again = _make_dataset(spec, size=_max_draws(spec))
-    for draw in range(3):
+    again = _make_dataset(spec, size=_max_samples(spec))
+    for number in range(3):
         try:
-            same = dataset[draw]["question"] == again[draw]["question"]
+            same = dataset[number]["question"] == again[number]["question"]
         except IndexError:
             return
         if not same:

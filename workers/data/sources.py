@@ -87,7 +87,7 @@ class PromptSource:
         task: The problems.
         tokenizer: Encodes the prompts.
         batch_size: Prompts per step.
-        seed: Of the order of the problems.
+        seed: Seed of the order of the problems.
         max_prompt_tokens: Longer prompts are reported and left out; None for no limit.
         max_bad_fraction: Largest share of prompts that may be left out.
 
@@ -289,7 +289,7 @@ class PairSource:
         if limit is not None and len(self._tokenizer.encode(text)) >= limit:
             return False
         if self._task.verifier is not None:
-            return True  # too dear to ask; it differs from the answer, which must do
+            return True  # too expensive to ask; it differs from the answer, which must do
         try:
             return self._task.score(index, text) < self._task.correct_score
         except Exception:  # as in a reward: what the verifier cannot read is not right

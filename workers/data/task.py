@@ -93,7 +93,7 @@ class ScoresPairs(Protocol):
     """A task that may know how good the responses of its pairs are. Optional."""
 
     def pair_scores(self, index: int) -> tuple[float, float] | None:
-        """Of the better and the worse response, or None."""
+        """Scores of the better and the worse response, or None."""
         ...
 
 

@@ -29,6 +29,7 @@ from ...algorithms.roles.language import (
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Loss, Metric, add_metrics
 from ...dataflow.option_checks import check_range
+from ...dataflow.runtime.call_context import call_key
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.heads import Head
 from ..models.spec import ModelSpec
@@ -138,7 +139,7 @@ class PolicyRecipe(Recipe):
         return PolicyWorker(context, self)
 
     def make_generator(self, network: LanguageNetwork) -> GenerationEngine | None:
-        """What draws tokens from the same weights; None if the engine does not."""
+        """What samples tokens from the same weights; None if the engine does not."""
         del network
         return None
 
@@ -188,6 +189,17 @@ class PolicyWorker(LanguageWorker, Policy):
             return self._output(rows.tokens, rows.mask, temperature, needs_entropy=needs_entropy)
 
         return self._train(forward, loss, batch, epochs, num_minibatches, self._mismatch)
+
+    def follow(self, leader: Policy, *, share: float = 1.0, every: int = 1) -> TrainMetrics:
+        """See `Policy.follow`.
+
+        Raises:
+            ConfigError: If the leader is of another model or layout, or share is out of range.
+        """
+        due = call_key(self.context.role, "follow").step % every == 0
+        if due:
+            self.move_towards(leader, share)
+        return TrainMetrics({"followed": Metric.mean(float(due), 1.0)})
 
     def _output(
         self, tokens: Tensor, mask: Tensor, temperature: float, *, needs_entropy: bool = False

@@ -1,9 +1,9 @@
 """A time limit for each of many short calls, cheap enough for every step of an environment.
 
-Calls are interrupted by SIGALRM, as in `dataflow.deadline`. A limit that was running already goes
-on all the while: whichever of the two ends first interrupts. To arm it is to note the time: the
-signal comes when the first call might have been going on for too long, and is put off for as long
-as the one that is going on by then may take.
+Calls are interrupted by SIGALRM, as in `call_context.deadline`. A limit that was running already
+goes on all the while: whichever of the two ends first interrupts. Arming it only notes the time:
+the signal comes when the first call might have been going on for too long, and is put off for as
+long as the one that is going on by then may take.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 from types import FrameType
 
-from ...dataflow.runtime.deadline import DeadlineExceeded
+from ...dataflow.runtime.call_context import DeadlineExceeded
 
 __all__ = ["StepAlarm", "StepTooLong"]
 

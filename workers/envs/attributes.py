@@ -1,4 +1,4 @@
-"""An object's attributes: numbers that can be saved as JSON, and things that are as they were."""
+"""An object's attributes: numbers and texts as JSON, and whether all else is unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 __all__ = ["can_save", "copied", "from_json", "same", "to_json"]
 
 _KINDS = "biufU"
-"""Of numpy's types those that JSON can say: truth values, whole and other numbers, texts."""
+"""The kinds of numpy types that JSON can hold: truth values, whole and other numbers, texts."""
 
 
 def can_save(value: object) -> bool:

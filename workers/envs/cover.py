@@ -1,4 +1,4 @@
-"""A task for teams: agents on a line who must each stand on another mark.
+"""A task for teams: agents on a line who must each stand on a mark of their own.
 
 Importing this module registers it as `penstock/Cover-v0`.
 """
@@ -24,7 +24,7 @@ class Cover(gym.Env[Any, Any]):
     Args:
         num_agents: Agents, and marks.
         width: Places.
-        max_steps: Of an episode.
+        max_steps: Longest episode, in steps.
 
     Attributes:
         marks: i64[num_agents], from left to right.
@@ -47,7 +47,7 @@ class Cover(gym.Env[Any, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[NDArray[np.float32], dict[str, Any]]:
-        """Draw marks and places."""
+        """Sample marks and places."""
         super().reset(seed=seed, options=options)
         self.marks = np.sort(self.np_random.permutation(self._width)[: self._num_agents])
         self.places = self.np_random.integers(self._width, size=self._num_agents)

@@ -53,7 +53,7 @@ class EnvGroup(Protocol):
     """Environments that step together and are reset one step after their episode ended.
 
     Attributes:
-        num_envs: How many.
+        num_envs: Number of environments.
         num_features: Numbers of an observation.
         actions: What can be done.
         failures: What has failed and was restarted since this was cleared.

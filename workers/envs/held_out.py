@@ -30,7 +30,7 @@ class Episodes:
 
     Args:
         num_envs: Environments.
-        num_episodes: How many of each count.
+        num_episodes: Number of episodes of each that count.
         max_steps: An episode that is longer counts with what was earned by then, and no other
             follows in its environment.
 
@@ -67,7 +67,7 @@ class Episodes:
         """Take in steps of all environments, [envs, steps].
 
         Args:
-            reward: Of each step.
+            reward: The reward of each step.
             mask: False on those of resets.
             ended: True on the last step of an episode.
             failed: True on the step after it if the episode was given up, which does not count.
@@ -121,10 +121,10 @@ def play(
 
     Args:
         live: The group; its rewards as they are.
-        actor: Who acts.
+        actor: The actor.
         noise: For piece 0, 1, ... f64[PIECE, envs, components].
         num_episodes: Episodes of every environment.
-        max_episode_steps: Of an episode.
+        max_episode_steps: Longest episode, in steps.
 
     Raises:
         WorkerError: See `EnvWorker.rollout`. Or an environment gave up too many in a row.

@@ -27,7 +27,7 @@ class LiveGroup:
 
     Args:
         group: The environments.
-        numbers: Theirs, unique in the run.
+        numbers: Numbers of the environments, unique in the run.
         normalization: What is scaled.
     """
 
@@ -38,7 +38,7 @@ class LiveGroup:
         self._scales_rewards = normalization.rewards
         self._obs = np.zeros((group.num_envs, group.num_features), np.float32)
         self._over = np.zeros(group.num_envs, np.bool_)
-        self._memory: NDArray[np.float32] | None = None  # the actor's, if it has one
+        self._recurrent_state: NDArray[np.float32] | None = None  # the actor's, if it has one
         self._return = np.zeros(group.num_envs)
         self._length = np.zeros(group.num_envs, np.int64)
         self._call = CallKey(-1, 0)
@@ -84,7 +84,7 @@ class LiveGroup:
         """Act for as many steps as there is noise.
 
         Args:
-            actor: Who acts.
+            actor: The actor.
             noise: f64[horizon, envs, components].
 
         Returns:
@@ -104,13 +104,13 @@ class LiveGroup:
         broken: list[tuple[int, int]] = []
         obs, scale, masked = self._obs, self._normalizer, group.actions.masked
         valid: NDArray[np.bool_] | None = None
-        memory = self._memory
+        recurrent_state = self._recurrent_state
         for t in range(horizon):
             obs_t[t] = obs
             if masked:
                 valid = group.action_mask()
                 found["action_mask"][t] = valid
-            action, logprob, memory = actor.act(obs, noise[t], valid, memory)
+            action, logprob, recurrent_state = actor.act(obs, noise[t], valid, recurrent_state)
             if not (all_finite(action) and all_finite(logprob)):
                 raise self._not_said(t, action, logprob)
             action_t[t], logprob_t[t] = action, logprob
@@ -123,14 +123,14 @@ class LiveGroup:
             if self._scales_rewards:
                 counts = ~self._began(t, found, broken)
                 reward_t[t] = scale.reward(earned, terminated | truncated, counts)
-            if memory is not None:
+            if recurrent_state is not None:
                 began = self._began(t, found, broken)[:, None]
-                memory = np.where(began, np.float32(0), memory)
+                recurrent_state = np.where(began, np.float32(0), recurrent_state)
         self._given_up = self._mark(found, broken)
         self._count(earned_t, found)
         self._obs = obs.copy()
         rows = {name: array.swapaxes(0, 1) for name, array in found.items()}
-        return {**rows, "last_obs": self._obs, "memory": self._remember(memory)}
+        return {**rows, "last_obs": self._obs, "recurrent_state": self._remember(recurrent_state)}
 
     def _began(
         self, t: int, found: Mapping[str, NDArray[Any]], broken: list[tuple[int, int]]
@@ -140,12 +140,14 @@ class LiveGroup:
         began[[index for at, index in broken if at == t]] = True
         return began
 
-    def _remember(self, memory: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    def _remember(self, recurrent_state: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """Keep what is remembered after a rollout; what was before it, f32[envs, units]."""
-        began, self._memory = self._memory, memory
+        began, self._recurrent_state = self._recurrent_state, recurrent_state
         if began is not None:
             return began
-        return np.zeros((len(self._obs), 0 if memory is None else memory.shape[1]), np.float32)
+        return np.zeros(
+            (len(self._obs), 0 if recurrent_state is None else recurrent_state.shape[1]), np.float32
+        )
 
     def _not_said(
         self, t: int, action: NDArray[np.float32], logprob: NDArray[np.float32]
@@ -241,7 +243,7 @@ class LiveGroup:
             "ordinal": self._call.ordinal,
             "obs": self._obs.tolist(),
             "over": self._over.tolist(),
-            "memory": None if self._memory is None else self._memory.tolist(),
+            "memory": None if self._recurrent_state is None else self._recurrent_state.tolist(),
             "return": self._return.tolist(),
             "length": self._length.tolist(),
             **self.moments(),
@@ -262,8 +264,10 @@ class LiveGroup:
         self._call = CallKey(int(state["step"]), int(state.get("ordinal", 0)))
         self._obs = np.array(state["obs"], np.float32)
         self._over = np.array(state["over"], np.bool_)
-        memory = state.get("memory")  # not there in states that were saved before actors had one
-        self._memory = None if memory is None else np.array(memory, np.float32)
+        recurrent_state = state.get("memory")  # absent where actors had none when it was saved
+        self._recurrent_state = (
+            None if recurrent_state is None else np.array(recurrent_state, np.float32)
+        )
         self._return = np.array(state["return"], np.float64)
         self._length = np.array(state["length"], np.int64)
         self._normalizer.restore(state["normalizer"])
@@ -283,9 +287,9 @@ class LiveGroup:
         nobody = np.zeros((0, num_features), np.float32)
         noise = np.zeros((0, actions.num_components))
         allowed = found["action_mask"][0] if actions.masked else None
-        memory = actor.act(nobody, noise, allowed).memory
-        width = 0 if memory is None else memory.shape[1]
-        return {**rows, "last_obs": nobody, "memory": np.zeros((0, width), np.float32)}
+        recurrent_state = actor.act(nobody, noise, allowed).recurrent_state
+        width = 0 if recurrent_state is None else recurrent_state.shape[1]
+        return {**rows, "last_obs": nobody, "recurrent_state": np.zeros((0, width), np.float32)}
 
 
 def _buffers(

@@ -45,9 +45,9 @@ class LoopGroup:
     Args:
         name: What messages call them.
         make: Makes one.
-        numbers: Of the environments, unique in the run.
+        numbers: Numbers of the environments, unique in the run.
         seed: The run's.
-        role: Whose environments they are.
+        role: The role whose environments they are.
         alarm: Limits the time of a step; entered by whoever steps.
         masked: Whether they say which choices are allowed, as `info["action_mask"]` or by a method
             `action_masks`.

@@ -40,9 +40,9 @@ class NativeGroup:
 
     Args:
         env_id: Gymnasium's name of it.
-        numbers: Of the environments, unique in the run.
-        seed: Of its random generator; of an object that takes its place, another that follows from
-            this one.
+        numbers: Numbers of the environments, unique in the run.
+        seed: Seed of its random generator; an object that takes its place has another, which
+            follows from this one.
         options: Keyword arguments of the environment.
         alarm: Limits the time of a step; entered by whoever steps.
         max_restarts: How many environments may fail before `failures` is cleared.

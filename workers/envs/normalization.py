@@ -32,7 +32,7 @@ class Normalization:
     rewards: bool = False
     """Divide rewards by the deviation of their discounted sum."""
     discount: float = 0.99
-    """Of that sum; the algorithm's own."""
+    """Discount of that sum: the algorithm's own."""
     clip: float = 10.0
     """Largest size of a scaled number."""
     start: str | None = None
@@ -71,7 +71,7 @@ class Moments:
         self.count = total
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
+        """The moments as JSON."""
         mean, variance = self.mean.tolist(), self.variance.tolist()
         return {"mean": mean, "variance": variance, "count": self.count}
 
@@ -147,7 +147,7 @@ class Normalizer:
 
         Args:
             reward: As the environments give it; 0 where it does not count.
-            over: Whose episode this reward ends.
+            over: True where this reward ends an episode.
             counts: Whose step counts: elsewhere an episode begins with the next one.
         """
         if not self._options.rewards:
@@ -160,7 +160,7 @@ class Normalizer:
         return np.clip(reward / np.sqrt(self._returns.variance[0] + 1e-8), -clip, clip)
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
+        """The moments as JSON."""
         return {
             "obs": self._obs.state(),
             "returns": self._returns.state(),

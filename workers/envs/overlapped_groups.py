@@ -1,8 +1,8 @@
-"""Rings: several groups of environments rolled out at the same time, by threads of one process.
+"""Several groups of environments rolled out at the same time, by threads of one process.
 
 While one group waits for its environments, or for the answer of whoever serves the actor, another
-computes. What a group does depends on nothing but itself and its noise, so a rollout is the same
-for every size of the ring.
+computes. What a group does depends on nothing but itself and its noise, so a rollout is the same,
+however many groups are overlapped.
 
 With one slot the groups are rolled out one after another by the calling thread, and environments
 that hang can be interrupted (`StepAlarm`). Threads cannot be: with more slots a step that takes too
@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 
 from ...algorithms.roles.environment import Actor, Acts
 from ...dataflow.errors import WorkerError
-from ...planner.cost.overlapped_groups import LoopTimes, choose_ring_size
+from ...planner.cost.overlapped_groups import LoopTimes, choose_num_overlapped
 from .live import LiveGroup
 
-__all__ = ["Ring", "RingSize"]
+__all__ = ["OverlappedGroups", "NumOverlapped"]
 
-RingSize = int | Literal["auto"]
+NumOverlapped = int | Literal["auto"]
 """Groups rolled out at the same time; "auto": the planner chooses from what the first rollout
 takes."""
 
@@ -69,18 +69,18 @@ class _Timed(Actor):
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
+        recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`."""
         before_s, before_cpu_s = time.perf_counter(), time.thread_time()
-        found = self._actor.act(obs, noise, action_mask, memory)
+        found = self._actor.act(obs, noise, action_mask, recurrent_state)
         self.ask_s += time.perf_counter() - before_s
         self.ask_cpu_s += time.thread_time() - before_cpu_s
         self.num_turns += 1
         return found
 
     def times(self) -> LoopTimes:
-        """Of a turn, since the beginning."""
+        """Times of a turn, on average since the beginning."""
         turns = max(self.num_turns, 1)
         all_s = time.perf_counter() - self._begin_s
         all_cpu_s = time.thread_time() - self._begin_cpu_s
@@ -106,7 +106,7 @@ class _Slot(Actor):
     """One thread's place: passes questions on, and notes since when it steps.
 
     Attributes:
-        actor: Who answers.
+        actor: The actor that answers.
         ended: Set when the rollout is over for everyone.
         numbers: The environments being stepped.
         stepping_s: Since when; None while nothing is.
@@ -122,13 +122,13 @@ class _Slot(Actor):
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
+        recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`."""
         self.stepping_s = None
         if self.ended.is_set():
             raise _Ended
-        found = self.actor.act(obs, noise, action_mask, memory)
+        found = self.actor.act(obs, noise, action_mask, recurrent_state)
         self.stepping_s = time.monotonic()
         return found
 
@@ -167,19 +167,19 @@ class _Rollout:
             self.done.put((index, found))
 
 
-class Ring:
+class OverlappedGroups:
     """Rolls out groups, `size` at a time.
 
     Args:
-        size: See `RingSize`.
+        size: See `NumOverlapped`.
         step_limit_s: Longest time of one environment's step; None for no limit.
 
     Attributes:
         size: Chosen by the first rollout of several groups, if it was "auto".
     """
 
-    def __init__(self, size: RingSize, step_limit_s: float | None) -> None:
-        self.size: RingSize = size
+    def __init__(self, size: NumOverlapped, step_limit_s: float | None) -> None:
+        self.size: NumOverlapped = size
         self._step_limit_s = step_limit_s
 
     def uses_threads(self, num_groups: int) -> bool:
@@ -206,8 +206,8 @@ class Ring:
         timed = _Timed(actor)
         found = [live.roll(timed, noise) for live, noise in zip(groups, noises, strict=True)]
         times = timed.times()
-        self.size = choose_ring_size(times, len(groups))
-        _LOG.info("ring of %d for %d groups: %s", self.size, len(groups), times)
+        self.size = choose_num_overlapped(times, len(groups))
+        _LOG.info("%d of %d groups are overlapped: %s", self.size, len(groups), times)
         return found
 
     def _at_once(
@@ -220,7 +220,7 @@ class Ring:
         slots = [_Slot(actor, shared.ended) for _ in range(min(self.size, len(groups)))]
         threads = [
             threading.Thread(
-                target=shared.run, args=(slot,), name=f"penstock-ring-{i}", daemon=True
+                target=shared.run, args=(slot,), name=f"penstock-overlap-{i}", daemon=True
             )
             for i, slot in enumerate(slots)
         ]
@@ -248,8 +248,8 @@ class Ring:
             if time.monotonic() - since_s > limit_s:
                 raise WorkerError(
                     f"a step of environments {list(slot.numbers)} took longer than {limit_s:g} s "
-                    f"(step_limit_s={self._step_limit_s:g} for each of them); with ring=1 one that "
-                    "hangs is restarted"
+                    f"(step_limit_s={self._step_limit_s:g} for each of them); with "
+                    "num_overlapped=1 one that hangs is restarted"
                 )
 
 

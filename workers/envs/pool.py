@@ -41,9 +41,9 @@ class PoolGroup:
 
     Args:
         env_id: EnvPool's name of the environment.
-        numbers: Of the environments, unique in the run.
+        numbers: Numbers of the environments, unique in the run.
         seed: The run's.
-        role: Whose environments they are.
+        role: The role whose environments they are.
         options: EnvPool's own, such as `num_threads`.
         alarm: Limits the time of a step; entered by whoever steps. What is being computed when it
             rings is not interrupted.

@@ -1,4 +1,4 @@
-"""What is done where environments go wrong: tell it, restart what failed, and see that it ends.
+"""What is done where environments go wrong: report, restart what failed, and give up in the end.
 
 All kinds of groups do the same. A call that fails is noted as a `Failure`, and another one is made
 in its place, which restarts what failed; what else may be done differs from group to group.
@@ -44,7 +44,7 @@ class BadRows(Exception):
     """What some of the environments did wrong that were stepped together.
 
     Args:
-        what: By row, in words.
+        what: What went wrong, in words, by row.
         stepped: What all of them showed.
     """
 
@@ -96,7 +96,7 @@ class Restarts:
 
         Args:
             said: Who did what, and when.
-            rows: Whose episodes are given up by it.
+            rows: The rows whose episodes are given up by it.
             error: What was raised.
 
         Raises:
@@ -158,7 +158,7 @@ def laid_out(shown: Sequence[NDArray[Any]], num_envs: int, num_features: int) ->
 
     Args:
         shown: Observations, rewards, and who terminated and was truncated.
-        num_envs: How many there are.
+        num_envs: Number of environments.
         num_features: Numbers that each should show.
 
     Raises:

@@ -15,7 +15,7 @@ class EnvRowSource:
     """The same environments for every step.
 
     Args:
-        num_envs: How many.
+        num_envs: Number of environments.
         group_size: How many step together; the last group may have fewer.
 
     Raises:
@@ -36,7 +36,7 @@ class GameRowSource:
     """As many games in every step, all of them new.
 
     Args:
-        num_games: How many.
+        num_games: Number of games.
         group_size: How many are played together; the last group may have fewer.
 
     Raises:
@@ -57,7 +57,7 @@ def _numbered(count: int, group_size: int, name: str) -> tuple[Tensor, Tensor]:
     """Numbers from 0, and the group of each; the last group may have fewer: i64[count] both.
 
     Args:
-        count: How many.
+        count: Number of rows.
         group_size: How many belong together.
         name: What messages call the first.
 

@@ -45,7 +45,7 @@ def action_space(space: gym.Space[Any], name: str, *, masked: bool = False) -> A
     """What can be done, as the actor needs to know it.
 
     Args:
-        space: Of a single environment.
+        space: The space of a single environment.
         name: The environment's, for the message.
         masked: Whether it says which choices are allowed.
 

@@ -32,7 +32,8 @@ class EnvSpec:
     id: str
     """Its registered name, `CartPole-v1`, or `module:name` for one that a module registers."""
     backend: Literal["gymnasium", "envpool"] = "gymnasium"
-    """Whose it is. EnvPool's are computed in threads of their own, which cannot be interrupted."""
+    """The library that makes it. EnvPool computes in threads of its own, which cannot be
+    interrupted."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of the environment; of EnvPool also those of the pool, as `num_threads`."""
     vectorized: bool | None = None
@@ -102,10 +103,10 @@ class EnvSpec:
         """Group `number`, of the environments `numbers`.
 
         Args:
-            number: Of the group, unique in the run.
-            numbers: Of its environments, unique in the run.
+            number: Number of the group, unique in the run.
+            numbers: Numbers of its environments, unique in the run.
             seed: The run's.
-            role: Whose environments they are.
+            role: The role whose environments they are.
             alarm: Limits the time of a step.
 
         Raises:

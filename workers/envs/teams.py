@@ -27,7 +27,7 @@ class CountsAgents(gym.Wrapper[Any, Any, Any, Any]):
 
     Args:
         env: The environment.
-        num_agents: How many.
+        num_agents: Number of agents.
     """
 
     def __init__(self, env: gym.Env[Any, Any], num_agents: int) -> None:
@@ -59,8 +59,8 @@ class TeamGroup:
 
     Args:
         teams: The environments.
-        num_agents: Of each.
-        actions: Of one agent.
+        num_agents: Agents of each environment.
+        actions: What one agent can do.
     """
 
     def __init__(self, teams: EnvGroup, num_agents: int, actions: ActionSpace) -> None:
@@ -125,9 +125,9 @@ def agent_spaces(
     """What one agent of an environment sees and can do.
 
     Args:
-        num_features: Of all agents together.
-        actions: Of all agents together.
-        num_agents: How many there are.
+        num_features: Numbers of an observation of all agents together.
+        actions: What all agents can do together.
+        num_agents: Number of agents.
         name: The environment's, for the message.
 
     Raises:

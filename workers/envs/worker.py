@@ -31,7 +31,7 @@ from .alarm import StepAlarm
 from .group import close_all, closed_on_error
 from .held_out import PIECE, play
 from .live import LiveGroup
-from .overlapped_groups import Ring, RingSize
+from .overlapped_groups import NumOverlapped, OverlappedGroups
 from .spec import EnvSpec
 
 __all__ = ["EnvWorker", "EnvWorkerSpec", "action_noise"]
@@ -46,14 +46,14 @@ class EnvWorkerSpec:
 
     env: EnvSpec
     """The environment, and how groups of it are made."""
-    ring: RingSize = "auto"
+    num_overlapped: NumOverlapped = "auto"
     """Groups that a worker rolls out at the same time; `auto`: the planner chooses from what the
     first rollout takes. Where several are, an environment that hangs ends the run instead of being
     restarted."""
 
     def __post_init__(self) -> None:
-        if self.ring != "auto":
-            check_range(self, "ring", at_least=1)
+        if self.num_overlapped != "auto":
+            check_range(self, "num_overlapped", at_least=1)
 
     def build(self, context: WorkerContext) -> EnvWorker:
         """Make the worker; environments are made when their group is first asked for."""
@@ -64,8 +64,8 @@ class EnvWorker(Env):
     """See `EnvWorkerSpec`. It is `Stateful`: every group is a file of its own.
 
     Attributes:
-        metrics: Of the last call: return and length of the episodes that ended in it, unscaled,
-            their number, environment steps (those of resets not counted), and restarts.
+        metrics: Metrics of the last call: return and length of the episodes that ended in it,
+            unscaled, their number, environment steps (those of resets not counted), and restarts.
     """
 
     def __init__(self, spec: EnvWorkerSpec, context: WorkerContext) -> None:
@@ -73,7 +73,7 @@ class EnvWorker(Env):
         self.context = context
         self.metrics: dict[str, Metric] = {}
         self._alarm = StepAlarm(spec.env.step_limit_s)
-        self._ring = Ring(spec.ring, spec.env.step_limit_s)
+        self._overlapped = OverlappedGroups(spec.num_overlapped, spec.env.step_limit_s)
         self._live: dict[int, LiveGroup] = {}
         self._saved: dict[int, dict[str, Any]] = {}
         self._resumed = False
@@ -94,8 +94,8 @@ class EnvWorker(Env):
         for live in lives:
             live.check_order(key)
         noises = [action_noise(live.actions, stream, live.numbers, horizon) for live in lives]
-        with nullcontext() if self._ring.uses_threads(len(lives)) else self._alarm:
-            parts = self._ring.roll(lives, noises, actor)
+        with nullcontext() if self._overlapped.uses_threads(len(lives)) else self._alarm:
+            parts = self._overlapped.roll(lives, noises, actor)
         for live in lives:
             add_metrics(self.metrics, live.metrics())
         if not parts:
@@ -151,7 +151,7 @@ class EnvWorker(Env):
         return live
 
     def _noise(self, live: LiveGroup, key: CallKey) -> Callable[[int], NDArray[np.float64]]:
-        """Of a held-out group's actions, piece by piece."""
+        """The noise of a held-out group's actions, piece by piece."""
 
         def noise(piece: int) -> NDArray[np.float64]:
             stream = stream_key(self.context.seed, self.context.role, "held-out", key, piece)
@@ -186,9 +186,9 @@ class EnvWorker(Env):
             )
         return live
 
-    def ring_size(self) -> RingSize:
+    def num_overlapped(self) -> NumOverlapped:
         """Groups rolled out at the same time; "auto" as long as nothing has been chosen."""
-        return self._ring.size
+        return self._overlapped.size
 
     def save_state(self, folder: Path) -> None:
         """Write a file for every group of this rank, and for those not asked for since a load.
@@ -232,7 +232,7 @@ class EnvWorker(Env):
 
 
 def _file(folder: Path, number: int) -> Path:
-    """Of a group's state."""
+    """The file of a group's state."""
     return folder / f"group-{number}.json"
 
 
@@ -251,9 +251,9 @@ def action_noise(
     """All the randomness of some environments' actions, f64[horizon, envs, components].
 
     Args:
-        actions: What can be done: choices are drawn by uniform numbers, numbers by normal ones.
+        actions: What can be done: choices are sampled by uniform numbers, numbers by normal ones.
         stream: From `stream_key`.
-        numbers: Of the environments.
+        numbers: Numbers of the environments.
         horizon: Steps.
     """
     rows = np.array(numbers, dtype=np.int64)

@@ -137,7 +137,7 @@ class ProcessBackend(ObjectStore, Protocol):
             make: Makes the object in it, of its `ProcessHome` and the arguments. What it raises is
                 raised by whatever is called first.
             arguments: Picklable.
-            group: Which group it belongs to.
+            group: The group it belongs to.
             process: Its number there.
             devices: What `reserve` gave for the group.
         """
@@ -149,8 +149,8 @@ class ProcessBackend(ObjectStore, Protocol):
         """Call a method of the object in a process.
 
         Args:
-            process: Which.
-            method: Its name.
+            process: The process to call.
+            method: Name of the method.
             arguments: Picklable; references in them arrive as such.
             num_results: References to return. If there are several, the method returns a tuple of
                 as many. Results outlive the process.

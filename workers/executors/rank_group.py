@@ -1,4 +1,10 @@
-"""The processes of one group: started, joined and built together, and ended together."""
+"""The processes of one group: started, joined and built together, and ended together.
+
+The *warm pool* keeps processes of an executor that has stopped for the next one. Only those that
+are expensive to start are kept: whose workers all leave an engine behind for the next of their
+kind, as vLLM's do. They end with their backend, or when an executor starts that has no use for
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +32,10 @@ __all__ = [
     "RankGroup",
     "connect_groups",
     "end_groups",
+    "forget_warm",
+    "keep_warm",
     "start_groups",
+    "take_warm",
 ]
 
 LEAST_START_S = 300.0
@@ -47,7 +56,7 @@ class RankGroup:
     Attributes:
         backend: What has started them.
         group: The group.
-        processes: By number.
+        processes: The processes, by number.
         num_starts: How often they were started.
         is_warm: Whether they run since an executor before this one, and have no roles.
     """
@@ -118,7 +127,7 @@ def start_groups(
     memory of its devices free.
 
     Args:
-        groups: Which; of one backend.
+        groups: The groups to start, all of one backend.
         devices: What was reserved for them.
         hosted: Programs, workers and the weight channel's name.
         seed: The run's.
@@ -212,7 +221,7 @@ def end_groups(groups: Sequence[RankGroup], *, closing: bool) -> None:
     """End the processes of groups of one backend.
 
     Args:
-        groups: Which.
+        groups: The groups to end.
         closing: Whether their workers are asked to close first, within `CLOSE_S`.
     """
     if not groups or not groups[0].backend.is_up:
@@ -231,3 +240,44 @@ def _wait(backend: ProcessBackend, calls: Sequence[Ref]) -> None:
     end_s, left = time.monotonic() + CLOSE_S, set(calls)
     while left and (left_s := end_s - time.monotonic()) > 0:
         left.difference_update(backend.watch(list(left), left_s))
+
+
+_WARM: list[RankGroup] = []
+
+
+def keep_warm(groups: Sequence[RankGroup]) -> list[RankGroup]:
+    """Keep the groups whose workers all leave an engine behind.
+
+    Returns:
+        The others, which are to be ended.
+    """
+    others: list[RankGroup] = []
+    for group in groups:
+        answers = _answers(group, group.call_all("keep_warm"))
+        (_WARM if answers and all(answers) else others).append(group)
+    return others
+
+
+def take_warm(backend: ProcessBackend, groups: Sequence[RankGroup]) -> None:
+    """Give new groups the processes of warm ones that are like them, and end all others."""
+    warm = [group for group in _WARM if group.backend == backend]
+    forget_warm(backend)
+    for group in groups:
+        found = next((other for other in warm if other.key == group.key), None)
+        if found is not None and _answers(found, found.call_all("is_running")):
+            group.processes, group.is_warm, group.num_starts = found.processes, True, 1
+            warm.remove(found)
+    end_groups(warm, closing=True)
+
+
+def forget_warm(backend: ProcessBackend) -> None:
+    """Once the backend has ended them."""
+    _WARM[:] = [group for group in _WARM if group.backend != backend]
+
+
+def _answers(group: RankGroup, calls: Sequence[Ref]) -> list[bool]:
+    """What all of its processes answer; nothing if one does not."""
+    try:
+        return group.backend.get(calls, CLOSE_S)
+    except BackendError:
+        return []

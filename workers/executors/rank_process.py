@@ -39,12 +39,11 @@ from ...dataflow.runtime.remote_inference import ServedRole, ServedWeights
 from ...dataflow.runtime.worker_protocol import WorkerContext, close_workers
 from ..inference.client import InferenceClient
 from ..inference.server import InferenceServer
-from ..training.threads import use_threads
 from ..weight_sync.channel import ChannelEnd, Offer
 from ..weight_sync.registry import CHANNELS, DEFAULT_TRANSPORT
 from ..weight_sync.slice_exchange import SliceTraffic
 from .process_backend import ProcessDied, ProcessHome, Ref
-from .rendezvous import Address, meet
+from .process_setup import Address, meet, use_threads
 
 __all__ = ["Answer", "RankProcess", "WarmWorker", "part_to_numpy"]
 
@@ -93,7 +92,7 @@ class RankProcess:
     """One process of a rank: a `Host`, and the conversions between tensors and what is stored.
 
     Args:
-        home: Where it runs.
+        home: The group that it runs in.
         group: The group it belongs to.
         process: Its number there; see `DeviceGroup.processes`.
         num_threads: Torch's and numpy's threads.
@@ -243,7 +242,7 @@ class RankProcess:
         """Do one piece of work; outputs stay in this process's store.
 
         Args:
-            program: Which host.
+            program: Name of the program whose host performs it.
             work: What to do.
             leads: Whether outputs are wanted of this process of its rank.
         """
@@ -254,7 +253,7 @@ class RankProcess:
         """The same, with outputs as results of their own, which outlive this process.
 
         Args:
-            program: Which host.
+            program: Name of the program whose host performs it.
             work: A call.
             count: How many results beside the answer; as many as there may be outputs.
         """

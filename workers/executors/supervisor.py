@@ -34,10 +34,11 @@ from .rank_group import (
     RankGroup,
     connect_groups,
     end_groups,
+    keep_warm,
     start_groups,
+    take_warm,
 )
 from .rank_process import Answer, part_to_numpy
-from .warm_pool import keep_warm, take_warm
 
 __all__ = ["Supervisor"]
 
@@ -56,8 +57,8 @@ class _Job:
 
     Attributes:
         ticket: See `Executor.submit`.
-        program: Of which program.
-        group: Where it is done.
+        program: Name of the program it belongs to.
+        group: The group that does it.
         rank: The data-parallel rank.
         work: What to do.
         parts: Handles that its outputs will have, if they are to outlive the process.

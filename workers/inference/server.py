@@ -49,11 +49,11 @@ class _Peer:
     """One connection.
 
     Attributes:
-        link: Its socket.
+        link: The client's socket.
         expected: The proof it owes; empty once it has given it.
         since_s: When it connected.
         given: What has come of the proof.
-        reader: Its requests.
+        reader: Reads the client's requests.
         unsent: Answers it has not taken yet.
         took_s: When it last took some, or they began to wait.
     """
@@ -71,7 +71,7 @@ class InferenceServer:
     """Answers requests from other processes until it is closed.
 
     Args:
-        served_weights: Who answers.
+        served_weights: The weights that answer.
         host: The address to listen at, no other.
         token: What whoever connects must know.
 

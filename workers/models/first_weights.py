@@ -28,7 +28,7 @@ class _Backbone:
         self._files = files
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """With the prefix."""
+        """The name with the prefix."""
         return {self._PREFIX + name: shape for name, shape in self._files.shapes().items()}
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -39,7 +39,7 @@ class _Backbone:
 def model_source(spec: ModelSpec) -> TensorSource:
     """The weights that `spec.causal_lm` starts from, under the same names.
 
-    Of a folder only what is asked for is read; random weights are drawn whole, as elsewhere.
+    Of a folder only what is asked for is read; random weights are sampled whole, as elsewhere.
 
     Raises:
         FileNotFoundError: If the folder has no safetensors files.
@@ -64,7 +64,7 @@ def fill_first_weights(
         network: The part.
         source: The language model's, or at least its backbone's.
         head: Its first weights are its own unless it is the language model's.
-        model: Where they come from.
+        model: The model that they come from.
         context: The run's seed and the role.
     """
     if not head.is_scalar:

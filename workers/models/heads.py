@@ -60,10 +60,10 @@ class Head:
         return self.name != "lm_head"
 
     def first_weights(self, model: ModelSpec, context: WorkerContext) -> nn.Linear:
-        """A scalar head on the CPU, in float32: its folder's, or drawn.
+        """A scalar head on the CPU, in float32: its folder's, or random.
 
-        It is drawn from the run's seed and the role, leaving torch's own random state alone, so
-        that it is the same whichever engine computes it.
+        A random one is sampled from the run's seed and the role, leaving torch's own random state
+        alone, so that it is the same whichever engine computes it.
         """
         text = f"{context.seed}\x1f{context.role}\x1fhead"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -101,8 +101,8 @@ class Head:
         """Write a whole model; `ModelSpec(folder=...)` under such a head reads it back.
 
         Args:
-            folder: Where to.
-            module: As `whole_model` makes one.
+            folder: The folder to write.
+            module: A model as `whole_model` makes one.
         """
         whole: Any = module
         with quiet_transformers():

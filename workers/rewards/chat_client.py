@@ -55,7 +55,7 @@ class ChatOptions:
     api_key_env: str | None = None
     """Environment variable with the API key, where the reward runs; null for none."""
     temperature: float = 0.0
-    """Of the model's answers."""
+    """Temperature of the model's answers."""
     max_tokens: int = 256
     """Longest answer."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -121,7 +121,7 @@ class Judge(Reward):
     """See `JudgeSpec`.
 
     Attributes:
-        metrics: Of the last call: `reward/mean`, `reward/mean_square`; shares of rows
+        metrics: Metrics of the last call: `reward/mean`, `reward/mean_square`; shares of rows
             `reward/errors`, `reward/timeouts`, `reward/parse_errors`; `reward/retries` per row and
             `reward/judge_s`, the mean seconds a row took.
     """

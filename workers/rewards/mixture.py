@@ -181,7 +181,7 @@ class Mixture(Reward):
         violation_score: See `MixtureSpec`.
 
     Attributes:
-        metrics: Of the last call: `reward/mean` and `reward/mean_square` of the result,
+        metrics: Metrics of the last call: `reward/mean` and `reward/mean_square` of the result,
             `reward/passed` (share of responses that violate nothing), per part NAME its mean score
             `reward/NAME/mean`, whatever else it reports under `reward/NAME/`, and for a constraint
             `reward/NAME/passed`.

@@ -52,7 +52,7 @@ class TorchProcessReward(LanguageWorker, ProcessReward):
     """See `TorchProcessRewardSpec`.
 
     Attributes:
-        metrics: Of the last call: `step_score/mean` over steps, `steps/mean` over rows.
+        metrics: Metrics of the last call: `step_score/mean` over steps, `steps/mean` over rows.
     """
 
     def __init__(self, context: WorkerContext, spec: TorchProcessRewardSpec) -> None:

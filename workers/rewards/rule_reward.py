@@ -131,10 +131,10 @@ class RuleReward(Reward):
         scale: Factor on the score.
 
     Attributes:
-        metrics: Of the last call, for `drain_metrics`. `reward/mean` and `reward/mean_square` (the
-            standard deviation is the root of mean_square - mean^2); shares of rows:
-            `reward/positive` (above 0), `reward/correct` (at least the task's `correct_score`),
-            `reward/errors` and `reward/timeouts`, whose totals are the counts.
+        metrics: Metrics of the last call, for `drain_metrics`. `reward/mean` and
+            `reward/mean_square` (the standard deviation is the root of mean_square - mean^2);
+            shares of rows: `reward/positive` (above 0), `reward/correct` (at least the task's
+            `correct_score`), `reward/errors` and `reward/timeouts`, whose totals are the counts.
         first_error: Traceback of the first failure of the verifier; logged once as a warning.
     """
 

@@ -1,4 +1,4 @@
-"""Policies that generate, over any engine that draws tokens: random streams and `Rollout` tables.
+"""Policies that generate, over any engine that samples tokens: random streams and `Rollout` tables.
 
-How tokens are drawn is an engine's business.
+How tokens are sampled is an engine's business.
 """

@@ -1,4 +1,4 @@
-"""A policy that generates and does nothing else, over an engine that draws tokens.
+"""A policy that generates and does nothing else, over an engine that samples tokens.
 
 The policy knows roles, random streams, versions of weights and the `Rollout` table; the engine
 knows a model. Another engine of the same role trains it and publishes its weights.
@@ -33,11 +33,11 @@ _ROLLOUT = frozenset({"generate"})
 
 
 class GenerationEngine(Protocol):
-    """Draws responses from a language model in this process.
+    """Samples responses from a language model in this process.
 
     Attributes:
         name: For messages: "vLLM".
-        dtype: Of the weights: "float32" or "bfloat16".
+        dtype: Data type of the weights: "float32" or "bfloat16".
         vocab_size: Tokens that the model knows.
     """
 
@@ -64,14 +64,14 @@ class GenerationEngine(Protocol):
         ...
 
     def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
-        """Draw responses.
+        """Sample responses.
 
         A response depends on its prompt, its stream and the weights, not on the other rows.
 
         Args:
             prompt: i64[P, T], right padded with -1, checked.
             streams: The random numbers of each of the P * num_samples responses.
-            sampling: How.
+            sampling: How responses are sampled.
 
         Returns:
             On the CPU, the samples of a prompt adjacent.
@@ -110,7 +110,7 @@ def sample(
     """Answer a role's call to `generate`.
 
     Args:
-        engine: Draws the tokens.
+        engine: Samples the tokens.
         context: The role, and the run's seed.
         prompt: i64[P, T], right padded with -1.
         prompt_id: i64[P].
@@ -142,7 +142,7 @@ class GeneratorPolicy(Policy):
 
     Args:
         context: Where the worker lives.
-        engine: Draws the tokens.
+        engine: Samples the tokens.
 
     Attributes:
         metrics: Numbers about the last calls; see `drain_metrics`.
@@ -180,6 +180,10 @@ class GeneratorPolicy(Policy):
     ) -> TrainMetrics:
         """Refused: this engine generates only."""
         raise self._refusal("train", "train")
+
+    def follow(self, leader: Policy, *, share: float = 1.0, every: int = 1) -> TrainMetrics:
+        """Refused, as `train`."""
+        raise self._refusal("follow another policy", "follow")
 
     def export_weights(self) -> dict[str, Tensor]:
         """Refused: the weights are those of the engine that trains the role."""
@@ -226,7 +230,7 @@ class GeneratorPolicy(Policy):
 
         Args:
             tensors: Whole parameters by Hugging Face name.
-            version: Of the weights.
+            version: Version of the weights.
             checksums: `parameter_checksum` of each, made by the sender; what does not have its
                 checksum is not taken.
 

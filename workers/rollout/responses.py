@@ -16,13 +16,13 @@ __all__ = ["Responses", "check_prompts", "report_responses", "to_rollout"]
 
 @dataclass(frozen=True)
 class Responses:
-    """What was drawn for some rows.
+    """What was sampled for some rows.
 
     Attributes:
         token: i64[rows, max_new]; -1 after the end.
         logprob: f32[rows, max_new]; 0 after the end.
-        length: i64[rows]; tokens drawn, the end-of-sequence token included.
-        finished: bool[rows]; True if the end-of-sequence token was drawn.
+        length: i64[rows]; tokens sampled, the end-of-sequence token included.
+        finished: bool[rows]; True if the end-of-sequence token was sampled.
     """
 
     token: Tensor
@@ -32,7 +32,7 @@ class Responses:
 
     @staticmethod
     def joined(waves: Sequence[Responses], max_new: int) -> Responses:
-        """Of waves drawn one after another, on the CPU."""
+        """The responses of waves sampled one after another, on the CPU."""
         if not waves:
             none = torch.zeros(0, dtype=torch.int64)
             return Responses(none.view(0, max_new), torch.zeros(0, max_new), none, none.bool())
@@ -100,7 +100,7 @@ def to_rollout(prompt: Tensor, prompt_id: Tensor, responses: Responses) -> Rollo
     Args:
         prompt: i64[P, T], right padded with -1.
         prompt_id: i64[rows], a multiple of P; rows of one prompt are adjacent.
-        responses: What was drawn for each row.
+        responses: What was sampled for each row.
     """
     num_samples = len(prompt_id) // max(len(prompt), 1)
     before = (prompt >= 0).sum(1).repeat_interleave(num_samples)[:, None]
@@ -108,14 +108,14 @@ def to_rollout(prompt: Tensor, prompt_id: Tensor, responses: Responses) -> Rollo
     width = int(after.max()) if len(after) else 0
     place = torch.arange(width).expand(len(prompt_id), -1)
     mask = (place >= before) & (place < after)
-    drawn = responses.token >= 0
+    sampled = responses.token >= 0
     tokens = torch.full(place.shape, -1, dtype=torch.int64)
     tokens[place < before] = prompt.repeat_interleave(num_samples, 0)[
         (prompt >= 0).repeat_interleave(num_samples, 0)
     ]
-    tokens[mask] = responses.token[drawn]
+    tokens[mask] = responses.token[sampled]
     logprob = torch.zeros(place.shape, dtype=torch.float32)
-    logprob[mask] = responses.logprob[drawn]
+    logprob[mask] = responses.logprob[sampled]
     return Rollout(
         prompt_id=prompt_id.cpu(),
         tokens=tokens,

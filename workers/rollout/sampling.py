@@ -1,4 +1,4 @@
-"""Counter-based randomness and the draw of one token.
+"""Counter-based randomness, and how one token is sampled.
 
 A uniform number belongs to `(seed, role, step, ordinal, prompt_id, sample, position)` and to
 nothing else: neither the rows that share a batch nor the number of workers can change it. The
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...dataflow.runtime.call_context import CallKey
 
-__all__ = ["SampleStreams", "draw", "row_uniforms", "stream_generator", "stream_key"]
+__all__ = ["SampleStreams", "sample_token", "row_uniforms", "stream_generator", "stream_key"]
 
 _U64 = (1 << 64) - 1
 _PURPOSE = "generate"  # names the streams of responses
@@ -67,13 +67,13 @@ def row_uniforms(
 class SampleStreams:
     """The random numbers of one call's responses, each in a stream of its own.
 
-    An engine that draws tokens itself takes `uniforms`; one that has random numbers of its own
+    An engine that samples tokens itself takes `uniforms`; one that has random numbers of its own
     begins each response's at its seed.
 
     Attributes:
         seed: The run's.
-        role: Who generates.
-        key: Which call.
+        role: The role that generates.
+        key: The call that is served.
         prompt_id: i64[P]; which prompts.
         num_samples: Responses to each; rows of one prompt are adjacent.
     """
@@ -101,8 +101,8 @@ class SampleStreams:
         return [int(word[0] >> np.uint64(1)) for word in words]
 
 
-def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Draw one token per row by inverting the cumulative distribution.
+def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Sample one token per row by inverting the cumulative distribution.
 
     Args:
         logits: [rows, V], any float dtype.
@@ -119,7 +119,7 @@ def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, T
     logprob = torch.log_softmax(logits.float() / temperature, dim=-1)
     cumulative = logprob.exp().double().cumsum(-1)
     # right=True: the first entry strictly above the target, so a token of probability 0 is never
-    # drawn. uniform < 1 - 2^-33 keeps the target strictly below the total.
+    # sampled. uniform < 1 - 2^-33 keeps the target strictly below the total.
     target = uniform[:, None] * cumulative[:, -1:]
     token = torch.searchsorted(cumulative, target, right=True)
     return token[:, 0], logprob.gather(1, token)[:, 0]

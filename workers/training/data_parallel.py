@@ -73,6 +73,11 @@ class RankGroup:
         dist.all_gather(parts, padded, group=self.group)
         return [part[:size].cpu() for part, size in zip(parts, sizes.tolist(), strict=True)]
 
+    def gather_floats(self, column: Tensor) -> list[float]:
+        """All ranks' numbers in row order, sent as integers of the same bits."""
+        gathered = self.gather(column.detach().double().cpu().view(torch.int64))
+        return [value for part in gathered for value in part.view(torch.float64).tolist()]
+
     def union(self, names: list[str]) -> list[str]:
         """All names known to any rank, sorted; sent as JSON text, never pickled."""
         if self.alone:

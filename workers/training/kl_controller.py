@@ -40,9 +40,7 @@ class AdaptiveKL(KLController):
 
     def follow(self, kl: Tensor, first: float, target: KLTarget) -> TrainMetrics:
         """See `KLController.follow`."""
-        # The ranks' rows are gathered as integers of the same bits, in row order.
-        gathered = self._group.gather(kl.detach().double().cpu().view(torch.int64))
-        values = [value for part in gathered for value in part.view(torch.float64).tolist()]
+        values = self._group.gather_floats(kl)
         observed = sum(values) / max(len(values), 1)
         self._factor = target.next_coef(
             self._factor, observed_kl=observed, num_sequences=len(values)
@@ -63,7 +61,7 @@ class AdaptiveKL(KLController):
         return {"factor": torch.tensor([self._factor], dtype=torch.float64)}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over the factor."""
+        """Load the factor."""
         self._factor = float(weights["factor"].item())
 
     def save_state(self, folder: Path) -> None:

@@ -112,7 +112,7 @@ def check_mismatch(
         found: From `Mismatch.metrics`.
         limits: How far apart the engines may be.
         role: What is trained.
-        step: Of the run.
+        step: The run's step.
         staleness: See `call_staleness`; only 0 is judged.
 
     Raises:

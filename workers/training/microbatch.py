@@ -1,6 +1,6 @@
 """Cutting a batch: minibatches that no layout can change, micro-batches that fit in memory.
 
-A batch is a frozen dataclass of columns whose first axis counts rows. Minibatches are drawn from
+A batch is a frozen dataclass of columns whose first axis counts rows. Minibatches are sampled from
 the global rows (or groups) by a shuffle that depends on the call alone; every rank computes the
 same shuffle and takes the rows it holds. Within a minibatch rows keep their order, so that rows of
 one prompt stay neighbors.

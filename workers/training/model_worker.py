@@ -8,7 +8,7 @@ them at the same time with the same arguments, and what counts is what the one r
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...algorithms.roles.language import TrainMetrics
+from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Loss, Metric
 from ...dataflow.runtime.call_context import call_key
 from ...dataflow.runtime.worker_protocol import WorkerContext
@@ -24,14 +25,13 @@ from ...planner.resharding.sharding import Sharding
 from .checkpoint_files import WholeTensors, box_key, open_state, read_state_json, state_file
 from .data_parallel import worker_group
 from .flat_parameters import tensors_sha256, write_tensors
-from .host_offload import HostCopy
 from .logprob_mismatch import MismatchLimits
 from .network import Network
 from .optimizer import OptimizerSpec
 from .stored_pieces import fill_weights, gather_weights, pieces_on, stored_view
 from .trainer import Forward, Trainer
 
-__all__ = ["ModelWorker", "check_columns"]
+__all__ = ["HostCopy", "ModelWorker", "check_columns"]
 
 B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
@@ -102,6 +102,36 @@ class ModelWorker:
             ValueError: If names or shapes differ; nothing has been changed then.
         """
         fill_weights(self._network, WholeTensors(weights))
+        self.weights_changed()
+
+    def move_towards(self, leader: object, share: float) -> None:
+        """Move weights in place to `w + share * (leader - w)`; nothing is sent anywhere.
+
+        Args:
+            leader: A worker in this process with the same model in the same layout.
+            share: How far, in (0, 1].
+
+        Raises:
+            ConfigError: If it cannot be; nothing has been changed then.
+        """
+        role = self.context.role
+        if not 0 < share <= 1:
+            raise ConfigError(f"role '{role}' follows with share={share}; expected in (0, 1]")
+        if not isinstance(leader, ModelWorker) or leader.weights_layout() != self.weights_layout():
+            raise ConfigError(
+                f"role '{role}' is to follow a model that is not the same in the same layout here\n"
+                "    give both roles one model, and put them on one group with one engine"
+            )
+        tensors, others = self.local_tensors(), leader.local_tensors()
+        if share < 1 and any(tensor.dtype != torch.float32 for tensor in tensors.values()):
+            raise ConfigError(
+                f"role '{role}' follows with share={share}, and its weights have 16 bits, which "
+                "cannot hold a change smaller than 1/256 of a weight\n"
+                "    set model.dtype=float32, or copy now and then: share=1.0, every=N"
+            )
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.lerp_(others[name], share)
         self.weights_changed()
 
     def weights_sha256(self) -> str:
@@ -315,3 +345,41 @@ def check_columns(tokens: Tensor, mask: Tensor) -> None:
             "mask is True at a row's first token, which nothing precedes and so no model can "
             "predict; every row must begin with at least one prompt token"
         )
+
+
+class HostCopy:
+    """What tensors hold on a device, kept on the host; their memory there is given up.
+
+    The tensors stay what they are, and so do all views of them: only the memory under them goes and
+    comes back, at another place. Nobody may look at them meanwhile.
+
+    Args:
+        tensors: Some may share memory. Those in host memory are left alone.
+        device: The kind of device to be freed.
+
+    Attributes:
+        num_bytes: Given up.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], device: str = "cuda") -> None:
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage()  # pyright: ignore[reportPrivateUsage] - its identity
+            for tensor in tensors
+            if tensor.device.type == device
+        }
+        self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self.num_bytes = 0
+        for storage in storages.values():
+            host = torch.UntypedStorage(storage.nbytes()).copy_(storage)
+            self._kept.append((storage, host))
+            self.num_bytes += storage.nbytes()
+            storage.resize_(0)
+        if self._kept and device == "cuda":
+            torch.cuda.empty_cache()  # else only this process could use what is free
+
+    def restore(self) -> None:
+        """Put everything back, bit for bit."""
+        for storage, host in self._kept:
+            storage.resize_(host.nbytes())
+            storage.copy_(host)
+        self._kept.clear()

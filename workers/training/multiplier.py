@@ -52,9 +52,7 @@ class LagrangeMultiplier(Multiplier):
 
     def update(self, cost: Tensor, ascent: Ascent) -> TrainMetrics:
         """See `Multiplier.update`."""
-        # The ranks' rows are gathered as integers of the same bits, in row order.
-        for part in self._group.gather(cost.detach().double().cpu().view(torch.int64)):
-            self._costs.extend(part.view(torch.float64).tolist())
+        self._costs.extend(self._group.gather_floats(cost))
         while len(self._costs) > ascent.window:
             self._costs.popleft()
         mean_cost = sum(self._costs) / len(self._costs) if self._costs else ascent.threshold
@@ -77,7 +75,7 @@ class LagrangeMultiplier(Multiplier):
         return {"log_multiplier": torch.tensor([self._log_multiplier], dtype=torch.float64)}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over the logarithm."""
+        """Load the logarithm."""
         self._log_multiplier = float(weights["log_multiplier"].item())
 
     def save_state(self, folder: Path) -> None:

@@ -207,7 +207,7 @@ class AdamW:
         return grad
 
     def _norm(self, own: Tensor) -> float:
-        """Of the whole model's gradient."""
+        """Norm of the whole model's gradient."""
         return float(torch.linalg.vector_norm(own, dtype=torch.float32))
 
     def _update(self, own: Tensor, lr: float) -> None:
@@ -248,7 +248,7 @@ class AdamW:
         return list(self._buffers.values())
 
     def refresh(self) -> None:
-        """Take over weights that were written from outside."""
+        """Adopt weights that were written from outside."""
         if "master" in self._buffers:
             self._buffers["master"].copy_(self._weights())
 
@@ -264,6 +264,6 @@ class AdamW:
         return optimizer_buffers(self._weights())
 
     def load_state(self, state: Mapping[str, Tensor], steps: int) -> None:
-        """Take over what `state` gave, in this layout or another; load the weights first."""
+        """Load what `state` gave, in this layout or another; load the weights first."""
         self._buffers = dict(state)
         self.steps = steps

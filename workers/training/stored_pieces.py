@@ -30,9 +30,9 @@ class StoredPiece:
 
     Attributes:
         name: The parameter.
-        box: Which of its indices.
+        box: The indices that are held.
         tensor: The engine's tensor it lies in.
-        start: Where it begins there.
+        start: Where the box begins in the tensor.
         first: Whether this process is the first of all that hold the box, so that of several
             copies one is written.
     """

@@ -46,7 +46,7 @@ class WholeNetwork:
         shapes = {name: tuple(self.flat.parameter(name).shape) for name in self.flat.names}
         dtype = str(self.flat.data.dtype).removeprefix("torch.")
         self.layout = whole(shapes, range(context.num_processes), dtype=dtype)
-        # Exported as they lie in the buffer: whoever draws noise for one after another sees that.
+        # Exported as they lie in the buffer: whoever samples noise for one after another sees that.
         lying = {name: shapes[name] for name in sorted(shapes, key=self.flat.span)}
         self.rank_layout = whole(lying, [context.process], dtype=dtype)
         self._exact: Tensor | None = None

@@ -178,7 +178,7 @@ def code_tests(
         answer: See `tests_of`.
         score: 1 only if "all" pass, or the "share" that passes.
         time_s: Seconds per run; give the reward's `time_limit_s` room for all runs of a problem.
-        memory_mb: Of each run.
+        memory_mb: Memory of each run.
         allow_unconfined: See `run_python`.
         run_asserts: Run assertions that are not of the form `assert f(LITERALS) == LITERAL` in the
             sandbox, where a response can forge that they hold.

@@ -63,7 +63,7 @@ class VerifierPool:
 
     Args:
         spec: The verifier.
-        num_processes: How many.
+        num_processes: Number of processes.
         time_limit_s: Seconds one call may take.
         start_limit_s: Seconds a process may take to start and make the verifier.
 

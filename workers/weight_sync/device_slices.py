@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from ...planner.inputs.model_shape import DTYPE_BYTES
@@ -28,6 +29,7 @@ __all__ = [
     "Message",
     "Part",
     "Tensors",
+    "checksum",
     "dtype_of",
     "messages_of",
     "plan_stamp",
@@ -93,6 +95,23 @@ class Message:
         for end in self.ends:
             yield payload[begin:end]
             begin = end
+
+
+def checksum(part: Part, data: Tensor, version: int) -> int:
+    """64 bits over a part's bytes, its parameter's name, its box and its version.
+
+    XXH3, seeded with the identity: several times faster than sums or a CRC.
+
+    Args:
+        part: What the bytes are.
+        data: u8[n], contiguous, in host memory.
+        version: Of the weights that they are part of.
+    """
+    identity = f"{part.param.name}\0{part.move.box}\0{len(data)}".encode()
+    stamp = version.to_bytes(8, "little", signed=True)
+    seed = xxhash.xxh3_64_intdigest(stamp, xxhash.xxh3_64_intdigest(identity))
+    digest = xxhash.xxh3_64_digest(data.numpy().data, seed)
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def dtype_of(plan: TransferPlan) -> torch.dtype:

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...planner.resharding.plan import TransferPlan
-from .checksum import checksum
 from .device_slices import (
     Message,
     Part,
     Tensors,
+    checksum,
     dtype_of,
     messages_of,
     plan_stamp,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 from ....configs.references import entry_or_own
@@ -72,12 +71,7 @@ class Trackers:
     def __enter__(self) -> Trackers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.finish(None)
 
     def _call(self, where: str, call: Callable[[Tracker], Any]) -> Any:

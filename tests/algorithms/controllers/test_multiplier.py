@@ -145,11 +145,11 @@ def test_costs_are_weighed_at_the_price_after_the_update() -> None:
     torch.testing.assert_close(found["advantage"], torch.where(MASK, mixed, 0.0))
 
 
-@pytest.mark.parametrize(("split", "paid"), [("full", 0.02), ("half", 0.01)])
-def test_the_kl_is_paid_in_both_streams(split: Any, paid: float) -> None:
+@pytest.mark.parametrize(("split", "coef"), [("full", 0.02), ("half", 0.01)])
+def test_the_kl_is_in_both_streams(split: Any, coef: float) -> None:
     """With lambda 1 the first target is the sum of a row's rewards: the score less the KL."""
     cfg = SafeRLHF(kl_split=split, gae_lambda=1.0)
     found = run_safe(cfg, 1.0, [3, 4])
     kl = LOG_RATIO[0].sum().item()
-    assert found["target"][0, 1].item() == pytest.approx(2 - paid * kl, abs=1e-6)
-    assert found["cost_target"][0, 1].item() == pytest.approx(3 + paid * kl, abs=1e-6)
+    assert found["target"][0, 1].item() == pytest.approx(2 - coef * kl, abs=1e-6)
+    assert found["cost_target"][0, 1].item() == pytest.approx(3 + coef * kl, abs=1e-6)

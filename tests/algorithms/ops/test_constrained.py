@@ -51,14 +51,14 @@ CALIBRATED = calibrated_score(SCORE, baseline_score=torch.full_like(SCORE, 0.3))
 ONE_PROMPT = torch.zeros(4, dtype=torch.int64)
 
 
-def paid() -> Tensor:
+def shaped() -> Tensor:
     return constrained_reward(CALIBRATED, passed=PASSED, allowance=kl_allowance(KL, kl_max=10))
 
 
 def test_the_policy_gradient_is_paid_for_what_passes_near_the_reference() -> None:
     assert_close(CALIBRATED, 0.668188, 0.475021, 0.310026, 0.622459)
-    assert_close(paid(), 0.53455, 0, 0.279023, 0)
-    advantage = less_mean(paid(), ONE_PROMPT, passed=PASSED)
+    assert_close(shaped(), 0.53455, 0, 0.279023, 0)
+    advantage = less_mean(shaped(), ONE_PROMPT, passed=PASSED)
     assert_close(advantage, 0.331157, -0.203393, 0.07563, -0.203393)
 
 
@@ -86,7 +86,7 @@ def test_whose_mean_is_taken_off(mean_over: MeanOver, means: tuple[float, float]
 
 def test_an_unknown_mean_is_refused() -> None:
     with pytest.raises(ValueError, match="mean_over 'bach' is unknown; choose 'batch'"):
-        less_mean(paid(), ONE_PROMPT, passed=PASSED, mean_over="bach")  # pyright: ignore[reportArgumentType]
+        less_mean(shaped(), ONE_PROMPT, passed=PASSED, mean_over="bach")  # pyright: ignore[reportArgumentType]
 
 
 def pair_of(score: Tensor, passed: Tensor) -> list[int] | None:

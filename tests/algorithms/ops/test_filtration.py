@@ -1,4 +1,4 @@
-"""Choosing responses to train on: the weights of worked examples, and what is drawn by them."""
+"""Choosing responses to train on: the weights of worked examples, and what is sampled by them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_weights_are_by_group_in_any_order() -> None:
 
 
 @given(st.floats(0, 0.999))
-def test_draws_are_as_even_as_they_can_be(offset: float) -> None:
+def test_samples_are_as_even_as_they_can_be(offset: float) -> None:
     by = {s: selection_weights(SCORE, ONE, strategy=s) for s in ("best", "best_worst")}
     assert draw_rows(by["best"], 3, offset).tolist() == [1, 1, 1]
     assert draw_rows(by["best_worst"], 2, offset).tolist() == [1, 2]
@@ -76,7 +76,7 @@ def test_rows_come_with_all_their_columns() -> None:
     assert whole.score.tolist() == pytest.approx([0.9, -0.4])
 
 
-def test_draws_repeat_and_do_not_depend_on_other_prompts() -> None:
+def test_samples_repeat_and_do_not_depend_on_other_prompts() -> None:
     roll, score = roll_of([4] * 8 + [9] * 8), torch.arange(16.0) % 5
     kept = filtered_groups(roll, score, count=3, strategy="power")
     part = Rollout(**{name: column[8:] for name, column in vars(roll).items()})

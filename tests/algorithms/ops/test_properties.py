@@ -1,6 +1,6 @@
 """What every algorithm must keep, whatever the data: padding, order, splits, offsets, gradients.
 
-Losses are those of `drawn`, one row each; a new algorithm adds its row there, and one to
+Losses are those of `samples`, one row each; a new algorithm adds its row there, and one to
 `ADVANTAGES`. Batches hold two responses to each of a few prompts, in any order, with garbage
 wherever the mask is False.
 """
@@ -28,7 +28,7 @@ from penstock.algorithms.ops.advantages import (
 from penstock.algorithms.ops.reductions import aggregate
 from torch import Tensor
 
-from ..drawn import LOSSES, SCORED, SEEDS, Data, batch_of, draw, value_and_slope, value_of_part
+from ..samples import LOSSES, SCORED, SEEDS, Data, batch_of, sample, value_and_slope, value_of_part
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
 
@@ -48,7 +48,7 @@ ADVANTAGES: dict[str, Advantage] = {
 @settings(max_examples=10)
 @given(seed=SEEDS, width=st.integers(1, 4))
 def test_padding_changes_nothing(name: str, seed: int, width: int) -> None:
-    data = draw(seed)
+    data = sample(seed)
     before, slope = value_and_slope(name, data)
     after, wider = value_and_slope(name, data.widened(width))
     torch.testing.assert_close(after, before)
@@ -63,7 +63,7 @@ def test_padding_changes_nothing(name: str, seed: int, width: int) -> None:
 @settings(max_examples=10)
 @given(seed=SEEDS)
 def test_the_order_of_rows_changes_nothing(name: str, seed: int) -> None:
-    data = draw(seed)
+    data = sample(seed)
     order = torch.randperm(len(data.logprob), generator=torch.Generator().manual_seed(seed))
     before, slope = value_and_slope(name, data)
     after, reordered = value_and_slope(name, data.take(order))
@@ -76,7 +76,7 @@ def test_the_order_of_rows_changes_nothing(name: str, seed: int) -> None:
 @given(seed=SEEDS)
 def test_parts_add_up_to_the_whole(name: str, seed: int) -> None:
     """Any split that keeps the rows of a group together, where the loss needs them together."""
-    data = draw(seed)
+    data = sample(seed)
     loss, kind = LOSSES[name]
     expected, _ = value_and_slope(name, data)
     totals = loss.totals(batch_of(kind, data))
@@ -102,7 +102,7 @@ def without_counted_tokens(data: Data) -> Data:
 @given(seed=SEEDS)
 def test_rows_without_counted_tokens_move_nothing(name: str, seed: int) -> None:
     """A micro-batch of such rows, or of no rows, still has a gradient to go backward through."""
-    data = draw(seed)
+    data = sample(seed)
     for rows in (without_counted_tokens(data), data.take(torch.arange(0))):
         total, slope = value_and_slope(name, rows)
         assert total.isfinite()
@@ -116,7 +116,7 @@ def test_rows_without_counted_tokens_move_nothing(name: str, seed: int) -> None:
 @settings(max_examples=25)
 @given(seed=SEEDS)
 def test_advantages_follow_their_rows(name: str, seed: int) -> None:
-    columns = draw(seed).columns
+    columns = sample(seed).columns
     order = torch.randperm(len(columns["score"]), generator=torch.Generator().manual_seed(seed))
     before = ADVANTAGES[name](columns["score"], columns["prompt_id"])
     after = ADVANTAGES[name](columns["score"][order], columns["prompt_id"][order])
@@ -127,7 +127,7 @@ def test_advantages_follow_their_rows(name: str, seed: int) -> None:
 @settings(max_examples=25)
 @given(seed=SEEDS, shift=st.floats(-50, 50))
 def test_an_offset_per_prompt_changes_nothing(name: str, seed: int, shift: float) -> None:
-    columns = draw(seed).columns
+    columns = sample(seed).columns
     score, ids = columns["score"], columns["prompt_id"]
     moved = score + shift * (ids % 7)
     before, after = (ADVANTAGES[name](one, ids) for one in (score, moved))
@@ -137,7 +137,7 @@ def test_an_offset_per_prompt_changes_nothing(name: str, seed: int, shift: float
 @settings(max_examples=25)
 @given(seed=SEEDS, scale=st.floats(0.1, 20))
 def test_only_dividing_by_the_deviation_takes_the_scale_out(seed: int, scale: float) -> None:
-    columns = draw(seed).columns
+    columns = sample(seed).columns
     score, ids = columns["score"], columns["prompt_id"]
     grpo, rloo = ADVANTAGES["grpo"], ADVANTAGES["rloo"]
     torch.testing.assert_close(grpo(scale * score, ids), grpo(score, ids))
@@ -167,7 +167,7 @@ def test_losses_of_pairs_see_differences_only(clip: PairClip, seed: int, shift: 
 @given(seed=SEEDS)
 def test_a_bonus_that_is_the_baseline_gives_no_advantage(seed: int) -> None:
     """ReMax: a sample as good as the greedy response; returns to go less the return itself."""
-    columns = draw(seed).columns
+    columns = sample(seed).columns
     mask, score = columns["mask"], columns["score"]
     assert not remax_advantage(score, mask, greedy_score=score).any()
     reward = torch.zeros(mask.shape, dtype=torch.float64)
@@ -201,7 +201,7 @@ weighs tokens."""
 @settings(max_examples=10)
 @given(seed=SEEDS)
 def test_fresh_rollouts_give_the_plain_policy_gradient(name: str, seed: int) -> None:
-    data = draw(seed, spread=0.0)
+    data = sample(seed, spread=0.0)
     logprob = data.logprob.clone().requires_grad_()
     mask = data.columns["mask"]
     advantage = torch.where(mask, data.columns["advantage"], 0)
@@ -220,7 +220,7 @@ def test_fresh_rollouts_give_the_plain_policy_gradient(name: str, seed: int) -> 
 def test_fresh_pairs_give_the_pairwise_gradient(name: str, seed: int) -> None:
     """P3O: half the difference of scores, on the difference of log-probabilities; REBEL twice it,
     twice over."""
-    data = draw(seed, spread=0.0)
+    data = sample(seed, spread=0.0)
     ids, score, mask = (data.columns[n] for n in ("prompt_id", "score", "mask"))
     partner = (ids[:, None] == ids[None, :]) & ~torch.eye(len(ids)).bool()
     other = score[partner.long().argmax(dim=1)]
@@ -236,7 +236,7 @@ WITHOUT_OTHER_TERMS = sorted(set(LIKE_REINFORCE) - {"kimi"} | {"a_lol", "a_lol_t
 @settings(max_examples=10)
 @given(seed=SEEDS)
 def test_no_advantage_no_gradient(name: str, seed: int) -> None:
-    data = draw(seed)
+    data = sample(seed)
     data.columns["advantage"] = torch.zeros_like(data.columns["advantage"])
     assert not value_and_slope(name, data)[1].any()
 
@@ -244,7 +244,7 @@ def test_no_advantage_no_gradient(name: str, seed: int) -> None:
 @settings(max_examples=25)
 @given(seed=SEEDS, dual_clip=st.floats(1.1, 5))
 def test_dual_clip_never_raises_the_loss(seed: int, dual_clip: float) -> None:
-    data = draw(seed, spread=1.5)
+    data = sample(seed, spread=1.5)
     loss = partial(
         policy_loss,
         logprob=data.logprob,

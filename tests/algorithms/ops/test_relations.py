@@ -25,7 +25,7 @@ from penstock.dataflow.graph.check import check_lag
 from penstock.launch.inputs.record import load_step, record, step_cfg
 
 from ..configured import NAMES, composed
-from ..drawn import SEEDS, Data, draw
+from ..samples import SEEDS, Data, sample
 from .test_properties import ADVANTAGES
 
 
@@ -66,7 +66,7 @@ def loss_of(data: Data, behavior: torch.Tensor, advantage: torch.Tensor) -> torc
 @given(seed=SEEDS, cap=st.sampled_from([1.0, 2.0, None]))
 def test_decoupled_ppo_on_fresh_rollouts_is_ppo(seed: int, cap: float | None) -> None:
     """The weights before the update are those that sampled: every factor is 1."""
-    data = draw(seed)
+    data = sample(seed)
     mask, behavior = data.columns["mask"], data.columns["behavior_logprob"]
     weight = rollout_weight(
         mask,
@@ -106,7 +106,7 @@ def targets_of(data: Data, cfg: PPO, age: float) -> GaeTargets:
 @given(seed=SEEDS)
 def test_vtrace_ppo_on_fresh_rollouts_is_ppo(seed: int, options: dict[str, Any]) -> None:
     """Advantages and the critic's targets are those of GAE, for bounds of 1 and more."""
-    data = draw(seed)
+    data = sample(seed)
     plain = {name: value for name, value in options.items() if not name.endswith("_bar")}
     traced = targets_of(data, VtracePPO(**options), age=0.0)
     expected = targets_of(data, PPO(**plain), age=0.0)
@@ -115,7 +115,7 @@ def test_vtrace_ppo_on_fresh_rollouts_is_ppo(seed: int, options: dict[str, Any])
 
 
 def test_vtrace_ppo_on_old_rollouts_has_other_targets_than_ppo() -> None:
-    data = draw(0)
+    data = sample(0)
     traced = targets_of(data, VtracePPO(), age=1.0)
     expected = targets_of(data, PPO(), age=1.0)
     assert (traced.value_target - expected.value_target).abs().max() > 0.01
@@ -153,7 +153,7 @@ def test_vtrace_ppo_takes_old_rollouts() -> None:
 @given(seed=SEEDS)
 def test_rows_may_be_laid_out_by_prompt_or_by_sample(name: str, seed: int) -> None:
     """First all samples of a prompt, or first one sample of every prompt."""
-    columns = draw(seed).columns
+    columns = sample(seed).columns
     ids, score = columns["prompt_id"], columns["score"]
     by_prompt = torch.argsort(ids, stable=True)
     by_sample = torch.cat([by_prompt[0::2], by_prompt[1::2]])
@@ -168,7 +168,7 @@ def test_rows_may_be_laid_out_by_prompt_or_by_sample(name: str, seed: int) -> No
 def test_pairs_are_the_same_whatever_a_prompt_s_scores_have_in_common(
     seed: int, shift: int
 ) -> None:
-    columns = draw(seed).columns
+    columns = sample(seed).columns
     roll = Rollout(
         prompt_id=columns["prompt_id"],
         tokens=columns["tokens"],

@@ -102,7 +102,7 @@ def test_flags_of_another_shape_are_refused(name: str) -> None:
         gae(MASK, reward=REWARD, value=VALUE, **{name: torch.zeros(1, 3).bool()})  # pyright: ignore[reportArgumentType]
 
 
-def drawn(seed: int) -> dict[str, Tensor]:
+def sampled(seed: int) -> dict[str, Tensor]:
     """One row of steps, some masked out after an ending, as environments give them."""
     random = torch.Generator().manual_seed(seed)
     width = 9
@@ -131,7 +131,7 @@ def drawn(seed: int) -> dict[str, Tensor]:
 def test_a_row_of_episodes_is_its_episodes_one_by_one(
     seed: int, discount: float, lam: float
 ) -> None:
-    columns = drawn(seed)
+    columns = sampled(seed)
     mask, value = columns["mask"], columns["value"]
     options = {"discount": discount, "lam": lam}
     policies = {name: columns.pop(name) for name in ("logprob", "behavior_logprob")}
@@ -216,7 +216,7 @@ def test_vtrace_bounds_and_lambda() -> None:
 @given(seed=SEEDS, discount=DISCOUNTS, lam=DISCOUNTS)
 def test_vtrace_on_policy_is_gae(seed: int, discount: float, lam: float) -> None:
     """The same targets; and with lambda 1 the same advantages, and n-step returns."""
-    columns = drawn(seed)
+    columns = sampled(seed)
     logprob = columns.pop("logprob")
     columns.pop("behavior_logprob")
     own = gae(**columns, discount=discount, lam=lam)  # pyright: ignore[reportArgumentType]
@@ -234,7 +234,7 @@ def test_vtrace_on_policy_is_gae(seed: int, discount: float, lam: float) -> None
 @settings(max_examples=25)
 @given(seed=SEEDS, width=st.integers(1, 4))
 def test_vtrace_does_not_see_padding(seed: int, width: int) -> None:
-    columns = {n: c for n, c in drawn(seed).items() if n not in ("terminated", "truncated")}
+    columns = {n: c for n, c in sampled(seed).items() if n not in ("terminated", "truncated")}
     narrow = vtrace(**columns)  # pyright: ignore[reportArgumentType]
     wide = {
         name: torch.nn.functional.pad(
@@ -252,7 +252,7 @@ def test_vtrace_does_not_see_padding(seed: int, width: int) -> None:
 @settings(max_examples=25)
 @given(seed=SEEDS)
 def test_without_a_critic_and_discount_the_advantage_is_the_return(seed: int) -> None:
-    columns = drawn(seed)
+    columns = sampled(seed)
     mask, reward = columns["mask"], columns["reward"]
     nothing = torch.zeros_like(columns["value"])
     got = gae(mask, reward=reward, value=nothing, discount=1.0, lam=1.0).advantage

@@ -75,7 +75,7 @@ STEPS = st.lists(st.tuples(st.floats(-3, 3), st.booleans()), min_size=1, max_siz
 
 
 @given(STEPS, st.floats(-1, 1))
-def test_returns_telescope_and_clip_never_pays(
+def test_returns_telescope_and_clip_never_rewards(
     steps: list[tuple[float, bool]], threshold: float
 ) -> None:
     score = column(*(value for value, _ in steps))

@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
+from penstock.algorithms.roles import PerSample, Policy, Prompts, Reward, Sampling
+from penstock.dataflow import FlowError, build, op
 from penstock.dataflow.runtime.call_context import (
     CallKey,
     call_key,
     call_scope,
     call_staleness,
+    current_step,
     step_scope,
 )
 
@@ -45,6 +49,40 @@ def test_a_scope_ends_even_when_the_call_fails() -> None:
         with pytest.raises(RuntimeError, match="out of memory"), call_scope(9, 9):
             raise RuntimeError("out of memory")
         assert call_key("actor", "generate") == CallKey(1, 0)
+
+
+def test_a_step_knows_its_number() -> None:
+    assert current_step() == 0
+    with step_scope(5):
+        assert current_step() == 5
+        with call_scope(6, 0):
+            assert current_step() == 6
+    assert current_step() == 0
+
+
+@op(scope="row")
+def annealed(score: PerSample) -> PerSample:
+    return score * current_step()
+
+
+def test_it_is_refused_where_every_step_would_get_the_same() -> None:
+    def step(prompts: Prompts, actor: Policy, reward: Reward) -> PerSample:
+        roll = actor.generate(prompts.prompt, prompts.prompt_id, Sampling())
+        score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+        return annealed(score) if current_step() else score
+
+    with pytest.raises(FlowError) as refused:
+        build(step)
+    where, *rest = str(refused.value).splitlines()
+    assert where.startswith("test_call_context.py:")
+    assert rest == [
+        "    return annealed(score) if current_step() else score",
+        "current_step() was called while the step was recorded, which happens once: every step "
+        "would get the same number",
+        "    call it inside an op, a worker or a loss, which run in every step",
+    ]
+    with step_scope(3):
+        assert annealed(torch.ones(2)).tolist() == [3.0, 3.0]
 
 
 def test_outside_any_scope_calls_count_up() -> None:

@@ -17,10 +17,6 @@ TRAIN = FlowNode("train", "train", False, "a", ("generate",), trains="actor")
 FLOW = Flow("step", (PROMPTS, GENERATE, TRAIN), {"a": 1}, {"actor": "a"}, {"actor": 1}, 2)
 
 
-def test_a_good_flow_counts_its_tasks() -> None:
-    assert FLOW.max_tasks_per_step == 3
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

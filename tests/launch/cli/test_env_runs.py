@@ -215,12 +215,21 @@ def test_perceptrons_are_computed_by_one_thread_unless_more_are_asked_for() -> N
     assert job("algorithm=grpo").run.placement.executor.num_threads is None
 
 
+def test_the_next_run_of_a_process_has_the_processs_own_number_of_threads(
+    penstock: Penstock, tmp_path: Path
+) -> None:
+    before = torch.get_num_threads()
+    assert before != 3
+    finished(penstock, tmp_path, *PPO, "executor.num_threads=3")
+    assert torch.get_num_threads() == before
+
+
 def test_a_run_that_is_refused_when_it_is_built_leaves_nothing(
     penstock: Penstock, tmp_path: Path
 ) -> None:
-    words = ("algorithm=dqn", "task=cartpole", "model=mlp", "model.architecture.memory=16")
+    words = ("algorithm=dqn", "task=cartpole", "model=mlp", "model.architecture.recurrent_units=16")
     said = penstock("run", *words, f"runs={tmp_path}")
     assert said.code == 2
-    assert said.err.startswith("penstock: a Q-network cannot have a memory (of 16 units)")
+    assert said.err.startswith("penstock: a Q-network cannot have a recurrent state (of 16 units)")
     assert "resume" not in said.err
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []

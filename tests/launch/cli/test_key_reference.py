@@ -31,10 +31,14 @@ def test_what_environments_and_their_actors_take_is_in_the_reference() -> None:
         "task (kind: board_game)": ("game", "group_size"),
         "task (kind: library_game)": ("id", "backend", "options", "max_turns", "group_size"),
         "`task.game`": ("height", "gravity"),
-        "model.architecture (model_type: perceptron)": ("hidden_sizes", "memory", "value_bins"),
+        "model.architecture (model_type: perceptron)": (
+            "hidden_sizes",
+            "recurrent_units",
+            "value_bins",
+        ),
         "algorithm.roles.ROLE.options (worker: q_network)": ("epsilon_start", "epsilon_calls"),
         "algorithm.roles.ROLE.options (worker: replay)": ("capacity",),
-        "algorithm.roles.ROLE.options (worker: env)": ("ring",),
+        "algorithm.roles.ROLE.options (worker: env)": ("num_overlapped",),
     }.items():
         assert all(f"\n| `{key}` |" in tables[title] for key in keys), title
     # What a run fills in is nobody's to set.

@@ -311,8 +311,9 @@ def test_a_model_that_fits_nowhere_names_what_is_lacking(penstock: Penstock) -> 
         ),
         (
             "plan.pins.together=[[actor, critik]]",
-            "'plan.pins.together' names a unit 'critik', which the step does not have; did you "
-            "mean 'critic'?\n    its units are: actor.generate, reward, critic, ref, actor",
+            "'plan.pins.together' names a call group 'critik', which the step does not have; did "
+            "you mean 'critic'?\n    its call groups are: actor.generate, reward, critic, ref, "
+            "actor",
         ),
         (
             "plan.pins.devices.reward='0-3, x'",
@@ -325,8 +326,9 @@ def test_a_model_that_fits_nowhere_names_what_is_lacking(penstock: Penstock) -> 
         ),
         (
             "plan.pins.num_devices={actor: 2, actor.generate: 2, critic: 1, ref: 1, reward: 1}",
-            "'plan.pins' gives every unit its devices, 7 in all, but cluster 'h100' has 8: 1 would "
-            "be unused\n    pin more devices, leave a unit free, or plan for a smaller cluster",
+            "'plan.pins' gives every call group its devices, 7 in all, but cluster 'h100' has 8: "
+            "1 would be unused\n    pin more devices, leave a call group free, or plan for a "
+            "smaller cluster",
         ),
         (
             "cluster=cpu",
@@ -357,8 +359,9 @@ def test_devices_that_all_units_share_but_leave_others_unused(penstock: Penstock
         "plan.pins.devices.actor=0-5",
     )
     assert said == (
-        "'plan.pins' gives every unit its devices, 6 in all, but cluster 'h100' has 8: 2 (6-7) "
-        "would be unused\n    pin more devices, leave a unit free, or plan for a smaller cluster"
+        "'plan.pins' gives every call group its devices, 6 in all, but cluster 'h100' has 8: 2 "
+        "(6-7) would be unused\n    pin more devices, leave a call group free, or plan for a "
+        "smaller cluster"
     )
 
 

@@ -168,7 +168,7 @@ def test_it_resumes_in_other_layouts_and_in_another_engine(made: Path) -> None:
     here = resumed(made, "here", "engine=torch", "rollout=same", "executor=in_process")
     before, learnt = weights(made), weights(here)
     assert before.keys() == learnt.keys()
-    # The torch engine draws other responses than vLLM, but the same wherever it is.
+    # The torch engine samples other responses than vLLM, but the same wherever it is.
     torch.testing.assert_close(weights(elsewhere), learnt, atol=1e-5, rtol=0)
     name = "model.layers.1.mlp.up_proj.weight"
     assert float((before[name] - learnt[name]).abs().mean()) > 1e-4

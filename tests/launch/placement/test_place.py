@@ -11,13 +11,13 @@ import pytest
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.dataflow.graph.tracer import build
-from penstock.dataflow.runtime.spans import TaskSpan
+from penstock.dataflow.runtime.executor import TaskSpan
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import Resolved, resolved
 from penstock.launch.placement.auto_place import Choice, choose
 from penstock.launch.placement.machine import threads_of
 from penstock.launch.placement.place import make_executor, placement_of, with_threads, written_plan
-from penstock.launch.stages.prediction_check import comparison_text, node_seconds, nodes_summary
+from penstock.launch.stages.checks import comparison_text, node_seconds, nodes_summary
 from penstock.launch.stages.stages import Stage, stages_of
 from penstock.planner.cost.calibration import Calibration
 from penstock.planner.cost.constants import CPU_DEFAULTS

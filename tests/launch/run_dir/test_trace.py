@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.dataflow.runtime.spans import TaskSpan
+from penstock.dataflow.runtime.executor import TaskSpan
 from penstock.launch.run_dir.trace import TraceLog, read_trace
 
 GENERATE = TaskSpan("actor.generate", 0, 1, "actor", 0, 10.0, 10.5, (("actor", 3),))

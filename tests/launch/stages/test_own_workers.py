@@ -127,13 +127,15 @@ def test_an_argument_of_another_type_is_its_own() -> None:
         ),
         (
             (SURPRISE, "algorithm.roles.judge.optimizer={lr: 1.0}"),
-            "'algorithm.roles.judge.optimizer' is set, but judged does not train 'judge'\n"
-            "    leave it out; trained roles are: actor",
+            "'algorithm.roles.judge.optimizer' is set, but judged does not train 'judge' "
+            "with a loss\n"
+            "    leave it out; roles with a loss are: actor",
         ),
         (
             (SURPRISE, "algorithm.roles.judge.frozen=['*']"),
-            "'algorithm.roles.judge.frozen' is set, but judged does not train 'judge'\n"
-            "    leave it out; trained roles are: actor",
+            "'algorithm.roles.judge.frozen' is set, but judged does not train 'judge' "
+            "with a loss\n"
+            "    leave it out; roles with a loss are: actor",
         ),
         (
             (

@@ -12,7 +12,6 @@ from penstock.planner.cost.collectives import (
     all_to_all_s,
     links_of,
     point_to_point_s,
-    reduce_scatter_s,
 )
 
 from .time_cases import IDEAL, mesh
@@ -38,7 +37,6 @@ def test_what_a_program_gets_of_a_link() -> None:
 def test_a_ring_in_one_node() -> None:
     # 4 ranks end with 800 bytes: three hops of 200 bytes each.
     assert all_gather_s(LINKS, 800, 4) == pytest.approx(3 * (200 / 100 + 1))
-    assert reduce_scatter_s(LINKS, 800, 4) == all_gather_s(LINKS, 800, 4)
     assert all_reduce_s(LINKS, 800, 4) == pytest.approx(2 * 3 * (200 / 100 + 1))
 
 
@@ -69,7 +67,7 @@ def test_a_pipeline_that_leaves_the_node_keeps_the_pace_of_the_network() -> None
 
 @given(stride=st.integers(1, 64), num_bytes=st.floats(0, 1e12))
 def test_one_rank_sends_nothing(stride: int, num_bytes: float) -> None:
-    for collective in (all_gather_s, all_reduce_s, reduce_scatter_s, all_to_all_s):
+    for collective in (all_gather_s, all_reduce_s, all_to_all_s):
         assert collective(LINKS, num_bytes, 1, stride) == 0
 
 

@@ -1,11 +1,16 @@
-"""How many loops pay: what waits can wait together, what computes cannot."""
+"""How many loops help: what waits can wait together, what computes cannot."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.planner.cost.overlapped_groups import LEAST_GAIN, LoopTimes, choose_ring_size, round_s
+from penstock.planner.cost.overlapped_groups import (
+    LEAST_GAIN,
+    LoopTimes,
+    choose_num_overlapped,
+    round_s,
+)
 
 SLEEPS = LoopTimes(step_s=5e-3, step_cpu_s=1e-4, ask_s=1e-4, ask_cpu_s=1e-4)
 COMPUTES = LoopTimes(step_s=5e-3, step_cpu_s=5e-3, ask_s=1e-4, ask_cpu_s=1e-4)
@@ -32,8 +37,8 @@ TIMES = st.tuples(*[st.floats(1e-5, 1e-1) for _ in range(4)]).map(
         (ASKS, 4, 2),  # While one is answered, the other steps; a third would wait for its turn.
     ],
 )
-def test_the_ring_is_as_large_as_pays(times: LoopTimes, num_groups: int, expected: int) -> None:
-    assert choose_ring_size(times, num_groups) == expected
+def test_as_many_are_overlapped_as_helps(times: LoopTimes, num_groups: int, expected: int) -> None:
+    assert choose_num_overlapped(times, num_groups) == expected
 
 
 def test_a_round_takes_what_the_formula_says() -> None:
@@ -45,7 +50,7 @@ def test_a_round_takes_what_the_formula_says() -> None:
 
 @given(TIMES, st.integers(1, 20), st.integers(1, 20))
 def test_no_other_size_is_much_faster(times: LoopTimes, num_groups: int, most: int) -> None:
-    chosen = choose_ring_size(times, num_groups, most)
+    chosen = choose_num_overlapped(times, num_groups, most)
     assert 1 <= chosen <= min(num_groups, most)
     expected_s = round_s(times, chosen, num_groups)
     for size in range(1, min(num_groups, most) + 1):
@@ -60,4 +65,4 @@ def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(ValueError, match="step_cpu_s is -1; expected at least 0"):
         LoopTimes(step_s=1, step_cpu_s=-1, ask_s=0, ask_cpu_s=0)
     with pytest.raises(ValueError, match="num_groups is 0; expected at least 1"):
-        choose_ring_size(SLEEPS, 0)
+        choose_num_overlapped(SLEEPS, 0)

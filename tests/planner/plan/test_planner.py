@@ -147,7 +147,7 @@ def test_samples_and_updates_come_from_the_graph() -> None:
     assert [call.name for call in calls] == ["actor.generate", "actor.train"]
     assert [call.num_sequences for call in calls] == [2048, 2048]
     assert (calls[1].passes, calls[1].updates, calls[1].after) == (2, 6, ("actor.generate",))
-    assert [call.unit for call in calls] == ["actor.generate", "actor"]
+    assert [call.call_group for call in calls] == ["actor.generate", "actor"]
 
 
 def test_the_torch_engine_is_data_parallel_only() -> None:
@@ -209,15 +209,15 @@ def test_an_unknown_role_is_refused() -> None:
         calls_of(PPO_GRAPH, WORKLOAD, {**models(1, 1), "judge": llama(1)})
 
 
-@pytest.mark.parametrize("unit", ["actor", "actor.generate", "critic", "ref"])
-def test_an_option_can_be_explained(unit: str) -> None:
+@pytest.mark.parametrize("call_group", ["actor", "actor.generate", "critic", "ref"])
+def test_an_option_can_be_explained(call_group: str) -> None:
     calls = calls_of(PPO_GRAPH, WORKLOAD, models(7, 7))
     table = ModelTable(calls, GPU_DEFAULTS)
     mesh = Mesh(h100(1), (8,))
-    options = table.options(unit, mesh, with_source=True)
+    options = table.options(call_group, mesh, with_source=True)
     assert len(options) > 2
     for option in options:
-        held, plans = table.explain(unit, mesh, option, with_source=True)
+        held, plans = table.explain(call_group, mesh, option, with_source=True)
         assert held.total == option.resident_bytes
         assert {name: p.duration_s for name, p in plans.items()} == option.durations_s
         assert option.least_bytes <= mesh.memory_bytes

@@ -31,15 +31,15 @@ CLUSTER = ClusterSpec(
 
 
 def assignment(step_time_s: float, **busy_s: float) -> Assignment:
-    """Two devices for each unit, which is that busy."""
+    """Two devices for each call group, which is that busy."""
     groups = tuple(
         GroupAssignment(
-            (unit,),
+            (call_group,),
             Mesh(CLUSTER, (2,)),
             (2 * i, 2 * i + 1),
-            {unit: Option({f"{unit}.call": seconds}, 0, {f"{unit}.call": 0}, {})},
+            {call_group: Option({f"{call_group}.call": seconds}, 0, {f"{call_group}.call": 0}, {})},
         )
-        for i, (unit, seconds) in enumerate(busy_s.items())
+        for i, (call_group, seconds) in enumerate(busy_s.items())
     )
     return Assignment(groups, 0, step_time_s)
 

@@ -15,7 +15,7 @@ from .tables import kinds_of
 
 Kinds = tuple[tuple[str, int, int], ...]
 Key = frozenset[tuple[frozenset[str], Kinds]]
-"""Groups of units, each with the kinds of its devices: what makes two plans different."""
+"""Groups of call groups, each with the kinds of its devices: what makes two plans different."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Best:
     step_time_s: float
 
 
-def set_partitions(units: Sequence[str]) -> Iterator[list[list[str]]]:
-    if not units:
+def set_partitions(call_groups: Sequence[str]) -> Iterator[list[list[str]]]:
+    if not call_groups:
         yield []
         return
-    for rest in set_partitions(units[1:]):
-        yield [[units[0]], *rest]
+    for rest in set_partitions(call_groups[1:]):
+        yield [[call_groups[0]], *rest]
         for k in range(len(rest)):
-            yield [*rest[:k], [units[0], *rest[k]], *rest[k + 1 :]]
+            yield [*rest[:k], [call_groups[0], *rest[k]], *rest[k + 1 :]]
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -76,19 +76,20 @@ def divisions(cluster: ClusterSpec, num_groups: int) -> Iterator[tuple[Mesh, ...
 
 
 def choices(
-    calls: Sequence[CallNode], table: OptionTable, units: Sequence[str], mesh: Mesh,
+    calls: Sequence[CallNode], table: OptionTable, call_groups: Sequence[str], mesh: Mesh,
     *, everything: bool
 ) -> list[tuple[Option, ...]]:  # fmt: skip
-    """One option per unit that fit together; unless `everything`, only those beaten by none."""
-    sources = {call.role: call.unit for call in calls if call.trains}
-    roles = {call.unit: call.role for call in calls}
+    """Options per call group that fit together; unless `everything`, only those beaten by none."""
+    sources = {call.role: call.call_group for call in calls if call.trains}
+    roles = {call.call_group: call.role for call in calls}
     lists = [
         table.options(
-            unit,
+            call_group,
             mesh,
-            with_source=sources.get(roles[unit], unit) != unit and sources[roles[unit]] in units,
+            with_source=sources.get(roles[call_group], call_group) != call_group
+            and sources[roles[call_group]] in call_groups,
         )
-        for unit in units
+        for call_group in call_groups
     ]
     fitting = [
         chosen
@@ -115,9 +116,9 @@ def all_plans(
     *, everything: bool = False
 ) -> list[Best]:  # fmt: skip
     """Every way of grouping and dividing that is feasible, fastest first."""
-    units = list(dict.fromkeys(call.unit for call in calls))
+    call_groups = list(dict.fromkeys(call.call_group for call in calls))
     found: list[Best] = []
-    for groups in set_partitions(units):
+    for groups in set_partitions(call_groups):
         for meshes in divisions(cluster, len(groups)):
             least_s = _least_s(calls, table, groups, meshes, max_lag, everything=everything)
             if least_s is not None:
@@ -134,7 +135,7 @@ def _least_s(
     meshes: Sequence[Mesh], max_lag: int, *, everything: bool = False
 ) -> float | None:  # fmt: skip
     """The least time over all options; None if nothing fits."""
-    group_of = {unit: k for k, group in enumerate(groups) for unit in group}
+    group_of = {call_group: k for k, group in enumerate(groups) for call_group in group}
     per_group = [
         choices(calls, table, group, mesh, everything=everything)
         for group, mesh in zip(groups, meshes, strict=True)
@@ -153,16 +154,16 @@ def least_with_devices(
     calls: tuple[CallNode, ...], table: OptionTable, cluster: ClusterSpec, max_lag: int,
     devices: Mapping[str, Sequence[int]],
 ) -> float | None:  # fmt: skip
-    """The least time when some units must have just these devices; device by device."""
-    units = list(dict.fromkeys(call.unit for call in calls))
+    """The least time when some call groups must have just these devices; device by device."""
+    call_groups = list(dict.fromkeys(call.call_group for call in calls))
     node_of = [cluster.node_of(d) for d in range(cluster.num_devices)]
     group_of_node = [k for k, g in enumerate(cluster.node_groups) for _ in range(g.num_nodes)]
     least_s: float | None = None
-    for groups in set_partitions(units):
-        number = {unit: k for k, group in enumerate(groups) for unit in group}
+    for groups in set_partitions(call_groups):
+        number = {call_group: k for k, group in enumerate(groups) for call_group in group}
         for owner in product(range(len(groups)), repeat=cluster.num_devices):
             held = [{d for d, k in enumerate(owner) if k == g} for g in range(len(groups))]
-            if any(held[number[unit]] != set(ids) for unit, ids in devices.items()):
+            if any(held[number[call_group]] != set(ids) for call_group, ids in devices.items()):
                 continue
             meshes: list[Mesh] = []
             for ids in held:

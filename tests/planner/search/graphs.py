@@ -10,7 +10,7 @@ from penstock.planner.search.options import CallNode
 def steps(
     draw: st.DrawFn, max_calls: int = 7, max_roles: int = 3, min_calls: int = 1
 ) -> tuple[CallNode, ...]:
-    """Calls of a step in program order; trained roles generate in a unit of their own."""
+    """Calls of a step in program order; trained roles generate in a call group of their own."""
     roles = [f"r{i}" for i in range(draw(st.integers(min(min_calls, max_roles), max_roles)))]
     trained = {role for role in roles if draw(st.booleans())}
     calls: list[CallNode] = []
@@ -27,7 +27,7 @@ def steps(
         calls.append(
             CallNode(
                 name=f"c{i}",
-                unit=f"{role}.generate" if generates else role,
+                call_group=f"{role}.generate" if generates else role,
                 after=after,
                 role=role,
                 reads_older=kind == "rollout",
@@ -38,8 +38,8 @@ def steps(
 
 
 def units_of(calls: tuple[CallNode, ...]) -> list[str]:
-    """Units in program order."""
-    return list(dict.fromkeys(call.unit for call in calls))
+    """Call groups in program order."""
+    return list(dict.fromkeys(call.call_group for call in calls))
 
 
 PPO = (

@@ -65,18 +65,18 @@ def kinds_of(mesh: Mesh) -> tuple[tuple[str, int, int], ...]:
 
 @dataclass(frozen=True)
 class RandomTable:
-    """Options drawn by unit and kind of mesh; some meshes have none."""
+    """Options sampled by call group and kind of mesh; some meshes have none."""
 
     calls: tuple[CallNode, ...]
     seed: int
     max_options: int = 3
     missing: float = 0.1
 
-    def options(self, unit: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
-        rng = random.Random(repr((self.seed, unit, kinds_of(mesh), with_source)))
+    def options(self, call_group: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
+        rng = random.Random(repr((self.seed, call_group, kinds_of(mesh), with_source)))
         if rng.random() < self.missing:
             return ()
-        names = [call.name for call in self.calls if call.unit == unit]
+        names = [call.name for call in self.calls if call.call_group == call_group]
         return [
             Option(
                 durations_s={n: rng.choice([0.2, 1, 4]) * rng.random() / mesh.num_devices**0.7

@@ -24,8 +24,10 @@ def durations(rng: random.Random, count: int) -> list[float]:
 def test_no_schedule_is_faster_even_if_calls_take_longer(
     calls: tuple[CallNode, ...], max_lag: int, data: st.DataObject
 ) -> None:
-    group_of = {unit: data.draw(st.integers(0, 2), unit) for unit in units_of(calls)}
-    groups = [group_of[call.unit] for call in calls]
+    group_of = {
+        call_group: data.draw(st.integers(0, 2), call_group) for call_group in units_of(calls)
+    }
+    groups = [group_of[call.call_group] for call in calls]
     rng = random.Random(data.draw(st.integers(0, 10_000), "seed"))
     least = durations(rng, len(calls))
     more = [a + b for a, b in zip(least, durations(rng, len(calls)), strict=True)]
@@ -41,8 +43,8 @@ def test_no_schedule_is_faster_even_if_calls_take_longer(
 def test_ppo_takes_just_what_the_bound_says(max_lag: int, share: float) -> None:
     rng, exact, num = random.Random(0), 0, 300
     for _ in range(num):
-        group_of = {unit: rng.randrange(4) for unit in units_of(PPO)}
-        groups = [group_of[call.unit] for call in PPO]
+        group_of = {call_group: rng.randrange(4) for call_group in units_of(PPO)}
+        groups = [group_of[call.call_group] for call in PPO]
         seconds = [rng.random() for _ in PPO]
         bound_s = StepBound(PPO, groups, max_lag)(np.array(seconds)[:, None])[0]
         exact += bool(bound_s >= StepTimer(PPO, groups, max_lag).seconds(seconds) * (1 - 1e-12))

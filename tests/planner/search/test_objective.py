@@ -40,13 +40,15 @@ def calls(graph: Graph) -> tuple[Call, ...]:
 def test_the_objective_equals_the_simulation(data: st.DataObject, max_lag: int) -> None:
     graph = data.draw(st.sampled_from(GRAPHS), label="graph")
     found = calls(graph)
-    units = dict.fromkeys(call.unit for call in found)
-    group_of = {unit: data.draw(st.integers(0, 2), label=unit) for unit in units}
+    call_groups = dict.fromkeys(call.call_group for call in found)
+    group_of = {
+        call_group: data.draw(st.integers(0, 2), label=call_group) for call_group in call_groups
+    }
     durations_s = {c.name: float(data.draw(st.integers(1, 40), label=c.name)) for c in found}
     expected_s = period(call_nodes(found), group_of, durations_s, max_lag)
     placed = place_ops(
         graph,
-        {call.name: "abc"[group_of[call.unit]] for call in found},
+        {call.name: "abc"[group_of[call.call_group]] for call in found},
         durations_s,
         max_lag=max_lag,
         target_s=expected_s,

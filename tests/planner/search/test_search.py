@@ -26,7 +26,9 @@ EXACT = 1e-12
 
 
 def key_of(assignment: Assignment) -> Key:
-    return frozenset((frozenset(group.units), kinds_of(group.mesh)) for group in assignment.groups)
+    return frozenset(
+        (frozenset(group.call_groups), kinds_of(group.mesh)) for group in assignment.groups
+    )
 
 
 def assert_agrees(result: SearchResult, plans: Sequence[Best]) -> None:
@@ -119,26 +121,30 @@ def test_slowing_a_call_down_can_help_and_is_left_out_by_default() -> None:
 def test_pinned_groups_counts_and_layouts_equal_brute_force(
     calls: tuple[CallNode, ...], cluster: ClusterSpec, data: st.DataObject
 ) -> None:
-    units = units_of(calls)
-    some = st.lists(st.sampled_from(units), min_size=2, max_size=3, unique=True).map(tuple)
+    call_groups = units_of(calls)
+    some = st.lists(st.sampled_from(call_groups), min_size=2, max_size=3, unique=True).map(tuple)
     none = st.just(())
     pins = Pins(
-        together=tuple(data.draw(st.lists(some, max_size=1) if len(units) > 1 else none)),
-        apart=tuple(data.draw(st.lists(some, max_size=1) if len(units) > 1 else none)),
+        together=tuple(data.draw(st.lists(some, max_size=1) if len(call_groups) > 1 else none)),
+        apart=tuple(data.draw(st.lists(some, max_size=1) if len(call_groups) > 1 else none)),
         num_devices=data.draw(
-            st.dictionaries(st.sampled_from(units), st.integers(1, cluster.num_devices), max_size=1)
+            st.dictionaries(
+                st.sampled_from(call_groups), st.integers(1, cluster.num_devices), max_size=1
+            )
         ),
         layouts={calls[0].name: {"micro_batch": data.draw(st.integers(1, 2))}},
-        allows=lambda unit, option: unit != units[-1] or option.resident_bytes > 0,
+        allows=lambda call_group, option: (
+            call_group != call_groups[-1] or option.resident_bytes > 0
+        ),
     )
 
     class Filtered(RandomTable):
-        def options(self, unit: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
-            found = super().options(unit, mesh, with_source=with_source)
+        def options(self, call_group: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
+            found = super().options(call_group, mesh, with_source=with_source)
             wanted = pins.layouts[calls[0].name]["micro_batch"]
-            if unit == calls[0].unit:
+            if call_group == calls[0].call_group:
                 found = [o for o in found if o.layouts[calls[0].name].micro_batch == wanted]
-            return [o for o in found if pins.allows(unit, o)]
+            return [o for o in found if pins.allows(call_group, o)]
 
     def kept(plan: Best) -> bool:
         groups = [(group, sum(n for _, _, n in kinds)) for group, kinds in plan.key]
@@ -165,9 +171,9 @@ def test_pinned_groups_counts_and_layouts_equal_brute_force(
 def test_pinned_devices_equal_brute_force(
     calls: tuple[CallNode, ...], cluster: ClusterSpec, data: st.DataObject
 ) -> None:
-    units = units_of(calls)
+    call_groups = units_of(calls)
     ids = st.lists(st.integers(0, cluster.num_devices - 1), min_size=1, max_size=4, unique=True)
-    devices = data.draw(st.dictionaries(st.sampled_from(units), ids.map(tuple), max_size=2))
+    devices = data.draw(st.dictionaries(st.sampled_from(call_groups), ids.map(tuple), max_size=2))
     pins = Pins(devices=devices)
     try:
         pins.check(calls, cluster)
@@ -186,8 +192,8 @@ def test_pinned_devices_equal_brute_force(
     assert result.step_time_s == pytest.approx(least_s, rel=EXACT)
     assert_uses_every_device_once(result.best, cluster)
     for group in result.best.groups:
-        for unit in group.units:
-            assert set(group.devices) == set(devices.get(unit, group.devices))
+        for call_group in group.call_groups:
+            assert set(group.devices) == set(devices.get(call_group, group.devices))
 
 
 # --- any time, deterministic, several schedules
@@ -258,9 +264,9 @@ def test_every_question_to_the_table_is_asked_once() -> None:
     asked: list[Any] = []
 
     class Counting(RandomTable):
-        def options(self, unit: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
-            asked.append((unit, mesh.counts, with_source))
-            return super().options(unit, mesh, with_source=with_source)
+        def options(self, call_group: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
+            asked.append((call_group, mesh.counts, with_source))
+            return super().options(call_group, mesh, with_source=with_source)
 
     result = search(PPO, Counting(PPO, 7), NODES, max_lag=(0, 1))
     assert len(asked) == len(set(asked)) == result.num_asked

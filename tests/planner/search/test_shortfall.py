@@ -17,7 +17,7 @@ from penstock.planner.search.search import search
 from .tables import cluster_of, device
 
 Sizes = dict[tuple[str, int], tuple[int, int]]
-"""Unit and device count -> resident and transient bytes; nothing runs where nothing is said."""
+"""Call group and device count -> resident and transient bytes; nothing runs elsewhere."""
 
 PAIR = (CallNode("big", "big", (), "big"), CallNode("small", "small", (), "small"))
 FOUR = cluster_of((2, 2, device("a", 1000)))
@@ -30,12 +30,12 @@ class Fixed:
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
 
-    def options(self, unit: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
-        if (unit, mesh.num_devices) not in self._sizes:
+    def options(self, call_group: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
+        if (call_group, mesh.num_devices) not in self._sizes:
             return ()
-        resident, transient = self._sizes[unit, mesh.num_devices]
+        resident, transient = self._sizes[call_group, mesh.num_devices]
         layout = Layout(dp=mesh.num_devices)
-        return [Option({unit: 1.0}, resident, {unit: transient}, {unit: layout})]
+        return [Option({call_group: 1.0}, resident, {call_group: transient}, {call_group: layout})]
 
 
 def refusal(sizes: Sizes, pins: Pins | None = None) -> str:
@@ -62,7 +62,7 @@ def test_a_unit_that_fits_nowhere() -> None:
 def test_units_that_do_not_fit_beside_each_other() -> None:
     sizes = {("small", 2): (500, 1), ("big", 2): (1001, 300), ("big", 4): (800, 200)}
     assert refusal(sizes) == (
-        "the units do not fit together on cluster 'made-up'. At best: 'big' alone on 2 x a: "
+        "the call groups do not fit together on cluster 'made-up'. At best: 'big' alone on 2 x a: "
         "1.27 KiB per device are needed, 1000 B are there, 301 B are lacking"
     )
 
@@ -70,7 +70,7 @@ def test_units_that_do_not_fit_beside_each_other() -> None:
 def test_units_that_do_not_fit_in_one_group() -> None:
     sizes = {("small", 4): (200, 100), ("big", 4): (800, 150), ("small", 1): (9, 9)}
     assert refusal(sizes) == (
-        "the units do not fit together on cluster 'made-up'. At best: big, small on 4 x a: "
+        "the call groups do not fit together on cluster 'made-up'. At best: big, small on 4 x a: "
         "1.12 KiB per device are needed, 1000 B are there, 150 B are lacking"
     )
 
@@ -79,7 +79,7 @@ def test_device_counts_that_do_not_add_up() -> None:
     sizes = {("small", 1): (1, 1), ("big", 1): (1, 1), ("big", 2): (1, 1)}
     assert refusal(sizes) == cleandoc(
         """
-        no way to divide the 4 devices of cluster 'made-up' gives every unit a number of devices on which it has a layout:
+        no way to divide the 4 devices of cluster 'made-up' gives every call group a number of devices on which it has a layout:
             'big' has one on 1, 2
             'small' has one on 1
         """  # noqa: E501
@@ -87,7 +87,7 @@ def test_device_counts_that_do_not_add_up() -> None:
 
 
 def test_pins_that_leave_nothing() -> None:
-    sizes = {(unit, n): (1, 1) for unit in ("big", "small") for n in (1, 2, 4)}
+    sizes = {(call_group, n): (1, 1) for call_group in ("big", "small") for n in (1, 2, 4)}
     pins = Pins(together=(("big", "small"),), apart=(("small", "big"),))
     assert refusal(sizes, pins) == (
         "the pins contradict each other: 'small' and 'big' must share a group because of "
@@ -100,11 +100,13 @@ def test_the_lack_told_is_the_least() -> None:
     rng, told = random.Random(5), 0
     for _ in range(60):
         sizes = {
-            (unit, n): (rng.randint(400, 800), rng.randint(150, 400))
-            for unit in ("big", "small")
+            (call_group, n): (rng.randint(400, 800), rng.randint(150, 400))
+            for call_group in ("big", "small")
             for n in (1, 2, 4)
         }
-        alone = [min(sum(sizes[unit, n]) for n in (1, 2, 4)) for unit in ("big", "small")]
+        alone = [
+            min(sum(sizes[call_group, n]) for n in (1, 2, 4)) for call_group in ("big", "small")
+        ]
         together = (sizes["big", 4], sizes["small", 4])
         needed = min(
             sum(resident for resident, _ in together) + max(moving for _, moving in together),

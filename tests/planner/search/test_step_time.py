@@ -23,7 +23,7 @@ from .graphs import steps, units_of
 def flow_of(calls: tuple[CallNode, ...], group_of: Mapping[str, int]) -> Flow:
     """The step as the scheduler takes it: one rank per group, nothing cut into chunks."""
     trained = dict.fromkeys((call.role for call in calls if call.trains), 0)
-    homes = {call.role: f"g{group_of[call.unit]}" for call in calls if call.trains}
+    homes = {call.role: f"g{group_of[call.call_group]}" for call in calls if call.trains}
     nodes = [FlowNode("source", "source")]
     for call in calls:
         reads = (
@@ -36,7 +36,7 @@ def flow_of(calls: tuple[CallNode, ...], group_of: Mapping[str, int]) -> Flow:
                 call.name,
                 "train" if call.trains else "rollout" if call.reads_older else "forward",
                 chunked=False,
-                group=f"g{group_of[call.unit]}",
+                group=f"g{group_of[call.call_group]}",
                 inputs=call.after or ("source",),
                 reads=reads,
                 trains=call.role if call.trains else None,
@@ -74,10 +74,12 @@ def completions_s(
 def test_equals_the_schedulers_long_run_time_per_step(
     calls: tuple[CallNode, ...], max_lag: int, data: st.DataObject
 ) -> None:
-    group_of = {unit: data.draw(st.integers(0, 2), unit) for unit in units_of(calls)}
+    group_of = {
+        call_group: data.draw(st.integers(0, 2), call_group) for call_group in units_of(calls)
+    }
     rng = random.Random(data.draw(st.integers(0, 10_000), "seed"))
     durations_s = {call.name: rng.choice([0.1, 1.0, 1.0, 5.0]) * rng.random() for call in calls}
-    timer = StepTimer(calls, [group_of[call.unit] for call in calls], max_lag)
+    timer = StepTimer(calls, [group_of[call.call_group] for call in calls], max_lag)
     cycle = timer.cycle([durations_s[call.name] for call in calls])
     event(f"repeats after {cycle.steps} step(s)")
     event(f"for the first time after {cycle.after}")

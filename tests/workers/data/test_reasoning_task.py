@@ -196,7 +196,7 @@ def test_too_few_distinct_problems() -> None:
     assert first.startswith(
         "task 'chain_sum' with {'max_terms': 2, 'max_digits': 1} gave only 200 distinct problems in"
     )
-    assert first.endswith("draws; 512 are to be held out and at least 1 must be left to train on")
+    assert first.endswith("samples; 512 are to be held out and at least 1 must be left to train on")
     assert second == (
         "    lower num_held_out, or widen the task's own settings (more digits, more terms)"
     )

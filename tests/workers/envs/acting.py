@@ -21,7 +21,7 @@ class NoisyActor(Actor):
     def __init__(self, num_choices: int | None = 2) -> None:
         self._num_choices = num_choices
 
-    def act(self, obs: Any, noise: Any, action_mask: Any, memory: Any = None) -> Acts:
+    def act(self, obs: Any, noise: Any, action_mask: Any, recurrent_state: Any = None) -> Acts:
         scale = self._num_choices or 1
         action = np.floor(noise * scale) if self._num_choices else noise
         return Acts(action.astype(np.float32), np.full(len(obs), -0.5, np.float32))

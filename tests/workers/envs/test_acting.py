@@ -29,7 +29,7 @@ from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
-from penstock.workers.envs.overlapped_groups import RingSize
+from penstock.workers.envs.overlapped_groups import NumOverlapped
 from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec
@@ -100,18 +100,18 @@ class Mortal:
 
 
 def workers(
-    ring: RingSize = 1,
+    num_overlapped: NumOverlapped = 1,
     random_s: float = 0.0,
     least_s: float = 0.0,
-    memory: int = 0,
+    recurrent_units: int = 0,
     env: EnvSpec = CARTPOLE,
 ) -> dict[str, Any]:
     actor = TorchActorCriticSpec(
         env=env,
-        network=PerceptronSpec(memory=memory),
+        network=PerceptronSpec(recurrent_units=recurrent_units),
         optimizer=OptimizerSpec(lr=1e-2, max_grad_norm=0.5),
     )
-    steps = EnvWorkerSpec(env=env, ring=ring)
+    steps = EnvWorkerSpec(env=env, num_overlapped=num_overlapped)
     if not random_s:
         return {"env": steps, "actor": actor}
     return {
@@ -174,22 +174,22 @@ def expected() -> dict[int, Found]:
 
 @pytest.mark.parametrize("server", ["decoupled", "main", "policy"])
 @pytest.mark.parametrize("max_lag", [0, 1])
-@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize("num_overlapped", [1, 2])
 def test_in_one_process(
-    server: str, max_lag: int, ring: RingSize, expected: dict[int, Found]
+    server: str, max_lag: int, num_overlapped: NumOverlapped, expected: dict[int, Found]
 ) -> None:
-    assert finish(InProcess(), server, max_lag, ring=ring) == expected[max_lag]
+    assert finish(InProcess(), server, max_lag, num_overlapped=num_overlapped) == expected[max_lag]
 
 
 @pytest.fixture(scope="module")
 def remembering() -> Found:
     """The same, of an actor that remembers."""
-    return finish(InProcess(), "inline", 1, memory=8)
+    return finish(InProcess(), "inline", 1, recurrent_units=8)
 
 
 @pytest.mark.parametrize("server", ["decoupled", "main", "policy"])
-def test_with_a_memory_in_one_process(server: str, remembering: Found) -> None:
-    assert finish(InProcess(), server, 1, ring=2, memory=8) == remembering
+def test_with_a_recurrent_state_in_one_process(server: str, remembering: Found) -> None:
+    assert finish(InProcess(), server, 1, num_overlapped=2, recurrent_units=8) == remembering
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +216,7 @@ def test_in_processes_of_their_own(
     server: str, max_lag: int, num_workers: int, expected: dict[int, Found], apart: SpawnedBackend
 ) -> None:
     executor = SpawnedExecutor(apart, 1)
-    options: dict[str, Any] = {"num_workers": num_workers, "ring": 2, "random_s": 0.01}
+    options: dict[str, Any] = {"num_workers": num_workers, "num_overlapped": 2, "random_s": 0.01}
     assert finish(executor, server, max_lag, **options) == expected[max_lag]
 
 
@@ -246,8 +246,15 @@ def test_two_trainers_learn_from_three_workers_what_one_does(
 
 
 @pytest.mark.slow
-def test_with_a_memory_in_processes_of_their_own(remembering: Found, apart: SpawnedBackend) -> None:
-    options: dict[str, Any] = {"num_workers": 2, "ring": 2, "random_s": 0.01, "memory": 8}
+def test_with_a_recurrent_state_in_processes_of_their_own(
+    remembering: Found, apart: SpawnedBackend
+) -> None:
+    options: dict[str, Any] = {
+        "num_workers": 2,
+        "num_overlapped": 2,
+        "random_s": 0.01,
+        "recurrent_units": 8,
+    }
     assert finish(SpawnedExecutor(apart, 1), "policy", 1, **options) == remembering
 
 
@@ -267,7 +274,7 @@ def test_killed_and_resumed_it_ends_the_same(
     expected: dict[int, Found], tmp_path: Path, apart: SpawnedBackend
 ) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
-    given = workers(ring=2)
+    given = workers(num_overlapped=2)
 
     def engine(executor: Executor) -> Engine:
         return Engine(

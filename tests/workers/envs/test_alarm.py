@@ -9,7 +9,7 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
-from penstock.dataflow.runtime.deadline import DeadlineExceeded, deadline
+from penstock.dataflow.runtime.call_context import DeadlineExceeded, deadline
 from penstock.workers.envs.alarm import StepAlarm, StepTooLong
 from penstock.workers.envs.spec import EnvSpec
 

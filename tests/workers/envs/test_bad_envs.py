@@ -84,7 +84,7 @@ class Lost(NoisyActor):
         super().__init__()
         self._action, self._logprob = action, logprob
 
-    def act(self, obs: Any, noise: Any, action_mask: Any, memory: Any = None) -> Acts:
+    def act(self, obs: Any, noise: Any, action_mask: Any, recurrent_state: Any = None) -> Acts:
         acts = super().act(obs, noise, action_mask)
         acts.action[1] = float("nan") if self._action else 99
         if self._logprob:

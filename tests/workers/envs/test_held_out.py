@@ -40,9 +40,9 @@ class Notes(NoisyActor):
         super().__init__(2)
         self.seen: list[Any] = []
 
-    def act(self, obs: Any, noise: Any, action_mask: Any, memory: Any = None) -> Acts:
+    def act(self, obs: Any, noise: Any, action_mask: Any, recurrent_state: Any = None) -> Acts:
         self.seen.append(obs.copy())
-        return super().act(obs, noise, action_mask, memory)
+        return super().act(obs, noise, action_mask, recurrent_state)
 
 
 def evaluated(

@@ -1,4 +1,4 @@
-"""Rings: the same rollout whatever their size, and what happens when a slot fails or hangs."""
+"""Overlapped groups: the same rollout however many, and what happens when a slot fails or hangs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.algorithms.roles.environment import Acts
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.normalization import Normalization
-from penstock.workers.envs.overlapped_groups import RingSize
+from penstock.workers.envs.overlapped_groups import NumOverlapped
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
 
@@ -45,8 +45,8 @@ def _sleepy() -> None:  # pyright: ignore[reportUnusedFunction]
         gym.register("toys/Raises-v0", lambda **options: Raises(**options))
 
 
-def worker(env: EnvSpec, ring: RingSize) -> EnvWorker:
-    return EnvWorkerSpec(env=env, ring=ring).build(WorkerContext("env", 1))
+def worker(env: EnvSpec, num_overlapped: NumOverlapped) -> EnvWorker:
+    return EnvWorkerSpec(env=env, num_overlapped=num_overlapped).build(WorkerContext("env", 1))
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ def worker(env: EnvSpec, ring: RingSize) -> EnvWorker:
     ],
     ids=lambda env: env.id,
 )
-def test_a_rollout_does_not_depend_on_the_ring(env: EnvSpec) -> None:
+def test_a_rollout_does_not_depend_on_how_many_are_overlapped(env: EnvSpec) -> None:
     found: list[Any] = []
-    for ring in (1, 2, 3, 8, "auto"):
-        one = worker(env, ring)
+    for num_overlapped in (1, 2, 3, 8, "auto"):
+        one = worker(env, num_overlapped)
         rolls = [roll(one, step, num_envs=8, group_size=2) for step in range(3)]
         found.append((rolls, dict(one.metrics)))
         one.close()
@@ -72,13 +72,13 @@ def test_a_rollout_does_not_depend_on_the_ring(env: EnvSpec) -> None:
 
 
 def test_slots_wait_at_the_same_time() -> None:
-    took_s: dict[RingSize, float] = {}
-    for ring in (1, 4):
-        one = worker(EnvSpec(id="toys/Sleepy-v0", options={"sleep_s": 0.02}), ring)
+    took_s: dict[NumOverlapped, float] = {}
+    for num_overlapped in (1, 4):
+        one = worker(EnvSpec(id="toys/Sleepy-v0", options={"sleep_s": 0.02}), num_overlapped)
         roll(one, 0, num_envs=4, group_size=1, horizon=1)
         begin_s = time.perf_counter()
         roll(one, 1, num_envs=4, group_size=1, horizon=10)
-        took_s[ring] = time.perf_counter() - begin_s
+        took_s[num_overlapped] = time.perf_counter() - begin_s
         one.close()
     assert took_s[1] > 2 * took_s[4]
 
@@ -86,23 +86,23 @@ def test_slots_wait_at_the_same_time() -> None:
 def test_the_planner_chooses_from_the_first_rollout() -> None:
     sleeps = worker(EnvSpec(id="toys/Sleepy-v0", options={"sleep_s": 0.02}), "auto")
     roll(sleeps, 0, num_envs=3, group_size=1, horizon=5)
-    assert sleeps.ring_size() == 3
+    assert sleeps.num_overlapped() == 3
     alone = worker(EnvSpec(id="toys/Sleepy-v0"), "auto")
     roll(alone, 0, num_envs=3, group_size=3, horizon=5)
-    assert alone.ring_size() == "auto"  # There is nothing to choose from.
+    assert alone.num_overlapped() == "auto"  # There is nothing to choose from.
     computes = worker(EnvSpec(id="CartPole-v1"), "auto")
     roll(computes, 0, num_envs=6, group_size=2, horizon=200)
-    assert computes.ring_size() == 1  # However busy the machine is.
+    assert computes.num_overlapped() == 1  # However busy the machine is.
     for one in (sleeps, alone, computes):
         one.close()
-    with pytest.raises(ValueError, match="ring is 0; expected at least 1"):
-        EnvWorkerSpec(env=EnvSpec(id="CartPole-v1"), ring=0)
+    with pytest.raises(ValueError, match="num_overlapped is 0; expected at least 1"):
+        EnvWorkerSpec(env=EnvSpec(id="CartPole-v1"), num_overlapped=0)
 
 
 def test_a_slot_that_fails_ends_the_others() -> None:
     class Waits(NoisyActor):
-        def act(self, obs: Any, noise: Any, action_mask: Any, memory: Any = None) -> Acts:
-            if threading.current_thread().name == "penstock-ring-1":
+        def act(self, obs: Any, noise: Any, action_mask: Any, recurrent_state: Any = None) -> Acts:
+            if threading.current_thread().name == "penstock-overlap-1":
                 raise ValueError("no answer")
             return super().act(obs, noise, action_mask)
 
@@ -122,8 +122,9 @@ def test_a_step_that_hangs_ends_the_rollout() -> None:
     with pytest.raises(WorkerError) as caught:
         roll(one, 0, num_envs=4, group_size=2)
     assert str(caught.value).startswith("a step of environments [")
-    assert "took longer than 0.2 s (step_limit_s=0.1 for each of them); with ring=1" in str(
-        caught.value
+    assert (
+        "took longer than 0.2 s (step_limit_s=0.1 for each of them); with num_overlapped=1"
+        in str(caught.value)
     )
     time.sleep(1.0)  # What hung goes on to its next question, and ends there.
     one.close()

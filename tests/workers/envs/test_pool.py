@@ -29,7 +29,7 @@ PENDULUM = EnvSpec(id="Pendulum-v1", backend="envpool", options={"num_threads": 
 class Balances(Actor):
     """Keeps the pole up."""
 
-    def act(self, obs: Any, noise: Any, action_mask: Any, memory: Any = None) -> Acts:
+    def act(self, obs: Any, noise: Any, action_mask: Any, recurrent_state: Any = None) -> Acts:
         push = (obs @ np.array([0.05, 0.3, 1.0, 0.5]) > 0)[:, None]
         return Acts(push.astype(np.float32), np.zeros(len(obs), np.float32))
 
@@ -151,7 +151,7 @@ def test_masks_that_are_not_there() -> None:
 )
 def test_actions_that_are_none_never_reach_it(spec: EnvSpec, action: list[list[float]]) -> None:
     class Lost(NoisyActor):
-        def act(self, obs: Any, noise: Any, action_mask: Any, memory: Any = None) -> Acts:
+        def act(self, obs: Any, noise: Any, action_mask: Any, recurrent_state: Any = None) -> Acts:
             return Acts(np.array(action, np.float32), np.zeros(len(obs), np.float32))
 
     with pytest.raises(

@@ -264,4 +264,4 @@ def test_wherever_acting_happens_it_ends_the_same(how: str, damaged: Damage) -> 
     inline = finish(InProcess(), "inline", 1, env=env)
     assert inline != fine
     for server in ("decoupled", "policy"):
-        assert finish(InProcess(), server, 1, env=env, ring=2) == inline
+        assert finish(InProcess(), server, 1, env=env, num_overlapped=2) == inline

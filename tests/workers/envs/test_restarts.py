@@ -154,7 +154,7 @@ def test_what_is_replaced_is_closed_and_may_take_its_time_to_be_made() -> None:
 class Ponders(NoisyActor):
     """Takes longer to answer than an environment may take to step."""
 
-    def act(self, obs: Any, noise: Any, action_mask: Any, memory: Any = None) -> Acts:
+    def act(self, obs: Any, noise: Any, action_mask: Any, recurrent_state: Any = None) -> Acts:
         time.sleep(0.1)
         return super().act(obs, noise, action_mask)
 
@@ -252,8 +252,8 @@ def test_a_rollout_does_not_depend_on_the_ring_or_on_who_has_which_group(
 ) -> None:
     spec = replace(HALF, normalization=normalization)
     found: list[Any] = []
-    for ring in (1, 2, 3, "auto"):
-        one = EnvWorkerSpec(env=spec, ring=ring).build(WorkerContext("env", 1))
+    for num_overlapped in (1, 2, 3, "auto"):
+        one = EnvWorkerSpec(env=spec, num_overlapped=num_overlapped).build(WorkerContext("env", 1))
         rolls = [roll(one, step, num_envs=8, group_size=2, horizon=12) for step in range(3)]
         found.append((rolls, dict(one.metrics)))
         one.close()
@@ -282,7 +282,7 @@ def inline() -> Found:
 
 @pytest.mark.parametrize("server", ["decoupled", "main", "policy"])
 def test_wherever_acting_happens_it_ends_the_same(server: str, inline: Found) -> None:
-    assert finish(InProcess(), server, 1, env=HALF, ring=2) == inline
+    assert finish(InProcess(), server, 1, env=HALF, num_overlapped=2) == inline
 
 
 @pytest.fixture(scope="module")
@@ -297,14 +297,14 @@ def apart() -> Iterator[SpawnedBackend]:
 def test_two_workers_in_processes_of_their_own_end_the_same(
     inline: Found, apart: SpawnedBackend
 ) -> None:
-    options: dict[str, Any] = {"num_workers": 2, "ring": 2, "random_s": 0.01}
+    options: dict[str, Any] = {"num_workers": 2, "num_overlapped": 2, "random_s": 0.01}
     assert finish(SpawnedExecutor(apart, 1), "decoupled", 1, env=HALF, **options) == inline
 
 
 def test_in_a_ring_one_that_hangs_ends_the_rollout() -> None:
     spec = bad("hangs", step_limit_s=0.1, at=1)
     spec = replace(spec, options={**spec.options, "seconds": 0.6})
-    one = EnvWorkerSpec(env=spec, ring=2).build(WorkerContext("env", 1))
+    one = EnvWorkerSpec(env=spec, num_overlapped=2).build(WorkerContext("env", 1))
     with pytest.raises(WorkerError, match="took longer than 0.2 s"):
         roll(one, 0)
     time.sleep(0.8)  # What hung goes on to its next question, and ends there.

@@ -30,7 +30,7 @@ def damage(how: str, row: Any, obs: Any, reward: Any, seconds: float = 30.0) -> 
 
 
 class Counting(gym.Env[Any, Any]):
-    """Shows how many steps its episode has, and a number drawn when it began.
+    """Shows how many steps its episode has, and a number sampled when it began.
 
     Episodes terminate after `length` steps, or are truncated there.
     """
@@ -46,14 +46,14 @@ class Counting(gym.Env[Any, Any]):
             "text": spaces.Text(3),
         }[actions]
         self._length, self._truncates = length, truncates
-        self._steps, self._drawn = 0, 0.0
+        self._steps, self._random = 0, 0.0
 
     def _obs(self) -> Any:
-        return np.array([self._steps, self._drawn], np.float32)
+        return np.array([self._steps, self._random], np.float32)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        self._steps, self._drawn = 0, float(self.np_random.random())
+        self._steps, self._random = 0, float(self.np_random.random())
         return self._obs(), {"action_mask": np.array([True, False, True])}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -66,7 +66,7 @@ class Counting(gym.Env[Any, Any]):
 
 
 class Bad(Counting):
-    """Goes wrong at one step of an episode, if a number drawn when it began is below `share`."""
+    """Goes wrong at one step of an episode, if a number sampled when it began is below `share`."""
 
     def __init__(self, how: str, at: int = 2, share: float = 0.5, length: int = 5) -> None:
         super().__init__(length=length)
@@ -74,7 +74,7 @@ class Bad(Counting):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         obs, reward, terminated, truncated, info = super().step(action)
-        if self._steps == self._at and self._drawn < self._share:
+        if self._steps == self._at and self._random < self._share:
             if self._how == "raises":
                 raise RuntimeError("out of coffee")
             if self._how == "hangs":
@@ -89,8 +89,8 @@ class Bad(Counting):
 class BadCartPoles(CartPoleVectorEnv):
     """Gymnasium's numpy object. One environment goes wrong at one step since it was made or begun.
 
-    It does if a number drawn when it began is below `share`; one that hangs does for `seconds`. To
-    make it takes `making_s`.
+    It does if a number sampled when it began is below `share`; one that hangs does for `seconds`.
+    To make it takes `making_s`.
     """
 
     num_open = 0
@@ -108,17 +108,17 @@ class BadCartPoles(CartPoleVectorEnv):
         super().__init__(**options)
         time.sleep(making_s)
         self._how, self._at, self._share, self._row = how, at, share, row
-        self._seconds, self._goes = seconds, lambda: self._drawn < self._share
+        self._seconds, self._goes = seconds, lambda: self._random < self._share
         BadCartPoles.num_open += 1
 
     def close(self, **options: Any) -> None:
         BadCartPoles.num_open -= 1
         super().close(**options)
-        self._drawn, self._taken = 0.0, 0
+        self._random, self._taken = 0.0, 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         found = super().reset(seed=seed, options=options)
-        self._drawn, self._taken = float(self.np_random.random()), 0
+        self._random, self._taken = float(self.np_random.random()), 0
         return found if self._at or not self._goes() else (found[0] * np.nan, {})
 
     def step(self, action: Any) -> Any:

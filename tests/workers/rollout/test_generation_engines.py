@@ -152,7 +152,7 @@ def test_more_samples_extend_fewer_and_a_longer_limit_a_shorter(case: Case):
         assert many[key][0][: len(tokens)] == tokens
 
 
-def test_samples_of_a_prompt_differ_and_steps_draw_anew(case: Case):
+def test_samples_of_a_prompt_differ_and_steps_sample_anew(case: Case):
     prompt, prompt_id = make_prompts(4)
     first = generate(case.policy, prompt, prompt_id, SAMPLING).tokens.tolist()
     assert generate(case.policy, prompt, prompt_id, SAMPLING, step=1).tokens.tolist() != first
@@ -160,7 +160,7 @@ def test_samples_of_a_prompt_differ_and_steps_draw_anew(case: Case):
     assert first[0] != first[1]
 
 
-def test_draws_follow_the_models_probabilities(case: Case):
+def test_samples_follow_the_models_probabilities(case: Case):
     """Chi-squared of the first token of 4,000 samples against Hugging Face's distribution."""
     prompt, prompt_id = torch.tensor([[5, 9, 11]]), torch.tensor([3])
     roll = generate(case.policy, prompt, prompt_id, Sampling(num_samples=4000, max_new_tokens=1))
@@ -270,7 +270,7 @@ def test_the_layout_is_every_parameter_whole(case: Case):
     assert layout.bytes_on == {0: 4 * sum(t.numel() for t in case.module.parameters())}
 
 
-def test_one_that_slept_draws_what_it_drew(case: Case):
+def test_one_that_slept_samples_what_it_sampled(case: Case):
     prompt, prompt_id = make_prompts(8)
     before = generate(case.policy, prompt, prompt_id, SAMPLING)
     for change in (case.policy.sleep, case.policy.wake):

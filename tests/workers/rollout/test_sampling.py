@@ -1,4 +1,4 @@
-"""Counter-based random numbers and inverse-CDF draws."""
+"""Counter-based random numbers and inverse-CDF samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.runtime.call_context import CallKey
-from penstock.workers.rollout.sampling import draw, row_uniforms, stream_generator, stream_key
+from penstock.workers.rollout.sampling import (
+    row_uniforms,
+    sample_token,
+    stream_generator,
+    stream_key,
+)
 
 KEY = stream_key(1, "actor", "generate", CallKey(2, 3))
 EXPECTED_KEY = [17484432256914496287, 5461913485380153386]
@@ -50,11 +55,11 @@ def test_every_part_of_the_key_counts(other: np.ndarray):
     assert other.tolist() != KEY.tolist()
 
 
-def test_draws_follow_the_distribution():
+def test_samples_follow_the_distribution():
     logits = torch.tensor([1.0, float("-inf"), 0.0, 2.0, float("-inf")])
     count = 20000
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    token, logprob = draw(logits.expand(count, -1), uniform, 2.0)
+    token, logprob = sample_token(logits.expand(count, -1), uniform, 2.0)
     expected = torch.log_softmax(logits / 2.0, -1)
     share = torch.bincount(token, minlength=5) / count
     torch.testing.assert_close(share, expected.exp(), atol=1e-4, rtol=0)
@@ -66,16 +71,16 @@ def test_draws_follow_the_distribution():
     st.integers(0, 2**32 - 1),
     st.sampled_from([0.1, 1.0, 3.0]),
 )
-def test_an_impossible_token_is_never_drawn(values: list[float], word: int, temperature: float):
+def test_an_impossible_token_is_never_sampled(values: list[float], word: int, temperature: float):
     logits = torch.tensor([float("-inf"), *values, float("-inf")])
     uniform = torch.tensor([(word + 0.5) / 2**32], dtype=torch.float64)
-    token, logprob = draw(logits[None], uniform, temperature)
+    token, logprob = sample_token(logits[None], uniform, temperature)
     assert 1 <= int(token) <= len(values)
     assert bool(logprob.isfinite())
 
 
 def test_temperature_zero_is_greedy():
     logits = torch.tensor([[0.0, 3.0, 3.0], [2.0, 1.0, 0.0]])
-    token, logprob = draw(logits, torch.tensor([0.99, 0.99], dtype=torch.float64), 0.0)
+    token, logprob = sample_token(logits, torch.tensor([0.99, 0.99], dtype=torch.float64), 0.0)
     assert token.tolist() == [1, 0]
     assert logprob.tolist() == [0.0, 0.0]

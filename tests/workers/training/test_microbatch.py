@@ -69,7 +69,7 @@ def test_minibatches_are_even_and_cover_every_unit(num_rows: int, data: st.DataO
     assert all(part == sorted(part) for part in parts)
 
 
-def test_groups_are_drawn_whole():
+def test_groups_are_sampled_whole():
     ids = [3, 8, 3, 5, 8, 5]
     cut = Minibatches(batch_of([1] * 6, ids), "group", 3, ALONE)
     parts = [{ids[row] for row in part.tolist()} for part in cut.epoch(np.random.default_rng(0))]

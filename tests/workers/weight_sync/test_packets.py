@@ -15,8 +15,7 @@ from penstock.planner.resharding.plan import TransferPlan
 from penstock.planner.resharding.plan_transfer import plan_transfer
 from penstock.planner.resharding.sharding import Sharding, shard
 from penstock.planner.resharding.storage import concatenate, transpose
-from penstock.workers.weight_sync.checksum import checksum
-from penstock.workers.weight_sync.device_slices import Part, messages_of
+from penstock.workers.weight_sync.device_slices import Part, checksum, messages_of
 from penstock.workers.weight_sync.packets import Packet, pack, unpack
 from penstock.workers.weight_sync.version_tracker import HeldWeights, WeightsError
 

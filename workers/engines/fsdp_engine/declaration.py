@@ -9,14 +9,15 @@ that holds everything.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ....planner.cost.engine_model import EngineModel
-from ....planner.inputs.calls import CallKind
+from ....planner.cost.engine_model import EngineModel, ShardedMemory
+from ....planner.cost.memory_ledger import Parts
+from ....planner.inputs.calls import Call, CallKind
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
 from ..engine import Engine, why_not_as_usual
-from .costs import FsdpMemory
 
 __all__ = ["DIVIDED_FAMILIES", "FSDP"]
 
@@ -54,6 +55,23 @@ def _division(layout: Layout) -> tuple[int, int]:
 
 def _options(layout: Layout) -> Mapping[str, Any]:
     return {"shards": _shards(layout)}
+
+
+class FsdpMemory(ShardedMemory):
+    """An `EngineMemory`: frozen models are divided by rows as trained ones are."""
+
+    def resident(self, call: Call, layout: Layout) -> Parts:
+        """See `EngineMemory`."""
+        held = super().resident(call, layout)
+        if call.trained or layout.zero < 3:
+            return held
+        return held._replace(weights=-(-held.weights // layout.dp))
+
+    def transient(
+        self, call: Call, layout: Layout, *, borrows: bool = False, rows: int | None = None
+    ) -> Parts:
+        """See `EngineMemory`; a frozen layer is gathered while it is computed, as others are."""
+        return super().transient(replace(call, trained=True), layout, borrows=borrows, rows=rows)
 
 
 FSDP = Engine(

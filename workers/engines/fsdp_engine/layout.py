@@ -38,9 +38,9 @@ def held_box(
     Args:
         name: The parameter.
         shape: Its shape; `tensor` divides the dimension it is cut in.
-        shard: Of `shards`.
+        shard: This process's shard, one of `shards`.
         shards: Processes that divide rows.
-        place: Of `tensor`.
+        place: This process's place, one of `tensor`.
         tensor: Processes that divide matrix products.
     """
     box = [(0, size) for size in shape]
@@ -72,7 +72,7 @@ def fsdp_sharding(
         tensor: Processes that divide matrix products.
         replicas: Ranks, which hold the same.
         first: The first process; the others follow, tensor place fastest, then shard, then rank.
-        dtype: Of the weights.
+        dtype: Data type of the weights.
     """
     patterns: dict[Pattern, int] = {}
     params: list[StoredParam] = []

@@ -85,7 +85,7 @@ def build_model(spec: ModelSpec, mesh: FsdpMesh, head: Head) -> FsdpModel:
 
     Args:
         spec: Architecture and precision.
-        mesh: Which part.
+        mesh: Says which part this process computes.
         head: What it ends in.
 
     Raises:

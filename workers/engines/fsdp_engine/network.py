@@ -37,9 +37,9 @@ class FsdpNetwork(DividedNetwork):
 
     Args:
         model: The divided module.
-        mesh: Which part this is.
+        mesh: Says which part this process computes.
         context: Where the worker lives.
-        dtype: Of the weights.
+        dtype: Data type of the weights.
 
     Attributes:
         shapes: Parameter -> its whole shape, by the checkpoint's names; tied weights appear once.

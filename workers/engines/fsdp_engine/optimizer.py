@@ -23,7 +23,7 @@ class FsdpAdamW(AdamW):
     """Steps the weights of a network, which all replicas hold alike.
 
     Args:
-        views: Of the weights, and of a flat buffer laid out as they are, by parameter.
+        views: Makes views of the weights, and of a flat buffer laid out as they are, by parameter.
         spec: Options.
         replicas: The ranks that hold the same part.
         counted: Spans that count in the global norm: of weights that several processes of a model

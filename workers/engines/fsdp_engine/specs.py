@@ -28,7 +28,7 @@ class FsdpOptions:
     """
 
     shards: int | None = None
-    """Of the processes that share a model (`executor.tensor_parallel`), how many divide its weights
+    """How many of the processes that share a model (`executor.tensor_parallel`) divide its weights
     by rows and share out a call's rows; tensor parallelism divides by the rest. By default all."""
 
     def check_options(self) -> None:

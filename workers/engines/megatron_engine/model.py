@@ -117,8 +117,8 @@ def build_backbone(
 
     Args:
         config: A Hugging Face config for which `supported_shape` gave `shape`.
-        shape: Its sizes.
-        context: Which part.
+        shape: Sizes of the model.
+        context: Says which part this process computes.
         head: A scalar one replaces the output layer by a plain linear map.
         sequence_parallel: Cut activations between tensor-parallel regions along the sequence.
     """

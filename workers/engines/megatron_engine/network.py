@@ -45,7 +45,7 @@ class MegatronNetwork(DividedNetwork):
 
     Args:
         backbone: The part.
-        context: Which part.
+        context: Says which part this process computes.
         layout: Who in the group stores what.
         rank_layout: The same of this rank's processes alone.
         tied: Whether the head is the embedding.

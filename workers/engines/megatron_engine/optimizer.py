@@ -107,7 +107,7 @@ class SharedAdamW(AdamW):
         return optimizer_buffers(self._data)
 
     def load_state(self, state: Mapping[str, Tensor], steps: int) -> None:
-        """Take over what `state` gave, in this layout or another; load the weights first."""
+        """Load what `state` gave, in this layout or another; load the weights first."""
         self._buffers = {
             kind: buffer[self._begin : self._end].clone() for kind, buffer in state.items()
         }

@@ -46,7 +46,7 @@ _ALIGN = 16  # packed tokens, decoded rows and cache positions come in multiples
 _FEW = 8  # fewer sequences than this of one size join the next larger size
 _SHRINK = 0.8  # the share of rows that is left when finished ones leave the batch
 _SMALL_PRODUCT = 400  # a row's attention is at least this many multiplies
-_SIMULATED = 256  # rows drawn to see how micro-batches differ
+_SIMULATED = 256  # rows sampled to see how micro-batches differ
 _FLOAT = 4
 
 _Rectangle = tuple[int, int, int]
@@ -272,7 +272,7 @@ class _Sizes(NamedTuple):
     """Bytes per token."""
 
     number: int
-    """Of one weight or activation."""
+    """Bytes of one weight or activation."""
     hidden: int
     """A hidden state."""
     heads: int

@@ -7,10 +7,10 @@ batch. On the CPU this rests on four things, all tested: the number of rows of e
 product is a multiple of 16 (other numbers may choose another kernel); attention is two batched
 products and a softmax over a length that is a multiple of 16, and at least long enough that the
 products never fall below the size at which torch switches kernels; a prompt's attention is as
-wide as its own length demands; and every draw has its own random number. On CUDA the same code
+wide as its own length demands; and every token has its own random number. On CUDA the same code
 runs, but cuBLAS may choose kernels by the number of rows, so there only equal batches are
 promised to give equal bits; other batches agree up to rounding, which can change a token whose
-draw lies on a boundary.
+sample lies on a boundary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...rollout.responses import Responses
-from ...rollout.sampling import draw
+from ...rollout.sampling import sample_token
 from .attention import attend_cache
 from .network import LeanNetwork
 from .packing import pack_rows
@@ -43,14 +43,14 @@ def decode(
     temperature: float,
     eos_token_id: int,
 ) -> Responses:
-    """Draw `num_samples` responses per prompt.
+    """Sample `num_samples` responses per prompt.
 
     Args:
         network: The policy.
         prompt: i64[P, T], right padded with -1, no empty rows.
         num_samples: Responses per prompt; rows of one prompt are adjacent.
         uniform: f64[P * num_samples, max_new] on the model's device; the random numbers.
-        temperature: See `draw`.
+        temperature: See `sample_token`.
         eos_token_id: Ends a response.
     """
     state = _Decoder(network, prompt, num_samples, uniform.shape[1])
@@ -61,19 +61,19 @@ def decode(
     live = state.live
     logits = state.prompt_logits
     for t in range(max_new):
-        drawn, drawn_logprob = draw(logits, uniform[row, t], temperature)
+        sampled, sampled_logprob = sample_token(logits, uniform[row, t], temperature)
         at = row[live]
-        token[at, t] = drawn[live]
-        logprob[at, t] = drawn_logprob[live]
-        live = live & (drawn != eos_token_id)
+        token[at, t] = sampled[live]
+        logprob[at, t] = sampled_logprob[live]
+        live = live & (sampled != eos_token_id)
         count = int(live.sum())
         if count == 0 or t + 1 == max_new:
             break
         if _padded(count) <= _SHRINK * len(row):
             keep = _keep(live, count)
-            row, live, drawn = row[keep], live[keep], drawn[keep]
+            row, live, sampled = row[keep], live[keep], sampled[keep]
             state.keep(keep)
-        logits = state.step(drawn)
+        logits = state.step(sampled)
     length = (token >= 0).sum(1)
     ends = token.gather(1, (length - 1).clamp(min=0)[:, None])[:, 0] == eos_token_id
     return Responses(token, logprob, length, ends)

@@ -1,14 +1,14 @@
 """Generation through the Hugging Face forward, for architectures `decode.py` does not know.
 
-Prompts of equal length go together, so no architecture needs to understand padding. Draws use the
-same random numbers as the fast path.
+Prompts of equal length go together, so no architecture needs to understand padding. Sampling uses
+the same random numbers as the fast path.
 
 A sample's tokens and log-probabilities do not depend, bit for bit, on the rows that share its batch
-here either. On the CPU every prompt is read alone; responses are drawn in batches of one length and
-a multiple of 16 rows; and then attention is two batched products and a softmax, as in `decode.py`.
-What an expert of a mixture multiplies depends on all rows of a batch, so such a model draws one
-response at a time, and so does one whose attention cannot be chosen. On CUDA all go together:
-there only equal batches are promised to give equal bits.
+here either. On the CPU every prompt is read alone; responses are sampled in batches of one length
+and a multiple of 16 rows; and then attention is two batched products and a softmax, as in
+`decode.py`. What an expert of a mixture multiplies depends on all rows of a batch, so such a model
+samples one response at a time, and so does one whose attention cannot be chosen. On CUDA all go
+together: there only equal batches are promised to give equal bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from ...models.spec import quiet_transformers
 from ...rollout.responses import Responses
-from ...rollout.sampling import draw
+from ...rollout.sampling import sample_token
 from .attention import attend_cache
 
 __all__ = ["decode_plain"]
@@ -67,7 +67,7 @@ def decode_plain(
     temperature: float,
     eos_token_id: int,
 ) -> Responses:
-    """Draw `num_samples` responses per prompt; arguments as in `decode.decode`."""
+    """Sample `num_samples` responses per prompt; arguments as in `decode.decode`."""
     rows, max_new = uniform.shape
     device = uniform.device
     token = torch.full((rows, max_new), -1, dtype=torch.int64, device=device)
@@ -80,13 +80,13 @@ def decode_plain(
             for row, live in _batches(of_prompts, unit):
                 cache, logits = read.of(row // num_samples)
                 for t in range(max_new):
-                    drawn, drawn_logprob = draw(logits, uniform[row, t], temperature)
-                    token[row[live], t] = drawn[live]
-                    logprob[row[live], t] = drawn_logprob[live]
-                    live = live & (drawn != eos_token_id)
+                    sampled, sampled_logprob = sample_token(logits, uniform[row, t], temperature)
+                    token[row[live], t] = sampled[live]
+                    logprob[row[live], t] = sampled_logprob[live]
+                    live = live & (sampled != eos_token_id)
                     if t + 1 == max_new or not bool(live.any()):
                         break
-                    out = module(input_ids=drawn[:, None], past_key_values=cache, use_cache=True)
+                    out = module(input_ids=sampled[:, None], past_key_values=cache, use_cache=True)
                     logits = out.logits[:, -1]
     count = (token >= 0).sum(1)
     ends = token.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0] == eos_token_id
@@ -107,7 +107,7 @@ def _reads(module: Any, prompt: Tensor) -> list[_Read]:
 
 
 def _batches(rows: Tensor, unit: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Row numbers of each batch, i64[n], and which are to be drawn; spare ones repeat the first.
+    """Row numbers of each batch, i64[n], and which are to be sampled; spare ones repeat the first.
 
     Args:
         rows: i64[n].

@@ -15,7 +15,7 @@ from torch import Tensor
 from ....algorithms.roles.language import Sampling
 from ...rollout.responses import Responses
 from ...rollout.sampling import SampleStreams
-from ...training.host_offload import HostCopy
+from ...training.model_worker import HostCopy
 from .decode import decode
 from .decode_plain import decode_plain
 from .network import LeanNetwork, TorchNetwork
@@ -24,12 +24,12 @@ __all__ = ["TorchGenerator"]
 
 
 class TorchGenerator:
-    """A `GenerationEngine` that draws from a network's own weights.
+    """A `GenerationEngine` that samples from a network's own weights.
 
     Args:
         network: A language model.
         eos_token_id: The token that ends a response.
-        max_rows: Responses drawn at once; a bound on the memory of the key-value cache.
+        max_rows: Responses sampled at once; a bound on the memory of the key-value cache.
     """
 
     name = "the torch engine's generator"

@@ -104,7 +104,7 @@ def pack_rows(
 
 
 def _shared_prompts(tokens: Tensor, prompt: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """Prompt length per row (0 throughout if sharing does not pay) and index of the prompt."""
+    """Prompt length per row (0 throughout if sharing saves nothing) and index of the prompt."""
     width = int(prompt.max())
     inside = torch.arange(width) < prompt[:, None]
     text = tokens[:, :width].where(inside, -1)

@@ -39,7 +39,7 @@ class TorchPolicySpec(TorchModel, PolicyRecipe):
     """Recipe for a policy that is evaluated, trained and sampled from in one process."""
 
     max_decode_rows: int = 512
-    """Responses drawn at once; a bound on the memory of the key-value cache."""
+    """Responses sampled at once; a bound on the memory of the key-value cache."""
 
     def check_options(self) -> None:
         """See `Recipe.check_options`."""
@@ -70,7 +70,7 @@ class TorchGeneratorSpec:
     eos_token_id: int
     """The token that ends a response."""
     max_decode_rows: int = 512
-    """Responses drawn at once; a bound on the memory of the key-value cache."""
+    """Responses sampled at once; a bound on the memory of the key-value cache."""
 
     def __post_init__(self) -> None:
         check_range(self, "max_decode_rows", at_least=1)

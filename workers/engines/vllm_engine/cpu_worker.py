@@ -1,9 +1,9 @@
 """vLLM's worker on CPUs, for processes that share a model.
 
-They exchange activations through shared memory whose name vLLM makes of how they meet. Where they
-have met already, that is "env://" for all on the machine: a second group of processes, or one whose
-predecessor was killed and left its memory behind, would not start. This worker adds a name of the
-group's own.
+They exchange activations through shared memory, which vLLM names after the address where they meet.
+If torch.distributed is initialized already, that is "env://" for every group on the machine. Then a
+second group of processes, or one whose predecessor was killed and left its memory behind, would not
+start. This worker adds a name of the group's own.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def agree_on_name() -> str:
     Returns:
         The class that reads it, as vLLM's `worker_cls`.
     """
-    drawn = torch.tensor([secrets.randbits(62)])
-    dist.broadcast(drawn, 0)
-    os.environ[_NAME] = f"{int(drawn):016x}"
+    number = torch.tensor([secrets.randbits(62)])
+    dist.broadcast(number, 0)
+    os.environ[_NAME] = f"{int(number):016x}"
     return f"{__name__}.{NamedCPUWorker.__name__}"
 
 

@@ -3,8 +3,8 @@
 `LLMEngine` with its core in the process is chosen over `AsyncLLM`. Both run the same scheduler and
 model runner with continuous batching. `AsyncLLM` has its core in a further process, and which
 requests share a batch there depends on when messages arrive; a worker is given all prompts of a
-call at once, so there is nothing to await, and in exchange for nothing the batches (and with them
-the last bits of log-probabilities) would vary from run to run. In this process weights are handed
+call at once, so waiting asynchronously would gain nothing, and the batches (and with them the last
+bits of log-probabilities) would vary from run to run. In this process weights are handed
 over by reference, an abort takes effect before the next forward pass, and whoever kills the worker
 kills the engine.
 """
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ....dataflow.errors import PenstockError
 
-__all__ = ["Drawn", "EngineOptions", "GenerationAbortedError", "Request", "VllmEngine"]
+__all__ = ["Sampled", "EngineOptions", "GenerationAbortedError", "Request", "VllmEngine"]
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in this process
@@ -55,7 +55,7 @@ class EngineOptions:
         max_model_len: Longest sequence, prompt and response.
         max_rows: Sequences decoded at once.
         kv_cache_bytes: Size of the key-value cache; None for `memory_fraction` of a GPU.
-        memory_fraction: Of a GPU's memory, for weights, activations and cache together.
+        memory_fraction: Share of a GPU's memory, for weights, activations and cache together.
         enforce_eager: Whether to do without compiled graphs.
         tokenizer: A folder with a tokenizer, if text is looked at.
         device: "cpu" or "cuda:0".
@@ -77,11 +77,11 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to draw.
+    """One response to sample.
 
     Attributes:
         prompt: Token ids.
-        seed: Of this response's random numbers; 63 bits.
+        seed: Seed of this response's random numbers; 63 bits.
     """
 
     prompt: list[int]
@@ -89,14 +89,14 @@ class Request:
 
 
 @dataclass
-class Drawn:
-    """A response as far as it was drawn.
+class Sampled:
+    """A response as far as it was sampled.
 
     Attributes:
         tokens: Sampled token ids, the one that ended it included.
-        logprobs: Of each token, at the sampling temperature.
+        logprobs: Log-probability of each token, at the sampling temperature.
         finished: Whether an end-of-sequence token or a stop string ended it.
-        cached_tokens: Of the prompt, found in the prefix cache.
+        cached_tokens: Tokens of the prompt that were found in the prefix cache.
     """
 
     tokens: list[int] = field(default_factory=list[int])
@@ -145,8 +145,8 @@ class VllmEngine:
         max_new_tokens: int,
         eos_token_id: int,
         stop: Sequence[str] = (),
-    ) -> list[Drawn]:
-        """Draw a response to every request; equal prompts share their keys and values.
+    ) -> list[Sampled]:
+        """Sample a response to every request; equal prompts share their keys and values.
 
         A response depends on its prompt, its seed and the weights, not on the other requests, up to
         the rounding of sums: where two tokens are equally good to the last bits, a batch of another
@@ -162,18 +162,18 @@ class VllmEngine:
         params = _sampling_params(temperature, max_new_tokens, eos_token_id, stop)
         self._calls += 1
         names = {f"{self._calls}/{index}": index for index in range(len(requests))}
-        drawn = [Drawn() for _ in requests]
+        sampled = [Sampled() for _ in requests]
         try:
             for name, request in zip(names, requests, strict=True):
                 self._add(name, request, params)
             while self._engine.has_unfinished_requests():
                 self._serve_aborts(names)
                 for output in self._engine.step():
-                    _append(drawn[names[output.request_id]], output)
+                    _append(sampled[names[output.request_id]], output)
         except BaseException:
             self._engine.abort_request(list(names))
             raise
-        return drawn
+        return sampled
 
     def _add(self, name: str, request: Request, params: Any) -> None:
         own = params.clone()
@@ -362,15 +362,15 @@ def _sampling_params(
     )
 
 
-def _append(drawn: Drawn, output: Any) -> None:
+def _append(sampled: Sampled, output: Any) -> None:
     """Add what one step brought."""
     (part,) = output.outputs
-    drawn.tokens += part.token_ids
-    drawn.logprobs += [
+    sampled.tokens += part.token_ids
+    sampled.logprobs += [
         entry[token].logprob for token, entry in zip(part.token_ids, part.logprobs, strict=True)
     ]
-    drawn.finished = part.finish_reason == "stop"
-    drawn.cached_tokens = max(drawn.cached_tokens, output.num_cached_tokens or 0)
+    sampled.finished = part.finish_reason == "stop"
+    sampled.cached_tokens = max(sampled.cached_tokens, output.num_cached_tokens or 0)
 
 
 def _free_kv_cache(worker: Any) -> list[int]:

@@ -20,7 +20,7 @@ from ...rollout.generator_policy import GeneratorPolicy
 from ...rollout.responses import Responses
 from ...rollout.sampling import SampleStreams
 from ...training.flat_parameters import write_tensors
-from .engine import Drawn, EngineOptions, Request, VllmEngine
+from .engine import EngineOptions, Request, Sampled, VllmEngine
 from .engine_cache import engine_key, keep, take
 
 __all__ = ["VllmGenerator", "VllmPolicy", "VllmPolicySpec"]
@@ -42,12 +42,12 @@ class VllmPolicySpec:
     max_model_len: int | None = None
     """Longest sequence in tokens; None for as long as the model's config says."""
     max_decode_rows: int = 256
-    """Responses drawn at once."""
+    """Responses sampled at once."""
     kv_cache_bytes: int | None = None
     """Key-value cache of one process. None: on CPUs room for `max_decode_rows` longest sequences,
     on GPUs what `memory_fraction` leaves."""
     memory_fraction: float = 0.9
-    """Of a GPU's memory, for weights, activations and cache together."""
+    """Share of a GPU's memory, for weights, activations and cache together."""
     enforce_eager: bool | None = None
     """Whether to do without compiled graphs; None: only on CPUs."""
     stop: tuple[str, ...] = ()
@@ -171,14 +171,14 @@ class VllmGenerator:
         """
         rows = [[token for token in row if token >= 0] for row in prompt.tolist()]
         repeated = [row for row in rows for _ in range(sampling.num_samples)]
-        drawn = self.vllm.generate(
+        sampled = self.vllm.generate(
             [Request(row, seed) for row, seed in zip(repeated, streams.seeds(), strict=True)],
             temperature=sampling.temperature,
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=self._spec.eos_token_id,
             stop=self._spec.stop,
         )
-        return _responses(drawn, sampling)
+        return _responses(sampled, sampling)
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """See `GenerationEngine.load`."""
@@ -275,15 +275,15 @@ def _started(
         return VllmEngine(_model_folder(model, Path(scratch)), options)
 
 
-def _responses(drawn: list[Drawn], sampling: Sampling) -> Responses:
+def _responses(sampled: list[Sampled], sampling: Sampling) -> Responses:
     """As columns, padded to the longest allowed response."""
-    shape = (len(drawn), sampling.max_new_tokens)
+    shape = (len(sampled), sampling.max_new_tokens)
     token = torch.full(shape, -1, dtype=torch.int64)
     logprob = torch.zeros(shape, dtype=torch.float32)
-    for row, one in enumerate(drawn):
+    for row, one in enumerate(sampled):
         token[row, : len(one.tokens)] = torch.tensor(one.tokens, dtype=torch.int64)
         if sampling.temperature > 0:  # a likeliest token is certain
             logprob[row, : len(one.tokens)] = torch.tensor(one.logprobs)
-    length = torch.tensor([len(one.tokens) for one in drawn], dtype=torch.int64)
-    finished = torch.tensor([one.finished for one in drawn], dtype=torch.bool)
+    length = torch.tensor([len(one.tokens) for one in sampled], dtype=torch.int64)
+    finished = torch.tensor([one.finished for one in sampled], dtype=torch.bool)
     return Responses(token, logprob, length, finished)

@@ -33,12 +33,10 @@ from ...training.data_parallel import rank_group
 from ...training.model_worker import ModelWorker
 from ...training.optimizer import OptimizerSpec
 from ...training.whole_network import WholeNetwork
+from .network_weights import inherit_weights, load_network, save_network
 from .numpy_actor import NumpyActor, OnHost
-from .perceptron import ActorCriticNetwork, HasSpaces, PerceptronSpec
-from .recurrent import NumpyMemory
-from .saved_network import load_network, save_network
-from .single_steps import single_steps, state_values
-from .weight_inheritance import take_over
+from .perceptron import ActorCriticNetwork, HasSpaces, PerceptronSpec, single_steps, state_values
+from .recurrent import NumpyRecurrent
 
 __all__ = ["TorchActorCritic", "TorchActorCriticSpec"]
 
@@ -91,22 +89,22 @@ class TorchActorCritic(ModelWorker, ActorCritic):
         super().__init__(context, self.network, spec.optimizer, spec.micro_batch_steps)
         self._on_host = OnHost(self.module, self.network.flat)
         acting = self._on_host.module
-        memory = None if acting.memory is None else NumpyMemory(acting.memory)
-        self._numpy = NumpyActor(acting.actor, actions, acting.log_std, memory)
+        recurrent = None if acting.memory is None else NumpyRecurrent(acting.memory)
+        self._numpy = NumpyActor(acting.actor, actions, acting.log_std, recurrent)
 
     def act(
         self,
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
+        recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`."""
         self._on_host.follow()
-        return self._numpy.act(obs, noise, action_mask, memory)
+        return self._numpy.act(obs, noise, action_mask, recurrent_state)
 
     def answer_all(self, method: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Acts]:
-        """See `Gathers`: what is waiting for actions is computed together."""
+        """See `BatchedInference`: what is waiting for actions is computed together."""
         if method != "act":
             return [getattr(self, method)(*arguments) for arguments in calls]
         self._on_host.follow()
@@ -122,13 +120,13 @@ class TorchActorCritic(ModelWorker, ActorCritic):
         obs: Tensor,
         action: Tensor,
         action_mask: Tensor,
-        memory: Tensor | None = None,
+        recurrent_state: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Evaluation:
         """See `ActorCritic.evaluate`."""
         logprob, entropy = torch.zeros(obs.shape[:2]), torch.zeros(obs.shape[:2])
         with torch.no_grad():
-            seen = self._seen(obs, memory, mask)
+            seen = self._seen(obs, recurrent_state, mask)
             for row, columns_ in enumerate(zip(seen, action, action_mask, strict=True)):
                 part = [column.to(self.device) for column in columns_]
                 logprob[row], its = self._policy(*part, needs_entropy=True)
@@ -140,27 +138,29 @@ class TorchActorCritic(ModelWorker, ActorCritic):
         self,
         obs: Tensor,
         last_obs: Tensor,
-        memory: Tensor | None = None,
+        recurrent_state: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Values:
         """See `ActorCritic.value`."""
         if self.module.memory is not None:
             with torch.no_grad():
-                seen = self._seen(torch.cat([obs, last_obs[:, None]], dim=1), memory, mask)
+                seen = self._seen(torch.cat([obs, last_obs[:, None]], dim=1), recurrent_state, mask)
             obs, last_obs = seen[:, :-1], seen[:, -1]
         return state_values(self.module.value, obs, last_obs, self.device)
 
-    def _seen(self, obs: Tensor, memory: Tensor | None, mask: Tensor | None) -> Tensor:
+    def _seen(self, obs: Tensor, recurrent_state: Tensor | None, mask: Tensor | None) -> Tensor:
         """What actor and critic see, a row at a time as in `state_values`."""
         net = self.module.memory
         if net is None or not len(obs):
             return obs
-        if memory is None or mask is None:
+        if recurrent_state is None or mask is None:
             raise WorkerError(
-                f"'{self.context.role}' has a memory, and was not told what rows begin with; pass "
-                "on memory=traj.memory, mask=traj.mask"
+                f"'{self.context.role}' has a recurrent state, and was not told what rows begin "
+                "with; pass on recurrent_state=traj.recurrent_state, mask=traj.mask"
             )
-        columns_ = zip(*(c.to(self.device).split(1) for c in (obs, memory, mask)), strict=True)
+        columns_ = zip(
+            *(c.to(self.device).split(1) for c in (obs, recurrent_state, mask)), strict=True
+        )
         return torch.cat([net.beside(*row) for row in columns_])
 
     def train(
@@ -197,12 +197,12 @@ class TorchActorCritic(ModelWorker, ActorCritic):
         gives_way = (key.step + 1) % every == 0 and its > own
         if gives_way:
             random = stream_generator(self.context.seed, self.context.role, "mutation", key)
-            take_over(self, rival, mutation=mutation, random=random)
+            inherit_weights(self, rival, mutation=mutation, random=random)
         replaced = Metric.mean(float(gives_way), 1.0)
         return TrainMetrics({"fitness": Metric.mean(own, 1.0), "replaced": replaced})
 
     def _means(self, *columns_: Tensor) -> list[float]:
-        """Of columns f32[rows], over all ranks: each of them must come to the same decision."""
+        """Means of columns f32[rows] over all ranks, which must come to the same decision."""
         sums = torch.tensor(
             [[float(column.double().sum()), len(column)] for column in columns_],
             dtype=torch.float64,
@@ -219,7 +219,7 @@ class TorchActorCritic(ModelWorker, ActorCritic):
 
     def _forward(self, rows: Any, needs_entropy: bool) -> ActorCriticOutput:
         shape, net = rows.mask.shape, self.module.memory
-        seen = rows.obs if net is None else net.beside(rows.obs, rows.memory, rows.mask)
+        seen = rows.obs if net is None else net.beside(rows.obs, rows.recurrent_state, rows.mask)
         seen, action, allowed = (c.flatten(0, 1) for c in (seen, rows.action, rows.action_mask))
         logprob, entropy = self._policy(seen, action, allowed, needs_entropy=needs_entropy)
         value, logits = self.module.value_and_logits(seen)
@@ -263,7 +263,7 @@ class TorchActorCritic(ModelWorker, ActorCritic):
 def _numbers(
     mean: Tensor, log_std: Tensor, action: Tensor, needs_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Of a normal distribution with independent components."""
+    """Log-probability under a normal distribution with independent components."""
     half_log = 0.5 * math.log(2 * math.pi)
     deviation = (action - mean) * (-log_std).exp()
     logprob = (-0.5 * deviation.square() - log_std - half_log).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""Acting with numpy on the host: a perceptron's weights as views, and draws from given noise.
+"""Acting with numpy on the host: a perceptron's weights as views, and samples by given noise.
 
 An environment of few numbers steps in microseconds; torch needs more than that to begin a call.
 """
@@ -16,7 +16,7 @@ from torch import nn
 
 from ....algorithms.roles.environment import ActionSpace, Acts
 from ...training.flat_parameters import FlatParameters
-from .recurrent import NumpyMemory
+from .recurrent import NumpyRecurrent
 
 __all__ = ["NumpyActor", "OnHost"]
 
@@ -31,13 +31,13 @@ _LOG_ROOT_2PI = 0.5 * math.log(2 * math.pi)
 
 
 class NumpyActor:
-    """Draws actions from a network's actor; follows its weights wherever they are changed in place.
+    """Samples actions from a network's actor; follows its weights wherever they change in place.
 
     Args:
         actor: Linear layers with activations between them, on the CPU.
         actions: What can be done.
-        log_std: Of continuous actions.
-        memory: What the actor sees beside observations, if it has one.
+        log_std: Logarithm of the deviation of continuous actions.
+        recurrent: What the actor sees beside observations, if anything.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class NumpyActor:
         actor: nn.Sequential,
         actions: ActionSpace,
         log_std: nn.Parameter | None,
-        memory: NumpyMemory | None = None,
+        recurrent: NumpyRecurrent | None = None,
     ) -> None:
-        self._actions, self._memory = actions, memory
+        self._actions, self._recurrent = actions, recurrent
         linear = [layer for layer in actor if isinstance(layer, nn.Linear)]
         self._layers = [
             (layer.weight.detach().numpy().T, layer.bias.detach().numpy()) for layer in linear
@@ -77,29 +77,29 @@ class NumpyActor:
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
+        recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`."""
-        if self._memory is None:
-            return self._draw(self.outputs(obs), noise, action_mask)
-        held = self._memory.step(obs, memory)
-        acts = self._draw(self.outputs(np.concatenate([obs, held], axis=-1)), noise, action_mask)
-        return acts._replace(memory=held)
+        if self._recurrent is None:
+            return self._sample(self.outputs(obs), noise, action_mask)
+        held = self._recurrent.step(obs, recurrent_state)
+        acts = self._sample(self.outputs(np.concatenate([obs, held], axis=-1)), noise, action_mask)
+        return acts._replace(recurrent_state=held)
 
-    def _draw(
+    def _sample(
         self,
         found: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
     ) -> Acts:
         if self._log_std is not None:
-            return _draw_numbers(found, self._log_std, noise)
+            return _sample_numbers(found, self._log_std, noise)
         if action_mask is not None:
             found = np.where(action_mask, found, np.finfo(np.float32).min)
         if len(self._spans) == 1:
-            choice, logprob = _draw_choice(found, noise[:, 0])
+            choice, logprob = _sample_choice(found, noise[:, 0])
             return Acts(choice[:, None].astype(np.float32), logprob)
-        return _draw_choices(found, noise, self._spans)
+        return _sample_choices(found, noise, self._spans)
 
     def act_all(
         self,
@@ -126,16 +126,16 @@ class NumpyActor:
     ) -> list[Acts]:
         if len(calls) == 1:
             return [self.act(*calls[0])]
-        obs, noise, masks, memories = zip(*calls, strict=True)
+        obs, noise, masks, states = zip(*calls, strict=True)
         seen, count = np.stack(obs), len(calls)
         held: Sequence[NDArray[np.float32] | None] = [None] * count
-        if self._memory is not None:
-            before = [self._memory.blank(len(obs[0])) if m is None else m for m in memories]
-            after = self._memory.step(seen, np.stack(before))
+        if self._recurrent is not None:
+            before = [self._recurrent.blank(len(obs[0])) if m is None else m for m in states]
+            after = self._recurrent.step(seen, np.stack(before))
             seen, held = np.concatenate([seen, after], axis=-1), list(after)
         found = self.outputs(seen)
         allowed = [mask for mask in masks if mask is not None]
-        acts = self._draw(
+        acts = self._sample(
             found.reshape(-1, found.shape[-1]),
             np.concatenate(noise),
             np.concatenate(allowed) if allowed else None,
@@ -144,32 +144,32 @@ class NumpyActor:
         return [Acts(*one) for one in zip(*parts, strict=True)]
 
 
-def _draw_choice(
+def _sample_choice(
     logits: NDArray[np.float32], uniform: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The choice whose stretch of the cumulative distribution the number falls in."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     cumulative = np.exp(shifted).cumsum(axis=1, dtype=np.float64)
     total = cumulative[:, -1]
-    # The first choice strictly above the target: one of probability 0 is never drawn.
+    # The first choice strictly above the target: one of probability 0 is never sampled.
     choice = (cumulative <= (uniform * total)[:, None]).sum(axis=1)
     chosen = shifted[np.arange(len(choice)), choice]
     return choice, (chosen - np.log(total)).astype(np.float32)
 
 
-def _draw_choices(
+def _sample_choices(
     logits: NDArray[np.float32], noise: NDArray[np.float64], spans: Sequence[tuple[int, int]]
 ) -> Acts:
     action = np.empty((len(logits), len(spans)), np.float32)
     logprob = np.zeros(len(logits), np.float32)
     for component, (begin, end) in enumerate(spans):
-        choice, its = _draw_choice(logits[:, begin:end], noise[:, component])
+        choice, its = _sample_choice(logits[:, begin:end], noise[:, component])
         action[:, component] = choice
         logprob += its
     return Acts(action, logprob)
 
 
-def _draw_numbers(
+def _sample_numbers(
     mean: NDArray[np.float32], log_std: NDArray[np.float32], noise: NDArray[np.float64]
 ) -> Acts:
     action = (mean + np.exp(log_std) * noise).astype(np.float32)
@@ -182,7 +182,7 @@ class OnHost(Generic[N]):
 
     Args:
         module: The network.
-        flat: Its weights.
+        flat: The network's weights.
         always: Copy it even if it lies in host memory.
 
     Attributes:

@@ -2,23 +2,28 @@
 
 Initialized as in Huang et al., "The 37 Implementation Details of Proximal Policy Optimization",
 2022: orthogonal weights of gain sqrt(2), 0.01 for the actor's last layer and 1 for the critic's,
-biases 0, and a deviation of continuous actions that does not depend on the observation.
+biases 0, and a deviation of continuous actions that does not depend on the observation. Networks
+see one state at a time: rows of many steps are taken apart for them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any, Literal, Protocol, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from ....algorithms.ops.value_transforms import two_hot_value, value_bins
-from ....algorithms.roles.environment import ActionSpace
+from ....algorithms.roles.environment import TIME, ActionSpace, Values
 from ....dataflow.errors import ConfigError
+from ....dataflow.graph.axes import spec_of
 from ....dataflow.option_checks import check_range
-from .recurrent import Memory
+from ...training.microbatch import columns
+from .recurrent import RecurrentNetwork
 
 __all__ = [
     "ActorCriticNetwork",
@@ -26,6 +31,8 @@ __all__ = [
     "PerceptronSpec",
     "perceptron",
     "refuse_value_bins",
+    "single_steps",
+    "state_values",
 ]
 
 
@@ -42,14 +49,14 @@ _ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
 @dataclass(frozen=True, kw_only=True)
 class PerceptronSpec:
-    """Layers of an actor and of its critic, who share none but the memory."""
+    """Layers of an actor and of its critic, who share none but the recurrent ones."""
 
     hidden_sizes: tuple[int, ...] = (64, 64)
     """Width of each hidden layer."""
     activation: Literal["tanh", "relu"] = "tanh"
     """After each hidden layer."""
-    memory: int = 0
-    """Units of a recurrent memory (GRU) of what was observed in an episode, which actor and critic
+    recurrent_units: int = 0
+    """Units of a recurrent state (GRU) of what was observed in an episode, which actor and critic
     see beside the observation; 0 for none. Training unrolls it over whole rows."""
     init_seed: int = 0
     """Seeds the weights."""
@@ -60,7 +67,7 @@ class PerceptronSpec:
     def __post_init__(self) -> None:
         check_range(self, "hidden_sizes", at_least=1)
         check_range(self, "value_bins", at_least=2)
-        check_range(self, "memory", at_least=0)
+        check_range(self, "recurrent_units", at_least=0)
         if self.activation not in _ACTIVATIONS:
             raise ValueError(f"activation is {self.activation!r}; choose 'tanh' or 'relu'")
 
@@ -86,7 +93,7 @@ def refuse_value_bins(spec: PerceptronSpec, who: str) -> None:
 def perceptron(
     spec: PerceptronSpec, num_in: int, num_out: int, gain: float, random: torch.Generator
 ) -> nn.Sequential:
-    """A perceptron whose last layer has gain `gain`; weights are drawn from `random` in order."""
+    """A perceptron whose last layer has gain `gain`; weights are sampled from `random` in order."""
     sizes = (num_in, *spec.hidden_sizes)
     layers: list[nn.Module] = []
     for width_in, width_out in zip(sizes[:-1], sizes[1:], strict=True):
@@ -111,9 +118,10 @@ class ActorCriticNetwork(nn.Module):
         actions: What can be done.
 
     Attributes:
-        actor: To the logits of all choices, or the means of all numbers.
-        critic: To a value.
-        memory: What both see beside the observation; None if nothing.
+        actor: From observations to the logits of all choices, or the means of all numbers.
+        critic: From observations to a value.
+        memory: The recurrent network, whose state both see beside the observation; None if there
+            is none. Saved weights have this name.
         log_std: f32[components] of continuous actions, else None.
     """
 
@@ -125,10 +133,11 @@ class ActorCriticNetwork(nn.Module):
         num_out = actions.num_components if continuous else sum(actions.sizes)
         # A critic that weighs values starts with equal weights: 0.
         count = spec.value_bins
-        width = num_features + spec.memory
+        width = num_features + spec.recurrent_units
         self.critic = perceptron(spec, width, count or 1, 0.0 if count else 1.0, random)
         self.actor = perceptron(spec, width, num_out, 0.01, random)
-        self.memory = Memory(num_features, spec.memory, random) if spec.memory else None
+        units = spec.recurrent_units
+        self.memory = RecurrentNetwork(num_features, units, random) if units else None
         self.log_std = nn.Parameter(torch.zeros(num_out)) if continuous else None
 
     def value(self, obs: Tensor) -> Tensor:
@@ -145,3 +154,45 @@ class ActorCriticNetwork(nn.Module):
     def spaces(self) -> dict[str, Any]:
         """What it sees and says, as `save_network` writes it."""
         return {"num_features": self.num_features, "actions": asdict(self.actions)}
+
+
+def single_steps(batch: Any) -> Any:
+    """The steps that count as rows of one step each: [rows, T, ...] to [steps, 1, ...].
+
+    Columns without steps, [rows, ...], become [steps, ...].
+    """
+    found, stepless = columns(batch), _stepless(type(batch))
+    width = found["mask"].shape[1]
+    kept = found["mask"].flatten().nonzero()[:, 0]
+    parts = {
+        name: column[kept // width] if name in stepless else column.flatten(0, 1)[kept, None]
+        for name, column in found.items()
+    }
+    return replace(batch, **parts)
+
+
+@cache
+def _stepless(kind: type) -> frozenset[str]:
+    """The columns of a batch dataclass that have no axis of time."""
+    specs = {name: spec_of(hint) for name, hint in get_type_hints(kind, None, None, True).items()}
+    return frozenset(name for name, spec in specs.items() if spec and TIME not in spec.axes)
+
+
+def state_values(
+    value: Callable[[Tensor], Tensor], obs: Tensor, last_obs: Tensor, device: torch.device
+) -> Values:
+    """What a critic says of every state, without gradients.
+
+    Args:
+        value: Maps f32[states, features] to f32[states].
+        obs: f32[rows, T, features].
+        last_obs: f32[rows, features].
+        device: The critic's.
+    """
+    every = torch.zeros(obs.shape[0], obs.shape[1] + 1)
+    with torch.no_grad():
+        # A row at a time: what a product of matrices rounds to may depend on how many there are,
+        # and rows are batched differently with another number of workers.
+        for row, (before, last) in enumerate(zip(obs, last_obs, strict=True)):
+            every[row] = value(torch.cat([before, last[None]]).to(device))
+    return Values(value=every[:, :-1].contiguous(), bootstrap_value=every[:, -1].contiguous())

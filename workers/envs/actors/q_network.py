@@ -29,15 +29,14 @@ from ...training.model_worker import ModelWorker
 from ...training.optimizer import OptimizerSpec
 from ...training.whole_network import WholeNetwork
 from ..spec import EnvSpec
+from .network_weights import inherit_weights, load_network, save_network
 from .numpy_actor import NumpyActor, OnHost
 from .perceptron import (
     PerceptronSpec,
     perceptron,
     refuse_value_bins,
 )
-from .recurrent import refuse_memory
-from .saved_network import load_network, save_network
-from .weight_inheritance import take_over
+from .recurrent import refuse_recurrence
 
 __all__ = ["QNetworkSpec", "TorchQNetwork"]
 
@@ -48,7 +47,7 @@ _MODEL_TYPE = "perceptron_q_network"
 
 @dataclass(frozen=True, kw_only=True)
 class QNetworkSpec:
-    """Recipe for a `TorchQNetwork`; a `ConfigError` if its network has a memory or value bins."""
+    """Recipe for a `TorchQNetwork`; it refuses a recurrent network and value bins."""
 
     network: PerceptronSpec = PerceptronSpec(hidden_sizes=(120, 84), activation="relu")
     """Its layers. Networks of one seed start alike."""
@@ -61,14 +60,16 @@ class QNetworkSpec:
     optimizer: OptimizerSpec | None = None
     """None for a network that only follows another one."""
     epsilon_start: float = 1.0
-    """Share of choices drawn at random, before the first training."""
+    """Share of choices sampled at random, before the first training."""
     epsilon_end: float = 0.05
-    """What it falls to."""
+    """The share that it falls to."""
     epsilon_calls: int = 1
     """Train calls over which it falls, in a straight line."""
 
     def __post_init__(self) -> None:
-        refuse_memory(self.network.memory, "a Q-network", "a replay keeps single steps")
+        refuse_recurrence(
+            self.network.recurrent_units, "a Q-network", "a replay keeps single steps"
+        )
         refuse_value_bins(self.network, "a Q-network")
         check_range(self, "epsilon_start", "epsilon_end", at_least=0, at_most=1)
         check_range(self, "epsilon_calls", at_least=1)
@@ -124,16 +125,16 @@ class TorchQNetwork(ModelWorker, QNetwork):
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
+        recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`: one number decides whether a choice is random, and which one then."""
-        del action_mask, memory
+        del action_mask, recurrent_state
         self._on_host.follow()
         value = self._numpy.outputs(obs)
         count, best = value.shape[1], value.argmax(axis=1)
         epsilon, uniform = float(self._on_host.module.epsilon), noise[:, 0]
-        drawn = np.minimum(uniform / max(epsilon, 1e-12) * count, count - 1).astype(np.int64)
-        choice = np.where(uniform < epsilon, drawn, best)
+        at_random = np.minimum(uniform / max(epsilon, 1e-12) * count, count - 1).astype(np.int64)
+        choice = np.where(uniform < epsilon, at_random, best)
         probability = epsilon / count + (1 - epsilon) * (choice == best)
         return Acts(choice[:, None].astype(np.float32), np.log(probability).astype(np.float32))
 
@@ -193,7 +194,7 @@ class TorchQNetwork(ModelWorker, QNetwork):
         """See `QNetwork.follow`."""
         due = call_key(self.context.role, "follow").step % every == 0
         if due:
-            take_over(self, leader, share=share)
+            inherit_weights(self, leader, share=share)
         return TrainMetrics({"followed": Metric.mean(float(due), 1.0)})
 
     def save_pretrained(self, folder: Path) -> None:

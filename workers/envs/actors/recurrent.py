@@ -1,4 +1,4 @@
-"""A recurrent memory beside a perceptron: unrolled over rows with torch, stepped with numpy to act.
+"""A recurrent network beside a perceptron: unrolled by torch over rows, stepped by numpy to act.
 
 It is a gated recurrent unit (Cho et al., "Learning Phrase Representations using RNN
 Encoder-Decoder for Statistical Machine Translation", 2014, in the form of torch's `nn.GRUCell`)
@@ -21,14 +21,14 @@ from torch.autograd.function import once_differentiable
 
 from ....dataflow.errors import ConfigError
 
-__all__ = ["Memory", "NumpyMemory", "refuse_memory"]
+__all__ = ["RecurrentNetwork", "NumpyRecurrent", "refuse_recurrence"]
 
 
-def refuse_memory(units: int, who: str, why: str) -> None:
-    """Require a network without memory.
+def refuse_recurrence(units: int, who: str, why: str) -> None:
+    """Require a network without a recurrent state.
 
     Args:
-        units: Of the memory it was given.
+        units: Numbers of its recurrent state.
         who: Whose network it is.
         why: What does not go with one.
 
@@ -37,19 +37,19 @@ def refuse_memory(units: int, who: str, why: str) -> None:
     """
     if units:
         raise ConfigError(
-            f"{who} cannot have a memory (of {units} units): {why}\n"
-            "    leave out model.architecture.memory; env_ppo, a2c, impala, self_play and "
+            f"{who} cannot have a recurrent state (of {units} units): {why}\n"
+            "    leave out model.architecture.recurrent_units; env_ppo, a2c, impala, self_play and "
             "population learn with one"
         )
 
 
-class Memory(nn.Module):
+class RecurrentNetwork(nn.Module):
     """The unit: orthogonal weights, biases 0.
 
     Args:
         num_features: Numbers of an observation.
         units: Numbers of the state.
-        random: Where weights are drawn from.
+        random: Where weights are sampled from.
     """
 
     def __init__(self, num_features: int, units: int, random: torch.Generator) -> None:
@@ -60,13 +60,13 @@ class Memory(nn.Module):
         for bias in (self.cell.bias_ih, self.cell.bias_hh):
             nn.init.zeros_(bias)
 
-    def beside(self, obs: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+    def beside(self, obs: Tensor, recurrent_state: Tensor, mask: Tensor) -> Tensor:
         """Observations, and beside each of them the state once it has been read.
 
         Args:
             obs: f32[rows, T, features].
-            memory: f32[rows, units], the state each row begins with; of width 0 if all begin with
-                nothing remembered.
+            recurrent_state: f32[rows, units], with which each row begins; of width 0 if all begin
+                with nothing remembered.
             mask: bool[rows, T], the steps that count; that of the last one is not looked at, and
                 may be missing.
 
@@ -74,7 +74,11 @@ class Memory(nn.Module):
             f32[rows, T, features + units].
         """
         cell, length = self.cell, obs.shape[1]
-        state = memory if memory.shape[1] else obs.new_zeros(len(obs), cell.hidden_size)
+        state = (
+            recurrent_state
+            if recurrent_state.shape[1]
+            else obs.new_zeros(len(obs), cell.hidden_size)
+        )
         keeps = mask[:, : length - 1].t().to(obs.dtype)[..., None]
         read = nn.functional.linear(obs, cell.weight_ih, cell.bias_ih).transpose(0, 1)
         states = cast("Tensor", _Unrolled.apply(read, state, keeps, cell.weight_hh, cell.bias_hh))
@@ -148,15 +152,15 @@ class _Unrolled(Function):
         return read, None, None, kept.t() @ before.flatten(0, 1), kept.sum(dim=0)
 
 
-class NumpyMemory:
+class NumpyRecurrent:
     """The same step by step, following the weights wherever they are changed in place.
 
     Args:
-        memory: On the CPU.
+        network: The recurrent network, on the CPU.
     """
 
-    def __init__(self, memory: Memory) -> None:
-        cell = memory.cell
+    def __init__(self, network: RecurrentNetwork) -> None:
+        cell = network.cell
         self._units = cell.hidden_size
         self._read, self._read_bias, self._keep, self._keep_bias = (
             weight.detach().numpy().T
@@ -168,29 +172,29 @@ class NumpyMemory:
         return np.zeros((num_envs, self._units), np.float32)
 
     def step(
-        self, obs: NDArray[np.float32], memory: NDArray[np.float32] | None
+        self, obs: NDArray[np.float32], recurrent_state: NDArray[np.float32] | None
     ) -> NDArray[np.float32]:
         """The state once an observation has been read, f32[..., envs, units].
 
         Args:
             obs: f32[..., envs, features].
-            memory: f32[..., envs, units], the state before; None, for f32[envs, features], where
-                nothing is remembered.
+            recurrent_state: f32[..., envs, units], the state before; None, for f32[envs, features],
+                where nothing is remembered.
         """
         units = self._units
-        if memory is None:
-            memory = self.blank(len(obs))
+        if recurrent_state is None:
+            recurrent_state = self.blank(len(obs))
         read = obs @ self._read
         read += self._read_bias
-        kept = memory @ self._keep
+        kept = recurrent_state @ self._keep
         kept += self._keep_bias
         gates = _sigmoid(read[..., : 2 * units] + kept[..., : 2 * units])
         recalls, stays = gates[..., :units], gates[..., units:]
         new = np.tanh(read[..., 2 * units :] + recalls * kept[..., 2 * units :])
-        return new + stays * (memory - new)
+        return new + stays * (recurrent_state - new)
 
 
 def _sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """By way of tanh, which cannot overflow."""
+    """The sigmoid, computed by tanh, which cannot overflow."""
     half = np.float32(0.5)
     return half * np.tanh(half * x) + half

@@ -67,7 +67,7 @@ class ReplayMemory(Replay):
 
     @property
     def num_stored(self) -> int:
-        """Steps that can be drawn."""
+        """Steps that can be sampled."""
         return min(self._added, self.spec.capacity)
 
     def add(self, steps: Trajectories) -> Tensor:
@@ -91,7 +91,7 @@ class ReplayMemory(Replay):
         if 0 < step < self._step:
             raise StateError(
                 f"'{self.context.role}' was given step {step} after step {self._step}; what it "
-                "draws depends on the order, so its calls must come in the order of steps"
+                "samples depends on the order, so its calls must come in the order of steps"
             )
         self._step = step
 
@@ -115,8 +115,8 @@ class ReplayMemory(Replay):
         key = call_key(self.context.role, "sample")
         random = stream_generator(self.context.seed, self.context.role, "sample", key)
         there = self.num_stored >= max(at_least, 1)
-        drawn = random.integers(max(self.num_stored, 1), size=num_steps)
-        at = torch.from_numpy(drawn)
+        sampled = random.integers(max(self.num_stored, 1), size=num_steps)
+        at = torch.from_numpy(sampled)
         columns = {name: column[at][:, None] for name, column in self._ring.items()}
         return Transitions(**columns, mask=torch.full((num_steps, 1), there))
 

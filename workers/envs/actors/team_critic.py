@@ -19,14 +19,15 @@ from ...training.model_worker import ModelWorker
 from ...training.optimizer import OptimizerSpec
 from ...training.whole_network import WholeNetwork
 from ..spec import EnvSpec
+from .network_weights import load_network, save_network
 from .perceptron import (
     PerceptronSpec,
     perceptron,
     refuse_value_bins,
+    single_steps,
+    state_values,
 )
-from .recurrent import refuse_memory
-from .saved_network import load_network, save_network
-from .single_steps import single_steps, state_values
+from .recurrent import refuse_recurrence
 
 __all__ = ["TeamCriticSpec", "TorchTeamCritic"]
 
@@ -37,7 +38,7 @@ _MODEL_TYPE = "perceptron_team_critic"
 
 @dataclass(frozen=True, kw_only=True)
 class TeamCriticSpec:
-    """Recipe for a `TorchTeamCritic`; a `ConfigError` if its network has a memory or value bins."""
+    """Recipe for a `TorchTeamCritic`; it refuses a recurrent network and value bins."""
 
     network: PerceptronSpec = PerceptronSpec()
     """Its layers."""
@@ -50,7 +51,9 @@ class TeamCriticSpec:
     """None for one that is never trained."""
 
     def __post_init__(self) -> None:
-        refuse_memory(self.network.memory, "a team's critic", "it is shown single states")
+        refuse_recurrence(
+            self.network.recurrent_units, "a team's critic", "it is shown single states"
+        )
         refuse_value_bins(self.network, "a team's critic")
 
     def build(self, context: WorkerContext) -> TorchTeamCritic:

@@ -1,7 +1,7 @@
 """Games of two players that stand side by side, whoever keeps their rules.
 
 A side is 0 for the player who begins and 1 for the other. Three kinds of boards keep this promise:
-`stones.py`, our own rules in numpy, `pool.py`, EnvPool's, and `zoo.py`, PettingZoo's.
+`mnk_games.py`, our own rules in numpy, `pool.py`, EnvPool's, and `zoo.py`, PettingZoo's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GameNames:
     """The games of a group, as messages name them.
 
     Attributes:
-        role: Who plays them.
+        role: The role that plays them.
         seed: The run's.
         key: The call that they belong to.
         numbers: i64[games], unique in the call.

@@ -17,7 +17,7 @@ class GameColumns:
     before its first turn to none.
 
     Args:
-        num_games: How many.
+        num_games: Number of games.
         max_turns: Turns of a player in the longest game.
         num_features: Numbers of an observation.
         num_choices: What can be chosen from.
@@ -42,7 +42,7 @@ class GameColumns:
             "terminated": np.zeros(shape, np.bool_),
             "truncated": np.zeros(shape, np.bool_),
             "mask": np.zeros(shape, np.bool_),
-            "memory": np.zeros((num_games, 2, 0), np.float32),  # players begin with none
+            "recurrent_state": np.zeros((num_games, 2, 0), np.float32),  # players begin with none
         }
 
     def has_room(self, turn: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -63,7 +63,7 @@ class GameColumns:
         self._columns["mask"][moved, side, at] = True
         self.turns[moved, side] += 1
 
-    def pay(self, reward: NDArray[np.float32]) -> None:
+    def add_reward(self, reward: NDArray[np.float32]) -> None:
         """Give both sides what a move earned them, f32[games, 2]; 0 where nobody moved."""
         self.earned += reward
         game, side = np.nonzero((reward != 0) & (self.turns > 0))

@@ -1,4 +1,4 @@
-"""Games of two players who place stones in turn: tic-tac-toe, connect four, and their like.
+"""The m,n,k board games, with or without gravity: tic-tac-toe, connect four, and their like.
 
 All games of a group are played side by side with numpy. A game is seen by one of the players: own
 stones, then the other's, 1 where there is one.
@@ -17,7 +17,7 @@ from ....dataflow.runtime.worker_protocol import WorkerContext
 from .boards import GameNames
 from .worker import BoardGameWorker
 
-__all__ = ["CONNECT_FOUR", "TIC_TAC_TOE", "BoardSpec", "StoneBoards"]
+__all__ = ["CONNECT_FOUR", "TIC_TAC_TOE", "BoardSpec", "MnkBoards"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,9 @@ class BoardSpec:
                         )
         return np.array(found, dtype=np.int64)
 
-    def boards(self, names: GameNames) -> StoneBoards:
+    def boards(self, names: GameNames) -> MnkBoards:
         """Empty boards."""
-        return StoneBoards(self, len(names.numbers))
+        return MnkBoards(self, len(names.numbers))
 
     def build(self, context: WorkerContext) -> BoardGameWorker:
         """Make the worker; it keeps nothing from call to call."""
@@ -94,40 +94,40 @@ TIC_TAC_TOE = BoardSpec()
 CONNECT_FOUR = BoardSpec(height=6, width=7, in_line=4, gravity=True)
 
 
-class StoneBoards:
-    """`Boards` of stones.
+class MnkBoards:
+    """`Boards` of an m,n,k game.
 
     Args:
         spec: The rules.
-        num_games: How many.
+        num_games: Number of games.
     """
 
     def __init__(self, spec: BoardSpec, num_games: int) -> None:
         self._spec, self._lines = spec, spec.lines()
         self._games = np.arange(num_games)
-        self._stones: NDArray[np.bool_] = np.zeros((num_games, 2, spec.num_places), np.bool_)
+        self._occupied: NDArray[np.bool_] = np.zeros((num_games, 2, spec.num_places), np.bool_)
         self.over: NDArray[np.bool_] = np.zeros(num_games, np.bool_)
         self.cut: NDArray[np.bool_] = np.zeros(num_games, np.bool_)
         self.turn: NDArray[np.int64] = np.zeros(num_games, np.int64)
 
     def obs(self, side: NDArray[np.int64]) -> NDArray[np.float32]:
         """See `Boards.obs`."""
-        seen = self._stones[self._games[:, None], np.stack([side, 1 - side], axis=1)]
+        seen = self._occupied[self._games[:, None], np.stack([side, 1 - side], axis=1)]
         return seen.reshape(len(seen), -1).astype(np.float32)
 
     def allowed(self) -> NDArray[np.bool_]:
         """See `Boards.allowed`."""
-        free = ~np.any(self._stones, axis=1)
+        free = ~np.any(self._occupied, axis=1)
         return free[:, : self._spec.width] if self._spec.gravity else free  # the top row
 
     def move(self, choice: NDArray[np.int64], live: NDArray[np.bool_]) -> NDArray[np.float32]:
         """See `Boards.move`: 1 to who has won by it, -1 to the other."""
         games = np.nonzero(live)[0]
         side = self.turn[games]
-        self._stones[games, side, self._places(choice)[games]] = True
-        lines = np.all(self._stones[games, side][:, self._lines], axis=2)
+        self._occupied[games, side, self._places(choice)[games]] = True
+        lines = np.all(self._occupied[games, side][:, self._lines], axis=2)
         won = np.any(lines, axis=1)
-        self.over[games] = won | np.all(self._stones[games].any(axis=1), axis=1)
+        self.over[games] = won | np.all(self._occupied[games].any(axis=1), axis=1)
         self.turn[games] = 1 - side
         reward = np.zeros((len(choice), 2), np.float32)
         reward[games[won], side[won]] = 1.0
@@ -138,7 +138,7 @@ class StoneBoards:
         if not self._spec.gravity:
             return choice
         height, width = self._spec.height, self._spec.width
-        taken = self._stones.any(axis=1).reshape(-1, height, width)
+        taken = self._occupied.any(axis=1).reshape(-1, height, width)
         stack = taken.sum(axis=1)[self._games, choice]
         return (height - 1 - stack) * width + choice
 

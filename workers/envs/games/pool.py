@@ -34,7 +34,7 @@ class PoolBoards:
     Args:
         game_id: EnvPool's name of the game.
         options: EnvPool's own, such as `num_threads`.
-        names: Of the games.
+        names: What messages call the games.
         limit_s: Longest time of a move in all of them; None for no limit.
 
     Raises:

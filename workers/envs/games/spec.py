@@ -25,8 +25,8 @@ class LibraryGame:
     """EnvPool's name of the game, `Hex-v1`; PettingZoo's, `connect_four_v3`, or `module:function`
     for a function of your own that makes a game in PettingZoo's AEC form."""
     backend: Literal["envpool", "pettingzoo"] = "envpool"
-    """Whose it is. EnvPool computes games together in threads of its own, PettingZoo one after
-    another in Python."""
+    """The library that has it. EnvPool computes games together in its own threads, PettingZoo one
+    after another in Python."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of the game; of EnvPool also those of the pool, as `num_threads`."""
     max_turns: int = 64

@@ -1,7 +1,7 @@
 """The worker of a `BoardGame` role: whole games side by side, and the loop of moving in them.
 
-Every call begins games anew, and what is drawn belongs to (seed, role, step, ordinal, game, move).
-So the worker keeps nothing from call to call, and games depend neither on the number of workers nor
+Every call begins games anew, and a sample belongs to (seed, role, step, ordinal, game, move). So
+the worker keeps nothing from call to call, and games depend neither on the number of workers nor
 on what was played before.
 """
 
@@ -36,9 +36,9 @@ class BoardGameWorker(BoardGame):
     """Plays the games of a specification.
 
     Attributes:
-        metrics: Of the last call: shares of games in which the first and the second player earned
-            more than the other, and which were cut off; what the first earned; how many moves a
-            game took, and how many all of them (`env_steps`).
+        metrics: Metrics of the last call: shares of games in which the first and the second player
+            earned more than the other, and which were cut off; what the first earned; how many
+            moves a game took, and how many all of them (`env_steps`).
     """
 
     def __init__(self, spec: GameSpec, context: WorkerContext) -> None:
@@ -109,7 +109,7 @@ class _Played:
     ) -> None:
         self.columns = columns
         self._boards, self._names, self._players = boards, names, players
-        self._memories: list[NDArray[np.float32] | None] = [None, None]
+        self._recurrent_states: list[NDArray[np.float32] | None] = [None, None]
         self._live = self._still_live()
 
     def goes_on(self) -> bool:
@@ -126,7 +126,7 @@ class _Played:
         return ~boards.over & self.columns.has_room(side)
 
     def move(self, noise: NDArray[np.float64]) -> None:
-        """One move in every game that goes on, drawn with `noise`, f64[games, 1]."""
+        """One move in every game that goes on, sampled by `noise`, f64[games, 1]."""
         live, turn = self._live, self._boards.turn * self._live
         obs, allowed = self._seen(turn), self._allowed()
         choice = np.zeros(len(live), np.int64)
@@ -134,13 +134,13 @@ class _Played:
             asked = live & (turn == side)
             if not asked.any():
                 continue
-            action, logprob, memory = self._players[side].act(
-                obs, noise, allowed, self._memories[side]
+            action, logprob, recurrent_state = self._players[side].act(
+                obs, noise, allowed, self._recurrent_states[side]
             )
             self._check_numbers(asked, action, logprob)
             choice[asked] = action[asked, 0]
             self._check_choice(asked, allowed, choice)
-            self._remember(side, asked, memory)
+            self._remember(side, asked, recurrent_state)
             self.columns.add(
                 asked,
                 side,
@@ -149,7 +149,7 @@ class _Played:
                 action_mask=allowed,
                 behavior_logprob=logprob,
             )
-        self.columns.pay(self._reward(self._boards.move(choice, live)))
+        self.columns.add_reward(self._reward(self._boards.move(choice, live)))
         self._names.move += 1
         self._live = live & self._still_live()
 
@@ -192,22 +192,24 @@ class _Played:
     def _reward(self, reward: NDArray[np.float32]) -> NDArray[np.float32]:
         bad = ~np.isfinite(reward)
 
-        def paid(index: int) -> str:
+        def described(index: int) -> str:
             side = int(bad[index].argmax())
-            return f"pays the {_SIDES[side]} {reward[index, side]}; expected finite numbers"
+            return (
+                f"rewards the {_SIDES[side]} with {reward[index, side]}; expected a finite number"
+            )
 
-        self._names.blame(np.any(bad, axis=1), paid)
+        self._names.blame(np.any(bad, axis=1), described)
         return reward
 
     def _remember(
-        self, side: int, asked: NDArray[np.bool_], memory: NDArray[np.float32] | None
+        self, side: int, asked: NDArray[np.bool_], recurrent_state: NDArray[np.float32] | None
     ) -> None:
         """Keep what a player has seen in the games in which it was asked."""
-        if memory is None:
+        if recurrent_state is None:
             return
-        before = self._memories[side]
-        kept = np.zeros_like(memory) if before is None else before
-        self._memories[side] = np.where(asked[:, None], memory, kept)
+        before = self._recurrent_states[side]
+        kept = np.zeros_like(recurrent_state) if before is None else before
+        self._recurrent_states[side] = np.where(asked[:, None], recurrent_state, kept)
 
     def _check_numbers(
         self,

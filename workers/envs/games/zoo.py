@@ -35,7 +35,7 @@ class ZooBoards:
     Args:
         game_id: PettingZoo's name of the game, or `module:function`.
         options: The game's own.
-        names: Of the games.
+        names: What messages call the games.
         limit_s: Longest time of an answer of one game; None for no limit.
 
     Raises:

@@ -13,8 +13,8 @@ import os
 
 from ...weight_sync.registry import DEFAULT_TRANSPORT, Transport
 from ..process_backend import ProcessBackend
+from ..rank_group import forget_warm
 from ..supervisor import Supervisor
-from ..warm_pool import forget_warm
 
 __all__ = ["RayExecutor", "connect_ray", "shutdown_ray"]
 

@@ -1,6 +1,6 @@
 """IFBench's instructions on formats, its custom tasks and its repetitions, under its ids.
 
-Pyatkin et al., "Generalizing Verifiable Instruction Following", 2025; see `instructions_ifbench`.
+Pyatkin et al., "Generalizing Verifiable Instruction Following", 2025; see `ifbench`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """IFBench's instructions on counts, ratios, words and sentences, under its ids.
 
 Pyatkin et al., "Generalizing Verifiable Instruction Following", 2025: the held-out test, so do not
-train on these what is to be tested on them. `instructions_format` has the rest.
+train on these what is to be tested on them. `formats` has the rest.
 """
 
 from __future__ import annotations

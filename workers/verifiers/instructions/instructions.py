@@ -1,7 +1,7 @@
 """Verifiable instructions: which of them a response keeps, and what that is worth.
 
-The checks are in `instructions_ifeval`, `instructions_iftrain`, `instructions_ifbench` and
-`instructions_format`; here they are looked up by id, called strictly or loosely, and added up.
+The checks are in `ifeval`, `iftrain`, `ifbench` and
+`formats`; here they are looked up by id, called strictly or loosely, and added up.
 """
 
 from __future__ import annotations

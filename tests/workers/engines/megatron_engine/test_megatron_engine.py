@@ -17,6 +17,7 @@ import transformers
 from megatron_models import (
     FAMILIES,
     OPTIMIZER,
+    assert_followed,
     frozen_policy,
     is_frozen,
     load_batch,
@@ -108,7 +109,7 @@ def test_frozen_parameters_stay_and_the_others_learn_as_in_the_torch_engine(
     policy = frozen_policy(folder)
     before = policy.export_weights()
     metrics = train_policy(policy, load_batch(folder))
-    found = lead(folder, layout, "frozen")
+    found = assert_followed(before, lead(folder, layout, "frozen"))
     assert_as_torch(found, policy.export_weights(), metrics)
     still = {name for name in before if torch.equal(before[name], found[name])}
     assert still == {name for name in before if is_frozen(name)}

@@ -50,8 +50,8 @@ def test_a_sample_does_not_depend_on_its_batch(name: str, dtype: str, threads: i
         parts += [torch.tensor([k]) for k in (0, 7, 32)]
         for part in parts:
             some = responses(generate(policy, prompt[part], prompt_id[part]))
-            for key, drawn in some.items():
-                assert drawn == whole[key], key
+            for key, sampled in some.items():
+                assert sampled == whole[key], key
     finally:
         torch.set_num_threads(before)
 
@@ -68,8 +68,8 @@ def test_nor_through_the_hugging_face_forward(name: str, threads: int):
         whole = responses(generate(policy, prompt, prompt_id, sampling))
         for part in (torch.arange(9).flip(0), torch.arange(4), torch.tensor([7])):
             some = responses(generate(policy, prompt[part], prompt_id[part], sampling))
-            for key, drawn in some.items():
-                assert drawn == whole[key], key
+            for key, sampled in some.items():
+                assert sampled == whole[key], key
     finally:
         torch.set_num_threads(before)
     assert module_of(policy).config._attn_implementation == "sdpa"
@@ -99,18 +99,18 @@ def test_more_samples_extend_fewer_and_a_longer_limit_extends_a_shorter():
         assert many[key][1][: len(tokens)] == logprob
 
 
-def test_seed_step_ordinal_and_role_all_change_the_draw():
+def test_seed_step_ordinal_and_role_all_change_the_sample():
     policy = make_policy()
     prompt, prompt_id = make_prompts(4)
-    drawn: list[object] = []
+    sampled: list[object] = []
     for step, ordinal in ((0, 0), (1, 0), (0, 1)):
         with call_scope(step, ordinal):
-            drawn.append(policy.generate(prompt, prompt_id, SAMPLING).tokens.tolist())
+            sampled.append(policy.generate(prompt, prompt_id, SAMPLING).tokens.tolist())
     with call_scope(0, 0):
-        assert policy.generate(prompt, prompt_id, SAMPLING).tokens.tolist() == drawn[0]
-    assert drawn[0] != drawn[1]
-    assert drawn[0] != drawn[2]
-    assert drawn[1] != drawn[2]
+        assert policy.generate(prompt, prompt_id, SAMPLING).tokens.tolist() == sampled[0]
+    assert sampled[0] != sampled[1]
+    assert sampled[0] != sampled[2]
+    assert sampled[1] != sampled[2]
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *PLAIN])

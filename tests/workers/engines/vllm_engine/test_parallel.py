@@ -16,7 +16,7 @@ PROCESS = Path(__file__).parents[2] / "vllm_rank.py"
 
 
 @pytest.mark.slow
-def test_two_processes_draw_what_one_draws(tmp_path: Path):
+def test_two_processes_sample_what_one_samples(tmp_path: Path):
     """The model has one key head, so both processes have it; its output head is tied."""
     TAKEN.touch()
     processes = [

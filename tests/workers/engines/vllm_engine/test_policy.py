@@ -68,8 +68,8 @@ def test_starting_leaves_the_process_as_it_was(policy: VllmPolicy):
 def test_a_group_computes_its_prompt_once(policy: VllmPolicy):
     prompt, _ = long_prompts(1, 70)
     requests = [Request(prompt[0].tolist(), seed) for seed in range(4)]
-    drawn = policy.vllm.generate(requests, temperature=1, max_new_tokens=4, eos_token_id=EOS)
-    assert [one.cached_tokens for one in drawn][1:] == [64, 64, 64]  # whole blocks of 32
+    sampled = policy.vllm.generate(requests, temperature=1, max_new_tokens=4, eos_token_id=EOS)
+    assert [one.cached_tokens for one in sampled][1:] == [64, 64, 64]  # whole blocks of 32
 
 
 # --- abort

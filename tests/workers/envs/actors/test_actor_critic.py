@@ -1,4 +1,4 @@
-"""An actor with a critic: what it draws, evaluates and learns."""
+"""An actor with a critic: what it samples, evaluates and learns."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def actor_critic(
     return made
 
 
-def draws(actions: ActionSpace) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def given(actions: ActionSpace) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     random = np.random.default_rng(0)
     obs = random.normal(size=(ROWS, 5)).astype(np.float32)
     noise = random.random((ROWS, actions.num_components))
@@ -64,9 +64,9 @@ def draws(actions: ActionSpace) -> tuple[np.ndarray, np.ndarray, np.ndarray | No
 
 
 @ALL
-def test_what_was_drawn_is_evaluated_alike(actions: ActionSpace) -> None:
+def test_what_was_sampled_is_evaluated_alike(actions: ActionSpace) -> None:
     worker = actor_critic(actions)
-    obs, noise, mask = draws(actions)
+    obs, noise, mask = given(actions)
     acts = worker.act(obs, noise, mask)
     columns = [torch.from_numpy(array)[:, None] for array in (
         obs, acts.action, np.zeros((ROWS, 0), np.bool_) if mask is None else mask)]  # fmt: skip
@@ -75,7 +75,7 @@ def test_what_was_drawn_is_evaluated_alike(actions: ActionSpace) -> None:
     assert (found.entropy >= 0).all() or actions is NUMBERS
 
 
-def test_choices_are_drawn_as_often_as_their_probability_says() -> None:
+def test_choices_are_sampled_as_often_as_their_probability_says() -> None:
     network = ActorCriticNetwork(PerceptronSpec(), 5, DISCRETE)
     actor = NumpyActor(network.actor, DISCRETE, None)
     with torch.no_grad():
@@ -87,9 +87,9 @@ def test_choices_are_drawn_as_often_as_their_probability_says() -> None:
     assert np.bincount(action[:, 0].astype(int)).tolist() == [200, 300, 500]
 
 
-def test_what_is_not_allowed_is_never_drawn() -> None:
+def test_what_is_not_allowed_is_never_sampled() -> None:
     worker = actor_critic(MASKED)
-    obs, noise, mask = draws(MASKED)
+    obs, noise, mask = given(MASKED)
     assert mask is not None
     action = worker.act(obs, noise, mask).action.astype(int)
     rows = np.arange(ROWS)
@@ -101,14 +101,14 @@ def test_a_group_is_acted_for_alike_wherever_it_is() -> None:
     # Rows are computed a group at a time, since matrix products may depend on their size.
     worker, replica = actor_critic(DISCRETE), actor_critic(DISCRETE)
     replica.load_weights(worker.export_weights())
-    obs, noise, _ = draws(DISCRETE)
+    obs, noise, _ = given(DISCRETE)
     one, other = worker.act(obs[:4], noise[:4], None), replica.act(obs[:4], noise[:4], None)
     assert one.action.tobytes() == other.action.tobytes()
     assert one.logprob.tobytes() == other.logprob.tobytes()
 
 
 def batch(actions: ActionSpace, worker: TorchActorCritic) -> ActorCriticBatch:
-    obs, noise, mask = draws(actions)
+    obs, noise, mask = given(actions)
     acts = worker.act(obs, noise, mask)
     random = torch.Generator().manual_seed(1)
     shape = (10, ROWS // 10)
@@ -120,7 +120,7 @@ def batch(actions: ActionSpace, worker: TorchActorCritic) -> ActorCriticBatch:
         action=torch.from_numpy(acts.action).view(*shape, -1),
         action_mask=torch.from_numpy(allowed).view(*shape, allowed.shape[1]),
         mask=counts,
-        memory=torch.zeros(len(counts), 0),
+        recurrent_state=torch.zeros(len(counts), 0),
         behavior_logprob=torch.from_numpy(acts.logprob).view(shape),
         advantage=advantage,
         old_value=torch.zeros(shape),

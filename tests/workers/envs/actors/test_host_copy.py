@@ -32,8 +32,8 @@ def acts(worker: TorchActorCritic) -> np.ndarray:
 
 
 def batch() -> ActorCriticBatch:
-    draw = torch.Generator().manual_seed(0)
-    rows: Any = {"generator": draw}
+    random = torch.Generator().manual_seed(0)
+    rows: Any = {"generator": random}
     return ActorCriticBatch(
         obs=torch.randn(4, 8, 4, **rows),
         action=torch.randint(0, 2, (4, 8, 1), **rows).float(),
@@ -43,7 +43,7 @@ def batch() -> ActorCriticBatch:
         advantage=torch.randn(4, 8, **rows),
         old_value=torch.zeros(4, 8),
         value_target=torch.randn(4, 8, **rows),
-        memory=torch.zeros(4, 0),
+        recurrent_state=torch.zeros(4, 0),
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.algorithms.roles.environment import ActionSpace
 from penstock.workers.envs.actors.numpy_actor import NumpyActor
 from penstock.workers.envs.actors.perceptron import ActorCriticNetwork, PerceptronSpec
-from penstock.workers.envs.actors.recurrent import NumpyMemory
+from penstock.workers.envs.actors.recurrent import NumpyRecurrent
 
 SPACES = {
     "choices": ActionSpace("discrete", sizes=(5,)),
@@ -21,17 +21,17 @@ SPACES = {
 }
 
 
-def actor(actions: ActionSpace, num_features: int, width: int, memory: int = 0) -> NumpyActor:
-    spec = PerceptronSpec(hidden_sizes=(width, width), init_seed=3, memory=memory)
+def actor(actions: ActionSpace, num_features: int, width: int, units: int = 0) -> NumpyActor:
+    spec = PerceptronSpec(hidden_sizes=(width, width), init_seed=3, recurrent_units=units)
     network = ActorCriticNetwork(spec, num_features, actions)
     with torch.no_grad():
         network.actor[-1].weight.mul_(100.0)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    held = None if network.memory is None else NumpyMemory(network.memory)
+    held = None if network.memory is None else NumpyRecurrent(network.memory)
     return NumpyActor(network.actor, actions, network.log_std, held)
 
 
 def call(
-    random: Any, actions: ActionSpace, num_envs: int, num_features: int, memory: int = 0
+    random: Any, actions: ActionSpace, num_envs: int, num_features: int, units: int = 0
 ) -> Any:
     width = actions.num_components
     obs = random.standard_normal((num_envs, num_features)).astype(np.float32)
@@ -39,8 +39,8 @@ def call(
     if actions.kind == "continuous":
         noise = random.standard_normal((num_envs, width))
     held = None
-    if memory and random.random() < 0.7:
-        held = random.standard_normal((num_envs, memory)).astype(np.float32)
+    if units and random.random() < 0.7:
+        held = random.standard_normal((num_envs, units)).astype(np.float32)
     if not actions.masked:
         return obs, noise, None, held
     mask = random.random((num_envs, actions.num_choices)) < 0.7
@@ -58,18 +58,18 @@ def call(
     st.integers(0, 1000),
 )
 def test_company_changes_no_bit(
-    kind: str, groups: list[int], num_features: int, width: int, memory: int, seed: int
+    kind: str, groups: list[int], num_features: int, width: int, units: int, seed: int
 ) -> None:
     actions, random = SPACES[kind], np.random.default_rng(seed)
-    one = actor(actions, num_features, width, memory)
-    calls = [call(random, actions, num_envs, num_features, memory) for num_envs in groups]
+    one = actor(actions, num_features, width, units)
+    calls = [call(random, actions, num_envs, num_features, units) for num_envs in groups]
     for ours, arguments in zip(one.act_all(calls), calls, strict=True):
         alone = one.act(*arguments)
         assert ours.action.tobytes() == alone.action.tobytes()
         assert ours.logprob.tobytes() == alone.logprob.tobytes()
-        assert (ours.memory is None) == (alone.memory is None) == (memory == 0)
-        if ours.memory is not None and alone.memory is not None:
-            assert ours.memory.tobytes() == alone.memory.tobytes()
+        assert (ours.recurrent_state is None) == (alone.recurrent_state is None) == (units == 0)
+        if ours.recurrent_state is not None and alone.recurrent_state is not None:
+            assert ours.recurrent_state.tobytes() == alone.recurrent_state.tobytes()
         assert ours.action.shape == (len(arguments[0]), actions.num_components)
 
 

@@ -1,4 +1,4 @@
-"""A recurrent memory: what acting with it says is what training sees, whoever asks and answers."""
+"""A recurrent network: what acting with it says is what training sees, whoever asks and answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.dataflow.runtime.remote_inference import ServedRole, ServedWeights
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
-from penstock.workers.envs.actors.recurrent import Memory, NumpyMemory
+from penstock.workers.envs.actors.recurrent import NumpyRecurrent, RecurrentNetwork
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.inference.client import InferenceClient
 from penstock.workers.inference.server import InferenceServer
@@ -35,7 +35,7 @@ from penstock.workers.training.optimizer import OptimizerSpec
 from ..acting import env_worker, roll
 from ..toys import register
 
-NETWORK = PerceptronSpec(hidden_sizes=(16,), memory=8)
+NETWORK = PerceptronSpec(hidden_sizes=(16,), recurrent_units=8)
 COUNTING = {"length": 5}
 ENVS = pytest.mark.parametrize(
     "env",
@@ -74,17 +74,17 @@ def rolled(env: EnvSpec, actor: ActorCritic, *, horizon: int = 13) -> list[Traje
 @given(st.integers(1, 9), st.integers(1, 33), st.integers(1, 5), st.integers(0, 99))
 def test_numpy_says_what_torch_says(features: int, units: int, envs: int, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
-    memory = Memory(features, units, random)
+    recurrent = RecurrentNetwork(features, units, random)
     with torch.no_grad():
-        memory.cell.bias_ih.normal_(generator=random)
-        memory.cell.bias_hh.normal_(generator=random)
-    ours = NumpyMemory(memory)
+        recurrent.cell.bias_ih.normal_(generator=random)
+        recurrent.cell.bias_hh.normal_(generator=random)
+    ours = NumpyRecurrent(recurrent)
     obs = 10 * torch.randn(6, envs, features, generator=random)
     state, expected = None, torch.zeros(envs, units)
     for now in obs:
         state = ours.step(now.numpy(), state)
         with torch.no_grad():
-            expected = memory.cell(now, expected)
+            expected = recurrent.cell(now, expected)
         assert state.dtype == np.float32
         assert state == pytest.approx(expected.numpy(), abs=1e-6)
 
@@ -94,7 +94,7 @@ def test_unrolled_it_is_torchs_unit_with_its_gradient(
     rows: int, length: int, units: int, seed: int
 ) -> None:
     random = torch.Generator().manual_seed(seed)
-    memory = Memory(3, units, random).double()
+    recurrent = RecurrentNetwork(3, units, random).double()
     obs = torch.randn(rows, length, 3, generator=random).double().requires_grad_()
     state = torch.randn(rows, units, generator=random).double()
     mask = torch.rand(rows, length, generator=random) < 0.6
@@ -102,12 +102,12 @@ def test_unrolled_it_is_torchs_unit_with_its_gradient(
 
     steps, held = list[torch.Tensor](), state
     for t in range(length):
-        held = memory.cell(obs[:, t], held * mask[:, t - 1, None] if t else held)
+        held = recurrent.cell(obs[:, t], held * mask[:, t - 1, None] if t else held)
         steps.append(torch.cat([obs[:, t], held], dim=-1))
     expected = torch.stack(steps, dim=1)
-    found = memory.beside(obs, state, mask)
+    found = recurrent.beside(obs, state, mask)
     assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
-    inputs = [obs, *memory.parameters()]
+    inputs = [obs, *recurrent.parameters()]
     theirs = torch.autograd.grad((expected * weigh).sum(), inputs)
     ours = torch.autograd.grad((found * weigh).sum(), inputs)
     for one, other in zip(ours, theirs, strict=True):
@@ -119,12 +119,14 @@ def test_what_was_done_is_evaluated_as_it_was_done(env: EnvSpec) -> None:
     """Over rows with ends of episodes, which begin within episodes."""
     worker = actor_critic(env)
     first, second = rolled(env, worker)
-    assert first.memory.shape == second.memory.shape == (4, NETWORK.memory)
-    assert not first.memory.any()
-    assert second.memory.any(dim=1).sum() >= (4 if env.id == "Pendulum-v1" else 1)
+    assert (
+        first.recurrent_state.shape == second.recurrent_state.shape == (4, NETWORK.recurrent_units)
+    )
+    assert not first.recurrent_state.any()
+    assert second.recurrent_state.any(dim=1).sum() >= (4 if env.id == "Pendulum-v1" else 1)
     for traj in (first, second):
         given = traj.obs, traj.action, traj.action_mask
-        found = worker.evaluate(*given, traj.memory, traj.mask)
+        found = worker.evaluate(*given, traj.recurrent_state, traj.mask)
         assert found.logprob.numpy() == pytest.approx(traj.behavior_logprob.numpy(), abs=1e-5)
     blank = worker.evaluate(*given, torch.zeros(4, 0), second.mask)
     assert not torch.allclose(blank.logprob, second.behavior_logprob, atol=1e-3)
@@ -135,7 +137,7 @@ def test_episodes_begin_with_nothing_remembered() -> None:
     env = EnvSpec(id="toys/Counting-v0", options={**COUNTING, "truncates": True})
     worker = actor_critic(env)
     _, traj = rolled(env, worker)
-    values = worker.value(traj.obs, traj.last_obs, traj.memory, traj.mask)
+    values = worker.value(traj.obs, traj.last_obs, traj.recurrent_state, traj.mask)
     reset = int((~traj.mask[0]).nonzero()[0])
     later = slice(reset + 1, None)
     alone = worker.value(
@@ -146,7 +148,7 @@ def test_episodes_begin_with_nothing_remembered() -> None:
     # What a truncated episode is worth is said of its last state, with all that led to it.
     ended = traj.obs.clone()
     ended[0, reset - 1] += 1.0
-    other = worker.value(ended, traj.last_obs, traj.memory, traj.mask)
+    other = worker.value(ended, traj.last_obs, traj.recurrent_state, traj.mask)
     assert other.value[0, reset] != values.value[0, reset]
     assert torch.equal(other.value[0, later], values.value[0, later])
 
@@ -156,7 +158,7 @@ def test_a_row_ends_with_what_the_next_begins_with() -> None:
     env = EnvSpec(id="toys/Counting-v0", options=COUNTING)
     worker = actor_critic(env)
     halves = rolled(env, worker, horizon=6)
-    values = [worker.value(t.obs, t.last_obs, t.memory, t.mask) for t in halves]
+    values = [worker.value(t.obs, t.last_obs, t.recurrent_state, t.mask) for t in halves]
     assert torch.allclose(values[0].bootstrap_value, values[1].value[:, 0], atol=1e-6)
 
 
@@ -165,7 +167,7 @@ def test_rows_are_seen_alike_in_any_company() -> None:
     worker = actor_critic(env)
     traj = rolled(env, worker)[1]
     part = Trajectories(**{name: column[1:3] for name, column in vars(traj).items()})
-    every, some = (worker.value(t.obs, t.last_obs, t.memory, t.mask) for t in (traj, part))
+    every, some = (worker.value(t.obs, t.last_obs, t.recurrent_state, t.mask) for t in (traj, part))
     assert torch.equal(every.value[1:3], some.value)
     assert torch.equal(every.bootstrap_value[1:3], some.bootstrap_value)
 
@@ -203,7 +205,9 @@ def test_gradients_reach_what_was_seen_before() -> None:
     plain = ActorCriticLoss(normalize_advantages=False)
     with call_scope(0, 0):
         worker.train(plain, batch, epochs=5, num_minibatches=2)
-    after = worker.evaluate(batch.obs, batch.action, batch.action_mask, batch.memory, batch.mask)
+    after = worker.evaluate(
+        batch.obs, batch.action, batch.action_mask, batch.recurrent_state, batch.mask
+    )
     gain = (after.logprob - batch.behavior_logprob) * last
     assert gain.sum() > 0
     assert not torch.equal(worker.module.get_parameter("memory.cell.weight_hh"), before)
@@ -240,7 +244,7 @@ def test_what_was_saved_goes_on_bit_for_bit(env: EnvSpec, tmp_path: Path) -> Non
         roll(worker, step, horizon=7, actor=actor)
     worker.save_state(tmp_path)
     expected = roll(worker, 2, horizon=7, actor=actor)
-    assert expected.memory.any()
+    assert expected.recurrent_state.any()
     other = env_worker(env)
     other.load_state(tmp_path)
     found = roll(other, 2, horizon=7, actor=actor)
@@ -251,14 +255,14 @@ def test_what_was_saved_goes_on_bit_for_bit(env: EnvSpec, tmp_path: Path) -> Non
 def test_no_rows_have_the_width_of_others() -> None:
     env = EnvSpec(id="toys/Counting-v0", masked=True)
     nothing = roll(env_worker(env), 0, groups=(), actor=actor_critic(env))
-    assert nothing.memory.shape == (0, NETWORK.memory)
+    assert nothing.recurrent_state.shape == (0, NETWORK.recurrent_units)
 
 
-def test_without_a_memory_nothing_is_carried() -> None:
+def test_without_a_recurrent_state_nothing_is_carried() -> None:
     env = EnvSpec(id="toys/Counting-v0")
     plain = TorchActorCriticSpec(env=env).build(WorkerContext("actor", 3))
     for traj in rolled(env, plain):
-        assert traj.memory.shape == (4, 0)
+        assert traj.recurrent_state.shape == (4, 0)
     assert not [name for name in plain.export_weights() if "memory" in name]
 
 
@@ -269,11 +273,11 @@ def test_whoever_forgets_to_pass_it_on_is_told() -> None:
     with pytest.raises(WorkerError) as caught:
         worker.value(traj.obs, traj.last_obs)
     assert str(caught.value) == (
-        "'actor' has a memory, and was not told what rows begin with; pass on "
-        "memory=traj.memory, mask=traj.mask"
+        "'actor' has a recurrent state, and was not told what rows begin with; pass on "
+        "recurrent_state=traj.recurrent_state, mask=traj.mask"
     )
 
 
 def test_units_are_not_negative() -> None:
-    with pytest.raises(ValueError, match="memory is -1; expected at least 0"):
-        PerceptronSpec(memory=-1)
+    with pytest.raises(ValueError, match="recurrent_units is -1; expected at least 0"):
+        PerceptronSpec(recurrent_units=-1)

@@ -1,4 +1,4 @@
-"""A replay: what it keeps, what it draws, and that it goes on from a checkpoint bit for bit."""
+"""A replay: what it keeps, what it samples, and that it goes on from a checkpoint bit for bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def steps(first: int, *, envs: int = 2, horizon: int = 3, choices: int = 0) -> T
         terminated=flags.clone(),
         truncated=flags.clone(),
         mask=~flags,
-        memory=torch.zeros(envs, 0),
+        recurrent_state=torch.zeros(envs, 0),
     )
 
 
@@ -53,14 +53,14 @@ def test_a_step_is_kept_with_the_state_it_led_to() -> None:
     table = steps(0)
     table.mask[0, 1] = False  # environment 0 was reset there
     assert add(replay, table).tolist() == [5, 5]
-    drawn = sample(replay, 0, 200)
-    assert drawn.obs.shape == (200, 1, 1)
-    assert drawn.reward.shape == (200, 1)
-    assert sorted(set(drawn.obs.flatten().tolist())) == [0, 2, 4, 5, 6]
-    assert torch.equal(drawn.next_obs, drawn.obs + 1)
-    assert torch.equal(drawn.reward, drawn.obs[..., 0] * 10)
-    assert torch.equal(drawn.action, drawn.obs % 2)
-    assert bool(drawn.mask.all())
+    sampled = sample(replay, 0, 200)
+    assert sampled.obs.shape == (200, 1, 1)
+    assert sampled.reward.shape == (200, 1)
+    assert sorted(set(sampled.obs.flatten().tolist())) == [0, 2, 4, 5, 6]
+    assert torch.equal(sampled.next_obs, sampled.obs + 1)
+    assert torch.equal(sampled.reward, sampled.obs[..., 0] * 10)
+    assert torch.equal(sampled.action, sampled.obs % 2)
+    assert bool(sampled.mask.all())
 
 
 def test_the_oldest_steps_make_room() -> None:
@@ -74,21 +74,21 @@ def test_the_oldest_steps_make_room() -> None:
     assert int(sample(replay, 2, 400).obs.min()) == 209  # 15 came, the last 8 of them stay
 
 
-def test_nothing_is_drawn_before_there_is_enough() -> None:
+def test_nothing_is_sampled_before_there_is_enough() -> None:
     replay = built(100)
     add(replay, steps(0))
     assert not bool(sample(replay, 0, 4, at_least=7).mask.any())
     assert bool(sample(replay, 0, 4, at_least=6).mask.all())
 
 
-def test_draws_belong_to_seed_and_step() -> None:
+def test_samples_belong_to_seed_and_step() -> None:
     replay, other = built(100), built(100, seed=1)
     add(replay, steps(0, horizon=30))
     add(other, steps(0, horizon=30))
-    drawn = [sample(r, s, 20).obs for r, s in ((replay, 0), (replay, 0), (replay, 1), (other, 0))]
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-    assert not torch.equal(drawn[0], drawn[3])
+    sampled = [sample(r, s, 20).obs for r, s in ((replay, 0), (replay, 0), (replay, 1), (other, 0))]
+    assert torch.equal(sampled[0], sampled[1])
+    assert not torch.equal(sampled[0], sampled[2])
+    assert not torch.equal(sampled[0], sampled[3])
 
 
 def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class Scripted(Actor):
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
+        recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
         self.seen.append(obs.copy())
         choice = np.full((len(obs), 1), self.choices.pop(0), np.float32)
@@ -40,7 +40,7 @@ class Random(Actor):
         obs: NDArray[np.float32],
         noise: NDArray[np.float64],
         action_mask: NDArray[np.bool_] | None,
-        memory: NDArray[np.float32] | None = None,
+        recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
         assert action_mask is not None
         count = action_mask.sum(axis=1)

@@ -224,7 +224,7 @@ def test_a_limit_of_the_games_own_cuts_it_off(nim: Any) -> None:
          "numbers"),
         ("stuck", 2, "allows the first player no choice, and it goes on; expected at least one, or "
          "an end"),
-        ("pay", 2, "pays the first player nan; expected finite numbers"),
+        ("reward", 2, "rewards the first player with nan; expected a finite number"),
         ("stranger", 2, "says it is the turn of 'nobody'; expected '(one' or 'two|two' or 'one)'"),
     ],
 )  # fmt: skip
@@ -344,4 +344,4 @@ def test_limits_are_numbers_above_nothing() -> None:
 def test_no_games_are_no_rows() -> None:
     games, _ = play(pool("Hex-v1", 3), Random(), Random(), games=0)
     assert games.obs.shape == (0, 3, 484)
-    assert np.prod(games.memory.shape) == 0
+    assert np.prod(games.recurrent_state.shape) == 0

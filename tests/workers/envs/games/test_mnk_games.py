@@ -1,4 +1,4 @@
-"""Board games: who wins, what each player is shown and paid, and that a seed reproduces games."""
+"""Board games: who wins, what each player is shown and given, and that a seed reproduces games."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_what_a_player_says_must_be_numbers(action: bool) -> None:
             obs: NDArray[np.float32],
             noise: NDArray[np.float64],
             action_mask: NDArray[np.bool_] | None,
-            memory: NDArray[np.float32] | None = None,
+            recurrent_state: NDArray[np.float32] | None = None,
         ) -> Acts:
             acts = super().act(obs, noise, action_mask)
             (acts.action[:, 0] if action else acts.logprob)[2] = np.nan

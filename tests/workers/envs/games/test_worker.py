@@ -1,4 +1,4 @@
-"""The worker of games, whoever keeps the rules: odd turns, pay, games cut off, bad games."""
+"""The worker of games, whoever keeps the rules: odd turns, rewards, games cut off, bad games."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Told:
 
     order: tuple[str, ...]
     """Of each game, who is to move, move by move; it is over then."""
-    pays: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict[Any, Any])
+    rewards: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict[Any, Any])
     """Of a game and a move, what it earns both."""
     max_turns: int = 4
     ends: str = "over"
@@ -72,8 +72,8 @@ class ToldBoards:
         return ~self._wrong("allowed")[:, None].repeat(3, axis=1)
 
     def move(self, choice: NDArray[np.int64], live: NDArray[np.bool_]) -> NDArray[np.float32]:
-        pays = [self.spec.pays.get((g, int(at)), (0, 0)) for g, at in enumerate(self.moves)]
-        reward = np.where(live[:, None], np.array(pays, np.float32), 0)
+        rewards = [self.spec.rewards.get((g, int(at)), (0, 0)) for g, at in enumerate(self.moves)]
+        reward = np.where(live[:, None], np.array(rewards, np.float32), 0)
         reward[self._wrong("reward")] = [np.inf, 0]
         self.moves += live
         return reward.astype(np.float32)
@@ -93,9 +93,9 @@ def test_a_player_may_move_twice_and_each_is_shown_its_own_turns() -> None:
     assert worker.metrics["num_moves"].value == 3.5
 
 
-def test_pay_belongs_to_the_turn_before_it() -> None:
-    pays = {(0, 0): (1.0, 5.0), (0, 1): (2.0, -1.0), (0, 2): (0.5, 4.0)}
-    games, worker = play(Told(("0110",), pays), Random(), Random())
+def test_reward_belongs_to_the_turn_before_it() -> None:
+    rewards = {(0, 0): (1.0, 5.0), (0, 1): (2.0, -1.0), (0, 2): (0.5, 4.0)}
+    games, worker = play(Told(("0110",), rewards), Random(), Random())
     assert games.reward[:, :2].tolist() == [[3.5, 0.0], [-1.0, 4.0]]
     # What was earned before the first turn is nobody's doing, and counts all the same.
     assert worker.metrics["first_return"].value == 3.5
@@ -111,7 +111,7 @@ def test_a_player_without_a_turn_has_an_empty_row() -> None:
 
 @pytest.mark.parametrize("spec", [Told(("0101011",), max_turns=3), Told(("010101",), ends="cut")])
 def test_a_game_that_is_cut_off_is_worth_what_the_critics_say_of_it(spec: Told) -> None:
-    games, worker = play(replace(spec, pays={(0, 5): (0.0, 2.0)}), Random(), Random())
+    games, worker = play(replace(spec, rewards={(0, 5): (0.0, 2.0)}), Random(), Random())
     assert worker.metrics["cut_off"].value == 1
     assert worker.metrics["num_moves"].value == 6
     assert not games.terminated.any()
@@ -143,11 +143,13 @@ def test_what_a_player_remembers_is_of_its_own_turns() -> None:
             obs: NDArray[np.float32],
             noise: NDArray[np.float64],
             action_mask: NDArray[np.bool_] | None,
-            memory: NDArray[np.float32] | None = None,
+            recurrent_state: NDArray[np.float32] | None = None,
         ) -> Acts:
-            self.seen = [*getattr(self, "seen", []), memory]
+            self.seen = [*getattr(self, "seen", []), recurrent_state]
             acts = super().act(obs, noise, action_mask)
-            before = np.zeros((len(obs), 1), np.float32) if memory is None else memory
+            before = (
+                np.zeros((len(obs), 1), np.float32) if recurrent_state is None else recurrent_state
+            )
             return Acts(acts.action, acts.logprob, before + 1)
 
     first, second = Counts(), Counts()
@@ -170,7 +172,7 @@ def test_what_a_player_remembers_is_of_its_own_turns() -> None:
             "allowed",
             "allows the second player no choice, and it goes on; expected at least one, or an end",
         ),
-        ("reward", "pays the first player inf; expected finite numbers"),
+        ("reward", "rewards the first player with inf; expected a finite number"),
     ],
 )
 def test_a_game_that_goes_wrong_is_named(wrong: str, said: str) -> None:
@@ -201,6 +203,6 @@ def test_rows_are_whole_whatever_the_groups() -> None:
     one, _ = play(spec, Random(), Random(), games=3)
     assert one.env.tolist() == [0, 1, 2, 3, 4, 5]
     assert one.obs.shape == (6, 4, 2)
-    assert one.memory.shape == (6, 0)
+    assert one.recurrent_state.shape == (6, 0)
     assert one.action_mask[one.mask].all()
     assert torch.equal(one.behavior_logprob != 0, one.mask)

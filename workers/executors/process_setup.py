@@ -1,15 +1,22 @@
-"""Where processes of several machines meet: on the address that each is given, and on no other."""
+"""What a process sets up before it works: where it meets the others, and its threads.
+
+Processes of several machines meet on the address that each is given, and on no other.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import psutil
+import torch
 import torch.distributed as dist
+from threadpoolctl import threadpool_limits
 
-__all__ = ["Address", "Store", "meet"]
+__all__ = ["Address", "Store", "meet", "threads_within", "use_threads"]
 
 Address = tuple[str, int]
 
@@ -29,10 +36,10 @@ def meet(
     resolves to; both are given the interface of this process's own address.
 
     Args:
-        address: Of the listener.
+        address: Address of the listener.
         listener: In the process that has opened it; it is used up.
         host: This process's own address.
-        num_processes: That meet.
+        num_processes: Number of processes that meet.
         start_s: How long they may take.
     """
     interface = _interface(host)
@@ -53,3 +60,28 @@ def _interface(address: str) -> str:
         if any(one.address == address for one in addresses):
             return name
     raise OSError(f"no network interface of this machine has its address {address}")
+
+
+def use_threads(num_threads: int) -> None:
+    """Let this process compute with so many from now on.
+
+    How a sum is shared among threads decides its last bits, and actors of perceptrons are computed
+    by numpy: with torch's threads alone, a run would depend on the machine's cores.
+    """
+    torch.set_num_threads(num_threads)
+    threadpool_limits(num_threads, user_api="blas")
+
+
+@contextmanager
+def threads_within(num_threads: int | None) -> Generator[None]:
+    """Let this process compute with so many while the block lasts; None changes nothing.
+
+    What the process runs next, such as the next run of a sweep, has its own number again.
+    """
+    before = torch.get_num_threads()
+    with threadpool_limits(num_threads, user_api="blas"):
+        torch.set_num_threads(num_threads or before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

@@ -7,22 +7,28 @@ from itertools import product
 from math import inf
 
 import pytest
-from penstock.planner.search import unit_options
+from penstock.planner.search import call_group_options
+from penstock.planner.search.call_group_options import (
+    CallGroupOption,
+    fitting,
+    least_work,
+    unbeaten,
+    work_s,
+)
 from penstock.planner.search.options import Option
 from penstock.planner.search.search import search
-from penstock.planner.search.unit_options import UnitOption, fitting, least_work, unbeaten, work_s
 
 from .graphs import PPO
 from .tables import RandomTable, cluster_of, device
 
-Chosen = tuple[UnitOption, ...]
+Chosen = tuple[CallGroupOption, ...]
 
 
-def random_pools(rng: random.Random) -> list[list[UnitOption]]:
+def random_pools(rng: random.Random) -> list[list[CallGroupOption]]:
     nothing = Option({}, 0, {}, {})
     return [
         [
-            UnitOption(
+            CallGroupOption(
                 tuple(rng.random() for _ in range(calls)),
                 rng.randint(0, 8),
                 rng.randint(0, 8),
@@ -80,9 +86,9 @@ def test_too_many_choices_leave_a_gap_that_is_told(monkeypatch: pytest.MonkeyPat
     table = RandomTable(PPO, 11, max_options=6, missing=0.0)
     full = search(PPO, table, cluster, max_lag=1, every_choice=True)
     assert full.num_cut_short == 0
-    for module in ("unit_options", "partition_search"):
+    for module in ("call_group_options", "partition_search"):
         monkeypatch.setattr(f"penstock.planner.search.{module}.MOST_COMBINED", 3)
-    assert unit_options.MOST_COMBINED == 3
+    assert call_group_options.MOST_COMBINED == 3
     short = search(PPO, table, cluster, max_lag=1, every_choice=True)
     assert short.num_cut_short > 0
     assert not short.stopped_at_deadline

@@ -1,4 +1,4 @@
-"""Options of single units, and combinations of them that fit into memory together."""
+"""Options of single call groups, and combinations of them that fit into memory together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .options import Option
 
 __all__ = [
     "MOST_COMBINED",
-    "UnitOption",
+    "CallGroupOption",
     "fitting",
     "least_work",
     "together_fastest",
@@ -25,11 +25,11 @@ MOST_COMBINED = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class UnitOption:
+class CallGroupOption:
     """An option, reduced to what the search compares.
 
     Attributes:
-        durations_s: Of the unit's calls, in program order.
+        durations_s: Seconds of the call group's calls, in program order.
         resident_bytes: Per device, always.
         transient_bytes: Per device, in the hungriest call.
         option: The option.
@@ -40,7 +40,7 @@ class UnitOption:
     transient_bytes: int
     option: Option
 
-    def covers(self, other: UnitOption) -> bool:
+    def covers(self, other: CallGroupOption) -> bool:
         """Whether it is nowhere worse."""
         return (
             self.resident_bytes <= other.resident_bytes
@@ -49,15 +49,15 @@ class UnitOption:
         )
 
 
-def work_s(options: Sequence[UnitOption]) -> float:
+def work_s(options: Sequence[CallGroupOption]) -> float:
     """Seconds of all calls, one after another."""
     return sum(sum(option.durations_s) for option in options)
 
 
 def together_fastest(
-    pools: Sequence[Sequence[UnitOption]], memory_bytes: int
-) -> tuple[UnitOption, ...] | None:
-    """Every unit's first option, if it is the fastest in every call and they all fit."""
+    pools: Sequence[Sequence[CallGroupOption]], memory_bytes: int
+) -> tuple[CallGroupOption, ...] | None:
+    """Every call group's first option, if it is the fastest in every call and they all fit."""
     first = tuple(pool[0] for pool in pools)
     needed = sum(o.resident_bytes for o in first) + max(o.transient_bytes for o in first)
     if needed > memory_bytes:
@@ -71,14 +71,14 @@ def together_fastest(
 
 @dataclass(frozen=True)
 class _Least:
-    """What the last units need at least, by how many of them there are."""
+    """What the last call groups need at least, by how many of them there are."""
 
     resident_bytes: tuple[int, ...]
     transient_bytes: tuple[int, ...]
     work_s: tuple[float, ...]
 
     @staticmethod
-    def of(pools: Sequence[Sequence[UnitOption]]) -> _Least:
+    def of(pools: Sequence[Sequence[CallGroupOption]]) -> _Least:
         resident, transient, seconds = [0], [0], [0.0]
         for pool in reversed(pools):
             resident.append(resident[-1] + min(o.resident_bytes for o in pool))
@@ -88,17 +88,19 @@ class _Least:
 
 
 def fitting(
-    pools: Sequence[Sequence[UnitOption]], memory_bytes: int, below_s: float
-) -> tuple[list[tuple[UnitOption, ...]], bool]:
-    """One option per unit such that all fit and take less than `below_s` together.
+    pools: Sequence[Sequence[CallGroupOption]], memory_bytes: int, below_s: float
+) -> tuple[list[tuple[CallGroupOption, ...]], bool]:
+    """One option per call group such that all fit and take less than `below_s` together.
 
     Returns:
         The combinations, and whether they are all.
     """
     least = _Least.of(pools)
-    found: list[tuple[UnitOption, ...]] = []
+    found: list[tuple[CallGroupOption, ...]] = []
 
-    def extend(chosen: tuple[UnitOption, ...], resident: int, transient: int, sum_s: float) -> bool:
+    def extend(
+        chosen: tuple[CallGroupOption, ...], resident: int, transient: int, sum_s: float
+    ) -> bool:
         if len(chosen) == len(pools):
             found.append(chosen)
             return len(found) < MOST_COMBINED
@@ -119,15 +121,15 @@ def fitting(
 
 
 def least_work(
-    pools: Sequence[Sequence[UnitOption]], memory_bytes: int, below_s: float
-) -> tuple[UnitOption, ...] | None:
+    pools: Sequence[Sequence[CallGroupOption]], memory_bytes: int, below_s: float
+) -> tuple[CallGroupOption, ...] | None:
     """The combination that fits and takes least, if that is less than `below_s`.
 
-    Unit by unit, keeping the beginnings that no other one beats in time, resident and transient
-    bytes: what comes after does not care for more.
+    One call group after another, keeping the beginnings that no other one beats in time, resident
+    and transient bytes: what comes after does not care for more.
     """
     least = _Least.of(pools)
-    begun: list[tuple[UnitOption, ...]] = [()]
+    begun: list[tuple[CallGroupOption, ...]] = [()]
     totals = np.zeros((1, 3))
     for count, pool in enumerate(pools, 1):
         left = len(pools) - count
@@ -145,7 +147,7 @@ def least_work(
     return begun[int(totals[:, 0].argmin())] if begun else None
 
 
-def unbeaten(combined: Sequence[tuple[UnitOption, ...]]) -> list[tuple[UnitOption, ...]]:
+def unbeaten(combined: Sequence[tuple[CallGroupOption, ...]]) -> list[tuple[CallGroupOption, ...]]:
     """Those that no other one equals or beats in every call, the least work first."""
     if len(combined) < 2:
         return list(combined)

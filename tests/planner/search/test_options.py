@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.planner.search.partition import partitions
+from penstock.planner.search.options import partitions
 
 from .brute_force import set_partitions
 
@@ -20,9 +20,9 @@ def test_as_many_as_the_bell_numbers(count: int, bell: int) -> None:
 
 @given(st.data())
 def test_pins_keep_just_what_they_allow(data: st.DataObject) -> None:
-    units = ["a", "b", "c", "d", "e"]
+    call_groups = ["a", "b", "c", "d", "e"]
     some = st.lists(
-        st.lists(st.sampled_from(units), min_size=2, max_size=3, unique=True), max_size=2
+        st.lists(st.sampled_from(call_groups), min_size=2, max_size=3, unique=True), max_size=2
     )
     together, apart = data.draw(some), data.draw(some)
 
@@ -31,8 +31,8 @@ def test_pins_keep_just_what_they_allow(data: st.DataObject) -> None:
             len(set(s) & set(g)) > 1 for s in apart for g in groups
         )
 
-    found = {frozenset(map(frozenset, p)) for p in partitions(units, together, apart)}
-    expected = {frozenset(map(frozenset, p)) for p in set_partitions(units) if allowed(p)}
+    found = {frozenset(map(frozenset, p)) for p in partitions(call_groups, together, apart)}
+    expected = {frozenset(map(frozenset, p)) for p in set_partitions(call_groups) if allowed(p)}
     assert found == expected
 
 

@@ -76,7 +76,7 @@ class Data:
         return Data(wider(self.logprob), columns)
 
 
-def draw(seed: int, spread: float = 0.3) -> Data:
+def sample(seed: int, spread: float = 0.3) -> Data:
     """Two responses to each of 2 to 4 prompts, shuffled."""
     random = torch.Generator().manual_seed(seed)
     num_prompts, width = 2 + seed % 3, 7

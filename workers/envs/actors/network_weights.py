@@ -1,4 +1,7 @@
-"""Perceptrons in folders: written, and read again if they fit what is made now."""
+"""Weights of perceptrons: in folders, read again if they fit what is made now, and inherited.
+
+Weight inheritance is one worker taking the weights of another in the same process.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
-from ....dataflow.errors import ConfigError
+from ....dataflow.errors import ConfigError, WorkerError
+from ....dataflow.runtime.worker_protocol import Trainable
 from ...training.flat_parameters import read_tensors, write_tensors
+from ...training.model_worker import ModelWorker
 from .perceptron import PerceptronSpec
 
-__all__ = ["load_network", "save_network"]
+__all__ = ["inherit_weights", "load_network", "save_network"]
 
 _MODEL_TYPE = "model_type"
 _SEED = "init_seed"
@@ -64,6 +71,8 @@ def load_network(
     wanted: dict[str, Any] = json.loads(json.dumps({**asdict(spec), **more}))
     # A field that a folder does not know was not there yet, and so at its default.
     found = {**json.loads(json.dumps(asdict(PerceptronSpec()))), **found}
+    if "memory" in found:  # as folders called it before
+        found["recurrent_units"] = found.pop("memory")
     differing = [
         f"{key}: {_shown(found.get(key))}, and here {_shown(value)}"
         for key, value in wanted.items()
@@ -111,3 +120,42 @@ def _read_weights(folder: Path, network: nn.Module) -> None:
 
 def _shown(value: object) -> str:
     return json.dumps(value)
+
+
+def inherit_weights(
+    worker: ModelWorker,
+    other: object,
+    *,
+    share: float = 1.0,
+    mutation: float = 0.0,
+    random: np.random.Generator | None = None,
+) -> None:
+    """Move weights towards another worker's.
+
+    To `w + share * (other - w)`, which is its own for share 1, times `1 + mutation * noise`.
+
+    Args:
+        worker: The one whose weights are moved.
+        other: A worker of the same kind of network.
+        share: How far they are moved, from 0 to 1.
+        mutation: Deviation of the noise.
+        random: Where it comes from; needed if there is a mutation.
+
+    Raises:
+        WorkerError: If the other one has no weights to give.
+        ValueError: If names or shapes differ; nothing has been changed then.
+    """
+    if not isinstance(other, Trainable):
+        raise WorkerError(
+            f"'{worker.context.role}' was to inherit the weights of a {type(other).__name__}, "
+            "which has none; it needs export_weights"
+        )
+    taken = dict(other.export_weights())
+    own = worker.export_weights()
+    if share < 1 and own.keys() == taken.keys():
+        taken = {name: torch.lerp(own[name], taken[name], share) for name in own}
+    if mutation and random is not None:
+        for name, weight in taken.items():
+            noise = torch.from_numpy(random.standard_normal(tuple(weight.shape)))
+            taken[name] = (weight * (1 + mutation * noise)).to(weight.dtype)
+    worker.load_weights(taken)

@@ -111,11 +111,13 @@ def test_an_actor_acts_and_learns_from_there(tmp_path: Path) -> None:
 REFUSED = {
     "layers": (
         "perceptron_actor_critic",
-        TorchActorCriticSpec(env=CARTPOLE, network=PerceptronSpec(hidden_sizes=(8,), memory=2)),
+        TorchActorCriticSpec(
+            env=CARTPOLE, network=PerceptronSpec(hidden_sizes=(8,), recurrent_units=2)
+        ),
         "the network in 'HERE' was made for something else:\n"
         "    hidden_sizes: [8, 6], and here [8]\n"
         '    activation: "relu", and here "tanh"\n'
-        "    memory: 0, and here 2\n"
+        "    recurrent_units: 0, and here 2\n"
         "    use the task that it was trained on, and model.architecture as in its config.json",
     ),
     "spaces": (
@@ -169,6 +171,18 @@ def test_a_folder_without_a_network_is_refused(tmp_path: Path) -> None:
         spec.build(WorkerContext("actor"))
 
 
+def test_a_folder_with_the_old_name_of_the_recurrent_units_is_read(tmp_path: Path) -> None:
+    network = PerceptronSpec(hidden_sizes=(8,), recurrent_units=2)
+    made = TorchActorCriticSpec(env=CARTPOLE, network=network, optimizer=OptimizerSpec())
+    worker = made.build(WorkerContext("actor"))
+    worker.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["memory"] = config.pop("recurrent_units")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = TorchActorCriticSpec(network=network, env=CARTPOLE, start=str(tmp_path))
+    assert spec.build(WorkerContext("actor")).weights_sha256() == worker.weights_sha256()
+
+
 def test_weights_that_contradict_their_configuration_are_refused(tmp_path: Path) -> None:
     _, _, tensors = saved("perceptron_actor_critic", tmp_path)
     del tensors["actor.0.bias"]
@@ -180,7 +194,7 @@ def test_weights_that_contradict_their_configuration_are_refused(tmp_path: Path)
 
 def test_what_an_older_folder_does_not_know_is_at_its_default(tmp_path: Path) -> None:
     worker, config, _ = saved("perceptron_actor_critic", tmp_path)
-    del config["memory"], config["value_bins"]
+    del config["recurrent_units"], config["value_bins"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = TorchActorCriticSpec(network=NETWORK, env=CARTPOLE, start=str(tmp_path))
     assert spec.build(WorkerContext("actor")).weights_sha256() == worker.weights_sha256()

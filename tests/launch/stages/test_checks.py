@@ -7,7 +7,7 @@ import warnings
 import pytest
 from penstock.configs.schema import MismatchConfig
 from penstock.dataflow.runtime.engine import StepResult
-from penstock.launch.stages.mismatch_guard import MismatchGuard
+from penstock.launch.stages.checks import MismatchGuard
 
 
 def step(k3: float, lag: int = 0) -> StepResult:

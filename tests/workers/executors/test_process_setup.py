@@ -9,12 +9,16 @@ import sys
 _SCRIPT = """
 import numpy, torch
 from threadpoolctl import threadpool_info
-from penstock.workers.training.threads import use_threads
+from penstock.workers.executors.process_setup import threads_within, use_threads
 
 def found():
     return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
 
 print(*found(), torch.get_num_threads())
+for num_threads in (1, None):
+    with threads_within(num_threads):
+        print(*found(), torch.get_num_threads())
+    print(*found(), torch.get_num_threads())
 use_threads(1)
 print(*found(), torch.get_num_threads())
 """
@@ -25,4 +29,4 @@ def test_numpy_and_torch_have_as_many_threads_as_they_are_given() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout.splitlines() == ["2 2", "1 1"], done.stderr
+    assert done.stdout.splitlines() == ["2 2", "1 1", "2 2", "2 2", "2 2", "1 1"], done.stderr

@@ -1,4 +1,4 @@
-"""Actors that remember: one result wherever they act, and they learn what needs a memory."""
+"""Recurrent actors: one result wherever they act, and they learn what needs a recurrent state."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def _toys() -> None:  # pyright: ignore[reportUnusedFunction]
     register()
 
 
-def recalling(memory: int, **cfg: Any) -> Configured:
+def recalling(units: int, **cfg: Any) -> Configured:
     """Recall, by PPO."""
     env = EnvSpec(id="toys/Recall-v0")
-    network = PerceptronSpec(hidden_sizes=(16,), memory=memory)
+    network = PerceptronSpec(hidden_sizes=(16,), recurrent_units=units)
     actor = TorchActorCriticSpec(
         env=env, network=network, optimizer=OptimizerSpec(lr=5e-3, max_grad_norm=0.5)
     )
@@ -52,7 +52,7 @@ def recalling(memory: int, **cfg: Any) -> Configured:
 
 @pytest.mark.parametrize("name", ["env_ppo", "a2c", "impala"])
 def test_by_hand_and_as_a_graph_bit_for_bit(name: str) -> None:
-    check_eager_equals_graph(configured(name, "model.architecture.memory=8"))
+    check_eager_equals_graph(configured(name, "model.architecture.recurrent_units=8"))
 
 
 def test_players_may_remember() -> None:
@@ -60,10 +60,10 @@ def test_players_may_remember() -> None:
     players = {
         name: TorchActorCriticSpec(
             env=TIC_TAC_TOE,
-            network=PerceptronSpec(hidden_sizes=(16,), memory=memory),
+            network=PerceptronSpec(hidden_sizes=(16,), recurrent_units=units),
             optimizer=OptimizerSpec(lr=3e-3),
         )
-        for name, memory in (("first", 8), ("second", 5))
+        for name, units in (("first", 8), ("second", 5))
     }
     check_eager_equals_graph(
         Configured(
@@ -79,16 +79,22 @@ def test_players_may_remember() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("dqn", "a Q-network cannot have a memory (of 8 units): a replay keeps single steps"),
-        ("mappo", "a team's critic cannot have a memory (of 8 units): it is shown single states"),
+        (
+            "dqn",
+            "a Q-network cannot have a recurrent state (of 8 units): a replay keeps single steps",
+        ),
+        (
+            "mappo",
+            "a team's critic cannot have a recurrent state (of 8 units): it is shown single states",
+        ),
     ],
 )
 def test_who_cannot_remember_refuses(name: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        configured(name, "model.architecture.memory=8")
+        configured(name, "model.architecture.recurrent_units=8")
     assert str(caught.value) == (
-        f"{said}\n    leave out model.architecture.memory; env_ppo, a2c, impala, self_play and "
-        "population learn with one"
+        f"{said}\n    leave out model.architecture.recurrent_units; env_ppo, a2c, impala, "
+        "self_play and population learn with one"
     )
 
 
@@ -112,10 +118,10 @@ def test_a_run_that_was_stopped_ends_the_same(tmp_path: Path) -> None:
 
 def test_only_who_remembers_learns_what_was_shown_before() -> None:
     last: dict[int, float] = {}
-    for memory in (0, 16):
-        run = recalling(memory, horizon=16, discount=0.95, num_minibatches=2)
+    for units in (0, 16):
+        run = recalling(units, horizon=16, discount=0.95, num_minibatches=2)
         with Engine(run.graph, one_group(run.graph), workers=run.workers, seed=1) as engine:
             steps = [step.metrics for step in engine.run(run.sources, 20)]
-        last[memory] = sum(step["env.rollout/episode_return"] for step in steps[-5:]) / 5
+        last[units] = sum(step["env.rollout/episode_return"] for step in steps[-5:]) / 5
     assert last[0] < 0.65
     assert last[16] > 0.9

@@ -1,54 +1,38 @@
-"""Transfer plans carried out by four processes over gloo, against the wire and against a gather.
+"""The weight channels that runs use: Ray's object store against point to point, in turns.
 
-Four things take turns, repeat by repeat, in the same processes:
-
-- the plan, with packing, checksums, verification, writing, and copies of what stays on a device;
-- the wire: the same messages, each in one send, between the same processes, as many at once, from
-  buffers that are already full to buffers that nobody reads;
-- point to point: one process sends as many bytes to one other while the rest wait, in messages of
-  the size that was fastest of three: what one pair of processes can do on this machine;
-- gather then broadcast: the first process collects whole weights and broadcasts every tensor to all
-  receivers, which keep their part.
-
-All of it is done in several launches of the processes, which differ more from each other than the
-repeats of one do.
+Two Ray actors hold a model as a trainer does, two others receive it as a generator does, all four
+on this machine. Repeat by repeat each channel moves one version between the same four processes:
+both senders pack and publish, both receivers obtain, check and write. The time is the controller's,
+from the first call to the end of the last, so it has all that publishing a version costs a run but
+the calls in between that do not depend on the channel's choice.
 
 Trainers store query, key and value interleaved, generators store them fused, as do gate and up.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from bench import parser, report, spread, table
+from penstock.dataflow.runtime.placement import DeviceGroup
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.resharding.plan_transfer import plan_transfer
-from penstock.planner.resharding.rank_assignment import fewest_bytes
 from penstock.planner.resharding.sharding import NOT_A_DIM, Sharding, shard
 from penstock.planner.resharding.storage import concatenate, interleave_qkv
-from penstock.workers.weight_sync.p2p import Ends, Transfer
-from penstock.workers.weight_sync.p2p_route import Wave, message_bytes, waves_of
-from penstock.workers.weight_sync.packets import copy_local
+from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
+from penstock.workers.executors.process_backend import Process, ProcessBackend, ProcessHome
+from penstock.workers.weight_sync.channel import ChannelEnd, Offer
+from penstock.workers.weight_sync.packets import Packet
+from penstock.workers.weight_sync.registry import CHANNELS, Transport
+from penstock.workers.weight_sync.slice_exchange import SliceTraffic
 from torch import Tensor
 
-NUM_PROCESSES = 4
 DEADLINE_S = 300.0
-PAIR_BYTES = (4 * 2**20, 16 * 2**20, 64 * 2**20)
-BUCKET_BYTES = 64 * 2**20
-"""An eighth of the planner's: the largest of the models goes in several, the smallest in one."""
+SENDERS, RECEIVERS = DeviceGroup("train", num_ranks=2), DeviceGroup("rollout", num_ranks=2)
 
 
 def model(name: str, hidden: int, layers: int, inner: int, vocabulary: int) -> ModelShape:
@@ -66,43 +50,35 @@ def model(name: str, hidden: int, layers: int, inner: int, vocabulary: int) -> M
     )
 
 
-class Case(NamedTuple):
-    """A transfer; process i has device i."""
-
-    model: ModelShape
-    train: Layout
-    train_on: tuple[int, ...]
-    generate: Layout
-    generate_on: tuple[int, ...]
-    train_dtype: str = "bfloat16"
-
-    def __str__(self) -> str:
-        sides = f"{self.train} -> {self.generate}"
-        place = "apart" if self.train_on != self.generate_on else "in place"
-        return f"{self.model.name} {sides} {place}, {self.train_dtype} -> bfloat16"
-
-
 SIZES = (
     model("25M", 512, 6, 1408, 8000),
     model("100M", 768, 12, 2048, 16000),
     model("300M", 1024, 22, 2816, 32000),
 )
+
+
+class Case(NamedTuple):
+    """A model, and the layouts of the two groups."""
+
+    model: ModelShape
+    train: Layout
+    generate: Layout
+
+    def __str__(self) -> str:
+        return f"{self.model.name} {self.train} -> {self.generate}"
+
+
 CASES = (
-    *(Case(size, Layout(tp=2), (0, 1), Layout(dp=2), (2, 3)) for size in SIZES),
-    *(Case(size, Layout(pp=2), (0, 1), Layout(tp=2), (2, 3)) for size in SIZES),
-    *(Case(size, Layout(tp=4), (0, 1, 2, 3), Layout(tp=2, dp=2), (0, 1, 2, 3)) for size in SIZES),
-    Case(SIZES[1], Layout(tp=2), (0, 1), Layout(dp=2), (2, 3), "float32"),
+    *(Case(size, Layout(tp=2), Layout(dp=2)) for size in SIZES),
+    *(Case(size, Layout(pp=2), Layout(tp=2)) for size in SIZES),
 )
 
 
 def shardings(case: Case) -> tuple[Sharding, Sharding]:
-    """What the trainer has and what the generator needs."""
-    shape = case.model
-    trained = shape.model_copy(update={"dtype": case.train_dtype})
-    source = interleave_qkv(shard(trained, case.train, case.train_on), shape.head_dim)
-    in_order = shard(shape, case.generate, case.generate_on)
-    destination = fewest_bytes(source, in_order)
-    fused = concatenate(destination, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+    """What the senders hold and what the receivers are to hold, each numbered from 0."""
+    source = interleave_qkv(shard(case.model, case.train, (0, 1)), case.model.head_dim)
+    in_order = shard(case.model, case.generate, (0, 1))
+    fused = concatenate(in_order, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
     return source, concatenate(fused, ("gate_proj", "up_proj"), "gate_up_proj")
 
 
@@ -120,285 +96,166 @@ def tensors(sharding: Sharding, device: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
 
-class Wire:
-    """The messages of a plan without what is in them."""
+class Holder(NamedTuple):
+    """A worker as the exchange of slices sees it; see `SliceHolder`."""
 
-    def __init__(self, waves: tuple[Wave, ...]) -> None:
-        self._waves = waves
-        most = max(wave.message_bytes for wave in waves)
-        self._buffers = [torch.ones(most, dtype=torch.uint8) for _ in range(2)]
+    layout: Sharding
+    values: Mapping[str, Tensor]
 
-    def run(self) -> None:
-        """Two waves under way at once, as in the transfer."""
-        before: list[dist.Work] = []
-        for number, wave in enumerate(self._waves):
-            works = self._post(wave, self._buffers[number % 2])
-            for work in before:
-                work.wait(timedelta(seconds=DEADLINE_S))
-            before = works
-        for work in before:
-            work.wait(timedelta(seconds=DEADLINE_S))
+    def weights_layout(self) -> Sharding:
+        """What its group holds."""
+        return self.layout
 
-    def _post(self, wave: Wave, buffer: Tensor) -> list[dist.Work]:
-        begin = 0
-        works: list[dist.Work | None] = []
-        for receive in wave.receives:
-            end = begin + message_bytes(receive.message)
-            works.append(dist.irecv(buffer[begin:end], receive.process))
-            begin = end
-        for send in wave.sends:
-            end = begin + message_bytes(send.message)
-            works += [dist.isend(buffer[begin:end], process) for process in send.processes]
-            begin = end
-        return [work for work in works if work is not None]
+    def local_tensors(self) -> Mapping[str, Tensor]:
+        """What it holds."""
+        return self.values
+
+    def weights_changed(self) -> None:
+        """Nothing to do."""
 
 
-class Pair:
-    """Process 0 sends to process 1, two messages under way at once; the others wait."""
+class Member:
+    """One of the four processes, with an end of every channel.
 
-    def __init__(self, message_bytes: int) -> None:
-        self.message_bytes = message_bytes
-        self._buffers = [torch.ones(message_bytes, dtype=torch.uint8) for _ in range(2)]
+    Args:
+        home: Where it runs.
+        group: Of the process.
+        process: Its number there.
+    """
 
-    def run(self, num_bytes: int) -> None:
-        """Send that many."""
-        rank = dist.get_rank()
-        if rank > 1:
-            return
-        under_way: list[dist.Work] = []
-        for number, begin in enumerate(range(0, num_bytes, self.message_bytes)):
-            if len(under_way) == len(self._buffers):
-                under_way.pop(0).wait(timedelta(seconds=DEADLINE_S))
-            message = self._buffers[number % 2][: num_bytes - begin]
-            work = dist.isend(message, 1) if rank == 0 else dist.irecv(message, 0)
-            assert work is not None
-            under_way.append(work)
-        for work in under_way:
-            work.wait(timedelta(seconds=DEADLINE_S))
+    def __init__(self, home: ProcessHome, group: str, process: int) -> None:
+        def get(ref: Any) -> Packet:
+            (found,) = home.get([ref], DEADLINE_S)
+            return found
 
-    @classmethod
-    def fastest(cls, num_bytes: int = 2**29, repeats: int = 5) -> Pair:
-        """With the size of messages that sends so many soonest, by the median."""
-        pairs = [cls(size) for size in PAIR_BYTES]
-        took = [
-            statistics.median(timed(lambda p=pair: p.run(num_bytes)) for _ in range(repeats))
-            for pair in pairs
-        ]
-        return pairs[took.index(min(took))]
+        torch.set_num_threads(1)
+        end = ChannelEnd(group, process, home.host, DEADLINE_S, home.put, get)
+        self._channels = {name: make(end) for name, make in CHANNELS.items()}
+        self._process, self._traffic = process, SliceTraffic(process, (0, 1))
+
+    def prepare(self, layout: Sharding, other: Sharding) -> None:
+        """Make the tensors of a case; `other` is the other group's layout."""
+        self._worker = Holder(layout, tensors(layout, self._process))
+        self._other = other.to_json()
+        self._traffic = SliceTraffic(self._process, (0, 1))
+
+    def publish(self, channel: Transport, version: int) -> Offer:
+        """Pack and publish; what was published before is forgotten."""
+        packets = self._traffic.export(self._worker, {RECEIVERS.name: self._other}, version)
+        offer = self._channels[channel].publish(packets)
+        self._channels[channel].forget(offer.number - 1)
+        return offer
+
+    def receive(self, channel: Transport, offers: Sequence[Offer], version: int) -> int:
+        """Obtain, check and write; the bytes that came."""
+        first = self._process  # As in a run, each begins with another sender.
+        found = map(self._channels[channel].obtain, (*offers[first:], *offers[:first]))
+        packets = [packet for packet in found if packet is not None]
+        self._traffic.write("actor", self._worker, self._other, packets, version)
+        self._traffic.check("actor", version)
+        return sum(packet.num_bytes for packet in packets)
+
+    def close(self) -> None:
+        """End what the channels keep running."""
+        for channel in self._channels.values():
+            channel.close(1.0)
 
 
-class GatherBroadcast:
-    """Whole weights on process 0, from there to every receiver."""
+class Processes:
+    """The four processes, each a Ray actor."""
 
-    def __init__(self, case: Case, source: Sharding, destination: Sharding, ends: Ends) -> None:
-        rank = dist.get_rank()
-        whole = shard(case.model, Layout(), [0])
-        self._order = sorted({param.tensor for param in whole.params})
-        self._whole = tensors(whole, 0)
-        gather = plan_transfer(source, whole, bucket_bytes=BUCKET_BYTES)
-        devices = {share.device for share in gather.devices}
-        here = (
-            {rank: Ends(ends.source, self._whole if rank == 0 else {})} if rank in devices else {}
+    def __init__(self, backend: ProcessBackend) -> None:
+        self._backend = backend
+        self._devices = backend.reserve([SENDERS, RECEIVERS], DEADLINE_S)
+        self.senders, self.receivers = (
+            [self._start(group, process) for process in (0, 1)] for group in (SENDERS, RECEIVERS)
         )
-        self._gather = (
-            Transfer(gather, here, {d: d for d in range(NUM_PROCESSES)}) if here else None
-        )
-        receivers = sorted({0, *destination.devices})
-        group = dist.new_group(receivers)
-        self._group = group if isinstance(group, dist.ProcessGroup) else None
-        self._is_in = rank in receivers
-        self._is_receiver = rank in destination.devices
-        self._split = plan_transfer(whole.on([rank]), only(destination, rank))
-        self._ends = ends
-        size = case.model.num_params() * case.model.dtype_bytes
-        self.moved_bytes = gather.sent_bytes + size * (len(receivers) - 1)
-        self.most_on_one_bytes = size
 
-    def run(self) -> None:
-        """Gather, broadcast tensor by tensor, keep what is needed."""
-        if self._gather is not None:
-            self._gather.run(1, deadline_s=DEADLINE_S)
-        if not self._is_in:
-            return
-        for name in self._order:
-            dist.broadcast(self._whole[name], 0, group=self._group)
-        if self._is_receiver:
-            copy_local(self._split, dist.get_rank(), self._whole, self._ends.destination)
+    def _start(self, group: DeviceGroup, process: int) -> Process:
+        arguments = group.name, process
+        return self._backend.spawn(Member, arguments, group, process, self._devices)
 
+    def all(self, processes: Sequence[Process], method: str, *arguments: Any) -> list[Any]:
+        """Call a method of several at once; what they return."""
+        refs = [self._backend.call(one, method, arguments)[0] for one in processes]
+        return self._backend.get(refs, DEADLINE_S)
 
-def only(sharding: Sharding, device: int) -> Sharding:
-    """The part of a sharding that one device has."""
-    patterns = tuple(
-        tuple(piece for piece in pattern if piece.device == device) for pattern in sharding.patterns
-    )
-    return Sharding((device,), sharding.params, patterns, sharding.dtype)
+    def timed(self, channel: Transport, version: int, expected_bytes: int) -> float:
+        """Seconds to move one version."""
+        begin_s = time.perf_counter()
+        offers = self.all(self.senders, "publish", channel, version)
+        received = self.all(self.receivers, "receive", channel, offers, version)
+        took_s = time.perf_counter() - begin_s
+        if sum(received) != expected_bytes:
+            raise SystemExit(f"{sum(received)} bytes came; expected {expected_bytes}")
+        return took_s
+
+    def close(self) -> None:
+        """End them."""
+        every = [*self.senders, *self.receivers]
+        self.all(every, "close")
+        for process in every:
+            self._backend.kill(process)
+        self._devices.release()
 
 
-def timed(what: Callable[[], object]) -> float:
-    """Seconds until the last process has finished, from when all began."""
-    dist.barrier()
-    begin = time.perf_counter()
-    what()
-    took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return took.item()
-
-
-def measure(case: Case, pair: Pair, repeats: int) -> dict[str, Any]:
-    """One case, in one process of four; all of them return the same times."""
-    rank = dist.get_rank()
+def measure(processes: Processes, case: Case, repeats: int) -> dict[str, Any]:
+    """One case: seconds by channel, and how many times as long the object store took."""
     source, destination = shardings(case)
-    plan = plan_transfer(source, destination, bucket_bytes=BUCKET_BYTES)
-    ends = Ends(tensors(source, rank), tensors(destination, rank))
-    process_of = {device: device for device in range(NUM_PROCESSES)}
-    transfer = Transfer(plan, {rank: ends}, process_of)
-    wire = Wire(waves_of(plan, [rank], process_of, rank))
-    baseline = GatherBroadcast(case, source, destination, ends)
-    done = transfer.run(0, deadline_s=DEADLINE_S)
-    wire.run()
-    baseline.run()
-    moved = plan.lower_bound_bytes
-    times: dict[str, list[float]] = {"plan": [], "wire": [], "pair": [], "gather": []}
-    for version in range(1, repeats + 1):
-        times["wire"].append(timed(wire.run))
-        times["pair"].append(timed(lambda: pair.run(moved)))
-        times["plan"].append(timed(lambda v=version: transfer.run(v, deadline_s=DEADLINE_S)))
-        times["gather"].append(timed(baseline.run))
-    totals = torch.tensor([done.received_bytes, done.header_bytes])
-    staging = torch.tensor(done.staging_bytes)
-    dist.all_reduce(totals)
-    dist.all_reduce(staging, dist.ReduceOp.MAX)
-    assert totals[0] == moved
+    processes.all(processes.senders, "prepare", source, destination)
+    processes.all(processes.receivers, "prepare", destination, source)
+    moved = sum(destination.bytes_on.values())
+    times: dict[str, list[float]] = {name: [] for name in CHANNELS}
+    for version in range(repeats + 1):
+        for name in sorted(CHANNELS, reverse=bool(version % 2)):
+            took_s = processes.timed(name, version, moved)
+            if version:  # The first makes plans and connections.
+                times[name].append(took_s)
+    ratios = [
+        stored / direct
+        for stored, direct in zip(times["object_store"], times["point_to_point"], strict=True)
+    ]
     return {
         "case": str(case),
         "num_params": case.model.num_params(),
         "moved_bytes": moved,
-        "lower_bound_bytes": moved,
-        "header_bytes": int(totals[1]),
-        "num_buckets": plan.num_buckets,
-        "staging_bytes": int(staging),
-        "gather_broadcast_bytes": baseline.moved_bytes,
-        "gather_broadcast_bytes_ratio": baseline.moved_bytes / moved,
-        "gather_broadcast_most_on_one_bytes": baseline.most_on_one_bytes,
-        "times": times,
+        "seconds": {name: spread(values) for name, values in times.items()},
+        "bytes_per_s": {name: moved / statistics.median(v) for name, v in times.items()},
+        "object_store_time_ratio": spread(ratios),
     }
-
-
-def row(launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A case over all launches: ratios are of one repeat each, then their median."""
-    found, of_launches = dict(launches[0]), [one["times"] for one in launches]
-    times = {name: [t for one in of_launches for t in one[name]] for name in found.pop("times")}
-    seconds = {name: spread(values) for name, values in times.items()}
-    for name in ("plan", "wire", "pair"):
-        found[f"{name}_bytes_per_s"] = found["moved_bytes"] / seconds[name]["median"]
-    return {
-        **found,
-        "seconds": seconds,
-        "share_of_wire_bandwidth": spread(ratios(times, "wire")),
-        "share_of_pair_bandwidth": spread(ratios(times, "pair")),
-        "share_of_pair_bandwidth_by_launch": [
-            statistics.median(ratios(one, "pair")) for one in of_launches
-        ],
-        "gather_broadcast_time_ratio": spread(ratios(times, "gather")),
-    }
-
-
-def ratios(times: dict[str, list[float]], what: str) -> list[float]:
-    """How many times as long as the plan something took, repeat by repeat."""
-    return [other / plan for other, plan in zip(times[what], times["plan"], strict=True)]
-
-
-def rank_main(rank: int, folder: Path, repeats: int) -> None:
-    """One of the processes."""
-    torch.set_num_threads(1)
-    torch.manual_seed(rank)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=NUM_PROCESSES,
-        timeout=timedelta(seconds=DEADLINE_S),
-    )  # fmt: skip
-    pair = Pair.fastest()
-    cases = [measure(case, pair, repeats) for case in CASES]
-    if rank == 0:
-        result = {"pair_message_bytes": pair.message_bytes, "cases": cases}
-        (folder / "result.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run_processes(repeats: int) -> dict[str, Any]:
-    """Start four of this script and wait for the result."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = ["--folder", folder, "--repeats", str(repeats)]
-        processes = [
-            subprocess.Popen([sys.executable, __file__, "--rank", str(rank), *arguments],
-                             env=environment)
-            for rank in range(NUM_PROCESSES)
-        ]  # fmt: skip
-        try:
-            codes = [process.wait(timeout=1800) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        if any(codes):
-            raise SystemExit(f"processes ended with {codes}")
-        return json.loads((Path(folder) / "result.json").read_text())
-
-
-def shares(found: dict[str, float]) -> tuple[str, str]:
-    """Median and quartiles as a table has them."""
-    return f"{found['median']:.2f}", f"{found['quartile_1']:.2f}-{found['quartile_3']:.2f}"
 
 
 def main() -> None:
     """Run all cases and print a table."""
     options = parser(__doc__.splitlines()[0] if __doc__ else "")
-    options.add_argument("--launches", type=int, default=5, help="of all processes anew")
-    options.add_argument("--repeats", type=int, default=7, help="in each launch")
-    options.add_argument("--rank", type=int, help="used by the script itself")
-    options.add_argument("--folder", type=Path, help="used by the script itself")
+    options.add_argument("--repeats", type=int, default=15, help="of each channel")
     args = options.parse_args()
-    if args.rank is not None:
-        rank_main(args.rank, args.folder, args.repeats)
-        return
-    launches = [run_processes(args.repeats) for _ in range(args.launches)]
-    rows = [row(alike) for alike in zip(*(one["cases"] for one in launches), strict=True)]
+    connect_ray()
+    from penstock.workers.executors.on_ray.backend import RayBackend
+
+    processes = Processes(RayBackend())
+    try:
+        rows = [measure(processes, case, args.repeats) for case in CASES]
+        processes.close()
+    finally:
+        shutdown_ray()
     print(
         table(
-            ["case", "MB moved", "plan GB/s", "wire GB/s", "pair GB/s",
-             "share of wire", "quartiles", "share of pair", "quartiles",
-             "bytes of gather", "time of gather"],
+            ["case", "MB moved", *(f"{name} GB/s" for name in CHANNELS), "object store takes",
+             "quartiles"],
             [
                 [
                     one["case"],
                     f"{one['moved_bytes'] / 1e6:.1f}",
-                    f"{one['plan_bytes_per_s'] / 1e9:.2f}",
-                    f"{one['wire_bytes_per_s'] / 1e9:.2f}",
-                    f"{one['pair_bytes_per_s'] / 1e9:.2f}",
-                    *shares(one["share_of_wire_bandwidth"]),
-                    *shares(one["share_of_pair_bandwidth"]),
-                    f"{one['gather_broadcast_bytes_ratio']:.2f} x",
-                    f"{one['gather_broadcast_time_ratio']['median']:.2f} x",
+                    *(f"{one['bytes_per_s'][name] / 1e9:.2f}" for name in CHANNELS),
+                    f"{one['object_store_time_ratio']['median']:.2f} x",
+                    "{quartile_1:.2f} - {quartile_3:.2f}".format(**one["object_store_time_ratio"]),
                 ]
                 for one in rows
             ],
         )
     )  # fmt: skip
-    result = {
-        f"smallest_share_of_{what}_bandwidth": min(
-            one[f"share_of_{what}_bandwidth"]["median"] for one in rows
-        )
-        for what in ("wire", "pair")
-    } | {
-        "launches": args.launches,
-        "repeats": args.repeats,
-        "pair_message_bytes": [one["pair_message_bytes"] for one in launches],
-        "bucket_bytes": BUCKET_BYTES,
-        "num_processes": NUM_PROCESSES,
-        "cases": rows,
-    }
-    report(result, args.json)
+    report({"repeats": args.repeats, "cases": rows}, args.json)
 
 
 if __name__ == "__main__":

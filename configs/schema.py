@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ..dataflow.scheduler.schedule import Schedule
 from ..workers.engines.registry import DEFAULT, check_engine, check_rollout
-from ..workers.executors.executor_kind import Transport
 from ..workers.executors.registry import DEFAULT_EXECUTOR, check_executor
 from ..workers.models.spec import ModelSpec
 from ..workers.models.tokenizer import TokenizerSpec
 from ..workers.training.optimizer import OptimizerSpec
+from ..workers.weight_sync.registry import DEFAULT_TRANSPORT, Transport
 
 __all__ = [
     "SAME",
@@ -167,9 +167,9 @@ class ExecutorConfig(Section):
     num_threads: AtLeastOne | None = None
     """Torch's and numpy's threads per process; by default the cores are shared out among the
     ranks."""
-    transport: Transport = "object_store"
+    transport: Transport = DEFAULT_TRANSPORT
     """How slices of new weights get from group to group: through the executor's object store, or
-    from process to process over torch.distributed."""
+    from process to process over TCP."""
 
     @field_validator("kind")
     @classmethod

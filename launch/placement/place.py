@@ -22,6 +22,7 @@ from ...planner.plan.plan import GroupPlan, Plan, one_group_plan
 from ...workers.engines.registry import ENGINES, trainers
 from ...workers.executors.executor_kind import ExecutorKind
 from ...workers.executors.registry import EXECUTORS
+from ...workers.weight_sync.registry import DEFAULT_TRANSPORT
 from ..inputs.compose import AUTO, PlacementInputs
 from ..inputs.engines import Engines
 from ..inputs.sizes import train_items
@@ -275,7 +276,7 @@ def make_executor(section: ExecutorConfig) -> Executor:
                 "    set executor.device=cpu"
             )
     kind = executor_kind(section.kind, "executor.kind")
-    if not kind.has_processes and section.transport != "object_store":
+    if not kind.has_processes and section.transport != DEFAULT_TRANSPORT:
         raise ConfigError(
             f"'executor.transport' is '{section.transport}', but in one process no weights "
             f"travel\n    set {_SEVERAL}, or leave it out"

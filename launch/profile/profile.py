@@ -225,6 +225,7 @@ def _link(
 def _call_seconds(executor: str, threads: int, notes: list[str]) -> tuple[str, float]:
     """With which executor, and what a call costs there."""
     from ...workers.executors.registry import DEFAULT_EXECUTOR
+    from ...workers.weight_sync.registry import DEFAULT_TRANSPORT
     from ..placement.place import executor_kind
     from .dispatch import call_seconds
 
@@ -235,6 +236,6 @@ def _call_seconds(executor: str, threads: int, notes: list[str]) -> tuple[str, f
         )
         kind = DEFAULT_EXECUTOR
     try:
-        return kind.name, call_seconds(kind.make(threads, "object_store"))
+        return kind.name, call_seconds(kind.make(threads, DEFAULT_TRANSPORT))
     finally:
         kind.end()

@@ -1,4 +1,4 @@
-"""A transfer plan as data: moves, the bytes of every device, a predicted time.
+"""A transfer plan as data: moves, and the bytes of every device.
 
 Nothing here decides anything; `plan_transfer.py` does.
 """
@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from .box import Box
 from .sharding import NOT_A_DIM
 
-__all__ = ["DeviceTraffic", "Move", "MovedParam", "TransferPlan", "TransferTime", "window"]
+__all__ = ["DeviceTraffic", "Move", "MovedParam", "TransferPlan", "window"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +49,14 @@ class Move:
         box: Which indices of the logical parameter.
         source: The device that sends.
         destination: The device that receives.
-        round: 0: read from the source engine's tensor. n: read from the destination engine's
-            tensor on `source`, where round n - 1 wrote it.
-        source_start: Where the box begins in the tensor that is read.
-        destination_start: Where it begins in the tensor that is written.
+        source_start: Where the box begins in the source engine's tensor.
+        destination_start: Where it begins in the destination engine's tensor.
     """
 
     group: int
     box: Box
     source: int
     destination: int
-    round: int
     source_start: tuple[int, ...]
     destination_start: tuple[int, ...]
 
@@ -78,9 +75,7 @@ class DeviceTraffic:
         needed_bytes: Size of its destination shard.
         kept_bytes: The part of it that the device already holds.
         received_bytes: What arrives; equal to `lower_bound_bytes`.
-        received_between_bytes: The part that comes from other nodes.
         sent_bytes: What it sends.
-        sent_between_bytes: The part that goes to other nodes.
         unused_bytes: What it holds of the source and does not need: redundancy, if both stay.
         staging_bytes: The most it packs and unpacks in one bucket; a box that a group sends to
             several devices is packed once.
@@ -90,9 +85,7 @@ class DeviceTraffic:
     needed_bytes: int = 0
     kept_bytes: int = 0
     received_bytes: int = 0
-    received_between_bytes: int = 0
     sent_bytes: int = 0
-    sent_between_bytes: int = 0
     unused_bytes: int = 0
     staging_bytes: int = 0
 
@@ -107,38 +100,6 @@ class DeviceTraffic:
         return self.needed_bytes + self.staging_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TransferTime:
-    """Predicted seconds, bucket after bucket and round after round.
-
-    Attributes:
-        send_s: Sum over buckets and rounds of the busiest link's time: a device's bytes inside its
-            node, or to or from other nodes, in one direction, over the bandwidth.
-        copy_s: The largest device's copies, read and written in its memory.
-        latency_s: One message per bucket and round.
-        floor_s: The busiest link's bytes of the whole plan over its bandwidth: what `send_s` would
-            be if all buckets were under way at once.
-    """
-
-    send_s: float
-    copy_s: float
-    latency_s: float
-    floor_s: float
-
-    @property
-    def total_s(self) -> float:
-        """All of it."""
-        return self.send_s + self.copy_s + self.latency_s
-
-    def explain(self) -> str:
-        """One line."""
-        return (
-            f"predicted {self.total_s:.3g} s: {self.send_s:.3g} s of sending (at least "
-            f"{self.floor_s:.3g} s), {self.copy_s:.3g} s of copies, {self.latency_s:.3g} s of "
-            "latency"
-        )
-
-
 @dataclass(frozen=True)
 class TransferPlan:
     """From one sharding to another.
@@ -146,10 +107,9 @@ class TransferPlan:
     Attributes:
         params: What is moved.
         groups: Parameters that move alike, as indices into `params`: the layers of a stage.
-        moves: How; copies first, then by round.
+        moves: How; copies first.
         devices: Bytes of every device of either side.
         dtype: In which elements travel: the destination's.
-        time: Predicted; None without a cluster.
     """
 
     params: tuple[MovedParam, ...]
@@ -157,7 +117,6 @@ class TransferPlan:
     moves: tuple[Move, ...]
     devices: tuple[DeviceTraffic, ...]
     dtype: str
-    time: TransferTime | None = None
 
     @cached_property
     def traffic(self) -> Mapping[int, DeviceTraffic]:
@@ -180,22 +139,17 @@ class TransferPlan:
         return sum(share.lower_bound_bytes for share in self.devices)
 
     def explain(self) -> str:
-        """A few lines for people: bytes, bound and time."""
+        """A few lines for people: bytes and bound."""
         busiest = max(self.devices, key=lambda share: share.received_bytes)
-        between = sum(share.sent_between_bytes for share in self.devices)
         lines = [
             f"{len(self.params)} parameters in {self.num_buckets} bucket(s), "
-            f"{len(self.moves)} moves in {1 + max((m.round for m in self.moves), default=0)} "
-            "round(s)",
-            f"sent {_size(self.sent_bytes)} in all (lower bound {_size(self.lower_bound_bytes)}), "
-            f"{_size(between)} of it between nodes",
+            f"{len(self.moves)} moves",
+            f"sent {_size(self.sent_bytes)} in all (lower bound {_size(self.lower_bound_bytes)})",
             f"device {busiest.device} receives most: {_size(busiest.received_bytes)} of "
             f"{_size(busiest.needed_bytes)}; it sends {_size(busiest.sent_bytes)}",
             f"most memory for shard and staging: "
             f"{_size(max(share.peak_bytes for share in self.devices))}",
         ]
-        if self.time is not None:
-            lines.append(self.time.explain())
         return "\n".join(lines)
 
     def to_json(self) -> str:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...dataflow.errors import PlanError
-from ..inputs.cluster import ClusterSpec
 from ..inputs.model_shape import DTYPE_BYTES
 from .box import Box, volume
-from .cost import Traffic, buckets_of, predicted_time, traffic_of
+from .cost import Traffic, buckets_of, traffic_of
 from .overlay import Kept, Piece, kept_slices, kinds_of, pieces_of
 from .plan import DeviceTraffic, Move, MovedParam, TransferPlan
 from .sharding import NOT_A_DIM, Sharding, Slice
@@ -28,45 +27,35 @@ MIN_PART_BYTES = 2**18
 def plan_transfer(
     source: Sharding,
     destination: Sharding,
-    cluster: ClusterSpec | None = None,
     *,
     bucket_bytes: int = BUCKET_BYTES,
-    relay: bool = True,
     min_part_bytes: int = MIN_PART_BYTES,
 ) -> TransferPlan:
-    """The moves after which every destination device has its shard, and what they cost.
+    """The moves after which every destination device has its shard.
 
     Args:
         source: Which device holds what.
         destination: Who is to hold what; on the same devices, others, or some of each.
-        cluster: Nodes and links. Without one all devices count as one node and no time is
-            predicted.
         bucket_bytes: What a device may pack and unpack at once; a parameter that exceeds it is a
             bucket of its own.
-        relay: Whether receivers pass on what they received, see `sources.py`.
         min_part_bytes: A slice may be cut to share it among senders, but not smaller than this.
 
     Raises:
-        PlanError: If the two are not of one model, the source lacks something, or the cluster
-            does not have one of the devices.
+        PlanError: If the two are not of one model, or the source lacks something.
     """
     for name, size in (("bucket_bytes", bucket_bytes), ("min_part_bytes", min_part_bytes)):
         if size < 1:
             raise PlanError(f"{name} is {size}; expected at least 1")
-    devices = sorted({*source.devices, *destination.devices})
-    node_of = {device: cluster.node_of(device) if cluster else 0 for device in devices}
+    devices = tuple(sorted({*source.devices, *destination.devices}))
     kinds = kinds_of(source, destination)
     kept = [keep for kind in kinds for keep in kept_slices(kind)]
     pieces = [piece for kind in kinds for piece in pieces_of(kind)]
     element = DTYPE_BYTES[destination.dtype]
-    sends = choose_sources(
-        pieces, node_of, relay=relay, min_part_elements=-(-min_part_bytes // element)
-    )
+    sends = choose_sources(pieces, min_part_elements=-(-min_part_bytes // element))
     groups: dict[tuple[int, ...], int] = {}
     moves = [_copy(keep, groups) for keep in kept]
     moves += [_move(pieces[send.piece], send, groups) for send in sends]
-    moves.sort(key=lambda move: (not move.is_copy, move.round))
-    traffic = traffic_of(moves, tuple(groups), len(destination.params), node_of, element)
+    traffic = traffic_of(moves, tuple(groups), len(destination.params), devices, element)
     buckets = buckets_of(traffic, [kind.params for kind in kinds], bucket_bytes)
     return TransferPlan(
         params=_params(source, destination, buckets),
@@ -74,7 +63,6 @@ def plan_transfer(
         moves=tuple(moves),
         devices=_devices(source, destination, kept, traffic, buckets),
         dtype=destination.dtype,
-        time=predicted_time(traffic, buckets, cluster) if cluster else None,
     )
 
 
@@ -96,18 +84,15 @@ def _copy(keep: Kept, groups: dict[tuple[int, ...], int]) -> Move:
     read = _start(keep.box, keep.source, kind.source_dims)
     written = _start(keep.box, keep.destination, kind.destination_dims)
     group = groups.setdefault(kind.params, len(groups))
-    return Move(group, keep.box, device, device, 0, read, written)
+    return Move(group, keep.box, device, device, read, written)
 
 
 def _move(piece: Piece, send: Send, groups: dict[tuple[int, ...], int]) -> Move:
-    kind, wanted = piece.kind, piece.needers[send.destination]
-    if send.round:
-        read = _start(send.box, piece.needers[send.source], kind.destination_dims)
-    else:
-        read = _start(send.box, piece.holders[send.source], kind.source_dims)
-    written = _start(send.box, wanted, kind.destination_dims)
+    kind = piece.kind
+    read = _start(send.box, piece.holders[send.source], kind.source_dims)
+    written = _start(send.box, piece.needers[send.destination], kind.destination_dims)
     group = groups.setdefault(send.params, len(groups))
-    return Move(group, send.box, send.source, send.destination, send.round, read, written)
+    return Move(group, send.box, send.source, send.destination, read, written)
 
 
 def _start(box: Box, around: Slice, dims: Sequence[int]) -> tuple[int, ...]:
@@ -133,10 +118,8 @@ def _devices(
             device=device,
             needed_bytes=needed.get(device, 0),
             kept_bytes=same[device],
-            received_bytes=int(traffic.totals[:, 1, i].sum()),
-            received_between_bytes=int(traffic.totals[1, 1, i]),
-            sent_bytes=int(traffic.totals[:, 0, i].sum()),
-            sent_between_bytes=int(traffic.totals[1, 0, i]),
+            received_bytes=int(traffic.received[i]),
+            sent_bytes=int(traffic.sent[i]),
             unused_bytes=held.get(device, 0) - same[device],
             staging_bytes=staging[i],
         )

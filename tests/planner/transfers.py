@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from penstock.planner.inputs.layout import Layout, legal_layouts
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.resharding.box import Box
 from penstock.planner.resharding.plan import Move, TransferPlan, window
-from penstock.planner.resharding.sharding import NOT_A_DIM, Sharding, Slice, StoredParam, shard
+from penstock.planner.resharding.sharding import (
+    NOT_A_DIM,
+    Sharding,
+    Slice,
+    StoredParam,
+    rank_of,
+    shard,
+)
 from penstock.planner.resharding.storage import (
     concatenate,
     interleave_qkv,
@@ -50,19 +56,23 @@ TINY = ModelShape(
 )  # fmt: skip
 
 
-def cluster_of(*node_sizes: int) -> ClusterSpec:
-    """One node of each size; 300 GB/s inside nodes, 25 GB/s between them."""
-    device = DeviceSpec(
-        name="made-up", memory_bytes=80 * 10**9, flops_per_s={"bfloat16": 3e14},
-        memory_bytes_per_s=2e12, host_bytes_per_s=2.5e10,
-    )  # fmt: skip
-    within = LinkSpec(bytes_per_s=3e11, latency_s=1e-5)
-    groups = tuple(
-        NodeGroup(num_nodes=1, devices_per_node=size, device=device, within=within)
-        for size in node_sizes
-    )
-    between = LinkSpec(bytes_per_s=2.5e10, latency_s=3e-5)
-    return ClusterSpec(name="made-up", node_groups=groups, between=between)
+def strided_generation(train: Layout, generate: Layout, devices: Sequence[int]) -> list[int]:
+    """Devices in the order of generation ranks, by HybridFlow's grouping (section 5.3).
+
+    Generation tensor-parallel groups consist of training ranks at a stride of `train.tp /
+    generate.tp`, and generation pipelines of stages at a stride of `train.pp / generate.pp`; the
+    ranks between become data-parallel replicas of each other. So each device generates with what
+    it trained.
+    """
+    tp_stride, pp_stride = train.tp // generate.tp, train.pp // generate.pp
+
+    def place(index: int) -> tuple[int, tuple[int, ...], int]:
+        rank = rank_of(index, train)
+        replica = (rank.dp, rank.cp, rank.pp % pp_stride, rank.tp % tp_stride)
+        return rank.pp // pp_stride, replica, rank.tp // tp_stride
+
+    # Generation ranks run tp fastest, then replicas, then stages.
+    return [devices[i] for i in sorted(range(len(devices)), key=place)]
 
 
 @st.composite
@@ -192,65 +202,51 @@ class Delivery:
 
 
 def carry_out(plan: TransferPlan, source: Sharding, destination: Sharding) -> Delivery:
-    """Do all moves on small tensors: bucket by bucket, round by round, reads before writes."""
+    """Do all moves on small tensors, bucket by bucket."""
     before, after = Tensors(source), Tensors(destination)
     before.fill(logical_values(source))
     sent, received = defaultdict[int, int](int), defaultdict[int, int](int)
     most = defaultdict[int, int](int)
-    last = max((move.round for move in plan.moves), default=0)
     for bucket in range(plan.num_buckets):
         staged = defaultdict[int, int](int)
         packed: set[tuple[int, int, int, Box]] = set()
-        for round_ in range(last + 1):
-            arriving: list[tuple[int, Move, Array]] = []
-            for move in plan.moves:
-                for index in plan.groups[move.group] if move.round == round_ else ():
-                    if plan.params[index].bucket == bucket:
-                        arriving.append((index, move, _read(plan, index, move, before, after)))
-            for index, move, values in arriving:
-                param = plan.params[index]
-                after.write(move.destination, param.destination_tensor, move.box,
-                            param.destination_dims, move.destination_start, values)  # fmt: skip
-                if not move.is_copy:
-                    sent[move.source] += values.size
-                    received[move.destination] += values.size
-                    staged[move.destination] += values.size
-                    key = (move.group, index, move.source, move.box)
-                    if key not in packed:
-                        packed.add(key)
-                        staged[move.source] += values.size
+        for index, move in _moves_of(plan, bucket):
+            param = plan.params[index]
+            values = before.read(move.source, param.source_tensor, move.box, param.source_dims,
+                                 move.source_start)  # fmt: skip
+            after.write(move.destination, param.destination_tensor, move.box,
+                        param.destination_dims, move.destination_start, values)  # fmt: skip
+            if not move.is_copy:
+                sent[move.source] += values.size
+                received[move.destination] += values.size
+                staged[move.destination] += values.size
+                key = (move.group, index, move.source, move.box)
+                if key not in packed:
+                    packed.add(key)
+                    staged[move.source] += values.size
         for device, elements in staged.items():
             most[device] = max(most[device], elements)
     return Delivery(after, sent, received, most)
 
 
-def _read(plan: TransferPlan, index: int, move: Move, before: Tensors, after: Tensors) -> Array:
-    param = plan.params[index]
-    if move.round:
-        return after.read(move.source, param.destination_tensor, move.box,
-                          param.destination_dims, move.source_start)  # fmt: skip
-    return before.read(move.source, param.source_tensor, move.box, param.source_dims,
-                       move.source_start)  # fmt: skip
+def _moves_of(plan: TransferPlan, bucket: int) -> Iterator[tuple[int, Move]]:
+    """Every move of every parameter of a bucket."""
+    for move in plan.moves:
+        for index in plan.groups[move.group]:
+            if plan.params[index].bucket == bucket:
+                yield index, move
 
 
-def lacking(
-    source: Sharding, destination: Sharding, place: Callable[[int], int]
-) -> Mapping[int, int]:
-    """Elements that each place needs and does not hold, counted one by one.
-
-    Args:
-        source: What is held.
-        destination: What is needed.
-        place: Device -> place: itself, or its node.
-    """
-    have, need = _elements(source, place), _elements(destination, place)
+def lacking(source: Sharding, destination: Sharding) -> Mapping[int, int]:
+    """Elements that each device needs and does not hold, counted one by one."""
+    have, need = _elements(source), _elements(destination)
     return {where: len(elements - have.get(where, set())) for where, elements in need.items()}
 
 
-def _elements(sharding: Sharding, place: Callable[[int], int]) -> Mapping[int, set[int]]:
+def _elements(sharding: Sharding) -> Mapping[int, set[int]]:
     values = logical_values(sharding)
     held = defaultdict[int, set[int]](set)
     for param, piece in _slices(sharding):
         part = values[param.name][tuple(slice(*span) for span in piece.box)]
-        held[place(piece.device)].update(part.ravel().tolist())
+        held[piece.device].update(part.ravel().tolist())
     return held

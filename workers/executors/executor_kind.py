@@ -11,16 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.runtime.executor import Executor
+from ..weight_sync.registry import Transport
 
-__all__ = ["ExecutorKind", "Transport"]
-
-
-Transport = Literal["object_store", "point_to_point"]
-"""How slices of weights get from group to group; see `Supervisor`."""
+__all__ = ["ExecutorKind"]
 
 
 def _nothing() -> None:
@@ -34,7 +30,7 @@ class ExecutorKind:
     Attributes:
         name: What the configuration and messages call it.
         create: Makes one that is not started, from the threads of each process (None for an equal
-            share of the cores) and the transport of weights; see `Supervisor`.
+            share of the cores) and the weight channel; see `Supervisor`.
         has_processes: Whether groups and ranks are processes of their own; otherwise there is one
             group of one rank, and no weights travel.
         package: What must be installed, as it is imported and as it is called; None if nothing.

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from threadpoolctl import threadpool_limits
 
-from ..weight_sync.packet_server import Store
-
-__all__ = ["Address", "meet", "threads_within", "use_threads"]
+__all__ = ["Address", "Store", "meet", "threads_within", "use_threads"]
 
 Address = tuple[str, int]
+
+Store = dist.Store  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 
 
 def meet(

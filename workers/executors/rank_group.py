@@ -9,15 +9,13 @@ them.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from ...dataflow.errors import PenstockError, WorkerError
-from ...dataflow.runtime.executor import Program, groups_of
 from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.worker_protocol import CLOSE_S
-from ..weight_sync.p2p_link import Clock
-from ..weight_sync.packet_server import Route
 from .process_backend import (
     BackendError,
     CallFailed,
@@ -33,11 +31,9 @@ __all__ = [
     "LEAST_START_S",
     "RankGroup",
     "connect_groups",
-    "connect_routes",
     "end_groups",
     "forget_warm",
     "keep_warm",
-    "routes_of",
     "start_groups",
     "take_warm",
 ]
@@ -133,7 +129,7 @@ def start_groups(
     Args:
         groups: The groups to start, all of one backend.
         devices: What was reserved for them.
-        hosted: Programs and workers.
+        hosted: Programs, workers and the weight channel's name.
         seed: The run's.
         start_s: How long each phase may take.
         asleep: Those that shall sleep afterwards, because they share devices.
@@ -194,56 +190,6 @@ def connect_groups(
     _all(backend, calls, "being told who answers", start_s)
 
 
-def connect_routes(
-    groups: Mapping[str, RankGroup], routes: Sequence[Route], start_s: float
-) -> None:
-    """Connect groups for weights to go from process to process, again if they were.
-
-    Args:
-        groups: Name -> group, all built.
-        routes: The routes to connect.
-        start_s: How long each phase of one may take.
-
-    Raises:
-        WorkerError: If a process fails or takes too long.
-    """
-    for route in routes:
-        senders, receivers = groups[route.senders], groups[route.receivers]
-        backend, first = senders.backend, route.from_processes[0]
-        listening = [senders.call(first, "listen")]
-        (address,) = _all(backend, listening, "opening a socket for weights", start_s)
-        calls = [senders.call(i, "exchange", route, address) for i in route.from_processes]
-        calls += [receivers.call(i, "exchange", route, address) for i in route.to_processes]
-        _all(backend, calls, "connecting for weights", start_s)
-
-
-def routes_of(programs: Mapping[str, Program]) -> list[Route]:
-    """From every group in which any program trains a role to every other that has a copy of it."""
-    homes: dict[str, set[str]] = {}
-    for one in programs.values():
-        for role in one.graph.trains_per_step:
-            if (home := one.placement.home(one.graph, role)) is not None:
-                homes.setdefault(role, set()).add(home)
-    pairs = {
-        (home, group.name)
-        for one in programs.values()
-        for group in one.placement.groups
-        for role in one.placement.hosted_roles(one.graph, group.name)
-        for home in homes.get(role, ())
-        if home != group.name
-    }
-    groups = {group.name: group for group in groups_of(programs)}
-    return [
-        Route(
-            home,
-            receiver,
-            tuple(groups[home].processes(0)),
-            tuple(range(groups[receiver].num_processes)),
-        )
-        for home, receiver in sorted(pairs)
-    ]
-
-
 def _together(
     groups: Sequence[RankGroup], asleep: frozenset[str]
 ) -> Generator[Sequence[RankGroup]]:
@@ -291,9 +237,9 @@ def end_groups(groups: Sequence[RankGroup], *, closing: bool) -> None:
 
 def _wait(backend: ProcessBackend, calls: Sequence[Ref]) -> None:
     """Until all calls have ended in some way, or `CLOSE_S` seconds are over."""
-    clock, left = Clock(CLOSE_S), set(calls)
-    while left and clock.elapsed_s < CLOSE_S:
-        left.difference_update(backend.watch(list(left), clock.left.total_seconds()))
+    end_s, left = time.monotonic() + CLOSE_S, set(calls)
+    while left and (left_s := end_s - time.monotonic()) > 0:
+        left.difference_update(backend.watch(list(left), left_s))
 
 
 _WARM: list[RankGroup] = []

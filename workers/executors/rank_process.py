@@ -10,7 +10,7 @@ import socket
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,17 +39,16 @@ from ...dataflow.runtime.remote_inference import ServedRole, ServedWeights
 from ...dataflow.runtime.worker_protocol import WorkerContext, close_workers
 from ..inference.client import InferenceClient
 from ..inference.server import InferenceServer
-from ..weight_sync.p2p_link import Clock
-from ..weight_sync.packet_server import Outbox, OutboxEntry, PacketServer, Route, Store
-from ..weight_sync.packets import Packet
+from ..weight_sync.channel import ChannelEnd, Offer
+from ..weight_sync.registry import CHANNELS, DEFAULT_TRANSPORT
 from ..weight_sync.slice_exchange import SliceTraffic
 from .process_backend import ProcessDied, ProcessHome, Ref
 from .process_setup import Address, meet, use_threads
 
 __all__ = ["Answer", "RankProcess", "WarmWorker", "part_to_numpy"]
 
-_LEAVE_S = 1.0
-"""How long a process that ends waits for others to leave its routes."""
+_CLOSE_CHANNEL_S = 1.0
+"""How long a process that ends waits for the threads of its weight channel."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Answer:
     Attributes:
         report: See `Report`; None if it failed.
         parts: References to the outputs.
-        weights: Reference to a snapshot.
+        weights: Reference to a snapshot, or the offer of its slices.
         error: What was raised.
         trace: Its traceback.
         leads: Whether this process answers for its rank.
@@ -75,9 +74,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Exported(Result):
-    """Slices of weights, apart for every process that takes some."""
+    """Slices of weights, apart for every process that receives some."""
 
-    packets: Mapping[tuple[str, int], Packet] = field(default_factory=dict[tuple[str, int], Packet])
+    offer: Offer | None = None
 
 
 @runtime_checkable
@@ -114,12 +113,12 @@ class RankProcess:
         self._home = home
         self._group, self._process = group, process
         self._traffic = SliceTraffic(process, group.processes(0))
+        self._end = ChannelEnd(group.name, process, home.host, deadline_s, home.put, self._got)
+        self._channel = CHANNELS[DEFAULT_TRANSPORT](self._end)  # until `build` knows which
         self._deadline_s, self._start_s = deadline_s, start_s
         self._hosts: dict[str, Host] = {}
         self._roles: dict[str, Role] = {}
         self._listener: socket.socket | None = None
-        self._outbox = Outbox()
-        self._packet_server: dict[Route, PacketServer] = {}
         self._served_weights = ServedWeights(f"group '{group.name}' (process {process})")
         self._clients: dict[str, InferenceClient] = {}
         self._server: InferenceServer | None = None
@@ -132,36 +131,20 @@ class RankProcess:
 
     def join(self, address: Address) -> None:
         """Join the group's process group, whose process 0 listens at `address`."""
+        listener, self._listener = self._listener, None
         dist.init_process_group(
             "nccl" if self._group.device.startswith("cuda") else "gloo",
-            store=self._meet(address, self._group.num_processes),
+            store=meet(
+                address, listener, self._home.host, self._group.num_processes, self._start_s
+            ),
             rank=self._process,
             world_size=self._group.num_processes,
             timeout=timedelta(seconds=self._deadline_s),
         )
 
-    def exchange(self, route: Route, address: Address) -> None:
-        """Give or take weights by this route from now on; its process 0 listens at `address`."""
-        number = route.number(self._group.name, self._process)
-        store = self._meet(address, route.num_processes)
-        packet_server = PacketServer(route, number, store, self._deadline_s, self._start_s)
-        self._packet_server[route] = packet_server
-        if route.senders == self._group.name:
-            packet_server.serve(self._outbox)
-
-    def _leave_routes(self) -> None:
-        """Those who give have nothing to wait for once those who take have left."""
-        clock = Clock(_LEAVE_S)
-        while self._packet_server:
-            self._packet_server.popitem()[1].close(clock.left.total_seconds())
-
-    def forget(self, key: int) -> None:
-        """Nobody will ask for these weights again."""
-        self._outbox.drop(key)
-
-    def _meet(self, address: Address, num_processes: int) -> Store:
-        listener, self._listener = self._listener, None
-        return meet(address, listener, self._home.host, num_processes, self._start_s)
+    def forget(self, number: int) -> None:
+        """Nobody will ask for the weights of this offer again."""
+        self._channel.forget(number)
 
     def is_running(self) -> bool:
         """True, as soon as all calls before this one have ended."""
@@ -169,7 +152,8 @@ class RankProcess:
 
     def build(self, hosted: Ref, seed: int) -> None:
         """Build this rank's roles, each once, for all programs."""
-        ((programs, workers),) = self._home.get([hosted], self._start_s)
+        ((programs, workers, transport),) = self._home.get([hosted], self._start_s)
+        self._channel = CHANNELS[transport](self._end)
         for key, program in programs.items():
             if all(group.name != self._group.name for group in program.placement.groups):
                 continue
@@ -284,7 +268,7 @@ class RankProcess:
             return Answer(None, error=text, trace=traceback.format_exc(), leads=leads), []
         weights: Any = None
         if isinstance(result, _Exported):
-            weights = self._offered(result.packets)
+            weights = result.offer
         elif result.weights is not None and leads:
             weights = self._home.put(_weights_to_numpy(result.weights))
         parts = [part_to_numpy(part) for part in result.parts] if leads else []
@@ -298,21 +282,22 @@ class RankProcess:
             )
         host, start_s, traffic = self._hosts[program], time.time(), self._traffic
         answer: Any = None
-        packets: dict[tuple[str, int], Packet] | None = None
+        offer: Offer | None = None
         match work:
             case LayoutWork():
                 answer = traffic.layout(host.roles[work.role])
             case ExportSlicesWork():
                 packets = traffic.export(host.roles[work.role], work.receivers, work.version)
+                offer = self._channel.publish(packets)
             case ImportSlicesWork():
-                # Each begins with another process, so that all of those give at the same time.
+                # Each begins with another process, so that all of those send at the same time.
                 first = self._process % len(work.slices)
-                turned = (*work.slices[first:], *work.slices[:first])
-                given = [self._fetched(slices, work.group) for slices in turned]
-                arrived = [packet for packet in given if packet is not None]
+                offers: Any = (*work.slices[first:], *work.slices[:first])
+                found = map(self._channel.obtain, offers)
+                packets = [packet for packet in found if packet is not None]
                 worker = host.roles[work.role]
                 with self._served_weights.changing(work.role, work.version):
-                    traffic.take(work.role, worker, work.source, arrived, work.version)
+                    traffic.write(work.role, worker, work.source, packets, work.version)
             case CallWork():
                 for role, version in work.versions:
                     traffic.check(role, version)
@@ -320,31 +305,7 @@ class RankProcess:
             case _:
                 return host.perform(work)
         report = Report(start_s, time.time(), answer=answer)
-        return Result(report) if packets is None else _Exported(report, packets=packets)
-
-    def _offered(self, packets: Mapping[tuple[str, int], Packet]) -> Any:
-        """Where receivers find what is for them: here, if they have a route, or in the store."""
-        if not any(route.senders == self._group.name for route in self._packet_server):
-            return {receiver: self._home.put(packet) for receiver, packet in packets.items()}
-        key = self._outbox.put(packets)
-        return OutboxEntry(self._group.name, self._process, key, frozenset(packets))
-
-    def _fetched(self, slices: Any, group: str) -> Packet | None:
-        """What one exporting process has for this one."""
-        if isinstance(slices, OutboxEntry):
-            if (group, self._process) not in slices.receivers:
-                return None
-            packet_server = next(
-                (m for r, m in self._packet_server.items() if r.senders == slices.group), None
-            )
-            if packet_server is None:
-                raise WorkerError(
-                    f"group '{group}' has no connection to group '{slices.group}', whose weights "
-                    "it is to take"
-                )
-            return packet_server.fetch(slices.process, slices.key)
-        handle = slices.get((group, self._process))
-        return None if handle is None else self._got(handle)
+        return Result(report) if offer is None else _Exported(report, offer=offer)
 
     def _got(self, ref: Ref) -> Any:
         (found,) = self._home.get([ref], self._deadline_s)
@@ -356,7 +317,7 @@ class RankProcess:
             return False
         if self._clients or self._server:
             return False  # Others may still be connected.
-        self._leave_routes()
+        self._channel.close(_CLOSE_CHANNEL_S)
         for role in self._roles.values():
             if isinstance(role, WarmWorker):
                 role.keep_warm()
@@ -374,7 +335,7 @@ class RankProcess:
             try:
                 close_workers(roles.values())
             finally:
-                self._leave_routes()
+                self._channel.close(_CLOSE_CHANNEL_S)
 
     def _fetch(self, handle: Any) -> Any:
         """Get a stored part or snapshot; copied, because arrays may be shared and read-only."""

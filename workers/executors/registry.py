@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from ...dataflow.errors import nearest
 from ...dataflow.runtime.executor import Executor
 from ...dataflow.runtime.in_process import InProcess
+from ..weight_sync.registry import Transport
 from .executor_kind import ExecutorKind
 from .on_ray.declaration import RAY
 
 __all__ = ["DEFAULT_EXECUTOR", "EXECUTORS", "PARALLEL_EXECUTOR", "check_executor"]
 
 
-def _in_process(num_threads: int | None, transport: str) -> Executor:
+def _in_process(num_threads: int | None, transport: Transport) -> Executor:
     del num_threads, transport
     return InProcess()
 

@@ -6,7 +6,7 @@ group is SPMD; groups are independent of each other and run at the same time.
 
 What provides the processes is a `ProcessBackend`; all that is decided about them is decided here:
 which are started, what becomes of work whose process dies, who has a shared device, which stay
-warm, and how weights get from group to group.
+warm, and which snapshots of weights can be forgotten.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ from ...dataflow.runtime.device_sharing import DeviceSharing, needs_device
 from ...dataflow.runtime.executor import Completion, Program, groups_of, servers_of
 from ...dataflow.runtime.messages import CallWork, Handle, ImportSlicesWork, ImportWork, Part, Work
 from ...dataflow.runtime.worker_protocol import WorkerSpec
-from ..weight_sync.packet_server import OutboxEntry, Route
-from .executor_kind import Transport
+from ..weight_sync.channel import Offer
+from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport
 from .process_backend import BackendError, Process, ProcessBackend, ProcessDied, Ref, Reservation
 from .rank_group import (
     LEAST_START_S,
     RankGroup,
     connect_groups,
-    connect_routes,
     end_groups,
     keep_warm,
-    routes_of,
     start_groups,
     take_warm,
 )
@@ -49,8 +47,8 @@ _MOST_RESTARTS = 3
 
 _LOG = logging.getLogger("penstock.executor")
 
-_Place = tuple[str, int, int]
-"""Group, process and key of what a process keeps for others."""
+_OfferKey = tuple[str, int, int]
+"""Group, process and number of an `Offer`."""
 
 
 @dataclass
@@ -90,7 +88,7 @@ class _Job:
             return None
         (lead,) = (one for one in self.answers.values() if one.leads)
         weights = lead.weights
-        if isinstance(weights, dict | OutboxEntry):  # slices: every process has its own
+        if isinstance(weights, Offer):  # slices: every process has its own
             weights = tuple(one.weights for _, one in sorted(self.answers.items()))
         parts = lead.parts
         if self.parts is not None and lead.report is not None:
@@ -106,7 +104,7 @@ class _Started:
     Attributes:
         backend: What provides the processes.
         devices: Those of all groups.
-        hosted: Programs and workers, stored.
+        hosted: Programs, workers and the weight channel's name, stored.
         seed: The run's.
     """
 
@@ -137,9 +135,9 @@ class Supervisor:
         num_threads: Torch's and numpy's threads per process; the controller's own number shared
             among the processes of the largest group by default, so that one rank computes exactly
             what one process does.
-        transport: How slices of weights get to other groups. "object_store": through the backend's.
-            "point_to_point": from process to process, over torch.distributed. Weights of workers
-            that cannot say how they hold them, and all columns, go through the store.
+        transport: The weight channel, by which slices of weights get to other groups. Weights of
+            workers that cannot say how they hold them, and all columns, go through the backend's
+            store.
     """
 
     one_at_a_time = False
@@ -151,13 +149,12 @@ class Supervisor:
         connect: Callable[[], ProcessBackend],
         num_threads: int | None = None,
         *,
-        transport: Transport = "object_store",
+        transport: Transport = DEFAULT_TRANSPORT,
     ) -> None:
         self._where, self._connect = where, connect
         self._num_threads = num_threads
-        self._transport = transport
-        self._routes: list[Route] = []
-        self._outbox_entries: dict[_Place, weakref.finalize[..., Any]] = {}
+        self._transport: Transport = transport
+        self._offers: dict[_OfferKey, weakref.finalize[..., Any]] = {}
         self._programs: Mapping[str, Program] = {}
         self._groups: dict[str, RankGroup] = {}
         self._sharing = DeviceSharing(())
@@ -199,14 +196,12 @@ class Supervisor:
         every = list(self._groups.values())
         take_warm(backend, every)
         devices = backend.reserve(groups, self._start_s)
-        hosted = backend.put((dict(programs), dict(workers)))
+        hosted = backend.put((dict(programs), dict(workers), self._transport))
         self._started = _Started(backend, devices, hosted, seed)
         asleep = frozenset(group.name for group in groups if self._sharing.shares(group.name))
         start_groups(every, devices, hosted, seed, self._start_s, asleep)
         if servers := servers_of(programs):
             connect_groups(every, servers, self._start_s)
-        self._routes = routes_of(programs) if self._transport == "point_to_point" else []
-        connect_routes(self._groups, self._routes, self._start_s)
 
     @property
     def _here(self) -> _Started:
@@ -281,7 +276,7 @@ class Supervisor:
         self._controller_bytes += len(pickle.dumps(answer.report))
         if answer.report is None:
             return job.failed(answer.error, answer.trace)
-        if isinstance(answer.weights, OutboxEntry):
+        if isinstance(answer.weights, Offer):
             self._watch(answer.weights)
         job.answers[process] = answer
         completion = job.complete()
@@ -289,15 +284,13 @@ class Supervisor:
             self._loaded[job.group, job.rank, job.work.role] = job
         return completion
 
-    def _watch(self, entry: OutboxEntry) -> None:
-        """Have the process forget weights once nothing here can ask for them any more."""
-        place = entry.group, entry.process, entry.key
-        process = self._groups[entry.group].processes[entry.process]
-        forget = weakref.finalize(
-            entry, _forget, self._outbox_entries, place, self._here.backend, process
-        )
+    def _watch(self, offer: Offer) -> None:
+        """Have the process forget an offer once nothing here can ask for its weights any more."""
+        key = offer.group, offer.process, offer.number
+        process = self._groups[offer.group].processes[offer.process]
+        forget = weakref.finalize(offer, _forget, self._offers, key, self._here.backend, process)
         forget.atexit = False
-        self._outbox_entries[place] = forget
+        self._offers[key] = forget
 
     def _died(self, job: _Job, said: str) -> Completion | None:
         """Start the group again if that can be done, and have it do again what it owes."""
@@ -313,8 +306,6 @@ class Supervisor:
         try:
             self._wait_asleep(job.group)
             start_groups([group], here.devices, here.hosted, here.seed, self._start_s)
-            broken = [route for route in self._routes if route.receivers == job.group]
-            connect_routes(self._groups, broken, self._start_s)
         except PenstockError as error:
             self._pending.clear()
             return job.failed(f"{said}; it could not be started again: {error}")
@@ -342,9 +333,9 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ask all processes to close their workers, and end them. See `Executor.stop`."""
-        for forget in self._outbox_entries.values():
-            forget.detach()  # The processes end, and with them what they keep.
-        self._outbox_entries.clear()
+        for forget in self._offers.values():
+            forget.detach()  # The processes end, and with them what they have ready.
+        self._offers.clear()
         is_idle = not self._pending
         self._pending.clear()
         self._loaded.clear()
@@ -364,9 +355,9 @@ class Supervisor:
         return group.group.name in self._restartable and not shares_gpu
 
     @property
-    def num_outbox_entries(self) -> int:
-        """Snapshots that processes keep for others; 0 unless slices go from process to process."""
-        return len(self._outbox_entries)
+    def num_offers(self) -> int:
+        """Snapshots in slices that processes have ready for others."""
+        return len(self._offers)
 
     @property
     def controller_bytes(self) -> int:
@@ -375,10 +366,10 @@ class Supervisor:
 
 
 def _forget(
-    entries: dict[_Place, Any], place: _Place, backend: ProcessBackend, process: Process
+    offers: dict[_OfferKey, Any], key: _OfferKey, backend: ProcessBackend, process: Process
 ) -> None:
-    del entries[place]
-    backend.call(process, "forget", place[-1:])
+    del offers[key]
+    backend.call(process, "forget", key[-1:])
 
 
 def _hosted(

@@ -1,8 +1,7 @@
-"""A transfer plan carried out by packets: for an object store, a file, or one process at a time.
+"""A transfer plan carried out by packets, which a weight channel carries to their receivers.
 
-`pack` runs where the source's tensors are and `unpack` where the destination's are; what lies
-between moves `Packet`s, which are plain arrays. Nothing is written before everything is checked.
-Plans must be made with `relay=False`: a packet holds only what its sender had from the start.
+`pack` runs where the source's tensors are and `unpack` where the destination's are; a `Packet` is
+plain arrays. Nothing is written before everything is checked.
 """
 
 from __future__ import annotations
@@ -17,22 +16,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...planner.resharding.plan import TransferPlan
-from .checksum import checksum
 from .device_slices import (
     Message,
     Part,
     Tensors,
-    copies_of,
+    checksum,
     dtype_of,
     messages_of,
     plan_stamp,
     read_view,
-    same_memory,
     write_view,
 )
 from .version_tracker import HeldWeights, WeightsError
 
-__all__ = ["Packet", "copy_local", "pack", "unpack"]
+__all__ = ["Packet", "pack", "unpack"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def pack(plan: TransferPlan, device: int, tensors: Tensors, version: int) -> dic
     Elements are converted to the plan's dtype here, so that what travels is what is stored.
 
     Args:
-        plan: Without relays.
+        plan: Of the transfer.
         device: Who sends.
         tensors: The source engine's tensors on it.
         version: Of these weights.
@@ -79,9 +76,8 @@ def pack(plan: TransferPlan, device: int, tensors: Tensors, version: int) -> dic
         Destination -> its packet; nothing for devices that need nothing of this one.
 
     Raises:
-        WeightsError: If the plan has relays or does not fit the tensors.
+        WeightsError: If the plan does not fit the tensors.
     """
-    _refuse_relays(plan)
     dtype, index = dtype_of(plan), _param_index(plan)
     sent: dict[int, list[tuple[Message, NDArray[np.uint8], list[int]]]] = {}
     for message in messages_of(plan, [device])[device]:
@@ -115,7 +111,7 @@ def unpack(
     packets: Sequence[Packet],
     tensors: Tensors,
     version: int,
-    held: HeldWeights | None = None,
+    held: HeldWeights,
 ) -> int:
     """Write what a device receives into its engine's tensors: all of it or nothing.
 
@@ -134,7 +130,6 @@ def unpack(
         WeightsError: Names the parameter and what is wrong with it: a slice that is missing or
             damaged, another version, another plan. Nothing has been written then.
     """
-    _refuse_relays(plan)
     dtype, index, stamp = dtype_of(plan), _param_index(plan), plan_stamp(plan)
     expected: dict[int, list[Message]] = {}
     for message in messages_of(plan, [device])[device]:
@@ -153,67 +148,10 @@ def unpack(
         _check_packet(packet, device, parts, index, stamp, version)
         ready += _checked(packet, messages, tensors, dtype)
     for part, data, place in ready:
-        if held is not None:
-            held.writing(part.param.name, part.move.box, version)
+        held.writing(part.param.name, part.move.box, version)
         place.copy_(data)
-        if held is not None:
-            held.wrote(part.param.name, part.move.box, version)
+        held.wrote(part.param.name, part.move.box, version)
     return sum(packet.num_bytes for packet in given.values())
-
-
-def copy_local(
-    plan: TransferPlan,
-    device: int,
-    source: Tensors,
-    destination: Tensors,
-    *,
-    version: int | None = None,
-    held: HeldWeights | None = None,
-) -> int:
-    """Copy what stays on a device from one engine's tensors to the other's.
-
-    Where both are the same memory (an engine that generates with views of the weights it trains)
-    nothing is done.
-
-    Args:
-        plan: Any.
-        device: Whose.
-        source: The source engine's tensors on it.
-        destination: The destination engine's.
-        version: Of the weights; needed with `held`.
-        held: Is told of every slice.
-
-    Returns:
-        Bytes copied.
-
-    Raises:
-        WeightsError: If the plan does not fit the tensors.
-    """
-    if held is not None and version is None:
-        raise ValueError("copy_local was given `held` without a version; pass both")
-    dtype = dtype_of(plan)
-    views = [
-        (part, read_view(part, source), write_view(part, destination, dtype))
-        for part in copies_of(plan, device)
-    ]
-    copied = 0
-    for part, old, new in views:
-        if held is not None and version is not None:
-            held.writing(part.param.name, part.move.box, version)
-        if not same_memory(old, new):
-            new.copy_(old)
-            copied += new.numel() * new.element_size()
-        if held is not None and version is not None:
-            held.wrote(part.param.name, part.move.box, version)
-    return copied
-
-
-def _refuse_relays(plan: TransferPlan) -> None:
-    if any(move.round for move in plan.moves):
-        raise WeightsError(
-            "packets cannot carry out a plan in which devices pass on what they received; make the "
-            "plan with relay=False"
-        )
 
 
 def _param_index(plan: TransferPlan) -> Mapping[str, int]:

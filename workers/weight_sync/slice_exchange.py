@@ -1,4 +1,4 @@
-"""What a process does to hand weights over in slices, and to take them.
+"""What a process does to export weights in slices, and to write those that it receives.
 
 The transfer plan follows from the two groups' layouts and is the same wherever it is computed.
 Devices of the exporting group are numbered as its processes, those of a receiver behind them.
@@ -44,7 +44,7 @@ class SliceHolder(Protocol):
 
 @runtime_checkable
 class SliceReceiver(Protocol):
-    """A worker that is given whole tensors by name and does the rest itself."""
+    """A worker that receives whole tensors by name and does the rest itself."""
 
     def weights_layout(self) -> Sharding:
         """Whole tensors in every process that wants them."""
@@ -76,8 +76,8 @@ class SliceTraffic:
         """How the worker's group holds the weights; None if it cannot say."""
         if not isinstance(worker, (SliceHolder, SliceReceiver)):
             return None
-        takes = worker.weights_layout()
-        return HeldLayout(_only(takes, self._senders).to_json(), takes.to_json())
+        layout = worker.weights_layout()
+        return HeldLayout(_only(layout, self._senders).to_json(), layout.to_json())
 
     def export(
         self, worker: object, receivers: Mapping[str, str], version: int
@@ -97,7 +97,7 @@ class SliceTraffic:
                 found[group, device - first] = packet
         return found
 
-    def take(
+    def write(
         self, role: str, worker: object, source: str, packets: Sequence[Packet], version: int
     ) -> None:
         """Write what has come into the worker's tensors: all of it or nothing.
@@ -106,7 +106,7 @@ class SliceTraffic:
             WeightsError: If a slice is missing, damaged or of another version; names the parameter.
         """
         if not isinstance(worker, (SliceHolder, SliceReceiver)):
-            raise WorkerError(f"a {type(worker).__name__} cannot take weights in slices")
+            raise WorkerError(f"a {type(worker).__name__} cannot receive weights in slices")
         layout = worker.weights_layout()
         plan, first = _plan(source, layout.to_json())
         held = self._held.get(role)
@@ -137,10 +137,10 @@ class SliceTraffic:
 @lru_cache(maxsize=16)
 def _plan(source: str, receiver: str) -> tuple[TransferPlan, int]:
     """The moves from rank 0 of one group to all of another, and the latter's first device."""
-    given, wanted = Sharding.from_json(source), Sharding.from_json(receiver)
-    first = max(given.devices) + 1
-    moved = wanted.on([first + device for device in wanted.devices])
-    return plan_transfer(given, moved, relay=False), first
+    sent, received = Sharding.from_json(source), Sharding.from_json(receiver)
+    first = max(sent.devices) + 1
+    moved = received.on([first + device for device in received.devices])
+    return plan_transfer(sent, moved), first
 
 
 def _only(sharding: Sharding, devices: tuple[int, ...]) -> Sharding:

@@ -52,12 +52,6 @@ class HeldWeights:
                     needed[param.name] += volume(piece.box)
         return HeldWeights(needed, device)
 
-    @property
-    def version(self) -> int | None:
-        """The version that every parameter wholly has; None if there is no such version."""
-        versions = {self._whole(name) for name in self._needed}
-        return versions.pop() if len(versions) == 1 else None
-
     def writing(self, name: str, box: Box, version: int) -> None:
         """Note that a box of a parameter is about to be overwritten.
 
@@ -112,10 +106,6 @@ class HeldWeights:
 
     def _elements(self, name: str) -> int:
         return sum(volume(box) for box in self._arrived[name].boxes)
-
-    def _whole(self, name: str) -> int | None:
-        is_whole = self._elements(name) == self._needed[name]
-        return self._arrived[name].version if is_whole else None
 
 
 def _is_apart(one: Box, other: Box) -> bool:

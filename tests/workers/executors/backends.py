@@ -6,10 +6,10 @@ import contextlib
 from typing import Protocol
 
 import psutil
-from penstock.workers.executors.executor_kind import Transport
 from penstock.workers.executors.on_ray.executor import RayExecutor
 from penstock.workers.executors.process_backend import ProcessBackend
 from penstock.workers.executors.supervisor import Supervisor
+from penstock.workers.weight_sync.registry import Transport
 
 from .spawned import SpawnedBackend, SpawnedExecutor
 

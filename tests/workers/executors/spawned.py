@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dataflow.runtime.placement import DeviceGroup
-from penstock.workers.executors.executor_kind import ExecutorKind, Transport
+from penstock.workers.executors.executor_kind import ExecutorKind
 from penstock.workers.executors.process_backend import CallFailed, NotInTime, ProcessDied
 from penstock.workers.executors.supervisor import Supervisor
+from penstock.workers.weight_sync.registry import Transport
 
 __all__ = ["EXECUTOR", "SpawnedBackend", "SpawnedExecutor", "start_helpers"]
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.workers.executors.executor_kind import ExecutorKind, Transport
+from penstock.workers.executors.executor_kind import ExecutorKind
 from penstock.workers.executors.registry import EXECUTORS, check_executor
+from penstock.workers.weight_sync.registry import DEFAULT_TRANSPORT, Transport
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,7 +47,7 @@ def test_a_name_that_is_none_is_refused() -> None:
 def test_a_package_that_is_missing_is_named() -> None:
     kind = ExecutorKind(name="slurm", create=_create, package="no_such_package")
     with pytest.raises(ConfigError) as caught:
-        kind.make(None, "object_store")
+        kind.make(None, DEFAULT_TRANSPORT)
     assert str(caught.value) == (
         "executor=slurm needs the package no_such_package, which is not installed\n"
         "    install penstock[no_such_package], or set executor=in_process"

@@ -17,6 +17,7 @@ from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_grou
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.workers.executors.supervisor import Supervisor
+from penstock.workers.weight_sync.registry import CHANNELS, DEFAULT_TRANSPORT, Transport
 
 from ...algorithms import runs
 from .backends import Backend
@@ -54,7 +55,7 @@ def finish(
     placement: Placement,
     executor: Executor,
     max_lag: int,
-    num_entries: list[int] | None = None,
+    num_offers: list[int] | None = None,
     **workers: Any,
 ) -> tuple[dict[str, str], list[StepResult]]:
     engine = Engine(
@@ -68,25 +69,30 @@ def finish(
     with engine:
         for step in engine.run(run.sources, 4):
             steps.append(step)
-            if isinstance(executor, Supervisor) and num_entries is not None:
-                num_entries.append(executor.num_outbox_entries)
+            if isinstance(executor, Supervisor) and num_offers is not None:
+                num_offers.append(executor.num_offers)
         return {role: engine.call(role, "weights_sha256") for role in run.trained}, steps
 
 
+@pytest.mark.parametrize("transport", CHANNELS)
 def test_a_rollout_process_that_dies_loses_nothing_and_adds_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, backend: Backend
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, backend: Backend, transport: Transport
 ) -> None:
-    check_that_nothing_is_lost(tmp_path, caplog, backend, ())
+    check_that_nothing_is_lost(tmp_path, caplog, backend, transport, ())
 
 
 def test_nor_does_one_that_shares_a_device(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spawned: Backend
 ) -> None:
-    check_that_nothing_is_lost(tmp_path, caplog, spawned, (0,))
+    check_that_nothing_is_lost(tmp_path, caplog, spawned, DEFAULT_TRANSPORT, (0,))
 
 
 def check_that_nothing_is_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, backend: Backend, main: tuple[int, ...]
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    backend: Backend,
+    transport: Transport,
+    main: tuple[int, ...],
 ) -> None:
     run = runs.make("grpo")
     here = replace(one_group(run.graph), num_chunks=2)
@@ -97,14 +103,14 @@ def check_that_nothing_is_lost(
     groups = (DeviceGroup("main", devices=main), DeviceGroup("rollout", 2, devices=(0, 1)))
     apart = Placement(groups, nodes, num_chunks=2)
     mortal = MortalSpec(run.workers["actor"], str(tmp_path))
-    executor = backend.executor(transport="point_to_point")
-    num_entries: list[int] = []
-    found, steps = finish(run, apart, executor, max_lag=1, num_entries=num_entries, actor=mortal)
+    executor = backend.executor(transport=transport)
+    num_offers: list[int] = []
+    found, steps = finish(run, apart, executor, max_lag=1, num_offers=num_offers, actor=mortal)
 
     assert found == expected
     assert [step.num_rows for step in steps] == [step.num_rows for step in plain]
-    assert any(num_entries)
-    assert max(num_entries) <= 2  # older snapshots are given up
+    assert any(num_offers)
+    assert max(num_offers) <= 2  # older snapshots are given up
     assert len(list(tmp_path.iterdir())) == 6  # of four steps, two again
     told = [r.getMessage() for r in caplog.records if r.name == "penstock.executor"]
     assert len(told) == 2

@@ -82,7 +82,7 @@ def test_in_one_process_and_in_several_it_ends_with_the_same_weights(backend: Ba
 
 
 def test_groups_give_each_other_the_weights_of_several_roles(spawned: Backend) -> None:
-    """Point to point: main gives two roles by one route, and takes a third from whom it gives."""
+    """Point to point: main sends two roles to a group from which it receives a third."""
     run = runs.make("ppo")
     here, _ = finish(run, one_group(run.graph), InProcess())
     both = split(run, rollout=("actor.generate", "critic.train"), judges=("ref", "reward"))

@@ -27,10 +27,8 @@ def test_a_parameter_counts_when_all_of_it_is_there():
         "cannot use the weights on device 4: parameter 'b' has only 1 of its 2 elements of version "
         "1; version 1 is expected. Transfer version 1 to it, whole"
     )
-    assert held.version is None
     held.wrote("b", ((1, 2),), 1)
     held.check(1)
-    assert held.version == 1
 
 
 def test_overwriting_makes_a_parameter_partial_and_leaves_the_others_stale():

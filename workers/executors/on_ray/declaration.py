@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ....dataflow.runtime.executor import Executor
-from ..executor_kind import ExecutorKind, Transport
+from ...weight_sync.registry import Transport
+from ..executor_kind import ExecutorKind
 
 __all__ = ["RAY"]
 

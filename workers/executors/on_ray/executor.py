@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 
-from ..executor_kind import Transport
+from ...weight_sync.registry import DEFAULT_TRANSPORT, Transport
 from ..process_backend import ProcessBackend
 from ..rank_group import forget_warm
 from ..supervisor import Supervisor
@@ -31,7 +31,7 @@ class RayExecutor(Supervisor):
     """
 
     def __init__(
-        self, num_threads: int | None = None, *, transport: Transport = "object_store"
+        self, num_threads: int | None = None, *, transport: Transport = DEFAULT_TRANSPORT
     ) -> None:
         super().__init__("Ray", _connected, num_threads, transport=transport)
 

@@ -1,0 +1,95 @@
+"""What carries packets of weights from the processes that make them to those that need them.
+
+A sender publishes the packets of one version and goes on. What comes back is an `Offer`: small and
+picklable, it passes through the controller, and with it each receiver obtains its packet, when it
+is ready for it and as often as it needs it. A receiver may still be busy with older weights, or be
+started again. A channel moves packets and judges nothing in them: `unpack` does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .packets import Packet
+
+__all__ = ["ChannelEnd", "Offer", "Receiver", "WeightChannel"]
+
+Receiver = tuple[str, int]
+"""A process that a packet is for: its group, and its number there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Offer:
+    """The packets that a process has published: all that the controller sees of them.
+
+    Attributes:
+        group: Of the process.
+        process: Its number there.
+        number: Of the offer, among those of this process.
+        places: Where each receiver's packet is, in terms of the channel.
+    """
+
+    group: str
+    process: int
+    number: int
+    places: Mapping[Receiver, Any]
+
+    def __str__(self) -> str:
+        return f"the weights of process {self.process} of group '{self.group}'"
+
+
+@dataclass(frozen=True)
+class ChannelEnd:
+    """What a channel may use of the process it is in.
+
+    Attributes:
+        group: Of the process.
+        process: Its number there.
+        host: The address on which it may listen; the other processes can connect to it there.
+        deadline_s: How long a packet may take, from the moment somebody asks for it.
+        put: Stores an object in the executor's object store, and gives a reference to it.
+        get: What a reference stands for; raises if that is not there within `deadline_s`.
+    """
+
+    group: str
+    process: int
+    host: str
+    deadline_s: float
+    put: Callable[[Packet], Any]
+    get: Callable[[Any], Packet]
+
+    @property
+    def name(self) -> Receiver:
+        """As senders name it."""
+        return self.group, self.process
+
+
+class WeightChannel(Protocol):
+    """A process's end of a channel: it can send and receive.
+
+    Whatever happens to the other process, each function ends by the deadline. It must not give a
+    packet other than the one that was published; bytes that are damaged on the way are found by
+    their checksums later.
+    """
+
+    def publish(self, packets: Mapping[Receiver, Packet]) -> Offer:
+        """Have packets ready for their receivers; comes back without waiting for any of them."""
+        ...
+
+    def obtain(self, offer: Offer) -> Packet | None:
+        """The packet that an offer has for this process; None if it has none.
+
+        Raises:
+            WeightsError: If it cannot be had by the deadline; says of whom, and why.
+        """
+        ...
+
+    def forget(self, number: int) -> None:
+        """Nobody will ask for the packets of this process's offer again."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """End what the channel keeps running in this process, within about `timeout_s` seconds."""
+        ...

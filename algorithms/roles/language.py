@@ -320,7 +320,7 @@ class Policy(Role):
         Args:
             leader: The role whose weights are read, as they are at this line of the step.
             share: How far, above 0: 1 copies them.
-            every: Only in every so many steps, the first of the run included.
+            every: Only in steps whose number it divides, the first of a run included.
 
         Its metric:
 

@@ -129,7 +129,7 @@ class QNetwork(Actor):
         Args:
             leader: The role whose weights are read, as they are at this line of the step.
             share: How far: 1 copies them, less is a running mean.
-            every: Only in every so many calls, the first of them included.
+            every: Only in steps whose number it divides, the first of a run included.
 
         Its metric:
 

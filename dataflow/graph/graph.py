@@ -123,11 +123,7 @@ class Graph:
 
         A role that only follows another is trained too, since its weights have versions.
         """
-        return frozenset(
-            node.role
-            for node in self.nodes
-            if node.kind is NodeKind.TRAIN and node.role and "loss" in dict(node.arguments)
-        )
+        return frozenset(node.role for node in self.nodes if node.role and node.learns)
 
     def consumers(self, name: str) -> tuple[str, ...]:
         """Names of the nodes that read any output of `name`, in program order."""

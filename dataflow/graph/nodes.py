@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import Where
 from ..kinds import NodeKind, WeightRead
 from .axes import Spec
-from .role import Scope
+from .role import Loss, Scope
 
 __all__ = [
     "Argument",
@@ -115,6 +115,20 @@ class Node:
     def inputs(self) -> tuple[tuple[str, Ref], ...]:
         """Every column read, as (path, producer): `("batch.advantage", Ref(...))`."""
         return tuple(_references(self.arguments))
+
+    @property
+    def learns(self) -> bool:
+        """Whether it trains by a loss; a train call without one moves weights in another way."""
+        return any(
+            isinstance(argument, Constant) and isinstance(argument.value, Loss)
+            for _, argument in self.arguments
+        )
+
+    @property
+    def leader(self) -> str | None:
+        """The role whose weights it moves its own role's towards; None if it does no such thing."""
+        given = dict(self.arguments).get("leader")
+        return given.role if isinstance(given, RoleRef) else None
 
     def output(self, column: str) -> OutputColumn:
         """The output of that name; KeyError if there is none."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from ...algorithms.roles import Policy
 from ...configs.schema import (
     EvaluationConfig,
     ExecutorConfig,
@@ -24,13 +23,12 @@ from ...configs.schema import (
 )
 from ...configs.validate import validated
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.graph import Constant
 from ...dataflow.scheduler.schedule import Schedule
 from ...workers.data.task import TaskSpec
 from .data import task_spec_of
 from .engines import Engines, engines_of
 from .env_specs import refuse_other_value_loss
-from .record import Recorded, load_step, recorded, step_cfg
+from .record import Recorded, check_followers, load_step, recorded, step_cfg
 
 __all__ = [
     "AUTO",
@@ -121,7 +119,7 @@ def resolve(config: RunConfig) -> Resolved:
     stages = recorded(config.algorithm, config.seed)
     for stage in stages:
         refuse_other_value_loss(stage.graph, config.model.architecture)
-        _refuse_coarse_averages(stage, config.model)
+        check_followers(stage, config.model.dtype)
     return Resolved(
         stages=stages,
         engines=engines_of(config.engine, config.rollout, config.algorithm),
@@ -138,21 +136,6 @@ def resolve(config: RunConfig) -> Resolved:
         checkpoint_every=config.checkpoint_every,
         keep_checkpoints=config.keep_checkpoints,
     )
-
-
-def _refuse_coarse_averages(stage: Recorded, model: ModelConfig) -> None:
-    """Refuse a moving average of weights that cannot hold its small changes."""
-    for node in stage.graph.nodes:
-        if node.method != "follow" or not issubclass(stage.graph.roles[node.role or ""], Policy):
-            continue
-        share = dict(node.arguments).get("share")
-        if model.dtype != "float32" and isinstance(share, Constant) and share.value < 1:
-            raise ConfigError(
-                f"'model.dtype' is '{model.dtype}', but '{node.name}' averages weights "
-                f"(share={share.value}, {node.where.short}), and 16 bits hold no change smaller "
-                "than 1/256 of a weight\n"
-                "    set model.dtype=float32, or let it copy now and then: share=1.0, every=N"
-            )
 
 
 def resolved(composed: Mapping[str, Any]) -> Resolved:

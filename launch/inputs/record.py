@@ -17,11 +17,11 @@ from ...configs.schema import AlgorithmConfig
 from ...configs.validate import validated
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.check import hints_of
-from ...dataflow.graph.graph import Graph
+from ...dataflow.graph.graph import Constant, Graph
 from ...dataflow.graph.role import Role
 from ...dataflow.graph.tracer import build
 
-__all__ = ["Recorded", "load_step", "record", "recorded", "step_cfg"]
+__all__ = ["Recorded", "check_followers", "load_step", "record", "recorded", "step_cfg"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,35 @@ def record(algorithm: AlgorithmConfig, at: str) -> Graph:
     step = load_step(algorithm.step, f"{at}.step")
     constants = step_cfg(step, algorithm.cfg, f"{at}.cfg")
     return build(step, name=step.__name__.removesuffix("_step") or step.__name__, **constants)
+
+
+def check_followers(stage: Recorded, dtype: str) -> None:
+    """Refuse calls that could not move one role's weights towards another's.
+
+    Args:
+        stage: The algorithm.
+        dtype: Of the run's model, which a language model's weights have.
+
+    Raises:
+        ConfigError: If a share or an interval is out of range, or weights are to be averaged that
+            cannot hold small changes.
+    """
+    for node in stage.graph.nodes:
+        if node.leader is None:
+            continue
+        given = {n: a.value for n, a in node.arguments if isinstance(a, Constant)}
+        share, every = given.get("share", 1.0), given.get("every", 1)
+        at = f"{node.where}\nnode '{node.name}'"
+        if not 0 < share <= 1:
+            raise ConfigError(f"{at} follows with share={share}; expected above 0, at most 1")
+        if not (isinstance(every, int) and every >= 1):
+            raise ConfigError(f"{at} follows with every={every}; expected a whole number of steps")
+        if share < 1 and dtype != "float32":
+            raise ConfigError(
+                f"{at} averages weights (share={share}), but 'model.dtype' is '{dtype}', and 16 "
+                "bits hold no change smaller than 1/256 of a weight\n"
+                "    set model.dtype=float32, or let it copy now and then: share=1.0, every=N"
+            )
 
 
 def load_step(reference: str, at: str) -> Callable[..., Any]:

@@ -56,7 +56,7 @@ class RolePlan:
         start: `MODEL`, the name of an earlier stage, a folder, or "" for a worker without weights,
             or with random ones of its own seed.
         config: What was configured for the role.
-        trained: Whether the step trains it.
+        trained: Whether the step trains it by a loss, so that it needs an optimizer.
         contract: What it fulfils, by which the role of an earlier stage is found to start from.
         start_mean: Starts and their shares, the first of them `start`, whose weights' mean the role
             starts from; empty for `start` alone.
@@ -141,7 +141,7 @@ def _role(model: ModelConfig, algorithm: Recorded, role: str, earlier: list[Stag
     at, graph = f"{algorithm.at}.roles.{role}", algorithm.graph
     given = algorithm.config.roles.get(role, RoleConfig())
     contract = graph.roles[role]
-    trained = role in graph.trains_per_step
+    trained = role in graph.learning_roles
     worker = given.worker or _default_worker(contract, earlier, given)
     if worker is None:
         raise ConfigError(
@@ -150,7 +150,7 @@ def _role(model: ModelConfig, algorithm: Recorded, role: str, earlier: list[Stag
             "or its spec"
         )
     for key in ("optimizer", "frozen"):
-        if getattr(given, key) and role not in graph.learning_roles:
+        if getattr(given, key) and not trained:
             learning = [name for name in graph.roles if name in graph.learning_roles]
             raise ConfigError(
                 f"'{at}.{key}' is set, but {graph.name} does not train '{role}' with a loss\n"
@@ -292,7 +292,7 @@ def _env_start(
         )
     if worker not in NETWORKS:
         return ""
-    learning = {node.role or "" for node in graph.nodes if node.method == "train"}
+    learning = graph.learning_roles
     alike = [name for name in graph.roles if graph.roles[name] is graph.roles[role]]
     leaders = [] if role in learning else [name for name in alike if name in learning]
     starts = [algorithm.roles[name].start for name in (role, *leaders) if name in algorithm.roles]

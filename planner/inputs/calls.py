@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...dataflow.errors import PlanError
-from ...dataflow.graph.graph import Constant, Graph, Node, NodeKind, RoleRef
+from ...dataflow.graph.graph import Constant, Graph, Node, NodeKind
 from .model_shape import Head, ModelShape
 from .workload import Lengths, Workload
 
@@ -93,7 +93,8 @@ def calls_of(
         models: Role -> shape; None for a role without a model, such as a rule.
 
     Raises:
-        PlanError: If a role of the graph is missing or one is named that the graph does not have.
+        PlanError: If a role of the graph is missing or one is named that the graph does not have,
+            or one follows another that has another model.
     """
     unknown = sorted(models.keys() - graph.roles.keys())
     missing = [role for role in graph.roles if role not in models]
@@ -144,17 +145,21 @@ def _call(
 
 def _follows(node: Node) -> bool:
     """Whether it makes a role's next weights without learning."""
-    return node.kind is NodeKind.TRAIN and "loss" not in dict(node.arguments)
+    return node.kind is NodeKind.TRAIN and not node.learns
 
 
 def _leaders(graph: Graph, models: Mapping[str, ModelShape | None]) -> dict[str, str]:
     """Role -> the role with a model that it follows, at the end of a chain of them."""
-    found = {
-        node.role or "": argument.role
-        for node in graph.nodes
-        for _, argument in node.arguments
-        if _follows(node) and isinstance(argument, RoleRef) and models.get(argument.role)
-    }
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.role is None or node.leader is None or models.get(node.leader) is None:
+            continue
+        if models.get(node.role) not in (None, models[node.leader]):
+            raise PlanError(
+                f"'{node.name}': '{node.role}' follows '{node.leader}' with another model, whose "
+                "weights it cannot take; give both the same one"
+            )
+        found[node.role] = node.leader
     for role in found:
         for _ in found:  # roles that follow each other have no end
             found[role] = found.get(found[role], found[role])

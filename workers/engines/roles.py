@@ -29,7 +29,6 @@ from ...algorithms.roles.language import (
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Loss, Metric, add_metrics
 from ...dataflow.option_checks import check_range
-from ...dataflow.runtime.call_context import call_key
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.heads import Head
 from ..models.spec import ModelSpec
@@ -40,6 +39,7 @@ from ..training.network import LanguageNetwork
 from ..training.optimizer import OptimizerSpec
 from ..training.stored_pieces import gather_weights
 from ..training.trainer import Forward
+from .registry import rollouts
 
 __all__ = [
     "LanguageWorker",
@@ -159,9 +159,10 @@ class PolicyWorker(LanguageWorker, Policy):
             ConfigError: If the engine does not generate.
         """
         if self._generator is None:
+            others = " or ".join(f"rollout={name}" for name in rollouts())
             raise ConfigError(
                 f"'{self.context.role}' is trained by {self.network.engine}, which does not "
-                "generate; give it a rollout engine (rollout=vllm or rollout=torch)"
+                f"generate; give it a rollout engine: {others}"
             )
         return sample(self._generator, self.context, prompt, prompt_id, sampling, self.metrics)
 
@@ -189,17 +190,6 @@ class PolicyWorker(LanguageWorker, Policy):
             return self._output(rows.tokens, rows.mask, temperature, needs_entropy=needs_entropy)
 
         return self._train(forward, loss, batch, epochs, num_minibatches, self._mismatch)
-
-    def follow(self, leader: Policy, *, share: float = 1.0, every: int = 1) -> TrainMetrics:
-        """See `Policy.follow`.
-
-        Raises:
-            ConfigError: If the leader is of another model or layout, or share is out of range.
-        """
-        due = call_key(self.context.role, "follow").step % every == 0
-        if due:
-            self.move_towards(leader, share)
-        return TrainMetrics({"followed": Metric.mean(float(due), 1.0)})
 
     def _output(
         self, tokens: Tensor, mask: Tensor, temperature: float, *, needs_entropy: bool = False

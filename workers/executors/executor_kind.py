@@ -57,6 +57,6 @@ class ExecutorKind:
         if not self.is_installed:
             raise ConfigError(
                 f"executor={self.name} needs the package {self.package}, which is not installed\n"
-                f"    install penstock[{self.package}], or set executor=in_process"
+                f"    pip install 'penstock-rl[{self.package}]', or set executor=in_process"
             )
         return self.create(num_threads, transport)

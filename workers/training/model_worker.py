@@ -104,36 +104,6 @@ class ModelWorker:
         fill_weights(self._network, WholeTensors(weights))
         self.weights_changed()
 
-    def move_towards(self, leader: object, share: float) -> None:
-        """Move weights in place to `w + share * (leader - w)`; nothing is sent anywhere.
-
-        Args:
-            leader: A worker in this process with the same model in the same layout.
-            share: How far, in (0, 1].
-
-        Raises:
-            ConfigError: If it cannot be; nothing has been changed then.
-        """
-        role = self.context.role
-        if not 0 < share <= 1:
-            raise ConfigError(f"role '{role}' follows with share={share}; expected in (0, 1]")
-        if not isinstance(leader, ModelWorker) or leader.weights_layout() != self.weights_layout():
-            raise ConfigError(
-                f"role '{role}' is to follow a model that is not the same in the same layout here\n"
-                "    give both roles one model, and put them on one group with one engine"
-            )
-        tensors, others = self.local_tensors(), leader.local_tensors()
-        if share < 1 and any(tensor.dtype != torch.float32 for tensor in tensors.values()):
-            raise ConfigError(
-                f"role '{role}' follows with share={share}, and its weights have 16 bits, which "
-                "cannot hold a change smaller than 1/256 of a weight\n"
-                "    set model.dtype=float32, or copy now and then: share=1.0, every=N"
-            )
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.lerp_(others[name], share)
-        self.weights_changed()
-
     def weights_sha256(self) -> str:
         """Hash of names, dtypes, shapes and bytes of what `export_weights` gives."""
         return tensors_sha256(self.export_weights())
@@ -228,6 +198,46 @@ class ModelWorker:
             kept.restore()
 
     # --- calls
+
+    def follow(self, leader: object, *, share: float = 1.0, every: int = 1) -> TrainMetrics:
+        """Move the weights to `w + share * (leader - w)` in place; nothing is sent anywhere.
+
+        Args:
+            leader: A worker in this process with the same model in the same layout.
+            share: How far, in (0, 1]; 1 copies.
+            every: Only in steps whose number it divides.
+
+        Raises:
+            ConfigError: If it cannot be; nothing has been changed then.
+        """
+        role = self.context.role
+        if not 0 < share <= 1:
+            raise ConfigError(f"role '{role}' follows with share={share}; expected in (0, 1]")
+        if every < 1:
+            raise ConfigError(f"role '{role}' follows with every={every}; expected at least 1")
+        due = call_key(role, "follow").step % every == 0
+        if due:
+            self._move_towards(leader, share)
+        return TrainMetrics({"followed": Metric.mean(float(due), 1.0)})
+
+    def _move_towards(self, leader: object, share: float) -> None:
+        role = self.context.role
+        if not isinstance(leader, ModelWorker) or leader.weights_layout() != self.weights_layout():
+            raise ConfigError(
+                f"role '{role}' is to follow a model that is not the same in the same layout here\n"
+                "    give both roles one model, and put them on one group with one engine"
+            )
+        tensors, others = self.local_tensors(), leader.local_tensors()
+        if share < 1 and any(tensor.dtype != torch.float32 for tensor in tensors.values()):
+            raise ConfigError(
+                f"role '{role}' follows with share={share}, and its weights have 16 bits, which "
+                "cannot hold a change smaller than 1/256 of a weight\n"
+                "    set model.dtype=float32, or copy now and then: share=1.0, every=N"
+            )
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(others[name] if share == 1 else tensor.lerp(others[name], share))
+        self.weights_changed()
 
     def _train(
         self,

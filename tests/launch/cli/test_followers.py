@@ -64,9 +64,22 @@ def finished(penstock: Penstock, folder: Path, *words: str) -> tuple[Path, dict[
     return run, json.loads((run / "summary.json").read_text())
 
 
-def test_a_resumed_run_goes_on_with_the_average_and_only_the_actor_counts_as_trained(
-    penstock: Penstock, tmp_path: Path
+@pytest.mark.parametrize("word", ["algorithm.cfg.share=3.0", "algorithm.cfg.share=0"])
+def test_a_share_out_of_range_is_refused_before_anything_is_built(
+    penstock: Penstock, tmp_path: Path, word: str
 ) -> None:
+    (tmp_path / "average.py").write_text(STEP)
+    said = penstock(*SMALL, word)
+    assert said.code == 2
+    assert said.err == (
+        "penstock: average.py:26\n    return actor.train(cfg.kl_loss(), batch), "
+        "ref.follow(actor, share=cfg.share)\n"
+        f"node 'ref.follow' follows with share={float(word.split('=')[1])}; expected above 0, at "
+        "most 1\n"
+    )
+
+
+def test_a_resumed_run_goes_on_with_the_average(penstock: Penstock, tmp_path: Path) -> None:
     _, whole = finished(penstock, tmp_path / "whole", "algorithm.num_steps=4")
     run, half = finished(penstock, tmp_path / "half", "algorithm.num_steps=2")
     assert half["weights_sha256"] != whole["weights_sha256"]
@@ -90,12 +103,16 @@ def test_one_step_moves_the_reference_its_share_of_the_way(
     assert not (some / "models" / "reward").exists()
 
 
-def test_an_optimizer_for_it_is_refused(penstock: Penstock, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "word", ["algorithm.roles.ref.frozen=[lm_head.*]", "algorithm.roles.ref.optimizer.lr=0.1"]
+)
+def test_an_optimizer_for_it_is_refused(penstock: Penstock, tmp_path: Path, word: str) -> None:
     (tmp_path / "average.py").write_text(STEP)
-    said = penstock(*SMALL, "algorithm.roles.ref.frozen=[model.embed_tokens.weight]")
+    said = penstock(*SMALL, word)
     assert said.code == 2
+    key = word.split("=")[0].removesuffix(".lr")
     assert said.err == (
-        "penstock: 'algorithm.roles.ref.frozen' is set, but average does not train 'ref' with a "
+        f"penstock: '{key}' is set, but average does not train 'ref' with a "
         "loss\n    leave it out; roles with a loss are: actor\n"
     )
 
@@ -108,8 +125,10 @@ def test_an_average_of_16_bits_is_refused_before_anything_is_built(
     said = penstock(command, *SMALL[1:], "model.dtype=bfloat16")
     assert said.code == 2
     assert said.err == (
-        "penstock: 'model.dtype' is 'bfloat16', but 'ref.follow' averages weights (share=0.25, "
-        "average.py:26), and 16 bits hold no change smaller than 1/256 of a weight\n"
+        "penstock: average.py:26\n    return actor.train(cfg.kl_loss(), batch), "
+        "ref.follow(actor, share=cfg.share)\n"
+        "node 'ref.follow' averages weights (share=0.25), but 'model.dtype' is 'bfloat16', and 16 "
+        "bits hold no change smaller than 1/256 of a weight\n"
         "    set model.dtype=float32, or let it copy now and then: share=1.0, every=N\n"
     )
 

@@ -96,8 +96,8 @@ def test_split_groups_place_warm_ups_on_the_groups_they_use() -> None:
         ),
         (
             ["algorithm=ppo", "algorithm.roles.ref.optimizer.lr=0.1"],
-            "'algorithm.roles.ref.optimizer' is set, but ppo does not train 'ref'\n"
-            "    leave it out; trained roles are: actor, critic",
+            "'algorithm.roles.ref.optimizer' is set, but ppo does not train 'ref' with a loss\n"
+            "    leave it out; roles with a loss are: actor, critic",
         ),
         (
             ["algorithm.roles.actr.start=sft"],

@@ -16,7 +16,7 @@ from penstock.algorithms.roles import (
     Sampling,
     TrainMetrics,
 )
-from penstock.dataflow import build
+from penstock.dataflow import PlanError, build
 from penstock.planner.cost.constants import GPU_DEFAULTS
 from penstock.planner.inputs.calls import Call, calls_of
 from penstock.planner.inputs.model_shape import ModelShape
@@ -60,7 +60,7 @@ def test_it_is_trained_but_does_not_learn() -> None:
     assert GRAPH.learning_roles == {"actor"}
 
 
-def test_it_is_one_unit_with_what_it_follows_and_its_moves_cost_nothing() -> None:
+def test_it_is_one_call_group_with_what_it_follows_and_its_moves_cost_nothing() -> None:
     calls = {call.name: call for call in calls_of(GRAPH, WORKLOAD, MODELS)}
     assert list(calls) == ["actor.generate", "ref.logprob", "actor.train"]
     assert {name: call.call_group for name, call in calls.items()} == {
@@ -71,9 +71,18 @@ def test_it_is_one_unit_with_what_it_follows_and_its_moves_cost_nothing() -> Non
     assert not calls["ref.logprob"].trained
 
 
-def test_without_a_model_to_follow_it_is_a_unit_of_its_own() -> None:
+def test_without_a_model_to_follow_it_is_a_call_group_of_its_own() -> None:
     calls = calls_of(GRAPH, WORKLOAD, {**MODELS, "actor": None})
     assert [(call.name, call.call_group) for call in calls] == [("ref.logprob", "ref")]
+
+
+def test_a_leader_with_another_model_is_refused() -> None:
+    with pytest.raises(PlanError) as refused:
+        calls_of(GRAPH, WORKLOAD, {**MODELS, "actor": llama(7)})
+    assert str(refused.value) == (
+        "'ref.follow': 'ref' follows 'actor' with another model, whose weights it cannot take; "
+        "give both the same one"
+    )
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -50,5 +50,5 @@ def test_a_package_that_is_missing_is_named() -> None:
         kind.make(None, DEFAULT_TRANSPORT)
     assert str(caught.value) == (
         "executor=slurm needs the package no_such_package, which is not installed\n"
-        "    install penstock[no_such_package], or set executor=in_process"
+        "    pip install 'penstock-rl[no_such_package]', or set executor=in_process"
     )

@@ -57,6 +57,14 @@ def test_a_share_that_is_none_is_refused(share: float) -> None:
     assert str(refused.value) == f"role 'actor' follows with share={share}; expected in (0, 1]"
 
 
+@pytest.mark.parametrize("every", [0, -2])
+def test_an_interval_that_is_none_is_refused(every: int) -> None:
+    follower, leader = pair()
+    with pytest.raises(ConfigError) as refused:
+        follower.follow(leader, every=every)
+    assert str(refused.value) == f"role 'actor' follows with every={every}; expected at least 1"
+
+
 def test_a_leader_of_another_kind_is_refused_and_nothing_moves() -> None:
     follower, _ = pair()
     before = follower.weights_sha256()

@@ -126,18 +126,14 @@ def inherit_weights(
     worker: ModelWorker,
     other: object,
     *,
-    share: float = 1.0,
     mutation: float = 0.0,
     random: np.random.Generator | None = None,
 ) -> None:
-    """Move weights towards another worker's.
-
-    To `w + share * (other - w)`, which is its own for share 1, times `1 + mutation * noise`.
+    """Take another worker's weights, each times `1 + mutation * noise`.
 
     Args:
         worker: The one whose weights are moved.
         other: A worker of the same kind of network.
-        share: How far they are moved, from 0 to 1.
         mutation: Deviation of the noise.
         random: Where it comes from; needed if there is a mutation.
 
@@ -151,9 +147,6 @@ def inherit_weights(
             "which has none; it needs export_weights"
         )
     taken = dict(other.export_weights())
-    own = worker.export_weights()
-    if share < 1 and own.keys() == taken.keys():
-        taken = {name: torch.lerp(own[name], taken[name], share) for name in own}
     if mutation and random is not None:
         for name, weight in taken.items():
             noise = torch.from_numpy(random.standard_normal(tuple(weight.shape)))

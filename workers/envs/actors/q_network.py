@@ -21,7 +21,6 @@ from ....algorithms.roles.replay import QNetwork
 from ....dataflow.errors import ConfigError
 from ....dataflow.graph.role import Loss, Metric
 from ....dataflow.option_checks import check_range
-from ....dataflow.runtime.call_context import call_key
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...training.data_parallel import rank_group
 from ...training.microbatch import columns
@@ -29,7 +28,7 @@ from ...training.model_worker import ModelWorker
 from ...training.optimizer import OptimizerSpec
 from ...training.whole_network import WholeNetwork
 from ..spec import EnvSpec
-from .network_weights import inherit_weights, load_network, save_network
+from .network_weights import load_network, save_network
 from .numpy_actor import NumpyActor, OnHost
 from .perceptron import (
     PerceptronSpec,
@@ -189,13 +188,6 @@ class TorchQNetwork(ModelWorker, QNetwork):
             return True
         count = mask.sum().double().to(self.device)
         return bool(rank_group(self.context, self.device).sum_(count) > 0)
-
-    def follow(self, leader: QNetwork, *, share: float = 1.0, every: int = 1) -> TrainMetrics:
-        """See `QNetwork.follow`."""
-        due = call_key(self.context.role, "follow").step % every == 0
-        if due:
-            inherit_weights(self, leader, share=share)
-        return TrainMetrics({"followed": Metric.mean(float(due), 1.0)})
 
     def save_pretrained(self, folder: Path) -> None:
         """Write `config.json` and `model.safetensors` (only rank 0 does)."""

@@ -127,7 +127,11 @@ class TokenPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedPolicyLoss(TokenPolicyLoss):
-    """The clipped policy-gradient loss, minus an entropy bonus; see `clipped_policy_loss`."""
+    """The clipped policy-gradient loss, minus an entropy bonus; see `clipped_policy_loss`.
+
+    Per token `max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high))`, where r is the probability ratio
+    of the policy to what sampled the token (Schulman et al. 2017, equation 7).
+    """
 
     eps_low: float = 0.2
     """How far the probability ratio may fall below 1 before the update stops."""

@@ -44,6 +44,8 @@ __all__ = ["BradleyTerryLoss", "CostModelLoss", "DPOLoss", "KTOLoss", "MarginLos
 class DPOLoss(Loss[ReferencePairBatch, PolicyOutput]):
     """Direct preference optimization and its kin, averaged over pairs; see `dpo_loss`.
 
+    By default `-log sigmoid(beta h)`, where h is the chosen response's log-ratio of policy to
+    reference less the rejected one's (Rafailov et al. 2023, equation 7).
     A pair without trained tokens counts for nothing.
     """
 

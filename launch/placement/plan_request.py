@@ -35,7 +35,7 @@ SECTIONS = ("cluster", "workload", "plan")
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A question to the planner.
+    """What the planner is asked.
 
     Attributes:
         graph: The recorded step.
@@ -95,7 +95,7 @@ class PlanRequest:
 
 
 def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanRequest:
-    """The question that a composition of `configs/plan.yaml` asks, less its outputs.
+    """The request that a composition of `configs/plan.yaml` asks, less its outputs.
 
     Args:
         composed: As Hydra composed it.

@@ -51,7 +51,7 @@ class _Ended(Exception):
 
 
 class _Timed(Actor):
-    """Passes questions on, and adds up how long the answers took, and everything between them.
+    """Passes requests for actions on, and adds up how long the answers took, and everything between them.
 
     A thread that never waits of its own accord computes all the time. Its clock may say otherwise
     on a machine that is busy with other things, so that is not asked.
@@ -103,7 +103,7 @@ def _num_waits() -> float:
 
 @dataclass
 class _Slot(Actor):
-    """One thread's place: passes questions on, and notes since when it steps.
+    """One thread's place: passes requests on, and notes since when it steps.
 
     Attributes:
         actor: The actor that answers.

@@ -140,9 +140,12 @@ def test_the_time_that_the_receiver_of_the_steps_needs_does_not_count() -> None:
         schedule=Schedule(max_lag=1, deadline_s=0.5),
         executor=SideBySide(),
     ) as engine:
+        found: list[int] = []
         for step in engine.run(SOURCES, 3):
+            found.append(step.step)
             if step.step == 0:
                 time.sleep(1)
+    assert found == [0, 1, 2]
 
 
 # --- what is left afterwards

@@ -1,4 +1,4 @@
-"""A vLLM engine that has served its run, kept for the next run in the same process.
+"""A vLLM engine that has served its run, cached for the next run in the same process.
 
 Starting one takes seconds to minutes, most of it importing vLLM and building kernels; giving one
 other weights takes as long as reading them.
@@ -20,7 +20,7 @@ __all__ = ["engine_key", "keep", "take"]
 _WHERE_FROM = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 """What a config says of its file rather than of the model."""
 
-_kept: dict[str, VllmEngine] = {}
+_cached: dict[str, VllmEngine] = {}
 """At most one, as a process can have."""
 
 
@@ -38,28 +38,28 @@ def engine_key(config: Any, options: EngineOptions, tokenizer: TokenizerSpec | N
 
 
 def keep(key: str, engine: VllmEngine) -> None:
-    """Put an engine by, asleep, until one like it is asked for or another is started."""
+    """Cache an engine, asleep, until one like it is asked for or another is started."""
     engine.sleep()
-    _kept[key] = engine
+    _cached[key] = engine
 
 
 def take(key: str) -> VllmEngine | None:
-    """The engine that was kept under this key, awake, with the weights it had; None if none was.
+    """The engine that is cached under this key, awake, with the weights it had; None if none is.
 
-    One that was kept under another key is closed: a process has one engine.
+    One that is cached under another key is closed: a process has one engine.
 
     Raises:
         RuntimeError: If that one is shared with other processes.
     """
-    engine = _kept.pop(key, None)
-    if _kept and torch.distributed.is_initialized():
+    engine = _cached.pop(key, None)
+    if _cached and torch.distributed.is_initialized():
         # It would end torch.distributed with it, and so the next engine's way to its peers.
         raise RuntimeError(
             "processes that share a vLLM engine were kept for a model that has changed since; end "
             "them with shutdown_ray() and start again"
         )
-    while _kept:
-        _kept.popitem()[1].close()
+    while _cached:
+        _cached.popitem()[1].close()
     if engine is not None:
         engine.wake()
     return engine

@@ -1,7 +1,8 @@
 """Group relative policy optimization: a sample is as good as it beats its group; no critic.
 
 Shao et al., "DeepSeekMath", 2024, section 4, without the KL term: `reference_grpo` adds it, and the
-reference model it needs. What is clipped, and by which formula, says `ClippedPolicyLoss`. Dr. GRPO is `divide_by_std=False` with the aggregation "constant".
+reference model it needs. What is clipped, and by which formula, says `ClippedPolicyLoss`. Dr. GRPO
+is `divide_by_std=False` with the aggregation "constant".
 """
 
 from __future__ import annotations

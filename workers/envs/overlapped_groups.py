@@ -51,7 +51,7 @@ class _Ended(Exception):
 
 
 class _Timed(Actor):
-    """Passes requests for actions on, and adds up how long the answers took, and everything between them.
+    """Passes requests on, and adds up how long the answers took, and everything between them.
 
     A thread that never waits of its own accord computes all the time. Its clock may say otherwise
     on a machine that is busy with other things, so that is not asked.

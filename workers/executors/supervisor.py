@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import torch
 from ...dataflow.errors import ConfigError, PenstockError, StateError, WorkerError
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.device_sharing import DeviceSharing, needs_device
-from ...dataflow.runtime.executor import Completion, Program, groups_of, servers_of
+from ...dataflow.runtime.executor import Completion, Program, Restart, groups_of, servers_of
 from ...dataflow.runtime.messages import CallWork, Handle, ImportSlicesWork, ImportWork, Part, Work
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..weight_sync.channel import Offer
@@ -250,15 +251,15 @@ class Supervisor:
     def _num_chunks(self, job: _Job) -> int:
         return self._programs[job.program].placement.num_chunks
 
-    def wait(self, timeout_s: float) -> Sequence[Completion]:
+    def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
         """See `Executor.wait`."""
         if not self._pending:
             return []
         ready = self._here.backend.watch(list(self._pending), timeout_s)
-        completions = [self._completion(answer) for answer in ready]
-        return [completion for completion in completions if completion is not None]
+        answers = [self._answer(ref) for ref in ready]
+        return [answer for answer in answers if answer is not None]
 
-    def _completion(self, ref: Ref) -> Completion | None:
+    def _answer(self, ref: Ref) -> Completion | Restart | None:
         """What a rank answers: once all its processes have, or as soon as one of them fails."""
         if ref not in self._pending:
             return None  # Its group was started again meanwhile.
@@ -292,7 +293,7 @@ class Supervisor:
         forget.atexit = False
         self._offers[key] = forget
 
-    def _died(self, job: _Job, said: str) -> Completion | None:
+    def _died(self, job: _Job, said: str) -> Completion | Restart | None:
         """Start the group again if that can be done, and have it do again what it owes."""
         group = self._groups[job.group]
         if job.group not in self._restartable or group.num_starts > _MOST_RESTARTS:
@@ -301,8 +302,8 @@ class Supervisor:
         owed = list({id(a): a for a, _ in self._pending.values() if a.group == job.group}.values())
         owed = sorted([*(a for a in owed if a is not job), job], key=lambda a: a.ticket)
         self._pending = {r: p for r, p in self._pending.items() if p[0].group != job.group}
+        since_s, here = time.monotonic(), self._here
         group.kill()
-        here = self._here
         try:
             self._wait_asleep(job.group)
             start_groups([group], here.devices, here.hosted, here.seed, self._start_s)
@@ -314,7 +315,7 @@ class Supervisor:
             again.processes.clear()
             again.answers.clear()
             self._send(again)
-        return None
+        return Restart(job.group, time.monotonic() - since_s)
 
     def _wait_asleep(self, group: str) -> None:
         """Until the devices of a group that is started again are its own."""

@@ -11,6 +11,7 @@ warm, and which snapshots of weights can be forgotten.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import time
@@ -159,6 +160,7 @@ class Supervisor:
         self._programs: Mapping[str, Program] = {}
         self._groups: dict[str, RankGroup] = {}
         self._sharing = DeviceSharing(())
+        self._asleep: dict[str, list[Ref]] = {}
         self._restartable: set[str] = set()
         self._loaded: dict[tuple[str, int, str], _Job] = {}
         self._pending: dict[Ref, tuple[_Job, int]] = {}
@@ -214,21 +216,23 @@ class Supervisor:
         """Ask every process of the rank. See `Executor.submit`."""
         self._send(_Job(ticket, program, group, rank, work, set()))
 
-    def _hand_off(self, group: str, *, awake: bool = False) -> list[Ref]:
+    def _hand_off(self, group: str, *, awake: bool = False) -> None:
         """Give a group its devices before its next work; comes back at once.
 
         Args:
             group: Whose turn it is.
-            awake: Whether its processes are awake already, because they were started just now.
-
-        Returns:
-            What its processes wait for: the groups that give the devices up.
+            awake: Whether its processes need not be woken, because they are about to be started.
         """
         change = self._sharing.hand_off(group)
-        asleep = [call for name in change.sleep for call in self._groups[name].call_all("sleep")]
+        for name in change.sleep:
+            self._asleep[name] = self._groups[name].call_all("sleep")
         if change.wake is not None and not awake:
-            self._groups[change.wake].call_all("wake", asleep)
-        return asleep
+            self._groups[change.wake].call_all("wake", self._given_up(group))
+
+    def _given_up(self, group: str) -> list[Ref]:
+        """The last calls of `sleep` of all who share a group's devices: what it must wait for."""
+        others = sorted(self._sharing.others(group))
+        return [call for name in others for call in self._asleep.get(name, ())]
 
     def _send(self, job: _Job) -> None:
         if needs_device(job.work):
@@ -319,8 +323,12 @@ class Supervisor:
 
     def _wait_asleep(self, group: str) -> None:
         """Until the devices of a group that is started again are its own."""
+        self._hand_off(group, awake=True)
+        end_s = time.monotonic() + self._start_s
         try:
-            self._here.backend.get(self._hand_off(group, awake=True), self._start_s)
+            for call in self._given_up(group):
+                with contextlib.suppress(ProcessDied):  # The dead hold nothing.
+                    self._here.backend.get([call], max(end_s - time.monotonic(), 0.001))
         except BackendError as error:
             raise WorkerError(f"its devices were not given up: {error}") from error
 
@@ -340,6 +348,7 @@ class Supervisor:
         is_idle = not self._pending
         self._pending.clear()
         self._loaded.clear()
+        self._asleep.clear()
         groups, self._groups = self._groups, {}
         warm = [group for group in groups.values() if is_idle and self._may_stay_warm(group)]
         ending = [*(group for group in groups.values() if group not in warm), *keep_warm(warm)]

@@ -61,6 +61,10 @@ class DeviceSharing:
         """Whether a group shares devices, so that it sleeps while another has them."""
         return group in self._sharing
 
+    def others(self, group: str) -> frozenset[str]:
+        """The groups that have some of its devices."""
+        return self._sharing.get(group, frozenset())
+
     def hand_off(self, group: str) -> HandOff:
         """Give a group its devices; says what is to be done for it."""
         if not self.shares(group) or group in self._awake:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..errors import PenstockError, StateError, WorkerError, raised_at
 from ..scheduler.events import Task
-from .executor import Completion, Executor
+from .executor import Completion, Executor, Restart
 from .messages import Work
 
 __all__ = ["Dispatcher", "Submission", "describe"]
@@ -47,12 +47,17 @@ class Dispatcher:
 
     One run at a time may have tasks out. `perform_now` may be called whenever the caller has the
     control, between runs and during one: what the run had out is kept for it.
+
+    Attributes:
+        waited_s: The clock of the run that is open: how long `wait` has waited for workers to do
+            their work. What starting a group again takes is not counted.
     """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._out: dict[int, Submission] = {}
-        self._finished: list[Submission] = []
+        self._answers: list[Submission | Restart] = []
+        self.waited_s = 0.0
         self._last_ticket = 0
         self._run: str | None = None
         self._closed = False
@@ -71,12 +76,12 @@ class Dispatcher:
                 f"a run of program '{self._run}' is not over, and an engine does one at a time; "
                 "take the rest of its steps, or call close() on what Engine.run returned"
             )
-        self._run = program
+        self._run, self.waited_s = program, 0.0
         try:
             yield
         finally:
             self._run = None
-            self._finished.clear()
+            self._answers.clear()
             for ticket, submission in list(self._out.items()):
                 if submission.task is not None:
                     del self._out[ticket]
@@ -101,24 +106,30 @@ class Dispatcher:
             self._executor.submit(self._last_ticket, program, group, rank, work)
         return submission
 
-    def wait(self, timeout_s: float) -> list[Submission]:
-        """Tasks of the run that are complete, or failed on some rank, since the last call.
+    def wait(self, timeout_s: float) -> list[Submission | Restart]:
+        """What the run is to hear of since the last call, in order of arrival.
+
+        Its tasks that are complete, or failed on some rank, and groups that were started again.
 
         Raises:
             StateError: If the dispatcher is closed.
         """
         self._check_open()
-        if not self._finished:
+        if not self._answers:
+            since_s = time.monotonic()
             self._gather(timeout_s)
-        finished, self._finished = self._finished, []
-        return finished
+            self.waited_s += time.monotonic() - since_s
+            self.waited_s -= sum(one.took_s for one in self._answers if isinstance(one, Restart))
+        answers, self._answers = self._answers, []
+        return answers
 
     def perform_now(
         self, program: str, group: str, works: Mapping[int, Work], deadline_s: float
     ) -> Submission:
         """Submit work and wait until all its ranks are done.
 
-        Ranks first finish what they have. The deadline counts from the last sign of life of any.
+        Ranks first finish what they have. The deadline counts from the last sign of life of any,
+        or from when a group was started again.
 
         Raises:
             WorkerError: If it fails, or a rank does not answer in time.
@@ -141,22 +152,28 @@ class Dispatcher:
         return submission
 
     def _gather(self, timeout_s: float) -> bool:
-        """Note the completions since the last call; returns whether there were any."""
-        completions = self._executor.wait(min(POLL_S, timeout_s))
-        for completion in completions:
-            submission = self._out.get(completion.ticket)
-            if submission is None:
-                continue  # Of a run that is over, or of a submission that failed on another rank.
-            submission.waiting.discard(completion.rank)
-            if completion.error is not None:
-                submission.failed = completion
-            else:
-                submission.completions.append(completion)
-            if submission.failed or not submission.waiting:
-                del self._out[completion.ticket]
-                if submission.task is not None:
-                    self._finished.append(submission)
-        return bool(completions)
+        """Note what happened since the last call; returns whether anything did."""
+        answers = self._executor.wait(min(POLL_S, timeout_s))
+        for answer in answers:
+            if isinstance(answer, Completion):
+                self._note(answer)
+            elif self._run is not None:
+                self._answers.append(answer)
+        return bool(answers)
+
+    def _note(self, completion: Completion) -> None:
+        submission = self._out.get(completion.ticket)
+        if submission is None:
+            return  # Of a run that is over, or of a submission that failed on another rank.
+        submission.waiting.discard(completion.rank)
+        if completion.error is not None:
+            submission.failed = completion
+        else:
+            submission.completions.append(completion)
+        if submission.failed or not submission.waiting:
+            del self._out[completion.ticket]
+            if submission.task is not None:
+                self._answers.append(submission)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -22,6 +22,7 @@ __all__ = [
     "Completion",
     "Executor",
     "Program",
+    "Restart",
     "TaskSpan",
     "build_role",
     "check_workers",
@@ -60,6 +61,19 @@ class Completion:
     weights: Handle | None = None
     error: BaseException | None = None
     trace: str = ""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A group was started again, and does again what it had not finished.
+
+    Attributes:
+        group: The group.
+        took_s: How long `Executor.wait` was busy with it.
+    """
+
+    group: str
+    took_s: float
 
 
 @dataclass(frozen=True)
@@ -117,8 +131,8 @@ class Executor(Protocol):
         """Queue work on one rank; ranks do theirs in the order of submission."""
         ...
 
-    def wait(self, timeout_s: float) -> Sequence[Completion]:
-        """Completions since the last call: at least one, or none if the time is up."""
+    def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
+        """What happened since the last call: at least one thing, or none if the time is up."""
         ...
 
     def put(self, part: Part) -> Handle:

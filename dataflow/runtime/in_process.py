@@ -9,7 +9,7 @@ from ..errors import PlanError
 from ..graph.role import Role
 from .call_context import DeadlineExceeded, deadline
 from .device_sharing import DeviceSharing, needs_device, sleep_workers, wake_workers
-from .executor import Completion, Program, build_role, groups_of, methods_of
+from .executor import Completion, Program, Restart, build_role, groups_of, methods_of
 from .host import Host
 from .messages import Handle, Part, Work
 from .remote_inference import ServedRole, ServedWeights
@@ -115,7 +115,7 @@ class InProcess:
         """See `Executor.submit`."""
         self._queue.append((ticket, program, group, work))
 
-    def wait(self, timeout_s: float) -> Sequence[Completion]:
+    def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
         """Perform the oldest queued work. See `Executor.wait`."""
         if not self._queue:
             return []

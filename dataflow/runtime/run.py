@@ -6,7 +6,6 @@ Through here pass messages, not tensors: an output is a handle.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from ..scheduler.events import (
     Output,
     Publish,
     Release,
+    Restarted,
     RunCall,
     RunTrain,
     SaveCheckpoint,
@@ -42,7 +42,7 @@ from ..scheduler.schedule import Schedule
 from ..scheduler.scheduler import Scheduler
 from .checkpoint import CheckpointFolder, ResumePoint, SavedRun, read_resume_point, write_run_state
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
-from .executor import Executor, Program, TaskSpan
+from .executor import Executor, Program, Restart, TaskSpan
 from .messages import (
     CallWork,
     Handle,
@@ -136,7 +136,6 @@ class Run:
         self._publication = Publication(
             dispatcher, moves_slices=executor.moves_slices, deadline_s=schedule.deadline_s
         )
-        self._waited_s = 0.0
         self._bytes_before = executor.controller_bytes
         self._point = read_resume_point(checkpoints, self._graph, seed) if checkpoints else None
         try:
@@ -167,8 +166,8 @@ class Run:
     def _drive(self) -> Generator[StepResult]:
         """Drive the scheduler to its end.
 
-        Its clock is the time spent waiting for workers: what sources, checkpoints and whoever takes
-        the steps need is no sign of a worker that hangs.
+        Its clock is the time spent waiting for workers: what sources, checkpoints, whoever takes
+        the steps and groups that are started again need is no sign of a worker that hangs.
         """
         todo: deque[Instruction] = deque(self.scheduler.start(self._waited_s))
         while True:
@@ -180,15 +179,16 @@ class Run:
                     return
                 else:
                     todo.extend(self._carry_out(instruction))
-            since_s = time.monotonic()
-            submissions = self._dispatcher.wait(min(POLL_S, self._deadline_s))
-            self._waited_s += time.monotonic() - since_s
-            for submission in submissions:
-                todo.extend(self._answered(submission))
+            for answer in self._dispatcher.wait(min(POLL_S, self._deadline_s)):
+                todo.extend(self._answered(answer))
             if self._stop is not None and self._stop():
                 self._stop = None
                 todo.extend(self.scheduler.handle(Stop(self._waited_s)))
             todo.extend(self.scheduler.handle(Tick(self._waited_s)))
+
+    @property
+    def _waited_s(self) -> float:
+        return self._dispatcher.waited_s
 
     # --- instructions
 
@@ -282,8 +282,11 @@ class Run:
 
     # --- answers
 
-    def _answered(self, submission: Submission) -> Sequence[Instruction]:
-        task, now = submission.task, self._waited_s
+    def _answered(self, submission: Submission | Restart) -> Sequence[Instruction]:
+        now = self._waited_s
+        if isinstance(submission, Restart):
+            return self.scheduler.handle(Restarted(submission.group, now))
+        task = submission.task
         assert task is not None, "a dispatcher keeps other answers from its run"
         if submission.failed is not None:
             self._failed = (task, submission.failed.error)

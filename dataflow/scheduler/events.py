@@ -25,6 +25,7 @@ __all__ = [
     "Output",
     "Publish",
     "Release",
+    "Restarted",
     "ResumeState",
     "RunCall",
     "RunTrain",
@@ -162,6 +163,14 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, slots=True)
+class Restarted:
+    """The processes of `group` were started again, and do again what it has running."""
+
+    group: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed; sent every now and then so that deadlines are noticed."""
 
@@ -175,7 +184,7 @@ class Stop:
     at_s: float
 
 
-Event: TypeAlias = SourceReady | TaskDone | TaskFailed | CheckpointSaved | Tick | Stop
+Event: TypeAlias = SourceReady | TaskDone | TaskFailed | CheckpointSaved | Restarted | Tick | Stop
 
 
 # --- instructions: the scheduler asks

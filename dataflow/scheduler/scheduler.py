@@ -18,6 +18,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ..errors import StateError
 from .describe import describe, hang_report, state_of
@@ -34,6 +35,7 @@ from .events import (
     Output,
     Publish,
     Release,
+    Restarted,
     ResumeState,
     SaveCheckpoint,
     SourceReady,
@@ -139,6 +141,8 @@ class Scheduler(SchedulerState):
                 self._task_failed(event)
             case CheckpointSaved():
                 self._checkpoint_saved(event)
+            case Restarted():
+                self._restarted(event.group)
             case Stop():
                 self._stop()
             case Tick():
@@ -254,6 +258,14 @@ class Scheduler(SchedulerState):
         self.checkpoints.saved()
         if not self.checkpoints.stopped:
             self.ranks.reconsider()
+
+    def _restarted(self, group: str) -> None:
+        """The time of what the group has running begins anew, and the oldest is listed first."""
+        for task, run in list(self.running.items()):
+            if run.group == group:
+                del self.running[task]
+                again = self.running[task] = replace(run, since_s=self._now)
+                self._note("start again", task, again)
 
     def _stop(self) -> None:
         if self.done or self.checkpoints.stopping:

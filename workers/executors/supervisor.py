@@ -11,8 +11,10 @@ warm, and which snapshots of weights can be forgotten.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ import torch
 from ...dataflow.errors import ConfigError, PenstockError, StateError, WorkerError
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.device_sharing import DeviceSharing, needs_device
-from ...dataflow.runtime.executor import Completion, Program, groups_of, servers_of
+from ...dataflow.runtime.executor import Completion, Program, Restart, groups_of, servers_of
 from ...dataflow.runtime.messages import CallWork, Handle, ImportSlicesWork, ImportWork, Part, Work
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..weight_sync.channel import Offer
@@ -158,6 +160,7 @@ class Supervisor:
         self._programs: Mapping[str, Program] = {}
         self._groups: dict[str, RankGroup] = {}
         self._sharing = DeviceSharing(())
+        self._asleep: dict[str, list[Ref]] = {}
         self._restartable: set[str] = set()
         self._loaded: dict[tuple[str, int, str], _Job] = {}
         self._pending: dict[Ref, tuple[_Job, int]] = {}
@@ -213,21 +216,23 @@ class Supervisor:
         """Ask every process of the rank. See `Executor.submit`."""
         self._send(_Job(ticket, program, group, rank, work, set()))
 
-    def _hand_off(self, group: str, *, awake: bool = False) -> list[Ref]:
+    def _hand_off(self, group: str, *, awake: bool = False) -> None:
         """Give a group its devices before its next work; comes back at once.
 
         Args:
             group: Whose turn it is.
-            awake: Whether its processes are awake already, because they were started just now.
-
-        Returns:
-            What its processes wait for: the groups that give the devices up.
+            awake: Whether its processes need not be woken, because they are about to be started.
         """
         change = self._sharing.hand_off(group)
-        asleep = [call for name in change.sleep for call in self._groups[name].call_all("sleep")]
+        for name in change.sleep:
+            self._asleep[name] = self._groups[name].call_all("sleep")
         if change.wake is not None and not awake:
-            self._groups[change.wake].call_all("wake", asleep)
-        return asleep
+            self._groups[change.wake].call_all("wake", self._given_up(group))
+
+    def _given_up(self, group: str) -> list[Ref]:
+        """The last calls of `sleep` of all who share a group's devices: what it must wait for."""
+        others = sorted(self._sharing.others(group))
+        return [call for name in others for call in self._asleep.get(name, ())]
 
     def _send(self, job: _Job) -> None:
         if needs_device(job.work):
@@ -250,15 +255,15 @@ class Supervisor:
     def _num_chunks(self, job: _Job) -> int:
         return self._programs[job.program].placement.num_chunks
 
-    def wait(self, timeout_s: float) -> Sequence[Completion]:
+    def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
         """See `Executor.wait`."""
         if not self._pending:
             return []
         ready = self._here.backend.watch(list(self._pending), timeout_s)
-        completions = [self._completion(answer) for answer in ready]
-        return [completion for completion in completions if completion is not None]
+        answers = [self._answer(ref) for ref in ready]
+        return [answer for answer in answers if answer is not None]
 
-    def _completion(self, ref: Ref) -> Completion | None:
+    def _answer(self, ref: Ref) -> Completion | Restart | None:
         """What a rank answers: once all its processes have, or as soon as one of them fails."""
         if ref not in self._pending:
             return None  # Its group was started again meanwhile.
@@ -292,7 +297,7 @@ class Supervisor:
         forget.atexit = False
         self._offers[key] = forget
 
-    def _died(self, job: _Job, said: str) -> Completion | None:
+    def _died(self, job: _Job, said: str) -> Completion | Restart | None:
         """Start the group again if that can be done, and have it do again what it owes."""
         group = self._groups[job.group]
         if job.group not in self._restartable or group.num_starts > _MOST_RESTARTS:
@@ -301,8 +306,8 @@ class Supervisor:
         owed = list({id(a): a for a, _ in self._pending.values() if a.group == job.group}.values())
         owed = sorted([*(a for a in owed if a is not job), job], key=lambda a: a.ticket)
         self._pending = {r: p for r, p in self._pending.items() if p[0].group != job.group}
+        since_s, here = time.monotonic(), self._here
         group.kill()
-        here = self._here
         try:
             self._wait_asleep(job.group)
             start_groups([group], here.devices, here.hosted, here.seed, self._start_s)
@@ -314,12 +319,16 @@ class Supervisor:
             again.processes.clear()
             again.answers.clear()
             self._send(again)
-        return None
+        return Restart(job.group, time.monotonic() - since_s)
 
     def _wait_asleep(self, group: str) -> None:
         """Until the devices of a group that is started again are its own."""
+        self._hand_off(group, awake=True)
+        end_s = time.monotonic() + self._start_s
         try:
-            self._here.backend.get(self._hand_off(group, awake=True), self._start_s)
+            for call in self._given_up(group):
+                with contextlib.suppress(ProcessDied):  # The dead hold nothing.
+                    self._here.backend.get([call], max(end_s - time.monotonic(), 0.001))
         except BackendError as error:
             raise WorkerError(f"its devices were not given up: {error}") from error
 
@@ -339,6 +348,7 @@ class Supervisor:
         is_idle = not self._pending
         self._pending.clear()
         self._loaded.clear()
+        self._asleep.clear()
         groups, self._groups = self._groups, {}
         warm = [group for group in groups.values() if is_idle and self._may_stay_warm(group)]
         ending = [*(group for group in groups.values() if group not in warm), *keep_warm(warm)]

@@ -2,7 +2,7 @@
 
 A packet stays with the process that made it. From its first offer on the process listens, and a
 thread of its own answers each request, so that the process itself can train meanwhile. Receivers
-connect anew for each packet: there is no connection to keep or to mend when one is started again.
+connect anew for each packet: there is no connection to keep or to renew when one is started again.
 
     request: token | number of the offer, slot of the packet in it
     answer:  mark, plan, source, destination, version, slices, buckets | bytes of each bucket |
@@ -40,6 +40,9 @@ _FOUND, _GONE = (int.from_bytes(mark, "little") for mark in (b"weights", b"gone"
 """The first word of an answer; anything else is from somebody who is no channel."""
 
 _LOG = logging.getLogger("penstock.weights")
+
+_PAUSE_S = 0.2
+"""Before the next connection is accepted when one could not be."""
 
 Words = NDArray[np.int64]
 
@@ -228,8 +231,14 @@ class _Server:
 
     def _accept(self) -> None:
         with self._listener:
-            while True:
-                connection, _ = self._listener.accept()
+            while not self._is_closing:
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError as error:
+                    # Whoever asks may have gone again, or too many files are open for now.
+                    _LOG.warning("a request for weights could not be accepted: %s", error)
+                    time.sleep(_PAUSE_S)
+                    continue
                 if self._is_closing:
                     connection.close()
                     return

@@ -58,6 +58,7 @@ def test_a_turn_puts_those_with_the_devices_to_sleep() -> None:
     assert sharing.hand_off("c") == HandOff()
     assert sharing.hand_off("a") == HandOff(("b", "c"), "a")
     assert sharing.hand_off("b") == HandOff(("a",), "b")
+    assert (sharing.others("a"), sharing.others("d")) == ({"b", "c"}, frozenset())
 
 
 # --- what the scheduler does

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 from penstock.dataflow.errors import StateError, WorkerError
-from penstock.dataflow.runtime.dispatcher import Dispatcher
+from penstock.dataflow.runtime.dispatcher import Dispatcher, Submission
 from penstock.dataflow.runtime.executor import Program
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.messages import CallMethodWork, ExportWork
@@ -45,16 +45,20 @@ COUNTED = {0: CallMethodWork("model", "count")}
 FIRST, SECOND = Publish("model", 1), Load("model", 1, "all")
 
 
+def done(dispatcher: Dispatcher, timeout_s: float = 1.0) -> list[Submission]:
+    return [one for one in dispatcher.wait(timeout_s) if isinstance(one, Submission)]
+
+
 def test_a_run_gets_its_tasks_one_after_another(dispatcher: Dispatcher) -> None:
     with dispatcher.run("main"):
         dispatcher.submit(FIRST, "main", "all", EXPORT)
         dispatcher.submit(SECOND, "main", "all", FAIL)
-        (first,), (second,) = dispatcher.wait(1), dispatcher.wait(1)
+        (first,), (second,) = done(dispatcher), done(dispatcher)
         assert (first.task, first.failed) == (FIRST, None)
         assert first.first.weights is not None
         assert second.task == SECOND
         assert isinstance(second.failed and second.failed.error, ZeroDivisionError)
-        assert dispatcher.wait(0.1) == []
+        assert done(dispatcher, 0.1) == []
 
 
 def test_what_is_done_beside_a_run_leaves_its_answers_for_it(dispatcher: Dispatcher) -> None:
@@ -64,7 +68,7 @@ def test_what_is_done_beside_a_run_leaves_its_answers_for_it(dispatcher: Dispatc
         asked = dispatcher.perform_now("main", "all", COUNTED, 5)
         assert asked.first.report is not None
         assert asked.first.report.answer == 0
-        assert [done.task for done in dispatcher.wait(1)] == [FIRST, SECOND]
+        assert [one.task for one in done(dispatcher)] == [FIRST, SECOND]
 
 
 def test_a_failure_beside_a_run_is_raised_with_what_caused_it(dispatcher: Dispatcher) -> None:
@@ -78,7 +82,7 @@ def test_a_failure_beside_a_run_is_raised_with_what_caused_it(dispatcher: Dispat
             str(raised.value),
         )
         assert isinstance(raised.value.__cause__, ZeroDivisionError)
-        assert [done.task for done in dispatcher.wait(1)] == [FIRST]
+        assert [one.task for one in done(dispatcher)] == [FIRST]
 
 
 def test_nobody_hears_of_what_a_run_had_out_when_it_ended(dispatcher: Dispatcher) -> None:
@@ -88,9 +92,9 @@ def test_nobody_hears_of_what_a_run_had_out_when_it_ended(dispatcher: Dispatcher
         dispatcher.perform_now("main", "all", COUNTED, 5)
         dispatcher.submit(SECOND, "main", "all", FAIL)
     with dispatcher.run("main"):
-        assert dispatcher.wait(0.1) == []
+        assert done(dispatcher, 0.1) == []
         dispatcher.submit(FIRST, "main", "all", EXPORT)
-        assert [done.task for done in dispatcher.wait(1)] == [FIRST]
+        assert [one.task for one in done(dispatcher)] == [FIRST]
 
 
 def test_one_run_at_a_time(dispatcher: Dispatcher) -> None:
@@ -101,7 +105,7 @@ def test_one_run_at_a_time(dispatcher: Dispatcher) -> None:
         ):
             pass
         dispatcher.submit(FIRST, "main", "all", EXPORT)
-        assert [done.task for done in dispatcher.wait(1)] == [FIRST]
+        assert [one.task for one in done(dispatcher)] == [FIRST]
     with dispatcher.run("b"):
         pass
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ from typing import Any
 import pytest
 from penstock.dataflow.graph.role import Role
 from penstock.dataflow.runtime.engine import Engine, StepResult
-from penstock.dataflow.runtime.executor import Executor
+from penstock.dataflow.runtime.executor import Completion, Executor, Program, Restart
 from penstock.dataflow.runtime.in_process import InProcess
+from penstock.dataflow.runtime.messages import CallMethodWork
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
@@ -20,6 +23,7 @@ from penstock.workers.executors.supervisor import Supervisor
 from penstock.workers.weight_sync.registry import CHANNELS, DEFAULT_TRANSPORT, Transport
 
 from ...algorithms import runs
+from ...dataflow import counter
 from .backends import Backend
 
 pytestmark = pytest.mark.slow
@@ -115,3 +119,97 @@ def check_that_nothing_is_lost(
     told = [r.getMessage() for r in caplog.records if r.name == "penstock.executor"]
     assert len(told) == 2
     assert all(text.startswith("rank 1 of group 'rollout' died: ") for text in told)
+
+
+@dataclass(frozen=True)
+class DozerSpec:
+    """A counter that takes its time to fall asleep where it trains."""
+
+    folder: str
+    takes_s: float
+
+    def build(self, context: WorkerContext) -> Dozer:
+        takes_s = self.takes_s if "train" in context.methods else 0.0
+        if not takes_s:
+            (Path(self.folder) / "built").write_text(str(time.monotonic()))
+        return Dozer(Path(self.folder) / "slept", takes_s)
+
+
+class Dozer(counter.Counter):
+    def __init__(self, file: Path, takes_s: float) -> None:
+        super().__init__()
+        self.file, self.takes_s, self.is_awake = file, takes_s, False
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def wait(self) -> None:
+        time.sleep(600)
+
+    def wake(self) -> None:
+        self.is_awake = True
+
+    def sleep(self) -> None:
+        if self.takes_s and self.is_awake:
+            time.sleep(self.takes_s)
+            self.file.write_text(str(time.monotonic()))
+
+
+@pytest.fixture
+def dozers(spawned: Backend, tmp_path: Path) -> Iterator[Supervisor]:
+    """A group "main" that trains and one "rollout" that samples, on the same device."""
+    placed = counter.apart(counter.COUNT, model__sample="rollout")
+    groups = tuple(replace(group, devices=(0,)) for group in placed.groups)
+    programs = {"main": Program(counter.COUNT, replace(placed, groups=groups))}
+    executor = spawned.executor()
+    executor.start(programs, {"model": DozerSpec(str(tmp_path), takes_s=5.0)}, 0, 60.0)
+    yield executor
+    executor.stop()
+
+
+def ask(executor: Supervisor, group: str, method: str) -> None:
+    executor.submit(0, "main", group, 0, CallMethodWork("model", method))
+
+
+def heard(executor: Supervisor, count: int = 1) -> list[Completion | Restart]:
+    found: list[Completion | Restart] = []
+    end_s = time.monotonic() + 60
+    while len(found) < count and time.monotonic() < end_s:
+        found += executor.wait(1.0)
+    assert len(found) == count
+    return found
+
+
+def answer_of(executor: Supervisor, group: str, method: str) -> Any:
+    ask(executor, group, method)
+    (answer,) = heard(executor)
+    assert isinstance(answer, Completion)
+    assert answer.report is not None
+    return answer.report.answer
+
+
+def test_it_is_not_built_before_the_other_has_given_up_the_device(
+    dozers: Supervisor, tmp_path: Path
+) -> None:
+    pid = answer_of(dozers, "rollout", "pid")
+    answer_of(dozers, "main", "pid")
+    ask(dozers, "rollout", "wait")  # It waits for "main" to fall asleep.
+    os.kill(pid, signal.SIGKILL)
+    (restart,) = heard(dozers)
+    assert isinstance(restart, Restart)
+    assert restart.group == "rollout"
+    built, slept = (float((tmp_path / name).read_text()) for name in ("built", "slept"))
+    assert built > slept
+
+
+def test_who_has_died_has_given_up_its_device(dozers: Supervisor) -> None:
+    pids = [answer_of(dozers, group, "pid") for group in ("main", "rollout")]
+    ask(dozers, "rollout", "wait")
+    ask(dozers, "main", "pid")  # It waits for "rollout" to have done its work.
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    failed, restart = sorted(heard(dozers, 2), key=lambda one: isinstance(one, Restart))
+    assert isinstance(failed, Completion)
+    assert str(failed.error).startswith("rank 0 of group 'main' died: ")
+    assert isinstance(restart, Restart)
+    assert 0 < restart.took_s < 60

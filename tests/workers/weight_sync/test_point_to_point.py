@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -169,3 +172,39 @@ def test_closing_does_not_wait_for_somebody_who_says_nothing(sender: PointToPoin
     with socket.create_connection(address, 20):
         sender.close(20)
     assert time.monotonic() - begin_s < 10
+
+
+@contextlib.contextmanager
+def no_more_files(spare: int) -> Generator[None]:
+    """While it is entered this process may open so many files and no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 10, hard))
+        opened: list[int] = []
+        held.callback(lambda: [os.close(one) for one in opened])
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.dup(0))
+        for _ in range(spare):
+            os.close(opened.pop())
+        yield
+
+
+def test_who_cannot_open_more_files_answers_when_it_can(
+    sender: PointToPointChannel, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = packet(3, 0)
+    offer = sender.publish({("rollout", 0): made})
+    end_s = time.monotonic() + 20
+    with (
+        no_more_files(spare=1),
+        socket.create_connection(offer.places["rollout", 0].address, 20),
+    ):
+        while not caplog.records and time.monotonic() < end_s:
+            time.sleep(0.01)
+    assert same(channel("rollout", 0).obtain(offer), made)
+    assert caplog.records[0].getMessage() == (
+        "a request for weights could not be accepted: [Errno 24] Too many open files"
+    )

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from ..dataflow.errors import ConfigError, FlowError, PenstockError, PlanError, nearest
-from .run_dir.stop import Terminated
+from .run_dir.stop import Terminated, say
 
 __all__ = ["COMMANDS", "main"]
 
@@ -139,7 +139,7 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 
 def _say(message: str, code: int) -> int:
-    print(f"penstock: {message}", file=sys.stderr)
+    say(message)
     return code
 
 

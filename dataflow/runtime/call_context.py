@@ -148,10 +148,14 @@ def deadline(seconds: float) -> Generator[None]:
     def expire(signum: int, frame: FrameType | None) -> None:
         raise DeadlineExceeded
 
-    signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGALRM, expire)
     try:
-        yield
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            # The alarm may come here still, and what it raises must not leave `expire` behind:
+            # no later call would have a deadline.
+            signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 import warnings
 from collections.abc import Generator, Mapping
@@ -12,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from rich.console import Console
 
 from ...dataflow.errors import ConfigError
+from ..run_dir.stop import say
 from .hydra_app import given_overrides, hydra_app
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..run_dir.peak_memory import PeakMemory
     from ..run_dir.resume import Resumed
     from ..run_dir.run_folder import CodeVersion, RunFolder
@@ -50,6 +51,7 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
     from ...workers.executors.process_setup import threads_within
     from ..inputs.compose import dumped, resolve, run_config
     from ..run_dir.peak_memory import PeakMemory
+    from ..run_dir.progress import LastingConsole
     from ..run_dir.run_folder import code_version, create_run
     from ..run_dir.trackers.registry import Trackers
     from ..run_dir.trackers.tracker import RunInfo
@@ -61,7 +63,7 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
     config = run_config(composed)
     trackers = Trackers(config.tracker)
     job = prepare(resolve(config), placed)
-    console = Console(stderr=True)
+    console = LastingConsole(stderr=True)
     if job.note:
         console.print(job.note, highlight=False, markup=False, soft_wrap=True)
     for report in job.reports:
@@ -195,7 +197,7 @@ def _ended_early(folder: RunFolder, is_new: bool) -> Generator[None]:
         metrics, stages = folder.metrics, folder.path / "stages"
         begun = stages.is_dir() or (metrics.is_file() and metrics.stat().st_size > 0)
         if not isinstance(error, ConfigError):
-            print(f"penstock: to continue: penstock run resume={folder.path}", file=sys.stderr)
+            say(f"to continue: penstock run resume={folder.path}")
         elif is_new and not begun:
             shutil.rmtree(folder.path)
         raise
@@ -217,6 +219,6 @@ def _show_warning(
     file: Any = None,
     line: str | None = None,
 ) -> None:
-    del filename, lineno, line
+    del filename, lineno, file, line
     if category.__module__.startswith("penstock.") or issubclass(category, UserWarning):
-        print(f"penstock: warning: {message}", file=file or sys.stderr)
+        say(f"warning: {message}")

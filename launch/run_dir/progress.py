@@ -14,10 +14,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-__all__ = ["ProgressDisplay", "format_duration", "format_values"]
+from .stop import drop_standard_error
+
+__all__ = ["LastingConsole", "ProgressDisplay", "format_duration", "format_values"]
 
 _WINDOW_STEPS = 20
 """Rates and the time left come from this many of the latest steps: a run's pace changes."""
+
+
+class LastingConsole(Console):
+    """A console on standard error that a run outlives; rich's own ends the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Go on with nobody to read it."""
+        drop_standard_error()
 
 
 class ProgressDisplay:
@@ -50,7 +60,7 @@ class ProgressDisplay:
     ) -> None:
         self.title = title
         self.num_steps = num_steps
-        self.console = console or Console(stderr=True)
+        self.console = console or LastingConsole(stderr=True)
         self.num_done = first_step
         self._every_s = every_s
         self._clock = clock

@@ -75,9 +75,12 @@ def resumed_config(path: Path, composed: Mapping[str, Any], given: Sequence[str]
     _check_words(path, words)
     found = _read_config(folder)
     recorded = record_of(folder).config
+    before = found if recorded is None else recorded
+    num_steps, following = _value(before, _NUM_STEPS), _following(before)
     if recorded is not None:
-        _check_unedited(folder, recorded, found, keys)
-    num_steps = _value(found if recorded is None else recorded, _NUM_STEPS)
+        _check_unedited(
+            folder, recorded, found, [*keys, *(following if _NUM_STEPS in keys else ())]
+        )
     for key in sorted(keys, key=len, reverse=True):  # a whole section last
         if _learns(key) and _value(found, key) is None:
             raise ConfigError(
@@ -91,7 +94,9 @@ def resumed_config(path: Path, composed: Mapping[str, Any], given: Sequence[str]
             f"run '{folder.id}' has finished; its result is in {folder.summary}\n    start a new "
             f"run, or go on with more steps: penstock run resume={path} {_NUM_STEPS}=..."
         )
-    _follow(found, num_steps)
+    for key in following:
+        section, _, name = key.rpartition(".")
+        _value(found, section)[name] = _value(found, _NUM_STEPS)
     moved = any(re.split("[.]", key)[0] in _ELSEWHERE for key in keys)
     return Resumed(folder, found, moved, moved or any(map(_learns, keys)), extended)
 
@@ -133,7 +138,7 @@ def _read_config(folder: RunFolder) -> dict[str, Any]:
 def _check_unedited(
     folder: RunFolder, recorded: Mapping[str, Any], found: Mapping[str, Any], given: Sequence[str]
 ) -> None:
-    """What stands in config.yaml is what was written there, but for keys that are given anyway."""
+    """What stands in config.yaml is what was written there, but for keys that change anyway."""
     edited = {
         key: two
         for key, two in differences(recorded, plain(found)).items()
@@ -170,10 +175,10 @@ def _copy(path: Sequence[str], source: Any, target: Any) -> None:
     target[name] = source[name]
 
 
-def _follow(config: dict[str, Any], num_steps: int | None) -> None:
-    """Let schedules of learning rates that ended with the run's last step do so again."""
-    algorithm = config.get("algorithm", {})
-    roles = algorithm.get("roles", {}).values()
-    for optimizer in (algorithm.get("optimizer"), *(role.get("optimizer") for role in roles)):
-        if optimizer and num_steps and optimizer.get("total_calls") == num_steps:
-            optimizer["total_calls"] = algorithm["num_steps"]
+def _following(config: Mapping[str, Any]) -> list[str]:
+    """The keys of learning rates' schedules that end with the run's last step, wherever it is."""
+    num_steps = _value(config, _NUM_STEPS)
+    roles = _value(config, "algorithm.roles") or {}
+    sections = ("algorithm", *(f"algorithm.roles.{role}" for role in roles))
+    keys = [f"{section}.optimizer.total_calls" for section in sections]
+    return [key for key in keys if num_steps and _value(config, key) == num_steps]

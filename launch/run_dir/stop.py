@@ -4,18 +4,22 @@ While steps are taken, SIGINT (Ctrl-C) and SIGTERM ask the run to stop: it compl
 begun to train, writes a checkpoint and ends. The second signal ends it at once, and so does a wait
 that outlasts its deadline. A process that was started deaf to SIGINT, as a script starts what is to
 run on in the background, stays deaf to it; SIGTERM always counts.
+
+Ctrl-C ends the reader of standard error as well in `penstock run ... 2>&1 | tee log`. What is said
+from then on is lost, and no more than that.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
-__all__ = ["StopRequest", "Terminated", "stoppable"]
+__all__ = ["StopRequest", "Terminated", "drop_standard_error", "say", "stoppable"]
 
 
 class Terminated(BaseException):
@@ -90,7 +94,29 @@ def _error(number: int, what: str) -> BaseException:
 
 def _tell(text: str) -> None:
     """Say it at once, and from within a signal handler, where a buffered file may be in use."""
-    os.write(2, f"penstock: {text}\n".encode())
+    # If nobody reads it any longer, an error here would be raised wherever the run is and take its
+    # checkpoint, or the deadline, away.
+    with suppress(OSError):
+        os.write(2, f"penstock: {text}\n".encode())
+
+
+def say(message: str) -> None:
+    """Print `penstock: message` to standard error, if somebody reads it still."""
+    try:
+        print(f"penstock: {message}", file=sys.stderr, flush=True)
+    except OSError:
+        drop_standard_error()
+
+
+def drop_standard_error() -> None:
+    """Have standard error lead nowhere, for a write to it has failed, and so would every other.
+
+    The next one may be that of the interpreter when it ends, which would change the exit code.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    with suppress(OSError):  # it has no descriptor, so nothing of it is left to fail
+        os.dup2(nowhere, sys.stderr.fileno())
+    os.close(nowhere)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -220,7 +221,11 @@ class OverlappedGroups:
         slots = [_Slot(actor, shared.ended) for _ in range(min(self.size, len(groups)))]
         threads = [
             threading.Thread(
-                target=shared.run, args=(slot,), name=f"penstock-overlap-{i}", daemon=True
+                # A thread begins outside of any step; environments and actors may ask for theirs.
+                target=copy_context().run,
+                args=(shared.run, slot),
+                name=f"penstock-overlap-{i}",
+                daemon=True,
             )
             for i, slot in enumerate(slots)
         ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
+from signal import Handlers
 
 import pytest
 import torch
@@ -10,12 +13,17 @@ from penstock.algorithms.roles import PerSample, Policy, Prompts, Reward, Sampli
 from penstock.dataflow import FlowError, build, op
 from penstock.dataflow.runtime.call_context import (
     CallKey,
+    DeadlineExceeded,
     call_key,
     call_scope,
     call_staleness,
     current_step,
+    deadline,
     step_scope,
 )
+
+# The deadline is SIGALRM's, which pytest-timeout otherwise takes.
+pytestmark = pytest.mark.timeout(60, method="thread")
 
 
 def test_calls_of_a_method_are_numbered_within_a_step() -> None:
@@ -110,3 +118,39 @@ def test_how_old_the_samples_are_is_known_within_a_call_alone() -> None:
     with call_scope(3, 0):
         assert call_staleness() is None
     assert call_staleness() is None
+
+
+# --- the deadline ---------------------------------------------------------------------------------
+
+
+def test_a_deadline_that_passes_as_the_call_returns_leaves_later_calls_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The alarm comes after the body has ended and before it is turned off."""
+    turn = signal.setitimer
+
+    def late(which: int, seconds: float) -> tuple[float, float]:
+        if not seconds:
+            signal.raise_signal(signal.SIGALRM)
+        return turn(which, seconds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "setitimer", late)
+        with pytest.raises(DeadlineExceeded), deadline(60.0):
+            pass
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    with pytest.raises(DeadlineExceeded), deadline(0.05):
+        time.sleep(10)
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
+def test_the_alarm_is_left_as_it_was(handler: Handlers) -> None:
+    signal.signal(signal.SIGALRM, handler)
+    try:
+        with deadline(60.0):
+            assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+        assert signal.getsignal(signal.SIGALRM) == handler
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -366,6 +366,20 @@ def test_an_interrupted_run_loses_no_step(
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(12))
 
 
+@pytest.mark.slow
+def test_a_run_that_nobody_reads_is_stopped_with_a_checkpoint(tmp_path: Path) -> None:
+    process = start(tmp_path, *LONG, "checkpoint_every=1000")
+    assert process.stderr is not None
+    process.stderr.close()
+    wait_for_step(tmp_path / "runs", 4)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    run = only_run(tmp_path / "runs")
+    num_done = len(read_metrics(run / "metrics.jsonl"))
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{num_done:08d}"]
+
+
 # --- on Ray ---------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 
 import pytest
 from penstock.launch.run_dir.progress import ProgressDisplay, format_duration, format_values
@@ -79,6 +81,21 @@ def test_a_resumed_run_starts_where_it_was() -> None:
         clock.now_s += 1.0
         display.update(8, num_samples=4, values={})
     assert file.getvalue() == "grpo 9/10  4 samples/s  1.0 s left\n"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_nobody_needs_to_look(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
+    with open(writer, "w", buffering=1) as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        with ProgressDisplay("grpo", num_steps=2, every_s=0.0) as display:
+            assert display.console.is_terminal == is_terminal
+            for step in range(2):
+                display.update(step, num_samples=1, values={})
+            display.summarize({})
+        assert display.num_done == 2
 
 
 @pytest.mark.parametrize(

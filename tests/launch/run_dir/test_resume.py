@@ -165,6 +165,25 @@ def test_an_edit_may_be_given_on_the_command_line_as_well(tmp_path: Path) -> Non
     assert again(folder, "algorithm.num_steps=300").extended
 
 
+def test_a_change_that_was_not_noted_is_made_again_with_the_schedule_that_follows_it(
+    tmp_path: Path,
+) -> None:
+    """A process stopped between writing the configuration and noting it, twice."""
+    words = ("algorithm.num_steps=300",)
+    it = resumed(tmp_path, *words)
+    edited(it.folder, algorithm=it.config["algorithm"])
+    assert again(it.folder, *words).config == it.config
+    more = again(it.folder, "algorithm.num_steps=400").config["algorithm"]
+    assert more["optimizer"]["total_calls"] == 400
+    assert more["roles"]["critic"]["optimizer"]["total_calls"] == 50
+    assert "algorithm.num_steps is 300 and was 200" in refused(it.folder)
+    change_config(it.folder, yaml.safe_dump(it.config), step=100, now=NOW)
+    assert record_of(it.folder).changes[0]["keys"] == {
+        "algorithm.num_steps": [200, 300],
+        "algorithm.optimizer.total_calls": [200, 300],
+    }
+
+
 def test_a_run_of_a_version_that_recorded_no_configuration_goes_on(tmp_path: Path) -> None:
     folder = resumed(tmp_path).folder
     about = json.loads(folder.about.read_text())

@@ -77,6 +77,21 @@ def test_so_does_the_deadline() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(("60", "heeds"), "after 1 of 2 steps"), (("0.2", "goes on"), "")],
+    ids=["asked", "deadline"],
+)
+def test_nobody_needs_to_read_what_is_said(words: tuple[str, ...], said: str) -> None:
+    """Ctrl-C ends `tee` in `penstock run ... 2>&1 | tee log` as well."""
+    process = started(*words)
+    assert process.stderr is not None
+    process.stderr.close()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == (f"KeyboardInterrupt {said}\n", "")
+    assert process.returncode == 0
+
+
 def test_who_was_started_deaf_to_sigint_stays_so_and_hears_sigterm() -> None:
     process = started("60", "heeds", deaf=True)
     process.send_signal(signal.SIGINT)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from penstock.algorithms.roles.environment import Acts
 from penstock.dataflow.errors import WorkerError
+from penstock.dataflow.runtime.call_context import current_step
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.normalization import Normalization
 from penstock.workers.envs.overlapped_groups import NumOverlapped
@@ -38,11 +39,20 @@ class Raises(Counting):
         raise RuntimeError("out of tea")
 
 
+class Staged(Counting):
+    """Pays the number of the step that the run is in."""
+
+    def step(self, action: Any) -> Any:
+        obs, _, *rest = super().step(action)
+        return obs, float(current_step()), *rest
+
+
 @pytest.fixture(autouse=True)
 def _sleepy() -> None:  # pyright: ignore[reportUnusedFunction]
     if "toys/Sleepy-v0" not in gym.registry:
         gym.register("toys/Sleepy-v0", lambda **options: Sleepy(**options))
         gym.register("toys/Raises-v0", lambda **options: Raises(**options))
+        gym.register("toys/Staged-v0", lambda **options: Staged(**options))
 
 
 def worker(env: EnvSpec, num_overlapped: NumOverlapped) -> EnvWorker:
@@ -69,6 +79,14 @@ def test_a_rollout_does_not_depend_on_how_many_are_overlapped(env: EnvSpec) -> N
         for ours, first in zip(rolls, found[0][0], strict=True):
             for name, column in vars(first).items():
                 assert torch.equal(getattr(ours, name), column), name
+
+
+@pytest.mark.parametrize("num_overlapped", [1, 2])
+def test_environments_know_the_step_in_every_slot(num_overlapped: int) -> None:
+    one = worker(EnvSpec(id="toys/Staged-v0"), num_overlapped)
+    paid = roll(one, 5, num_envs=4, group_size=2).reward
+    one.close()
+    assert paid.max(dim=1).values.tolist() == [5.0] * 4
 
 
 def test_slots_wait_at_the_same_time() -> None:

@@ -290,12 +290,13 @@ class RankProcess:
                 packets = traffic.export(host.roles[work.role], work.receivers, work.version)
                 offer = self._channel.publish(packets)
             case ImportSlicesWork():
+                worker = host.roles[work.role]
+                traffic.expect(work.role, worker)
                 # Each begins with another process, so that all of those send at the same time.
                 first = self._process % len(work.slices)
                 offers: Any = (*work.slices[first:], *work.slices[:first])
                 found = map(self._channel.obtain, offers)
                 packets = [packet for packet in found if packet is not None]
-                worker = host.roles[work.role]
                 with self._served_weights.changing(work.role, work.version):
                     traffic.write(work.role, worker, work.source, packets, work.version)
             case CallWork():

@@ -97,6 +97,14 @@ class SliceTraffic:
                 found[group, device - first] = packet
         return found
 
+    def expect(self, role: str, worker: object) -> None:
+        """From now on the role's weights come from outside: those it was built with are none.
+
+        To be told before packets are asked for, so that a call is refused if they never come.
+        """
+        if role not in self._held and isinstance(worker, (SliceHolder, SliceReceiver)):
+            self._held[role] = HeldWeights.of(worker.weights_layout(), self._process)
+
     def write(
         self, role: str, worker: object, source: str, packets: Sequence[Packet], version: int
     ) -> None:
@@ -109,9 +117,8 @@ class SliceTraffic:
             raise WorkerError(f"a {type(worker).__name__} cannot receive weights in slices")
         layout = worker.weights_layout()
         plan, first = _plan(source, layout.to_json())
-        held = self._held.get(role)
-        if held is None:
-            held = self._held[role] = HeldWeights.of(layout, self._process)
+        self.expect(role, worker)
+        held = self._held[role]
         device = first + self._process
         if isinstance(worker, SliceHolder):
             unpack(plan, device, packets, worker.local_tensors(), version, held)

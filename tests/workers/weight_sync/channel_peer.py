@@ -101,6 +101,7 @@ class Peer:
 
     def receive(self, offers: Sequence[Offer], version: int) -> None:
         """As a rank process does: obtain all packets, and write them."""
+        self._traffic.expect("actor", self._worker)
         found = [self._channel.obtain(offer) for offer in offers]
         packets = [packet for packet in found if packet is not None]
         self._traffic.write("actor", self._worker, LAYOUTS["train"].to_json(), packets, version)

@@ -114,6 +114,12 @@ def mortals_on_ray(on_ray: ProcessBackend) -> Iterator[Peers]:
     yield from made(on_ray, "object_store")
 
 
+@pytest.fixture
+def listeners(on_spawned: ProcessBackend) -> Iterator[Peers]:
+    """Whose offers are gone for certain once they are forgotten."""
+    yield from made(on_spawned, "point_to_point")
+
+
 def made(backend: ProcessBackend, transport: Transport) -> Iterator[Peers]:
     peers = Peers(backend, transport)
     yield peers
@@ -219,6 +225,16 @@ def test_a_sender_that_dies_or_hangs_is_not_waited_for(
     offers = mortals.publish(2)
     mortals.signal(mortals.senders[0], number)
     right_or_refused(mortals, first, mortals.call(first, "receive", offers, 2), 2)
+
+
+def test_a_copy_that_never_got_its_first_weights_is_refused(listeners: Peers) -> None:
+    """What it was built with is not taken for them."""
+    sender, receiver = listeners.senders[0], listeners.receivers[0]
+    offers = listeners.publish(1)
+    listeners.ask(sender, "forget", offers[0].number)
+    refusal(listeners, listeners.call(receiver, "receive", offers, 1))
+    with pytest.raises(CallFailed, match="was never received; version 1 is expected"):
+        listeners.ask(receiver, "check", 1)
 
 
 def test_nor_is_one_whose_store_forgets_what_it_put_there(mortals_on_ray: Peers) -> None:

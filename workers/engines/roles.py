@@ -39,7 +39,6 @@ from ..training.network import LanguageNetwork
 from ..training.optimizer import OptimizerSpec
 from ..training.stored_pieces import gather_weights
 from ..training.trainer import Forward
-from .registry import rollouts
 
 __all__ = [
     "LanguageWorker",
@@ -159,10 +158,9 @@ class PolicyWorker(LanguageWorker, Policy):
             ConfigError: If the engine does not generate.
         """
         if self._generator is None:
-            others = " or ".join(f"rollout={name}" for name in rollouts())
             raise ConfigError(
                 f"'{self.context.role}' is trained by {self.network.engine}, which does not "
-                f"generate; give it a rollout engine: {others}"
+                "generate; give it a rollout engine (rollout=)"
             )
         return sample(self._generator, self.context, prompt, prompt_id, sampling, self.metrics)
 

@@ -284,7 +284,7 @@ def test_the_planner_describes_it_the_same(shards: int, tensor: int):
 
 REFUSALS = {
     "generate": "ConfigError: 'actor' is trained by the FSDP engine, which does not generate; "
-    "give it a rollout engine: rollout=torch or rollout=vllm",
+    "give it a rollout engine (rollout=)",
     "train": "RuntimeError: 'actor' is frozen and cannot train; give its spec an optimizer= "
     "(OptimizerSpec)",
     "odd": "PlanError: tensor parallelism 2 does not divide the 61 words of this 'qwen2'; "

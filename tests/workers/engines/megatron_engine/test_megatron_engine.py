@@ -312,7 +312,7 @@ def test_what_another_model_sampled_changes_no_process(folder: Path, layout: Lay
 
 REFUSALS = {
     "generate": "ConfigError: 'actor' is trained by the Megatron engine, which does not generate; "
-    "give it a rollout engine: rollout=torch or rollout=vllm",
+    "give it a rollout engine (rollout=)",
     "train": "RuntimeError: 'actor' is frozen and cannot train; give its spec an optimizer= "
     "(OptimizerSpec)",
     "names": "ValueError: weights do not fit: missing none, unknown ['extra']; they must come from "

@@ -119,7 +119,7 @@ class Node:
     @property
     def learns(self) -> bool:
         """Whether it trains by a loss; a train call without one moves weights in another way."""
-        return any(
+        return self.kind is NodeKind.TRAIN and any(
             isinstance(argument, Constant) and isinstance(argument.value, Loss)
             for _, argument in self.arguments
         )

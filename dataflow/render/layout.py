@@ -27,11 +27,11 @@ _PLACING_SWEEPS = 100
 
 @dataclass(eq=False)
 class Item:
-    """A box, or a bend of a backbone, in one layer.
+    """A box, or a bend of a line, in one layer.
 
     Attributes:
-        name: The box's node; the backbone's source for a bend.
-        kind: Kind of the backbone for a bend, "" for a box.
+        name: The box's node; the line's source for a bend.
+        kind: Kind of the line for a bend, "" for a box.
         layer: Its layer, 0 at the top.
         width: Width to keep free.
         x: The item's center.

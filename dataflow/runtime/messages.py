@@ -219,7 +219,7 @@ class Report:
         metrics: Named numbers of this call, to be merged over chunks and ranks.
         num_rows: Rows in each stored part.
         num_bytes: Bytes of the stored parts.
-        answer: What an `CallMethodWork` returned.
+        answer: What a `CallMethodWork` returned.
     """
 
     start_s: float

@@ -94,7 +94,7 @@ def _import(name: str, at: str) -> Any:
                 f"directory ({os.getcwd()}) and among installed packages"
             ) from error
         raise ConfigError(_import_failure(name, at, error)) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(_import_failure(name, at, error)) from error
 
 

@@ -39,14 +39,20 @@ __all__ = [
 SAME = "same"
 """As `rollout.kind`: what trains generates as well."""
 
-AtLeastOne = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1, le=10**12)]
+Count = Annotated[int, Field(ge=0, le=10**12)]
+Seed = Annotated[int, Field(ge=0, lt=2**62)]
+"""Half of what torch takes, so that an offset can be added."""
+GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+FileName = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
     """A part of the configuration: frozen, strict about types, and closed to unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class RoleConfig(Section):
@@ -60,7 +66,7 @@ class RoleConfig(Section):
     """Where its weights come from: `model`, the name of an earlier stage, or a model folder."""
     start_mean: dict[str, float] = Field(default_factory=dict[str, float])
     """Instead of `start`: several of these and how much of each, for the mean of their weights."""
-    init_offset: Count = 0
+    init_offset: Seed = 0
     """Added to `model.init_seed` for this role: several that start from random weights start from
     different ones."""
     optimizer: OptimizerSpec | None = None
@@ -86,7 +92,7 @@ class AlgorithmConfig(Section):
     """For a table of environments or games, the least number of groups that they fall into."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Of every trained role that has none of its own."""
-    seed: Count | None = None
+    seed: Seed | None = None
     """Of the stage's data order and random numbers; the run's by default."""
     roles: dict[str, RoleConfig] = Field(default_factory=dict[str, RoleConfig])
     """Role name -> what plays it; roles that are left out follow their contract."""
@@ -102,7 +108,7 @@ class ModelConfig(Section):
     architecture: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Without a folder: fields of a Hugging Face config with `model_type`. The vocabulary is the
     tokenizer's."""
-    init_seed: int = 0
+    init_seed: Seed = 0
     """Seeds the random weights of an `architecture`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations."""
@@ -124,7 +130,9 @@ class TaskConfig(BaseModel):
     Keys beyond these are options of the task's kind; see `ReasoningTaskSpec` and `FileTaskSpec`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="allow", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     kind: str
     """`reasoning_gym` for generated problems, `file` for a JSONL or Parquet file, `gymnasium`,
@@ -147,9 +155,9 @@ class ExecutorConfig(Section):
 
     kind: str = DEFAULT_EXECUTOR.name
     """An executor: an option of `executor=`, or `module:EXECUTOR` for one of your own."""
-    device: str = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     """`cpu` or `cuda`."""
-    groups: dict[str, AtLeastOne] = Field(default_factory=dict[str, int])
+    groups: dict[GroupName, AtLeastOne] = Field(default_factory=dict[str, int])
     """Worker group -> data-parallel ranks; the first one runs whatever `nodes` does not name. What
     is given here is used instead of `placement`."""
     nodes: dict[str, str] = Field(default_factory=dict[str, str])
@@ -263,10 +271,10 @@ class RunConfig(Section):
     """What generates; see `rollout=`."""
     mismatch: MismatchConfig = MismatchConfig()
     """When to complain that two engines disagree."""
-    placement: str = "auto"
+    placement: FileName = "auto"
     """`auto`: with several ranks the planner chooses where nodes run. Or the file of a plan, which
     `penstock plan output=FILE` wrote."""
-    calibration: str | None = None
+    calibration: FileName | None = None
     """What `penstock profile` found of this machine, for `placement: auto`; by default
     `calibration.json` in the folder of runs, if it is there."""
     schedule: Schedule = Schedule()
@@ -275,13 +283,13 @@ class RunConfig(Section):
     """Where metrics go; see `tracker=`."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """How accuracy is measured."""
-    seed: Count = 0
+    seed: Seed = 0
     """All randomness of the run derives from it."""
     checkpoint_every: AtLeastOne = 50
     """Steps between checkpoints; one is always written at the end of a stage."""
     keep_checkpoints: AtLeastOne = 2
     """Checkpoints kept per stage, the newest ones."""
-    runs: str = "runs"
+    runs: FileName = "runs"
     """The folder in which run folders are made."""
 
 

@@ -266,6 +266,7 @@ _WORDS = {
     "int_from_float": "an integer",
     "float_type": "a number",
     "string_type": "a text",
+    "string_too_short": "a text that is not empty",
     "bool_type": "true or false",
     "dict_type": "a mapping of keys",
     "mapping_type": "a mapping of keys",
@@ -285,6 +286,8 @@ def _expected(error: Any) -> str:
         return f"one of {context['expected']}"
     if error["type"] == "too_short":
         return f"at least {context['min_length']} items"
+    if error["type"] == "string_pattern_mismatch":
+        return f"a text that matches {context['pattern']}"
     for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
         if name in context:
             bound = context[name]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import linecache
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 __all__ = [
+    "NOT_STARTED",
     "ConfigError",
     "FlowError",
     "InfeasibleError",
@@ -29,6 +31,7 @@ __all__ = [
     "caller",
     "closest",
     "nearest",
+    "no_exit",
     "raised_at",
 ]
 
@@ -92,6 +95,24 @@ def raised_at(error: BaseException) -> Where:
     return Where(frame.filename, frame.lineno or 0, frame.line or "")
 
 
+@contextmanager
+def no_exit() -> Generator[None]:
+    """Around code of the user's: `sys.exit` in it is an error, for it never ends a run.
+
+    Raises:
+        WorkerError: If the body calls `sys.exit` or raises `SystemExit`.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        where = raised_at(error)
+        raise WorkerError(
+            f"sys.exit({error.code!r}) was called, and what a run calls cannot end it\n"
+            f"{where.file}:{where.line}\n    {where.source}\n"
+            "    raise an error that says what is wrong, or return"
+        ) from error
+
+
 def closest(name: str, known: Iterable[str]) -> str | None:
     """The known name that a misspelt one is meant for, or None if none is near."""
     return next(iter(get_close_matches(name, list(known), n=1)), None)
@@ -131,6 +152,10 @@ class FlowError(PenstockError):
             parts.append(f"    {origin}")
         parts.append(f"    {fix}")
         super().__init__("\n".join(parts))
+
+
+NOT_STARTED = (ConfigError, FlowError, PlanError)
+"""What is refused: nothing has been trained, and what was asked for cannot be run."""
 
 
 class WorkerError(PenstockError):

@@ -17,10 +17,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
-from ..dataflow.errors import ConfigError, FlowError, PenstockError, PlanError, nearest
+from ..dataflow.errors import NOT_STARTED, ConfigError, PenstockError, nearest
 from .run_dir.stop import Terminated, say
 
 __all__ = ["COMMANDS", "main"]
@@ -40,7 +41,10 @@ usage: penstock COMMAND [key=value ...] [options]
 `penstock COMMAND --help` lists a command's groups and keys.
 `eval "$(penstock -sc install=bash)"` completes commands, groups and keys in bash.
 `penstock --version` prints the version.
+`--debug` shows where an error arose, before the message.
 """
+
+_DEBUG = "--debug"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    return _guarded(lambda: _dispatch(words))
+    debug = _DEBUG in words
+    return _guarded(lambda: _dispatch([word for word in words if word != _DEBUG]), debug)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -111,25 +116,26 @@ def _command(name: str) -> Callable[[list[str]], int]:
     return run_command
 
 
-def _guarded(body: Callable[[], int]) -> int:
+def _guarded(body: Callable[[], int], debug: bool) -> int:
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, _terminate)
     # Who ignores SIGCHLD never learns how its children ended: programs that fail would be rewarded.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         return body()
-    except (ConfigError, FlowError, PlanError) as error:
-        return _say(str(error), 2)
-    except PenstockError as error:
-        return _say(str(error), 1)
     except KeyboardInterrupt as stopped:
-        return _say(f"interrupted {stopped}".rstrip(), 130)
+        return _say(f"interrupted {stopped}".rstrip(), 130, stopped)
     except Terminated as stopped:
-        return _say(f"terminated {stopped}".rstrip(), 143)
+        return _say(f"terminated {stopped}".rstrip(), 143, stopped)
     except BrokenPipeError:
         # The reader left, as `penstock graph | head` does; nothing more can be shown.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception as error:  # noqa: BLE001 - no traceback but the user's own is ever shown
+        if debug:
+            traceback.print_exception(error)
+        known = _known(error)
+        return _say(str(known), 2 if isinstance(known, NOT_STARTED) else 1, known)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -138,8 +144,18 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def _say(message: str, code: int) -> int:
-    say(message)
+def _known(error: Exception) -> PenstockError:
+    """The error in our words; what is raised while a run is under way has got them there."""
+    if isinstance(error, PenstockError):
+        return error
+    from .inputs.failures import foreseen
+
+    return foreseen(error, running=False)
+
+
+def _say(message: str, code: int, error: BaseException) -> int:
+    """Say it, with what was noted of how to go on."""
+    say("\n    ".join([message, *getattr(error, "__notes__", ())]))
     return code
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..errors import ConfigError, PlanError
+from ..errors import ConfigError, PlanError, no_exit
 from ..graph.graph import Graph
 from ..graph.role import Role
 from .messages import Handle, Part, Report, Work
@@ -189,7 +189,8 @@ def servers_of(programs: Mapping[str, Program]) -> dict[str, tuple[str, ...]]:
 
 def build_role(name: str, worker: WorkerSpec | Role, context: WorkerContext) -> Role:
     """The worker of a role, built if it was given as a spec."""
-    built = worker.build(context) if isinstance(worker, WorkerSpec) else worker
+    with no_exit():
+        built = worker.build(context) if isinstance(worker, WorkerSpec) else worker
     if not isinstance(built, Role):  # pyright: ignore[reportUnnecessaryIsInstance] - user code
         raise ConfigError(
             f"the worker of role '{name}' is a {type(built).__name__}, which is no Role; derive it "

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import StateError, WorkerError
+from ..errors import StateError, WorkerError, no_exit
 from ..graph.axes import Spec
 from ..graph.graph import Argument, Constant, Graph, Node, NodeKind, OutputColumn, Ref, RoleRef
 from ..graph.role import Metric, Role
@@ -84,9 +84,13 @@ class Host:
         """Do one piece of work.
 
         Raises:
-            WorkerError: If an output contradicts its declaration.
+            WorkerError: If an output contradicts its declaration, or the user's code exits.
             Exception: Whatever the user's code raises, untouched.
         """
+        with no_exit():
+            return self._perform(work)
+
+    def _perform(self, work: Work) -> Result:
         start_s = time.time()
         metrics: Mapping[str, Metric] = {}
         parts: tuple[Part, ...] = ()

@@ -21,7 +21,7 @@ from typing import Any, Protocol, get_type_hints, runtime_checkable
 import torch
 from numpy.typing import NDArray
 
-from ..errors import PlanError, WorkerError
+from ..errors import PlanError, WorkerError, no_exit
 from ..graph.role import Role, call_spec
 
 __all__ = [
@@ -147,7 +147,7 @@ class ServedWeights:
         one = requests[0]
         try:
             worker = self._check(one)
-            with torch.no_grad():
+            with torch.no_grad(), no_exit():
                 if isinstance(worker, BatchedInference):
                     answers = _answer_together(worker, requests)
                 else:

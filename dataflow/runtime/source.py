@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ..errors import ConfigError
+from ..errors import ConfigError, no_exit
 from ..graph.graph import Node
 from .call_context import DeadlineExceeded, deadline
 from .host import cut_table
@@ -33,7 +33,7 @@ def read_source(
         Exception: Whatever the source raises, untouched.
     """
     try:
-        with deadline(deadline_s):
+        with no_exit(), deadline(deadline_s):
             table = source.batch(step)
     except DeadlineExceeded:
         raise TimeoutError(

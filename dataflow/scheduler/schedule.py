@@ -6,7 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Schedule"]
+__all__ = ["MOST_LAG", "Schedule"]
+
+MOST_LAG = 1000
+"""Steps that generation may run ahead: what is sampled in them is kept, and the scheduler looks
+through it with every event."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +30,11 @@ class Schedule:
     """Longest time a single task, or a wait with nothing running, may take."""
 
     def __post_init__(self) -> None:
-        if self.max_lag < 0:
-            raise ValueError(f"Schedule.max_lag must be 0 or more, got {self.max_lag}")
+        if not 0 <= self.max_lag <= MOST_LAG:
+            raise ValueError(
+                f"Schedule.max_lag must be 0 to {MOST_LAG}, got {self.max_lag}; the samples of as "
+                "many steps are kept at once"
+            )
         if self.order not in ("step", "arrival"):
             raise ValueError(f"Schedule.order must be 'step' or 'arrival', got {self.order!r}")
         if not (self.deadline_s > 0 and math.isfinite(self.deadline_s)):

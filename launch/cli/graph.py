@@ -10,7 +10,7 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Graph
 from ...dataflow.render.mermaid import to_mermaid
 from ...dataflow.render.svg import to_svg
-from .hydra_app import hydra_app
+from .hydra_app import hydra_app, refuse_resume
 
 __all__ = ["FORMATS", "graph_command"]
 
@@ -32,7 +32,7 @@ def _show(composed: dict[str, Any]) -> None:
     from ..inputs.compose import resolved
 
     form, output = composed.pop("format"), composed.pop("output")
-    composed.pop("resume", None)
+    refuse_resume(composed, "graph")
     if form not in FORMATS:
         raise ConfigError(f"'format': expected one of {', '.join(FORMATS)}, got {form!r}")
     graph = resolved(composed).main.graph

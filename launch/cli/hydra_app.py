@@ -12,9 +12,10 @@ import re
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import (
     ConfigCompositionException,
@@ -26,9 +27,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ...configs.references import CONFIGS, groups
-from ...dataflow.errors import ConfigError, nearest
+from ...dataflow.errors import ConfigError, nearest, no_exit
 
-__all__ = ["chosen", "compose", "given_overrides", "hydra_app"]
+__all__ = ["chosen", "compose", "given_overrides", "hydra_app", "refuse_resume"]
 
 Task = Callable[[dict[str, Any]], None]
 
@@ -48,7 +49,7 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
         Exception: Whatever `task` raises, untouched.
     """
     query = "-sc" in arguments
-    words = arguments if query else [_forced(word) for word in arguments]
+    words = arguments if query else _arranged(command, arguments)
     shows = {"-c", "--cfg"} & {word.partition("=")[0] for word in arguments}
     if shows and not {"-cd", "--config-dir"} & {word.partition("=")[0] for word in arguments}:
         task_free = [word for word in words if "=" in word and not word.startswith("-")]
@@ -63,7 +64,8 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
             try:
                 with _our_messages():
                     plain = _plain(composed)
-                task(plain)
+                with no_exit():
+                    task(plain)
             except Exception as error:
                 failures.append(error)
 
@@ -71,6 +73,43 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
         app()
     if failures:
         raise failures[0]
+
+
+_MOST_CHARACTERS = 10_000
+"""Of a word: reading a longer one takes Hydra's grammar many seconds."""
+
+
+def _arranged(command: str, arguments: list[str]) -> list[str]:
+    """The words with keys first, in front of all options, as Hydra's parser wants them.
+
+    Raises:
+        ConfigError: If an option is unknown or lacks its value, or a word is too long.
+    """
+    for word in arguments:
+        if len(word) > _MOST_CHARACTERS:
+            raise ConfigError(
+                f"'{word[:40]}...' has {len(word)} characters; at most {_MOST_CHARACTERS} can be "
+                "given on the command line\n    write long values in a YAML file: --config-dir"
+            )
+    keys = [_forced(word) for word in arguments if _is_key(word)]
+    options = [word for word in arguments if not _is_key(word)]
+    parser: Any = get_args_parser()
+
+    def refuse(reason: str) -> NoReturn:
+        known = (name for one in parser._actions for name in one.option_strings)
+        raise ConfigError(
+            f"penstock {command}: {reason}\n    options are: {', '.join([*known, '--debug'])}"
+        )
+
+    parser.error = refuse
+    if "--version" not in options:
+        parser.parse_args([*keys, *options])
+    return [*keys, *options]
+
+
+def _is_key(word: str) -> bool:
+    """Whether a word sets a key, and is no option or an option's value."""
+    return "=" in word and not word.startswith("-") or word.startswith("~")
 
 
 def compose(command: str, overrides: list[str]) -> dict[str, Any]:
@@ -109,6 +148,19 @@ def _check_only(command: str, composed: Mapping[str, Any]) -> None:
     from ..inputs.compose import run_config
 
     run_config(config)
+
+
+def refuse_resume(composed: dict[str, Any], command: str) -> None:
+    """Take the key `resume` out of a composition of another command, which has none to follow.
+
+    Raises:
+        ConfigError: If it is set.
+    """
+    if composed.pop("resume", None) is not None:
+        raise ConfigError(
+            f"penstock {command} has no key 'resume'\n    give the keys of the run, which are in "
+            "its config.yaml"
+        )
 
 
 _OWN = {

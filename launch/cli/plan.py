@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...dataflow.errors import ConfigError, InfeasibleError
-from .hydra_app import chosen, hydra_app
+from .hydra_app import chosen, hydra_app, refuse_resume
 
 if TYPE_CHECKING:
     from ...planner.plan.plan import Plan
@@ -42,7 +42,7 @@ def _plan(composed: dict[str, Any]) -> None:
     from ...planner.plan.simulate import simulate_plan
     from ..placement.plan_request import plan_request
 
-    composed.pop("resume", None)
+    refuse_resume(composed, "plan")
     files = {key: _file(key, composed.pop(key, None)) for key in OUTPUTS}
     request = plan_request(composed, chosen("model"))
     started_s = time.monotonic()

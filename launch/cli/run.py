@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ...dataflow.errors import ConfigError
-from ..run_dir.stop import say
+from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError
+from ..inputs.failures import foreseen
+from ..run_dir.stop import Terminated, say
+from ..run_dir.trackers.jsonl import METRICS
 from .hydra_app import given_overrides, hydra_app
 
 if TYPE_CHECKING:
@@ -194,13 +196,14 @@ def _ended_early(folder: RunFolder, is_new: bool) -> Generator[None]:
     try:
         yield
     except BaseException as error:
-        metrics, stages = folder.metrics, folder.path / "stages"
-        begun = stages.is_dir() or (metrics.is_file() and metrics.stat().st_size > 0)
-        if not isinstance(error, ConfigError):
-            say(f"to continue: penstock run resume={folder.path}")
+        begun = any(file.stat().st_size for file in folder.path.rglob(METRICS))
+        if not isinstance(error, PenstockError | KeyboardInterrupt | Terminated):
+            error = foreseen(error, running=begun or not is_new)
+        if not isinstance(error, NOT_STARTED):
+            error.add_note(f"to continue: penstock run resume={folder.path}")
         elif is_new and not begun:
-            shutil.rmtree(folder.path)
-        raise
+            shutil.rmtree(folder.path, ignore_errors=True)  # what is in the way has been said
+        raise error
 
 
 @contextmanager

@@ -116,6 +116,11 @@ def resolve(config: RunConfig) -> Resolved:
         ConfigError: If a key, a role, a file or a size is wrong.
         FlowError: If a step is no valid graph.
     """
+    if config.calibration is not None and not Path(config.calibration).is_file():
+        raise ConfigError(
+            f"'calibration': there is no file '{config.calibration}'\n    `penstock profile "
+            f"output={config.calibration}` writes one"
+        )
     stages = recorded(config.algorithm, config.seed)
     for stage in stages:
         refuse_other_value_loss(stage.graph, config.model.architecture)

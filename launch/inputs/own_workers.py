@@ -67,11 +67,12 @@ def asked_for(worker: str, given: RoleConfig, at: str) -> frozenset[str]:
 
 
 def check_takes(worker: str, given: RoleConfig, asked: frozenset[str], at: str) -> None:
-    """Refuse keys of a role that would not reach its worker.
+    """Refuse a factory that cannot be called, and keys of a role that would not reach its worker.
 
     Raises:
         ConfigError: Naming the key and the parameter that is missing.
     """
+    _check_call(worker, given, asked, at)
     for key, needed in _NEEDED_BY.items():
         if getattr(given, key) and needed not in asked:
             kind = GIVEN[needed].__name__
@@ -79,6 +80,20 @@ def check_takes(worker: str, given: RoleConfig, asked: frozenset[str], at: str) 
                 f"'{at}.{key}' is set, but '{worker}' does not ask for it\n"
                 f"    give it a parameter '{needed}' ({kind}), or leave the key out"
             )
+
+
+def _check_call(worker: str, given: RoleConfig, asked: frozenset[str], at: str) -> None:
+    """Refuse a factory that cannot be called so, before anything else of the run is done."""
+    factory = load_object(worker, f"{at}.worker")
+    try:
+        inspect.signature(factory).bind(**dict.fromkeys((*asked, *given.options)))
+    except TypeError as error:
+        raise ConfigError(
+            f"'{at}.worker': '{worker}' cannot be called: {error}\n"
+            f"    its arguments are '{at}.options' and what the run gives: {', '.join(GIVEN)}"
+        ) from error
+    except ValueError:  # something of C without a signature: calling it will tell
+        return
 
 
 def _parameters(factory: Callable[..., Any]) -> set[str]:

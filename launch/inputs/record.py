@@ -15,11 +15,13 @@ from typing import Any
 from ...configs.references import load_object
 from ...configs.schema import AlgorithmConfig
 from ...configs.validate import validated
-from ...dataflow.errors import ConfigError
+from ...dataflow.errors import ConfigError, FlowError, PenstockError, raised_at
 from ...dataflow.graph.check import hints_of
 from ...dataflow.graph.graph import Constant, Graph
 from ...dataflow.graph.role import Role
 from ...dataflow.graph.tracer import build
+from ...dataflow.runtime.call_context import DeadlineExceeded, deadline
+from .failures import users_line
 
 __all__ = ["Recorded", "check_followers", "load_step", "record", "recorded", "step_cfg"]
 
@@ -85,11 +87,34 @@ def record(algorithm: AlgorithmConfig, at: str) -> Graph:
 
     Raises:
         ConfigError: If the step or its cfg cannot be used.
-        FlowError: If the step is no valid graph.
+        FlowError: If the step is no valid graph, raises something, or takes too long.
     """
     step = load_step(algorithm.step, f"{at}.step")
     constants = step_cfg(step, algorithm.cfg, f"{at}.cfg")
-    return build(step, name=step.__name__.removesuffix("_step") or step.__name__, **constants)
+    name = step.__name__.removesuffix("_step") or step.__name__
+    try:
+        with deadline(_RECORD_DEADLINE_S):
+            return build(step, name=name, **constants)
+    except PenstockError:
+        raise
+    except DeadlineExceeded as error:
+        raise FlowError(
+            f"recording '{step.__name__}' takes longer than {_RECORD_DEADLINE_S:g} s",
+            where=users_line(error) or raised_at(error),
+            fix="a step is recorded once, without data: leave to an op what computes, and loop "
+            "over numbers that are known",
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise FlowError(
+            f"recording '{step.__name__}' raised {type(error).__name__}: {error}",
+            where=users_line(error) or raised_at(error),
+            fix="a step is recorded once, with stand-ins for its columns; --debug shows how it "
+            "came about",
+        ) from error
+
+
+_RECORD_DEADLINE_S = 8.0
+"""How long a step function may take to be recorded, which takes ours milliseconds."""
 
 
 def check_followers(stage: Recorded, dtype: str) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...dataflow.errors import PlanError
 
@@ -19,10 +19,15 @@ __all__ = ["ClusterSpec", "DeviceSpec", "LinkSpec", "NodeGroup"]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+MOST_DEVICES = 100_000
+"""Of a cluster: what is said of each device takes room and time."""
 
 
 class _Spec(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class DeviceSpec(_Spec):
@@ -32,8 +37,8 @@ class DeviceSpec(_Spec):
     """What tables call it: "h100"."""
     memory_bytes: AtLeastOne
     """Device memory, all of it."""
-    flops_per_s: Mapping[str, Positive] = Field(min_length=1)
-    """dtype ("float32", "bfloat16", ...) -> dense matrix-multiply peak."""
+    flops_per_s: Mapping[Dtype, Positive] = Field(min_length=1)
+    """dtype -> dense matrix-multiply peak."""
     memory_bytes_per_s: Positive
     """Bandwidth of device memory."""
     host_bytes_per_s: Positive
@@ -91,6 +96,15 @@ class ClusterSpec(_Spec):
     """In the order in which devices are numbered."""
     between: LinkSpec
     """Between devices of different nodes."""
+
+    @model_validator(mode="after")
+    def _is_bounded(self) -> ClusterSpec:
+        if self.num_devices > MOST_DEVICES:
+            raise PlanError(
+                f"cluster '{self.name}' has {self.num_devices} devices; at most {MOST_DEVICES} can "
+                "be planned for\n    plan for a part of it"
+            )
+        return self
 
     @cached_property
     def num_devices(self) -> int:

@@ -198,11 +198,13 @@ class Plan(BaseModel):
             return Plan.model_validate_json(file.read_text())
         except FileNotFoundError:
             raise PlanError(f"plan file {file} does not exist") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"plan file {file} cannot be read: {error}") from None
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or "the file"
             raise PlanError(
-                f"plan file {file}: {key}: {first['msg']} (got {first['input']!r})"
+                f"plan file {file}: {key}: {first['msg']} (got {first['input']!r:.80})"
             ) from None
 
 

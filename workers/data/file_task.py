@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...dataflow.errors import ConfigError
+from ...dataflow.option_checks import check_range
 from ..verifiers.pool import VerifierSpec
 from ..verifiers.verifiers import BUILT_IN, Verifier, load_verifier, reference_of
 from .row_report import DataReport
@@ -62,6 +63,10 @@ class FileTaskSpec:
     """Largest share of bad rows to go on without; more stops the run before it starts."""
     seed: int = 0
     """Seed of the choice of held-out prompts; the run's seed does not change it."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "correct_score")
+        check_range(self, "max_bad_fraction", at_least=0, at_most=1)
 
     def build(self) -> FileTask:
         """Read the file and load the reward.

@@ -208,6 +208,11 @@ class _Template:
                 "    write fields as {name}, and braces that are text twice: {{ }}"
             ) from error
         self._fields = [name for _, name, _, _ in parsed if name is not None]
+        if any(form or conversion for _, _, form, conversion in parsed):
+            raise ConfigError(
+                f"prompt_template {spec.prompt_template!r} gives a field a format\n"
+                "    fields are filled in as they are: {name}, without : or !"
+            )
         if not self._fields:
             raise ConfigError(
                 f"prompt_template {spec.prompt_template!r} names no field of the problem, so all "

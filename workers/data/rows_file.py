@@ -26,6 +26,10 @@ __all__ = ["Columns", "read_rows"]
 
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
+_MOST_CHARACTERS = 1 << 20
+"""Of a text, far above what any model reads; tokenizing a longer one takes minutes."""
+_MOST_BYTES = 16 << 20
+"""Of a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +125,9 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if line.strip():
+                if len(line) > _MOST_BYTES:
+                    yield f"{path}:{number}", _BadRow("too long", f"{len(line)} bytes")
+                elif line.strip():
                     yield f"{path}:{number}", _parsed(line)
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be read: {error.strerror}") from error
@@ -192,6 +198,8 @@ def _text(row: Mapping[str, Any], part: str, field: str) -> str:
         raise _BadRow(
             f"broken Unicode in '{field}'", f"half a surrogate pair at character {error.start + 1}"
         ) from None
+    if len(value) > _MOST_CHARACTERS:
+        raise _BadRow(f"too long {part}", f"'{field}' has {len(value)} characters")
     if not value.strip():
         raise _BadRow(f"empty {part}", f"'{field}' is {value!r:.40}")
     return value

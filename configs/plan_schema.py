@@ -15,7 +15,7 @@ from ..planner.inputs.cluster import DeviceSpec, LinkSpec, NodeGroup
 from ..planner.inputs.workload import Lengths
 from ..workers.engines.registry import check_engine
 from ..workers.executors.registry import PARALLEL_EXECUTOR, check_executor
-from .schema import Section
+from .schema import FileName, GroupName, Section
 
 __all__ = [
     "ANY_ENGINE",
@@ -30,14 +30,16 @@ __all__ = [
 ANY_ENGINE = ANY.name
 """As `plan.engine`: every layout is allowed."""
 
-AtLeastOne = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1, le=10**12)]
+Count = Annotated[int, Field(ge=0, le=10**12)]
+Width = Annotated[int, Field(ge=16, le=1 << 16, multiple_of=16)]
+"""Of a model whose heads are 16 wide or more."""
 
 
 class ClusterConfig(Section):
     """What the plan is for: equal nodes, or groups of them."""
 
-    name: str
+    name: GroupName
     """What the plan calls it."""
     num_nodes: AtLeastOne = 1
     """Nodes; all equal."""
@@ -143,19 +145,19 @@ class PlanConfig(Section):
 class ProfileConfig(Section):
     """What is measured, and where the result goes."""
 
-    output: str = "runs/calibration.json"
+    output: FileName = "runs/calibration.json"
     """The file to write; a run looks for `calibration.json` in the folder of its runs."""
     device: Literal["cpu", "cuda"] = "cpu"
     """`cpu`: each device of the plan is a share of the cores. `cuda`: each is a CUDA device."""
-    num_ranks: AtLeastOne | None = None
+    num_ranks: Annotated[int, Field(ge=1, le=64)] | None = None
     """Devices; by default one per CUDA device, or one per core up to eight."""
     num_threads: AtLeastOne | None = None
     """Torch threads of each rank; by default the cores are shared out."""
     dispatch: str = PARALLEL_EXECUTOR.name
     """The executor with which the cost of a call is measured."""
-    widths: Annotated[list[AtLeastOne], Field(min_length=1)] | None = None
+    widths: Annotated[list[Width], Field(min_length=1)] | None = None
     """Hidden sizes of the models that are timed; by default 64 to 512, or 512 to 4096 on CUDA."""
-    rows: AtLeastOne = 16
+    rows: Annotated[int, Field(ge=1, le=1 << 16)] = 16
     """Rows of a timed training call; the others follow from it."""
     seconds: Annotated[float, Field(gt=0)] = 0.5
     """How long each thing is repeated, about; longer is steadier."""

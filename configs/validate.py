@@ -288,6 +288,8 @@ def _expected(error: Any) -> str:
         return f"at least {context['min_length']} items"
     if error["type"] == "string_pattern_mismatch":
         return f"a text that matches {context['pattern']}"
+    if "multiple_of" in context:
+        return f"a multiple of {context['multiple_of']}"
     for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
         if name in context:
             bound = context[name]

@@ -24,6 +24,7 @@ from ...configs.schema import (
 from ...configs.validate import validated
 from ...dataflow.errors import ConfigError
 from ...dataflow.scheduler.schedule import Schedule
+from ...planner.cost.calibration import Calibration
 from ...workers.data.task import TaskSpec
 from .data import task_spec_of
 from .engines import Engines, engines_of
@@ -115,12 +116,10 @@ def resolve(config: RunConfig) -> Resolved:
     Raises:
         ConfigError: If a key, a role, a file or a size is wrong.
         FlowError: If a step is no valid graph.
+        PlanError: If the calibration cannot be read.
     """
-    if config.calibration is not None and not Path(config.calibration).is_file():
-        raise ConfigError(
-            f"'calibration': there is no file '{config.calibration}'\n    `penstock profile "
-            f"output={config.calibration}` writes one"
-        )
+    if config.calibration is not None:
+        Calibration.read(Path(config.calibration))
     stages = recorded(config.algorithm, config.seed)
     for stage in stages:
         refuse_other_value_loss(stage.graph, config.model.architecture)

@@ -119,6 +119,11 @@ def engines_of(
         other = entry_or_own(rollout.kind, ENGINES, "rollout.kind", "engine", Engine)
         if other.rollout is None:
             raise ConfigError(f"'rollout.kind': engine '{other.name}' declares no rollout worker")
+    elif rollout.options:
+        raise ConfigError(
+            f"'rollout.options' has keys ({', '.join(rollout.options)}), but what trains generates "
+            "as well\n    set engine.options, or choose a rollout"
+        )
     return Engines(
         train=_trainer(engine.kind, "engine.kind"),
         rollout=other,

@@ -44,8 +44,10 @@ def profile(config: ProfileConfig) -> Calibration:
     from ...planner.cost.calibration import Calibration, MeasuredCall
     from ...planner.cost.calibration_fit import fit_constants
     from ..placement.machine import default_ranks, machine_name, threads_of
+    from ..placement.place import executor_kind
     from .calls import calls_of_width
 
+    executor_kind(config.dispatch, "dispatch")  # what is none is refused before it is measured
     num_ranks = config.num_ranks or default_ranks(config.device)
     _check_device(config.device, num_ranks)
     threads = config.num_threads or threads_of(num_ranks)
@@ -146,7 +148,9 @@ def _run(requests: Sequence[str], deadline_s: float, threads: int) -> None:
                     "give it longer: deadline_s=..."
                 ) from None
             if process.returncode:
-                raise WorkerError(f"rank {rank} of the profile failed:\n{said.strip()}")
+                last = said.strip().rpartition("\n")[2]
+                message = f"rank {rank} of the profile failed: {last}"
+                raise WorkerError(message) from RuntimeError(said)  # which --debug shows
     finally:
         for process in processes:
             if process.poll() is None:

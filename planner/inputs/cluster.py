@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...dataflow.errors import PlanError
 
-__all__ = ["ClusterSpec", "DeviceSpec", "LinkSpec", "NodeGroup"]
+__all__ = ["MOST_DEVICES", "ClusterSpec", "DeviceSpec", "LinkSpec", "NodeGroup"]
 
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, le=1e24)]
 NotNegative = Annotated[float, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -35,7 +35,7 @@ class DeviceSpec(_Spec):
 
     name: str
     """What tables call it: "h100"."""
-    memory_bytes: AtLeastOne
+    memory_bytes: int = Field(ge=1, le=1 << 60)
     """Device memory, all of it."""
     flops_per_s: Mapping[Dtype, Positive] = Field(min_length=1)
     """dtype -> dense matrix-multiply peak."""
@@ -45,6 +45,15 @@ class DeviceSpec(_Spec):
     """Bandwidth to host memory, one direction, per device; it bounds offloading."""
     reserved_bytes: int = Field(default=0, ge=0)
     """Memory that no role can have: the driver's context, the runtime, fragmentation."""
+
+    @model_validator(mode="after")
+    def _leaves_memory(self) -> DeviceSpec:
+        if self.reserved_bytes >= self.memory_bytes:
+            raise PlanError(
+                f"device '{self.name}' has {self.memory_bytes} memory_bytes, of which "
+                f"{self.reserved_bytes} are reserved_bytes\n    leave some for roles"
+            )
+        return self
 
     def flops(self, dtype: str) -> float:
         """Peak at that dtype.

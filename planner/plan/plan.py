@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...dataflow.errors import PlanError
 from ...dataflow.graph.graph import Graph, Node, NodeKind
 from ...dataflow.runtime.placement import DeviceGroup, Placement, check_placement
-from ..inputs.cluster import ClusterSpec
+from ..inputs.cluster import MOST_DEVICES, ClusterSpec
 from ..inputs.layout import Layout
 from .prediction import Prediction
 
@@ -29,17 +29,17 @@ class GroupPlan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    name: str
+    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
     """What nodes and traces call it."""
-    num_ranks: int = Field(default=1, ge=1)
+    num_ranks: int = Field(default=1, ge=1, le=MOST_DEVICES)
     """Worker processes in the group; as many as `devices` where those are given."""
-    device: str = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     """"cpu" or "cuda"; each rank of a CUDA group owns one device."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks among which every model's matrices are divided."""
     pipeline_parallel: int = Field(default=1, ge=1)
     """Ranks among which every model's layers are divided."""
-    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    devices: tuple[Annotated[int, Field(ge=0, lt=MOST_DEVICES)], ...] = ()
     """Which devices of the cluster, in rank order; nothing is said about them if empty."""
     served: Mapping[str, str] = Field(default_factory=dict[str, str])
     """Role -> the group that serves it here: nodes that are given the role ask there, instead of a
@@ -92,7 +92,7 @@ class Plan(BaseModel):
     """Node name, or role name for all nodes of a role, -> group name; the node wins."""
     default_group: str = ""
     """Where every other node runs; the first group if empty."""
-    chunks_per_rank: int = Field(default=1, ge=1)
+    chunks_per_rank: int = Field(default=1, ge=1, le=1024)
     """Pieces each rank of the largest group gets; more than 1 lets consumers start earlier."""
     layouts: Mapping[str, Layout] = Field(default_factory=dict[str, Layout])
     """Node name -> how its model is spread over the devices of its group."""
@@ -225,6 +225,6 @@ def _check_groups(plan: Plan) -> None:
         plan.cluster.node_of(max(used))
 
 
-def one_group_plan(num_ranks: int = 1, device: str = "cpu") -> Plan:
+def one_group_plan(num_ranks: int = 1, device: Literal["cpu", "cuda"] = "cpu") -> Plan:
     """Everything on one group."""
     return Plan(groups=(GroupPlan(name="all", num_ranks=num_ranks, device=device),))

@@ -100,14 +100,14 @@ def no_exit() -> Generator[None]:
     """Around code of the user's: `sys.exit` in it is an error, for it never ends a run.
 
     Raises:
-        WorkerError: If the body calls `sys.exit` or raises `SystemExit`.
+        WorkerError: If the body calls `sys.exit` or raises what only Python itself should.
     """
     try:
         yield
-    except SystemExit as error:
+    except (SystemExit, GeneratorExit) as error:
         where = raised_at(error)
         raise WorkerError(
-            f"sys.exit({error.code!r}) was called, and what a run calls cannot end it\n"
+            f"{type(error).__name__}({error}) was raised, and what a run calls cannot end it\n"
             f"{where.file}:{where.line}\n    {where.source}\n"
             "    raise an error that says what is wrong, or return"
         ) from error

@@ -18,8 +18,10 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 from ..dataflow.errors import NOT_STARTED, ConfigError, PenstockError, nearest
 from .run_dir.stop import Terminated, say
@@ -122,7 +124,8 @@ def _guarded(body: Callable[[], int], debug: bool) -> int:
     # Who ignores SIGCHLD never learns how its children ended: programs that fail would be rewarded.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        return body()
+        with _no_sudden_end():
+            return body()
     except KeyboardInterrupt as stopped:
         return _say(f"interrupted {stopped}".rstrip(), 130, stopped)
     except Terminated as stopped:
@@ -138,6 +141,26 @@ def _guarded(body: Callable[[], int], debug: bool) -> int:
         return _say(str(known), 2 if isinstance(known, NOT_STARTED) else 1, known)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _no_sudden_end() -> Generator[None]:
+    """Have `os._exit` raise in this process: the user's code would end the run with its own code.
+
+    A process that was forked from this one may still end so, as `multiprocessing` has it.
+    """
+    own, end = os.getpid(), os._exit
+
+    def refused(code: int) -> NoReturn:
+        if os.getpid() != own:
+            end(code)
+        raise SystemExit(code)
+
+    os._exit = refused
+    try:
+        yield
+    finally:
+        os._exit = end
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

@@ -104,7 +104,7 @@ def record(algorithm: AlgorithmConfig, at: str) -> Graph:
             fix="a step is recorded once, without data: leave to an op what computes, and loop "
             "over numbers that are known",
         ) from error
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         raise FlowError(
             f"recording '{step.__name__}' raised {type(error).__name__}: {error}",
             where=users_line(error) or raised_at(error),
@@ -157,9 +157,11 @@ def load_step(reference: str, at: str) -> Callable[..., Any]:
         ConfigError: If there is no such module or function, or the module cannot be imported.
     """
     step = load_object(reference, at)
-    if not inspect.isfunction(step):
+    is_plain = not (inspect.iscoroutinefunction(step) or inspect.isgeneratorfunction(step))
+    if not (inspect.isfunction(step) and is_plain):
+        kind = type(step).__name__ if is_plain else "coroutine or a generator"
         raise ConfigError(
-            f"'{at}': '{reference}' is a {type(step).__name__}\n"
+            f"'{at}': '{reference}' is a {kind}\n"
             "    give a step function whose parameters are annotated with roles and tables"
         )
     return step

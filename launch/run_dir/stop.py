@@ -100,11 +100,19 @@ def _tell(text: str) -> None:
         os.write(2, f"penstock: {text}\n".encode())
 
 
+_MOST_CHARACTERS = 20_000
+"""Of a message: an error's text may be as long as the user's code likes."""
+
+
 def say(message: str) -> None:
     """Print `penstock: message` to standard error, if somebody reads it still."""
+    if len(message) > _MOST_CHARACTERS:
+        half = _MOST_CHARACTERS // 2
+        left_out = len(message) - 2 * half
+        message = f"{message[:half]}\n[{left_out} characters]\n{message[-half:]}"
     try:
         print(f"penstock: {message}", file=sys.stderr, flush=True)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: the user's code has closed it
         drop_standard_error()
 
 

@@ -61,7 +61,7 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
 
     code = code_version()
     file = None if resumed is None or resumed.moved else resumed.folder.plan
-    placed = Plan.read(file) if file is not None and file.is_file() else None
+    placed = Plan.read(file) if file is not None and file.exists() else None
     config = run_config(composed)
     trackers = Trackers(config.tracker)
     job = prepare(resolve(config), placed)
@@ -122,13 +122,11 @@ def _check_unchanged(folder: RunFolder, data: str, code: CodeVersion, console: C
     """Refuse to go on with other problems than the run began with; mention other code.
 
     Raises:
-        ConfigError: If the data differs, or the run's own record is damaged.
+        ConfigError: If the data differs.
     """
     from ..run_dir.run_folder import record_of
 
     record = record_of(folder)
-    if record.fault is not None:
-        raise ConfigError(f"run '{folder.id}': {record.fault}\n    start a new run")
     if record.data not in (None, data):
         raise ConfigError(
             f"run '{folder.id}' was started on other problems: the data's fingerprint was "
@@ -157,7 +155,7 @@ def _stages(
     """Run what is left of a job's stages, each in its folder, and write the run's summary."""
     from ..run_dir.run_folder import record_of
     from ..stages.report import summary_of, write_report
-    from ..stages.train import MODELS, Outcome, run_stage
+    from ..stages.train import MODELS, Outcome, check_models, run_stage
 
     started_s = time.monotonic()
     results: dict[str, Any] = {}
@@ -167,7 +165,8 @@ def _stages(
         home.path.mkdir(parents=True, exist_ok=True)
         if stage is not job.main:
             results[stage.name] = (stage, home.path / MODELS)
-            if home.summary.is_file():
+            if home.summary.exists():
+                check_models(stage.name, home)
                 continue
         outcome = run_stage(job, stage, home, results, trackers)
     wall_time_s = time.monotonic() - started_s

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
+from ...dataflow.errors import ConfigError
 from .atomic import sync_file, sync_folder, write_json
 
 __all__ = ["CheckpointStore", "CheckpointWarning", "fault_of"]
@@ -104,6 +105,9 @@ class CheckpointStore:
 
         Leftovers of interrupted writes are removed. A checkpoint that does not verify is passed
         over with a `CheckpointWarning` saying what is wrong with it, and is left for inspection.
+
+        Raises:
+            ConfigError: If a file stands where a folder of checkpoints belongs.
         """
         self._clean()
         for folder in reversed(self._named()):
@@ -131,8 +135,9 @@ class CheckpointStore:
 
     def _clean(self) -> None:
         """Finish what an interrupted process left half done."""
-        if not self.folder.is_dir():
+        if not self.folder.exists():
             return
+        self._check_folders()
         for path in list(self.folder.iterdir()):
             if not _LEFTOVER.fullmatch(path.name):
                 continue
@@ -143,6 +148,13 @@ class CheckpointStore:
             else:
                 shutil.rmtree(path)
         sync_folder(self.folder)
+
+    def _check_folders(self) -> None:
+        """Refuse files in places of folders, which would end the run when it writes there."""
+        entries = self.folder.iterdir() if self.folder.is_dir() else ()
+        for path in (self.folder, *(path for path in entries if _NAME.fullmatch(path.name))):
+            if not path.is_dir():
+                raise ConfigError(f"'{path}' is a file where a folder belongs\n    remove it")
 
     def _prune(self) -> None:
         """Remove what is older than the newest `keep` usable checkpoints."""
@@ -174,7 +186,7 @@ def fault_of(folder: Path) -> str | None:
                 return f"file '{name}' has another SHA-256 than when it was written"
         extra = sorted(found - set(entries))
         return f"file '{extra[0]}' is not in {_MANIFEST}" if extra else None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return str(error)
 
 

@@ -74,7 +74,10 @@ def resumed_config(path: Path, composed: Mapping[str, Any], given: Sequence[str]
     keys = [word.partition("=")[0] for word in words]
     _check_words(path, words)
     found = _read_config(folder)
-    recorded = record_of(folder).config
+    record = record_of(folder)
+    if record.fault is not None:
+        raise ConfigError(f"run '{folder.id}': {record.fault}\n    start a new run")
+    recorded = record.config
     before = found if recorded is None else recorded
     num_steps, following = _value(before, _NUM_STEPS), _following(before)
     if recorded is not None:
@@ -127,8 +130,8 @@ def _check_words(path: Path, words: Sequence[str]) -> None:
 def _read_config(folder: RunFolder) -> dict[str, Any]:
     try:
         config: Any = yaml.safe_load(folder.config.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"'{folder.config}' cannot be read: {error}") from error
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"'{folder.config}' cannot be read: {error!s:.500}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"'{folder.config}' holds no configuration")
     check_renamed(config)

@@ -344,20 +344,31 @@ def record_of(folder: RunFolder) -> RunRecord:
             datetime.fromisoformat(about["created"]),
             CodeVersion(**about["code"]),
             about.get("data"),
-            config=about.get("config"),
-            changes=tuple(about.get("changes", ())),
+            config=_mapping(about.get("config")),
+            changes=tuple(_mapping(one) for one in about.get("changes", ()) if "keys" in one),
         )
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         fault = f"run.json cannot be read ({type(error).__name__}: {error})"
         unknown = datetime.fromtimestamp(0, UTC)
         return RunRecord(folder, folder.id, 0, unknown, CodeVersion("unknown"), fault=fault)
     try:
         text = folder.summary.read_bytes() if folder.summary.exists() else b"null"
         summary: Any = json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         fault = f"summary.json cannot be read ({type(error).__name__}: {error})"
         return replace(record, fault=fault)
     return replace(record, summary=summary)
+
+
+def _mapping(value: Any) -> Any:
+    """The value.
+
+    Raises:
+        TypeError: If it is neither a mapping nor None.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"expected an object, got {value!r:.80}")
+    return value
 
 
 def code_version(root: Path = _ROOT) -> CodeVersion:

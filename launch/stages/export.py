@@ -14,7 +14,7 @@ from ...dataflow.runtime.worker_protocol import Trainable, WorkerContext, Worker
 from ...workers.models.tokenizer import Tokenizer
 from ...workers.training.flat_parameters import tensors_sha256
 
-__all__ = ["Exported", "combined_sha256", "export_roles"]
+__all__ = ["Exported", "combined_sha256", "export_roles", "files_sha256"]
 
 
 @runtime_checkable
@@ -85,6 +85,17 @@ def _restored(role: str, spec: WorkerSpec | Role, state: Path, seed: int) -> Tra
             built = spec.build(WorkerContext(role, seed))
         built.load_state(state)
     return built
+
+
+def files_sha256(folder: Path) -> dict[str, str]:
+    """Path within the folder -> hash, of every file below it."""
+    found: dict[str, str] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.relative_to(folder).as_posix()] = digest
+    return found
 
 
 def combined_sha256(hashes: Mapping[str, str]) -> str:

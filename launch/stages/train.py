@@ -31,13 +31,13 @@ from ..run_dir.trackers.registry import Trackers
 from .checks import MismatchGuard, node_seconds
 from .env_evaluation import EnvEvaluator, env_actors
 from .evaluation import Evaluator, Measured
-from .export import combined_sha256, export_roles
+from .export import combined_sha256, export_roles, files_sha256
 from .headline import Headline
 from .job import Job
 from .stages import Stage
 from .worker_specs import Results, exporting_specs, worker_specs
 
-__all__ = ["MODELS", "Outcome", "run_stage", "steps_taken"]
+__all__ = ["MODELS", "Outcome", "check_models", "run_stage", "steps_taken"]
 
 MODELS = "models"
 """Below a stage's folder: a model folder for each trained role."""
@@ -209,8 +209,14 @@ def _engine(
 def _before(home: RunFolder, evaluator: _Evaluates, engine: Engine) -> Measured:
     """Measured once: a resumed run no longer has the weights it began with."""
     file = home.path / _BEFORE
-    if file.is_file():
-        return Measured(**json.loads(file.read_text()))
+    if file.exists():
+        try:
+            return Measured(**json.loads(file.read_bytes()))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise ConfigError(
+                f"'{file}' cannot be read: {error}\n    bring it back as it was; what was measured "
+                "before training cannot be measured again"
+            ) from error
     measured = evaluator.measure(engine)
     write_json(file, asdict(measured))
     return measured
@@ -344,11 +350,35 @@ def _write_stage_summary(stage: Stage, home: RunFolder, outcome: Outcome) -> Non
             "num_steps": stage.config.num_steps,
             "weights_sha256": outcome.weights_sha256,
             "roles_sha256": outcome.roles_sha256,
+            "files_sha256": files_sha256(home.path / MODELS),
             "samples_per_s": outcome.samples_per_s,
             "env_steps_per_s": outcome.env_steps_per_s,
             "step_time_s": outcome.step_time_s,
         }
     )
+
+
+def check_models(stage: str, home: RunFolder) -> None:
+    """Require that the models of a stage that has ended are as it wrote them.
+
+    Raises:
+        ConfigError: If one of their files is missing or has changed, or the stage's summary is
+            damaged.
+    """
+    try:
+        written = json.loads(home.summary.read_bytes())["files_sha256"]
+        there = files_sha256(home.path / MODELS)
+        changed = sorted(dict(written.items() ^ there.items()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"stage '{stage}' has ended, but '{home.summary}' does not say with which models: "
+            f"{type(error).__name__}: {error}\n    remove '{home.path}' to train it again"
+        ) from error
+    if changed:
+        raise ConfigError(
+            f"stage '{stage}': '{home.path / MODELS / changed[0]}' is not as the stage wrote it\n"
+            f"    bring it back, or remove '{home.path}' to train it again"
+        )
 
 
 def steps_taken(job: Job, folder: RunFolder) -> int:

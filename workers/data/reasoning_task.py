@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from ...dataflow.errors import ConfigError, nearest
+from ...dataflow.runtime.call_context import DeadlineExceeded, deadline
 from ..verifiers.pool import VerifierSpec
 from .row_report import DataReport
 
@@ -47,6 +48,9 @@ DEPENDS_ON_HASH_SEED = frozenset(
     }
 )
 """Tasks whose problems follow the order of a set of strings, which differs between processes."""
+
+_MOST_SECONDS = 5.0
+"""To make one problem, which takes most tasks microseconds."""
 
 _MAX_IDLE_SAMPLES = 2000
 """Samples in a row without a new problem after which the task counts as exhausted."""
@@ -184,9 +188,17 @@ class ReasoningTask:
     def _problems_in_order(self) -> Iterator[_Problem]:
         for number in range(_max_samples(self.spec)):
             try:
-                entry: dict[str, Any] = self._dataset[number]
+                with deadline(_MOST_SECONDS):
+                    entry: dict[str, Any] = self._dataset[number]
             except IndexError:  # a few tasks hold a fixed number of problems
                 return
+            except (Exception, DeadlineExceeded) as error:
+                slow = isinstance(error, DeadlineExceeded)
+                why = f"not within {_MOST_SECONDS:g} s" if slow else repr(error)
+                raise ConfigError(
+                    f"reasoning-gym's '{self.spec.name}' cannot make problem {number} with "
+                    f"{dict(self.spec.config)}: {why}\n    change its settings: task.config"
+                ) from error
             yield _Problem(number, self._template.fill(entry), entry)
 
 

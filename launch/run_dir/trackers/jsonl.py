@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ....dataflow.errors import ConfigError
 from ..atomic import write_text
 from .tracker import RunInfo
 
@@ -44,7 +45,7 @@ class MetricsLog:
             wrote after its last checkpoint, are removed, and so is a line cut short by a kill.
 
     Raises:
-        ValueError: If the file holds a line that no such log has written.
+        ConfigError: If the file holds a line that no such log has written.
 
     Example:
         >>> with MetricsLog(folder / "metrics.jsonl") as log:
@@ -137,7 +138,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Safe while the run is still writing.
 
     Raises:
-        ValueError: If a line is not one that `MetricsLog` writes.
+        ConfigError: If a line is not one that `MetricsLog` writes.
     """
     lines = _complete_lines(path)
     for number, line in enumerate(lines):
@@ -156,10 +157,10 @@ def _step_of(path: Path, number: int, line: str) -> int:
     try:
         content: Any = json.loads(line)
         step = content[_STEP]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         step = None
     if not isinstance(step, int):
-        raise ValueError(
+        raise ConfigError(
             f"{path}:{number + 1}: expected a JSON object with an integer '{_STEP}', "
             f"got {line[:80]!r}; remove the line or the file"
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from ..dataflow.errors import ConfigError, PenstockError, nearest, raised_at
+from ..dataflow.errors import ConfigError, PenstockError, nearest, raised_at, users_line
 
 __all__ = ["CONFIGS", "entry_or_own", "groups", "load_object", "option_file", "options_of"]
 
@@ -99,7 +99,7 @@ def _import(name: str, at: str) -> Any:
 
 
 def _import_failure(name: str, at: str, error: BaseException) -> str:
-    where = raised_at(error)
+    where = users_line(error) or raised_at(error)
     return (
         f"'{at}': module '{name}' cannot be imported\n{where.file}:{where.line}\n"
         f"    {where.source}\n    {type(error).__name__}: {error}"

@@ -235,7 +235,7 @@ def _keys_of(data: Any, loc: tuple[int | str, ...], kind: str) -> list[str]:
     for item in loc:
         if isinstance(data, Mapping) and item in data:
             data = typing.cast("Mapping[str | int, Any]", data)[item]
-        elif isinstance(data, list) and isinstance(item, int):
+        elif isinstance(data, list) and isinstance(item, int) and item < len(data):
             data = typing.cast("list[Any]", data)[item]
         elif not (kind.startswith("missing") and item == loc[-1]):
             continue

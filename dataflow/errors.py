@@ -8,12 +8,15 @@ while running a node, `StateError` about the engine itself.
 from __future__ import annotations
 
 import linecache
+import site
 import sys
+import sysconfig
 import traceback
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,9 +36,11 @@ __all__ = [
     "nearest",
     "no_exit",
     "raised_at",
+    "users_line",
 ]
 
 _OUR_FOLDER = Path(__file__).resolve().parent
+_OUR_PACKAGE = _OUR_FOLDER.parent
 
 
 class PenstockError(Exception):
@@ -105,12 +110,33 @@ def no_exit() -> Generator[None]:
     try:
         yield
     except (SystemExit, GeneratorExit) as error:
-        where = raised_at(error)
+        where = users_line(error) or raised_at(error)
         raise WorkerError(
             f"{type(error).__name__}({error}) was raised, and what a run calls cannot end it\n"
             f"{where.file}:{where.line}\n    {where.source}\n"
             "    raise an error that says what is wrong, or return"
         ) from error
+
+
+def users_line(error: BaseException) -> Where | None:
+    """The innermost line of the user's own code, if the exception came through any."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not _is_library(frame.filename):
+            return Where(frame.filename, frame.lineno or 0, frame.line or "")
+    return None
+
+
+@cache
+def _is_library(filename: str) -> bool:
+    """Whether a file is ours, Python's or an installed package's."""
+    if filename.startswith("<") or not Path(filename).is_file():
+        return True
+    path = Path(filename).resolve()
+    paths = sysconfig.get_paths()
+    folders = {paths["stdlib"], paths["purelib"], paths["platlib"], site.getusersitepackages()}
+    libraries = (_OUR_PACKAGE, *(Path(folder).resolve() for folder in folders))
+    script = path.parent == Path(sysconfig.get_path("scripts")).resolve()
+    return script or any(path.is_relative_to(folder) for folder in libraries)
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import ConfigError
@@ -11,6 +10,7 @@ from ...dataflow.graph.graph import Graph
 from ...dataflow.render.mermaid import to_mermaid
 from ...dataflow.render.svg import to_svg
 from .hydra_app import hydra_app, refuse_resume
+from .plan import output_file, write_output
 
 __all__ = ["FORMATS", "graph_command"]
 
@@ -31,17 +31,14 @@ def graph_command(arguments: list[str]) -> int:
 def _show(composed: dict[str, Any]) -> None:
     from ..inputs.compose import resolved
 
-    form, output = composed.pop("format"), composed.pop("output")
+    form, output = composed.pop("format"), output_file("output", composed.pop("output"))
     refuse_resume(composed, "graph")
-    if form not in FORMATS:
+    if not isinstance(form, str) or form not in FORMATS:
         raise ConfigError(f"'format': expected one of {', '.join(FORMATS)}, got {form!r}")
     graph = resolved(composed).main.graph
     text = FORMATS[form](graph)
     if output is None:
         print(text)
         return
-    try:
-        Path(output).write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(f"'output': '{output}' cannot be written: {error.strerror}") from error
+    write_output("output", output, text + "\n")
     print(f"wrote {output}")

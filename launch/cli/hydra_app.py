@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -50,6 +52,8 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
     """
     query = "-sc" in arguments
     words = arguments if query else _arranged(command, arguments)
+    if {"-m", "--multirun"} & set(words):
+        _check_sweep(command, words)
     shows = {"-c", "--cfg"} & {word.partition("=")[0] for word in arguments}
     if shows and not {"-cd", "--config-dir"} & {word.partition("=")[0] for word in arguments}:
         task_free = [word for word in words if "=" in word and not word.startswith("-")]
@@ -150,6 +154,24 @@ def _check_only(command: str, composed: Mapping[str, Any]) -> None:
     run_config(config)
 
 
+def _check_sweep(command: str, words: list[str]) -> None:
+    """Refuse a sweep of which one job cannot be, before the first is run.
+
+    Raises:
+        ConfigError: For the first such job.
+    """
+    keys = [word for word in words if _is_key(word)]
+    with _our_messages():
+        parsed = OverridesParser.create().parse_overrides(keys)
+        batches = BasicSweeper.split_arguments(parsed, None)
+    for job in (job for batch in batches for job in batch):
+        own = [word for word in job if not word.lstrip("+").startswith("hydra")]
+        try:
+            _check_only(command, compose(command, own))
+        except ConfigError as error:
+            raise ConfigError(f"of the jobs of --multirun, {' '.join(own)}:\n{error}") from error
+
+
 def refuse_resume(composed: dict[str, Any], command: str) -> None:
     """Take the key `resume` out of a composition of another command, which has none to follow.
 
@@ -217,6 +239,8 @@ def _our_messages() -> Generator[None]:
         raise ConfigError("\n    ".join(said).replace("++", "")) from error
     except HydraException as error:
         raise ConfigError(str(error)) from error
+    except (TypeError, AttributeError) as error:  # Hydra's, of a value of a kind it did not expect
+        raise ConfigError(f"what was typed cannot be composed: {error}") from error
     except ValueError as error:
         if not str(error).startswith("Config group override"):
             raise

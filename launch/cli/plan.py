@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ...planner.plan.simulate import Simulation
     from ..placement.plan_request import PlanRequest
 
-__all__ = ["OUTPUTS", "plan_command", "profile_command"]
+__all__ = ["OUTPUTS", "output_file", "plan_command", "profile_command", "write_output"]
 
 OUTPUTS = ("json", "html", "trace", "output")
 """Keys that name files to write."""
@@ -43,7 +44,7 @@ def _plan(composed: dict[str, Any]) -> None:
     from ..placement.plan_request import plan_request
 
     refuse_resume(composed, "plan")
-    files = {key: _file(key, composed.pop(key, None)) for key in OUTPUTS}
+    files = {key: output_file(key, composed.pop(key, None)) for key in OUTPUTS}
     request = plan_request(composed, chosen("model"))
     started_s = time.monotonic()
     try:
@@ -79,13 +80,17 @@ def _show(
     for key, make in made.items():
         file = files[key]
         if file is not None:
-            _write(key, file, make())
+            write_output(key, file, make())
             if not quiet:
                 print(f"wrote {file}")
 
 
-def _file(key: str, given: Any) -> str | None:
-    """The file's name, if one can be written there: a search should not end in a refusal."""
+def output_file(key: str, given: Any) -> str | None:
+    """The file's name, if one can be written there: a search should not end in a refusal.
+
+    Raises:
+        ConfigError: If it is none, or its folder is not there.
+    """
     if given is None or given == _TERMINAL and key == "json":
         return given
     if not isinstance(given, str) or not given or Path(given).is_dir():
@@ -95,7 +100,12 @@ def _file(key: str, given: Any) -> str | None:
     return given
 
 
-def _write(key: str, file: str, text: str) -> None:
+def write_output(key: str, file: str, text: str) -> None:
+    """Write a file that a key names, or to the terminal.
+
+    Raises:
+        ConfigError: If it cannot be written.
+    """
     if file == _TERMINAL:
         print(text, end="")
         return
@@ -109,13 +119,29 @@ def _say_infeasible(file: str | None, reason: str, search_time_s: float) -> None
     from ...planner.report.json_report import infeasible
 
     if file is not None:
-        _write("json", file, json.dumps(infeasible(reason, search_time_s), indent=2) + "\n")
+        write_output("json", file, json.dumps(infeasible(reason, search_time_s), indent=2) + "\n")
 
 
 def profile_command(arguments: list[str]) -> int:
     """Run the command; `arguments` are the words after `penstock profile`."""
     hydra_app("profile", arguments, _profile)
     return 0
+
+
+@contextmanager
+def _folder_of(file: Path) -> Generator[None]:
+    """Make the folder that a file is to be written to, unless the body refuses what was asked."""
+    made = [folder for folder in file.parents if not folder.exists()]
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"'output': '{file}' cannot be written: {error.strerror}") from error
+    try:
+        yield
+    except ConfigError:
+        for folder in made:
+            folder.rmdir()
+        raise
 
 
 def _profile(composed: dict[str, Any]) -> None:
@@ -129,12 +155,9 @@ def _profile(composed: dict[str, Any]) -> None:
     file = Path(config.output)
     if file.is_dir():
         raise ConfigError(f"'output': '{file}' is a folder; give the name of a file")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"'output': '{file}' cannot be written: {error.strerror}") from error
     began_s = time.monotonic()
-    calibration = profile(config)
+    with _folder_of(file):
+        calibration = profile(config)
     calibration.write(file)
     print(calibration_text(calibration))
     print(f"wrote {file} after {time.monotonic() - began_s:.0f} s")

@@ -39,6 +39,8 @@ def run_command(arguments: list[str]) -> int:
 def _run(composed: dict[str, Any]) -> None:
     path, resumed = composed.pop("resume"), None
     if path is not None:
+        if not isinstance(path, str):
+            raise ConfigError(f"'resume': expected the folder of a run, got {path!r}")
         from ..run_dir.resume import resumed_config
 
         resumed = resumed_config(Path(path), composed, given_overrides())

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import errno
 import os
-import site
-import sysconfig
-import traceback
-from functools import cache
-from pathlib import Path
 
-from ...dataflow.errors import ConfigError, PenstockError, Where, WorkerError, raised_at
+from ...dataflow.errors import (
+    ConfigError,
+    PenstockError,
+    Where,
+    WorkerError,
+    raised_at,
+    users_line,
+)
 
-__all__ = ["foreseen", "users_line"]
+__all__ = ["foreseen"]
 
-_HERE = Path(__file__).resolve().parents[2]
 _MOST_CHARACTERS = 2000
 
 _FIXES = {
@@ -71,24 +72,3 @@ def _text(error: BaseException) -> str:
         f"an error that penstock does not know: {said}\n    raised at {at.file}:{at.line}\n"
         "    --debug shows how it came about; please report it"
     )
-
-
-def users_line(error: BaseException) -> Where | None:
-    """The innermost line of the user's own code, if the exception came through any."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not _is_library(frame.filename):
-            return Where(frame.filename, frame.lineno or 0, frame.line or "")
-    return None
-
-
-@cache
-def _is_library(filename: str) -> bool:
-    """Whether a file is ours, Python's or an installed package's."""
-    if filename.startswith("<") or not Path(filename).is_file():
-        return True
-    path = Path(filename).resolve()
-    paths = sysconfig.get_paths()
-    folders = {paths["stdlib"], paths["purelib"], paths["platlib"], site.getusersitepackages()}
-    libraries = (_HERE, *(Path(folder).resolve() for folder in folders))
-    script = path.parent == Path(sysconfig.get_path("scripts")).resolve()
-    return script or any(path.is_relative_to(folder) for folder in libraries)

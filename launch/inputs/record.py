@@ -15,13 +15,12 @@ from typing import Any
 from ...configs.references import load_object
 from ...configs.schema import AlgorithmConfig
 from ...configs.validate import validated
-from ...dataflow.errors import ConfigError, FlowError, PenstockError, raised_at
+from ...dataflow.errors import ConfigError, FlowError, PenstockError, raised_at, users_line
 from ...dataflow.graph.check import hints_of
 from ...dataflow.graph.graph import Constant, Graph
 from ...dataflow.graph.role import Role
 from ...dataflow.graph.tracer import build
 from ...dataflow.runtime.call_context import DeadlineExceeded, deadline
-from .failures import users_line
 
 __all__ = ["Recorded", "check_followers", "load_step", "record", "recorded", "step_cfg"]
 
@@ -191,4 +190,5 @@ def step_cfg(step: Callable[..., Any], data: Mapping[str, Any], at: str) -> dict
             f"'{at}': the parameter 'cfg' of '{step.__name__}' is annotated with {kind!r}\n"
             "    annotate it with a frozen dataclass whose fields are the algorithm's options"
         )
+    hints_of(kind)  # says which name of its annotations cannot be found
     return {"cfg": validated(kind, data, at)}

@@ -129,6 +129,12 @@ def sources_of(algorithm: Recorded, data: Data) -> tuple[dict[str, Source], list
     """
     sources: dict[str, Source] = {}
     config = algorithm.config
+    for name in config.num_groups:
+        if algorithm.graph.sources.get(name) not in (EnvRows, GameRows):
+            raise ConfigError(
+                f"'{algorithm.at}.num_groups.{name}': {algorithm.name} reads no environments or "
+                f"games called '{name}'\n    leave it out"
+            )
     for name, table in algorithm.graph.sources.items():
         groups = config.num_groups.get(name, 1)
         wanted = _Wanted(algorithm.graph, name, config.per_step[name], groups, algorithm.seed)

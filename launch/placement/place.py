@@ -61,6 +61,12 @@ def written_plan(inputs: PlacementInputs, engines: Engines) -> Plan | None:
                 f"{nearest_key(group, section.groups)}\n"
                 f"    executor.groups has: {', '.join(section.groups) or 'none'}"
             )
+    for key in ("tensor_parallel", "pipeline_parallel", "devices", "served"):
+        for group in () if section.groups else getattr(section, key):
+            raise ConfigError(
+                f"'executor.{key}.{group}' is set, but there are no executor.groups\n"
+                "    name the groups, or leave it out"
+            )
     if section.groups:
         return _hand_written(inputs, engines)
     if inputs.placement != AUTO:

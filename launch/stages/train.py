@@ -130,10 +130,10 @@ def run_stage(
     point = read_resume_point(store, stage.graph, stage.seed)
     first_step = point.state.step if point else 0
     engine = _engine(job, stage, specs, evaluator)
-    outcome = Outcome(first_step=first_step)
+    outcome = Outcome(first_step=first_step, before=evaluator and _measured_before(home))
     with engine, _logs(stage, home, first_step, trackers) as logs:
         if evaluator is not None:
-            outcome.before = _before(home, evaluator, engine)
+            outcome.before = outcome.before or _measure_before(home, evaluator, engine)
             if not first_step:
                 logs.note(0, outcome.before)
         with stoppable(run.schedule.deadline_s) as stop:
@@ -206,19 +206,23 @@ def _engine(
     )
 
 
-def _before(home: RunFolder, evaluator: _Evaluates, engine: Engine) -> Measured:
-    """Measured once: a resumed run no longer has the weights it began with."""
+def _measured_before(home: RunFolder) -> Measured | None:
+    """What was measured when the run began: a resumed one no longer has those weights."""
     file = home.path / _BEFORE
-    if file.exists():
-        try:
-            return Measured(**json.loads(file.read_bytes()))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise ConfigError(
-                f"'{file}' cannot be read: {error}\n    bring it back as it was; what was measured "
-                "before training cannot be measured again"
-            ) from error
+    if not file.exists():
+        return None
+    try:
+        return Measured(**json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"'{file}' cannot be read: {error}\n    bring it back as it was; what was measured "
+            "before training cannot be measured again"
+        ) from error
+
+
+def _measure_before(home: RunFolder, evaluator: _Evaluates, engine: Engine) -> Measured:
     measured = evaluator.measure(engine)
-    write_json(file, asdict(measured))
+    write_json(home.path / _BEFORE, asdict(measured))
     return measured
 
 

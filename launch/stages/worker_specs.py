@@ -27,6 +27,7 @@ from ...workers.rewards.mixture import TASK_REWARDS
 from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ...workers.training.optimizer import OptimizerSpec
+from ...workers.verifiers.verifiers import load_verifier
 from ..inputs.compose import Resolved
 from ..inputs.data import Data
 from ..inputs.engines import Engines, engines_of
@@ -121,6 +122,7 @@ def check_options(stage: Stage, run: Resolved) -> None:
             continue
         if plan.worker in TASK_REWARDS:
             _check(TASK_REWARDS[plan.worker], plan.config.options, at, plan.worker, _OF_REWARDS)
+            _check_verifier(plan.config.options)
             continue
         kind = _spec_class(engines.train, plan.worker)
         _check(kind, plan.config.options, at, plan.worker)
@@ -177,6 +179,12 @@ def _check(
         kind(**unknown, **options)
     except ValueError as error:
         raise ConfigError(f"'{at}': {error}") from None
+
+
+def _check_verifier(options: Mapping[str, Any]) -> None:
+    """Load the verifier that a reward names, if it names one; a worker does so again."""
+    if options.get("verifier") is not None:
+        load_verifier(options["verifier"], options.get("verifier_options") or {})
 
 
 def _check_apart(stage: Stage, engines: Engines) -> None:

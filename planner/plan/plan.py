@@ -160,6 +160,7 @@ class Plan(BaseModel):
         check_placement(graph, placement)
         self._check_served(graph, placement)
         self._check_layouts(graph)
+        self._check_micro_batches(graph)
         return placement
 
     def _check_served(self, graph: Graph, placement: Placement) -> None:
@@ -185,6 +186,15 @@ class Plan(BaseModel):
                     f"node '{name}' has layout {layout}, which uses {layout.num_devices} of the "
                     f"{len(group.devices)} devices of group '{group.name}'; tp x pp x dp x cp must "
                     f"be {len(group.devices)}"
+                )
+
+    def _check_micro_batches(self, graph: Graph) -> None:
+        calls = [node.name for node in graph.nodes if node.role]
+        for name in self.micro_batch_tokens:
+            if name not in calls:
+                raise PlanError(
+                    f"the plan has micro_batch_tokens for '{name}', which is no call of graph "
+                    f"'{graph.name}'; its calls are {', '.join(calls)}"
                 )
 
     @staticmethod

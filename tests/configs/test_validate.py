@@ -135,7 +135,7 @@ def test_a_wrong_type_is_explained() -> None:
         (
             "schedule.max_lag",
             -1,
-            "'schedule': Schedule.max_lag must be 0 or more, got -1",
+            "'schedule': Schedule.max_lag must be 0 to 1000, got -1",
         ),
         ("model.architecture", {"a": 1}, "'model.architecture': needs a 'model_type', such as"),
     ],

@@ -52,28 +52,27 @@ def serve() -> list[str]:
     print(json.dumps("ready"), file=answers, flush=True)
     while line := sys.stdin.buffer.raw.readline():  # type: ignore[attr-defined]
         asked = json.loads(line)
-        out, err = (tempfile.TemporaryFile() for _ in range(2))
-        started_s = time.monotonic()
-        pid = os.fork()
-        if pid == 0:
-            _become(asked, out.fileno(), err.fileno())
-            return list(asked["words"])
-        answer = _finished(pid, started_s, asked["limit_s"])
-        for name, file in (("out", out), ("err", err)):
-            file.seek(0)
-            answer[name] = file.read(1 << 20).decode(errors="replace")
-            file.close()
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            started_s = time.monotonic()
+            pid = os.fork()
+            if pid == 0:
+                _become(asked["folder"], out.fileno(), err.fileno())
+                return list(asked["words"])
+            answer = _finished(pid, started_s, asked["limit_s"])
+            for name, file in (("out", out), ("err", err)):
+                file.seek(0)
+                answer[name] = file.read(1 << 20).decode(errors="replace")
         print(json.dumps(answer), file=answers, flush=True)
     os._exit(0)
 
 
-def _become(asked: dict[str, Any], out: int, err: int) -> None:
+def _become(folder: str, out: int, err: int) -> None:
+    """Be a process of a session of its own, as a shell would start it in that folder."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (out, 1), (err, 2)):
         os.dup2(source, target)
-    os.chdir(asked["folder"])
-    os.environ.update(asked["environment"])
+    os.chdir(folder)
     sys.path[:] = [place for place in sys.path if place != ""]
 
 

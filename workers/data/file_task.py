@@ -66,7 +66,6 @@ class FileTaskSpec:
 
     def __post_init__(self) -> None:
         check_range(self, "correct_score")
-        check_range(self, "max_bad_fraction", at_least=0, at_most=1)
 
     def build(self) -> FileTask:
         """Read the file and load the reward.

@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 from ...dataflow.errors import ConfigError, nearest
-from ...dataflow.runtime.call_context import DeadlineExceeded, deadline
 from ..verifiers.pool import VerifierSpec
 from .row_report import DataReport
 
@@ -188,17 +187,9 @@ class ReasoningTask:
     def _problems_in_order(self) -> Iterator[_Problem]:
         for number in range(_max_samples(self.spec)):
             try:
-                with deadline(_MOST_SECONDS):
-                    entry: dict[str, Any] = self._dataset[number]
+                entry = _problem(self.spec, self._dataset, number)
             except IndexError:  # a few tasks hold a fixed number of problems
                 return
-            except (Exception, DeadlineExceeded) as error:
-                slow = isinstance(error, DeadlineExceeded)
-                why = f"not within {_MOST_SECONDS:g} s" if slow else repr(error)
-                raise ConfigError(
-                    f"reasoning-gym's '{self.spec.name}' cannot make problem {number} with "
-                    f"{dict(self.spec.config)}: {why}\n    change its settings: task.config"
-                ) from error
             yield _Problem(number, self._template.fill(entry), entry)
 
 
@@ -318,14 +309,38 @@ def _make_dataset(spec: ReasoningTaskSpec, size: int) -> Any:
         ) from error
 
 
+def _problem(spec: ReasoningTaskSpec, dataset: Any, number: int) -> dict[str, Any]:
+    """One problem.
+
+    Raises:
+        ConfigError: If the task's settings make it fail, or take too long.
+        IndexError: If there is none of that number.
+    """
+    # Imported here: it brings torch, which describing a task does without.
+    from ...dataflow.runtime.call_context import DeadlineExceeded, deadline
+
+    try:
+        with deadline(_MOST_SECONDS):
+            return dataset[number]
+    except IndexError:
+        raise
+    except (Exception, DeadlineExceeded) as error:
+        slow = isinstance(error, DeadlineExceeded)
+        why = f"not within {_MOST_SECONDS:g} s" if slow else repr(error)
+        raise ConfigError(
+            f"reasoning-gym's '{spec.name}' cannot make problem {number} with "
+            f"{dict(spec.config)}: {why}\n    change its settings: task.config"
+        ) from error
+
+
 def _check_repeatable(spec: ReasoningTaskSpec, dataset: Any) -> None:
     again = _make_dataset(spec, size=_max_samples(spec))
     for number in range(3):
         try:
-            same = dataset[number]["question"] == again[number]["question"]
+            first, second = (_problem(spec, one, number) for one in (dataset, again))
         except IndexError:
             return
-        if not same:
+        if first["question"] != second["question"]:
             raise ConfigError(
                 f"reasoning-gym's '{spec.name}' gives other problems each time for the same seed, "
                 "so its answers could not be found again\n    choose another task"

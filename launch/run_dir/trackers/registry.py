@@ -12,7 +12,7 @@ from typing import Any
 
 from ....configs.references import entry_or_own
 from ....configs.schema import TrackerConfig
-from ....dataflow.errors import ConfigError, PenstockError, raised_at
+from ....dataflow.errors import ConfigError, PenstockError, users_line
 from .jsonl import JsonlTracker
 from .tensorboard import TensorBoardTracker
 from .tracker import RunInfo, Tracker
@@ -114,5 +114,6 @@ def _made(kind: str, options: Mapping[str, Any]) -> Tracker:
 
 
 def _described(error: Exception) -> list[str]:
-    where = raised_at(error)
-    return [f"{where.file}:{where.line}: {where.source}", f"{type(error).__name__}: {error}"]
+    where = users_line(error)
+    at = [] if where is None else [f"{where.file}:{where.line}: {where.source}"]
+    return [*at, f"{type(error).__name__}: {error}"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from penstock.dataflow.errors import ConfigError
 from penstock.launch.run_dir.trackers.jsonl import MetricsLog, finite_or_none, read_metrics
 
 
@@ -75,8 +76,8 @@ def test_steps_only_go_up(tmp_path: Path) -> None:
 def test_a_foreign_line_is_refused_by_file_and_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 0}}\n{line}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: expected a JSON object with an int"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: expected a JSON object with an int"):
         read_metrics(path)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: "):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: "):
         MetricsLog(path, first_step=1)
     assert path.read_text() == f'{{"step": 0}}\n{line}\n'

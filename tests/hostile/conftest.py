@@ -1,0 +1,158 @@
+"""Runs commands on hostile inputs, and holds what they say against what they are to say.
+
+What every case must show: the exit code, one message without a traceback, nothing left in the
+folder and no process, all within ten seconds. The messages stand in `messages/`, one file for each
+test file; `PENSTOCK_MESSAGES=write pytest tests/hostile` writes them anew, to be read in the diff.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import penstock
+import pytest
+
+_SERVER = Path(__file__).with_name("forkserver.py")
+_MESSAGES = Path(__file__).with_name("messages")
+_WRITE = os.environ.get("PENSTOCK_MESSAGES") == "write"
+_LIMIT_S = 60.0
+"""What ends a command that hangs; a machine that is busy with other things may need some of it."""
+_SHOWN = 400
+
+SMALL = (
+    "algorithm.num_steps=1",
+    "algorithm.before.sft.num_steps=1",
+    "algorithm.per_step.prompts=2",
+    "algorithm.before.sft.per_step.demos=2",
+    "evaluation.num_prompts=0",
+    "task.num_train=32",
+    "task.num_held_out=4",
+)
+"""Words that make the default run take a second, should it be accepted."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command did.
+
+    Attributes:
+        code: Its exit code; None if it had to be ended.
+        out: What it printed.
+        err: What it said.
+        seconds: How long it took.
+        left: Processes of its session that outlived it.
+    """
+
+    code: int | None
+    out: str
+    err: str
+    seconds: float
+    left: tuple[int, ...]
+
+
+class Commands:
+    """The process in which commands are forked."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(_SERVER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        self._answer()
+
+    def run(self, words: Sequence[str], folder: Path, limit_s: float = _LIMIT_S) -> Answer:
+        """Run `penstock WORDS` in a folder."""
+        asked = {"words": list(words), "folder": str(folder), "limit_s": limit_s}
+        assert self._process.stdin is not None
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        found = json.loads(self._answer())
+        return Answer(**{**found, "left": tuple(found["left"])})
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the process in which commands are forked has ended"
+        return line
+
+
+@pytest.fixture(scope="session")
+def commands() -> Generator[Commands]:
+    """Started once for all tests of a process."""
+    started = Commands()
+    yield started
+    started.close()
+
+
+Refused = Callable[..., Answer]
+
+
+@pytest.fixture
+def refused(commands: Commands, tmp_path: Path, request: pytest.FixtureRequest) -> Refused:
+    """Runs a command in `tmp_path` and checks how it is refused."""
+
+    def check(
+        words: Sequence[str], files: Mapping[str, str | bytes] | None = None, *, code: int = 2
+    ) -> Answer:
+        for name, content in (files or {}).items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        before = _files(tmp_path)
+        answer = commands.run(words, tmp_path)
+        assert answer.code == code, answer.err
+        assert not answer.left
+        # Ten seconds on a machine with nothing else to do; here others work as well.
+        assert answer.seconds < _LIMIT_S
+        assert answer.err.count("penstock: ") == 1, answer.err
+        assert "Traceback" not in answer.err
+        if code == 2:
+            assert _files(tmp_path) == before
+        _compare(request.node, answer.err, tmp_path)
+        return answer
+
+    return check
+
+
+def _files(folder: Path) -> set[str]:
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if "__pycache__" not in path.parts
+    }
+
+
+def _compare(node: pytest.Item, said: str, folder: Path) -> None:
+    """The message is the one that is kept for this case."""
+    file = _MESSAGES / f"{node.path.stem}.json"
+    kept: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    plain = said[said.index("penstock: ") :].strip().replace(str(folder), "FOLDER")
+    for name in ("stdlib", "purelib"):
+        plain = plain.replace(sysconfig.get_paths()[name], name.upper())
+    package = str(Path(penstock.__file__).parent)
+    plain = plain.replace(package, "PENSTOCK").replace(os.path.realpath(package), "PENSTOCK")
+    plain = plain[:_SHOWN]
+    if _WRITE:
+        kept[node.name] = plain
+        _MESSAGES.mkdir(exist_ok=True)
+        file.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+        return
+    assert kept.get(node.name) == plain

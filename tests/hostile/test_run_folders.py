@@ -1,0 +1,183 @@
+"""Folders of runs that are damaged, and what `resume=` may and may not change."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import SMALL, Commands, Refused
+
+TINY = (
+    "algorithm.num_steps=4",
+    "checkpoint_every=2",
+    "evaluation.num_prompts=4",
+    "model.architecture.hidden_size=16",
+    "model.architecture.intermediate_size=16",
+    "model.architecture.num_hidden_layers=1",
+    "model.architecture.num_attention_heads=2",
+    "model.architecture.num_key_value_heads=2",
+)
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(scope="session")
+def stopped(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a finished stage before it, and a checkpoint of half of its steps."""
+    folder = tmp_path_factory.mktemp("stopped")
+    answer = commands.run(["run", *SMALL, *TINY], folder)
+    assert answer.code == 0, answer.err
+    run = next((folder / "runs").glob("*-seed0"))
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "models")
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    return run
+
+
+@pytest.fixture
+def run_folder(stopped: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    folder = tmp_path / "runs" / "stopped"
+    shutil.copytree(stopped, folder)
+    return folder
+
+
+def write(name: str, content: bytes) -> Damage:
+    def damage(run: Path) -> None:
+        _remove(run / name)
+        (run / name).write_bytes(content)
+
+    return damage
+
+
+def remove(name: str) -> Damage:
+    return lambda run: _remove(run / name)
+
+
+def folder(name: str) -> Damage:
+    def damage(run: Path) -> None:
+        _remove(run / name)
+        (run / name).mkdir()
+
+    return damage
+
+
+def cut(name: str) -> Damage:
+    def damage(run: Path) -> None:
+        content = (run / name).read_bytes()
+        (run / name).write_bytes(content[: len(content) // 2])
+
+    return damage
+
+
+def flip(name: str) -> Damage:
+    def damage(run: Path) -> None:
+        content = bytearray((run / name).read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        (run / name).write_bytes(bytes(content))
+
+    return damage
+
+
+def change(name: str, **keys: Any) -> Damage:
+    def damage(run: Path) -> None:
+        content = json.loads((run / name).read_bytes())
+        (run / name).write_text(json.dumps({**content, **keys}))
+
+    return damage
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif path.exists():
+        path.unlink()
+
+
+BAD = {
+    "not UTF-8": b"\xff\xfe\x80" * 20,
+    "empty": b"",
+    "null": b"null",
+    "a list": b"[1,2]",
+    "a number": b"3",
+    "deep": b"[" * 100_000,
+}
+MODEL = "stages/sft/models/actor"
+CHECKPOINT = "checkpoints/step-00000002"
+
+DAMAGES: dict[str, Damage] = {
+    "no run.json": remove("run.json"),
+    "run.json is a folder": folder("run.json"),
+    "run.json is cut": cut("run.json"),
+    "no config.yaml": remove("config.yaml"),
+    "config.yaml is a folder": folder("config.yaml"),
+    "config.yaml is cut": cut("config.yaml"),
+    "config.yaml runs code": write("config.yaml", b"!!python/object/apply:os.system ['true']"),
+    "plan.json is a folder": folder("plan.json"),
+    "plan.json is cut": cut("plan.json"),
+    "before.json is a folder": folder("before.json"),
+    "before.json is cut": cut("before.json"),
+    **{f"{n} {b}": write(n, BAD[b]) for n in ("run.json", "config.yaml", "plan.json") for b in BAD},
+    **{f"before.json {b}": write("before.json", BAD[b]) for b in BAD},
+    "config is a text": change("run.json", config="x"),
+    "config is a list": change("run.json", config=[1]),
+    "changes are a number": change("run.json", changes=3),
+    "changes are numbers": change("run.json", changes=[3]),
+    "created is none": change("run.json", created="x"),
+    "other code": change("run.json", code={"a": 1}),
+    "seed is a list": change("run.json", seed=[1]),
+    "other data": change("run.json", data="other"),
+    "metrics of others": write("metrics.jsonl", b'{"a": 1}\n'),
+    "metrics not UTF-8": write("metrics.jsonl", b"\xff\xfe\n"),
+    "checkpoints is a file": write("checkpoints", b""),
+    "a checkpoint is a file": write(CHECKPOINT, b""),
+    "models are gone": remove("stages/sft/models"),
+    "stage's summary is cut": cut("stages/sft/summary.json"),
+    "stage's summary is a folder": folder("stages/sft/summary.json"),
+    **{f"{n} is gone": remove(f"{MODEL}/{n}") for n in ("config.json", "model.safetensors")},
+    **{f"{n} is a folder": folder(f"{MODEL}/{n}") for n in ("config.json", "tokenizer.json")},
+    **{f"{n} is cut": cut(f"{MODEL}/{n}") for n in ("config.json", "model.safetensors")},
+    **{f"{n} is flipped": flip(f"{MODEL}/{n}") for n in ("model.safetensors", "tokenizer.json")},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged(name: str, run_folder: Path, refused: Refused) -> None:
+    DAMAGES[name](run_folder)
+    refused(["run", "resume=runs/stopped"])
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["seed=3", "algorithm.num_steps=1", "algorithm.num_steps=0", "algorithm.optimizer.lr=nan",
+     "executor=nope", "algorithm.num_steps=100000000000000000", "model=tiny", "~executor",
+     "algorithm.roles.nobody.optimizer.lr=1", "placement=/nope", "--multirun seed=1,2"],
+)  # fmt: skip
+def test_changes(word: str, run_folder: Path, refused: Refused) -> None:
+    assert run_folder.is_dir()
+    refused(["run", "resume=runs/stopped", *word.split(" ")])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "manifest.json",
+        "actor/weights.safetensors",
+        "actor/state.json",
+        "actor/optimizer.safetensors",
+    ],
+)
+@pytest.mark.parametrize("damage", [remove, folder, cut, flip])
+def test_a_damaged_checkpoint_is_passed_over(
+    name: str, damage: Callable[[str], Damage], run_folder: Path, commands: Commands
+) -> None:
+    """The run begins again, and comes to the same weights."""
+    damage(f"{CHECKPOINT}/{name}")(run_folder)
+    answer = commands.run(["run", "resume=runs/stopped"], run_folder.parents[1])
+    assert answer.code == 0, answer.err
+    assert "cannot be used" in " ".join(answer.err.split())
+    assert "Traceback" not in answer.err

@@ -1,0 +1,274 @@
+"""Keys of `penstock run` that cannot be: types, ranges, names, files, options of the command."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import SMALL, Refused
+
+LINES = """\
+seed=-1
+seed=1.5
+seed=abc
+seed=null
+seed=[1]
+seed=11111111111111111111111111111111111111111
+seed=18446744073709551616
+seed=nan
+seed=true
+algorithm.seed=99999999999999999999999
+algorithm.seed=-1
+model.init_seed=99999999999999999999999
+model.init_seed=-5
+algorithm.roles.actor.init_offset=99999999999999999999999
+algorithm.roles.actor.init_offset=-1
+task.correct_score=nan
+executor.device=cpu:99
+executor.device=cuda
+executor.device=cuda:0
+executor.device=tpu
+executor.device=''
+executor.device=3
+executor.groups={'':1}
+executor.groups={' ':1}
+executor.groups={a/b:1}
+executor.groups={policy:0}
+executor.groups={policy:-1}
+executor.groups={policy:1000000}
+executor.groups={policy:10000000000000000}
+executor.groups=3
+executor.groups={policy:1,other:1} executor.nodes={nobody:other}
+executor.nodes={actor:nowhere}
+executor.num_threads=0
+executor.num_threads=x
+executor.transport=bogus
+executor.kind=nope
+executor.kind=os:system
+executor.kind=os:nope
+executor.served={a:{b:c}}
+executor.devices={a:[0]}
+executor.devices={a:[-1]}
+executor.tensor_parallel={a:2}
+executor=nope
+engine.kind=nope
+engine.kind=os:system
+engine.options={a:1}
+engine.options=3
+engine=nope
+rollout.kind=nope
+rollout.kind=os:system
+rollout.options={a:1}
+rollout=nope
+calibration=/nope
+calibration=/proc
+calibration=''
+placement=/nope
+placement=/proc
+placement=''
+placement=3
+resume=/nope
+resume=/proc
+resume=''
+resume=3
+schedule.max_lag=1000000000
+schedule.max_lag=-1
+schedule.max_lag=x
+schedule.order=never
+schedule.deadline_s=0
+schedule.deadline_s=-1
+schedule.deadline_s=nan
+schedule.deadline_s=.inf
+schedule.deadline_s=1e400
+schedule=nope
+schedule=null
+runs=''
+runs=3
+runs=/dev/null
+runs=/dev/null/x
+runs=/proc/x
+keep_checkpoints=0
+keep_checkpoints=-1
+keep_checkpoints=1.5
+checkpoint_every=0
+checkpoint_every=1.5
+checkpoint_every=null
+algorithm.num_steps=0
+algorithm.num_steps=-3
+algorithm.num_steps=1000000000000000000000000
+algorithm.per_step.prompts=0
+algorithm.per_step.prompts=1000000000000000
+algorithm.per_step.other=3
+algorithm.per_step=3
+algorithm.num_groups={prompts:3}
+algorithm.optimizer.lr=nan
+algorithm.optimizer.lr=.inf
+algorithm.optimizer.lr=-1
+algorithm.optimizer.lr=abc
+algorithm.optimizer.betas=[1,2]
+algorithm.optimizer.betas=[0.9]
+algorithm.optimizer.betas=[nan,0.9]
+algorithm.optimizer.eps=-1
+algorithm.optimizer.weight_decay=nan
+algorithm.optimizer.bogus=1
+algorithm.optimizer=3
+algorithm.optimizer=null
+algorithm.cfg.bogus=1
+algorithm.cfg.sampling.num_samples=0
+algorithm.cfg.sampling.num_samples=-1
+algorithm.cfg.sampling.temperature=nan
+algorithm.cfg.sampling.temperature=-1
+algorithm.cfg.sampling.top_p=2
+algorithm.cfg.sampling.max_new_tokens=0
+algorithm.cfg.sampling.max_new_tokens=1000000000
+algorithm.cfg.epochs=0
+algorithm.cfg.num_minibatches=0
+algorithm.cfg=3
+algorithm.before.sft.before.x.step=a
+algorithm.before.bogus.step=penstock.algorithms.sft:sft_step
+algorithm.before={a:3}
+algorithm.step=nope
+algorithm.step=nope:x
+algorithm.step=os:system
+algorithm.step=os.path:join
+algorithm.step=json:dumps
+algorithm.step=''
+algorithm.step=3
+algorithm.step=:x
+algorithm.step=os:
+algorithm=nope
+algorithm=null
+algorithm=[a,b]
+algorithm=../grpo
+algorithm=
+algorithm.roles.nobody.worker=rule
+algorithm.roles.actor.worker=os:system
+algorithm.roles.actor.worker=rule
+algorithm.roles.reward.worker=os:system
+algorithm.roles.reward.worker=os:nope
+algorithm.roles.reward.worker=nope
+algorithm.roles.reward.worker=policy
+algorithm.roles.reward.options={x:1}
+algorithm.roles.reward.options={time_limit_s:0}
+algorithm.roles.reward.options={time_limit_s:nan}
+algorithm.roles.reward.options={num_processes:0}
+algorithm.roles.reward.options={verifier:nope}
+algorithm.roles.reward.options={scale:nan}
+algorithm.roles.reward.optimizer={lr:1}
+algorithm.roles.actor.start=nowhere
+algorithm.roles.actor.start=/proc
+algorithm.roles.actor.start_mean={model:nan}
+algorithm.roles.actor.start_mean={nowhere:1}
+algorithm.roles.actor.frozen=3
+algorithm.roles.actor.options={micro_batch_tokens:0}
+algorithm.roles.actor.bogus=1
+tracker.kind=os:system
+tracker.kind=nope
+tracker.kind=json:dumps
+tracker.options={a:1}
+evaluation.num_prompts=-1
+evaluation.num_prompts=1000000
+evaluation.num_examples=-1
+mismatch.every=0
+mismatch.warn_above=-1
+mismatch.stop_above=nan
+task.kind=nope
+task.kind=os:system
+task.kind=os:nope
+task.name=nope
+task.name=''
+task.name=3
+task.num_train=0
+task.num_held_out=-1
+task.num_held_out=1000000000000
+task.config={nope:1}
+task.config={min_terms:-1}
+task.config={min_terms:x}
+task.config={min_digits:100000,max_digits:100000}
+task.config=3
+task.prompt_template='{question:1000000000}'
+task.prompt_template='{question!r:>1000000000}'
+task.prompt_template='{question.__class__}'
+task.prompt_template='{nope}'
+task.prompt_template='{0}'
+task.prompt_template='{'
+task.prompt_template=''
+task.strip_spaces=3
+task.seed=nan
+task.max_prompt_tokens=0
+task.max_prompt_tokens=1
+task.max_response_tokens=0
+task.max_response_tokens=1000000000
+task.max_bad_fraction=2
+task.max_bad_fraction=nan
+task.bogus=1
+task.name=composite
+task=nope
+task=/etc/passwd
+model.dtype=float16
+model.dtype=int8
+model.tokenizer=nope
+model.tokenizer=folder
+model.tokenizer={kind:nope}
+model.tokenizer={kind:char,alphabet:''}
+model.tokenizer={kind:folder,folder:/nope}
+model.folder=/nope
+model.bogus=1
+model=nope
+bogus=1
+a..b=1
+=3
+a=b=c
+hydra.bogus=1
+hydra.run.dir=/proc/x
+--bogus
+-x
+--cfg bogus
+--info bogus
+--config-name=nope
+--config-dir=/nope
+--cfg job bogus=1
+--multirun seed=1,x
+agreement.every=1
+task.normalisation=1
+word
+"""
+
+CASES = [
+    line.split(" ") if " '" not in line and "' " not in line else [line]
+    for line in LINES.splitlines()
+]
+
+
+@pytest.mark.parametrize("words", CASES, ids=" ".join)
+def test_run(words: list[str], refused: Refused) -> None:
+    refused(["run", *SMALL, *words])
+
+
+def test_very_long_words_are_refused_unread(refused: Refused) -> None:
+    betas = ",".join(["0.9"] * 20_000)
+    refused(["run", f"algorithm.optimizer.betas=[{betas}]"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["bogus"], ["run", "--shell-completion"], ["graph", "format=bogus"], ["graph", "format=[1]"],
+     ["graph", "format=null"], ["graph", "output=/nope/x"], ["graph", "output=/proc"],
+     ["graph", "output=/dev/full"], ["graph", "output=3"], ["graph", "output=''"],
+     ["graph", "resume=/nope"], ["graph", "bogus=1"], ["graph", "seed=-1"],
+     ["profile", "output=/proc"], ["profile", "output=/proc/x/y"],
+     ["profile", "output=/dev/null/x"],
+     ["profile", "output=''"], ["profile", "device=tpu"], ["profile", "device=cuda"],
+     ["profile", "num_ranks=0"], ["profile", "num_ranks=100000"], ["profile", "num_threads=0"],
+     ["profile", "widths=[]"], ["profile", "widths=[0]"], ["profile", "widths=[7]"],
+     ["profile", "widths=[1000000000]"], ["profile", "widths=x"], ["profile", "rows=0"],
+     ["profile", "rows=1000000000"], ["profile", "seconds=0"], ["profile", "seconds=nan"],
+     ["profile", "seconds=.inf"], ["profile", "deadline_s=0"], ["profile", "dispatch=nope"],
+     ["profile", "dispatch=os:system"], ["profile", "resume=/nope"], ["profile", "bogus=1"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_other_commands(words: list[str], refused: Refused) -> None:
+    refused(words)
+
+
+def test_a_profile_that_has_no_time_says_so(refused: Refused) -> None:
+    refused(["profile", "deadline_s=0.001"], code=1)

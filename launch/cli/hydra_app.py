@@ -161,6 +161,8 @@ def _check_sweep(command: str, words: list[str]) -> None:
         ConfigError: For the first such job.
     """
     keys = [word for word in words if _is_key(word)]
+    if any(word.lstrip("+").startswith("resume=") for word in keys):
+        raise ConfigError("resume= continues one run\n    leave --multirun out")
     with _our_messages():
         parsed = OverridesParser.create().parse_overrides(keys)
         batches = BasicSweeper.split_arguments(parsed, None)

@@ -54,7 +54,7 @@ def test_a_file_that_cannot_be_written(penstock: Penstock) -> None:
     said = penstock("graph", "output=no/such/folder.txt")
     assert said.code == 2
     assert said.err == (
-        "penstock: 'output': 'no/such/folder.txt' cannot be written: No such file or directory\n"
+        "penstock: 'output': 'no/such/folder.txt' cannot be written: there is no such folder\n"
     )
 
 

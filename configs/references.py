@@ -15,7 +15,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from ..dataflow.errors import ConfigError, PenstockError, nearest, raised_at, users_line
+from ..dataflow.errors import (
+    ConfigError,
+    PenstockError,
+    nearest,
+    one_process,
+    raised_at,
+    users_line,
+)
 
 __all__ = ["CONFIGS", "entry_or_own", "groups", "load_object", "option_file", "options_of"]
 
@@ -84,7 +91,8 @@ def _import(name: str, at: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return importlib.import_module(name)
+        with one_process():
+            return importlib.import_module(name)
     except PenstockError:
         raise
     except ModuleNotFoundError as error:

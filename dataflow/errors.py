@@ -8,6 +8,7 @@ while running a node, `StateError` about the engine itself.
 from __future__ import annotations
 
 import linecache
+import os
 import site
 import sys
 import sysconfig
@@ -35,6 +36,7 @@ __all__ = [
     "closest",
     "nearest",
     "no_exit",
+    "one_process",
     "raised_at",
     "users_line",
 ]
@@ -101,14 +103,29 @@ def raised_at(error: BaseException) -> Where:
 
 
 @contextmanager
+def one_process() -> Generator[None]:
+    """Around code of the user's: a copy of this process that it forks ends here.
+
+    Two processes would go on with the run, and both write to its folder.
+    """
+    own = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != own:
+            os._exit(1)
+
+
+@contextmanager
 def no_exit() -> Generator[None]:
-    """Around code of the user's: `sys.exit` in it is an error, for it never ends a run.
+    """Around code of the user's: it neither ends the run by `sys.exit` nor doubles it by a fork.
 
     Raises:
         WorkerError: If the body calls `sys.exit` or raises what only Python itself should.
     """
     try:
-        yield
+        with one_process():
+            yield
     except (SystemExit, GeneratorExit) as error:
         where = users_line(error) or raised_at(error)
         raise WorkerError(

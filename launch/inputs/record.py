@@ -15,7 +15,14 @@ from typing import Any
 from ...configs.references import load_object
 from ...configs.schema import AlgorithmConfig
 from ...configs.validate import validated
-from ...dataflow.errors import ConfigError, FlowError, PenstockError, raised_at, users_line
+from ...dataflow.errors import (
+    ConfigError,
+    FlowError,
+    PenstockError,
+    one_process,
+    raised_at,
+    users_line,
+)
 from ...dataflow.graph.check import hints_of
 from ...dataflow.graph.graph import Constant, Graph
 from ...dataflow.graph.role import Role
@@ -92,7 +99,7 @@ def record(algorithm: AlgorithmConfig, at: str) -> Graph:
     constants = step_cfg(step, algorithm.cfg, f"{at}.cfg")
     name = step.__name__.removesuffix("_step") or step.__name__
     try:
-        with deadline(_RECORD_DEADLINE_S):
+        with one_process(), deadline(_RECORD_DEADLINE_S):
             return build(step, name=name, **constants)
     except PenstockError:
         raise

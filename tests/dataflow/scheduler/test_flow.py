@@ -102,7 +102,8 @@ def test_a_flow_that_does_not_fit_is_refused(change: dict[str, Any], message: st
     [
         (
             {"max_lag": -1},
-            "Schedule.max_lag must be 0 to 1000, got -1; the samples of as many steps are kept at once",
+            "Schedule.max_lag must be 0 to 1000, got -1; the samples of as many steps are kept at "
+            "once",
         ),
         ({"order": "random"}, "Schedule.order must be 'step' or 'arrival', got 'random'"),
         (

@@ -8,18 +8,25 @@ it belongs on a private network.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+from typing import Any
 
 from ...weight_sync.registry import DEFAULT_TRANSPORT, Transport
 from ..process_backend import ProcessBackend
 from ..rank_group import forget_warm
 from ..supervisor import Supervisor
+from .session_folder import SessionFolder
 
 __all__ = ["RayExecutor", "connect_ray", "shutdown_ray"]
 
 _ON_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch for listening where other machines can connect; says what it does elsewhere."""
+
+
+_SESSION: list[SessionFolder] = []
+"""Where the Ray that was started here keeps its files, if one was."""
 
 
 class RayExecutor(Supervisor):
@@ -61,8 +68,14 @@ def connect_ray() -> None:
     if not address:
         # Read when ray was imported, which may have been before.
         ray_constants.ENABLE_RAY_CLUSTER = os.environ[_ON_NETWORK] not in ("0", "false")
+    own: dict[str, Any] = {}
+    if not address:
+        _SESSION.append(SessionFolder())
+        atexit.register(shutdown_ray)
+        own = {"_temp_dir": str(_SESSION[-1].path)}
     # "local", because by default Ray joins whatever `ray start` has left on this machine.
     ray.init(
+        **own,
         address=address or "local",
         include_dashboard=False,
         log_to_driver=True,
@@ -79,3 +92,5 @@ def shutdown_ray() -> None:
 
         forget_warm(RayBackend())
         ray.shutdown()
+    while _SESSION:
+        _SESSION.pop().remove()

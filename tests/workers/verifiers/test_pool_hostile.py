@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import os
-import resource
 import signal
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from no_more_files import no_more_files
 from penstock.dataflow.errors import WorkerError
 from penstock.workers.verifiers import pool as pools
 from penstock.workers.verifiers.pool import Outcome, VerifierPool, VerifierSpec
@@ -391,20 +391,8 @@ def test_a_batch_has_a_limit_too(make_pool: MakePool, monkeypatch: pytest.Monkey
 
 def test_a_process_that_cannot_be_started(make_pool: MakePool) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.ExitStack() as held:
-        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
-        opened: list[int] = []
-        held.callback(lambda: [os.close(one) for one in opened])
-        with contextlib.suppress(OSError):
-            while True:
-                opened.append(os.dup(0))
-        for _ in range(12):
-            os.close(opened.pop())
-        with pytest.raises(WorkerError) as caught:
-            make_pool(num_processes=40)
+    with no_more_files(spare=12), pytest.raises(WorkerError) as caught:
+        make_pool(num_processes=40)
     assert str(caught.value) == (
         "a process for the verifier cannot be started: [Errno 24] Too many open files\n"
         "    free what has run out, or lower num_processes"

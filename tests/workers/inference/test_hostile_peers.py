@@ -92,8 +92,8 @@ def proven(server: InferenceServer) -> Generator[socket.socket]:
 
 def is_closed(link: socket.socket) -> bool:
     with contextlib.suppress(ConnectionError):
-        while piece := link.recv(1 << 16):
-            del piece
+        while link.recv(1 << 16):
+            pass
     return True
 
 
@@ -395,7 +395,7 @@ def test_whatever_is_sent_others_are_answered(
         challenge = link.recv(16)
         first = proof(TOKEN, challenge)
         sent = damaged(data, first) if data.draw(st.booleans()) else first
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):  # it had not read all when it closed
             link.sendall(sent + damaged(data, REQUEST))
             link.shutdown(socket.SHUT_WR)
             assert is_closed(link)

@@ -2,8 +2,8 @@
 
 A process that overruns the limit is killed and replaced with all that it has started, so a verifier
 may loop for ever, fill the memory of its process or crash it, and costs one row. Each process has
-one call at a time; its limit runs from the moment the call begins to be sent, and starting a
-process has a deadline of its own. Nothing here waits for one process alone.
+one call at a time; its limit runs from the moment the call begins to be sent, whether the process
+reads, computes or writes, and starting a process has a deadline of its own.
 
 A call has a number and a nonce, and the one reply to it has both. A process that says anything else
 is believed no more: the row it has is a failure, and it is replaced.
@@ -147,6 +147,7 @@ class VerifierPool:
     def replace(self, child: _Child) -> None:
         """Kill a process and start another in its place."""
         child.stop()
+        child.row = None
         self._children[self._children.index(child)] = _Child(self._spec, self._start_limit_s)
 
     @property
@@ -325,6 +326,9 @@ class _Child:
 
     def is_quiet(self) -> bool:
         """Whether it lives and has said nothing since its last reply."""
+        assert self.process.stdin is not None
+        if self.process.stdin.closed:  # stopped, and no other could be started
+            return False
         try:
             os.read(self.replies, 1)
         except BlockingIOError:

@@ -400,3 +400,13 @@ def test_a_process_that_cannot_be_started(make_pool: MakePool) -> None:
     del caught
     gc.collect()  # of the pool that was begun
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_process_that_cannot_be_replaced_is_replaced_later(make_pool: MakePool) -> None:
+    pool = make_pool()
+    assert pool.run([("return", 1)]) == [Outcome(1.0)]
+    with no_more_files(spare=3):
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="cannot be started: .Errno 24. Too many open"):
+                pool.run([("leave", 0)])
+    assert pool.run([("return", 2)]) == [Outcome(2.0)]

@@ -9,7 +9,8 @@ The script forks first. The child runs the verifier, which has its main thread. 
 supervises: whatever the verifier's processes start becomes its own child when they end (Linux calls
 that a subreaper), also what has changed its session. When the verifier has ended, or the other end
 of a pipe is closed (its read end is the script's argument) because the pool wants it so or has
-died, it kills them and waits until there are none left, and then ends as the verifier did.
+died, it kills them until there are none left, and then ends as the verifier did. On other systems
+it kills the verifier's process group.
 
 Standard input of the verifier is empty and its standard output goes to standard error; the messages
 have descriptors of their own.
@@ -69,14 +70,14 @@ def _prctl(option: int, value: int) -> None:
 def _supervise(verifier: int, lifeline: int) -> NoReturn:
     """Wait for the verifier, end whatever it has started, and end in the same way."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the verifier has written one if it may
-    threading.Thread(target=_end_with_pool, args=(verifier, lifeline), daemon=True).start()
+    threading.Thread(target=_end_with_pool, args=(lifeline, verifier), daemon=True).start()
     status = None
     with contextlib.suppress(ChildProcessError):  # there is no process left: the proof
         while True:
             process, how = os.wait()
             status = how if process == verifier else status
             if status is not None:
-                _kill_started(verifier)
+                _kill_children(verifier)
     code = 1 if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
@@ -85,27 +86,23 @@ def _supervise(verifier: int, lifeline: int) -> NoReturn:
     os._exit(code)
 
 
-def _end_with_pool(verifier: int, lifeline: int) -> None:
+def _end_with_pool(lifeline: int, verifier: int) -> None:
     os.read(lifeline, 1)
-    _kill_started(verifier)
+    _kill_children(verifier)
 
 
-def _kill_started(verifier: int) -> None:
-    """Kill every process below this one; what escapes by forking becomes a child of this one."""
-    if not Path("/proc/self/stat").exists():  # only Linux has it
+def _kill_children(verifier: int) -> None:
+    """Kill the processes right below this one; those below them take their place, to be found next.
+
+    To look for all that are below takes longer than one that only starts another one and ends.
+    """
+    listed = Path(f"/proc/self/task/{os.getpid()}/children")  # Linux has it, nearly always
+    kill, found = (
+        (os.kill, listed.read_text().split()) if listed.exists() else (os.killpg, [verifier])
+    )
+    for process in found:
         with contextlib.suppress(OSError):  # it has ended
-            os.killpg(verifier, signal.SIGKILL)
-        return
-    started: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            state = Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()
-            started.setdefault(int(state[1]), []).append(int(name))
-    below = list(started.get(os.getpid(), ()))
-    for process in below:  # grows on the way
-        below += started.get(process, ())
-        with contextlib.suppress(OSError):
-            os.kill(process, signal.SIGKILL)
+            kill(int(process), signal.SIGKILL)
 
 
 def _serve(calls: int, replies: int) -> None:

@@ -200,13 +200,18 @@ class _Run:
     def _wait(self) -> None:
         """Wait until a process can go on or for the nearest deadline, and deal with both."""
         working = [child for child in self._pool.children if child.row is not None]
+        sending = [child for child in working if child.unsent]
+        for child in sending:  # while another was replaced, nothing was sent to it
+            child.deadline += time.monotonic() - child.tended_s
         with selectors.DefaultSelector() as selector:
             for child in working:
                 selector.register(child.replies, selectors.EVENT_READ, child.receive)
-                if child.unsent:
-                    selector.register(child.calls, selectors.EVENT_WRITE, child.send)
+            for child in sending:
+                selector.register(child.calls, selectors.EVENT_WRITE, child.send)
             nearest = min([self._deadline, *(child.deadline for child in working)])
             events = selector.select(max(0.0, nearest - time.monotonic()))
+        for child in sending:
+            child.tended_s = time.monotonic()
         for key, _ in events:
             key.data()
         for child in working:
@@ -275,6 +280,7 @@ class _Child:
         row: Of the call that it has; `_MAKING` at first, None if it is idle.
         limit_s: Seconds that this call may take.
         deadline: On the monotonic clock.
+        tended_s: When it could last be sent something of the call.
         unsent: What of the call it has not read yet.
         received: What it has said since.
         ended: Whether it has closed its replies.
@@ -342,7 +348,8 @@ class _Child:
         line = json.dumps({"row": row, "nonce": self._nonce, **message}).encode() + b"\n"
         self.unsent = memoryview(line)
         self.received = bytearray()
-        self.deadline = time.monotonic() + limit_s
+        self.tended_s = time.monotonic()
+        self.deadline = self.tended_s + limit_s
 
     def send(self) -> None:
         """Send of the call what the process takes now."""

@@ -121,6 +121,17 @@ def act(what, value=None):
         act("hide", value)
         while True:
             pass
+    if what == "breed":
+        if not os.fork():
+            os.setsid()
+            until = time.time() + 20
+            while time.time() < until:
+                open(value, "a").write("x")
+                if os.fork():
+                    break
+            os._exit(0)
+        time.sleep(0.2)
+        return 1
     if what == "length":
         return len(value)
 '''
@@ -359,6 +370,21 @@ def test_processes_that_leave_their_session_end_with_the_verifier(
     assert _with_mark(mark) == []
 
 
+@linux
+def test_a_process_that_always_starts_another_and_ends_is_caught(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    beats = tmp_path / "beats"
+    pool = make_pool()
+    assert pool.run([("breed", str(beats))]) == [Outcome(1.0)]
+    before = beats.stat().st_size
+    assert before > 1
+    pool.close()
+    after = beats.stat().st_size
+    time.sleep(0.3)
+    assert beats.stat().st_size == after
+
+
 def test_a_supervisor_that_does_not_act_is_killed_and_named(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -375,6 +401,22 @@ def test_a_supervisor_that_does_not_act_is_killed_and_named(
     ]
     if sys.platform == "linux":  # which ends the verifier with its supervisor
         verifier.wait(10)
+
+
+def test_replacing_one_takes_no_time_of_another_s_call(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "_STOP_S", 1.5)
+    pool = make_pool(time_limit_s=1.0, num_processes=2)
+    for _ in range(100):
+        if all(child.row is None for child in pool.children):
+            break
+        pool.run([("sleep", 0.01)] * 2)
+    os.kill(pool.process_ids[1], signal.SIGSTOP)
+    (verifier,) = psutil.Process(pool.process_ids[1]).children()
+    verifier.kill()
+    outcomes = pool.run([("return", 1), ("return", 2)])
+    assert outcomes == [Outcome(1.0), Outcome(2.0)]
 
 
 def test_a_batch_has_a_limit_too(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:

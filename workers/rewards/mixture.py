@@ -32,6 +32,7 @@ from ..models.tokenizer import TokenizerSpec
 from ..verifiers.child import USER_ERRORS
 from ..verifiers.verifiers import blame, import_user_module
 from .kinds import PART_KINDS
+from .rule_reward import LARGEST
 
 __all__ = ["TASK_REWARDS", "Mixture", "MixturePart", "MixtureSpec"]
 
@@ -54,7 +55,7 @@ class MixturePart:
     """Fields of that worker's spec."""
 
     def __post_init__(self) -> None:
-        check_range(self, "weight", "at_least")
+        check_range(self, "weight", "at_least", at_least=-LARGEST, at_most=LARGEST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class MixtureSpec:
     """`fingerprint` of the task the prompts come from."""
 
     def __post_init__(self) -> None:
-        check_range(self, "violation_score")
+        check_range(self, "violation_score", at_least=-LARGEST, at_most=LARGEST)
         parts = self.checked()
         if not parts:
             raise ValueError("a mixture needs parts, such as parts.correct.worker=math")
@@ -271,7 +272,7 @@ def _finite(what: str, scores: torch.Tensor) -> torch.Tensor:
         row = int(found.isinf().nonzero()[0])
         raise WorkerError(
             f"{what} of the mixture is {float(scores[row]):g} for row {row}, which float32 cannot "
-            f"hold: its largest number is {torch.finfo(torch.float32).max:g}\n"
+            f"hold: its largest number is {LARGEST:g}\n"
             "    bound what the rewards return, or lower the parts' weights"
         )
     return found

@@ -26,9 +26,11 @@ from ..verifiers.child import verdict
 from ..verifiers.pool import Outcome, VerifierPool
 from .answered_task import AnsweredTask
 
-__all__ = ["RuleReward", "RuleRewardSpec", "checked_problems", "same_task"]
+__all__ = ["LARGEST", "RuleReward", "RuleRewardSpec", "checked_problems", "same_task"]
 
 _LOG = logging.getLogger("penstock.reward")
+LARGEST = torch.finfo(torch.float32).max
+"""Of a reward, and of the options that rewards are computed with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class RuleRewardSpec:
     def __post_init__(self) -> None:
         check_range(self, "time_limit_s", above=0)
         check_range(self, "num_processes", at_least=1)
-        check_range(self, "scale")
+        check_range(self, "scale", at_least=-LARGEST, at_most=LARGEST)
 
     def build(self, context: WorkerContext) -> RuleReward:
         """Build the task again here and wrap it.
@@ -116,7 +118,6 @@ def checked_problems(task: Task, prompt_id: Tensor) -> list[int]:
 
 _NEVER_WORKS = 64
 """Failures, and no response that was scored, after which a verifier is taken to be broken."""
-_LARGEST = torch.finfo(torch.float32).max
 
 
 class RuleReward(Reward):
@@ -211,12 +212,12 @@ class RuleReward(Reward):
 
     def _fitting(self, outcome: Outcome) -> Outcome:
         """A failure instead of a score that the tensor would hold as infinite."""
-        if abs(self._scale * outcome.score) <= _LARGEST:
+        if abs(self._scale * outcome.score) <= LARGEST:
             return outcome
         factor = f", which times scale={self._scale:g}" if self._scale != 1 else ", which"
         return Outcome(
             error=f"the verifier returned {outcome.score:g}{factor} is beyond float32, whose "
-            f"largest number is {_LARGEST:g}\n"
+            f"largest number is {LARGEST:g}\n"
         )
 
     def _value(self, outcome: Outcome) -> float:

@@ -164,6 +164,18 @@ def test_options_of_a_rule_s_verifier_are_checked(tmp_path: Path) -> None:
         ({"parts": {"a": {"worker": "judge"}}}, "a judge needs an address and a model"),
         ({"parts": {"a": {"worker": "exact"}}, "output": "passed"}, "needs a part with at_least"),
         ({"parts": {"a": {"worker": "exact", "weight": float("nan")}}}, "weight is nan"),
+        (
+            {"parts": {"a": {"worker": "exact", "weight": 1e300}}},
+            "weight is 1e.300; expected at least -3.40282e.38 and at most 3.40282e.38",
+        ),
+        (
+            {"parts": {"a": {"worker": "exact"}}, "violation_score": 1e39},
+            "violation_score is 1e.39",
+        ),
+        (
+            {"parts": {"a": {"worker": "exact", "options": {"scale": -1e300}}}},
+            "scale is -1e.300; expected at least",
+        ),
     ],
 )
 def test_mixtures_that_cannot_work(options: dict[str, Any], message: str) -> None:

@@ -109,4 +109,6 @@ def _next_frame(link: socket.socket, end_s: float) -> Any:
     reader = FrameReader()
     while (frame := reader.take()) is None:
         reader.feed(_piece(link, end_s))
+    if reader.has_begun:  # it would pass for the answer to the next request
+        raise ConnectionError("it said more than its answer")
     return frame

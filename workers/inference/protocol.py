@@ -44,6 +44,9 @@ PROOF_BYTES = 32
 _LENGTHS = struct.Struct("<IQ")
 _MOST_HEADER = 1 << 20
 _MOST_ARRAYS = 1 << 31
+_MOST_AXES = 32
+_MOST_ERROR = 1 << 16
+"""Characters of an error; as JSON one takes 12 bytes at most."""
 _DTYPES = {"f4", "f8", "i8", "i4", "i2", "i1", "u1", "b1"}
 """What arrays may hold, as numpy spells it, without the byte order."""
 
@@ -76,6 +79,11 @@ class FrameReader:
         """Take what has arrived."""
         self._bytes += piece
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it holds something of a frame that is not taken yet."""
+        return bool(self._bytes)
+
     def take(self) -> Frame | None:
         """The next frame, if all of it is there.
 
@@ -104,7 +112,7 @@ def _frame(whole: bytearray, begin: int, arrays: int, end: int) -> Frame:
         specs = header["arrays"]
         found: list[Array | None] = []
         for spec in specs:
-            array = None if spec is None else _array(whole, arrays, spec)
+            array = None if spec is None else _array(whole, arrays, end, spec)
             found.append(array)
             arrays += 0 if array is None else array.nbytes
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -114,14 +122,18 @@ def _frame(whole: bytearray, begin: int, arrays: int, end: int) -> Frame:
     return Frame(header, tuple(found))
 
 
-def _array(whole: bytearray, at: int, spec: Sequence[Any]) -> Array:
+def _array(whole: bytearray, at: int, end: int, spec: Sequence[Any]) -> Array:
     dtype, *shape = spec
     if dtype not in _DTYPES:
         raise ValueError(f"it has an array of '{dtype}'; known are {', '.join(sorted(_DTYPES))}")
-    if any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError(f"it has an array of shape {shape}")
-    count = math.prod(shape)
-    return np.frombuffer(whole, np.dtype(f"<{dtype}"), count, at).reshape(shape)
+    if len(shape) > _MOST_AXES or any(
+        type(size) is not int or not 0 <= size <= _MOST_ARRAYS for size in shape
+    ):
+        raise ValueError(f"it has an array of shape {shape!s:.200}")
+    kind, count = np.dtype(f"<{dtype}"), math.prod(shape)
+    if count * kind.itemsize > end - at:
+        raise ValueError(f"it has an array of shape {shape} and {end - at} bytes for it")
+    return np.frombuffer(whole, kind, count, at).reshape(shape)
 
 
 def _encode(header: dict[str, Any], arrays: Sequence[Array | None]) -> bytes:
@@ -138,8 +150,13 @@ def _encode(header: dict[str, Any], arrays: Sequence[Array | None]) -> bytes:
             )
         specs.append([kind, *array.shape])
         pieces.append(array.astype(f"<{kind}", order="C", copy=False).tobytes())
-    text = json.dumps({**header, "arrays": specs}).encode()
-    return b"".join((_LENGTHS.pack(len(text), sum(map(len, pieces))), text, *pieces))
+    text, num_bytes = json.dumps({**header, "arrays": specs}).encode(), sum(map(len, pieces))
+    if len(text) > _MOST_HEADER or num_bytes > _MOST_ARRAYS:
+        raise WorkerError(
+            f"a message of {num_bytes} bytes of arrays and a header of {len(text)} cannot be sent; "
+            f"at most {_MOST_ARRAYS} and {_MOST_HEADER} are taken. Ask about fewer rows at once"
+        )
+    return b"".join((_LENGTHS.pack(len(text), num_bytes), text, *pieces))
 
 
 def request_frame(request: InferenceRequest) -> bytes:
@@ -166,7 +183,7 @@ def request_from(frame: Frame) -> InferenceRequest:
     """
     role, method, version = (frame.header.get(name) for name in ("role", "method", "version"))
     if not (isinstance(role, str) and isinstance(method, str) and type(version) is int):
-        raise WorkerError(f"a request lacks its role, method or version: {dict(frame.header)}")
+        raise WorkerError(f"a request lacks its role, method or version: {frame.header!s:.200}")
     return InferenceRequest(role, method, version, frame.arrays)
 
 
@@ -188,7 +205,10 @@ def answer_frame(answer: Any) -> bytes:
 
 
 def error_frame(text: str) -> bytes:
-    """What went wrong, as bytes."""
+    """What went wrong, as bytes; of a long text its beginning and its end."""
+    if len(text) > _MOST_ERROR:
+        half = _MOST_ERROR // 2
+        text = f"{text[:half]}\n... {len(text) - _MOST_ERROR} characters ...\n{text[-half:]}"
     return _encode({"error": text}, ())
 
 

@@ -2,8 +2,10 @@
 
 One thread reads what has arrived on all connections, answers everything that is waiting at once,
 and sends the answers. So requests gather while it is busy, and nobody waits for a batch to fill.
-It never waits for a connection to take an answer: one that has not taken its answers is read no
-further until it has, and is dropped if it takes nothing for a while.
+It never waits for a connection to take an answer: one that has not taken its answer is read no
+further until it has, and is dropped if it takes nothing for a while. So is one that does not prove
+itself, or does not end a request that it has begun. What time is spent on answering counts for
+none of that.
 """
 
 from __future__ import annotations
@@ -39,7 +41,16 @@ _PIECE = 1 << 20
 """Most bytes taken from a connection at once."""
 
 _PATIENCE_S = 10.0
-"""How long a connection may keep us waiting: to prove itself, and to take an answer."""
+"""How long a connection may keep us waiting: to prove itself, and to take some of an answer."""
+
+_REQUEST_S = 60.0
+"""How long a connection may take from the first byte of a request to the last."""
+
+_MOST_UNPROVEN = 256
+"""Connections that have not proven themselves; the oldest gives way to another."""
+
+_PAUSE_S = 0.2
+"""Before the next connection is accepted when one could not be."""
 
 _LOG = logging.getLogger("penstock.serving")
 
@@ -51,9 +62,10 @@ class _Peer:
     Attributes:
         link: The client's socket.
         expected: The proof it owes; empty once it has given it.
-        since_s: When it connected.
+        since_s: When it connected, on the server's clock as all times here.
         given: What has come of the proof.
         reader: Reads the client's requests.
+        began_s: When the request began that the reader has not all of.
         unsent: Answers it has not taken yet.
         took_s: When it last took some, or they began to wait.
     """
@@ -63,6 +75,7 @@ class _Peer:
     since_s: float
     given: bytes = b""
     reader: FrameReader = field(default_factory=FrameReader)
+    began_s: float | None = None
     unsent: bytearray = field(default_factory=bytearray)
     took_s: float = 0.0
 
@@ -89,7 +102,9 @@ class InferenceServer:
         self.num_requests = self.num_batches = 0
         self._wake, self._woken = socket.socketpair()
         self._closing = False
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
+        self._answering_s = 0.0
+        self._listen_at_s: float | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -125,7 +140,7 @@ class InferenceServer:
                 waiting = self._gather()
                 if waiting:
                     self._answer(waiting)
-        except Exception as error:
+        except BaseException as error:  # noqa: BLE001 - a role may call sys.exit; close() tells it
             _LOG.exception("answering requests has ended")
             self._failure = error
         finally:
@@ -134,37 +149,72 @@ class InferenceServer:
             for one in (self._listener, self._woken, self._selector):
                 one.close()
 
+    def _now_s(self) -> float:
+        """Seconds that have passed without the time spent on answering."""
+        return time.monotonic() - self._answering_s
+
     def _gather(self) -> list[tuple[_Peer, InferenceRequest]]:
         """Wait until something arrives; the requests that are complete."""
         waiting: list[tuple[_Peer, InferenceRequest]] = []
-        for key, events in self._selector.select(_PATIENCE_S):
+        for key, events in self._selector.select(self._until_listening_s()):
+            peer: _Peer | None = key.data
             if key.fileobj is self._listener:
                 self._accept()
-            elif key.fileobj is self._woken:
+            elif peer is None or peer.link.fileno() < 0:  # woken; or dropped by another's event
                 continue
             elif events & selectors.EVENT_WRITE:
-                self._flush(self._peers[key.fd])
+                self._flush(peer)
             else:
-                waiting += self._read(self._peers[key.fd])
-        longest_ago = time.monotonic() - _PATIENCE_S
-        for peer in list(self._peers.values()):
-            unproven = peer.expected and peer.since_s < longest_ago
-            if unproven or (peer.unsent and peer.took_s < longest_ago):
-                self._drop(peer)
+                waiting += self._read(peer)
+        self._drop_late()
         return waiting
+
+    def _until_listening_s(self) -> float:
+        """How long to wait for events; listens again if it is time to."""
+        if self._listen_at_s is None:
+            return _PATIENCE_S
+        left_s = self._listen_at_s - time.monotonic()
+        if left_s > 0:
+            return left_s
+        self._listen_at_s = None
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return _PATIENCE_S
+
+    def _drop_late(self) -> None:
+        now_s = self._now_s()
+        for peer in list(self._peers.values()):
+            is_unproven = peer.expected and now_s > peer.since_s + _PATIENCE_S
+            takes_nothing = peer.unsent and now_s > peer.took_s + _PATIENCE_S
+            if is_unproven or takes_nothing:
+                self._drop(peer)
+            elif peer.began_s is not None and now_s > peer.began_s + _REQUEST_S:
+                self._drop(peer, f"its request was not whole after {_REQUEST_S:g} s")
 
     def _accept(self) -> None:
         try:
             link, _ = self._listener.accept()
-        except OSError:
+        except (BlockingIOError, ConnectionError):
             return  # It has gone again.
+        except OSError as error:
+            # Too many files are open for now, and whoever wants to connect goes on to be an event.
+            _LOG.warning("a connection could not be accepted: %s", error)
+            self._selector.unregister(self._listener)
+            self._listen_at_s = time.monotonic() + _PAUSE_S
+            return
         challenge = os.urandom(CHALLENGE_BYTES)
-        peer = _Peer(link, proof(self._token, challenge), time.monotonic())
+        unproven = [peer for peer in self._peers.values() if peer.expected]
+        if len(unproven) >= _MOST_UNPROVEN:
+            self._drop(unproven[0], "too many others have not proven themselves either")
+        peer = _Peer(link, proof(self._token, challenge), self._now_s())
         self._peers[link.fileno()] = peer
-        self._selector.register(link, selectors.EVENT_READ)
         link.setblocking(False)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._send(peer, challenge)
+        self._selector.register(link, selectors.EVENT_READ, peer)
+        try:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            self._drop(peer)  # It has gone again.
+        else:
+            self._send(peer, challenge)
 
     def _read(self, peer: _Peer) -> list[tuple[_Peer, InferenceRequest]]:
         try:
@@ -179,14 +229,19 @@ class InferenceServer:
         if peer.expected:
             piece = self._check(peer, piece)
         peer.reader.feed(piece)
-        found: list[tuple[_Peer, InferenceRequest]] = []
         try:
-            while (frame := peer.reader.take()) is not None:
-                found.append((peer, request_from(frame)))
+            frame = peer.reader.take()
+            if frame is None:
+                if peer.began_s is None and peer.reader.has_begun:
+                    peer.began_s = self._now_s()
+                return []
+            if peer.reader.has_begun:
+                raise WorkerError("it asks again before it has its answer")
+            peer.began_s = None
+            return [(peer, request_from(frame))]
         except WorkerError as error:
-            _LOG.warning("a connection is dropped: %s", error)
-            self._drop(peer)
-        return found
+            self._drop(peer, str(error))
+            return []
 
     def _check(self, peer: _Peer, piece: bytes) -> bytes:
         """Take the proof from the beginning of what a connection sends; the rest."""
@@ -195,8 +250,7 @@ class InferenceServer:
         if len(peer.given) < PROOF_BYTES:
             return b""
         if not hmac.compare_digest(peer.given, peer.expected):
-            _LOG.warning("a connection is dropped that does not know the token of this run")
-            self._drop(peer)
+            self._drop(peer, "it does not know the token of this run")
             return b""
         peer.expected = b""
         return rest
@@ -204,14 +258,16 @@ class InferenceServer:
     def _answer(self, waiting: Sequence[tuple[_Peer, InferenceRequest]]) -> None:
         self.num_requests += len(waiting)
         self.num_batches += 1
+        begin_s = time.monotonic()
         answers = self._served_weights.answer_all([request for _, request in waiting])
+        self._answering_s += time.monotonic() - begin_s
         for (peer, request), answer in zip(waiting, answers, strict=True):
             self._send(peer, _frame_of(request, answer))
 
     def _send(self, peer: _Peer, data: bytes) -> None:
         """Send what the connection takes now, and the rest when it takes more."""
         if not peer.unsent:
-            peer.took_s = time.monotonic()
+            peer.took_s = self._now_s()
         peer.unsent += data
         self._flush(peer)
 
@@ -219,16 +275,19 @@ class InferenceServer:
         try:
             while peer.unsent:
                 del peer.unsent[: peer.link.send(peer.unsent)]
-                peer.took_s = time.monotonic()
+                peer.took_s = self._now_s()
         except BlockingIOError:
             pass
         except OSError:
             self._drop(peer)  # It has gone; whoever called will notice.
             return
         wanted = selectors.EVENT_WRITE if peer.unsent else selectors.EVENT_READ
-        self._selector.modify(peer.link, wanted)
+        self._selector.modify(peer.link, wanted, peer)
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: _Peer, why: str = "") -> None:
+        """Close a connection, if that is not done yet, and say why unless it is as usual."""
+        if why:
+            _LOG.warning("a connection is dropped: %s", why)
         number = peer.link.fileno()
         if self._peers.pop(number, None) is not None:
             self._selector.unregister(peer.link)

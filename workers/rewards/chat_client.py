@@ -1,33 +1,37 @@
 """A client of OpenAI-compatible chat completions that cannot hang: retries, and two deadlines.
 
-Each attempt has a time limit that holds over connecting, headers and body together: when it ends,
-the connection is shut, whatever it waits for. The API key is read from an environment variable and
-appears in no message.
+Each attempt has a time limit that holds over resolving, connecting, headers and body together: when
+it ends, the attempt is canceled, whatever it waits for. A reply is bounded, is not decompressed,
+and leads to no other address. The API key is read from an environment variable and appears in no
+message, nor in an answer.
 """
 
 from __future__ import annotations
 
-import contextlib
-import http.client
+import asyncio
+import base64
+import html
 import json
+import logging
 import os
-import socket
+import re
 import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.option_checks import check_range
 
+if TYPE_CHECKING:
+    import httpx
+
 __all__ = ["ChatClient", "ChatError", "ChatOptions", "ChatRefused", "ChatTimeout"]
 
-_MAX_REPLY_BYTES = 4 << 20
-_MAX_SHOWN_BYTES = 64 << 10
-"""Of a reply in a message, looked through for the key before it is cut to what is shown."""
+_MAX_REPLY_BYTES = 1 << 20
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _NEVER = frozenset({401, 403, 404, 405})
 
@@ -73,8 +77,12 @@ class ChatOptions:
         check_range(self, "temperature", "pause_s", at_least=0)
         check_range(self, "max_tokens", "max_attempts", at_least=1)
         check_range(self, "attempt_s", "deadline_s", above=0)
-        address = urlsplit(self.url)
-        if address.scheme not in ("http", "https") or not address.hostname or not self.model:
+        try:
+            address = urlsplit(self.url)
+            usable = address.scheme in ("http", "https") and address.hostname and address.port != 0
+        except ValueError:  # of a port or an address in brackets
+            address, usable = urlsplit(""), False
+        if not usable or not self.model:
             raise ValueError(
                 f"a judge needs an address and a model, got url={self.url!r}, model={self.model!r};"
                 " such as url=http://127.0.0.1:8000/v1 model=NAME"
@@ -93,7 +101,7 @@ class ChatClient:
         options: See `ChatOptions`.
 
     Raises:
-        ConfigError: If the API key's variable is not set.
+        ConfigError: If the API key's variable is not set, or holds what no header can.
 
     Attributes:
         num_retries: Attempts after the first, over all requests.
@@ -102,14 +110,21 @@ class ChatClient:
     def __init__(self, options: ChatOptions) -> None:
         self._options = options
         address = urlsplit(options.url)
-        assert address.hostname, "ChatOptions has looked at it"
-        self._secure = address.scheme == "https"
-        self._host, self._port = address.hostname, address.port
         path = address.path.rstrip("/")
-        self._path = path if path.endswith("/chat/completions") else f"{path}/chat/completions"
-        self._key = _key(options.api_key_env)
+        path = path if path.endswith("/chat/completions") else f"{path}/chat/completions"
+        self._url = address._replace(path=path).geturl()
+        # Making one reads the system's certificates, which takes long.
+        self._tls = ssl.create_default_context() if address.scheme == "https" else False
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        self._secret: re.Pattern[str] | None = None
+        if options.api_key_env is not None:
+            key = _key(options.api_key_env)
+            self._headers["Authorization"] = f"Bearer {key}"
+            self._secret = _spellings(key)
         self._lock = threading.Lock()
         self.num_retries = 0
+        for name in ("httpx", "httpcore"):  # they log every request, and headers of replies
+            logging.getLogger(name).setLevel(logging.WARNING)
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The model's answer.
@@ -122,82 +137,71 @@ class ChatClient:
             ChatTimeout: If the deadline passed.
             ChatRefused: If the server refuses all such requests.
         """
+        asked = {
+            **self._options.extra,
+            "model": self._options.model,
+            "messages": list(messages),
+            "temperature": self._options.temperature,
+            "max_tokens": self._options.max_tokens,
+        }
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(self._answer(json.dumps(asked).encode()))
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()  # asyncio.run would wait for a name that does not resolve
+
+    async def _answer(self, body: bytes) -> str:
+        import httpx  # takes 0.1 s to import
+
         options = self._options
         deadline = time.monotonic() + options.deadline_s
-        asked = {
-            **options.extra,
-            "model": options.model,
-            "messages": list(messages),
-            "temperature": options.temperature,
-            "max_tokens": options.max_tokens,
-        }
-        body = json.dumps(asked).encode()
         reason = ""
-        for attempt in range(options.max_attempts):
-            if attempt:
-                with self._lock:
-                    self.num_retries += 1
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            try:
-                status, headers, reply = self._post(body, min(left, options.attempt_s))
-            except (OSError, http.client.HTTPException) as error:
-                reason, wait = f"{type(error).__name__}: {error}", None
-            else:
-                if status == 200:
-                    return self._content(reply)
-                reason = f"status {status}: {self._shown(reply)}"
-                if status in _NEVER:
-                    raise ChatRefused(reason)
-                if status not in _RETRIED:
-                    raise ChatError(reason)
-                wait = _retry_after(headers.get("retry-after"))
-            self._pause(attempt, wait, deadline)
+        async with httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client:
+            for attempt in range(options.max_attempts):
+                if attempt:
+                    with self._lock:
+                        self.num_retries += 1
+                limit_s = min(options.attempt_s, deadline - time.monotonic())
+                if limit_s <= 0:
+                    break
+                wait = None
+                try:
+                    async with asyncio.timeout(limit_s):
+                        response, reply = await self._post(client, body)
+                except TimeoutError:
+                    reason = f"no whole answer within {limit_s:.3g} s"
+                except Exception as error:  # noqa: BLE001 - a server can have a client raise anything
+                    reason = self._shown(f"{type(error).__name__}: {error}")
+                else:
+                    if response.status_code == 200:
+                        return self._content(reply)
+                    reason = f"status {response.status_code}: {self._shown(reply)}"
+                    if response.status_code in _NEVER:
+                        raise ChatRefused(reason)
+                    if response.status_code not in _RETRIED:
+                        raise ChatError(reason)
+                    wait = _retry_after(response.headers.get("retry-after"))
+                if attempt + 1 < options.max_attempts:
+                    pause = options.pause_s * 2**attempt if wait is None else wait
+                    await asyncio.sleep(max(0.0, min(pause, deadline - time.monotonic())))
         if time.monotonic() >= deadline:
             raise ChatTimeout(f"no answer within {options.deadline_s:g} s; the last: {reason}")
         raise ChatError(f"{options.max_attempts} attempts failed; the last: {reason}")
 
-    def _pause(self, attempt: int, wait: float | None, deadline: float) -> None:
-        if attempt + 1 < self._options.max_attempts:
-            pause = self._options.pause_s * 2**attempt if wait is None else wait
-            time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+    async def _post(self, client: httpx.AsyncClient, body: bytes) -> tuple[httpx.Response, str]:
+        """A response and its body, as it came: it is not decompressed."""
+        reply = bytearray()
+        async with client.stream(
+            "POST", self._url, content=body, headers=self._headers
+        ) as response:
+            async for piece in response.aiter_raw():
+                reply += piece
+                if len(reply) > _MAX_REPLY_BYTES:
+                    raise ValueError(f"the reply has more than {_MAX_REPLY_BYTES} bytes")
+        return response, reply.decode("utf-8", errors="replace")
 
-    def _post(self, body: bytes, limit_s: float) -> tuple[int, Mapping[str, str], bytes]:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        options: dict[str, Any] = {"timeout": limit_s}
-        if self._secure:
-            options["context"] = ssl.create_default_context()
-        connection = kind(self._host, self._port, **options)
-        expired = threading.Event()
-        # The socket's own timeout starts again with every byte, so a server that drips would hold
-        # the attempt for ever.
-        watchdog = threading.Timer(limit_s, _shut, (connection, expired))
-        watchdog.daemon = True
-        watchdog.start()
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        try:
-            connection.request("POST", self._path, body, headers)
-            response = connection.getresponse()
-            reply = response.read(_MAX_REPLY_BYTES + 1)
-            if expired.is_set():
-                raise TimeoutError(f"no whole answer within {limit_s:g} s")
-            if len(reply) > _MAX_REPLY_BYTES:
-                raise http.client.HTTPException(f"more than {_MAX_REPLY_BYTES} bytes")
-            if response.length:  # the connection broke, which a bounded read does not say
-                raise http.client.IncompleteRead(reply, response.length)
-            return response.status, {k.lower(): v for k, v in response.getheaders()}, reply
-        except (OSError, http.client.HTTPException, AttributeError, ValueError):
-            if expired.is_set():  # whatever a shut connection looks like from inside
-                raise TimeoutError(f"no whole answer within {limit_s:g} s") from None
-            raise
-        finally:
-            watchdog.cancel()
-            connection.close()
-
-    def _content(self, reply: bytes) -> str:
+    def _content(self, reply: str) -> str:
         try:
             read = json.loads(reply)
             content = read["choices"][0]["message"]["content"]
@@ -207,32 +211,58 @@ class ChatClient:
             raise ChatError("the reply has no text")
         return self._masked(content)  # whoever asked may show it
 
-    def _shown(self, reply: bytes) -> str:
-        """The beginning of a reply, for messages; the key is masked before anything is cut."""
-        text = self._masked(reply[:_MAX_SHOWN_BYTES].decode("utf-8", errors="replace"))
-        return " ".join(text.split())[:200]
+    def _shown(self, text: str) -> str:
+        """The beginning of a text, for messages; the key is masked before anything is cut."""
+        words = " ".join(self._masked(text).split())[:200]
+        return "".join(char if char.isprintable() else "?" for char in words)
 
     def _masked(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
+        return self._secret.sub("***", text) if self._secret else text
 
 
-def _shut(connection: http.client.HTTPConnection, expired: threading.Event) -> None:
-    expired.set()
-    with contextlib.suppress(OSError):
-        if connection.sock is not None:
-            connection.sock.shutdown(socket.SHUT_RDWR)
-
-
-def _key(variable: str | None) -> str:
-    if variable is None:
-        return ""
+def _key(variable: str) -> str:
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ConfigError(
             f"environment variable {variable}, which is to hold the judge's API key, is not set "
             "where the reward runs\n    set it, or leave api_key_env out"
         )
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"environment variable {variable}, which is to hold the judge's API key, holds "
+            "characters that a header cannot carry\n    set it to the key alone"
+        )
     return key
+
+
+def _spellings(key: str) -> re.Pattern[str]:
+    """Finds a key in a text: each character as it is or escaped, or all of them as base64 or hex.
+
+    What encodes other text beside the key is base64 of the key in one of three alignments, of which
+    the characters are known that hold nothing but the key.
+    """
+    plain = "".join(
+        f"(?:{'|'.join(map(re.escape, forms))})"
+        for char in key
+        for forms in [
+            (
+                f"\\u{ord(char):04x}",
+                f"\\x{ord(char):02x}",
+                f"\\{char}",
+                f"%{ord(char):02x}",
+                f"&#{ord(char)};",
+                f"&#x{ord(char):x};",
+                html.escape(char),
+                char,
+            )
+        ]
+    )
+    found = [plain, key.encode().hex()]
+    for offset in range(3):
+        encoded = base64.b64encode(b"\0" * offset + key.encode()).decode()
+        known = encoded[-(-offset * 8 // 6) : (offset + len(key)) * 8 // 6]
+        found += [re.escape(known), re.escape(known.replace("+", "-").replace("/", "_"))]
+    return re.compile("|".join(found), re.IGNORECASE)
 
 
 def _retry_after(value: str | None) -> float | None:

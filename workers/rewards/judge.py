@@ -29,13 +29,15 @@ from ..data.task import Task, TaskSpec
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from .answered_task import reward_answer
 from .chat_client import ChatClient, ChatError, ChatOptions, ChatRefused, ChatTimeout
-from .rule_reward import checked_problems, same_task
+from .rule_reward import LARGEST, checked_problems, same_task
 
 __all__ = ["Judge", "JudgeSpec", "Verdict", "filled", "read_score"]
 
 _LOG = logging.getLogger("penstock.reward")
 _NEVER_WORKS = 64
 """Rows without a score, and none with one, after which a judge is taken to be broken."""
+_MOST_READ = 1 << 16
+"""Characters at the end of a judge's text in which a verdict is looked for."""
 
 _TEMPLATE = """Judge the response to a prompt.
 
@@ -63,7 +65,7 @@ class JudgeSpec(ChatOptions):
     """A system message."""
     template: str = _TEMPLATE
     """What the judge reads; {prompt}, {response} and {answer} are filled in."""
-    pattern: str = r"score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
+    pattern: str = r"score\s*[:=][\s*]*(-?\d+(?:\.\d+)?)"
     """Regular expression, in any case, whose last match's group 1 is the verdict."""
     words: Mapping[str, float] = field(default_factory=dict[str, float])
     """For verdicts in words: what each is worth, as in `{yes: 1, no: 0}`, in small letters."""
@@ -80,7 +82,7 @@ class JudgeSpec(ChatOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "low", "failed_score")
+        check_range(self, "low", "high", "failed_score", at_least=-LARGEST, at_most=LARGEST)
         check_range(self, "high", above=self.low)
         check_range(self, "concurrency", at_least=1)
         try:
@@ -301,7 +303,7 @@ def filled(template: str, parts: Mapping[str, str]) -> str:
 
 def read_score(text: str, spec: JudgeSpec) -> float | None:
     """The verdict in a judge's text, from 0 to 1; None if there is none or it is out of range."""
-    found = re.findall(spec.pattern, text, flags=re.IGNORECASE)
+    found = re.findall(spec.pattern, text[-_MOST_READ:], flags=re.IGNORECASE)
     if not found:
         return None
     last = found[-1] if isinstance(found[-1], str) else found[-1][0]

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
 
 from ...algorithms.ops.combined_score import constrained_score, weighted_sum
 from ...algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
-from ...dataflow.errors import ConfigError, nearest
+from ...dataflow.errors import ConfigError, PenstockError, WorkerError, nearest
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import (
@@ -30,11 +29,15 @@ from ..data.task import TaskSpec
 from ..engines.torch_engine.specs import TorchRewardModelSpec
 from ..models.spec import ModelSpec
 from ..models.tokenizer import TokenizerSpec
+from ..verifiers.child import USER_ERRORS
+from ..verifiers.verifiers import blame, import_user_module
 from .kinds import PART_KINDS
+from .rule_reward import LARGEST
 
 __all__ = ["TASK_REWARDS", "Mixture", "MixturePart", "MixtureSpec"]
 
 _LEARNED = "reward_model"
+_MAKES = "it must be a function of the part's options that returns a Reward or its spec"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,7 @@ class MixturePart:
     """Fields of that worker's spec."""
 
     def __post_init__(self) -> None:
-        check_range(self, "weight", "at_least")
+        check_range(self, "weight", "at_least", at_least=-LARGEST, at_most=LARGEST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,7 @@ class MixtureSpec:
     """`fingerprint` of the task the prompts come from."""
 
     def __post_init__(self) -> None:
-        check_range(self, "violation_score")
+        check_range(self, "violation_score", at_least=-LARGEST, at_most=LARGEST)
         parts = self.checked()
         if not parts:
             raise ValueError("a mixture needs parts, such as parts.correct.worker=math")
@@ -120,13 +123,24 @@ class MixtureSpec:
             return TorchRewardModelSpec(model=ModelSpec(folder=folder), **options).build(context)
         if ":" not in part.worker:
             return PART_KINDS[part.worker](**options, **self._shared()).build(context)
+        what = f"part '{name}' of the mixture"
         module, _, factory = part.worker.partition(":")
-        built = getattr(import_module(module), factory)(**options)
-        built = built.build(context) if isinstance(built, WorkerSpec) else built
+        make = getattr(import_user_module(what, module), factory, None)
+        if make is None:
+            raise ConfigError(f"{what}: {module} has no '{factory}'\n    {_MAKES}")
+        try:
+            built = make(**options)
+            built = built.build(context) if isinstance(built, WorkerSpec) else built
+        except PenstockError:
+            raise
+        except USER_ERRORS as error:
+            raise ConfigError(
+                f"{what}: '{part.worker}' fails {blame(error)}\n    {_MAKES}"
+            ) from error
         if not isinstance(built, Reward):
             raise ConfigError(
-                f"part '{name}' of the mixture: '{part.worker}' made a {type(built).__name__}, "
-                "which is no Reward\n    it must return a Reward or its spec"
+                f"{what}: '{part.worker}' made a {type(built).__name__}, which is no Reward\n"
+                f"    {_MAKES}"
             )
         return built
 
@@ -205,13 +219,15 @@ class Mixture(Reward):
         """Score by every part and combine: f32[rows].
 
         Raises:
-            WorkerError: If a part raises it.
+            WorkerError: If a part raises it, or a score is beyond float32.
         """
         scores: dict[str, torch.Tensor] = {}
         rows = float(len(tokens))
         passed = torch.ones(len(tokens), device=tokens.device)
         for name, reward in self._rewards.items():
-            scores[name] = reward.score(tokens, mask, prompt_id).float()
+            scores[name] = _finite(
+                f"a score of part '{name}'", reward.score(tokens, mask, prompt_id)
+            )
             own = {"mean": Metric.mean(float(scores[name].double().sum()), rows)}
             own |= {n.removeprefix("reward/"): m for n, m in drain_metrics(reward).items()}
             bound = self._parts[name].at_least
@@ -226,7 +242,8 @@ class Mixture(Reward):
         if self._output == "passed":
             result = passed
         else:
-            total = weighted_sum(scores, {n: part.weight for n, part in self._parts.items()})
+            weights = {n: part.weight for n, part in self._parts.items()}
+            total = _finite("the weighted sum", weighted_sum(scores, weights))
             result = constrained_score(total, passed, violation_score=self._violation_score)
         exact = result.double()
         sums = {
@@ -242,3 +259,20 @@ class Mixture(Reward):
     def close(self) -> None:
         """Close every part; may be called again."""
         close_workers(self._rewards.values())
+
+
+def _finite(what: str, scores: torch.Tensor) -> torch.Tensor:
+    """The scores as f32[rows]; what is not a number stays so.
+
+    Raises:
+        WorkerError: If one is infinite there.
+    """
+    found = scores.float()
+    if found.isinf().any():
+        row = int(found.isinf().nonzero()[0])
+        raise WorkerError(
+            f"{what} of the mixture is {float(scores[row]):g} for row {row}, which float32 cannot "
+            f"hold: its largest number is {LARGEST:g}\n"
+            "    bound what the rewards return, or lower the parts' weights"
+        )
+    return found

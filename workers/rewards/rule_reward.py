@@ -8,8 +8,6 @@ does, every row gets a number: a verifier that fails or runs out of time scores 
 from __future__ import annotations
 
 import logging
-import math
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +22,15 @@ from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.task import Task, TaskSpec, fingerprint
 from ..models.tokenizer import Tokenizer, TokenizerSpec
+from ..verifiers.child import verdict
 from ..verifiers.pool import Outcome, VerifierPool
 from .answered_task import AnsweredTask
 
-__all__ = ["RuleReward", "RuleRewardSpec", "checked_problems", "same_task"]
+__all__ = ["LARGEST", "RuleReward", "RuleRewardSpec", "checked_problems", "same_task"]
 
 _LOG = logging.getLogger("penstock.reward")
+LARGEST = torch.finfo(torch.float32).max
+"""Of a reward, and of the options that rewards are computed with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class RuleRewardSpec:
     def __post_init__(self) -> None:
         check_range(self, "time_limit_s", above=0)
         check_range(self, "num_processes", at_least=1)
-        check_range(self, "scale")
+        check_range(self, "scale", at_least=-LARGEST, at_most=LARGEST)
 
     def build(self, context: WorkerContext) -> RuleReward:
         """Build the task again here and wrap it.
@@ -151,11 +152,12 @@ class RuleReward(Reward):
         self.metrics: dict[str, Metric] = {}
         self.first_error: str | None = None
         self._works = False
-        self._num_failed = 0
+        self._num_errors = self._num_timeouts = 0
         self._task = task
         self._tokenizer = tokenizer
         self._partial_credit = partial_credit
         self._scale = scale
+        self._time_limit_s = time_limit_s
         self._pool: VerifierPool | None = None
         if task.verifier is not None:
             self._pool = VerifierPool(
@@ -179,9 +181,15 @@ class RuleReward(Reward):
         """
         problems = checked_problems(self._task, prompt_id)
         responses = self._tokenizer.decode_responses(tokens, mask)
-        outcomes = self._outcomes(problems, responses)
-        self._show_first_error(outcomes)
-        self._refuse_if_it_never_works(outcomes)
+        pairs = list(zip(problems, responses, strict=True))
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(pairs):
+            # A verifier that never works is found out before a large batch has waited for it.
+            until = None if self._works else len(outcomes) + _NEVER_WORKS
+            found = self._outcomes(pairs[len(outcomes) : until])
+            self._show_first_error(found)
+            self._refuse_if_it_never_works(found)
+            outcomes += found
         scores = torch.tensor([self._value(o) for o in outcomes], dtype=torch.float32)
         self._count(outcomes, scores)
         return scores.to(tokens.device)
@@ -191,20 +199,26 @@ class RuleReward(Reward):
         if self._pool is not None:
             self._pool.close()
 
-    def _outcomes(self, problems: Sequence[int], responses: Sequence[str]) -> list[Outcome]:
-        pairs = list(zip(problems, responses, strict=True))
+    def _outcomes(self, pairs: Sequence[tuple[int, str]]) -> list[Outcome]:
         if self._pool is None:
-            return [self._here(index, response) for index, response in pairs]
-        return self._pool.run([self._task.verifier_call(i, response) for i, response in pairs])
+            found = [self._here(index, response) for index, response in pairs]
+        else:
+            found = self._pool.run([self._task.verifier_call(i, text) for i, text in pairs])
+        return [self._fitting(outcome) for outcome in found]
 
     def _here(self, index: int, response: str) -> Outcome:
-        try:
-            score = self._task.score(index, response)
-        except Exception:  # a verifier's failure is data: counted, kept and shown, never fatal
-            return Outcome(error=traceback.format_exc())
-        if not math.isfinite(score):
-            return Outcome(error=f"the verifier returned {score}, not a finite number\n")
-        return Outcome(score=score)
+        # A verifier's failure is data: counted, kept and shown, never fatal.
+        return Outcome(**verdict(self._task.score, (index, response)))
+
+    def _fitting(self, outcome: Outcome) -> Outcome:
+        """A failure instead of a score that the tensor would hold as infinite."""
+        if abs(self._scale * outcome.score) <= LARGEST:
+            return outcome
+        factor = f", which times scale={self._scale:g}" if self._scale != 1 else ", which"
+        return Outcome(
+            error=f"the verifier returned {outcome.score:g}{factor} is beyond float32, whose "
+            f"largest number is {LARGEST:g}\n"
+        )
 
     def _value(self, outcome: Outcome) -> float:
         full = outcome.score >= self._task.correct_score
@@ -223,17 +237,31 @@ class RuleReward(Reward):
 
     def _refuse_if_it_never_works(self, outcomes: Sequence[Outcome]) -> None:
         """One bad response says nothing of the verifier; all of many, and never another, do."""
-        failed = [outcome for outcome in outcomes if outcome.error is not None]
-        if self._works or len(failed) < len(outcomes):
+        errors = sum(outcome.error is not None for outcome in outcomes)
+        timeouts = sum(outcome.timed_out for outcome in outcomes)
+        if errors + timeouts < len(outcomes):
             self._works = True
+        if self._works:
             return
-        self._num_failed += len(failed)
-        if self._num_failed >= _NEVER_WORKS:
-            raise WorkerError(
-                f"the verifier of task '{self._task.task_id}' failed on all of its first "
-                f"{self._num_failed} responses; training on rewards of 0 teaches nothing. The "
-                f"first failure:\n{(self.first_error or '').rstrip()}"
+        self._num_errors += errors
+        self._num_timeouts += timeouts
+        if self._num_errors + self._num_timeouts >= _NEVER_WORKS:
+            raise WorkerError(self._never_works())
+
+    def _never_works(self) -> str:
+        who = f"the verifier of task '{self._task.task_id}'"
+        number = self._num_errors + self._num_timeouts
+        vain = f"of its first {number} responses; training on rewards of 0 teaches nothing."
+        if not self._num_errors:
+            return (
+                f"{who} ran out of time on all {vain}\n    give it more than time_limit_s="
+                f"{self._time_limit_s:g}, or see what it waits for"
             )
+        late = f" or ran out of time ({self._num_timeouts})" if self._num_timeouts else ""
+        return (
+            f"{who} failed{late} on all {vain} The first failure:\n"
+            f"{(self.first_error or '').rstrip()}"
+        )
 
     def _count(self, outcomes: Sequence[Outcome], scores: Tensor) -> None:
         exact = scores.double()

@@ -1,26 +1,29 @@
 """The process a verifier runs in: a script of the standard library alone, so that it starts fast.
 
-It speaks JSON, one message a line. First comes `{"path", "factory", "arguments"}`; it makes the
-verifier and answers `{"ready": true}` or `{"fatal": traceback}`. Then each line is a call's list of
-arguments, answered by `{"score": number}` or `{"error": traceback}`. Nothing is ever unpickled.
+It speaks JSON, one message a line, and numbers every message. First comes `{"row", "nonce", "path",
+"factory", "arguments"}`, from which it makes the verifier; then each line is a call, `{"row",
+"nonce", "arguments"}`. Either is answered once, by `{"row", "nonce", "score": number}` (0 for the
+verifier) or `{"row", "nonce", "error": traceback}`. Nothing is ever unpickled.
 
-The verifier has the main thread, so signal handlers work in it. Another thread reads the input and
-ends the process, and what it has started, when the input closes. That thread cannot run while the
-verifier is in a C call that keeps Python's lock, so on Linux the kernel does the same when the
-parent's end of a second pipe closes (its read end is the script's argument): a parent that dies,
-however it dies, leaves nothing behind. Standard output of the verifier goes to standard error; the
-messages have a descriptor of their own.
+The script forks first. The child runs the verifier, which has its main thread. The parent only
+supervises: whatever the verifier's processes start becomes its own child when they end (Linux calls
+that a subreaper), also what has changed its session. When the verifier has ended, or the other end
+of a pipe is closed (its read end is the script's argument) because the pool wants it so or has
+died, it kills them until there are none left, and then ends as the verifier did. On other systems
+it kills the verifier's process group.
+
+Standard input of the verifier is empty and its standard output goes to standard error; the messages
+have descriptors of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import ctypes
 import json
 import math
 import os
-import queue
-import select
+import resource
 import signal
 import sys
 import threading
@@ -28,68 +31,140 @@ import traceback
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn
+
+_DEATH_SIGNAL, _SUBREAPER = 1, 36
+"""PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of Linux's prctl."""
+USER_ERRORS = (Exception, SystemExit, GeneratorExit)
+"""What user code may raise that counts as its failure. KeyboardInterrupt and other exceptions of
+that kind are left out where signals raise them too."""
+_HEAD, _TAIL = 1000, 3000
+"""Characters of an error that are told. As JSON a character takes 12 bytes at most."""
 
 
 def main() -> None:
     """Serve calls until the input closes."""
-    _end_with_parent(int(sys.argv[1]))
+    lifeline = int(sys.argv[1])
+    calls, replies = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    _prctl(_SUBREAPER, 1)
+    verifier = os.fork()
+    if verifier:
+        os.close(calls)
+        os.close(replies)
+        _supervise(verifier, lifeline)
+    supervisor = os.getppid()
+    os.close(lifeline)
+    os.setsid()  # signals to its group are not for the supervisor
+    _prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() == supervisor:  # else it died before it was to be told of
+        _serve(calls, replies)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _supervise(verifier: int, lifeline: int) -> NoReturn:
+    """Wait for the verifier, end whatever it has started, and end in the same way."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the verifier has written one if it may
+    threading.Thread(target=_end_with_pool, args=(lifeline, verifier), daemon=True).start()
+    status = None
+    with contextlib.suppress(ChildProcessError):  # there is no process left: the proof
+        while True:
+            process, how = os.wait()
+            status = how if process == verifier else status
+            if status is not None:
+                _kill_children(verifier)
+    code = 1 if status is None else os.waitstatus_to_exitcode(status)
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _end_with_pool(lifeline: int, verifier: int) -> None:
+    os.read(lifeline, 1)
+    _kill_children(verifier)
+
+
+def _kill_children(verifier: int) -> None:
+    """Kill the processes right below this one; those below them take their place, to be found next.
+
+    To look for all that are below takes longer than one that only starts another one and ends.
+    """
+    listed = Path(f"/proc/self/task/{os.getpid()}/children")  # Linux has it, nearly always
+    kill, found = (
+        (os.kill, listed.read_text().split()) if listed.exists() else (os.killpg, [verifier])
+    )
+    for process in found:
+        with contextlib.suppress(OSError):  # it has ended
+            kill(int(process), signal.SIGKILL)
+
+
+def _serve(calls: int, replies: int) -> None:
     with contextlib.suppress(OSError):  # only Linux has it
         # If memory runs out, this process is the one to go, not the trainer.
         Path("/proc/self/oom_score_adj").write_text("1000")
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(lines,), daemon=True).start()
-    setup = json.loads(lines.get())
-    sys.path[:] = setup["path"]
-    try:
-        module, _, name = setup["factory"].partition(":")
-        verify = getattr(import_module(module), name)(**setup["arguments"])
-    except BaseException:  # even SystemExit: the parent must hear why nothing was made
-        _reply(replies, {"fatal": traceback.format_exc()})
-        return
-    _reply(replies, {"ready": True})
-    while True:
-        _reply(replies, _verdict(verify, json.loads(lines.get())))
+    process = os.getpid()
+
+    def reply(call: dict[str, Any], answer: dict[str, Any]) -> None:
+        if os.getpid() != process:  # user code has forked, and returned on both sides
+            os._exit(0)
+        message = {"row": call["row"], "nonce": call["nonce"], **answer}
+        left = memoryview(json.dumps(message).encode() + b"\n")
+        while left:
+            left = left[os.write(replies, left) :]
+
+    with os.fdopen(calls, "rb") as lines:
+        setup = json.loads(lines.readline())
+        sys.path[:] = setup["path"]
+        made: list[Callable[..., Any]] = []
+
+        def make() -> float:
+            module, _, name = setup["factory"].partition(":")
+            made.append(getattr(import_module(module), name)(**setup["arguments"]))
+            return 0.0
+
+        reply(setup, verdict(make, (), caught=BaseException))
+        while made and (line := lines.readline()):
+            call = json.loads(line)
+            reply(call, verdict(made[0], call["arguments"], caught=BaseException))
 
 
-def _end_with_parent(lifeline: int) -> None:
-    """Have the kernel kill this process group once nobody holds the pipe's other end."""
-    if os.getpgrp() != os.getpid() or not hasattr(fcntl, "F_SETSIG"):  # only Linux has it
-        return
-    os.set_inheritable(lifeline, False)
-    # Nothing is ever written to the pipe, so the only event to signal is that it was closed.
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:  # closed before the kernel was asked
-        os.killpg(0, signal.SIGKILL)
+def verdict(
+    verify: Callable[..., Any],
+    arguments: Any,
+    *,
+    caught: type[BaseException] | tuple[type[BaseException], ...] = USER_ERRORS,
+) -> dict[str, Any]:
+    """Call user code, which may return or raise anything.
 
+    Args:
+        verify: The user's function.
+        arguments: What to call it with.
+        caught: What counts as a failure of this call and not of the process.
 
-def _read(lines: queue.SimpleQueue[str]) -> None:
-    for line in sys.stdin:
-        lines.put(line)
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(0)
-
-
-def _verdict(verify: Callable[..., Any], arguments: list[Any]) -> dict[str, Any]:
+    Returns:
+        `{"score": float}`, which is finite, or `{"error": text}` of at most some 4,000 characters.
+    """
     try:
         score = verify(*arguments)
-    except KeyboardInterrupt:
-        os._exit(1)
-    except BaseException:  # user code may raise SystemExit; the row fails, the process lives
-        return {"error": traceback.format_exc()}
-    if isinstance(score, (bool, int, float)) and math.isfinite(score):
-        return {"score": float(score)}
-    return {"error": f"the verifier returned {score!r:.200}, not a finite number\n"}
-
-
-def _reply(replies: TextIO, message: dict[str, Any]) -> None:
-    replies.write(json.dumps(message) + "\n")
-    replies.flush()
+        if isinstance(score, (bool, int, float)) and math.isfinite(value := float(score)):
+            return {"score": value}
+        return {"error": f"the verifier returned {score!r:.200}, not a finite number\n"}
+    except caught as error:
+        try:
+            text = "".join(traceback.format_exception(error))
+        except Exception as other:  # user code again: it describes its error
+            text = f"{type(error).__name__}, which cannot be shown: {type(other).__name__}\n"
+        left_out = len(text) - _HEAD - _TAIL
+        if left_out > 0:
+            text = f"{text[:_HEAD]}... {left_out} characters ...{text[-_TAIL:]}"
+        return {"error": text}
 
 
 if __name__ == "__main__":

@@ -20,13 +20,16 @@ from types import ModuleType
 from typing import Any
 
 from ...dataflow.errors import ConfigError, nearest, raised_at
+from .child import USER_ERRORS
 from .code_tests import code_tests
 from .instructions.instructions import instruction_score
 
 __all__ = [
     "BUILT_IN",
     "Verifier",
+    "blame",
     "exact_match",
+    "import_user_module",
     "load_verifier",
     "make_verifier",
     "math_verify",
@@ -123,7 +126,7 @@ def _load(reference: str) -> Verifier:
             f"there is no reward '{reference}'{nearest(reference, BUILT_IN)}\n"
             f"    use {', '.join(sorted(BUILT_IN))}, module:function or path.py:function"
         )
-    module = _import(reference, place)
+    module = import_user_module(f"reward '{reference}'", place)
     function = getattr(module, name, None)
     if function is None:
         raise ConfigError(
@@ -170,18 +173,27 @@ def _check_signature(reference: str, function: Any) -> None:
         return
 
 
-def _import(reference: str, place: str) -> ModuleType:
+def import_user_module(what: str, place: str) -> ModuleType:
+    """A module of the user's, or a Python file.
+
+    Args:
+        what: Who asks for it, in messages.
+        place: "package.module" or "path.py".
+
+    Raises:
+        ConfigError: If it is not there, fails while it is imported, or would end the program.
+    """
     path = Path(place).expanduser().resolve() if place.endswith(".py") else None
     if path is not None and not path.is_file():
         raise ConfigError(
-            f"reward '{reference}': there is no file {place}\n"
+            f"{what}: there is no file {place}\n"
             "    give the path of a Python file, from the folder the run is started in"
         )
     try:
         return importlib.import_module(place) if path is None else _module_of(path)
-    except Exception as error:
+    except USER_ERRORS as error:
         raise ConfigError(
-            f"reward '{reference}': importing {place} fails {_blame(error)}\n"
+            f"{what}: importing {place} fails {blame(error)}\n"
             "    fix the module; it is imported before the run starts"
         ) from error
 
@@ -203,9 +215,11 @@ def _module_of(path: Path) -> ModuleType:
     return module
 
 
-def _blame(error: Exception) -> str:
-    """`at file:line: Type: text`, of the innermost frame."""
+def blame(error: BaseException) -> str:
+    """`at file:line: Type: text` of what user code raised, of the innermost frame."""
     at = f"at {raised_at(error).short}: "
+    if isinstance(error, SystemExit):
+        return f"{at}it calls sys.exit({error.code!r:.80}), which is for programs alone"
     if isinstance(error, (ModuleNotFoundError, SyntaxError)):
         at = ""  # the text itself says which module or line
     return f"{at}{type(error).__name__}: {error}"

@@ -5,11 +5,11 @@ thread of its own answers each request, so that the process itself can train mea
 connect anew for each packet: there is no connection to keep or to renew when one is started again.
 
     request: token | number of the offer, slot of the packet in it
-    answer:  mark, plan, source, destination, version, slices, buckets | bytes of each bucket |
-             parameters | checksums | buckets
+    answer:  mark, plan, source, destination, version | parameters | checksums | buckets
 
-All numbers are int64. Whoever asks must send the token that is in the offer. It is
-sent as it is: who could read it from the network could read the weights as well.
+All numbers are int64. How many there are is in the offer, so nothing that arrives decides how much
+memory is taken. Whoever asks must send the token that is in the offer. It is sent as it is: who
+could read it from the network could read the weights as well.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .version_tracker import WeightsError
 __all__ = ["PointToPointChannel"]
 
 _TOKEN_BYTES = 32
-_NUM_HEAD = 7
+_NUM_HEAD = 5
 _FOUND, _GONE = (int.from_bytes(mark, "little") for mark in (b"weights", b"gone"))
 """The first word of an answer; anything else is from somebody who is no channel."""
 
@@ -43,6 +43,12 @@ _LOG = logging.getLogger("penstock.weights")
 
 _PAUSE_S = 0.2
 """Before the next connection is accepted when one could not be."""
+
+_PATIENCE_S = 10.0
+"""How long whoever asks may take to say for what."""
+
+_MOST_ANSWERED = 256
+"""Requests that are answered at a time; others wait to be accepted."""
 
 Words = NDArray[np.int64]
 
@@ -55,12 +61,16 @@ class _Place(NamedTuple):
         token: What the sender wants to hear.
         number: Of the offer.
         slot: Of the packet in it.
+        num_slices: Of the packet.
+        bucket_bytes: Length of each of its buckets.
     """
 
     address: tuple[str, int]
     token: bytes
     number: int
     slot: int
+    num_slices: int
+    bucket_bytes: tuple[int, ...]
 
 
 class PointToPointChannel:
@@ -83,8 +93,15 @@ class PointToPointChannel:
         number, server = next(self._numbers), self._server
         self._packets[number] = tuple(packets.values())
         places = {
-            receiver: _Place(server.address, server.token, number, slot)
-            for slot, receiver in enumerate(packets)
+            receiver: _Place(
+                address=server.address,
+                token=server.token,
+                number=number,
+                slot=slot,
+                num_slices=len(packet.params),
+                bucket_bytes=tuple(len(bucket) for bucket in packet.buckets),
+            )
+            for slot, (receiver, packet) in enumerate(packets.items())
         }
         return Offer(*self._end.name, number, places)
 
@@ -98,7 +115,7 @@ class PointToPointChannel:
             with socket.create_connection(place.address, deadline_s) as connection:
                 link = _Link(connection, begin_s + deadline_s)
                 link.send(place.token, np.array([place.number, place.slot]))
-                packet = _received(link)
+                packet = _received(link, place)
         except OSError as error:
             spent_s = time.monotonic() - begin_s
             raise WeightsError(
@@ -129,10 +146,13 @@ class _Link:
     Args:
         connection: The socket.
         end_s: On the monotonic clock.
+
+    Attributes:
+        end_s: The same; it may be set anew.
     """
 
     def __init__(self, connection: socket.socket, end_s: float) -> None:
-        self._socket, self._end_s = connection, end_s
+        self._socket, self.end_s = connection, end_s
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, *parts: bytes | Words | NDArray[np.uint8]) -> None:
@@ -158,7 +178,7 @@ class _Link:
         return self.bytes(8 * count).view(np.int64)
 
     def _limit(self) -> None:
-        left_s = self._end_s - time.monotonic()
+        left_s = self.end_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("timed out")
         self._socket.settimeout(left_s)
@@ -168,29 +188,25 @@ def _send(link: _Link, packet: Packet | None) -> None:
     if packet is None:
         link.send(np.array([_GONE, *[0] * (_NUM_HEAD - 1)]))
         return
-    numbers = packet.plan, packet.source, packet.destination, packet.version
-    head = np.array([_FOUND, *numbers, len(packet.params), len(packet.buckets)])
-    lengths = np.array([len(bucket) for bucket in packet.buckets], np.int64)
-    link.send(head, lengths, packet.params, packet.checksums, *packet.buckets)
+    head = [_FOUND, packet.plan, packet.source, packet.destination, packet.version]
+    link.send(np.array(head), packet.params, packet.checksums, *packet.buckets)
 
 
-def _received(link: _Link) -> Packet | None:
+def _received(link: _Link, place: _Place) -> Packet | None:
     """A packet; None if the sender has it no more."""
-    head = link.words(_NUM_HEAD).tolist()
-    mark, plan, source, destination, version, num_slices, num_buckets = head
+    mark, plan, source, destination, version = link.words(_NUM_HEAD).tolist()
     if mark == _GONE:
         return None
     if mark != _FOUND:
         raise ConnectionError("something else listens there")
-    lengths = link.words(num_buckets).tolist()
     return Packet(
         plan=plan,
         source=source,
         destination=destination,
         version=version,
-        params=link.words(num_slices),
-        checksums=link.words(num_slices),
-        buckets=tuple(link.bytes(length) for length in lengths),
+        params=link.words(place.num_slices),
+        checksums=link.words(place.num_slices),
+        buckets=tuple(link.bytes(length) for length in place.bucket_bytes),
     )
 
 
@@ -232,29 +248,42 @@ class _Server:
     def _accept(self) -> None:
         with self._listener:
             while not self._is_closing:
+                if len(self._answering) >= _MOST_ANSWERED:
+                    time.sleep(_PAUSE_S)
+                    continue
                 try:
                     connection, _ = self._listener.accept()
                 except OSError as error:
                     # Whoever asks may have gone again, or too many files are open for now.
-                    _LOG.warning("a request for weights could not be accepted: %s", error)
-                    time.sleep(_PAUSE_S)
+                    self._pause(error)
                     continue
                 if self._is_closing:
                     connection.close()
                     return
                 thread = threading.Thread(target=self._answer, args=(connection,), daemon=True)
                 self._answering[thread] = connection
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # there are too many threads
+                    del self._answering[thread]
+                    connection.close()
+                    self._pause(error)
+
+    def _pause(self, error: Exception) -> None:
+        _LOG.warning("a request for weights could not be accepted: %s", error)
+        time.sleep(_PAUSE_S)
 
     def _answer(self, connection: socket.socket) -> None:
         try:
             with connection:
-                link = _Link(connection, time.monotonic() + self._deadline_s)
+                begin_s = time.monotonic()
+                link = _Link(connection, begin_s + min(_PATIENCE_S, self._deadline_s))
                 if not hmac.compare_digest(link.bytes(_TOKEN_BYTES).tobytes(), self.token):
                     _LOG.warning("a connection is dropped that does not know the token")
                     return
                 number, slot = link.words(2).tolist()
                 found = self._packets.get(number, ())
+                link.end_s = begin_s + self._deadline_s
                 _send(link, found[slot] if 0 <= slot < len(found) else None)
         except OSError as error:
             # Whoever has asked hears of it at the other end, or is dead.

@@ -345,6 +345,11 @@ def test_templates_and_scores_are_read() -> None:
     assert read_score("score = 2\nSCORE: 7.5", spec) == 0.75
     assert read_score("Score: -1", spec) is None
     assert read_score("Score: ten", spec) is None
+    assert read_score("Score: **\n 3", spec) == 0.3
+    began = time.monotonic()
+    for tail in (" ", "*", "score:", "score: ", "score: 9", "9", "score: -", " *"):
+        read_score("score:" + tail * 1_000_000, spec)
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize(
@@ -360,6 +365,8 @@ def test_templates_and_scores_are_read() -> None:
         ({"pattern": "("}, "is no regular expression"),
         ({"template": "{prompt}"}, "template does not show the judge the {response}"),
         ({"high": 0.0}, "high is 0.0; expected above 0"),
+        ({"high": 1e300}, "high is 1e+300; expected at least -3.40282e+38 and at most 3.40282e+38"),
+        ({"failed_score": -1e39}, "failed_score is -1e+39; expected at least -3.40282e+38"),
         ({"concurrency": 0}, "concurrency is 0; expected at least 1"),
     ],
 )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from penstock.algorithms.roles import Reward
-from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.graph.role import Metric
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, drain_metrics
 from penstock.workers.data.file_task import FileTaskSpec
@@ -42,6 +44,14 @@ class Fixed(Reward):
 
 def length_reward(weight: float = 1.0) -> Reward:
     return Fixed(weight, weight, weight)
+
+
+def exits() -> Reward:
+    sys.exit(0)
+
+
+def fails() -> Reward:
+    raise KeyError("key")
 
 
 def rows(*responses: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,6 +164,18 @@ def test_options_of_a_rule_s_verifier_are_checked(tmp_path: Path) -> None:
         ({"parts": {"a": {"worker": "judge"}}}, "a judge needs an address and a model"),
         ({"parts": {"a": {"worker": "exact"}}, "output": "passed"}, "needs a part with at_least"),
         ({"parts": {"a": {"worker": "exact", "weight": float("nan")}}}, "weight is nan"),
+        (
+            {"parts": {"a": {"worker": "exact", "weight": 1e300}}},
+            "weight is 1e.300; expected at least -3.40282e.38 and at most 3.40282e.38",
+        ),
+        (
+            {"parts": {"a": {"worker": "exact"}}, "violation_score": 1e39},
+            "violation_score is 1e.39",
+        ),
+        (
+            {"parts": {"a": {"worker": "exact", "options": {"scale": -1e300}}}},
+            "scale is -1e.300; expected at least",
+        ),
     ],
 )
 def test_mixtures_that_cannot_work(options: dict[str, Any], message: str) -> None:
@@ -167,3 +189,50 @@ def test_parts_that_are_no_reward_or_have_no_folder(tmp_path: Path) -> None:
         MixtureSpec(**task, parts={"a": {"worker": "builtins:dict"}}).build(CONTEXT)
     with pytest.raises(ConfigError, match="set parts.a.options.folder to where it was saved"):
         MixtureSpec(**task, parts={"a": {"worker": "reward_model"}}).build(CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("worker", "problem"),
+    [
+        ("{here}:exits", "'{here}:exits' fails at {file}: it calls sys.exit(0), which is for "),
+        ("{here}:fails", "'{here}:fails' fails at {file}: KeyError: 'key'"),
+        ("{here}:none", "{here} has no 'none'"),
+        ("builtins:dict", "'builtins:dict' made a dict, which is no Reward"),
+        ("{folder}/a.py:f", "importing {folder}/a.py fails at a.py:2: it calls sys.exit('bye'), "),
+        ("no_such:f", "importing no_such fails ModuleNotFoundError: No module named 'no_such'"),
+    ],
+)
+def test_parts_whose_code_fails(tmp_path: Path, worker: str, problem: str) -> None:
+    (tmp_path / "a.py").write_text("import sys\nsys.exit('bye')\n")
+    names = {"here": __name__, "folder": str(tmp_path)}
+    spec = MixtureSpec(
+        task=file_task(tmp_path, "7"),
+        tokenizer=TokenizerSpec(),
+        parts={"a": {"worker": worker.format(**names)}},
+    )
+    with pytest.raises(ConfigError) as caught:
+        spec.build(CONTEXT)
+    first, second = str(caught.value).split("\n")
+    told = re.sub(r"test_mixture\.py:\d+", "{file}", first)
+    expected = f"part 'a' of the mixture: {problem}".replace("{here}", __name__)
+    assert told.startswith(expected.replace("{folder}", str(tmp_path)))
+    assert second in (
+        "    it must be a function of the part's options that returns a Reward or its spec",
+        "    fix the module; it is imported before the run starts",
+    )
+
+
+def test_scores_that_float32_cannot_hold_are_refused() -> None:
+    large = Fixed(1.0, 2.0)
+    large.scores = torch.tensor([1.0, -1e300], dtype=torch.float64)
+    table = rows("a", "b")
+    with pytest.raises(WorkerError) as caught:
+        Mixture({"a": large}, {"a": MixturePart(worker="exact")}).score(*table)
+    assert str(caught.value) == (
+        "a score of part 'a' of the mixture is -1e+300 for row 1, which float32 cannot hold: its "
+        "largest number is 3.40282e+38\n"
+        "    bound what the rewards return, or lower the parts' weights"
+    )
+    fits = Mixture({"a": Fixed(3e38, 1)}, {"a": MixturePart(worker="exact", weight=2)})
+    with pytest.raises(WorkerError, match="^the weighted sum of the mixture is inf for row 0, "):
+        fits.score(*table)

@@ -28,12 +28,24 @@ SUMS = ReasoningTaskSpec(
 CONTEXT = WorkerContext(role="reward")
 
 MINE = """
+import sys
+
 def f(prompt, response, answer):
     if response == "loop":
         while True:
             pass
     if response == "raise":
         raise KeyError(prompt)
+    if response == "exit":
+        sys.exit(0)
+    if response == "generator":
+        raise GeneratorExit
+    if response == "interrupt":
+        raise KeyboardInterrupt
+    if response == "large":
+        return -1e300
+    if response == "nearly":
+        return 3e38
     return 1.0 if response == answer else -0.5
 """
 
@@ -47,10 +59,11 @@ def _rows(responses: Sequence[str]) -> tuple[Tensor, Tensor]:
     return tokens, mask
 
 
-def _file_task(folder: Path, reward: str) -> FileTaskSpec:
+def _file_task(folder: Path, reward: str, *, here: bool = False) -> FileTaskSpec:
     (folder / "rows.jsonl").write_text('{"prompt": "1/2+0=", "answer": "1/2"}\n')
     (folder / "mine.py").write_text(MINE)
-    return FileTaskSpec(path=str(folder / "rows.jsonl"), reward=reward.format(folder=folder))
+    path, reward = str(folder / "rows.jsonl"), reward.format(folder=folder)
+    return FileTaskSpec(path=path, reward=reward, reward_in_process=here)
 
 
 def test_right_answers_score_one() -> None:
@@ -194,3 +207,76 @@ def test_a_verifier_that_never_works_ends_the_run(tmp_path: Path) -> None:
         "first failure:"
     )
     assert told[-1] == "KeyError: '1/2+0='"
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_users_function_cannot_end_the_run(tmp_path: Path, here: bool) -> None:
+    task = _file_task(tmp_path, "{folder}/mine.py:f", here=here)
+    reward = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), num_processes=1).build(CONTEXT)
+    tokens, mask = _rows(["exit", "generator", "1/2"])
+    try:
+        assert reward.score(tokens, mask, torch.zeros(3, dtype=torch.int64)).tolist() == [0, 0, 1]
+    finally:
+        reward.close()
+    assert drain_metrics(reward)["reward/errors"].total == 2.0
+    assert (reward.first_error or "").endswith("SystemExit: 0\n")
+
+
+def test_an_interrupt_in_this_process_is_not_taken_for_the_verifier_s(tmp_path: Path) -> None:
+    task = _file_task(tmp_path, "{folder}/mine.py:f", here=True)
+    reward = RuleRewardSpec(task=task, tokenizer=TokenizerSpec()).build(CONTEXT)
+    tokens, mask = _rows(["interrupt"])
+    with pytest.raises(KeyboardInterrupt):
+        reward.score(tokens, mask, torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_scores_beyond_float32_are_failures(tmp_path: Path, here: bool) -> None:
+    task = _file_task(tmp_path, "{folder}/mine.py:f", here=here)
+    tokens, mask = _rows(["large", "nearly", "1/2"])
+    told: list[str | None] = []
+    for scale, expected in {1.0: [0.0, 3e38, 1.0], 2.0: [0.0, 0.0, 2.0]}.items():
+        spec = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), num_processes=1, scale=scale)
+        reward = spec.build(CONTEXT)
+        try:
+            found = reward.score(tokens, mask, torch.zeros(3, dtype=torch.int64))
+        finally:
+            reward.close()
+        assert found.tolist() == torch.tensor(expected).tolist()
+        told.append(reward.first_error)
+    assert told == [
+        "the verifier returned -1e+300, which is beyond float32, whose largest number is "
+        "3.40282e+38\n",
+        "the verifier returned -1e+300, which times scale=2 is beyond float32, whose largest "
+        "number is 3.40282e+38\n",
+    ]
+
+
+def test_a_verifier_that_is_never_in_time_ends_the_run(tmp_path: Path) -> None:
+    task = _file_task(tmp_path, "{folder}/mine.py:f")
+    spec = RuleRewardSpec(
+        task=task, tokenizer=TokenizerSpec(), num_processes=4, time_limit_s=0.05, scale=1.0
+    )
+    reward = spec.build(CONTEXT)
+    tokens, mask = _rows(["loop"] * 300)
+    try:
+        with pytest.raises(WorkerError) as raised:  # after the first 64 of them
+            reward.score(tokens, mask, torch.zeros(300, dtype=torch.int64))
+    finally:
+        reward.close()
+    assert str(raised.value) == (
+        "the verifier of task 'rows' ran out of time on all of its first 64 responses; training on "
+        "rewards of 0 teaches nothing.\n"
+        "    give it more than time_limit_s=0.05, or see what it waits for"
+    )
+    reward = spec.build(CONTEXT)
+    tokens, mask = _rows(["loop", *["raise"] * 63])
+    try:
+        with pytest.raises(WorkerError) as raised:
+            reward.score(tokens, mask, torch.zeros(64, dtype=torch.int64))
+    finally:
+        reward.close()
+    assert str(raised.value).startswith(
+        "the verifier of task 'rows' failed or ran out of time (1) on all of its first 64 "
+        "responses; training on rewards of 0 teaches nothing. The first failure:\nTraceback"
+    )

@@ -128,6 +128,16 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "reward 'b.py:f': importing b.py fails "
             f"at b.py:3: ZeroDivisionError: division by zero\n{fix}"
         )
+    (tmp_path / "d.py").write_text("import sys\n\nsys.exit(0)\n")
+    for _ in range(2):
+        assert _message("d.py:f") == (
+            "reward 'd.py:f': importing d.py fails "
+            f"at d.py:3: it calls sys.exit(0), which is for programs alone\n{fix}"
+        )
+    (tmp_path / "e.py").write_text("raise GeneratorExit\n")
+    assert _message("e.py:f") == (
+        f"reward 'e.py:f': importing e.py fails at e.py:1: GeneratorExit: \n{fix}"
+    )
     (tmp_path / "c.py").write_text("def f(:\n")
     assert "SyntaxError: invalid syntax (c.py, line 1)" in _message("c.py:f")
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import resource
 import socket
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from no_more_files import no_more_files
+from penstock.workers.weight_sync import point_to_point
 from penstock.workers.weight_sync.channel import ChannelEnd, Offer
 from penstock.workers.weight_sync.packets import Packet
 from penstock.workers.weight_sync.point_to_point import PointToPointChannel
@@ -174,24 +176,6 @@ def test_closing_does_not_wait_for_somebody_who_says_nothing(sender: PointToPoin
     assert time.monotonic() - begin_s < 10
 
 
-@contextlib.contextmanager
-def no_more_files(spare: int) -> Generator[None]:
-    """While it is entered this process may open so many files and no more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.ExitStack() as held:
-        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 10, hard))
-        opened: list[int] = []
-        held.callback(lambda: [os.close(one) for one in opened])
-        with contextlib.suppress(OSError):
-            while True:
-                opened.append(os.dup(0))
-        for _ in range(spare):
-            os.close(opened.pop())
-        yield
-
-
 def test_who_cannot_open_more_files_answers_when_it_can(
     sender: PointToPointChannel, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -208,3 +192,83 @@ def test_who_cannot_open_more_files_answers_when_it_can(
     assert caplog.records[0].getMessage() == (
         "a request for weights could not be accepted: [Errno 24] Too many open files"
     )
+
+
+def test_who_says_nothing_is_sent_away_and_holds_up_nobody(
+    sender: PointToPointChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(point_to_point, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(point_to_point, "_MOST_ANSWERED", 8)
+    made = packet(3, 0)
+    offer = sender.publish({("rollout", 0): made})
+    address = offer.places["rollout", 0].address
+    before = threading.active_count()
+    with contextlib.ExitStack() as held:
+        strangers = [held.enter_context(socket.create_connection(address, 20)) for _ in range(30)]
+        strangers[0].sendall(b"half of a token")
+        time.sleep(0.1)
+        assert threading.active_count() <= before + 8
+        assert same(channel("rollout", 0).obtain(offer), made)
+        assert strangers[0].recv(1) == b""
+
+
+@given(st.data())
+def test_requests_of_any_bytes_get_a_packet_or_nothing(data: st.DataObject) -> None:
+    sender = channel("train", 3)
+    try:
+        offer = sender.publish({("rollout", 0): packet(3, 0)})
+        place = offer.places["rollout", 0]
+        asked = place.token + np.array([place.number, place.slot]).tobytes()
+        damaged = bytearray(asked)
+        for _ in range(data.draw(st.integers(1, 4))):
+            damaged[data.draw(st.integers(0, len(asked) - 1))] = data.draw(st.integers(0, 255))
+        whole = damaged[: data.draw(st.integers(0, len(asked)))]
+        with socket.create_connection(place.address, 20) as connection:
+            answer = b""
+            with contextlib.suppress(OSError):  # it had not read all when it closed
+                connection.sendall(whole)
+                connection.shutdown(socket.SHUT_WR)
+                while piece := connection.recv(1 << 16):
+                    answer += piece
+        if whole[:32] != place.token or len(whole) < len(asked):
+            assert answer == b""
+        elif whole == asked:
+            assert answer.startswith(b"weights\0")
+        else:
+            assert answer == b"gone".ljust(5 * 8, b"\0")
+        assert same(channel("rollout", 0).obtain(offer), packet(3, 0))
+    finally:
+        sender.close(20)
+
+
+@given(st.data())
+def test_answers_of_any_bytes_give_a_packet_or_an_error(data: st.DataObject) -> None:
+    """Whatever they are, no more memory is taken than the offer says."""
+    made = packet(3, 0, (50, 0, 7))
+    mark = data.draw(st.sampled_from([b"weights\0", b"gone\0\0\0\0", b"HTTP/1.1"]))
+    answer = mark + data.draw(st.binary(max_size=300))
+    sender = channel("train", 3)
+    try:
+        offer = sender.publish({("rollout", 0): made})
+        with socket.create_server((HOST, 0)) as other:
+
+            def reply() -> None:
+                with other.accept()[0] as connection:
+                    connection.sendall(answer)
+                    connection.shutdown(socket.SHUT_WR)
+                    with contextlib.suppress(OSError):
+                        connection.recv(1000)
+
+            thread = threading.Thread(target=reply)
+            thread.start()
+            try:
+                found = channel("rollout", 0, 5.0).obtain(elsewhere(offer, other))
+            except WeightsError:
+                found = None
+            thread.join(20)
+        if found is not None:
+            assert mark == b"weights\0"
+            assert [len(bucket) for bucket in found.buckets] == [50, 0, 7]
+            assert len(answer) >= 5 * 8 + 2 * 4 * 8 + 57
+    finally:
+        sender.close(20)

@@ -1,0 +1,454 @@
+"""Verifiers that lie, flood, hide and stay: no answer moves to another row and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from no_more_files import no_more_files
+from penstock.dataflow.errors import WorkerError
+from penstock.workers.verifiers import pool as pools
+from penstock.workers.verifiers.pool import Outcome, VerifierPool, VerifierSpec
+
+REWARD = '''
+import glob, os, signal, subprocess, sys, time
+
+def make():
+    return act
+
+def make_twice():
+    os.fork()
+    return act
+
+def make_and_exit():
+    sys.exit(0)
+
+def make_and_leave():
+    os._exit(0)
+
+def pipes():
+    """Descriptors of this process that can be written to, but for the standard ones."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            mode = open(f"/proc/self/fdinfo/{name}").read().split()[3]
+        except OSError:
+            continue
+        if int(name) > 2 and int(mode, 8) & 3 == os.O_WRONLY:
+            found.append(int(name))
+    return found
+
+def write(data, times=1):
+    for _ in range(times):
+        for number in pipes():
+            os.write(number, data)
+
+class Loud(Exception):
+    def __str__(self):
+        raise SystemExit(0)
+
+def act(what, value=None):
+    if what == "return":
+        return value
+    if what == "fork and return":
+        return value if os.fork() else -value
+    if what == "fork and answer":
+        parent = os.getpid()
+        if not os.fork():
+            os.getpid = lambda: parent
+        return value
+    if what == "write":
+        write(value.encode())
+        return 1
+    if what == "write and loop":
+        write(value.encode())
+        while True:
+            pass
+    if what == "drip":
+        while True:
+            write(b"x")
+            time.sleep(0.01)
+    if what == "flood":
+        write(b"x" * 60_000, 10_000)
+        return 1
+    if what == "late":
+        if not os.fork():
+            time.sleep(0.3)
+            write(value.encode())
+            os._exit(0)
+        return 1
+    if what == "close":
+        for number in pipes():
+            os.close(number)
+        time.sleep(600)
+    if what == "sleep":
+        time.sleep(value)
+        return 1
+    if what == "long":
+        raise ValueError("begin" + "x" * value + "end")
+    if what == "strange":
+        raise ValueError("\\ud800\\x00\\U0001f600" * value)
+    if what == "huge":
+        return 10**400
+    if what == "loud":
+        raise Loud()
+    if what == "interrupt":
+        raise KeyboardInterrupt
+    if what == "generator":
+        raise GeneratorExit
+    if what == "leave":
+        os._exit(value)
+    if what == "hide":
+        code = f"import os, time; os.setsid(); os.fork() and os._exit(0); {value!r}; time.sleep(99)"
+        for _ in range(3):
+            subprocess.Popen([sys.executable, "-c", code])
+        time.sleep(0.5)
+        return 1
+    if what == "hide and leave":
+        act("hide", value)
+        os._exit(0)
+    if what == "hide and loop":
+        act("hide", value)
+        while True:
+            pass
+    if what == "breed":
+        if not os.fork():
+            os.setsid()
+            until = time.time() + 20
+            while time.time() < until:
+                open(value, "a").write("x")
+                if os.fork():
+                    break
+            os._exit(0)
+        time.sleep(0.2)
+        return 1
+    if what == "length":
+        return len(value)
+'''
+
+MakePool = Callable[..., VerifierPool]
+NOT_A_REPLY = (
+    "the verifier's process said something that is no reply to its call, such as a second one, so "
+    "it is not believed\n    a reward must neither answer from a copy of its process nor write to "
+    "descriptors that it has not opened\n"
+)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
+
+
+@pytest.fixture
+def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[MakePool]:
+    (tmp_path / "hostile_reward.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    made: list[VerifierPool] = []
+
+    def make(factory: str = "make", **options: Any) -> VerifierPool:
+        spec = VerifierSpec(factory=f"hostile_reward:{factory}", arguments={})
+        made.append(VerifierPool(spec, **{"num_processes": 1, **options}))
+        return made[-1]
+
+    yield make
+    below = [p for pool in made for pid in pool.process_ids for p in _below(pid)]
+    for pool in made:
+        pool.close()
+    assert not [process for process in below if process.is_running()]
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def test_a_reward_that_returns_on_both_sides_of_a_fork_moves_no_answer(make_pool: MakePool) -> None:
+    pool = make_pool()
+    calls = [("fork and return" if i % 3 == 0 else "return", i) for i in range(1, 30)]
+    assert pool.run(calls) == [Outcome(float(i)) for i in range(1, 30)]
+    assert make_pool("make_twice").run(calls[:3]) == [Outcome(1.0), Outcome(2.0), Outcome(3.0)]
+
+
+def test_who_answers_twice_is_not_believed(make_pool: MakePool) -> None:
+    """Of a copy that passes for its process, the second answer shows; the first may be either's."""
+    pool = make_pool()
+    for _ in range(3):
+        calls = [("fork and answer", 5), ("sleep", 0.3), *(("return", i) for i in range(9))]
+        first, second, *rest = pool.run(calls)
+        assert first in (Outcome(5.0), Outcome(error=NOT_A_REPLY))
+        assert second in (Outcome(1.0), Outcome(error=NOT_A_REPLY))
+        assert (first.error or second.error) == NOT_A_REPLY
+        assert rest == [Outcome(float(i)) for i in range(9)]
+
+
+FORGED = [
+    '{"row": 0, "nonce": "0", "score": 7.0}\n',
+    '{"row": 1, "nonce": "0", "score": 7.0}\n',
+    '{"score": 7.0}\n',
+    '{"score": 7.0}',
+    "[]\n",
+    "7\n",
+    "null\n",
+    "\n",
+    "\n\n\n",
+    '{"row": 0\n',
+    "[" * 60_000 + "\n",
+    '{"row": ' + "9" * 6000 + "}\n",
+    "\x00\n",
+]
+
+
+@linux
+@pytest.mark.parametrize("text", FORGED, ids=lambda text: repr(text)[:20])
+def test_what_is_no_reply_fails_the_row_alone(make_pool: MakePool, text: str) -> None:
+    pool = make_pool(num_processes=1)
+    outcomes = pool.run([("return", 1), ("write", text), ("return", 3)])
+    assert outcomes == [Outcome(1.0), Outcome(error=NOT_A_REPLY), Outcome(3.0)]
+
+
+def test_bytes_of_any_kind_are_told_from_a_reply(make_pool: MakePool) -> None:
+    pool = make_pool()
+    child = pool.children[0]
+    child.call(4, 5.0)
+    good = {"row": 4, "nonce": json.loads(bytes(child.unsent))["nonce"], "score": 0.5}
+    bad: list[dict[str, Any]] = [
+        {**good, "row": 5},
+        {**good, "row": "4"},
+        {**good, "nonce": "0"},
+        {**good, "score": float("inf")},
+        {**good, "score": float("nan")},
+        {**good, "score": 1},
+        {**good, "score": True},
+        {**good, "score": "1"},
+        {**good, "score": [1.0]},
+        {**good, "error": "both"},
+        {**good, "more": 1},
+        {"row": 4, "nonce": good["nonce"]},
+        {"row": 4, "nonce": good["nonce"], "error": 3},
+    ]
+    told = [json.dumps(one).encode() for one in bad] + [
+        b"\xff\xfe",
+        b"\x80",
+        b"1" * 5000,
+        b"",
+        b" ",
+    ]
+    whole = child.unsent
+
+    def read(data: bytes) -> Outcome | None:
+        child.unsent, child.received = memoryview(b""), bytearray(data + b"\n")
+        return child.outcome()
+
+    assert [read(data) for data in told] == [None] * len(told)
+    assert read(json.dumps(good).encode()) == Outcome(0.5)
+    child.unsent = whole  # a call that was not read cannot have been answered
+    assert child.outcome() is None
+    pool.replace(child)
+
+
+@linux
+def test_what_is_said_between_calls_costs_nothing(make_pool: MakePool) -> None:
+    pool = make_pool()
+    assert pool.run([("late", '{"score": 9.0}\n')]) == [Outcome(1.0)]
+    time.sleep(0.6)
+    assert pool.run([("return", 2), ("return", 3)]) == [Outcome(2.0), Outcome(3.0)]
+
+
+@linux
+@pytest.mark.parametrize("what", ["drip", "write and loop"])
+def test_who_writes_without_end_has_its_time_limit(make_pool: MakePool, what: str) -> None:
+    pool = make_pool(time_limit_s=0.5)
+    pool.run([("return", 1)])
+    began = time.monotonic()
+    assert pool.run([(what, "x" * 1000), ("return", 2)]) == [Outcome(timed_out=True), Outcome(2.0)]
+    assert time.monotonic() - began < 5
+
+
+@linux
+def test_a_flood_is_read_no_further_than_a_reply_may_be(make_pool: MakePool) -> None:
+    pool = make_pool(time_limit_s=20.0)
+    pool.run([("return", 1)])
+    began = time.monotonic()
+    assert pool.run([("flood",), ("return", 2)]) == [Outcome(error=NOT_A_REPLY), Outcome(2.0)]
+    assert time.monotonic() - began < 5
+
+
+def test_long_errors_are_cut_where_they_arise(make_pool: MakePool) -> None:
+    pool = make_pool(time_limit_s=20.0)
+    pool.run([("return", 1)])
+    began = time.monotonic()
+    long, strange = pool.run([("long", 100_000_000), ("strange", 100_000)])
+    assert time.monotonic() - began < 5
+    assert long.error is not None
+    assert long.error.startswith("Traceback (most recent call last):\n")
+    assert "characters ...xxx" in long.error
+    assert long.error.endswith("xxxend\n")
+    assert len(long.error) < 4100
+    assert strange.error is not None
+    assert "\U0001f600" in strange.error
+
+
+def test_odd_ends_are_failures_of_their_rows(make_pool: MakePool) -> None:
+    pool = make_pool(time_limit_s=20.0)
+    calls = [("huge",), ("loud",), ("interrupt",), ("generator",), ("leave", 0), ("return", 2)]
+    errors = [outcome.error for outcome in pool.run(calls)]
+    assert [error and error.rstrip().splitlines()[-1] for error in errors] == [
+        "OverflowError: int too large to convert to float",
+        "hostile_reward.Loud: <exception str() failed>",
+        "KeyboardInterrupt",
+        "GeneratorExit",
+        "the verifier's process ended with exit code 0",
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("make_and_exit", "the verifier cannot be made:\nTraceback"),
+        ("make_and_leave", "the verifier's process ended with exit code 0 before it was ready"),
+    ],
+)
+def test_a_factory_that_ends_its_process(make_pool: MakePool, factory: str, message: str) -> None:
+    with pytest.raises(WorkerError) as caught:
+        make_pool(factory).run([("return", 1)])
+    assert str(caught.value).startswith(message)
+
+
+def test_a_call_that_is_not_read_waits_no_longer_than_its_limit(make_pool: MakePool) -> None:
+    pool = make_pool(time_limit_s=1.0)
+    pool.run([("return", 1)])
+    stopped = psutil.Process(pool.process_ids[0]).children()[0]
+    stopped.suspend()
+    large = "x" * 50_000_000
+    began = time.monotonic()
+    outcomes = pool.run([("length", large), ("return", 2), ("return", 3)])
+    assert outcomes == [Outcome(timed_out=True), Outcome(2.0), Outcome(3.0)]
+    assert time.monotonic() - began < 6
+    patient = make_pool(time_limit_s=20.0)
+    assert patient.run([("length", large)]) == [Outcome(50_000_000.0)]
+
+
+def test_who_closes_its_descriptors_and_goes_on_is_ended(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "_STOP_S", 0.5)
+    error = "the verifier's process ended by signal 9\n"
+    assert make_pool().run([("close",), ("return", 2)]) == [Outcome(error=error), Outcome(2.0)]
+
+
+def _with_mark(mark: str) -> list[int]:
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline", "status"])
+        if any(mark in word for word in process.info["cmdline"] or ())
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
+
+
+@linux
+@pytest.mark.parametrize("what", ["hide", "hide and leave", "hide and loop"])
+def test_processes_that_leave_their_session_end_with_the_verifier(
+    make_pool: MakePool, what: str
+) -> None:
+    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
+    pool = make_pool(time_limit_s=2.0)
+    pool.run([("return", 1)])
+    (outcome,) = pool.run([(what, mark)])
+    if what == "hide":
+        assert outcome == Outcome(1.0)
+        assert len(_with_mark(mark)) == 3, "a verifier may keep helpers between calls"
+        pool.close()
+    assert _with_mark(mark) == []
+
+
+@linux
+def test_a_process_that_always_starts_another_and_ends_is_caught(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    beats = tmp_path / "beats"
+    pool = make_pool()
+    assert pool.run([("breed", str(beats))]) == [Outcome(1.0)]
+    before = beats.stat().st_size
+    assert before > 1
+    pool.close()
+    after = beats.stat().st_size
+    time.sleep(0.3)
+    assert beats.stat().st_size == after
+
+
+def test_a_supervisor_that_does_not_act_is_killed_and_named(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pools, "_STOP_S", 0.2)
+    pool = make_pool()
+    pool.run([("return", 1)])
+    (pid,) = pool.process_ids
+    verifier = psutil.Process(pid).children()[0]
+    os.kill(pid, signal.SIGSTOP)
+    pool.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"process {pid} did not end what a verifier has started within 0.2 s; it is killed, and "
+        "some of that may run on"
+    ]
+    if sys.platform == "linux":  # which ends the verifier with its supervisor
+        verifier.wait(10)
+
+
+def test_replacing_one_takes_no_time_of_another_s_call(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "_STOP_S", 1.5)
+    pool = make_pool(time_limit_s=1.0, num_processes=2)
+    for _ in range(100):
+        if all(child.row is None for child in pool.children):
+            break
+        pool.run([("sleep", 0.01)] * 2)
+    os.kill(pool.process_ids[1], signal.SIGSTOP)
+    (verifier,) = psutil.Process(pool.process_ids[1]).children()
+    verifier.kill()
+    outcomes = pool.run([("return", 1), ("return", 2)])
+    assert outcomes == [Outcome(1.0), Outcome(2.0)]
+
+
+def test_a_batch_has_a_limit_too(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(time_limit_s=0.5, start_limit_s=60.0, num_processes=2)
+    pool.run([("return", 1)] * 2)
+    assert pool.batch_limit_s(5) == 60.0 + 3 * 5.5
+    monkeypatch.setattr(VerifierPool, "batch_limit_s", lambda self, number: 0.7)  # pyright: ignore[reportUnknownLambdaType]
+    began = time.monotonic()
+    outcomes = pool.run([("return", 1), *[("sleep", 60)] * 20])
+    assert time.monotonic() - began < 3
+    assert outcomes == [Outcome(1.0), *[Outcome(timed_out=True)] * 20]
+    monkeypatch.undo()
+
+
+def test_a_process_that_cannot_be_started(make_pool: MakePool) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with no_more_files(spare=12), pytest.raises(WorkerError) as caught:
+        make_pool(num_processes=40)
+    assert str(caught.value) == (
+        "a process for the verifier cannot be started: [Errno 24] Too many open files\n"
+        "    free what has run out, or lower num_processes"
+    )
+    del caught
+    gc.collect()  # of the pool that was begun
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_process_that_cannot_be_replaced_is_replaced_later(make_pool: MakePool) -> None:
+    pool = make_pool()
+    assert pool.run([("return", 1)]) == [Outcome(1.0)]
+    with no_more_files(spare=3):
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="cannot be started: .Errno 24. Too many open"):
+                pool.run([("leave", 0)])
+    assert pool.run([("return", 2)]) == [Outcome(2.0)]

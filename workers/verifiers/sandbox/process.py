@@ -144,9 +144,10 @@ _STREAMS = ("given", "stdin", "stdout", "stderr", "results")
 
 def _file(name: str) -> IO[bytes]:
     """A file without a name, in memory where the system has such."""
-    if hasattr(os, "memfd_create"):
+    try:
         return os.fdopen(os.memfd_create(f"penstock_{name}"), "w+b")
-    return tempfile.TemporaryFile()
+    except (AttributeError, OSError):  # only Linux has it, and may be told to refuse
+        return tempfile.TemporaryFile()
 
 
 class _Pipe:

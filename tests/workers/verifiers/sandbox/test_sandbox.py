@@ -6,12 +6,14 @@ import importlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from penstock.workers.verifiers.sandbox.kinds import (
 )
 from penstock.workers.verifiers.sandbox.process import Limits, check_nothing_left, run_in
 from penstock.workers.verifiers.sandbox.sandbox import check_sandbox, run_python, why_not
+from penstock.workers.verifiers.sandbox.syscalls import ARCHITECTURES, program_for
 
 ROOT = Path(__file__).parents[4]
 CONFINING = [*(k for k in (BUBBLEWRAP, NAMESPACES) if why_not(k) is None), LANDLOCK]
@@ -472,6 +475,18 @@ def test_a_process_that_is_left_is_an_error_that_names_it() -> None:
     )
     os.kill(child, signal.SIGKILL)
     check_nothing_left(leader.pid, 10)
+
+
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_a_filter_allows_each_call_once_and_ends_by_denying(machine: str) -> None:
+    program = program_for(machine)
+    steps = [struct.unpack("HBBI", program[i : i + 8]) for i in range(0, len(program), 8)]
+    assert steps[-1] == (6, 0, 0, 0x50001)  # return: an error, "operation not permitted"
+    ends = [i + 1 + max(step[1:3]) for i, step in enumerate(steps) if step[0] != 6]
+    assert max(ends) < len(steps)
+    # A number is looked for wherever the step before did not load an argument.
+    allowing = [a[3] for a, b in pairwise(steps) if a[:3] == (0x15, 0, 1) and b[3] == 0x7FFF0000]
+    assert len(allowing) == len(set(allowing)) > 80
 
 
 @pytest.mark.parametrize(

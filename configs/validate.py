@@ -32,6 +32,7 @@ RENAMED: Mapping[str, str] = {
     "tracker.tensorboard": "tracker.kind",
     "*.normalise_advantages": "normalize_advantages",
     "*.options.ring": "num_overlapped",
+    "*.verifier_options.allow_unconfined": "minimum",
     "model.architecture.memory": "model.architecture.recurrent_units",
 }
 """Key as it was -> as it is. After `*.`, keys at any depth, of which the last is renamed."""

@@ -92,6 +92,9 @@ def test_a_renamed_key_is_refused_with_its_new_name() -> None:
     ]
     data = changed("algorithm.roles", {"env": {"options": {"ring": 2}}})
     assert "'algorithm.roles.env.options.ring' is now 'algorithm.roles.env.opt" in refusal(data)
+    old = {"options": {"verifier_options": {"allow_unconfined": True}}}
+    data = changed("algorithm.roles", {"reward": old})
+    assert "options.allow_unconfined' is now 'algorithm.roles.reward.opt" in refusal(data)
     check_renamed({"algorithm": {"roles": {"ring": {"worker": "env"}}}})  # a role may be called so
     assert "'model.architecture.memory' is now 'model.architecture.recurrent_units'" in refusal(
         changed("model", {"architecture": {"memory": 8}})
@@ -102,7 +105,8 @@ def test_a_renamed_key_is_refused_with_its_new_name() -> None:
 
 def test_no_key_is_renamed_to_one_that_is_not_there() -> None:
     keys = {row.split("`")[1] for row in key_reference().splitlines() if row.startswith("| `")}
-    keys |= {"normalize_advantages"}  # of an algorithm whose keys are on its own page
+    # Of an algorithm whose keys are on its own page, and of a verifier.
+    keys |= {"normalize_advantages", "minimum"}
     assert {new.rpartition(".")[2] for new in RENAMED.values()} <= keys
 
 

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from ...dataflow.errors import ConfigError
 from .sandbox.child import typed
-from .sandbox.sandbox import Limits, run_python
+from .sandbox.process import Limits
+from .sandbox.sandbox import run_python
 
 __all__ = ["CodeTests", "code_tests", "program_in", "tests_of"]
 
@@ -167,7 +168,7 @@ def code_tests(
     score: Literal["all", "share"] = "all",
     time_s: float = 4.0,
     memory_mb: int = 512,
-    allow_unconfined: bool = False,
+    minimum: str = "landlock",
     run_asserts: bool = False,
 ) -> float:
     """A verifier: whether the program in a response passes the tests that the answer lists.
@@ -179,13 +180,13 @@ def code_tests(
         score: 1 only if "all" pass, or the "share" that passes.
         time_s: Seconds per run; give the reward's `time_limit_s` room for all runs of a problem.
         memory_mb: Memory of each run.
-        allow_unconfined: See `run_python`.
+        minimum: The weakest kind of sandbox to run programs in; see `run_python`.
         run_asserts: Run assertions that are not of the form `assert f(LITERALS) == LITERAL` in the
             sandbox, where a response can forge that they hold.
 
     Raises:
         ValueError: If the answer lists no tests.
-        ConfigError: If programs cannot be confined here, or assertions could be forged.
+        ConfigError: If there is no sandbox as strong here, or assertions could be forged.
     """
     del prompt
     if answer is None:
@@ -201,7 +202,7 @@ def code_tests(
             calls=asked,
             asserts=tests.asserts,
             limits=limits,
-            allow_unconfined=allow_unconfined,
+            minimum=minimum,
         )
         wanted = [*(call["expected"] for call in tests.calls), *(True for _ in tests.asserts)]
         passed += sum(
@@ -211,7 +212,7 @@ def code_tests(
         if score == "all" and passed < len(wanted):
             return 0.0
     for stdin, stdout in tests.streams:
-        ran = run_python(program, stdin=stdin, limits=limits, allow_unconfined=allow_unconfined)
+        ran = run_python(program, stdin=stdin, limits=limits, minimum=minimum)
         good = ran.exit_code == 0 and _lines(ran.stdout) == _lines(stdout)
         if score == "all" and not good:
             return 0.0

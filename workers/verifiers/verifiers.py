@@ -23,6 +23,7 @@ from ...dataflow.errors import ConfigError, nearest, raised_at
 from .child import USER_ERRORS
 from .code_tests import code_tests
 from .instructions.instructions import instruction_score
+from .sandbox.sandbox import announce_sandbox, check_sandbox
 
 __all__ = [
     "BUILT_IN",
@@ -87,10 +88,16 @@ def make_verifier(reward: str, options: Mapping[str, Any] | None = None) -> Veri
     math-verify imports sympy and builds its grammars when first used, which takes seconds; that
     must not count against a call's time limit.
     """
-    verifier = load_verifier(reward, options)
+    verifier = _with_options(reward, options)
     if reward == "math_verify":
         verifier("", "$\\frac{1}{2}$ and 2", "1/2")
+    if reward == "code_tests":
+        check_sandbox(**_sandbox_options(options))
     return verifier
+
+
+def _sandbox_options(options: Mapping[str, Any] | None) -> dict[str, str]:
+    return {key: str(value) for key, value in (options or {}).items() if key == "minimum"}
 
 
 def load_verifier(reference: str, options: Mapping[str, Any] | None = None) -> Verifier:
@@ -101,9 +108,18 @@ def load_verifier(reference: str, options: Mapping[str, Any] | None = None) -> V
         options: Further arguments of the function, by keyword.
 
     Raises:
-        ConfigError: If there is no such function, its module fails, or it does not take
-            (prompt, response, answer) and the options.
+        ConfigError: If there is no such function, its module fails, it does not take
+            (prompt, response, answer) and the options, or it needs a sandbox this machine lacks.
     """
+    verifier = _with_options(reference, options)
+    # Without options it is loaded where a task is read, which may be another machine.
+    if reference == "code_tests" and options is not None:
+        check_sandbox(**_sandbox_options(options))
+        announce_sandbox()
+    return verifier
+
+
+def _with_options(reference: str, options: Mapping[str, Any] | None) -> Verifier:
     found = _load(reference)
     if not options:
         return found

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from penstock.dataflow.errors import ConfigError
+from penstock.workers.verifiers.sandbox.sandbox import announce_sandbox, best_kind
 from penstock.workers.verifiers.verifiers import (
     exact_match,
     load_verifier,
+    make_verifier,
     math_verify,
     reference_of,
 )
@@ -147,3 +149,17 @@ def test_options_of_a_verifier_are_checked_when_it_is_loaded() -> None:
     assert score("", "a", '[{"id": "punctuation:no_comma", "weight": 3}]') == 3
     with pytest.raises(ConfigError, match="reward 'code_tests' takes .*'memory'"):
         load_verifier("code_tests", {"memory": 3})
+
+
+def test_a_sandbox_is_checked_and_announced_where_programs_will_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    announce_sandbox.cache_clear()
+    load_verifier("code_tests")  # where a task is read
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        load_verifier("code_tests", {"minimum": "limits"})
+    assert capsys.readouterr().err == f"penstock: sandbox: {best_kind().name}\n"
+    for load in (load_verifier, make_verifier):
+        with pytest.raises(ConfigError, match="minimum=none is no kind of sandbox"):
+            load("code_tests", {"minimum": "none"})

@@ -1,46 +1,73 @@
-"""The process that untrusted code runs in: a script of the standard library alone.
+"""The process that untrusted code runs in: a module of the standard library alone.
 
-Its argument is a JSON object that says what to run and where; results go, a JSON object a line, to
-a descriptor of their own. It gives up all it does not need before the first untrusted line runs.
+It is told on a descriptor what to run and where; results go, a JSON object a line, to a descriptor
+of their own. It gives up all it does not need before the first untrusted line runs.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import json
 import os
 import sys
-from pathlib import Path
-from typing import Any, TextIO
 
-UNCONFINED = 97
-"""Exit code: the kernel does not offer what was asked for; the reason is the only result."""
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # each import that is left out makes every run faster
+    from typing import Any, TextIO
+
+__all__ = ["CONFINED", "main", "typed", "untyped"]
+
+CONFINED = b"confined"
+"""What is told on a descriptor of its own before the first untrusted line runs, or else why not."""
 
 
-def main() -> None:
-    """Confine this process, then run what it was given."""
-    sys.path.insert(0, str(Path(__file__).parent))
+def main(descriptor: int) -> None:
+    """Confine this process, then run what the descriptor holds: `{"setup", "work"}`."""
     import kernel  # pyright: ignore[reportMissingImports]
 
-    del sys.path[0], sys.modules["kernel"]  # a program may have a module of that name
-    setup = json.loads(sys.argv[1])
-    del sys.argv[1:]
-    kernel.end_with_parent(setup["parent"])
-    with contextlib.suppress(OSError):  # if memory runs out, this process is the one to go
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    with os.fdopen(setup["work"], encoding="utf-8") as file:
-        work = json.load(file)
+    with os.fdopen(descriptor, encoding="utf-8") as file:
+        given = json.load(file)
+    setup, work = given["setup"], given["work"]
     results = os.fdopen(setup["results"], "w", encoding="utf-8")
+    try:
+        _confine(setup)
+    except (kernel.Unconfined, OSError) as error:
+        os.write(setup["verdict"], str(error).encode())
+        os._exit(1)
+    for name in ("child", "kernel", "namespaces"):  # a program may have modules of these names
+        sys.modules.pop(name, None)
+    os.write(setup["verdict"], CONFINED)
+    os.close(setup["verdict"])
+    del given, setup, kernel
+    _run(work, results)
+
+
+def _confine(setup: dict[str, Any]) -> None:
+    """Take everything from this process but CPU, memory, its streams and perhaps one folder."""
+    import kernel  # pyright: ignore[reportMissingImports]
+    import namespaces  # pyright: ignore[reportMissingImports]
+
+    del sys.path[0]
+    libc = ctypes.CDLL(None, use_errno=True)
+    kind = setup["kind"]
+    if kind != "bubblewrap":  # which sees to it by itself
+        kernel.end_with_parent(libc)
+    if kind == "namespaces":
+        namespaces.enter(libc, setup["places"], kernel.call)
+    kernel.end_if_alone(setup["lifeline"])
+    folder = None
+    if kind in ("bubblewrap", "namespaces"):
+        folder = namespaces.FOLDER
+        namespaces.bounded_folder(libc, setup["limits"]["file_bytes"], kernel.call)
     os.chdir(setup["folder"])
     kernel.limit(**setup["limits"])
-    if setup["confined"]:
-        try:
-            kernel.confine(setup["folder"])
-        except kernel.Unconfined as error:
-            _write(results, {"unconfined": str(error)})
-            results.close()
-            os._exit(UNCONFINED)
-    _run(work, results)
+    if kind == "limits":
+        return
+    kernel.drop_capabilities(libc)
+    kernel.restrict_files(libc, setup["readable"], folder, required=folder is None)
+    program = bytes.fromhex(setup["filter"])
+    own = setup["own_pid"].to_bytes(4, sys.byteorder)
+    kernel.filter_calls(libc, program.replace(own, os.getpid().to_bytes(4, sys.byteorder)))
 
 
 def _run(work: dict[str, Any], results: TextIO) -> None:
@@ -119,7 +146,3 @@ def _asserted(namespace: dict[str, Any], test: str) -> dict[str, Any]:
 def _write(results: TextIO, result: dict[str, Any]) -> None:
     results.write(json.dumps(result) + "\n")
     results.flush()
-
-
-if __name__ == "__main__":
-    main()

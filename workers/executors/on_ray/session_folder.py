@@ -76,10 +76,16 @@ def _clear_if_left(folder: Path) -> None:
 
 
 def _runs_in(process: psutil.Process, folder: Path) -> bool:
-    """Whether a process of this user was started with that folder."""
+    """Whether a process of this user was started with that folder, or has files open there.
+
+    Ray's processes write other words over those that they were started with, but keep their logs.
+    """
+    inside = f"{folder}/"
     try:
-        return process.uids().real == os.getuid() and any(
-            f"{folder}/" in word for word in process.cmdline()
+        if process.pid == os.getpid() or process.uids().real != os.getuid():
+            return False
+        return any(inside in word for word in process.cmdline()) or any(
+            file.path.startswith(inside) for file in process.open_files()
         )
-    except psutil.Error:  # it has ended
+    except (psutil.Error, OSError):  # it has ended
         return False

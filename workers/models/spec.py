@@ -7,19 +7,21 @@ for a network, and weights are read from safetensors only.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
+from torch import Tensor
 
-__all__ = [
-    "ModelSpec",
-    "quiet_transformers",
-]
+from ...dataflow.errors import ConfigError
+from ..training.weight_checks import refuse_faults, some, unusable
+from .architecture import checked_config, empty_model, quiet_transformers
+from .model_folder import check_tensors, folder_config, load_faults, owner_words
+
+__all__ = ["ModelSpec"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -67,13 +69,9 @@ class ModelSpec:
         """Build the whole language model on `device`, in evaluation mode (dropout off).
 
         Raises:
-            FileNotFoundError: If `folder` is not a folder with a config.json.
+            ConfigError: As `check`.
         """
-        if self.folder is None:
-            model = self._initialized()
-        else:
-            auto: Any = transformers.AutoModelForCausalLM
-            model = self._loaded(auto)
+        model = self._initialized() if self.folder is None else self._loaded(scalar_head=False)
         return self._placed(model, device)
 
     def backbone(self, device: str) -> transformers.PreTrainedModel:
@@ -81,7 +79,7 @@ class ModelSpec:
         if self.folder is None:
             model = self._initialized().base_model
         else:
-            model = self._loaded(transformers.AutoModel)
+            model = self._loaded(scalar_head=True)
         return self._placed(model, device)
 
     def _placed(self, model: Any, device: str) -> transformers.PreTrainedModel:
@@ -91,13 +89,46 @@ class ModelSpec:
     def config(self) -> Any:
         """The Hugging Face config; reads config.json, no weights."""
         if self.folder is not None:
-            return transformers.AutoConfig.from_pretrained(
-                self.folder, local_files_only=True, trust_remote_code=False
-            )
+            return folder_config(Path(self.folder))
         kinds = dict(self.architecture)
         for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
             kinds.setdefault(token, None)  # the defaults name tokens of the original vocabulary
-        return transformers.AutoConfig.for_model(kinds.pop("model_type"), **kinds)
+        return checked_config(kinds)
+
+    def check(self, *, scalar_head: bool) -> None:
+        """Look at all that can be known of a model without its weights, in milliseconds.
+
+        Args:
+            scalar_head: Whether the backbone alone is taken; see `check_tensors`.
+
+        Raises:
+            ConfigError: If the architecture cannot be computed, or the folder does not hold exactly
+                the weights of its model.
+        """
+        if self.folder is None:
+            empty_model(self.config)
+        else:
+            check_tensors(Path(self.folder), scalar_head=scalar_head)
+
+    def check_weights(self, weights: Mapping[str, Tensor], role: str) -> None:
+        """Require of a model's first weights, wherever they lie by now, that they are numbers.
+
+        Args:
+            weights: All of them, or a process's part.
+            role: Whose they are.
+
+        Raises:
+            ConfigError: Naming those with which nothing can be computed.
+        """
+        names = unusable(weights)
+        if not names:
+            return
+        source = f"'{self.folder}'" if self.folder is not None else "'model.architecture'"
+        raise ConfigError(
+            f"the weights that '{role}' starts from ({source}) are not finite, or beyond 1e19, in "
+            f"{len(names)} of {len(weights)} tensors: {some(names)}\n    give a model folder that "
+            "was saved before its training diverged, or an ordinary initializer_range"
+        )
 
     def _initialized(self) -> Any:
         config = self.config
@@ -107,34 +138,26 @@ class ModelSpec:
                 config, dtype=torch.float32, attn_implementation="sdpa"
             )
 
-    def _loaded(self, auto: Any) -> Any:
+    def _loaded(self, *, scalar_head: bool) -> Any:
         folder = Path(str(self.folder))
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
-                f"model folder '{folder}' has no config.json; give a local folder written by "
-                "save_pretrained (models are never downloaded)"
-            )
-        with quiet_transformers():
-            return auto.from_pretrained(
-                folder,
-                dtype=_DTYPES[self.dtype],
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                attn_implementation="sdpa",
-            )
-
-
-@contextmanager
-def quiet_transformers() -> Generator[None]:
-    """Hide progress bars, and the load report that a backbone without its head always gives."""
-    logging: Any = transformers.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+        head = check_tensors(folder, scalar_head=scalar_head)
+        auto: Any = transformers.AutoModel if scalar_head else transformers.AutoModelForCausalLM
+        try:
+            with quiet_transformers():
+                model, info = auto.from_pretrained(
+                    folder,
+                    dtype=_DTYPES[self.dtype],
+                    local_files_only=True,
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    attn_implementation="sdpa",
+                    output_loading_info=True,
+                )
+        except RuntimeError as error:  # what it merges, as experts, is looked at here alone
+            raise ConfigError(
+                f"transformers cannot load the weights in '{folder}': {error}\n    save the whole "
+                "model again with save_pretrained"
+            ) from error
+        free = head if scalar_head else frozenset[str]()
+        refuse_faults(folder, owner_words(model.config), load_faults(info, free))
+        return model

@@ -14,6 +14,7 @@ from torch import Tensor
 from ....algorithms.roles.language import Sampling
 from ....dataflow.option_checks import check_range
 from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...models.architecture import empty_model
 from ...models.spec import ModelSpec
 from ...models.tokenizer import TokenizerSpec
 from ...rollout.generator_policy import GeneratorPolicy
@@ -199,12 +200,8 @@ class VllmGenerator:
 
 def _skeleton(model: ModelSpec) -> tuple[Any, dict[str, torch.Size]]:
     """Config of a model, and shapes of its parameters; tied ones appear once."""
-    from transformers import AutoModelForCausalLM
-
     config: Any = model.config
-    auto: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        empty = auto.from_config(config)
+    empty = empty_model(config)
     return config, {name: tensor.shape for name, tensor in empty.named_parameters()}
 
 

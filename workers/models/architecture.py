@@ -62,7 +62,8 @@ _ALSO = frozenset(
 )
 """Keys that models read beside the fields that their config classes declare."""
 
-_TYPE_FAULT = re.compile(r"Field '(\w+)' expected (.+), got \w+ \(value: (.+)\)", re.DOTALL)
+_TYPE_FAULT = re.compile(r"Field '(\w+)' expected ([\w| ]+), got")
+_TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a text"}
 
 
 class _Fields:
@@ -145,12 +146,14 @@ def _family(given: Mapping[str, Any], folder: Path | None) -> Any:
 
 def _check_known(fields: _Fields) -> None:
     declared = [field.name for field in dataclasses.fields(fields.kind) if field.init]
+    common = {field.name for field in dataclasses.fields(transformers.PretrainedConfig)}
     known = {*declared, *fields.kind.attribute_map, *_ALSO}
     for key in fields.given:
         if key not in known:
             raise ConfigError(
                 f"there is no key {fields.called(key)}{nearest(key, sorted(known))}\n"
-                f"    a {fields.given['model_type']} model has: {', '.join(declared)}"
+                f"    a {fields.given['model_type']} model has: "
+                f"{', '.join(name for name in declared if name not in common)}"
             )
 
 
@@ -223,10 +226,10 @@ def _made(fields: _Fields) -> Any:
     except Exception as error:  # of many kinds, its own among them
         fault = _TYPE_FAULT.search(str(error))
         if fault is not None:
-            raise fields.refusal(fault[1], fault[2]) from None
+            raise fields.refusal(fault[1], _TYPES.get(fault[2], fault[2])) from None
         raise ConfigError(
             f"{fields.called('model_type')} is {kind!r}, and transformers makes no config of the "
-            f"fields beside it: {' '.join(str(error).split())}"
+            f"fields beside it: {' '.join(str(error).split()):.300}"
         ) from None
 
 

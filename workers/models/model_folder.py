@@ -159,7 +159,7 @@ def _headers(folder: Path) -> dict[str, _Saved]:
     return saved
 
 
-def check_tensors(folder: Path, *, scalar_head: bool) -> frozenset[str]:
+def check_tensors(folder: Path, *, scalar_head: bool) -> None:
     """Require that a folder has every weight of a model, and nothing else.
 
     What a scalar head needs beyond the backbone is its own; a language model's head that lies there
@@ -169,9 +169,6 @@ def check_tensors(folder: Path, *, scalar_head: bool) -> frozenset[str]:
     Args:
         folder: In Hugging Face's layout.
         scalar_head: Whether the backbone alone is taken.
-
-    Returns:
-        Names of the language model's own head, which a scalar one does without.
 
     Raises:
         ConfigError: With all that is missing, unexpected, or of another shape or type.
@@ -189,9 +186,8 @@ def check_tensors(folder: Path, *, scalar_head: bool) -> frozenset[str]:
     ]
     faults = {"of a type that is no floating point": integers}
     if not any(".experts." in name for name in saved):  # merged when they are loaded, which is dear
-        faults |= _misfits(kind, config, saved, head if scalar_head else frozenset[str]())
+        faults |= _misfits(folder, kind, config, saved, head if scalar_head else frozenset[str]())
     refuse_faults(folder, owner_words(config), faults)
-    return head
 
 
 def owner_words(config: Any) -> str:
@@ -200,28 +196,35 @@ def owner_words(config: Any) -> str:
 
 
 def _misfits(
-    kind: Any, config: Any, saved: Mapping[str, _Saved], free: frozenset[str]
+    folder: Path, kind: Any, config: Any, saved: Mapping[str, _Saved], free: frozenset[str]
 ) -> dict[str, list[str]]:
     """What transformers would make of the tensors, found by loading ones without memory."""
     nothing = torch.zeros(())
     tensors: dict[str, Tensor] = {name: nothing.expand(one.shape) for name, one in saved.items()}
-    with quiet_transformers(), torch.random.fork_rng(devices=[]):
-        _, info = kind.from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            dtype=torch.float32,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # to hear of all of them
-        )
-    return load_faults(info, free)
+    try:
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            _, info = kind.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # to hear of all of them
+            )
+    except Exception as error:  # of many kinds
+        raise ConfigError(
+            f"transformers cannot load the tensors in '{folder}': "
+            f"{' '.join(str(error).split()):.300}\n    {_AGAIN}"
+        ) from None
+    faults = load_faults(info)
+    return {**faults, "missing": [name for name in faults["missing"] if name not in free]}
 
 
-def load_faults(info: Mapping[str, Any], free: frozenset[str]) -> dict[str, list[str]]:
-    """What a load by transformers says went wrong; `free` names may be missing or too many."""
+def load_faults(info: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What a load by transformers says went wrong."""
     return {
-        "missing": sorted(set(info["missing_keys"]) - free),
-        "unexpected": sorted(set(info["unexpected_keys"]) - free),
+        "missing": sorted(info["missing_keys"]),
+        "unexpected": sorted(info["unexpected_keys"]),
         "of another shape": [
             f"{name} {list(there)}, expected {list(wanted)}"
             for name, there, wanted in sorted(info["mismatched_keys"])
@@ -236,7 +239,8 @@ def _check_generation(folder: Path) -> None:
         return
     found = _read_json(file)
     try:
-        transformers.GenerationConfig.from_dict(found).validate(strict=True)
+        with quiet_transformers():
+            transformers.GenerationConfig.from_dict(found).validate(strict=True)
     except Exception as error:  # TypeErrors of comparisons among them
         text = " ".join(str(error).split("If you're using")[0].split())
         raise ConfigError(

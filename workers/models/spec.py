@@ -125,7 +125,7 @@ class ModelSpec:
             return
         source = f"'{self.folder}'" if self.folder is not None else "'model.architecture'"
         raise ConfigError(
-            f"the weights that '{role}' starts from ({source}) are not finite, or beyond 1e19, in "
+            f"the weights that '{role}' starts from ({source}) are not finite, or beyond 1e12, in "
             f"{len(names)} of {len(weights)} tensors: {some(names)}\n    give a model folder that "
             "was saved before its training diverged, or an ordinary initializer_range"
         )
@@ -140,7 +140,7 @@ class ModelSpec:
 
     def _loaded(self, *, scalar_head: bool) -> Any:
         folder = Path(str(self.folder))
-        head = check_tensors(folder, scalar_head=scalar_head)
+        check_tensors(folder, scalar_head=scalar_head)
         auto: Any = transformers.AutoModel if scalar_head else transformers.AutoModelForCausalLM
         try:
             with quiet_transformers():
@@ -158,6 +158,8 @@ class ModelSpec:
                 f"transformers cannot load the weights in '{folder}': {error}\n    save the whole "
                 "model again with save_pretrained"
             ) from error
-        free = head if scalar_head else frozenset[str]()
-        refuse_faults(folder, owner_words(model.config), load_faults(info, free))
+        faults = load_faults(info)
+        if scalar_head:  # the language model's own head is left in the file
+            del faults["unexpected"]
+        refuse_faults(folder, owner_words(model.config), faults)
         return model

@@ -189,8 +189,8 @@ class Trainer(Generic[O]):
             bad.append("the loss")
         worst = torch.tensor([float(bool(bad))], device=self._device)
         if bool(self._everyone.max_(worst)):
-            found = self._everyone.union(bad)
-            raise stopped(self._context.role, key.step, "it has run away", found)
+            what = "its weights or its loss have run away"
+            raise stopped(self._context.role, key.step, what, self._everyone.union(bad))
 
     def _weights_found(self) -> list[str]:
         names = unusable(self._network.tensors())

@@ -44,9 +44,14 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, strict about types, and closed to unknown keys."""
+    """A part of the configuration: frozen, strict about types, and closed to unknown keys.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    Numbers are finite: where there may be no limit, null says so.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class RoleConfig(Section):
@@ -124,7 +129,9 @@ class TaskConfig(BaseModel):
     Keys beyond these are options of the task's kind; see `ReasoningTaskSpec` and `FileTaskSpec`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="allow", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     kind: str
     """`reasoning_gym` for generated problems, `file` for a JSONL or Parquet file, `gymnasium`,

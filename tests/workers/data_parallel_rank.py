@@ -105,7 +105,7 @@ def main(rank: int, num_ranks: int, folder: Path, split: int) -> None:
             reward.train(BradleyTerryLoss(), pairs, num_minibatches=3)
         metrics = {name: metric.value for name, metric in found.metrics.items()}
 
-    broken = dataclasses.replace(batch, advantage=batch.advantage.clone())
+    broken = to_batch(policy.generate(prompt[part], prompt_id[part], SAMPLING))
     if rank == 0:
         broken.advantage[0] = torch.nan
     try:

@@ -259,7 +259,7 @@ class RewardWorker(LanguageWorker, RewardModel):
     def score(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Tensor:
         """See `Reward.score`; a learned score does not look at `prompt_id`."""
         del prompt_id
-        score = self._evaluate(tokens, mask, self._scores, per_token=False, what="scores")
+        score = self._evaluate(tokens, mask, self._scores, per_token=False)
         sums = {
             "reward/mean": float(score.double().sum()),
             "reward/mean_square": float(score.double().square().sum()),

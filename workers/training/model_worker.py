@@ -30,7 +30,7 @@ from .network import Network
 from .optimizer import OptimizerSpec
 from .stored_pieces import fill_weights, gather_weights, pieces_on, stored_view
 from .trainer import Forward, Trainer
-from .weight_checks import check_outputs
+from .weight_checks import check_outputs, refuse_faults, unusable
 
 __all__ = ["HostCopy", "ModelWorker", "check_columns"]
 
@@ -156,9 +156,12 @@ class ModelWorker:
         Raises:
             FileNotFoundError: If a file is missing.
             ValueError: If the state is of another model or format.
+            ConfigError: If weights in it are not finite.
         """
         state = read_state_json(folder)
         fill_weights(self._network, open_state(folder, state, "weights"))
+        owner = f"'{self.context.role}'"
+        refuse_faults(folder, owner, {"not finite": unusable(self._network.tensors())})
         self.weights_changed()
         if self._trainer is None:
             return
@@ -276,7 +279,7 @@ class ModelWorker:
         compute: Callable[[Tensor, Tensor], Tensor],
         *,
         per_token: bool,
-        what: str,
+        what: str = "scores",
     ) -> Tensor:
         """Apply `compute` to rows without gradients, in micro-batches; f32, where tokens were.
 

@@ -31,6 +31,7 @@ AGAIN = "\n    copy the folder again, or give one that save_pretrained wrote"
 WHOLE = "\n    copy or save them again, all of them, with the configuration they were made by"
 
 Tensors = dict[str, Tensor]
+Change = Callable[[Tensors], object]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
     return shutil.copytree(saved, tmp_path / "m")
 
 
-def edit(file: Path, change: Callable[[Tensors], Any]) -> None:
+def edit(file: Path, change: Change) -> None:
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
@@ -63,32 +64,32 @@ def misfit(*lines: str) -> str:
     return "\n    ".join([f"the weights in 'M' are not those of {owner}:", *lines]) + WHOLE
 
 
-@pytest.mark.parametrize(
-    ("change", "lines"),
-    [
-        (lambda t: t.pop(WEIGHT), [f"missing: {WEIGHT}"]),
-        (lambda t: t.pop("lm_head.weight"), ["missing: lm_head.weight"]),
-        (lambda t: t.update(foo=torch.zeros(3)), ["unexpected: foo"]),
-        (
-            lambda t: t.update({WEIGHT: torch.zeros(3, 3)}),
-            [f"of another shape: {WEIGHT} [3, 3], expected [80, 48]"],
-        ),
-        (
-            lambda t: t.update({WEIGHT: t[WEIGHT].int()}),
-            [f"of a type that is no floating point: {WEIGHT} int32"],
-        ),
-        (
-            lambda t: [t.clear(), t.update(x=torch.zeros(1))],
-            [
-                "missing: lm_head.weight, model.embed_tokens.weight, "
-                "model.layers.0.input_layernorm.weight and 24 more",
-                "unexpected: x",
-            ],
-        ),
-    ],
-)
+MISFITS: list[tuple[Change, list[str]]] = [
+    (lambda t: t.pop(WEIGHT), [f"missing: {WEIGHT}"]),
+    (lambda t: t.pop("lm_head.weight"), ["missing: lm_head.weight"]),
+    (lambda t: t.update(foo=torch.zeros(3)), ["unexpected: foo"]),
+    (
+        lambda t: t.update({WEIGHT: torch.zeros(3, 3)}),
+        [f"of another shape: {WEIGHT} [3, 3], expected [80, 48]"],
+    ),
+    (
+        lambda t: t.update({WEIGHT: t[WEIGHT].int()}),
+        [f"of a type that is no floating point: {WEIGHT} int32"],
+    ),
+    (
+        lambda t: [t.clear(), t.update(x=torch.zeros(1))],
+        [
+            "missing: lm_head.weight, model.embed_tokens.weight, "
+            "model.layers.0.input_layernorm.weight and 24 more",
+            "unexpected: x",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "lines"), MISFITS)
 def test_other_tensors_than_the_models_are_refused_by_name(
-    folder: Path, change: Callable[[Tensors], Any], lines: list[str]
+    folder: Path, change: Change, lines: list[str]
 ) -> None:
     edit(folder / "model.safetensors", change)
     assert refusal(folder) == misfit(*lines)
@@ -122,16 +123,16 @@ def test_what_save_pretrained_writes_is_taken(name: str, tmp_path: Path) -> None
     TorchValueSpec(model=spec.model).build(CONTEXT)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda t: t.update({name: tensor.double() for name, tensor in t.items()}),
-        lambda t: t.update({name: tensor.half() for name, tensor in t.items()}),
-        lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6)}),
-    ],
-)
+HARMLESS: list[Change] = [
+    lambda t: t.update({name: tensor.double() for name, tensor in t.items()}),
+    lambda t: t.update({name: tensor.half() for name, tensor in t.items()}),
+    lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6)}),
+]
+
+
+@pytest.mark.parametrize("change", HARMLESS)
 def test_other_precisions_and_what_old_checkpoints_carry_are_taken(
-    folder: Path, change: Callable[[Tensors], Any]
+    folder: Path, change: Change
 ) -> None:
     edit(folder / "model.safetensors", change)
     ModelSpec(folder=str(folder)).causal_lm("cpu")
@@ -160,24 +161,22 @@ def test_a_value_model_is_no_policy(tmp_path: Path) -> None:
     assert refusal(tmp_path) == misfit("missing: lm_head.weight")
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        (lambda t: t.pop("value_head.bias"), "missing: value_head.bias"),
-        (lambda t: t["value_head.weight"].fill_(torch.nan), "not finite: value_head.weight"),
-        (
-            lambda t: t.update({"value_head.weight": torch.zeros(1, 5)}),
-            "of another shape: value_head.weight [1, 5], expected [1, 48]",
-        ),
-        (
-            lambda t: t.update({"value_head.bias": torch.zeros(1, dtype=torch.int64)}),
-            "of a type that is no floating point: value_head.bias int64",
-        ),
-    ],
-)
-def test_a_head_that_does_not_fit(
-    tmp_path: Path, change: Callable[[Tensors], Any], line: str
-) -> None:
+HEADS: list[tuple[Change, str]] = [
+    (lambda t: t.pop("value_head.bias"), "missing: value_head.bias"),
+    (lambda t: t["value_head.weight"].fill_(torch.nan), "not finite: value_head.weight"),
+    (
+        lambda t: t.update({"value_head.weight": torch.zeros(1, 5)}),
+        "of another shape: value_head.weight [1, 5], expected [1, 48]",
+    ),
+    (
+        lambda t: t.update({"value_head.bias": torch.zeros(1, dtype=torch.int64)}),
+        "of a type that is no floating point: value_head.bias int64",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "line"), HEADS)
+def test_a_head_that_does_not_fit(tmp_path: Path, change: Change, line: str) -> None:
     spec = ModelSpec(architecture=architecture("qwen2"))
     TorchValueSpec(model=spec).build(CONTEXT).save_pretrained(tmp_path)
     edit(tmp_path / "head.safetensors", change)

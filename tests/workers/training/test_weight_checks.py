@@ -128,6 +128,17 @@ def test_what_models_say_is_looked_at() -> None:
         scores.score(batch.tokens, batch.mask, torch.arange(24))
 
 
+def test_a_saved_state_of_numbers_that_are_none_is_refused(tmp_path: Path) -> None:
+    ruined(make_policy()).save_state(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        make_policy().load_state(tmp_path)
+    assert str(error.value) == (
+        f"the weights in '{tmp_path}' are not those of 'actor':\n    not finite: "
+        "model.norm.weight\n    copy or save them again, all of them, with the configuration they "
+        "were made by"
+    )
+
+
 def test_tensors_are_taken_all_or_none() -> None:
     wanted = {"a": torch.zeros(2), "b": torch.zeros(3)}
     saved = {"a": torch.ones(2), "b": torch.tensor([1.0, torch.inf, 0.0]), "c": torch.ones(1)}

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss, ClippedValueLoss
 from penstock.algorithms.roles import PairBatch, PolicyBatch, TrainMetrics, ValueBatch
-from penstock.dataflow.errors import WorkerError
+from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.roles import PolicyWorker
@@ -73,6 +73,9 @@ def write_models(folder: Path, families: tuple[str, ...] = FAMILIES) -> None:
         }
         policy.load_weights(random)
         policy.save_pretrained(folder / family)
+        if family == "qwen2-tied":  # one number of one process, however it is divided
+            policy.local_tensors()["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+            policy.save_pretrained(folder / "ruined")
     safetensors.torch.save_file(make_rows(), folder / "batch.safetensors")
 
 
@@ -157,7 +160,9 @@ def train_policy(
 
 
 def ruin(part: Any) -> None:
-    """Write what every process says of weights that run away, and of one advantage that is nan."""
+    """Write what every process says of weights that run away, of one advantage that is nan, and of
+    one first weight.
+    """
     batch = load_batch(part.folder)
     broken = {**batch, "advantage": batch["advantage"].clone()}
     broken["advantage"][0] = torch.nan
@@ -168,6 +173,10 @@ def ruin(part: Any) -> None:
             train_policy(policy, part.rows(rows), range(1))
         except WorkerError as error:
             said.append(str(error))
+    try:
+        part.policy("ruined")
+    except ConfigError as error:
+        said.append(str(error))
     (part.folder / f"ruin-{part.layout}-{part.process}.json").write_text(json.dumps(said))
 
 
@@ -176,7 +185,9 @@ def assert_ruined_alike(folder: Path, layout: str, num_processes: int) -> None:
     files = [folder / f"ruin-{layout}-{process}.json" for process in range(num_processes)]
     first, *others = (json.loads(file.read_text()) for file in files)
     assert others == [first] * len(others)
-    away, advantage = first
+    away, advantage, started = first
+    assert started.startswith(f"the weights that 'actor' starts from ('{folder / 'ruined'}') are ")
+    assert "in 1 tensors: " in started
     assert away.startswith("step 0: 'actor' cannot be trained on: the gradient norm is nan at opti")
     assert "\n    not finite: " in away
     assert "weights " in away

@@ -102,7 +102,7 @@ class LanguageWorker(ModelWorker):
 
     def __init__(self, context: WorkerContext, head: Head, recipe: Recipe) -> None:
         self.network = recipe.make_network(recipe.model, context, head)
-        recipe.model.check_weights(self.network.tensors(), context.role)
+        recipe.model.check_weights(self.network.tensors(), context)
         super().__init__(context, self.network, recipe.optimizer, recipe.micro_batch_tokens)
         self.head = head
         self.model = recipe.model

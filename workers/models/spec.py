@@ -17,6 +17,8 @@ import transformers
 from torch import Tensor
 
 from ...dataflow.errors import ConfigError
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ..training.data_parallel import RankGroup
 from ..training.weight_checks import refuse_faults, some, unusable
 from .architecture import checked_config, empty_model, quiet_transformers
 from .model_folder import check_tensors, folder_config, load_faults, owner_words
@@ -110,24 +112,26 @@ class ModelSpec:
         else:
             check_tensors(Path(self.folder), scalar_head=scalar_head)
 
-    def check_weights(self, weights: Mapping[str, Tensor], role: str) -> None:
+    def check_weights(self, weights: Mapping[str, Tensor], context: WorkerContext) -> None:
         """Require of a model's first weights, wherever they lie by now, that they are numbers.
 
         Args:
             weights: All of them, or a process's part.
-            role: Whose they are.
+            context: Whose they are; all processes of the group must ask, and are answered alike.
 
         Raises:
             ConfigError: Naming those with which nothing can be computed.
         """
-        names = unusable(weights)
+        device = next(iter(weights.values())).device
+        everyone = RankGroup(context.process, context.num_processes, device)
+        names = everyone.union(unusable(weights))
         if not names:
             return
         source = f"'{self.folder}'" if self.folder is not None else "'model.architecture'"
         raise ConfigError(
-            f"the weights that '{role}' starts from ({source}) are not finite, or beyond 1e12, in "
-            f"{len(names)} of {len(weights)} tensors: {some(names)}\n    give a model folder that "
-            "was saved before its training diverged, or an ordinary initializer_range"
+            f"the weights that '{context.role}' starts from ({source}) are not finite, or beyond "
+            f"1e12, in {len(names)} tensors: {some(names)}\n    give a model folder that was saved "
+            "before its training diverged, or an ordinary initializer_range"
         )
 
     def _initialized(self) -> Any:

@@ -123,7 +123,7 @@ class VllmGenerator:
                 "stages; this engine divides a model by tensor parallelism only, set pp=1"
             )
         self._spec = spec
-        _check_folder(spec.model, context.role)
+        _check_folder(spec.model, context)
         config, self.shapes = _skeleton(spec.model)
         self.dtype = spec.model.dtype
         self.vocab_size: int = config.vocab_size
@@ -200,7 +200,7 @@ class VllmGenerator:
         self.vllm.close()
 
 
-def _check_folder(model: ModelSpec, role: str) -> None:
+def _check_folder(model: ModelSpec, context: WorkerContext) -> None:
     """Require of a model's folder what is required everywhere: vLLM's own loader is less strict.
 
     Raises:
@@ -210,7 +210,7 @@ def _check_folder(model: ModelSpec, role: str) -> None:
         return
     model.check(scalar_head=False)
     for file in weight_files(Path(model.folder)):
-        model.check_weights(read_tensors(file), role)
+        model.check_weights(read_tensors(file), context)
 
 
 def _skeleton(model: ModelSpec) -> tuple[Any, dict[str, torch.Size]]:

@@ -40,7 +40,8 @@ _LARGEST: Mapping[str, int] = {
     "num_experts": 1 << 14,
     "num_experts_per_tok": 1 << 14,
 }
-"""Sizes, which are at least 1, and more than any model has: beyond it lies a slip of the finger."""
+"""Sizes, and more than any model has: what is beyond is a slip of the finger. Of experts there may
+be none; of all others there is at least 1."""
 
 _FILE = "config.json"
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
@@ -73,14 +74,17 @@ class _Fields:
         given: Keys and values, with `model_type`.
         kind: The class.
         folder: Whose config.json they are; None if they are the user's own.
+
+    Attributes:
+        declared: Fields of the class -> their defaults; None for those without.
     """
 
     def __init__(self, given: Mapping[str, Any], kind: Any, folder: Path | None) -> None:
         self.given, self.kind, self.folder = given, kind, folder
-        self._defaults = {
-            field.name: field.default
+        self.declared = {
+            field.name: None if field.default is dataclasses.MISSING else field.default
             for field in dataclasses.fields(kind)
-            if field.default is not dataclasses.MISSING
+            if field.init
         }
 
     def called(self, key: str) -> str:
@@ -95,7 +99,7 @@ class _Fields:
     def value(self, name: str) -> Any:
         """What a field says; None if nothing."""
         key = self.written(name)
-        return self.given.get(key, self._defaults.get(key))
+        return self.given.get(key, self.declared.get(key))
 
     def refusal(self, name: str, expected: str, fix: str = "") -> ConfigError:
         """What is wrong with a field."""
@@ -145,23 +149,22 @@ def _family(given: Mapping[str, Any], folder: Path | None) -> Any:
 
 
 def _check_known(fields: _Fields) -> None:
-    declared = [field.name for field in dataclasses.fields(fields.kind) if field.init]
     common = {field.name for field in dataclasses.fields(transformers.PretrainedConfig)}
-    known = {*declared, *fields.kind.attribute_map, *_ALSO}
+    known = {*fields.declared, *fields.kind.attribute_map, *_ALSO}
     for key in fields.given:
         if key not in known:
             raise ConfigError(
                 f"there is no key {fields.called(key)}{nearest(key, sorted(known))}\n"
                 f"    a {fields.given['model_type']} model has: "
-                f"{', '.join(name for name in declared if name not in common)}"
+                f"{', '.join(name for name in fields.declared if name not in common)}"
             )
 
 
 def _check_sizes(fields: _Fields) -> None:
     for name, largest in _LARGEST.items():
-        size = fields.value(name)
-        if isinstance(size, int) and not isinstance(size, bool) and not 1 <= size <= largest:
-            raise fields.refusal(name, f"an integer from 1 to {largest}")
+        size, least = fields.value(name), int("expert" not in name and "moe" not in name)
+        if isinstance(size, int) and not isinstance(size, bool) and not least <= size <= largest:
+            raise fields.refusal(name, f"an integer from {least} to {largest}")
 
 
 def _check_heads(fields: _Fields) -> None:
@@ -170,11 +173,13 @@ def _check_heads(fields: _Fields) -> None:
     )
     if not isinstance(heads, int) or not isinstance(width, int):
         return
-    if fields.value("head_dim") is None and width % heads:
+    own_size = fields.value("head_dim") is not None or "attention_head_size" in fields.declared
+    # Folders of some families have heads of a rounded size, which their tensors tell.
+    if fields.folder is None and not own_size and width % heads:
         raise fields.refusal(
             "hidden_size",
             f"a multiple of {fields.written('num_attention_heads')}={heads}",
-            f"change one of the two, as to {width - width % heads or heads}",
+            f"change one of the two, as to {width - width % heads or heads}, or set head_dim",
         )
     if isinstance(keys, int) and heads % keys:
         raise fields.refusal(
@@ -282,7 +287,7 @@ def _check_rotary(fields: _Fields, config: Any) -> None:
         if not isinstance(theta, float | int) or not theta > 0 or not math.isfinite(theta):
             name = "rope_theta" if "rope_theta" in fields.given else "rope_parameters"
             raise fields.refusal(name, "a number above 0 as rope_theta")
-        size = getattr(config, "head_dim", None)
+        size = fields.value("head_dim")
         if size is None and fields.value("num_attention_heads"):
             size = config.hidden_size // config.num_attention_heads
         whole = rotary.get("partial_rotary_factor") in (None, 1, 1.0)

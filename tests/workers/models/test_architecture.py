@@ -8,6 +8,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.models.architecture import checked_config, empty_model
 from torch_models import FAMILIES, GPT2, MIXTURE, PLAIN
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 QWEN = FAMILIES["qwen2"]
 
@@ -66,12 +67,12 @@ def test_models_that_can_be_made(given: dict[str, Any]) -> None:
         (
             {**QWEN, "num_attention_heads": 5},
             "'model.architecture.hidden_size' is 48; expected a multiple of num_attention_heads=5\n"
-            "    change one of the two, as to 45",
+            "    change one of the two, as to 45, or set head_dim",
         ),
         (
             {**GPT2, "n_embd": 33},
             "'model.architecture.n_embd' is 33; expected a multiple of n_head=2\n"
-            "    change one of the two, as to 32",
+            "    change one of the two, as to 32, or set head_dim",
         ),
         (
             {**QWEN, "num_key_value_heads": 3},
@@ -136,6 +137,22 @@ def test_architectures_that_cannot_be_computed(given: dict[str, Any], message: s
         checked_config(given)
     assert str(error.value)[: len(message)] == message
     assert repr(given) == before  # transformers writes to what it is given
+
+
+def test_no_familys_defaults_are_refused() -> None:
+    refused = {
+        kind: str(error) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if (error := fault(kind))
+    }
+    # The one that transformers itself cannot make without parts, and one whose heads are rounded.
+    assert refused.keys() <= {"musicgen", "musicgen_melody", "glm4_moe"}, refused
+
+
+def fault(kind: str) -> ConfigError | None:
+    try:
+        checked_config({"model_type": kind})
+    except ConfigError as error:
+        return error
+    return None
 
 
 def test_a_family_that_is_no_language_model() -> None:

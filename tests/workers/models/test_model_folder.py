@@ -222,7 +222,11 @@ def config(**changes: Any) -> Callable[[str], bytes]:
             config(num_attention_heads=0),
             "'M/config.json': 'num_attention_heads' is 0; expected an integer from 1 to 16384",
         ),
-        ("config.json", config(hidden_size=50), "'M/config.json': 'hidden_size' is 50; expected a"),
+        (
+            "config.json",
+            config(hidden_size=50),
+            misfit()[: -len(WHOLE)] + "\n    of another shape: ",
+        ),
         ("generation_config.json", b"", "'M/generation_config.json' is not JSON: Expecting value"),
         ("generation_config.json", b"[]", "'M/generation_config.json' holds list; expected an"),
         (

@@ -130,8 +130,8 @@ class ModelSpec:
         source = f"'{self.folder}'" if self.folder is not None else "'model.architecture'"
         raise ConfigError(
             f"the weights that '{context.role}' starts from ({source}) are not finite, or beyond "
-            f"1e12, in {len(names)} tensors: {some(names)}\n    give a model folder that was saved "
-            "before its training diverged, or an ordinary initializer_range"
+            f"1e12: {some(names)}\n    give a model folder that was saved before its training "
+            "diverged, or an ordinary initializer_range"
         )
 
     def _initialized(self) -> Any:

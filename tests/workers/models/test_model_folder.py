@@ -108,8 +108,8 @@ def test_weights_that_are_no_numbers_are_refused_when_they_are_loaded(
     with pytest.raises(ConfigError) as error:
         spec.build(WorkerContext("actor"))
     assert str(error.value) == (
-        f"the weights that 'actor' starts from ('{folder}') are not finite, or beyond 1e12, in 1 "
-        f"tensors: {WEIGHT}\n    give a model folder that was saved before its training "
+        f"the weights that 'actor' starts from ('{folder}') are not finite, or beyond 1e12: "
+        f"{WEIGHT}\n    give a model folder that was saved before its training "
         "diverged, or an ordinary initializer_range"
     )
 

@@ -219,8 +219,8 @@ def test_one_advantage_that_is_not_finite_leaves_the_weights_alone(bad: float):
     with pytest.raises(WorkerError) as error, call_scope(4, 0):
         policy.train(LOSS, broken)
     assert str(error.value) == (
-        "step 4: 'actor' cannot be trained on: the gradient norm is nan at optimizer step 1; the "
-        "weights are unchanged\n    not finite: column 'advantage' of its batch; gradients of "
+        "step 4: 'actor' cannot be trained on: the gradient norm is nan at optimizer step 1, "
+        "which is not taken\n    not finite: column 'advantage' of its batch; gradients of "
         "model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, "
         "model.layers.0.self_attn.q_proj.bias and 23 more; the loss\n    nothing of this step is "
         "published or saved; go on from the last checkpoint with a lower optimizer.lr, or correct "

@@ -151,13 +151,24 @@ def _family(given: Mapping[str, Any], folder: Path | None) -> Any:
 def _check_known(fields: _Fields) -> None:
     common = {field.name for field in dataclasses.fields(transformers.PretrainedConfig)}
     known = {*fields.declared, *fields.kind.attribute_map, *_ALSO}
-    for key in fields.given:
-        if key not in known:
+    unknown = [key for key in fields.given if key not in known]
+    written = _written(fields.kind) if unknown else frozenset[str]()
+    for key in unknown:
+        if key not in written:
             raise ConfigError(
                 f"there is no key {fields.called(key)}{nearest(key, sorted(known))}\n"
                 f"    a {fields.given['model_type']} model has: "
                 f"{', '.join(name for name in fields.declared if name not in common)}"
             )
+
+
+def _written(kind: Any) -> frozenset[str]:
+    """What transformers itself writes of a config beyond its fields, such as `_name_or_path`."""
+    try:
+        with quiet_transformers():
+            return frozenset(kind().to_dict())
+    except Exception:  # noqa: BLE001 - of many kinds: without its parts a family has no defaults
+        return frozenset()
 
 
 def _check_sizes(fields: _Fields) -> None:

@@ -8,6 +8,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.models.architecture import checked_config, empty_model
 from torch_models import FAMILIES, GPT2, MIXTURE, PLAIN
+from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 QWEN = FAMILIES["qwen2"]
@@ -145,6 +146,11 @@ def test_no_familys_defaults_are_refused() -> None:
     }
     # The one that transformers itself cannot make without parts, and one whose heads are rounded.
     assert refused.keys() <= {"musicgen", "musicgen_melody", "glm4_moe"}, refused
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "qwen3_moe", "deepseek_v3", "gemma3_text"])
+def test_what_transformers_writes_of_a_config_is_taken(kind: str) -> None:
+    checked_config(CONFIG_MAPPING[kind]().to_dict())
 
 
 def fault(kind: str) -> ConfigError | None:

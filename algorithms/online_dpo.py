@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..dataflow.option_checks import check_range
 from .losses import DPOLoss
 from .ops.kl import NoEos, finished_score
 from .ops.pairs import Ties, best_and_worst
@@ -50,6 +51,7 @@ class OnlineDPO:
 
     def __post_init__(self) -> None:
         check_updates(self)
+        check_range(self, "no_eos_score", "no_eos_penalty")
         if self.sampling.num_samples < 2:
             raise ValueError(
                 f"sampling.num_samples is {self.sampling.num_samples}, but a pair needs two "

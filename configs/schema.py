@@ -48,10 +48,13 @@ FileName = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, strict about types, and closed to unknown keys."""
+    """A part of the configuration: frozen, strict about types, and closed to unknown keys.
+
+    Numbers are finite: where there may be no limit, null says so.
+    """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
@@ -131,7 +134,7 @@ class TaskConfig(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="allow", use_attribute_docstrings=True, allow_inf_nan=False
+        frozen=True, extra="allow", allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     kind: str

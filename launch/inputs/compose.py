@@ -26,9 +26,10 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.cost.calibration import Calibration
 from ...workers.data.task import TaskSpec
+from ...workers.models.architecture import checked_config
 from .data import task_spec_of
 from .engines import Engines, engines_of
-from .env_specs import refuse_other_value_loss
+from .env_specs import MODEL_TYPE, refuse_other_value_loss
 from .record import Recorded, check_followers, load_step, recorded, step_cfg
 
 __all__ = [
@@ -121,6 +122,7 @@ def resolve(config: RunConfig) -> Resolved:
     if config.calibration is not None:
         Calibration.read(Path(config.calibration))
     stages = recorded(config.algorithm, config.seed)
+    check_architecture(config.model.architecture)
     for stage in stages:
         refuse_other_value_loss(stage.graph, config.model.architecture)
         check_followers(stage, config.model.dtype)
@@ -145,6 +147,18 @@ def resolve(config: RunConfig) -> Resolved:
 def resolved(composed: Mapping[str, Any]) -> Resolved:
     """Both at once; raises as they do."""
     return resolve(run_config(composed))
+
+
+def check_architecture(architecture: Mapping[str, Any]) -> None:
+    """Refuse keys that a Hugging Face model does not have, and values it cannot be made with.
+
+    The networks of actors in environments are another section's, and looked at there.
+
+    Raises:
+        ConfigError: Naming the key.
+    """
+    if architecture and architecture.get("model_type") != MODEL_TYPE:
+        checked_config(architecture)
 
 
 def check_model(model: ModelConfig) -> None:

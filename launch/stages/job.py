@@ -134,8 +134,9 @@ def _check_lengths(
 ) -> None:
     """No row may be longer than the model that reads it can take."""
     by_name = {stage.name: stage for stage in stages}
+    num_tokens = data.tokenizer.vocab_size if data.has_text else 0
     for stage in stages:
-        positions = model_positions(stage, by_name, model)
+        positions = model_positions(stage, by_name, model, num_tokens)
         check_lengths(
             stage.graph,
             stage.config.per_step,

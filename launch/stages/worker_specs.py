@@ -22,6 +22,7 @@ from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from ...workers.engines.engine import Engine
 from ...workers.engines.registry import DEFAULT, ENGINES
 from ...workers.models.averaged_weights import mean_folder
+from ...workers.models.heads import Head, HeadName
 from ...workers.models.spec import ModelSpec
 from ...workers.rewards.mixture import TASK_REWARDS
 from ...workers.rollout.generator_policy import SplitPolicySpec
@@ -56,6 +57,14 @@ _OURS = {
     "task_fingerprint",
 }
 """Fields of a spec that the run fills in; the others may be set as `options`."""
+
+_HEADS: Mapping[str, HeadName] = {
+    "policy": "lm_head",
+    "value": "value_head",
+    "reward_model": "score",
+    "process_reward": "score",
+}
+"""Worker -> what its model ends in."""
 
 _OF_REWARDS = {"task", "tokenizer", "task_fingerprint"}
 """The same of rewards that look at the task; a judge's `model` is the user's to name."""
@@ -294,39 +303,68 @@ def _started_from(earlier: Stage, contract: type[Role]) -> str:
 
 
 def model_positions(
-    stage: Stage, stages: Mapping[str, Stage], model: ModelConfig
+    stage: Stage, stages: Mapping[str, Stage], model: ModelConfig, num_tokens: int
 ) -> dict[str, int]:
-    """Role -> longest sequence its model is made for, in tokens; roles without a limit left out.
+    """Look at the models that roles start from, without their weights.
 
     Args:
         stage: The stage.
         stages: All stages by name; one that starts from another has the other's model.
         model: The section of the run's model.
+        num_tokens: Size of the tokenizer's vocabulary; 0 if there is no text.
+
+    Returns:
+        Role -> longest sequence its model is made for, in tokens; roles without a limit left out.
 
     Raises:
-        ConfigError: If a model's configuration is none.
+        ConfigError: If a model cannot be made, a folder does not hold exactly its model's weights,
+            or a model knows fewer tokens than the tokenizer.
     """
     found: dict[str, int] = {}
+    looked_at: set[tuple[str, str | None]] = set()
     for role, plan in stage.roles.items():
         if plan.worker in ENV_SPECS:
             continue
+        head = _HEADS.get(plan.worker)
+        for start in plan.start_mean or (plan.start,):
+            if start and start not in stages and (start, head) not in looked_at:
+                looked_at.add((start, head))
+                _check_model(f"{stage.at}.roles.{role}.start", start, head, model, num_tokens)
         while plan.start in stages:
             earlier = stages[plan.start]
             plan = earlier.roles[_started_from(earlier, plan.contract)]
         if not plan.start:
             continue
-        own = plan.start == MODEL
-        spec = model_spec(model) if own else ModelSpec(folder=plan.start)
-        try:
-            positions = spec.num_positions
-        except Exception as error:  # transformers' own, of many kinds
-            raise ConfigError(
-                f"'{'model' if own else f'{stage.at}.roles.{role}.start'}': transformers cannot "
-                f"make a model of it: {error!s:.200}"
-            ) from error
+        positions = _started_model(plan.start, model).num_positions
         if positions is not None:
             found[role] = positions
     return found
+
+
+def _started_model(start: str, model: ModelConfig) -> ModelSpec:
+    return model_spec(model) if start == MODEL else ModelSpec(folder=start)
+
+
+def _check_model(
+    at: str, start: str, head: HeadName | None, model: ModelConfig, num_tokens: int
+) -> None:
+    """Look at one model under a role's head; a worker of the user's own may read what it likes."""
+    spec = _started_model(start, model)
+    at = "model.folder" if start == MODEL else at
+    try:
+        vocab_size: int | None = getattr(spec.config, "vocab_size", None)
+        if head is not None:
+            Head(head).check(spec)
+    except ConfigError as error:
+        # What is wrong with an architecture is said with its key.
+        raise ConfigError(str(error) if spec.folder is None else f"'{at}': {error}") from error
+    if vocab_size is not None and vocab_size < num_tokens:
+        key = "model.architecture.vocab_size" if spec.folder is None else at
+        raise ConfigError(
+            f"'{key}': the model knows {vocab_size} tokens, and the tokenizer has {num_tokens}\n"
+            "    give the model's own tokenizer, or an architecture without vocab_size, which then "
+            "is the tokenizer's"
+        )
 
 
 def _own(

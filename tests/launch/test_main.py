@@ -340,7 +340,8 @@ def test_a_value_out_of_range(penstock: Penstock, words: str, message: str) -> N
         ),
         (
             ["model.architecture.model_type=qwen7"],
-            "'model': transformers cannot make a model of it: ",
+            "'model.architecture.model_type' is 'qwen7', which transformers does not know; did you "
+            "mean 'qwen3'?\n    give the model_type of a causal language model, such as qwen2",
         ),
     ],
 )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss
 from penstock.algorithms.roles import PairBatch, Sampling
 from penstock.algorithms.roles.environment import ActionSpace
+from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec
@@ -104,6 +105,13 @@ def main(rank: int, num_ranks: int, folder: Path, split: int) -> None:
             reward.train(BradleyTerryLoss(), pairs, num_minibatches=3)
         metrics = {name: metric.value for name, metric in found.metrics.items()}
 
+    broken = to_batch(policy.generate(prompt[part], prompt_id[part], SAMPLING))
+    if rank == 0:
+        broken.advantage[0] = torch.nan
+    try:
+        policy.train(ClippedPolicyLoss(), broken)
+    except WorkerError as error:
+        (folder / f"{num_ranks}-{rank}.txt").write_text(str(error))
     saved = {f"actor/{n}": w for n, w in policy.export_weights().items()}
     saved |= {f"reward/{n}": w for n, w in reward.export_weights().items()}
     saved |= {f"metric/{n}": torch.tensor(v, dtype=torch.float64) for n, v in metrics.items()}

@@ -26,6 +26,7 @@ from megatron_models import (
     OPTIMIZER,
     load_batch,
     optimizer_of,
+    ruin,
     tiny,
     train_pairs,
     train_policy,
@@ -212,6 +213,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "half": half,
     "resume": resume,
     "refusals": refusals,
+    "ruin": ruin,
 }
 
 

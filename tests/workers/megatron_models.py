@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import safetensors.torch
 import torch
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss, ClippedValueLoss
 from penstock.algorithms.roles import PairBatch, PolicyBatch, TrainMetrics, ValueBatch
+from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.roles import PolicyWorker
@@ -71,6 +73,9 @@ def write_models(folder: Path, families: tuple[str, ...] = FAMILIES) -> None:
         }
         policy.load_weights(random)
         policy.save_pretrained(folder / family)
+        if family == "qwen2-tied":  # one number of one process, however it is divided
+            policy.local_tensors()["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+            policy.save_pretrained(folder / "ruined")
     safetensors.torch.save_file(make_rows(), folder / "batch.safetensors")
 
 
@@ -152,6 +157,43 @@ def train_policy(
         with call_scope(step, 0, staleness):
             found = policy.train(loss, columns, num_minibatches=2, temperature=0.9)
     return values_of(found)
+
+
+def ruin(part: Any) -> None:
+    """Write what every process says of weights that run away, of one advantage that is nan, and of
+    one first weight.
+    """
+    batch = load_batch(part.folder)
+    broken = {**batch, "advantage": batch["advantage"].clone()}
+    broken["advantage"][0] = torch.nan
+    said: list[str] = []
+    for lr, rows in ((1e30, batch), (1e-3, broken)):
+        policy = part.policy("qwen2-tied", optimizer=OptimizerSpec(lr=lr))
+        try:
+            train_policy(policy, part.rows(rows), range(1))
+        except WorkerError as error:
+            said.append(str(error))
+    try:
+        part.policy("ruined")
+    except ConfigError as error:
+        said.append(str(error))
+    (part.folder / f"ruin-{part.layout}-{part.process}.json").write_text(json.dumps(said))
+
+
+def assert_ruined_alike(folder: Path, layout: str, num_processes: int) -> None:
+    """All processes stopped, with the same words."""
+    files = [folder / f"ruin-{layout}-{process}.json" for process in range(num_processes)]
+    first, *others = (json.loads(file.read_text()) for file in files)
+    assert others == [first] * len(others)
+    away, advantage, started = first
+    assert started.startswith(f"the weights that 'actor' starts from ('{folder / 'ruined'}') are ")
+    assert ", " not in started.splitlines()[0].partition("1e12: ")[2]  # one tensor
+    assert away.startswith("step 0: 'actor' cannot be trained on: the gradient norm is nan at opti")
+    assert "\n    not finite: " in away
+    assert "weights " in away
+    assert advantage.startswith("step 0: 'actor' cannot be trained on: the gradient norm is nan at")
+    assert "column 'advantage' of its batch" in advantage
+    assert "weights " not in advantage.partition("\n")[2].partition(";")[0]
 
 
 def train_with_a_nap(policy: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from megatron_models import (
     load_batch,
     optimizer_of,
     read_weights,
+    ruin,
     tiny,
     train_pairs,
     train_policy,
@@ -255,6 +256,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "written": written,
     "disagree": disagree,
     "refusals": refusals,
+    "ruin": ruin,
 }
 
 

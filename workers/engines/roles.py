@@ -102,6 +102,7 @@ class LanguageWorker(ModelWorker):
 
     def __init__(self, context: WorkerContext, head: Head, recipe: Recipe) -> None:
         self.network = recipe.make_network(recipe.model, context, head)
+        recipe.model.check_weights(self.network.tensors(), context)
         super().__init__(context, self.network, recipe.optimizer, recipe.micro_batch_tokens)
         self.head = head
         self.model = recipe.model
@@ -168,7 +169,11 @@ class PolicyWorker(LanguageWorker, Policy):
         """See `Policy.logprob`."""
         _check_temperature(temperature)
         return self._evaluate(
-            tokens, mask, lambda t, m: self._output(t, m, temperature).logprob, per_token=True
+            tokens,
+            mask,
+            lambda t, m: self._output(t, m, temperature).logprob,
+            per_token=True,
+            what="log-probabilities",
         )
 
     def train(
@@ -224,7 +229,7 @@ class ValueWorker(LanguageWorker, ValueModel):
 
     def value(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """See `ValueModel.value`."""
-        return self._evaluate(tokens, mask, self._values, per_token=True)
+        return self._evaluate(tokens, mask, self._values, per_token=True, what="values")
 
     def train(
         self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1

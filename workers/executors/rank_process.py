@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...dataflow.errors import WorkerError
+from ...dataflow.errors import PenstockError, WorkerError
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.device_sharing import needs_device, sleep_workers, wake_workers
 from ...dataflow.runtime.executor import Program, build_role, methods_of
@@ -264,6 +264,8 @@ class RankProcess:
         try:
             result = self._perform(program, work)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
+            if isinstance(error, PenstockError):  # complete without a traceback
+                return Answer(None, error=str(error), leads=leads), []
             text = f"{type(error).__name__}: {error}"
             return Answer(None, error=text, trace=traceback.format_exc(), leads=leads), []
         weights: Any = None

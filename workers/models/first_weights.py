@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from ..training.checkpoint_files import FileTensors, TensorSource, WholeTensors
 from ..training.network import Network
 from ..training.stored_pieces import fill_weights
 from .heads import Head
+from .model_folder import weight_files
 from .spec import ModelSpec
 
 __all__ = ["fill_first_weights", "model_source"]
@@ -36,22 +36,22 @@ class _Backbone:
         return self._files.read(name.removeprefix(self._PREFIX), box)
 
 
-def model_source(spec: ModelSpec) -> TensorSource:
+def model_source(spec: ModelSpec, head: Head) -> TensorSource:
     """The weights that `spec.causal_lm` starts from, under the same names.
 
     Of a folder only what is asked for is read; random weights are sampled whole, as elsewhere.
 
+    Args:
+        spec: The model.
+        head: What it is to end in.
+
     Raises:
-        FileNotFoundError: If the folder has no safetensors files.
+        ConfigError: If the folder does not hold exactly the weights of its model.
     """
     if spec.folder is None:
         return WholeTensors(dict(spec.causal_lm("cpu").named_parameters()))
-    folder = Path(spec.folder)
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    files = FileTensors([folder / name for name in names], boxed=False)
+    spec.check(scalar_head=head.is_scalar)
+    files = FileTensors(weight_files(Path(spec.folder)), boxed=False)
     return files if any(name.startswith("model.") for name in files.shapes()) else _Backbone(files)
 
 

@@ -16,7 +16,9 @@ from torch import nn
 
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..training.flat_parameters import read_tensors, write_tensors
-from .spec import ModelSpec, quiet_transformers
+from ..training.weight_checks import take_tensors
+from .architecture import quiet_transformers
+from .spec import ModelSpec
 
 __all__ = ["Head", "HeadName", "HeadedModel"]
 
@@ -79,14 +81,26 @@ class Head:
         return linear
 
     def _take_saved(self, linear: nn.Linear, folder: str | None) -> None:
+        """Raises `ConfigError` if the folder's head does not fit; another kind of head may be."""
         path = None if folder is None else Path(folder) / _FILE
         if path is None or not path.is_file():
             return
+        names = {part: f"{self.name}.{part}" for part in ("weight", "bias")}
         saved = read_tensors(path)
-        if f"{self.name}.weight" in saved:
-            with torch.no_grad():
-                linear.weight.copy_(saved[f"{self.name}.weight"])
-                linear.bias.copy_(saved[f"{self.name}.bias"])
+        if saved.keys().isdisjoint(names.values()):
+            return
+        wanted = {name: linear.get_parameter(part) for part, name in names.items()}
+        take_tensors(path, f"a {self.name}", saved, wanted)
+
+    def check(self, model: ModelSpec) -> None:
+        """Look at all that can be known of a model under this head, without its weights.
+
+        Raises:
+            ConfigError: As `ModelSpec.check`, or if the head that lies in its folder does not fit.
+        """
+        model.check(scalar_head=self.is_scalar)
+        if self.is_scalar:
+            self.first_weights(model, WorkerContext(self.name))
 
     def whole_model(self, model: ModelSpec, context: WorkerContext, device: str) -> nn.Module:
         """The model under this head with its first weights, in one process."""

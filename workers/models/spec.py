@@ -7,19 +7,23 @@ for a network, and weights are read from safetensors only.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
+from torch import Tensor
 
-__all__ = [
-    "ModelSpec",
-    "quiet_transformers",
-]
+from ...dataflow.errors import ConfigError
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ..training.data_parallel import RankGroup
+from ..training.weight_checks import refuse_faults, some, unusable
+from .architecture import checked_config, empty_model, quiet_transformers
+from .model_folder import check_tensors, folder_config, load_faults, owner_words
+
+__all__ = ["ModelSpec"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -67,13 +71,9 @@ class ModelSpec:
         """Build the whole language model on `device`, in evaluation mode (dropout off).
 
         Raises:
-            FileNotFoundError: If `folder` is not a folder with a config.json.
+            ConfigError: As `check`.
         """
-        if self.folder is None:
-            model = self._initialized()
-        else:
-            auto: Any = transformers.AutoModelForCausalLM
-            model = self._loaded(auto)
+        model = self._initialized() if self.folder is None else self._loaded(scalar_head=False)
         return self._placed(model, device)
 
     def backbone(self, device: str) -> transformers.PreTrainedModel:
@@ -81,7 +81,7 @@ class ModelSpec:
         if self.folder is None:
             model = self._initialized().base_model
         else:
-            model = self._loaded(transformers.AutoModel)
+            model = self._loaded(scalar_head=True)
         return self._placed(model, device)
 
     def _placed(self, model: Any, device: str) -> transformers.PreTrainedModel:
@@ -91,13 +91,48 @@ class ModelSpec:
     def config(self) -> Any:
         """The Hugging Face config; reads config.json, no weights."""
         if self.folder is not None:
-            return transformers.AutoConfig.from_pretrained(
-                self.folder, local_files_only=True, trust_remote_code=False
-            )
+            return folder_config(Path(self.folder))
         kinds = dict(self.architecture)
         for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
             kinds.setdefault(token, None)  # the defaults name tokens of the original vocabulary
-        return transformers.AutoConfig.for_model(kinds.pop("model_type"), **kinds)
+        return checked_config(kinds)
+
+    def check(self, *, scalar_head: bool) -> None:
+        """Look at all that can be known of a model without its weights, in milliseconds.
+
+        Args:
+            scalar_head: Whether the backbone alone is taken; see `check_tensors`.
+
+        Raises:
+            ConfigError: If the architecture cannot be computed, or the folder does not hold exactly
+                the weights of its model.
+        """
+        if self.folder is None:
+            empty_model(self.config)
+        else:
+            check_tensors(Path(self.folder), scalar_head=scalar_head)
+
+    def check_weights(self, weights: Mapping[str, Tensor], context: WorkerContext) -> None:
+        """Require of a model's first weights, wherever they lie by now, that they are numbers.
+
+        Args:
+            weights: All of them, or a process's part.
+            context: Whose they are; all processes of the group must ask, and are answered alike.
+
+        Raises:
+            ConfigError: Naming those with which nothing can be computed.
+        """
+        device = next(iter(weights.values())).device
+        everyone = RankGroup(context.process, context.num_processes, device)
+        names = everyone.union(unusable(weights))
+        if not names:
+            return
+        source = f"'{self.folder}'" if self.folder is not None else "'model.architecture'"
+        raise ConfigError(
+            f"the weights that '{context.role}' starts from ({source}) are not finite, or beyond "
+            f"1e12: {some(names)}\n    give a model folder that was saved before its training "
+            "diverged, or an ordinary initializer_range"
+        )
 
     def _initialized(self) -> Any:
         config = self.config
@@ -107,34 +142,28 @@ class ModelSpec:
                 config, dtype=torch.float32, attn_implementation="sdpa"
             )
 
-    def _loaded(self, auto: Any) -> Any:
+    def _loaded(self, *, scalar_head: bool) -> Any:
         folder = Path(str(self.folder))
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
-                f"model folder '{folder}' has no config.json; give a local folder written by "
-                "save_pretrained (models are never downloaded)"
-            )
-        with quiet_transformers():
-            return auto.from_pretrained(
-                folder,
-                dtype=_DTYPES[self.dtype],
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                attn_implementation="sdpa",
-            )
-
-
-@contextmanager
-def quiet_transformers() -> Generator[None]:
-    """Hide progress bars, and the load report that a backbone without its head always gives."""
-    logging: Any = transformers.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+        check_tensors(folder, scalar_head=scalar_head)
+        auto: Any = transformers.AutoModel if scalar_head else transformers.AutoModelForCausalLM
+        try:
+            with quiet_transformers():
+                model, info = auto.from_pretrained(
+                    folder,
+                    dtype=_DTYPES[self.dtype],
+                    local_files_only=True,
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    attn_implementation="sdpa",
+                    output_loading_info=True,
+                )
+        except RuntimeError as error:  # what it merges, as experts, is looked at here alone
+            raise ConfigError(
+                f"transformers cannot load the weights in '{folder}': {error}\n    save the whole "
+                "model again with save_pretrained"
+            ) from error
+        faults = load_faults(info)
+        if scalar_head:  # the language model's own head is left in the file
+            del faults["unexpected"]
+        refuse_faults(folder, owner_words(model.config), faults)
+        return model

@@ -22,7 +22,7 @@ from ...dataflow.runtime.call_context import call_key
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from ...planner.resharding.sharding import Sharding, whole
 from ..weight_sync.weight_buffer import ReceivedWeights
-from .responses import Responses, check_prompts, report_responses, to_rollout
+from .responses import Responses, check_logprobs, check_prompts, report_responses, to_rollout
 from .sampling import SampleStreams
 
 __all__ = ["GenerationEngine", "GeneratorPolicy", "SplitPolicySpec", "sample"]
@@ -122,6 +122,7 @@ def sample(
 
     Raises:
         ValueError: If a prompt cannot be answered, or the engine cannot sample so.
+        WorkerError: If the model's logits are not finite.
     """
     check_prompts(
         prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
@@ -130,6 +131,7 @@ def sample(
     key = call_key(context.role, "generate")
     streams = SampleStreams(context.seed, context.role, key, prompt_id, sampling.num_samples)
     responses = engine.generate(prompt, streams, sampling)
+    check_logprobs(responses, context.role)
     report_responses(metrics, responses)
     return to_rollout(prompt.cpu(), prompt_id.repeat_interleave(sampling.num_samples), responses)
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ...algorithms.roles.language import Rollout, Sampling
+from ...dataflow.errors import WorkerError
 from ...dataflow.graph.role import Metric, add_metrics
+from ...dataflow.runtime.call_context import current_step
 
-__all__ = ["Responses", "check_prompts", "report_responses", "to_rollout"]
+__all__ = ["Responses", "check_logprobs", "check_prompts", "report_responses", "to_rollout"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,22 @@ def check_prompts(
         raise ValueError(
             f"prompt row {row} has token {int(prompt.max())}, but the model's vocabulary has "
             f"{vocab_size}; prompts and model need the same tokenizer"
+        )
+
+
+def check_logprobs(responses: Responses, role: str) -> None:
+    """Require that tokens were sampled from distributions.
+
+    Raises:
+        WorkerError: If the log-probability of one is not finite, as it is where logits are not.
+    """
+    bad = ~responses.logprob.isfinite()
+    if bool(bad.any()):
+        rows = int(bad.any(dim=1).sum())
+        raise WorkerError(
+            f"step {current_step()}: the logits of '{role}' are not finite in {rows} of {len(bad)} "
+            "responses\n    its weights have run away: go on from the last checkpoint with a lower "
+            "optimizer.lr, or in dtype float32"
         )
 
 

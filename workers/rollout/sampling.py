@@ -111,15 +111,17 @@ def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[T
             is then 0.
 
     Returns:
-        Token i64[rows] and its log-probability f32[rows] at `temperature`.
+        Token i64[rows] and its log-probability f32[rows] at `temperature`; nan where logits are
+        not finite, whatever the token is then.
     """
     if temperature == 0:
         token = logits.argmax(-1)
-        return token, torch.zeros(token.shape, dtype=torch.float32, device=token.device)
+        top = logits.gather(-1, token[:, None])[:, 0].float()
+        return token, torch.zeros_like(top).masked_fill(~top.isfinite(), torch.nan)
     logprob = torch.log_softmax(logits.float() / temperature, dim=-1)
     cumulative = logprob.exp().double().cumsum(-1)
     # right=True: the first entry strictly above the target, so a token of probability 0 is never
     # sampled. uniform < 1 - 2^-33 keeps the target strictly below the total.
     target = uniform[:, None] * cumulative[:, -1:]
-    token = torch.searchsorted(cumulative, target, right=True)
+    token = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1)
     return token[:, 0], logprob.gather(1, token)[:, 0]

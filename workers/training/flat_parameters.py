@@ -12,9 +12,12 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+
+from ...dataflow.errors import ConfigError
 
 __all__ = ["FlatParameters", "read_tensors", "tensors_sha256", "write_tensors"]
 
@@ -168,8 +171,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read a safetensors file.
 
     Raises:
-        FileNotFoundError: If it is not there.
+        ConfigError: If it is not there, or is no whole safetensors file.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"'{path}' does not exist; expected a safetensors file there")
-    return safetensors.torch.load_file(path)
+    try:
+        return safetensors.torch.load_file(path)
+    except FileNotFoundError:
+        raise ConfigError(f"'{path}' does not exist; expected a safetensors file there") from None
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"'{path}' is no whole safetensors file: {error}\n    copy it again"
+        ) from None

@@ -30,6 +30,7 @@ from .network import Network
 from .optimizer import OptimizerSpec
 from .stored_pieces import fill_weights, gather_weights, pieces_on, stored_view
 from .trainer import Forward, Trainer
+from .weight_checks import check_outputs, refuse_faults, unusable
 
 __all__ = ["HostCopy", "ModelWorker", "check_columns"]
 
@@ -155,9 +156,12 @@ class ModelWorker:
         Raises:
             FileNotFoundError: If a file is missing.
             ValueError: If the state is of another model or format.
+            ConfigError: If weights in it are not finite.
         """
         state = read_state_json(folder)
         fill_weights(self._network, open_state(folder, state, "weights"))
+        owner = f"'{self.context.role}'"
+        refuse_faults(folder, owner, {"not finite": unusable(self._network.tensors())})
         self.weights_changed()
         if self._trainer is None:
             return
@@ -275,11 +279,15 @@ class ModelWorker:
         compute: Callable[[Tensor, Tensor], Tensor],
         *,
         per_token: bool,
+        what: str = "scores",
     ) -> Tensor:
         """Apply `compute` to rows without gradients, in micro-batches; f32, where tokens were.
 
         `compute` maps tokens and mask of some rows, cut to width W, to [rows, W] if `per_token`,
         else to [rows]. All processes that compute outputs of the rank get all results.
+
+        Raises:
+            WorkerError: If `what` it computes is not finite.
         """
         check_columns(tokens, mask)
         network, device = self._network, self.device
@@ -304,7 +312,9 @@ class ModelWorker:
         parts = list(_cut(lengths, limit, by_length=network.sort_by_length))
         with torch.no_grad():
             network.run(parts, load, step, backward=False)
-        return network.together(result).to(tokens.device)
+        found = network.together(result)
+        check_outputs(self.context.role, what, found, network.tensors())
+        return found.to(tokens.device)
 
 
 @dataclass(frozen=True)

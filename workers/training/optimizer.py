@@ -109,8 +109,7 @@ def clip_gradient(grad: Tensor, norm: float, spec: OptimizerSpec, step: int) -> 
     """
     if not math.isfinite(norm):
         raise FloatingPointError(
-            f"gradient norm is {norm} at optimizer step {step}; the weights are "
-            "unchanged. Look for infinities in the batch, or lower the learning rate"
+            f"the gradient norm is {norm} at optimizer step {step}, which is not taken"
         )
     if 0 < spec.max_grad_norm < norm:
         grad.mul_(spec.max_grad_norm / norm)

@@ -8,7 +8,8 @@ part in every collective, whether or not it holds rows of the minibatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +26,7 @@ from .logprob_mismatch import Mismatch, MismatchLimits, check_mismatch
 from .microbatch import Minibatches, columns, micro_batches, on_device, row_sizes, take_rows
 from .network import Network
 from .optimizer import OptimizerSpec
+from .weight_checks import not_finite, some, stopped, unusable
 
 __all__ = ["Forward", "Sums", "Trainer", "num_masked"]
 
@@ -85,6 +87,8 @@ class Trainer(Generic[O]):
         self._micro_batch_tokens = micro_batch_tokens
         self._device = network.device
         self._group = rank_group(network.context, network.device)
+        place = network.context
+        self._everyone = RankGroup(place.process, place.num_processes, network.device)
         self._mismatch: Mismatch | None = None
         self._compared = False
         self._frozen = frozen_names(network, spec.frozen, network.context.role)
@@ -107,7 +111,8 @@ class Trainer(Generic[O]):
         Raises:
             ValueError: If the batch cannot be cut as asked.
             MismatchError: If another model must have sampled it; nothing has been changed.
-            FloatingPointError: If a gradient is not finite.
+            WorkerError: If a gradient, the loss or the new weights are not finite; on all
+                processes.
         """
         if epochs < 1:
             raise ValueError(f"epochs is {epochs}; expected at least 1")
@@ -131,9 +136,10 @@ class Trainer(Generic[O]):
             for rows in cut.epoch(random):
                 grad = self._gradient(forward, loss, batch, rows, sums)
                 agreed |= self._end_comparing(key, limits)  # the next see other weights
-                norms.append(self.optimizer.step(grad, lr))
+                norms.append(self._step(grad, lr, take_rows(batch, rows), sums, key))
         self.calls += 1
         metrics = sums.merged(self._group) | agreed
+        self._check_result(metrics, key)
         steps = float(len(norms))
         metrics["loss"] = (
             Metric.mean(metrics["loss"].total, steps)
@@ -158,6 +164,37 @@ class Trainer(Generic[O]):
                 "tokens": Metric.mean(0.0, 1.0),
             }
         )
+
+    def _step(self, grad: Tensor, lr: float, rows: object, sums: Sums, key: CallKey) -> float:
+        """One optimizer step, and the gradient's norm.
+
+        Raises:
+            WorkerError: If that is not finite, on all processes.
+        """
+        try:
+            return self.optimizer.step(grad, lr)
+        except FloatingPointError as error:
+            bad = [f"column '{name}' of its batch" for name in not_finite(columns(rows))]
+            if "loss" in sums.entries and not bool(sums.entries["loss"][0].isfinite()):
+                bad.append("the loss")
+            bad += self._weights_found()
+            bad += [f"gradients of {some(n)}" for n in [unusable(self._network.tensors(grad))] if n]
+            found = self._everyone.union(bad)
+            raise stopped(self._context.role, key.step, str(error), found) from None
+
+    def _check_result(self, metrics: Mapping[str, Metric], key: CallKey) -> None:
+        """Nobody is to get weights that nothing can be computed with; all processes must ask."""
+        bad = self._weights_found()
+        if "loss" in metrics and not math.isfinite(metrics["loss"].total):
+            bad.append("the loss")
+        worst = torch.tensor([float(bool(bad))], device=self._device)
+        if bool(self._everyone.max_(worst)):
+            what = "its weights or its loss have run away"
+            raise stopped(self._context.role, key.step, what, self._everyone.union(bad))
+
+    def _weights_found(self) -> list[str]:
+        names = unusable(self._network.tensors())
+        return [f"weights {some(names)}"] if names else []
 
     def _end_comparing(self, key: CallKey, limits: MismatchLimits) -> dict[str, Metric]:
         """What the minibatch just looked at says of its sampler; refuses one that disagrees."""

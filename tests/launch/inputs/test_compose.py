@@ -58,3 +58,38 @@ def test_what_was_found_is_written_down() -> None:
     written = dumped(config, replace(run, model=found))
     assert validated(RunConfig, written).model.architecture["vocab_size"] == 9
     assert "vocab_size" not in config.model.architecture
+
+
+def test_a_misspelt_key_of_an_architecture_is_refused_by_every_command() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(composed("+model.architecture.hiden_size=64"))
+    said = "there is no key 'model.architecture.hiden_size'; did you mean 'hidden_size'?\n    a "
+    assert str(caught.value).startswith(said)
+    resolved(composed("model=llama-7b"))  # without weights, to plan with
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "mismatch.warn_above",
+        "mismatch.stop_above",
+        "task.max_bad_fraction",
+        "schedule.deadline_s",
+        "algorithm.optimizer.lr",
+        "algorithm.optimizer.eps",
+        "algorithm.optimizer.weight_decay",
+        "algorithm.optimizer.max_grad_norm",
+        "+algorithm.cfg.sampling.temperature",
+    ],
+)
+def test_numbers_are_finite(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match="expected (a finite number|.* 0)"):
+        resolved(composed(f"{key}={value}"))
+
+
+@pytest.mark.parametrize("value", ["inf", "nan"])
+@pytest.mark.parametrize("key", ["no_eos_score", "no_eos_penalty"])
+def test_what_a_cut_off_response_costs_is_finite(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is .*; expected a finite number"):
+        resolved(composed("algorithm=online_dpo", f"+algorithm.cfg.{key}={value}"))

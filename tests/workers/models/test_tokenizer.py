@@ -113,3 +113,14 @@ def test_errors(tmp_path: Path) -> None:
     backend.eos_token = None
     with pytest.raises(ConfigError, match="no end-of-sequence token"):
         Tokenizer(backend)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"3", b"\xff\xfe", b"[" * 9999])
+def test_a_broken_tokenizer_is_one_message(file: str, content: bytes, tmp_path: Path) -> None:
+    TokenizerSpec(kind="char").build().save(tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        TokenizerSpec(kind="folder", folder=str(tmp_path)).build()
+    assert str(error.value).startswith(f"tokenizer.folder '{tmp_path}' cannot be read: ")
+    assert str(error.value).endswith("\n    give a folder that a tokenizer was saved to")

@@ -52,6 +52,9 @@ def test_two_ranks_train_as_one(tmp_path: Path, split: int):
             torch.testing.assert_close(rank[name], value, atol=1e-5, rtol=1e-5)
     for name in weights:
         assert torch.equal(ranks[0][name], ranks[1][name]), name
+    said = [(tmp_path / f"2-{rank}.txt").read_text() for rank in range(2)]
+    assert said[0] == said[1] == (tmp_path / "1-0.txt").read_text()
+    assert "not finite: column 'advantage' of its batch; " in said[0]
 
 
 def test_one_rank_talks_to_nobody():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss
 from penstock.algorithms.roles import PairBatch, PolicyBatch, PolicyOutput
+from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.graph.role import Loss, LossSum, Metric
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
@@ -215,6 +216,14 @@ def test_one_advantage_that_is_not_finite_leaves_the_weights_alone(bad: float):
     advantage = batch.advantage.clone()
     advantage[batch.mask.any(dim=1).nonzero()[0]] = bad
     broken = dataclasses.replace(batch, advantage=advantage)
-    with pytest.raises(FloatingPointError, match="gradient norm is nan at optimizer step 1"):
+    with pytest.raises(WorkerError) as error, call_scope(4, 0):
         policy.train(LOSS, broken)
+    assert str(error.value) == (
+        "step 4: 'actor' cannot be trained on: the gradient norm is nan at optimizer step 1, "
+        "which is not taken\n    not finite: column 'advantage' of its batch; gradients of "
+        "model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, "
+        "model.layers.0.self_attn.q_proj.bias and 23 more; the loss\n    nothing of this step is "
+        "published or saved; go on from the last checkpoint with a lower optimizer.lr, or correct "
+        "what made the numbers"
+    )
     assert policy.weights_sha256() == before

@@ -53,7 +53,7 @@ class FsdpOptions:
 def _source(spec: ModelSpec, model: FsdpModel, head: Head) -> TensorSource:
     """Of the families whose files are known only what a process needs is read."""
     if model.known:
-        return model_source(spec)
+        return model_source(spec, head)
     if not head.is_scalar:
         return WholeTensors(dict(spec.causal_lm("cpu").named_parameters()))
     backbone: nn.Module = spec.backbone("cpu")

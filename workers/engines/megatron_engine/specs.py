@@ -55,7 +55,7 @@ class MegatronOptions:
             tied=shape.tied_embeddings and not head.is_scalar,
             share_optimizer=self.share_optimizer,
         )
-        fill_first_weights(network, model_source(model), head, model, context)
+        fill_first_weights(network, model_source(model, head), head, model, context)
         return network
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from ...models.spec import quiet_transformers
+from ...models.architecture import quiet_transformers
 from ...rollout.responses import Responses
 from ...rollout.sampling import sample_token
 from .attention import attend_cache

@@ -78,6 +78,7 @@ class TorchGeneratorSpec:
     def build(self, context: WorkerContext) -> TorchGeneratorPolicy:
         """Make the policy on the context's device."""
         network = TorchModel().make_network(self.model, context, Head("lm_head"))
+        self.model.check_weights(network.tensors(), context)
         return TorchGeneratorPolicy(
             context, TorchGenerator(network, self.eos_token_id, self.max_decode_rows)
         )

@@ -14,12 +14,14 @@ from torch import Tensor
 from ....algorithms.roles.language import Sampling
 from ....dataflow.option_checks import check_range
 from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...models.architecture import empty_model
+from ...models.model_folder import weight_files
 from ...models.spec import ModelSpec
 from ...models.tokenizer import TokenizerSpec
 from ...rollout.generator_policy import GeneratorPolicy
 from ...rollout.responses import Responses
 from ...rollout.sampling import SampleStreams
-from ...training.flat_parameters import write_tensors
+from ...training.flat_parameters import read_tensors, write_tensors
 from .engine import EngineOptions, Request, Sampled, VllmEngine
 from .engine_cache import engine_key, keep, take
 
@@ -121,6 +123,7 @@ class VllmGenerator:
                 "stages; this engine divides a model by tensor parallelism only, set pp=1"
             )
         self._spec = spec
+        _check_folder(spec.model, context)
         config, self.shapes = _skeleton(spec.model)
         self.dtype = spec.model.dtype
         self.vocab_size: int = config.vocab_size
@@ -197,14 +200,23 @@ class VllmGenerator:
         self.vllm.close()
 
 
+def _check_folder(model: ModelSpec, context: WorkerContext) -> None:
+    """Require of a model's folder what is required everywhere: vLLM's own loader is less strict.
+
+    Raises:
+        ConfigError: If it does not hold exactly the model's weights, or one that is no number.
+    """
+    if model.folder is None:
+        return
+    model.check(scalar_head=False)
+    for file in weight_files(Path(model.folder)):
+        model.check_weights(read_tensors(file), context)
+
+
 def _skeleton(model: ModelSpec) -> tuple[Any, dict[str, torch.Size]]:
     """Config of a model, and shapes of its parameters; tied ones appear once."""
-    from transformers import AutoModelForCausalLM
-
     config: Any = model.config
-    auto: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        empty = auto.from_config(config)
+    empty = empty_model(config)
     return config, {name: tensor.shape for name, tensor in empty.named_parameters()}
 
 

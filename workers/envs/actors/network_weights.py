@@ -19,6 +19,7 @@ from ....dataflow.errors import ConfigError, WorkerError
 from ....dataflow.runtime.worker_protocol import Trainable
 from ...training.flat_parameters import read_tensors, write_tensors
 from ...training.model_worker import ModelWorker
+from ...training.weight_checks import take_tensors
 from .perceptron import PerceptronSpec
 
 __all__ = ["inherit_weights", "load_network", "save_network"]
@@ -85,7 +86,8 @@ def load_network(
             + "\n    use the task that it was trained on, and model.architecture as in its "
             "config.json"
         )
-    _read_weights(folder, network)
+    file, owner = folder / "model.safetensors", "the network that the config.json beside it says"
+    take_tensors(file, owner, read_tensors(file), network.state_dict())
 
 
 def _configuration(folder: Path, model_type: str) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def _configuration(folder: Path, model_type: str) -> dict[str, Any]:
             f"'{folder}' has no config.json to read ({error.strerror})\n"
             "    give the folder of one role below a run's models/, as models/actor"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"'{file}' is not JSON: {error}") from error
     kind = found.get(_MODEL_TYPE) if isinstance(found, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     if kind != model_type:
@@ -106,16 +108,6 @@ def _configuration(folder: Path, model_type: str) -> dict[str, Any]:
             "    give a folder that such a role of another run left below its models/"
         )
     return found
-
-
-def _read_weights(folder: Path, network: nn.Module) -> None:
-    file = folder / "model.safetensors"
-    try:
-        network.load_state_dict(read_tensors(file))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{error}; its config.json is there") from error
-    except RuntimeError as error:  # other names or shapes than the configuration beside it says
-        raise ConfigError(f"'{file}' does not fit the config.json beside it: {error}") from error
 
 
 def _shown(value: object) -> str:

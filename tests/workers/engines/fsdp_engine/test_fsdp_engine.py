@@ -20,6 +20,7 @@ from megatron_models import (
     FAMILIES,
     OPTIMIZER,
     assert_followed,
+    assert_ruined_alike,
     frozen_policy,
     is_frozen,
     load_batch,
@@ -66,9 +67,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "1,2,1:logits+train+roles+gpt2+half+frozen",
         "~1,1,2:logits+train+roles+refusals+frozen",
         "~2,1,1:train",
-        "1,2,2:logits+train+resume",
+        "1,2,2:logits+train+resume+ruin",
         "2,2,1:resume+frozen",
-        "2,1,2:resume",
+        "2,1,2:resume+ruin",
         script=RANK,
     )
     return made
@@ -302,3 +303,8 @@ REFUSALS = {
 @pytest.mark.parametrize("process", [0, 1])
 def test_what_it_says_of_what_it_cannot_do(folder: Path, process: int):
     assert json.loads((folder / f"fsdp-refusals-{process}.json").read_text()) == REFUSALS
+
+
+@pytest.mark.parametrize("layout", [BOTH, "r2s1t2"])
+def test_all_processes_stop_alike_at_numbers_that_are_none(folder: Path, layout: str):
+    assert_ruined_alike(folder, layout, 4)

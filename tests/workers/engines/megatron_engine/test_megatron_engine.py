@@ -18,6 +18,7 @@ from megatron_models import (
     FAMILIES,
     OPTIMIZER,
     assert_followed,
+    assert_ruined_alike,
     frozen_policy,
     is_frozen,
     load_batch,
@@ -57,9 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_group(
         made,
         2,
-        "2,1,1:logits+tied+train+resume+half+written+disagree+refusals+frozen",
-        "1,1,2:logits+tied+train+resume+disagree+frozen",
-        "1,2,1:logits+tied+train+resume+disagree+frozen",
+        "2,1,1:logits+tied+train+resume+half+written+disagree+refusals+frozen+ruin",
+        "1,1,2:logits+tied+train+resume+disagree+frozen+ruin",
+        "1,2,1:logits+tied+train+resume+disagree+frozen+ruin",
     )
     run_group(made, 4, "2,1,2:logits+tied+resume+written")
     return made
@@ -338,3 +339,9 @@ def test_what_it_says_of_what_it_cannot_do(folder: Path, process: int):
     # Which of two processes another role finds itself in differs.
     assert said.pop("sizes").startswith(("ConfigError: 'actor' is process", REFUSALS["sizes"]))
     assert said == {name: text for name, text in REFUSALS.items() if name != "sizes"}
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2, DP2])
+def test_all_processes_stop_alike_at_numbers_that_are_none(folder: Path, layout: Layout):
+    tp, dp, pp = layout
+    assert_ruined_alike(folder, f"tp{tp}dp{dp}pp{pp}", 2)

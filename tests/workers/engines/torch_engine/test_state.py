@@ -11,6 +11,7 @@ import torch
 import transformers
 from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
 from penstock.algorithms.roles import ValueBatch
+from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import Trainable, WorkerContext
 from penstock.workers.engines.roles import PolicyWorker
@@ -165,5 +166,5 @@ def test_model_specs_say_what_is_wrong(tmp_path: Path):
         ModelSpec()
     with pytest.raises(ValueError, match="has no 'model_type'"):
         ModelSpec(architecture={"hidden_size": 3})
-    with pytest.raises(FileNotFoundError, match=r"has no config.json; give a local folder"):
+    with pytest.raises(ConfigError, match=r"has no config.json\n    give a local folder"):
         ModelSpec(folder=str(tmp_path)).causal_lm("cpu")

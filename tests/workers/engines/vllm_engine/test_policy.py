@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,13 @@ import psutil
 import pytest
 import torch
 from penstock.algorithms.roles import Rollout, Sampling
+from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.vllm_engine.engine import GenerationAbortedError, Request
 from penstock.workers.engines.vllm_engine.generator import VllmPolicy, VllmPolicySpec
 from penstock.workers.models.spec import ModelSpec
-from torch_models import EOS, architecture, make_prompts
+from penstock.workers.training.flat_parameters import read_tensors, write_tensors
+from torch_models import EOS, architecture, make_policy, make_prompts
 from vllm_models import (
     CONTEXT,
     generate,
@@ -203,6 +206,20 @@ def test_models_that_vllm_cannot_run_here_are_refused():
         start("llama", max_model_len=300)
     with pytest.raises(ValueError, match=r"on 2 pipeline stages; this engine divides a model by"):
         start("llama", context=WorkerContext("actor", pipeline_parallel=2))
+
+
+def test_a_folder_is_looked_at_before_vllm_loads_it(tmp_path: Path):
+    made = make_policy("qwen2")
+    made.local_tensors()["model.norm.weight"][0] = torch.nan
+    made.save_pretrained(tmp_path)
+    spec = VllmPolicySpec(model=ModelSpec(folder=str(tmp_path)), eos_token_id=EOS)
+    with pytest.raises(ConfigError, match=r"are not finite, or beyond 1e12: model.norm.weight\n"):
+        spec.build(CONTEXT)
+    tensors = read_tensors(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    write_tensors(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(ConfigError, match=r"config.json describes:\n    missing: model.norm.weigh"):
+        spec.build(CONTEXT)
 
 
 def test_specs_that_contradict_themselves_are_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +165,46 @@ def test_a_folder_without_a_network_is_refused(tmp_path: Path) -> None:
     assert "as models/actor" in str(error.value)
     saved("perceptron_actor_critic", tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="does not exist.*its config.json is there"):
+    with pytest.raises(ConfigError, match="does not exist; expected a safetensors file there"):
         spec.build(WorkerContext("actor"))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="is not JSON"):
+        spec.build(WorkerContext("actor"))
+
+
+DAMAGED: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "missing": (lambda t: t.pop("actor.0.bias"), "missing: actor.0.bias"),
+    "unexpected": (lambda t: t.update(foo=torch.zeros(1)), "unexpected: foo"),
+    "nan": (lambda t: t["critic.0.bias"].fill_(torch.nan), "not finite: critic.0.bias"),
+    "int": (
+        lambda t: t.update({"actor.0.bias": torch.zeros(8, dtype=torch.int32)}),
+        "of a type that is no floating point: actor.0.bias int32",
+    ),
+    "shape": (
+        lambda t: t.update({"actor.0.bias": torch.zeros(9)}),
+        "of another shape: actor.0.bias [9], expected [8]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_weights_that_are_not_the_networks_are_refused_by_name(case: str, tmp_path: Path) -> None:
+    change, line = DAMAGED[case]
+    saved("perceptron_actor_critic", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = read_tensors(file)
+    change(tensors)
+    write_tensors(file, tensors)
+    spec = TorchActorCriticSpec(network=NETWORK, env=CARTPOLE, start=str(tmp_path))
+    with pytest.raises(ConfigError) as error:
+        spec.build(WorkerContext("actor"))
+    assert str(error.value) == (
+        f"the weights in '{file}' are not those of the network that the config.json beside it "
+        f"says:\n    {line}\n    copy or save them again, all of them, with the configuration they "
+        "were made by"
+    )
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match="is no whole safetensors file: .*\n    copy it again"):
         spec.build(WorkerContext("actor"))
 
 

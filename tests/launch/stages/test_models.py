@@ -1,0 +1,110 @@
+"""Models that cannot be started from are refused before anything starts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.launch.cli.hydra_app import compose
+from penstock.launch.inputs.compose import resolved
+from penstock.launch.stages.job import prepare
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchRewardModelSpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.tokenizer import TokenizerSpec
+from penstock.workers.training.flat_parameters import read_tensors, write_tensors
+
+ARCHITECTURE = {
+    "model_type": "qwen2",
+    "vocab_size": 128,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+SMALL = ["task.num_train=256", "task.num_held_out=8", "evaluation.num_prompts=0"]
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy with a tokenizer, a reward model, and one of each that lacks a tensor."""
+    home = tmp_path_factory.mktemp("models")
+    model, context = ModelSpec(architecture=ARCHITECTURE), WorkerContext("role")
+    policy = TorchPolicySpec(model=model, eos_token_id=2).build(context)
+    policy.save_pretrained(home / "policy")
+    TokenizerSpec(kind="char").build().save(home / "policy")
+    TorchRewardModelSpec(model=model).build(context).save_pretrained(home / "reward")
+    for name, missing in (("policy", NORM), ("reward", NORM.removeprefix("model."))):
+        broken = shutil.copytree(home / name, home / f"broken-{name}")
+        tensors = read_tensors(broken / "model.safetensors")
+        del tensors[missing]
+        write_tensors(broken / "model.safetensors", tensors)
+    tensors = {"score.weight": torch.zeros(1, 5), "score.bias": torch.zeros(1)}
+    write_tensors(shutil.copytree(home / "reward", home / "odd") / "head.safetensors", tensors)
+    return home
+
+
+def refused(*words: str) -> str:
+    composed = compose("run", [*words, *SMALL])
+    composed.pop("resume")
+    with pytest.raises(ConfigError) as error:
+        prepare(resolved(composed))
+    return str(error.value)
+
+
+WHOLE = "\n    copy or save them again, all of them, with the configuration they were made by"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["algorithm=grpo", "model=folder", "model.folder=HOME/broken-policy"],
+            "'model.folder': the weights in 'HOME/broken-policy' are not those of the 'qwen2' "
+            f"model that its config.json describes:\n    missing: {NORM}{WHOLE}",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.roles.reward.start=HOME/broken-reward"],
+            "'algorithm.roles.reward.start': the weights in 'HOME/broken-reward' are not those of "
+            f"the 'qwen2' model that its config.json describes:\n    missing: {NORM}{WHOLE}",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.roles.reward.start=HOME/odd"],
+            "'algorithm.roles.reward.start': the weights in 'HOME/odd/head.safetensors' are not "
+            "those of a score:\n    of another shape: score.weight [1, 5], expected [1, 16]"
+            f"{WHOLE}",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.roles.actor.start=HOME/reward"],
+            "'algorithm.roles.actor.start': the weights in 'HOME/reward' are not those of the "
+            "'qwen2' model that its config.json describes:\n    missing: lm_head.weight" + WHOLE,
+        ),
+        (
+            ["+model.architecture.vocab_size=7"],
+            "'model.architecture.vocab_size': the model knows 7 tokens, and the tokenizer has 17\n"
+            "    give the model's own tokenizer, or an architecture without vocab_size, which then "
+            "is the tokenizer's",
+        ),
+        (
+            ["model.architecture.num_attention_heads=0"],
+            "'model.architecture.num_attention_heads' is 0; expected an integer from 1 to 16384",
+        ),
+        (
+            ["model.architecture.model_type=t5"],
+            "there is no key 'model.architecture.",
+        ),
+        (
+            ["model=folder", "model.folder=HOME/policy", "+model.tokenizer.kind=byte"],
+            "'model.folder': the model knows 128 tokens, and the tokenizer has 260\n    give the "
+            "model's own tokenizer, or ",
+        ),
+    ],
+)
+def test_models_are_looked_at_before_a_run(models: Path, words: list[str], message: str) -> None:
+    said = refused(*(word.replace("HOME", str(models)) for word in words))
+    assert said.replace(str(models), "HOME")[: len(message)] == message

@@ -1,0 +1,309 @@
+"""What is refused of a model folder before a weight is loaded, and what is taken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.engines.torch_engine.specs import (
+    TorchPolicySpec,
+    TorchRewardModelSpec,
+    TorchValueSpec,
+)
+from penstock.workers.models.first_weights import model_source
+from penstock.workers.models.heads import Head
+from penstock.workers.models.spec import ModelSpec
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch_models import architecture, make_policy
+
+WEIGHT = "model.layers.0.mlp.up_proj.weight"
+INDEX = "model.safetensors.index.json"
+CONTEXT = WorkerContext("critic", seed=3)
+AGAIN = "\n    copy the folder again, or give one that save_pretrained wrote"
+WHOLE = "\n    copy or save them again, all of them, with the configuration they were made by"
+
+Tensors = dict[str, Tensor]
+Change = Callable[[Tensors], object]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "policy"
+    make_policy("qwen2").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "m")
+
+
+def edit(file: Path, change: Change) -> None:
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def refusal(folder: Path, name: Any = "lm_head") -> str:
+    """What the look at a folder says, with the folder called M."""
+    with pytest.raises(ConfigError) as error:
+        Head(name).check(ModelSpec(folder=str(folder)))
+    return str(error.value).replace(str(folder), "M")
+
+
+def misfit(*lines: str) -> str:
+    owner = "the 'qwen2' model that its config.json describes"
+    return "\n    ".join([f"the weights in 'M' are not those of {owner}:", *lines]) + WHOLE
+
+
+MISFITS: list[tuple[Change, list[str]]] = [
+    (lambda t: t.pop(WEIGHT), [f"missing: {WEIGHT}"]),
+    (lambda t: t.pop("lm_head.weight"), ["missing: lm_head.weight"]),
+    (lambda t: t.update(foo=torch.zeros(3)), ["unexpected: foo"]),
+    (
+        lambda t: t.update({WEIGHT: torch.zeros(3, 3)}),
+        [f"of another shape: {WEIGHT} [3, 3], expected [80, 48]"],
+    ),
+    (
+        lambda t: t.update({WEIGHT: t[WEIGHT].int()}),
+        [f"of a type that is no floating point: {WEIGHT} int32"],
+    ),
+    (
+        lambda t: [t.clear(), t.update(x=torch.zeros(1))],
+        [
+            "missing: lm_head.weight, model.embed_tokens.weight, "
+            "model.layers.0.input_layernorm.weight and 24 more",
+            "unexpected: x",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "lines"), MISFITS)
+def test_other_tensors_than_the_models_are_refused_by_name(
+    folder: Path, change: Change, lines: list[str]
+) -> None:
+    edit(folder / "model.safetensors", change)
+    assert refusal(folder) == misfit(*lines)
+    with pytest.raises(ConfigError, match="are not those of"):
+        ModelSpec(folder=str(folder)).causal_lm("cpu")
+    with pytest.raises(ConfigError, match="are not those of"):
+        model_source(ModelSpec(folder=str(folder)), Head("lm_head"))  # what divided engines read
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e25])
+def test_weights_that_are_no_numbers_are_refused_when_they_are_loaded(
+    folder: Path, bad: float
+) -> None:
+    edit(folder / "model.safetensors", lambda t: t[WEIGHT].view(-1)[:1].fill_(bad))
+    spec = TorchPolicySpec(model=ModelSpec(folder=str(folder)), eos_token_id=2)
+    with pytest.raises(ConfigError) as error:
+        spec.build(WorkerContext("actor"))
+    assert str(error.value) == (
+        f"the weights that 'actor' starts from ('{folder}') are not finite, or beyond 1e12: "
+        f"{WEIGHT}\n    give a model folder that was saved before its training "
+        "diverged, or an ordinary initializer_range"
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "gpt2", "gpt_neox", "mixtral"])
+def test_what_save_pretrained_writes_is_taken(name: str, tmp_path: Path) -> None:
+    policy = make_policy(name)
+    policy.save_pretrained(tmp_path / "m")
+    spec = TorchPolicySpec(model=ModelSpec(folder=str(tmp_path / "m")), eos_token_id=2)
+    assert spec.build(WorkerContext("actor")).weights_sha256() == policy.weights_sha256()
+    TorchValueSpec(model=spec.model).build(CONTEXT)
+
+
+HARMLESS: list[Change] = [
+    lambda t: t.update({name: tensor.double() for name, tensor in t.items()}),
+    lambda t: t.update({name: tensor.half() for name, tensor in t.items()}),
+    lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6)}),
+]
+
+
+@pytest.mark.parametrize("change", HARMLESS)
+def test_other_precisions_and_what_old_checkpoints_carry_are_taken(
+    folder: Path, change: Change
+) -> None:
+    edit(folder / "model.safetensors", change)
+    ModelSpec(folder=str(folder)).causal_lm("cpu")
+
+
+def test_a_tied_head_may_stand_in_the_file_too(tmp_path: Path) -> None:
+    make_policy("qwen2-tied").save_pretrained(tmp_path)
+    table = "model.embed_tokens.weight"
+    edit(tmp_path / "model.safetensors", lambda t: t.update({"lm_head.weight": t[table].clone()}))
+    ModelSpec(folder=str(tmp_path)).causal_lm("cpu")
+
+
+def test_a_scalar_head_needs_the_backbone_alone_and_seeds_its_own(folder: Path) -> None:
+    edit(folder / "model.safetensors", lambda t: t.pop("lm_head.weight"))
+    spec = TorchValueSpec(model=ModelSpec(folder=str(folder)), zero_init_head=False)
+    first, second = (spec.build(CONTEXT).weights_sha256() for _ in range(2))
+    assert first == second
+    edit(folder / "model.safetensors", lambda t: t.update({"score.weight": torch.zeros(1, 48)}))
+    assert refusal(folder, "score") == misfit("unexpected: score.weight")
+
+
+def test_a_value_model_is_no_policy(tmp_path: Path) -> None:
+    spec = ModelSpec(architecture=architecture("qwen2"))
+    TorchValueSpec(model=spec).build(CONTEXT).save_pretrained(tmp_path)
+    TorchRewardModelSpec(model=ModelSpec(folder=str(tmp_path))).build(CONTEXT)
+    assert refusal(tmp_path) == misfit("missing: lm_head.weight")
+
+
+HEADS: list[tuple[Change, str]] = [
+    (lambda t: t.pop("value_head.bias"), "missing: value_head.bias"),
+    (lambda t: t["value_head.weight"].fill_(torch.nan), "not finite: value_head.weight"),
+    (
+        lambda t: t.update({"value_head.weight": torch.zeros(1, 5)}),
+        "of another shape: value_head.weight [1, 5], expected [1, 48]",
+    ),
+    (
+        lambda t: t.update({"value_head.bias": torch.zeros(1, dtype=torch.int64)}),
+        "of a type that is no floating point: value_head.bias int64",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "line"), HEADS)
+def test_a_head_that_does_not_fit(tmp_path: Path, change: Change, line: str) -> None:
+    spec = ModelSpec(architecture=architecture("qwen2"))
+    TorchValueSpec(model=spec).build(CONTEXT).save_pretrained(tmp_path)
+    edit(tmp_path / "head.safetensors", change)
+    assert refusal(tmp_path, "value_head") == (
+        f"the weights in 'M/head.safetensors' are not those of a value_head:\n    {line}{WHOLE}"
+    )
+
+
+def config(**changes: Any) -> Callable[[str], bytes]:
+    return lambda text: json.dumps({**json.loads(text), **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", None, "model folder 'M' has no config.json\n    give a local folder"),
+        ("config.json", b"", "'M/config.json' is not JSON: Expecting value"),
+        ("config.json", b"[]", "'M/config.json' holds list; expected an object, {...}" + AGAIN),
+        ("config.json", b"\xff\xfe{", "'M/config.json' is not JSON: 'utf-16-le' codec can't"),
+        ("config.json", b"[" * 99999, "'M/config.json' is not JSON: maximum recursion depth"),
+        ("config.json", b"{}", "'M/config.json': 'model_type' is None, which transformers does"),
+        (
+            "config.json",
+            config(model_type="qwen22"),
+            "'M/config.json': 'model_type' is 'qwen22', which transformers does not know; did you "
+            "mean 'qwen2'?\n    give the model_type of a causal language model, such as qwen2 or "
+            "llama; code of a folder's own is never run",
+        ),
+        (
+            "config.json",
+            b'{"model_type": "t5"}',
+            "'M/config.json': 'model_type' is 't5', of which transformers makes no causal language "
+            "model: ",
+        ),
+        (
+            "config.json",
+            config(quantization_config={"quant_method": "gptq"}),
+            "model folder 'M' holds quantized weights (quantization_config in config.json), which "
+            "cannot be trained\n    give the model as it was before, in 16 or 32 bits",
+        ),
+        (
+            "config.json",
+            config(num_attention_heads=0),
+            "'M/config.json': 'num_attention_heads' is 0; expected an integer from 1 to 16384",
+        ),
+        (
+            "config.json",
+            config(hidden_size=50),
+            misfit()[: -len(WHOLE)] + "\n    of another shape: ",
+        ),
+        ("generation_config.json", b"", "'M/generation_config.json' is not JSON: Expecting value"),
+        ("generation_config.json", b"[]", "'M/generation_config.json' holds list; expected an"),
+        (
+            "generation_config.json",
+            b'{"temperature": 0.7}',
+            "'M/generation_config.json' cannot be saved with the trained model: GenerationConfig "
+            "is invalid: - `temperature`: ",
+        ),
+        (
+            "model.safetensors",
+            None,
+            "model folder 'M' has no weights: expected model.safetensors or "
+            "model.safetensors.index.json\n    give a folder that save_pretrained wrote",
+        ),
+        ("model.safetensors", b"", "'M/model.safetensors' is no whole safetensors file: Error"),
+        ("model.safetensors", b"\xff" * 64, "'M/model.safetensors' is no whole safetensors file"),
+    ],
+)
+def test_broken_files(
+    folder: Path, file: str, change: bytes | Callable[[str], bytes] | None, message: str
+) -> None:
+    whole = folder / file
+    if change is None:
+        whole.unlink()
+    else:
+        whole.write_bytes(change if isinstance(change, bytes) else change(whole.read_text()))
+    assert refusal(folder)[: len(message)] == message
+
+
+def test_keys_of_others_in_a_folders_config_are_left_alone(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_bytes(config(their_own=[1], rope_theta=1e6)(file.read_text()))
+    Head("lm_head").check(ModelSpec(folder=str(folder)))
+
+
+def test_a_truncated_file_and_a_pickle(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert refusal(folder) == (
+        "'M/model.safetensors' is no whole safetensors file: Error while deserializing header: "
+        f"incomplete metadata, file not fully covered{AGAIN}"
+    )
+    file.rename(folder / "pytorch_model.bin")
+    assert "; pytorch_model.bin is a pickle, which is never read\n" in refusal(folder)
+
+
+def test_a_folder_of_several_files_must_hold_what_its_index_says(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {"a.safetensors": names[:9], "b.safetensors": names[9:]}
+    for file, part in files.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    where = {name: file for file, part in files.items() for name in part}
+
+    def say(weight_map: Any) -> None:
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    say(where)
+    Head("lm_head").check(ModelSpec(folder=str(folder)))
+    say({**where, "foo": "a.safetensors"})
+    assert refusal(folder) == f"the files of 'M' do not hold what {INDEX} says: foo{AGAIN}"
+    say({name: file for name, file in where.items() if name != WEIGHT})
+    assert refusal(folder) == f"the files of 'M' do not hold what {INDEX} says: {WEIGHT}{AGAIN}"
+    for unusable in ({}, 3, dict.fromkeys(names, "../a.safetensors"), dict.fromkeys(names, 1)):
+        say(unusable)
+        assert refusal(folder) == (
+            f"'M/{INDEX}' has no usable weight_map; expected tensor names and, for each, the name "
+            f"of a file beside it{AGAIN}"
+        )
+    say(where)
+    save_file({names[-1]: tensors[names[-1]], **load_file(folder / "a.safetensors")},
+              folder / "a.safetensors")  # fmt: skip
+    assert refusal(folder) == (
+        f"'{names[-1]}' stands in two files of 'M': a.safetensors and b.safetensors{AGAIN}"
+    )
+    (folder / "b.safetensors").unlink()
+    assert refusal(folder) == (
+        f"model folder 'M' lacks 1 of the 2 files that its {INDEX} names: b.safetensors{AGAIN}"
+    )

@@ -1,0 +1,322 @@
+"""Whether the fields of a Hugging Face config describe a model that can be computed.
+
+transformers takes any key, and most values, and fails later or computes something else. What a
+user writes is checked key by key; a folder's own config.json may have keys that others put there,
+and only what it says wrongly is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import re
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ...dataflow.errors import ConfigError, nearest
+
+__all__ = ["checked_config", "empty_model", "quiet_transformers"]
+
+_LARGEST: Mapping[str, int] = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 21,
+    "moe_intermediate_size": 1 << 21,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "max_position_embeddings": 1 << 28,
+    "num_local_experts": 1 << 14,
+    "num_experts": 1 << 14,
+    "num_experts_per_tok": 1 << 14,
+}
+"""Sizes, and more than any model has: what is beyond is a slip of the finger. Of experts there may
+be none; of all others there is at least 1."""
+
+_FILE = "config.json"
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+
+_ALSO = frozenset(
+    {
+        "model_type",
+        "torch_dtype",
+        "tie_word_embeddings",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "head_dim",
+        "rope_theta",
+        "rope_scaling",
+        "partial_rotary_factor",
+    }
+)
+"""Keys that models read beside the fields that their config classes declare."""
+
+_TYPE_FAULT = re.compile(r"Field '(\w+)' expected ([\w| ]+), got")
+_TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a text"}
+
+
+class _Fields:
+    """The fields as written, and what their owner's class has where nothing is written.
+
+    Args:
+        given: Keys and values, with `model_type`.
+        kind: The class.
+        folder: Whose config.json they are; None if they are the user's own.
+
+    Attributes:
+        declared: Fields of the class -> their defaults; None for those without.
+    """
+
+    def __init__(self, given: Mapping[str, Any], kind: Any, folder: Path | None) -> None:
+        self.given, self.kind, self.folder = given, kind, folder
+        self.declared = {
+            field.name: None if field.default is dataclasses.MISSING else field.default
+            for field in dataclasses.fields(kind)
+            if field.init
+        }
+
+    def called(self, key: str) -> str:
+        """A key as messages call it."""
+        return _called(key, self.folder)
+
+    def written(self, name: str) -> str:
+        """A field as it is written here: families have names of their own."""
+        own = str(self.kind.attribute_map.get(name, name))
+        return name if name in self.given else own
+
+    def value(self, name: str) -> Any:
+        """What a field says; None if nothing."""
+        key = self.written(name)
+        return self.given.get(key, self.declared.get(key))
+
+    def refusal(self, name: str, expected: str, fix: str = "") -> ConfigError:
+        """What is wrong with a field."""
+        key = self.written(name)
+        where = self.called(key)
+        hint = f"\n    {fix}" if fix else ""
+        return ConfigError(f"{where} is {self.value(name)!r}; expected {expected}{hint}")
+
+
+def checked_config(given: Mapping[str, Any], folder: Path | None = None) -> Any:
+    """The config that some fields describe.
+
+    Args:
+        given: Keys and values, with `model_type`.
+        folder: Whose config.json they are. None if they are the user's own: then a key that the
+            family does not know is refused.
+
+    Raises:
+        ConfigError: Naming the key, what it says and what was expected.
+    """
+    fields = _Fields(given, _family(given, folder), folder)
+    if folder is None:
+        _check_known(fields)
+    _check_sizes(fields)
+    _check_heads(fields)
+    _check_numbers(fields)
+    _check_activations(fields)
+    config = _made(fields)
+    _check_rotary(fields, config)
+    return config
+
+
+def _called(key: str, folder: Path | None) -> str:
+    return f"'model.architecture.{key}'" if folder is None else f"'{folder / _FILE}': '{key}'"
+
+
+def _family(given: Mapping[str, Any], folder: Path | None) -> Any:
+    kind = given.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        typo = nearest(kind, list(CONFIG_MAPPING.keys())) if isinstance(kind, str) else ""
+        raise ConfigError(
+            f"{_called('model_type', folder)} is {kind!r}, which transformers does not know{typo}\n"
+            "    give the model_type of a causal language model, such as qwen2 or llama; code of a "
+            "folder's own is never run"
+        )
+    return CONFIG_MAPPING[kind]
+
+
+def _check_known(fields: _Fields) -> None:
+    common = {field.name for field in dataclasses.fields(transformers.PretrainedConfig)}
+    known = {*fields.declared, *fields.kind.attribute_map, *_ALSO}
+    unknown = [key for key in fields.given if key not in known]
+    written = _written(fields.kind) if unknown else frozenset[str]()
+    for key in unknown:
+        if key not in written:
+            raise ConfigError(
+                f"there is no key {fields.called(key)}{nearest(key, sorted(known))}\n"
+                f"    a {fields.given['model_type']} model has: "
+                f"{', '.join(name for name in fields.declared if name not in common)}"
+            )
+
+
+def _written(kind: Any) -> frozenset[str]:
+    """What transformers itself writes of a config beyond its fields, such as `_name_or_path`."""
+    try:
+        with quiet_transformers():
+            return frozenset(kind().to_dict())
+    except Exception:  # noqa: BLE001 - of many kinds: without its parts a family has no defaults
+        return frozenset()
+
+
+def _check_sizes(fields: _Fields) -> None:
+    for name, largest in _LARGEST.items():
+        size, least = fields.value(name), int("expert" not in name and "moe" not in name)
+        if isinstance(size, int) and not isinstance(size, bool) and not least <= size <= largest:
+            raise fields.refusal(name, f"an integer from {least} to {largest}")
+
+
+def _check_heads(fields: _Fields) -> None:
+    width, heads, keys = map(
+        fields.value, ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    if not isinstance(heads, int) or not isinstance(width, int):
+        return
+    own_size = fields.value("head_dim") is not None or "attention_head_size" in fields.declared
+    # Folders of some families have heads of a rounded size, which their tensors tell.
+    if fields.folder is None and not own_size and width % heads:
+        raise fields.refusal(
+            "hidden_size",
+            f"a multiple of {fields.written('num_attention_heads')}={heads}",
+            f"change one of the two, as to {width - width % heads or heads}, or set head_dim",
+        )
+    if isinstance(keys, int) and heads % keys:
+        raise fields.refusal(
+            "num_key_value_heads",
+            f"a number that divides {fields.written('num_attention_heads')}={heads}",
+        )
+    experts = fields.value("num_local_experts") or fields.value("num_experts")
+    chosen = fields.value("num_experts_per_tok")
+    if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts:
+        raise fields.refusal("num_experts_per_tok", f"at most the {experts} experts there are")
+
+
+def _check_numbers(fields: _Fields) -> None:
+    for name, value in fields.given.items():
+        if not isinstance(value, float | int) or isinstance(value, bool):
+            continue
+        if not math.isfinite(value):
+            raise fields.refusal(name, "a finite number")
+        if value <= 0 and (name.endswith(("_eps", "_epsilon")) or name == "rope_theta"):
+            raise fields.refusal(name, "a number above 0")
+        if value < 0 and name.endswith("_range"):
+            raise fields.refusal(name, "a number of at least 0")
+        if not 0 <= value <= 1 and name.endswith(("_dropout", "_pdrop")):
+            raise fields.refusal(name, "a share from 0 to 1")
+
+
+def _check_activations(fields: _Fields) -> None:
+    for name in _ACTIVATIONS:
+        value = fields.value(name)
+        if isinstance(value, str) and value not in ACT2FN:
+            raise fields.refusal(
+                name,
+                f"an activation that transformers has{nearest(value, list(ACT2FN))}",
+                "common ones are: silu, gelu, gelu_new, relu",
+            )
+
+
+def _made(fields: _Fields) -> Any:
+    """The config object; transformers checks the types of what it declares."""
+    kinds = copy.deepcopy(dict(fields.given))  # transformers writes to what it is given
+    kind, folder = kinds.pop("model_type"), fields.folder
+    try:
+        with quiet_transformers():
+            if folder is None:
+                return AutoConfig.for_model(kind, **kinds)
+            return AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # of many kinds, its own among them
+        fault = _TYPE_FAULT.search(str(error))
+        if fault is not None:
+            raise fields.refusal(fault[1], _TYPES.get(fault[2], fault[2])) from None
+        raise ConfigError(
+            f"{fields.called('model_type')} is {kind!r}, and transformers makes no config of the "
+            f"fields beside it: {' '.join(str(error).split()):.300}"
+        ) from None
+
+
+def empty_model(config: Any, folder: Path | None = None) -> Any:
+    """The language model of a config, without memory for its weights.
+
+    Args:
+        config: From `checked_config`.
+        folder: Whose it is.
+
+    Raises:
+        ConfigError: If transformers has none, or cannot make it.
+    """
+    auto: Any = transformers.AutoModelForCausalLM
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            return auto.from_config(config)
+    except Exception as error:  # of many kinds
+        reason = str(error).split(".\n")[0].splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"{_called('model_type', folder)} is {config.model_type!r}, of which transformers "
+            f"makes no causal language model: {reason:.200}"
+        ) from None
+
+
+@contextmanager
+def quiet_transformers() -> Generator[None]:
+    """Hide progress bars, and the load report that a backbone without its head always gives."""
+    logging: Any = transformers.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _check_rotary(fields: _Fields, config: Any) -> None:
+    for rotary in _rotaries(getattr(config, "rope_parameters", None)):
+        kind = rotary.get("rope_type", "default")
+        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+            raise fields.refusal(
+                "rope_parameters" if "rope_parameters" in fields.given else "rope_scaling",
+                f"a rope_type of default, {', '.join(ROPE_INIT_FUNCTIONS)}",
+            )
+        theta = rotary.get("rope_theta", 1.0)
+        if not isinstance(theta, float | int) or not theta > 0 or not math.isfinite(theta):
+            name = "rope_theta" if "rope_theta" in fields.given else "rope_parameters"
+            raise fields.refusal(name, "a number above 0 as rope_theta")
+        size = fields.value("head_dim")
+        if size is None and fields.value("num_attention_heads"):
+            size = config.hidden_size // config.num_attention_heads
+        whole = rotary.get("partial_rotary_factor") in (None, 1, 1.0)
+        if whole and isinstance(size, int) and size % 2:
+            name = "head_dim" if "head_dim" in fields.given else "hidden_size"
+            raise fields.refusal(
+                name,
+                f"a size that gives heads an even number of dimensions, not {size}",
+                "rotary positions turn the dimensions of a head in pairs",
+            )
+
+
+def _rotaries(found: Any) -> Iterator[Mapping[str, Any]]:
+    """The rotary positions of a config; some families have other ones for each kind of layer."""
+    if not isinstance(found, Mapping):
+        return
+    parts: list[Any] = list(found.values())  # pyright: ignore[reportUnknownArgumentType]
+    if parts and all(isinstance(part, Mapping) for part in parts):
+        yield from parts
+    else:
+        yield found  # pyright: ignore[reportUnknownMemberType]

@@ -1,0 +1,258 @@
+"""What a model folder holds, looked at before anything is built from it.
+
+Only headers are read here, of every file, in milliseconds: the weights themselves are looked at
+where they have been loaded. transformers fills what a folder lacks with random numbers, and takes
+what it has too much for nobody's; here both are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import transformers
+from torch import Tensor
+
+from ...dataflow.errors import ConfigError
+from ..training.weight_checks import refuse_faults, some
+from .architecture import checked_config, empty_model, quiet_transformers
+
+__all__ = ["check_tensors", "folder_config", "load_faults", "owner_words", "weight_files"]
+
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A tensor as its file's header says it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """A JSON file that is an object.
+
+    Raises:
+        ConfigError: If it cannot be read, or is something else.
+    """
+    try:
+        found: Any = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"'{file}' cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # no JSON, or bytes that are no UTF-8
+        raise ConfigError(f"'{file}' is not JSON: {error}\n    {_AGAIN}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"'{file}' holds {type(found).__name__}; expected an object, {{...}}\n    {_AGAIN}"
+        )
+    return found  # pyright: ignore[reportUnknownVariableType]
+
+
+_AGAIN = "copy the folder again, or give one that save_pretrained wrote"
+
+
+def folder_config(folder: Path) -> Any:
+    """The Hugging Face config of a folder.
+
+    Raises:
+        ConfigError: If there is none, or it describes no model that can be computed.
+    """
+    file = folder / _CONFIG
+    if not file.is_file():
+        raise ConfigError(
+            f"model folder '{folder}' has no config.json\n    give a local folder written by "
+            "save_pretrained; models are never downloaded"
+        )
+    found = _read_json(file)
+    quantized = found.get("quantization_config")
+    if quantized:
+        raise ConfigError(
+            f"model folder '{folder}' holds quantized weights (quantization_config in config.json)"
+            ", which cannot be trained\n    give the model as it was before, in 16 or 32 bits"
+        )
+    return checked_config(found, folder)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder.
+
+    Raises:
+        ConfigError: If there are none, or the index names others than there are.
+    """
+    index = folder / _INDEX
+    if not index.is_file():
+        if (folder / _ONE).is_file():
+            return [folder / _ONE]
+        others = sorted(
+            file.name for pattern in ("*.bin", "*.pt*") for file in folder.glob(pattern)
+        )
+        what = f"; {others[0]} is a pickle, which is never read" if others else ""
+        raise ConfigError(
+            f"model folder '{folder}' has no weights: expected {_ONE} or {_INDEX}{what}\n"
+            "    give a folder that save_pretrained wrote"
+        )
+    names = sorted(set(_weight_map(index).values()))
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise ConfigError(
+            f"model folder '{folder}' lacks {len(absent)} of the {len(names)} files that its "
+            f"{_INDEX} names: {some(absent)}\n    {_AGAIN}"
+        )
+    return [folder / name for name in names]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    found = _read_json(index).get("weight_map")
+    entries: dict[Any, Any] = found if isinstance(found, dict) else {}
+    names = [*entries.values()]
+    plain = all(isinstance(name, str) and Path(name).name == name for name in names)
+    if not entries or not plain:
+        raise ConfigError(
+            f"'{index}' has no usable weight_map; expected tensor names and, for each, the name of "
+            f"a file beside it\n    {_AGAIN}"
+        )
+    return entries
+
+
+def _headers(folder: Path) -> dict[str, _Saved]:
+    """All tensors of a folder.
+
+    Raises:
+        ConfigError: If a file is damaged, or files and index disagree.
+    """
+    saved: dict[str, _Saved] = {}
+    for file in weight_files(folder):
+        try:
+            with safetensors.safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - no mapping, it has only this method
+                    part = opened.get_slice(name)
+                    if name in saved:
+                        raise ConfigError(
+                            f"'{name}' stands in two files of '{folder}': {saved[name].file} and "
+                            f"{file.name}\n    {_AGAIN}"
+                        )
+                    saved[name] = _Saved(tuple(part.get_shape()), part.get_dtype(), file.name)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"'{file}' is no whole safetensors file: {error}\n    {_AGAIN}"
+            ) from None
+    index = folder / _INDEX
+    if index.is_file():
+        listed = _weight_map(index)
+        wrong = [name for name in listed if name not in saved or saved[name].file != listed[name]]
+        wrong += [name for name in saved if name not in listed]
+        if wrong:
+            raise ConfigError(
+                f"the files of '{folder}' do not hold what {_INDEX} says: {some(wrong)}\n"
+                f"    {_AGAIN}"
+            )
+    return saved
+
+
+def check_tensors(folder: Path, *, scalar_head: bool) -> None:
+    """Require that a folder has every weight of a model, and nothing else.
+
+    What a scalar head needs beyond the backbone is its own; a language model's head that lies there
+    is left alone then. Tied weights stand in a file once or twice, and what old checkpoints keep
+    of their buffers is ignored by name.
+
+    Args:
+        folder: In Hugging Face's layout.
+        scalar_head: Whether the backbone alone is taken.
+
+    Raises:
+        ConfigError: With all that is missing, unexpected, or of another shape or type.
+    """
+    config = folder_config(folder)
+    _check_generation(folder)
+    saved = _headers(folder)
+    model = empty_model(config, folder)
+    kind, prefix = type(model), f"{model.base_model_prefix}."
+    head = frozenset(n for n, _ in model.named_parameters() if not n.startswith(prefix))
+    integers = [
+        f"{name} {_dtype_words(one.dtype)}"
+        for name, one in saved.items()
+        if one.dtype not in _FLOATS and not _is_ignored(kind, name)
+    ]
+    faults = {"of a type that is no floating point": integers}
+    if not any(".experts." in name for name in saved):  # merged when they are loaded, which is dear
+        faults |= _misfits(folder, kind, config, saved, head if scalar_head else frozenset[str]())
+    refuse_faults(folder, owner_words(config), faults)
+
+
+def owner_words(config: Any) -> str:
+    """What the weights of a folder are to be those of."""
+    return f"the '{config.model_type}' model that its config.json describes"
+
+
+def _misfits(
+    folder: Path, kind: Any, config: Any, saved: Mapping[str, _Saved], free: frozenset[str]
+) -> dict[str, list[str]]:
+    """What transformers would make of the tensors, found by loading ones without memory."""
+    nothing = torch.zeros(())
+    tensors: dict[str, Tensor] = {name: nothing.expand(one.shape) for name, one in saved.items()}
+    try:
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            _, info = kind.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # to hear of all of them
+            )
+    except Exception as error:  # of many kinds
+        raise ConfigError(
+            f"transformers cannot load the tensors in '{folder}': "
+            f"{' '.join(str(error).split()):.300}\n    {_AGAIN}"
+        ) from None
+    faults = load_faults(info)
+    return {**faults, "missing": [name for name in faults["missing"] if name not in free]}
+
+
+def load_faults(info: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What a load by transformers says went wrong."""
+    return {
+        "missing": sorted(info["missing_keys"]),
+        "unexpected": sorted(info["unexpected_keys"]),
+        "of another shape": [
+            f"{name} {list(there)}, expected {list(wanted)}"
+            for name, there, wanted in sorted(info["mismatched_keys"])
+        ],
+    }
+
+
+def _check_generation(folder: Path) -> None:
+    """Transformers reads this file with the model, and refuses to write it back if it is wrong."""
+    file = folder / _GENERATION
+    if not file.exists():
+        return
+    found = _read_json(file)
+    try:
+        with quiet_transformers():
+            transformers.GenerationConfig.from_dict(found).validate(strict=True)
+    except Exception as error:  # TypeErrors of comparisons among them
+        text = " ".join(str(error).split("If you're using")[0].split())
+        raise ConfigError(
+            f"'{file}' cannot be saved with the trained model: {text}\n"
+            "    correct it, or remove the file: it says nothing that a run reads"
+        ) from None
+
+
+def _is_ignored(kind: Any, name: str) -> bool:
+    patterns: Iterable[str] = kind._keys_to_ignore_on_load_unexpected or ()  # the class's own
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _dtype_words(dtype: str) -> str:
+    return {"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"}.get(dtype, dtype)

@@ -371,7 +371,10 @@ def check_models(stage: str, home: RunFolder) -> None:
             damaged.
     """
     try:
-        written = json.loads(home.summary.read_bytes())["files_sha256"]
+        summary = json.loads(home.summary.read_bytes())
+        if summary["stage"] == stage and "files_sha256" not in summary:
+            return  # of a version that did not write them
+        written = summary["files_sha256"]
         there = files_sha256(home.path / MODELS)
         changed = sorted(dict(written.items() ^ there.items()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

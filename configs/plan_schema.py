@@ -15,7 +15,7 @@ from ..planner.inputs.cluster import DeviceSpec, LinkSpec, NodeGroup
 from ..planner.inputs.workload import Lengths
 from ..workers.engines.registry import check_engine
 from ..workers.executors.registry import PARALLEL_EXECUTOR, check_executor
-from .schema import FileName, GroupName, Section
+from .schema import FileName, Section
 
 __all__ = [
     "ANY_ENGINE",
@@ -39,7 +39,7 @@ Width = Annotated[int, Field(ge=16, le=1 << 16, multiple_of=16)]
 class ClusterConfig(Section):
     """What the plan is for: equal nodes, or groups of them."""
 
-    name: GroupName
+    name: FileName
     """What the plan calls it."""
     num_nodes: AtLeastOne = 1
     """Nodes; all equal."""

@@ -151,7 +151,11 @@ def _is_library(filename: str) -> bool:
     path = Path(filename).resolve()
     paths = sysconfig.get_paths()
     folders = {paths["stdlib"], paths["purelib"], paths["platlib"], site.getusersitepackages()}
-    libraries = (_OUR_PACKAGE, *(Path(folder).resolve() for folder in folders))
+    ours = (
+        _OUR_PACKAGE / name
+        for name in ("algorithms", "configs", "dataflow", "launch", "planner", "workers")
+    )
+    libraries = (*ours, *(Path(folder).resolve() for folder in folders))
     script = path.parent == Path(sysconfig.get_path("scripts")).resolve()
     return script or any(path.is_relative_to(folder) for folder in libraries)
 

@@ -151,10 +151,10 @@ def _no_sudden_end() -> Generator[None]:
     """
     own, end = os.getpid(), os._exit
 
-    def refused(code: int) -> NoReturn:
+    def refused(status: int) -> NoReturn:
         if os.getpid() != own:
-            end(code)
-        raise SystemExit(code)
+            end(status)
+        raise SystemExit(status)
 
     os._exit = refused
     try:

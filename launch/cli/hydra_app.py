@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
@@ -95,8 +96,6 @@ def _arranged(command: str, arguments: list[str]) -> list[str]:
                 f"'{word[:40]}...' has {len(word)} characters; at most {_MOST_CHARACTERS} can be "
                 "given on the command line\n    write long values in a YAML file: --config-dir"
             )
-    keys = [_forced(word) for word in arguments if _is_key(word)]
-    options = [word for word in arguments if not _is_key(word)]
     parser: Any = get_args_parser()
 
     def refuse(reason: str) -> NoReturn:
@@ -106,14 +105,12 @@ def _arranged(command: str, arguments: list[str]) -> list[str]:
         )
 
     parser.error = refuse
-    if "--version" not in options:
-        parser.parse_args([*keys, *options])
-    return [*keys, *options]
-
-
-def _is_key(word: str) -> bool:
-    """Whether a word sets a key, and is no option or an option's value."""
-    return "=" in word and not word.startswith("-") or word.startswith("~")
+    if "--version" in arguments:
+        return arguments
+    keys: list[str] = parser.parse_intermixed_args(arguments).overrides
+    left = list(keys)
+    options = [word for word in arguments if word not in left or left.remove(word)]
+    return [*map(_forced, keys), *options]
 
 
 def compose(command: str, overrides: list[str]) -> dict[str, Any]:
@@ -160,11 +157,14 @@ def _check_sweep(command: str, words: list[str]) -> None:
     Raises:
         ConfigError: For the first such job.
     """
-    keys = [word for word in words if _is_key(word)]
+    keys: list[str] = get_args_parser().parse_intermixed_args(words).overrides
     if any(word.lstrip("+").startswith("resume=") for word in keys):
         raise ConfigError("resume= continues one run\n    leave --multirun out")
-    with _our_messages():
-        parsed = OverridesParser.create().parse_overrides(keys)
+    if any("hydra/sweeper=" in key for key in keys):
+        return  # one that looks for jobs itself
+    with _our_messages(), hydra.initialize_config_module(CONFIGS, version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(keys)
         batches = BasicSweeper.split_arguments(parsed, None)
     for job in (job for batch in batches for job in batch):
         own = [word for word in job if not word.lstrip("+").startswith("hydra")]

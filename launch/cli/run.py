@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError
+from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError, WorkerError
 from ..inputs.failures import foreseen
 from ..run_dir.stop import Terminated, say
 from ..run_dir.trackers.jsonl import METRICS
@@ -200,6 +200,8 @@ def _ended_early(folder: RunFolder, is_new: bool) -> Generator[None]:
         begun = any(file.stat().st_size for file in folder.path.rglob(METRICS))
         if not isinstance(error, PenstockError | KeyboardInterrupt | Terminated):
             error = foreseen(error, running=begun or not is_new)
+        if begun and isinstance(error, NOT_STARTED):
+            error = WorkerError(str(error)).with_traceback(error.__traceback__)
         if not isinstance(error, NOT_STARTED):
             error.add_note(f"to continue: penstock run resume={folder.path}")
         elif is_new and not begun:

@@ -101,7 +101,9 @@ def _ids(given: Sequence[int] | str, at: str, cluster: ClusterSpec) -> tuple[int
             found = _RANGE.fullmatch(piece)
             if found is None:
                 raise ConfigError(f"'{at}': expected ids such as \"0-7, 12\", got {given!r}")
-            ids += range(int(found[1]), int(found[2] or found[1]) + 1)
+            first, last = int(found[1]), int(found[2] or found[1])
+            # No more of them than show that there is one too many.
+            ids += range(first, min(last, max(first, cluster.num_devices)) + 1)
     for device in ids:
         if not 0 <= device < cluster.num_devices:
             raise ConfigError(

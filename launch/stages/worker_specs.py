@@ -24,11 +24,10 @@ from ...workers.engines.registry import DEFAULT, ENGINES
 from ...workers.models.averaged_weights import mean_folder
 from ...workers.models.heads import Head, HeadName
 from ...workers.models.spec import ModelSpec
-from ...workers.rewards.mixture import TASK_REWARDS
+from ...workers.rewards.mixture import TASK_REWARDS, check_verifiers
 from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ...workers.training.optimizer import OptimizerSpec
-from ...workers.verifiers.verifiers import find_verifier
 from ..inputs.compose import Resolved
 from ..inputs.data import Data
 from ..inputs.engines import Engines, engines_of
@@ -131,7 +130,7 @@ def check_options(stage: Stage, run: Resolved) -> None:
             continue
         if plan.worker in TASK_REWARDS:
             _check(TASK_REWARDS[plan.worker], plan.config.options, at, plan.worker, _OF_REWARDS)
-            _check_verifier(plan.config.options)
+            check_verifiers(plan.worker, plan.config.options)
             continue
         kind = _spec_class(engines.train, plan.worker)
         _check(kind, plan.config.options, at, plan.worker)
@@ -188,12 +187,6 @@ def _check(
         kind(**unknown, **options)
     except ValueError as error:
         raise ConfigError(f"'{at}': {error}") from None
-
-
-def _check_verifier(options: Mapping[str, Any]) -> None:
-    """Load the verifier that a reward names, if it names one; a worker does so again."""
-    if options.get("verifier") is not None:
-        find_verifier(options["verifier"], options.get("verifier_options"))
 
 
 def _check_apart(stage: Stage, engines: Engines) -> None:

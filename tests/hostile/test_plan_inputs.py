@@ -69,7 +69,6 @@ plan.models={nobody:tiny}
 plan.models={actor:/proc}
 plan.calibration=/nope
 plan.calibration=/proc
-plan.calibration=/etc/hostname
 plan.pins.together=[[a]]
 plan.pins.together=[[actor,nobody]]
 plan.pins.apart=[[actor,actor]]

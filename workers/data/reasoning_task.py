@@ -211,10 +211,10 @@ class _Template:
                 "    write fields as {name}, and braces that are text twice: {{ }}"
             ) from error
         self._fields = [name for _, name, _, _ in parsed if name is not None]
-        if any(form or conversion for _, _, form, conversion in parsed):
+        if any(form for _, _, form, _ in parsed):
             raise ConfigError(
                 f"prompt_template {spec.prompt_template!r} gives a field a format\n"
-                "    fields are filled in as they are: {name}, without : or !"
+                "    fields are filled in as they are: {name}, without :"
             )
         if not self._fields:
             raise ConfigError(

@@ -30,11 +30,11 @@ from ..engines.torch_engine.specs import TorchRewardModelSpec
 from ..models.spec import ModelSpec
 from ..models.tokenizer import TokenizerSpec
 from ..verifiers.child import USER_ERRORS
-from ..verifiers.verifiers import blame, import_user_module
-from .kinds import PART_KINDS
+from ..verifiers.verifiers import blame, import_user_module, load_verifier
+from .kinds import PART_KINDS, RULES
 from .rule_reward import LARGEST
 
-__all__ = ["TASK_REWARDS", "Mixture", "MixturePart", "MixtureSpec"]
+__all__ = ["TASK_REWARDS", "Mixture", "MixturePart", "MixtureSpec", "check_verifiers"]
 
 _LEARNED = "reward_model"
 _MAKES = "it must be a function of the part's options that returns a Reward or its spec"
@@ -183,6 +183,26 @@ def _check(name: str, part: MixturePart) -> None:
                 f"{nearest(str(key), own)}"
             )
     kind(task=None, tokenizer=None, **given)  # refuses values out of range
+
+
+def check_verifiers(worker: str, options: Mapping[str, Any]) -> None:
+    """Load the verifiers that a reward, or the parts of a mixture, will ask for.
+
+    Args:
+        worker: A name of `TASK_REWARDS`.
+        options: Of its spec, which have been checked.
+
+    Raises:
+        ConfigError: If one cannot be loaded, or needs a sandbox that this machine lacks.
+    """
+    unknown: dict[str, Any] = {"task": None, "tokenizer": None}
+    if worker in RULES:
+        spec = RULES[worker](**unknown, **options)
+        if spec.verifier is not None:
+            load_verifier(spec.verifier, spec.verifier_options)
+    elif worker == "mixture":
+        for part in MixtureSpec(**unknown, **options).checked().values():
+            check_verifiers(part.worker, part.options or {})
 
 
 class Mixture(Reward):

@@ -35,6 +35,8 @@ __all__ = ["Outcome", "VerifierPool"]
 
 _CHILD = Path(__file__).with_name("child.py")
 _STOP_S = 5.0
+_END_S = 0.5
+"""Between a process's closing its end and its own."""
 """Seconds a killed process may take to vanish."""
 _MOST_REPLY = 1 << 16
 """Most bytes of a reply."""
@@ -210,8 +212,10 @@ class _Run:
                 selector.register(child.calls, selectors.EVENT_WRITE, child.send)
             nearest = min([self._deadline, *(child.deadline for child in working)])
             events = selector.select(max(0.0, nearest - time.monotonic()))
+        # Not looked at again below: replacing a process takes time, in which others may reply.
+        now_s = time.monotonic()
         for child in sending:
-            child.tended_s = time.monotonic()
+            child.tended_s = now_s
         for key, _ in events:
             key.data()
         for child in working:
@@ -219,7 +223,7 @@ class _Run:
                 self._died(child)
             elif child.has_replied:
                 self._read(child)
-            elif time.monotonic() >= child.deadline:
+            elif now_s >= child.deadline:
                 self._expired(child)
 
     def _read(self, child: _Child) -> None:
@@ -235,9 +239,12 @@ class _Run:
 
     def _died(self, child: _Child) -> None:
         code = child.exit_code()
-        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        if code is None:
+            how = "closed its replies and went on"
+        else:
+            how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         when = " before it was ready" if child.row == _MAKING else ""
-        self._failed(child, f"the verifier's process ended {how}{when}\n")
+        self._failed(child, f"the verifier's process {how}{when}\n")
 
     def _expired(self, child: _Child) -> None:
         if child.row == _MAKING:
@@ -380,12 +387,17 @@ class _Child:
             return Outcome(error=error)
         return None
 
-    def exit_code(self) -> int:
-        """Exit code of a process that has closed its end, or minus the signal that ended it."""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it closed its end and went on
-            self.process.wait(timeout=_STOP_S)
-        self.stop()
-        return self.process.wait(timeout=_STOP_S)
+    def exit_code(self) -> int | None:
+        """Exit code of a process that has closed its end, or minus the signal that ended it.
+
+        None if it lives on.
+        """
+        try:
+            return self.process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            self.stop()
 
     def stop(self) -> None:
         """Have the process and all that it has started killed, and wait for that; idempotent."""

@@ -30,7 +30,6 @@ __all__ = [
     "Verifier",
     "blame",
     "exact_match",
-    "find_verifier",
     "import_user_module",
     "load_verifier",
     "make_verifier",
@@ -89,7 +88,7 @@ def make_verifier(reward: str, options: Mapping[str, Any] | None = None) -> Veri
     math-verify imports sympy and builds its grammars when first used, which takes seconds; that
     must not count against a call's time limit.
     """
-    verifier = find_verifier(reward, options)
+    verifier = _with_options(reward, options)
     if reward == "math_verify":
         verifier("", "$\\frac{1}{2}$ and 2", "1/2")
     if reward == "code_tests":
@@ -112,7 +111,7 @@ def load_verifier(reference: str, options: Mapping[str, Any] | None = None) -> V
         ConfigError: If there is no such function, its module fails, it does not take
             (prompt, response, answer) and the options, or it needs a sandbox this machine lacks.
     """
-    verifier = find_verifier(reference, options)
+    verifier = _with_options(reference, options)
     # Without options it is loaded where a task is read, which may be another machine.
     if reference == "code_tests" and options is not None:
         check_sandbox(**_sandbox_options(options))
@@ -120,12 +119,7 @@ def load_verifier(reference: str, options: Mapping[str, Any] | None = None) -> V
     return verifier
 
 
-def find_verifier(reference: str, options: Mapping[str, Any] | None = None) -> Verifier:
-    """`load_verifier` without asking for the sandbox, which is needed only where it will run.
-
-    Raises:
-        ConfigError: As `load_verifier` does, but for the sandbox.
-    """
+def _with_options(reference: str, options: Mapping[str, Any] | None) -> Verifier:
     found = _load(reference)
     if not options:
         return found

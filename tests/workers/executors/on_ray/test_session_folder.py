@@ -26,8 +26,10 @@ import subprocess, sys
 from penstock.workers.executors.on_ray.session_folder import SessionFolder
 folder = SessionFolder()
 code = "import time; time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", code, f"{folder.path}/session/raylet"])
-print(folder.path, child.pid, flush=True)
+session = f"{folder.path}/session/"
+child = subprocess.Popen(["/ray/raylet", "-c", code, session], executable=sys.executable)
+other = subprocess.Popen([sys.executable, "-c", code, session])
+print(folder.path, child.pid, other.pid, flush=True)
 sys.stdin.read()
 """
 
@@ -42,7 +44,7 @@ def test_what_a_killed_process_left_is_cleared(top: Path) -> None:
     )
     assert holder.stdout is not None
     assert holder.stdin is not None
-    path, pid = holder.stdout.readline().split()
+    path, pid, other = holder.stdout.readline().split()
     beside = SessionFolder()  # the other one lives: nothing is cleared
     assert Path(path).is_dir()
     os.kill(int(pid), 0)
@@ -53,6 +55,7 @@ def test_what_a_killed_process_left_is_cleared(top: Path) -> None:
     assert not Path(path).exists()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
+    os.kill(int(other), 9)  # it only names the folder, so it is left alone
     again.remove()
     assert list(top.iterdir()) == []
     for pipe in (holder.stdin, holder.stdout):

@@ -262,7 +262,7 @@ def empty_model(config: Any, folder: Path | None = None) -> Any:
     auto: Any = transformers.AutoModelForCausalLM
     try:
         with quiet_transformers(), torch.device("meta"):
-            return auto.from_config(config)
+            return auto.from_config(config, attn_implementation="sdpa")  # as it is built later
     except Exception as error:  # of many kinds
         reason = str(error).split(".\n")[0].splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(

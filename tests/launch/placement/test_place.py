@@ -157,11 +157,11 @@ def test_a_run_that_fits_nowhere_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_the_planner_does_not_know_runs_on_one_rank(tmp_path: Path) -> None:
-    _, choice = planned(tmp_path, calibration(), "model.architecture.model_type=gpt_neox")
+    _, choice = planned(tmp_path, calibration(), "model.architecture.model_type=gemma")
     assert choice.plan.groups == (GroupPlan(name="all"),)
     assert choice.note.startswith(
         "placement: everything on one rank; nothing was planned: cannot plan for model_type "
-        "'gpt_neox'"
+        "'gemma'"
     )
 
 

@@ -54,9 +54,10 @@ class _Mounts:
         self.run("mount", "--bind", folder, folder)
         self.run("mount", "-o", "remount,bind,ro", folder)
 
-    def tiny(self, folder: Path) -> None:
-        """Lay a disk over a folder that has room for names and for no byte."""
-        self.run("mount", "-t", "tmpfs", "-o", f"size={PAGE_BYTES}", "none", folder)
+    def tiny(self, folder: Path, spare_bytes: int) -> None:
+        """Lay a disk over a folder that has room for names, and for so many bytes."""
+        size_bytes = spare_bytes + PAGE_BYTES
+        self.run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", folder)
         (folder / _FILLER).write_bytes(bytes(PAGE_BYTES))
 
 
@@ -147,7 +148,7 @@ class Moment:
             target.mkdir(parents=True, exist_ok=True)
             MOUNTS.read_only(target)
         elif self.action == "tiny":
-            MOUNTS.tiny(target)
+            MOUNTS.tiny(target, self.spare_pages * PAGE_BYTES)
         elif self.action == "names":
             _fill_names(folder)
         elif self.action == "bytes":
@@ -156,8 +157,8 @@ class Moment:
 
     def undo(self, folder: Path) -> None:
         """Give back the space."""
-        if self.action in ("tiny", "read only") and (target := self._target(folder)).exists():
-            MOUNTS.run("umount", target)
+        if self.action in ("tiny", "read only") and os.path.ismount(self._target(folder)):
+            MOUNTS.run("umount", self._target(folder))
         (folder / _FILLER).unlink(missing_ok=True)
         shutil.rmtree(folder / f"{_FILLER}s", ignore_errors=True)
 
@@ -184,6 +185,7 @@ _MAIN = r"seed0/"
 _STEP = r"os.mkdir .*seed0/checkpoints/step-0000000{}\.writing$"
 _READ_ONLY = r"'[^\n']*runs[^\n']*': Read-only file system"
 _GONE = r"'[^\n']*runs[^\n']*': No such file or directory"
+_NO_MODEL = r"model folder '[^\n]*' has no config.json"
 _TENSORBOARD = ("tracker=tensorboard",)
 _RAY = ("tracker=none", "executor=ray")
 
@@ -211,9 +213,10 @@ MOMENTS = (
     Moment("examples.jsonl", r"open .*/examples\.jsonl"),
     Moment("before.json", r"open .*/\.before\.json"),
     Moment("first step", r"os.rename .*/\.before\.json"),
-    Moment("TensorBoard's events", r"open .*seed0/tensorboard/.*\.1$", nth=3, words=_TENSORBOARD),
-    Moment("disk of TensorBoard, in the middle", r"open .*seed0/tensorboard/.*\.1$", "tiny",
-           "RUN/tensorboard", codes=(0,), warns=True, nth=3, words=_TENSORBOARD),
+    Moment("TensorBoard's folder", r"os.mkdir .*seed0/tensorboard$", "names", words=_TENSORBOARD),
+    Moment("TensorBoard's events", r"open .*seed0/tensorboard/", words=_TENSORBOARD),
+    Moment("disk of TensorBoard, in the middle", r"open .*seed0/tensorboard/", "tiny",
+           "RUN/tensorboard", 1, codes=(0,), warns=True, words=_TENSORBOARD),
     Moment("folder of checkpoints", r"os.mkdir .*seed0/checkpoints$", "names"),
     Moment("weights of the first checkpoint", _STEP.format(2)),
     Moment("optimizer of a checkpoint", _STEP.format(4), spare_pages=3),
@@ -223,7 +226,7 @@ MOMENTS = (
     Moment("name of a checkpoint", r"os.rename .*00004\.writing$", "names"),
     Moment("steps after a checkpoint", r"os.rename .*00004\.writing$"),
     Moment("weights of the last checkpoint", _STEP.format(6)),
-    Moment("removal of old checkpoints", r"os.rename .*00000002$"),
+    Moment("removal of old checkpoints", r"os.rename .*00000002$", codes=(0,)),
     Moment("models", r"os.mkdir .*seed0/models/actor.writing$", nth=2),
     Moment("curve.svg", r"open .*/curve\.svg"),
     Moment("summary.json", r"open .*seed0/\.summary\.json"),
@@ -231,20 +234,22 @@ MOMENTS = (
     Moment("read only from the start", "", "read only", "runs", codes=(2,), reason=_READ_ONLY),
     Moment("checkpoints read only", _STEP.format(4), "read only", "RUN/checkpoints",
            reason=_READ_ONLY),
+    Moment("old checkpoints read only", r"os.rename .*00000002$", "read only", "RUN/checkpoints",
+           reason=_READ_ONLY),
     Moment("run read only between checkpoints", r"os.rename .*00004\.writing$", "read only", "RUN",
            reason=_READ_ONLY),
     Moment("run read only in the export", r"os.mkdir .*seed0/models/actor.writing$", "read only",
            "RUN", reason=_READ_ONLY, nth=2),
     # Deleted under the run.
     Moment("run folder deleted", r"os.mkdir .*seed0/checkpoints$", "delete", "RUN",
-           codes=(1, 2), reason=_GONE, nth=2),
+           reason=_GONE, nth=2),
     Moment("checkpoint deleted as it is written", r"open .*00004\.writing/run\.json", "delete",
            "RUN/checkpoints", reason=_GONE),
     Moment("checkpoints deleted between two", r"os.mkdir .*seed0/checkpoints$", "delete",
            "RUN/checkpoints", codes=(0,), nth=2),
-    Moment("stages deleted", _STEP.format(2), "delete", "RUN/stages", codes=(0,)),
-    Moment("models of the first stage deleted", r"open .*sft/\.summary\.json", "delete",
-           "RUN/stages/sft/models"),
+    Moment("stages deleted", _STEP.format(2), "delete", "RUN/stages", reason=_NO_MODEL),
+    Moment("first stage deleted as it ends", r"os.rename .*sft/\.summary\.json", "delete",
+           "RUN/stages/sft", reason=_GONE),
     # Workers in processes of their own.
     Moment("weights of a checkpoint, on Ray", _STEP.format(4), words=_RAY),
     Moment("steps after a checkpoint, on Ray", r"os.rename .*00004\.writing$", words=_RAY),
@@ -254,7 +259,5 @@ MOMENTS = (
 def chosen(part: str, *, with_ray: bool) -> list[Moment]:
     """The moments whose name contains a text."""
     return [
-        moment
-        for moment in MOMENTS
-        if part in moment.name and (with_ray or moment.words != _RAY)
+        moment for moment in MOMENTS if part in moment.name and (with_ray or moment.words != _RAY)
     ]

@@ -90,8 +90,8 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
         folder = resumed.folder
         _check_unchanged(folder, job.data.fingerprint, code, console)
     with (
-        folder.locked(),
         _ended_early(folder, resumed is None),
+        folder.locked(),
         PeakMemory() as memory,
         trackers,
         threads_within(job.run.placement.executor.num_threads),
@@ -197,10 +197,13 @@ def _ended_early(folder: RunFolder, is_new: bool) -> Generator[None]:
     try:
         yield
     except BaseException as error:
-        begun = any(file.stat().st_size for file in folder.path.rglob(METRICS))
+        gone = not folder.about.exists()
+        begun = gone or any(file.stat().st_size for file in folder.path.rglob(METRICS))
         if not isinstance(error, PenstockError | KeyboardInterrupt | Terminated):
             error = foreseen(error, running=begun or not is_new)
-        if not isinstance(error, NOT_STARTED):
+        if gone:
+            error.add_note(f"'{folder.path}' was removed during the run; start a new one")
+        elif not isinstance(error, NOT_STARTED):
             error.add_note(f"to continue: penstock run resume={folder.path}")
         elif is_new and not begun:
             shutil.rmtree(folder.path, ignore_errors=True)  # what is in the way has been said

@@ -184,7 +184,8 @@ def faults_of(moment: Moment, ended: Ended, folder: Path) -> list[str]:
         faults.append(f"the message does not say '{moment.reason}'")
     if ended.code == 0 and moment.warns and not warnings:
         faults.append("no word of what went wrong")
-    if ended.code == 1 and "to continue: penstock run resume=" not in message_of(ended):
+    on = "to continue: penstock run resume=" if run_folder(folder) else "start a new one"
+    if ended.code == 1 and on not in message_of(ended):
         faults.append("the message does not say how to continue")
     if ended.code == 2 and moment.leaves_nothing and (left := sorted(folder.glob("runs/*"))):
         faults.append(f"left behind: {left}")

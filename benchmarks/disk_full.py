@@ -223,7 +223,7 @@ def trial(moment: Moment, base: Path, expected: str) -> Trial:
             again = [f"resume={run}", *moment.resume_words] if resumable else words
             second = command(again, folder, None, log)
             if second.code != 0 or "cannot be used" in second.said:
-                faults.append(f"resume: exit code {second.code}: {second.said[-600:]}")
+                faults.append(f"resume: exit code {second.code}: {second.said[:600]}")
             run = run_folder(folder)
         weights = weights_of(run)
     return Trial(
@@ -255,10 +255,11 @@ def within_namespace() -> None:
         return
     unshare = shutil.which("unshare")
     options = ["--mount"] if os.geteuid() == 0 else ["--user", "--map-root-user", "--mount"]
-    probe = [unshare or "", *options, "mount", "-t", "tmpfs", "none", tempfile.gettempdir()]
-    tried = unshare and subprocess.run(probe, capture_output=True, text=True, check=False)
-    if not tried or tried.returncode:
-        why = tried.stderr.strip() if tried else "there is no `unshare`"
+    why = "there is no `unshare`"
+    if unshare is not None:
+        probe = [unshare, *options, "mount", "-t", "tmpfs", "none", tempfile.gettempdir()]
+        why = subprocess.run(probe, capture_output=True, text=True, check=False).stderr.strip()
+    if unshare is None or why:
         print(f"a disk cannot be mounted here, so nothing was tried: {why}", file=sys.stderr)
         raise SystemExit(2)
     environment = {**os.environ, _INSIDE: "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -157,8 +157,9 @@ class Moment:
 
     def undo(self, folder: Path) -> None:
         """Give back the space."""
-        if self.action in ("tiny", "read only") and os.path.ismount(self._target(folder)):
-            MOUNTS.run("umount", self._target(folder))
+        target = self._target(folder)
+        if target != folder and f" {target} " in Path("/proc/self/mountinfo").read_text():
+            MOUNTS.run("umount", target)
         (folder / _FILLER).unlink(missing_ok=True)
         shutil.rmtree(folder / f"{_FILLER}s", ignore_errors=True)
 

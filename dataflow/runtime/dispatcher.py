@@ -8,6 +8,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import PenstockError, StateError, WorkerError, raised_at
+from ..file_errors import file_error
 from ..scheduler.events import Task
 from .executor import Completion, Executor, Restart
 from .messages import Work
@@ -185,6 +186,8 @@ def describe(completion: Completion) -> str:
     error = completion.error
     if completion.trace:
         return completion.trace.rstrip()
+    if (said := file_error(error)) is not None:
+        return said
     text = f"{type(error).__name__}: {error}"
     if error is None or error.__traceback__ is None or isinstance(error, PenstockError):
         return text

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import StateError, WorkerError, no_exit
+from ..file_errors import writing
 from ..graph.axes import Spec
 from ..graph.graph import Argument, Constant, Graph, Node, NodeKind, OutputColumn, Ref, RoleRef
 from ..graph.role import Metric, Role
@@ -107,7 +108,8 @@ class Host:
             case SetServedVersionWork():
                 self._served_weights.set_version(work.role, work.version)
             case SaveStateWork():
-                self._stateful(work.role).save_state(Path(work.folder))
+                with writing(Path(work.folder)):
+                    self._stateful(work.role).save_state(Path(work.folder))
             case LoadStateWork():
                 self._stateful(work.role).load_state(Path(work.folder))
             case SavePartWork():
@@ -398,7 +400,8 @@ def _save_part(part: Part, file: Path) -> None:
         tensors[f"{index}.values"] = column.values.clone()
         if column.lengths is not None:
             tensors[f"{index}.lengths"] = column.lengths.clone()
-    save_file(tensors, file, metadata={"columns": json.dumps(len(part))})
+    with writing(file):
+        save_file(tensors, file, metadata={"columns": json.dumps(len(part))})
 
 
 def _load_part(file: Path) -> Part:

@@ -15,7 +15,6 @@ import yaml
 from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError, WorkerError
 from ..inputs.failures import foreseen
 from ..run_dir.stop import Terminated, say
-from ..run_dir.trackers.jsonl import METRICS
 from .hydra_app import given_overrides, hydra_app
 
 if TYPE_CHECKING:
@@ -90,8 +89,8 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
         folder = resumed.folder
         _check_unchanged(folder, job.data.fingerprint, code, console)
     with (
+        _ended_early(folder, resumed is None, trackers),
         folder.locked(),
-        _ended_early(folder, resumed is None),
         PeakMemory() as memory,
         trackers,
         threads_within(job.run.placement.executor.num_threads),
@@ -188,7 +187,7 @@ def _stages(
 
 
 @contextmanager
-def _ended_early(folder: RunFolder, is_new: bool) -> Generator[None]:
+def _ended_early(folder: RunFolder, is_new: bool, trackers: Trackers) -> Generator[None]:
     """Say how a run that has ended early goes on; a new one that is refused leaves nothing.
 
     Some of what cannot be is found only when workers are built. What is refused cannot go on as it
@@ -197,12 +196,14 @@ def _ended_early(folder: RunFolder, is_new: bool) -> Generator[None]:
     try:
         yield
     except BaseException as error:
-        begun = any(file.stat().st_size for file in folder.path.rglob(METRICS))
+        begun = trackers.num_steps > 0
         if not isinstance(error, PenstockError | KeyboardInterrupt | Terminated):
             error = foreseen(error, running=begun or not is_new)
         if begun and isinstance(error, NOT_STARTED):
             error = WorkerError(str(error)).with_traceback(error.__traceback__)
-        if not isinstance(error, NOT_STARTED):
+        if not folder.about.exists():
+            error.add_note(f"'{folder.path}' was removed during the run; start a new one")
+        elif not isinstance(error, NOT_STARTED):
             error.add_note(f"to continue: penstock run resume={folder.path}")
         elif is_new and not begun:
             shutil.rmtree(folder.path, ignore_errors=True)  # what is in the way has been said

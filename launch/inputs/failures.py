@@ -6,9 +6,6 @@ reason are said, of an exception in the user's code the user's line, of any othe
 
 from __future__ import annotations
 
-import errno
-import os
-
 from ...dataflow.errors import (
     ConfigError,
     PenstockError,
@@ -17,25 +14,11 @@ from ...dataflow.errors import (
     raised_at,
     users_line,
 )
+from ...dataflow.file_errors import file_error
 
 __all__ = ["foreseen"]
 
 _MOST_CHARACTERS = 2000
-
-_FIXES = {
-    errno.ENOSPC: "free some space, or choose another folder",
-    errno.EDQUOT: "free some space, or choose another folder",
-    errno.EROFS: "choose a folder that can be written to",
-    errno.EACCES: "see who owns it and who may use it, or choose another",
-    errno.EPERM: "see who owns it and who may use it, or choose another",
-    errno.ENOENT: "see that it is there, and how its name is spelt",
-    errno.EEXIST: "there is a file where a folder belongs; choose another",
-    errno.ENOTDIR: "there is a file where a folder belongs; choose another",
-    errno.EISDIR: "give the name of a file",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.EMFILE: "allow this process more open files: ulimit -n",
-    errno.ENOMEM: "free some memory, or run something smaller",
-}
 
 
 def foreseen(error: BaseException, *, running: bool) -> PenstockError:
@@ -59,12 +42,8 @@ def _text(error: BaseException) -> str:
     said = f"{type(error).__name__}: {error}".rstrip(": ")[:_MOST_CHARACTERS]
     if line is not None:
         return f"{line.file}:{line.line}\n    {line.source}\n    {said}"
-    if isinstance(error, OSError) and error.errno is not None:
-        what = (
-            f"'{os.fsdecode(error.filename)}': " if isinstance(error.filename, str | bytes) else ""
-        )
-        fix = _FIXES.get(error.errno, "see the machine's disk, memory and permissions")
-        return f"{what}{error.strerror or said}\n    {fix}"
+    if isinstance(error, OSError):  # without a number it is a library's, or ours, and says it all
+        return file_error(error) or said
     if isinstance(error, MemoryError):
         return "there is not enough memory\n    free some, or run something smaller"
     at = raised_at(error) if error.__traceback__ is not None else Where("<unknown>", 0, "")

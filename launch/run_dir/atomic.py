@@ -8,14 +8,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["sync_file", "sync_folder", "write_json", "write_text"]
+from ...dataflow.file_errors import writing
+
+__all__ = ["append", "sync_file", "sync_folder", "write_json", "write_text"]
 
 
 def sync_file(path: Path) -> None:
     """Make the file's content survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with writing(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -24,9 +27,32 @@ def sync_folder(path: Path) -> None:
     """Make the names in a folder, new, renamed or removed, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with writing(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def append(path: Path, descriptor: int, content: bytes) -> None:
+    """Append all of the content or nothing; a full disk may take the beginning of it alone.
+
+    Args:
+        path: The file.
+        descriptor: Of the file, opened to append.
+        content: What is written at once, without a buffer.
+
+    Raises:
+        OSError: If the disk refuses; the file is then as it was.
+    """
+    size_bytes = os.fstat(descriptor).st_size
+    with writing(path):
+        try:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            os.ftruncate(descriptor, size_bytes)
+            raise
 
 
 def write_text(path: Path, text: str) -> None:
@@ -37,7 +63,7 @@ def write_text(path: Path, text: str) -> None:
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        with draft.open("w", encoding="utf-8") as file:
+        with writing(path), draft.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

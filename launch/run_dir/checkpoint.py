@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from ...dataflow.errors import ConfigError
+from ...dataflow.file_errors import writing
 from .atomic import sync_file, sync_folder, write_json
 
 __all__ = ["CheckpointStore", "CheckpointWarning", "fault_of"]
@@ -47,7 +48,7 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        folder: Where they are; made when the first one is written.
+        folder: Where they are; made when the first one is written, in a folder that exists.
         keep: How many of the newest usable ones to keep, at least 1.
 
     Raises:
@@ -84,12 +85,13 @@ class CheckpointStore:
             raise ValueError(f"step={step}: a checkpoint belongs to a step, counted from 0")
         final = self.folder / _name(step)
         draft = final.with_name(f"{final.name}.writing")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
         self._clean()
         draft.mkdir()
         try:
-            yield draft
-            _seal(draft, step)
+            with writing(draft):
+                yield draft
+                _seal(draft, step)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise

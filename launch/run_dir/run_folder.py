@@ -20,6 +20,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ import yaml
 
 from ... import __version__
 from ...dataflow.errors import ConfigError
+from ...dataflow.file_errors import writing
 from .atomic import write_json, write_text
 from .trackers.jsonl import METRICS, finite_or_none
 
@@ -145,7 +147,8 @@ class RunFolder:
         Raises:
             ConfigError: If another process is running it.
         """
-        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = self.path / ".lock"
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -156,7 +159,8 @@ class RunFolder:
                     "wait until it ends, stop it, or start a run of its own"
                 ) from None
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            with writing(lock):
+                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
             yield
         finally:
             os.close(descriptor)
@@ -218,13 +222,13 @@ def create_run(
 
     Returns:
         The folder, named `20261121-031454-grpo-seed0`, in UTC, so that names sort by time.
+
+    Raises:
+        OSError: If it cannot be written; nothing of it is left.
     """
     created = (now or datetime.now(UTC)).astimezone(UTC)
     short = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
     folder = _new_folder(runs, f"{created:%Y%m%d-%H%M%S}-{short}-seed{seed}")
-    write_text(folder.config, config)
-    if plan is not None:
-        write_text(folder.plan, plan)
     about = {
         "name": name,
         "seed": seed,
@@ -234,7 +238,14 @@ def create_run(
         "config": plain(yaml.safe_load(config)),
         "changes": [],
     }
-    write_json(folder.about, about)
+    try:
+        write_text(folder.config, config)
+        if plan is not None:
+            write_text(folder.plan, plan)
+        write_json(folder.about, about)
+    except BaseException:
+        shutil.rmtree(folder.path, ignore_errors=True)  # without run.json it is no run
+        raise
     return folder
 
 

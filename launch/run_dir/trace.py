@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...dataflow.runtime.executor import TaskSpan
-from .atomic import write_text
+from .atomic import append, write_text
 
 __all__ = ["TraceLog", "read_trace"]
 
@@ -81,14 +82,17 @@ class TraceLog:
     def close(self) -> None:
         """Close the array and the file; reopened with a later `first_step`, it goes on."""
         if not self._file.closed:
-            self._file.write(b"]\n" if self._is_empty else b"\n]\n")
-            self._file.close()
+            with self._file:
+                self._write(b"]\n" if self._is_empty else b"\n]\n")
 
     def _append(self, events: list[_Event]) -> None:
         if events:
             text = ",\n".join(json.dumps(event, allow_nan=False) for event in events)
-            self._file.write((text if self._is_empty else ",\n" + text).encode())
+            self._write((text if self._is_empty else ",\n" + text).encode())
             self._is_empty = False
+
+    def _write(self, content: bytes) -> None:
+        append(self.path, self._file.fileno(), content)
 
     def _track(self, group: str, rank: int | None = None) -> list[_Event]:
         """The events that name a group and one of its ranks, the first time they are met."""
@@ -112,8 +116,10 @@ class TraceLog:
     def __enter__(self) -> TraceLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # What ends the run is said, rather than that the bracket found no room either.
+        with suppress(*(() if kind is None else (OSError,))):
+            self.close()
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:

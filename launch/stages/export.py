@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from ...dataflow.file_errors import writing
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import Trainable, WorkerContext, WorkerSpec
 from ...workers.models.tokenizer import Tokenizer
@@ -67,9 +68,10 @@ def export_roles(
             draft = folder / f"{role}.writing"
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            worker.save_pretrained(draft)
-            if tokenizer is not None:
-                tokenizer.save(draft)
+            with writing(draft):
+                worker.save_pretrained(draft)
+                if tokenizer is not None:
+                    tokenizer.save(draft)
             shutil.rmtree(folder / role, ignore_errors=True)
             folders[role] = draft.rename(folder / role)
     return Exported(folders, hashes)

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..run_dir.atomic import write_text
 from ..run_dir.curve import draw_curve
 from ..run_dir.progress import format_duration
 from ..run_dir.run_folder import CodeVersion, RunFolder
@@ -122,7 +123,7 @@ def _draw(job: Job, folder: RunFolder, summary: dict[str, Any]) -> Path | None:
     points = [(row["step"], row[metric.name]) for row in rows if row.get(metric.name) is not None]
     title = f"{summary['graph']} on {summary['task']}, seed {summary['seed']}"
     path = folder.path / "curve.svg"
-    path.write_text(draw_curve(points, title=title, label=metric.label))
+    write_text(path, draw_curve(points, title=title, label=metric.label))
     return path
 
 

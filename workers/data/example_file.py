@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...algorithms.roles.language import Observer, PerSample, PromptId, TokenIds, TokenMask
+from ...dataflow.file_errors import writing
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.tokenizer import TokenizerSpec
 
@@ -55,5 +56,7 @@ class ExampleFile(Observer):
             json.dumps({"prompt_id": i, "prompt": prompt, "response": response, "score": value})
             for i, prompt, response, value in rows
         ]
-        Path(self._spec.path).write_text("".join(f"{line}\n" for line in lines))
+        path = Path(self._spec.path)
+        with writing(path):
+            path.write_text("".join(f"{line}\n" for line in lines))
         return score

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ...dataflow.errors import PenstockError, WorkerError
+from ...dataflow.file_errors import file_error
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.device_sharing import needs_device, sleep_workers, wake_workers
 from ...dataflow.runtime.executor import Program, build_role, methods_of
@@ -264,10 +265,11 @@ class RankProcess:
         try:
             result = self._perform(program, work)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
-            if isinstance(error, PenstockError):  # complete without a traceback
-                return Answer(None, error=str(error), leads=leads), []
-            text = f"{type(error).__name__}: {error}"
-            return Answer(None, error=text, trace=traceback.format_exc(), leads=leads), []
+            # Ours are complete without a traceback, and so is what is said of a file.
+            said = str(error) if isinstance(error, PenstockError) else file_error(error)
+            text = said or f"{type(error).__name__}: {error}"
+            trace = "" if said else traceback.format_exc()
+            return Answer(None, error=text, trace=trace, leads=leads), []
         weights: Any = None
         if isinstance(result, _Exported):
             weights = result.offer

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ....dataflow.errors import ConfigError
-from ..atomic import write_text
+from ..atomic import append, write_text
 from .tracker import RunInfo
 
 __all__ = ["METRICS", "JsonlTracker", "MetricsLog", "finite_or_none", "read_metrics"]
@@ -86,7 +86,8 @@ class MetricsLog:
             )
         line = {_STEP: step, _TIME: time.time() if wall_time_s is None else wall_time_s}
         numbers = {name: finite_or_none(float(value)) for name, value in values.items()}
-        self._file.write(json.dumps(line | numbers, allow_nan=False).encode() + b"\n")
+        content = json.dumps(line | numbers, allow_nan=False).encode() + b"\n"
+        append(self.path, self._file.fileno(), content)
         self._next_step = step + 1
 
     def close(self) -> None:

@@ -41,6 +41,8 @@ class Trackers:
         self._other = _made(config.kind, config.options) if config.kind else None
         self.place: str | None = None
         """How a person looks at what is tracked; see `Tracker.start`."""
+        self.num_steps = 0
+        """Steps that are in the record since this process began."""
 
     def start(self, run: RunInfo) -> None:
         """Begin the run; see `Tracker.start`."""
@@ -55,6 +57,7 @@ class Trackers:
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Log a step, each of them once and in order."""
         self._record.log(step, stage, metrics)
+        self.num_steps += 1
         self.note(step, stage, metrics)
 
     def note(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:

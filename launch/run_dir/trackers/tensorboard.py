@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from os import getpid
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
+from ....dataflow.file_errors import writing
 from .tracker import RunInfo
 
 __all__ = ["TensorBoardTracker"]
@@ -35,43 +38,46 @@ class TensorBoardTracker:
         """Begin a file; TensorBoard is told to forget what earlier ones hold from the step on."""
         # Imported here: it costs most of a second, and a run may do without.
         from tensorboard.compat.proto import event_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._messages: Any = event_pb2
         self.finish(None)
         folder = self._folders[stage] / _FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
         _wait_for_a_later_name(folder)
-        self._writer = EventFileWriter(str(folder))
+        self._path = folder / f"events.out.tfevents.{int(time.time())}.{gethostname()}.{getpid()}"
+        # TensorBoard's own writer has a thread, which prints a traceback when the disk is full.
+        self._writer = RecordWriter(self._path.open("xb"))
+        self._write(0, file_version="brain.Event:2")
         if step:
             begin = self._messages.SessionLog(status=self._messages.SessionLog.START)
-            self._writer.add_event(self._event(step, session_log=begin))
-        self._writer.flush()
+            self._write(step, session_log=begin)
 
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Add scalars and flush them."""
         del stage
-        event = self._event(step)
-        for name, value in metrics.items():
-            event.summary.value.add(tag=name, simple_value=float(value))
-        self._writer.add_event(event)
-        self._writer.flush()
+        values = [{"tag": name, "simple_value": float(x)} for name, x in metrics.items()]
+        self._write(step, summary={"value": values})
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """Write what is left and end the writer's thread."""
+        """Close the file."""
         del summary
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with writing(self._path):
+                writer.close()
 
-    def _event(self, step: int, **content: Any) -> Any:
-        return self._messages.Event(step=step, wall_time=time.time(), **content)
+    def _write(self, step: int, **content: Any) -> None:
+        event = self._messages.Event(step=step, wall_time=time.time(), **content)
+        with writing(self._path):
+            self._writer.write(event.SerializeToString())
+            self._writer.flush()
 
 
 def _wait_for_a_later_name(folder: Path) -> None:
     """Wait, for a second at most, until a new file's name sorts behind those in the folder.
 
-    TensorBoard reads files in the order of their names. A name holds the second of its start, then
-    numbers without padding, so of two files of one second the later may come first.
+    TensorBoard reads files in the order of their names, which hold the second of their start.
     """
     seconds = [int(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.*")]
     if max(seconds, default=0) >= int(time.time()):

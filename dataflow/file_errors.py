@@ -1,0 +1,75 @@
+"""What is said of a file or folder that cannot be read or written: which, why, and what to do.
+
+An error of opening a file names it; one of writing to it does not, and libraries written in Rust
+raise errors of their own. `writing` gives both the name that the user needs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import PenstockError, users_line
+
+__all__ = ["file_error", "writing"]
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+"""What a disk answers; an error without a name may be about a socket otherwise."""
+
+_IN_RUST = re.compile(r"\(os error (\d+)\)")
+"""How Rust's I/O errors end, which safetensors and tokenizers pass on as text."""
+
+_FIXES = {
+    errno.ENOSPC: "free some space, or choose another folder",
+    errno.EDQUOT: "free some space, or choose another folder",
+    errno.EROFS: "choose a folder that can be written to",
+    errno.EACCES: "see who owns it and who may use it, or choose another",
+    errno.EPERM: "see who owns it and who may use it, or choose another",
+    errno.ENOENT: "see that it is there, and how its name is spelt",
+    errno.EEXIST: "there is a file where a folder belongs; choose another",
+    errno.ENOTDIR: "there is a file where a folder belongs; choose another",
+    errno.EISDIR: "give the name of a file",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "allow this process more open files: ulimit -n",
+    errno.ENOMEM: "free some memory, or run something smaller",
+}
+
+
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Around writing to a file, or to files of a folder.
+
+    Raises:
+        OSError: What the body raises, with `path` as its filename if the disk refused and it has
+            none; in place of an error from Rust as well.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _DISK:
+            error.filename = str(path)
+        raise
+    except Exception as error:
+        found = _IN_RUST.search(str(error))
+        if found is None or isinstance(error, PenstockError) or users_line(error) is not None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def file_error(error: BaseException | None) -> str | None:
+    """`'FILE': reason`, and below it what to do; None if it is no such error, or the user's code's.
+
+    Args:
+        error: What was raised; only an `OSError` with a number is one.
+    """
+    if not isinstance(error, OSError) or error.errno is None or users_line(error) is not None:
+        return None
+    named = isinstance(error.filename, str | bytes)
+    what = f"'{os.fsdecode(error.filename)}': " if named else ""
+    fix = _FIXES.get(error.errno, "see the machine's disk, memory and permissions")
+    return f"{what}{error.strerror or type(error).__name__}\n    {fix}"

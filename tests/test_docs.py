@@ -27,7 +27,12 @@ def blocks(page: Path) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, found.start(1)) + 1, found[1]) for found in _BLOCK.finditer(text)]
 
 
-ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ALL = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 WRITING = ROOT / "docs" / "algorithms" / "writing.md"
 """Its blocks are several files, which `tests/launch/test_writing_page.py` runs."""
 PAGES = [page for page in ALL if blocks(page) and page != WRITING]

@@ -6,7 +6,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -204,6 +204,8 @@ def _ended_early(folder: RunFolder, is_new: bool) -> Generator[None]:
             error.add_note(f"to continue: penstock run resume={folder.path}")
         elif is_new and not begun:
             shutil.rmtree(folder.path, ignore_errors=True)  # what is in the way has been said
+            with suppress(OSError):  # other runs are there
+                folder.path.parent.rmdir()
         raise error
 
 

@@ -130,7 +130,8 @@ def run_stage(
     point = read_resume_point(store, stage.graph, stage.seed)
     first_step = point.state.step if point else 0
     engine = _engine(job, stage, specs, evaluator)
-    outcome = Outcome(first_step=first_step, before=evaluator and _measured_before(home))
+    before = None if evaluator is None else _measured_before(home)
+    outcome = Outcome(first_step=first_step, before=before)
     with engine, _logs(stage, home, first_step, trackers) as logs:
         if evaluator is not None:
             outcome.before = outcome.before or _measure_before(home, evaluator, engine)
@@ -370,7 +371,10 @@ def check_models(stage: str, home: RunFolder) -> None:
             damaged.
     """
     try:
-        written = json.loads(home.summary.read_bytes())["files_sha256"]
+        summary = json.loads(home.summary.read_bytes())
+        if summary["stage"] == stage and "files_sha256" not in summary:
+            return  # of a version that did not write them
+        written = summary["files_sha256"]
         there = files_sha256(home.path / MODELS)
         changed = sorted(dict(written.items() ^ there.items()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -28,7 +28,7 @@ from ...workers.rewards.mixture import TASK_REWARDS
 from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ...workers.training.optimizer import OptimizerSpec
-from ...workers.verifiers.verifiers import load_verifier
+from ...workers.verifiers.verifiers import find_verifier
 from ..inputs.compose import Resolved
 from ..inputs.data import Data
 from ..inputs.engines import Engines, engines_of
@@ -193,7 +193,7 @@ def _check(
 def _check_verifier(options: Mapping[str, Any]) -> None:
     """Load the verifier that a reward names, if it names one; a worker does so again."""
     if options.get("verifier") is not None:
-        load_verifier(options["verifier"], options.get("verifier_options") or {})
+        find_verifier(options["verifier"], options.get("verifier_options"))
 
 
 def _check_apart(stage: Stage, engines: Engines) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -19,7 +19,7 @@ __all__ = ["MOST_DEVICES", "ClusterSpec", "DeviceSpec", "LinkSpec", "NodeGroup"]
 Positive = Annotated[float, Field(gt=0, le=1e24)]
 NotNegative = Annotated[float, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Annotated[str, Field(pattern=r"^(float32|bfloat16|float16)$")]
 MOST_DEVICES = 100_000
 """Of a cluster: what is said of each device takes room and time."""
 

@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...dataflow.errors import PlanError
-from .cluster import Dtype
 
 __all__ = ["DTYPE_BYTES", "Head", "ModelShape", "shape_of"]
 
-DTYPE_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Head = Literal["vocabulary", "scalar"]
 """What a role's model ends in: logits over the vocabulary, or one number (value, score)."""
@@ -58,7 +57,7 @@ class ModelShape(BaseModel):
     """Experts per layer; 0 for a dense model."""
     experts_per_token: int = Field(default=0, ge=0)
     """Experts that compute each token."""
-    dtype: Dtype = "bfloat16"
+    dtype: str = "bfloat16"
     """Data type of weights and activations."""
     family: str = ""
     """The Hugging Face `model_type` it was read from; "" for one written down by hand."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -33,7 +33,7 @@ class GroupPlan(BaseModel):
     """What nodes and traces call it."""
     num_ranks: int = Field(default=1, ge=1, le=MOST_DEVICES)
     """Worker processes in the group; as many as `devices` where those are given."""
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
     """"cpu" or "cuda"; each rank of a CUDA group owns one device."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks among which every model's matrices are divided."""
@@ -235,6 +235,6 @@ def _check_groups(plan: Plan) -> None:
         plan.cluster.node_of(max(used))
 
 
-def one_group_plan(num_ranks: int = 1, device: Literal["cpu", "cuda"] = "cpu") -> Plan:
+def one_group_plan(num_ranks: int = 1, device: str = "cpu") -> Plan:
     """Everything on one group."""
     return Plan(groups=(GroupPlan(name="all", num_ranks=num_ranks, device=device),))

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import penstock
 import pytest
@@ -39,6 +41,19 @@ SMALL = (
 """Words that make the default run take a second, should it be accepted."""
 
 
+TINY = (
+    "algorithm.num_steps=4",
+    "checkpoint_every=2",
+    "evaluation.num_prompts=4",
+    "model.architecture.hidden_size=16",
+    "model.architecture.intermediate_size=16",
+    "model.architecture.num_hidden_layers=1",
+    "model.architecture.num_attention_heads=2",
+    "model.architecture.num_key_value_heads=2",
+)
+"""And a model and steps such that a checkpoint is half-way."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a command did.
@@ -55,7 +70,7 @@ class Answer:
     out: str
     err: str
     seconds: float
-    left: tuple[int, ...]
+    left: list[int]
 
 
 class Commands:
@@ -77,8 +92,8 @@ class Commands:
         asked = {"words": list(words), "folder": str(folder), "limit_s": limit_s}
         assert self._process.stdin is not None
         print(json.dumps(asked), file=self._process.stdin, flush=True)
-        found = json.loads(self._answer())
-        return Answer(**{**found, "left": tuple(found["left"])})
+        found: dict[str, Any] = json.loads(self._answer())
+        return Answer(**found)
 
     def close(self) -> None:
         """End the process."""
@@ -101,6 +116,19 @@ def commands() -> Generator[Commands]:
     started = Commands()
     yield started
     started.close()
+
+
+@pytest.fixture(scope="session")
+def stopped(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a finished stage before it, and a checkpoint of half of its steps."""
+    folder = tmp_path_factory.mktemp("stopped")
+    answer = commands.run(["run", *SMALL, *TINY], folder)
+    assert answer.code == 0, answer.err
+    run = next((folder / "runs").glob("*-seed0"))
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "models")
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    return run
 
 
 Refused = Callable[..., Answer]

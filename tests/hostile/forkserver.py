@@ -124,8 +124,8 @@ def _code(words: list[str]) -> int:
 
 def _end(code: int) -> NoReturn:
     """End as the interpreter does, but without taking apart all that was imported."""
-    threading._shutdown()  # pyright: ignore
-    atexit._run_exitfuncs()
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - no public way
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] - no public way
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from .conftest import SMALL, Commands, Refused
-
-TINY = (
-    "algorithm.num_steps=4",
-    "checkpoint_every=2",
-    "evaluation.num_prompts=4",
-    "model.architecture.hidden_size=16",
-    "model.architecture.intermediate_size=16",
-    "model.architecture.num_hidden_layers=1",
-    "model.architecture.num_attention_heads=2",
-    "model.architecture.num_key_value_heads=2",
-)
-Damage = Callable[[Path], None]
-
-
-@pytest.fixture(scope="session")
-def stopped(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a finished stage before it, and a checkpoint of half of its steps."""
-    folder = tmp_path_factory.mktemp("stopped")
-    answer = commands.run(["run", *SMALL, *TINY], folder)
-    assert answer.code == 0, answer.err
-    run = next((folder / "runs").glob("*-seed0"))
-    (run / "summary.json").unlink()
-    shutil.rmtree(run / "models")
-    shutil.rmtree(run / "checkpoints" / "step-00000004")
-    return run
+from .conftest import Commands, Refused
+from .damage import BAD, Damage, change, cut, flip, folder, remove, write
 
 
 @pytest.fixture
@@ -46,66 +20,6 @@ def run_folder(stopped: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def write(name: str, content: bytes) -> Damage:
-    def damage(run: Path) -> None:
-        _remove(run / name)
-        (run / name).write_bytes(content)
-
-    return damage
-
-
-def remove(name: str) -> Damage:
-    return lambda run: _remove(run / name)
-
-
-def folder(name: str) -> Damage:
-    def damage(run: Path) -> None:
-        _remove(run / name)
-        (run / name).mkdir()
-
-    return damage
-
-
-def cut(name: str) -> Damage:
-    def damage(run: Path) -> None:
-        content = (run / name).read_bytes()
-        (run / name).write_bytes(content[: len(content) // 2])
-
-    return damage
-
-
-def flip(name: str) -> Damage:
-    def damage(run: Path) -> None:
-        content = bytearray((run / name).read_bytes())
-        content[len(content) // 2] ^= 0xFF
-        (run / name).write_bytes(bytes(content))
-
-    return damage
-
-
-def change(name: str, **keys: Any) -> Damage:
-    def damage(run: Path) -> None:
-        content = json.loads((run / name).read_bytes())
-        (run / name).write_text(json.dumps({**content, **keys}))
-
-    return damage
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    elif path.exists():
-        path.unlink()
-
-
-BAD = {
-    "not UTF-8": b"\xff\xfe\x80" * 20,
-    "empty": b"",
-    "null": b"null",
-    "a list": b"[1,2]",
-    "a number": b"3",
-    "deep": b"[" * 100_000,
-}
 MODEL = "stages/sft/models/actor"
 CHECKPOINT = "checkpoints/step-00000002"
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
-from ...dataflow.errors import WorkerError
+from ...dataflow.errors import WorkerError, one_process
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
@@ -208,7 +208,8 @@ class RuleReward(Reward):
 
     def _here(self, index: int, response: str) -> Outcome:
         # A verifier's failure is data: counted, kept and shown, never fatal.
-        return Outcome(**verdict(self._task.score, (index, response)))
+        with one_process():
+            return Outcome(**verdict(self._task.score, (index, response)))
 
     def _fitting(self, outcome: Outcome) -> Outcome:
         """A failure instead of a score that the tensor would hold as infinite."""

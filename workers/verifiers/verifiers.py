@@ -30,6 +30,7 @@ __all__ = [
     "Verifier",
     "blame",
     "exact_match",
+    "find_verifier",
     "import_user_module",
     "load_verifier",
     "make_verifier",
@@ -88,7 +89,7 @@ def make_verifier(reward: str, options: Mapping[str, Any] | None = None) -> Veri
     math-verify imports sympy and builds its grammars when first used, which takes seconds; that
     must not count against a call's time limit.
     """
-    verifier = _with_options(reward, options)
+    verifier = find_verifier(reward, options)
     if reward == "math_verify":
         verifier("", "$\\frac{1}{2}$ and 2", "1/2")
     if reward == "code_tests":
@@ -111,7 +112,7 @@ def load_verifier(reference: str, options: Mapping[str, Any] | None = None) -> V
         ConfigError: If there is no such function, its module fails, it does not take
             (prompt, response, answer) and the options, or it needs a sandbox this machine lacks.
     """
-    verifier = _with_options(reference, options)
+    verifier = find_verifier(reference, options)
     # Without options it is loaded where a task is read, which may be another machine.
     if reference == "code_tests" and options is not None:
         check_sandbox(**_sandbox_options(options))
@@ -119,7 +120,12 @@ def load_verifier(reference: str, options: Mapping[str, Any] | None = None) -> V
     return verifier
 
 
-def _with_options(reference: str, options: Mapping[str, Any] | None) -> Verifier:
+def find_verifier(reference: str, options: Mapping[str, Any] | None = None) -> Verifier:
+    """`load_verifier` without asking for the sandbox, which is needed only where it will run.
+
+    Raises:
+        ConfigError: As `load_verifier` does, but for the sandbox.
+    """
     found = _load(reference)
     if not options:
         return found

@@ -111,10 +111,10 @@ def _over_defaults(kind: Any, data: Any) -> Any:
     for key in merged.keys() & known.keys():
         part = _plain_type(known[key], merged[key])
         default = defaults.get(key)
-        if isinstance(merged[key], Mapping) and part is type(default):
-            merged[key] = _laid_over(default, merged[key])
-        elif isinstance(merged[key], Mapping) and fields_of(part) is not None:
-            merged[key] = _over_defaults(part, merged[key])
+        if isinstance(merged[key], Mapping) and fields_of(part) is not None:
+            inner = merged[key]
+            laid = part is type(default)
+            merged[key] = _laid_over(default, inner) if laid else _over_defaults(part, inner)
     return merged
 
 

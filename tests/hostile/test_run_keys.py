@@ -263,7 +263,8 @@ def test_very_long_words_are_refused_unread(refused: Refused) -> None:
      ["profile", "widths=[1000000000]"], ["profile", "widths=x"], ["profile", "rows=0"],
      ["profile", "rows=1000000000"], ["profile", "seconds=0"], ["profile", "seconds=nan"],
      ["profile", "seconds=.inf"], ["profile", "deadline_s=0"], ["profile", "dispatch=nope"],
-     ["profile", "dispatch=os:system"], ["profile", "resume=/nope"], ["profile", "bogus=1"]],
+     ["profile", "dispatch=os:system"], ["profile", "resume=/nope"], ["profile", "bogus=1"],
+     ["profile", "seconds={}"]],
     ids=" ".join,
 )  # fmt: skip
 def test_other_commands(words: list[str], refused: Refused) -> None:

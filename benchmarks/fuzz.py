@@ -80,14 +80,14 @@ def ending(outcome: Outcome) -> str:
     return {0: "accepted", 1: "failed while running", 2: "refused"}.get(outcome.code, "other")
 
 
-def least(case: Case, fault: tuple[str, str], commands: Commands, num_base: int) -> Case:
+def least(case: Case, fault: tuple[str, str], commands: Commands) -> Case:
     """The case with as few hostile words as still show the fault."""
-    for word in case.words[num_base:]:
-        fewer = tuple(other for other in case.words if other is not word)
-        if len(fewer) > num_base:
-            smaller = replace(case, words=fewer, stands={})
-            if fault in commands.run(smaller).faults:
-                case = smaller
+    num_base = len(case.words) - case.num_hostile
+    for at in reversed(range(num_base, len(case.words))):
+        words = case.words[:at] + case.words[at + 1 :]
+        fewer = replace(case, words=words, num_hostile=case.num_hostile - 1)
+        if case.num_hostile > 1 and fault in commands.run(fewer).faults:
+            case = fewer
     return case
 
 
@@ -102,8 +102,7 @@ def attempt(part: str, case: Case, commands: Commands, found: Found) -> None:
         if fault in found.faults:
             found.faults[fault]["times"] += 1
             continue
-        num_base = len(case.words) - 3 if part == "keys" else len(case.words)
-        shown = least(case, fault, commands, max(1, num_base)) if fault[0] != "hang" else case
+        shown = case if fault[0] == "hang" else least(case, fault, commands)
         found.faults[fault] = {
             "kind": fault[0],
             "cause": fault[1],

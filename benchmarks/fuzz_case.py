@@ -40,6 +40,7 @@ class Case:
         scene: A folder whose content is there when it begins; empty if None.
         files: What stands in its place, or beside it; None for a file that is gone.
         what: What was done to the files.
+        num_hostile: How many words at the end are hostile.
         must_refuse: Whether nothing but exit code 2 is right.
         stands: Key -> value that config.yaml of the run must hold if it was accepted.
         weights: What the run must come to if it ends with exit code 0, as a SHA-256 sum.
@@ -49,6 +50,7 @@ class Case:
     scene: Path | None = None
     files: Mapping[str, bytes | None] = field(default_factory=dict[str, "bytes | None"])
     what: str = ""
+    num_hostile: int = 0
     must_refuse: bool = False
     stands: Mapping[str, Any] = field(default_factory=dict[str, Any])
     weights: str | None = None
@@ -162,7 +164,7 @@ def _judged(case: Case, found: Mapping[str, Any], folder: Path, new: Sequence[st
     faults = [*_faults_of_text(code, said)]
     if code is None and not steps:
         faults.append(("hang", f"after {found['seconds']:.0f} s"))
-    if found["left"]:
+    if found["left"] and code is not None:
         faults.append(("process left", f"{len(found['left'])} of them"))
     if code == 2 and new and case.words[0] != "profile":
         faults.append(("file left", re.sub(r"[0-9]+", "N", new[0])))

@@ -305,8 +305,8 @@ def file_case(all_scenes: Sequence[Scene], chance: random.Random) -> Case:
     name = chance.choice(scene.files)
     content = (scene.folder / name).read_bytes()
     if chance.randrange(40) == 0 or not content:
-        return Case(scene.words, scene.folder, {name: None}, f"{name} is gone", False, {},
-                    scene.weights)  # fmt: skip
+        what = f"{scene.name}: {name} is gone"
+        return Case(scene.words, scene.folder, {name: None}, what, weights=scene.weights)
     whats: list[str] = []
     if name.endswith((".json", ".jsonl", ".yaml")) and chance.randrange(2):
         other = _other_yaml if name.endswith(".yaml") else _other_json

@@ -33,6 +33,8 @@ GROUPS = {
     if folder.is_dir() and any(folder.glob("*.yaml"))
 }
 """Group -> its options."""
+_STARTED = {"ray", "ray_split"}
+"""Options that are left out, as each use of them starts a cluster of processes."""
 
 _TASKS = {
     **dict.fromkeys(("a2c", "dqn", "env_ppo", "impala", "population"), "cartpole"),
@@ -227,7 +229,8 @@ def _word(draw: st.DrawFn, base: _Base, stands: dict[str, Any]) -> str:
         return f"{key}.{other.rpartition('.')[2]}={draw(st.integers(0, 3))}"
     if action == 2:
         group = draw(st.sampled_from(sorted(GROUPS)))
-        return f"{group}={draw(st.sampled_from([*GROUPS[group], 'nope', 'null', '', '[a]']))}"
+        options = [name for name in GROUPS[group] if name not in _STARTED]
+        return f"{group}={draw(st.sampled_from([*options, 'nope', 'null', '', '[a]']))}"
     value = draw(_values(present))
     stands[key] = value
     return f"{key}={written(value)}"
@@ -243,7 +246,8 @@ def _misspelt_case(draw: st.DrawFn, base: _Base) -> Case | None:
         return None
     if any(f".{free}." in f".{section}." for free in _FREE) or _is_known(section, name, base):
         return None
-    return Case((*base.words, f"{wrong}={written(base.keys[key])}"), must_refuse=True)
+    word = f"{wrong}={written(base.keys[key])}"
+    return Case((*base.words, word), num_hostile=1, must_refuse=True)
 
 
 def _is_known(section: str, name: str, base: _Base) -> bool:
@@ -257,9 +261,9 @@ def _hostile_case(draw: st.DrawFn, base: _Base) -> Case:
     number = draw(st.sampled_from([1, 1, 1, 2, 2, 3]))
     words = [draw(_word(base, stands)) for _ in range(number)]
     if base.words[0] == "run" and draw(st.integers(0, 3)) == 0:
-        return Case(("graph", *base.words[1:], *words))
+        return Case(("graph", *base.words[1:], *words), num_hostile=number)
     kept = stands if number == len(stands) and all(map(_plain, stands.values())) else {}
-    return Case((*base.words, *words), stands=_own(kept))
+    return Case((*base.words, *words), num_hostile=number, stands=_own(kept))
 
 
 def _own(stands: Mapping[str, Any]) -> dict[str, Any]:

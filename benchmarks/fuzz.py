@@ -2,9 +2,9 @@
 
 `python benchmarks/fuzz.py --minutes 10 --seed 0 --json FILE`. What is tried follows from the seed
 alone; only how far it gets in that time does not. A command may be accepted (exit code 0), refused
-(2) or end while running (1); it may not show a traceback or an error without a message, hang, leave
-a process or a file of a refusal, or do other than it was told. Each fault is printed once per cause,
-with the command that shows it; where a command had several hostile words, with the least of them.
+(2) or end while running (1). It may not show a traceback or an error without a message of ours,
+hang, leave a process or a file of a refusal, or do other than it was told. Each fault is printed
+once per cause, with the command that shows it; of several hostile words, the least that do.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def hostile_keys(seed: int) -> Iterator[list[Case]]:
             database=None,
             phases=[Phase.generate],
             deadline=None,
-            suppress_health_check=[*HealthCheck],
+            suppress_health_check=list(HealthCheck),
         )
         @given(key_cases(algorithms))
         def make(case: Case | None) -> None:

@@ -28,6 +28,8 @@ _MEMORY_BYTES = 12 << 30
 """Of address space: what asks for more is refused it, instead of taking the machine's."""
 LIMIT_S = 20.0
 """A command that takes longer hangs, unless it takes steps."""
+_MOST_CHARACTERS = 8000
+"""Of what a command says: more is no message."""
 _UNKNOWN = "an error that penstock does not know"
 
 
@@ -89,7 +91,6 @@ class Commands:
             ["nice", "-n", "10", sys.executable, str(_SERVER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
             env=environment,
             text=True,
             preexec_fn=_limit_memory,
@@ -188,6 +189,8 @@ def _faults_of_text(code: int | None, said: str) -> list[tuple[str, str]]:
     messages = re.findall(r"^penstock: (?!warning: )", said, re.MULTILINE)
     if code in (1, 2) and len(messages) != 1:
         faults.append(("messages", f"{len(messages)} of them, exit code {code}"))
+    if len(said) > _MOST_CHARACTERS:
+        faults.append(("messages", f"{said[:60]!r} and thousands of characters more"))
     return faults
 
 

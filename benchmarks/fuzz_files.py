@@ -147,10 +147,10 @@ def _plan_scenes(base: Path, made: Path) -> list[Scene]:
     )
     folder = _scene_folder(base, "plans", {"plan.json": json.dumps(whole, indent=1)})
     calibration.write(folder / "c.json")
-    plan = ("plan", "model=tiny", "cluster=measured", "plan.deadline_s=2", "plan.calibration=c.json")
+    plan = ("plan", "model=tiny", "cluster=measured", "plan.deadline_s=2")
     return [
         Scene("plan.json", folder, _words("placement=plan.json"), ("plan.json",)),
-        Scene("calibration of a plan", folder, plan, ("c.json",)),
+        Scene("calibration of a plan", folder, (*plan, "plan.calibration=c.json"), ("c.json",)),
         Scene("calibration of a run", folder, _words("calibration=c.json"), ("c.json",)),
     ]
 

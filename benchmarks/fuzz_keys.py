@@ -156,9 +156,7 @@ _ODD_TEXTS = [
 _TEXTS = st.sampled_from(_ODD_TEXTS) | st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12
 )
-_SCALARS: st.SearchStrategy[Any] = st.one_of(
-    _INTEGERS, _FLOATS, _TEXTS, st.booleans(), st.none()
-)
+_SCALARS: st.SearchStrategy[Any] = st.one_of(_INTEGERS, _FLOATS, _TEXTS, st.booleans(), st.none())
 _NAMES = st.sampled_from(
     ["a", "actor", "policy", "model", "tp", "x", "model_type", "kind", "tokens", "weights", "lr"]
 )
@@ -180,7 +178,8 @@ def _values(draw: st.DrawFn, present: Any) -> Any:
         return draw(_TEXTS)
     if isinstance(present, list):
         return draw(st.lists(_SCALARS, max_size=3))
-    return draw(st.dictionaries(_NAMES | st.sampled_from([*present] or ["a"]), _SCALARS, max_size=2))
+    names = _NAMES | st.sampled_from([*present] or ["a"])
+    return draw(st.dictionaries(names, _SCALARS, max_size=2))
 
 
 def written(value: Any) -> str:

@@ -52,6 +52,7 @@ def validated(kind: type[T], data: Mapping[str, Any], at: str = "") -> T:
     """
     check_renamed(data, at)
     check_keys(kind, data, at)
+    _check_texts(data, at)
     data = _over_defaults(kind, data)
     try:
         # JSON is the one input for which strict validation still takes a mapping for a dataclass.
@@ -90,6 +91,29 @@ def _renamed(data: Mapping[str, Any], at: str) -> Iterator[tuple[str, str]]:
             yield path, _join(at, RENAMED[deep])
         elif isinstance(value, Mapping):
             yield from _renamed(typing.cast("Mapping[str, Any]", value), path)
+
+
+def _check_texts(value: Any, at: str) -> None:
+    """Refuse text that is none: half of a surrogate pair, or a byte that was no UTF-8.
+
+    Raises:
+        ConfigError: Naming the key.
+    """
+    if isinstance(value, Mapping):
+        for key, inner in typing.cast("Mapping[Any, Any]", value).items():
+            _check_texts(str(key), at)
+            _check_texts(inner, _join(at, str(key)))
+    elif isinstance(value, list):
+        for inner in typing.cast("list[Any]", value):
+            _check_texts(inner, at)
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"'{at}': character {error.start + 1} of {value[:40]!r} is half of a surrogate "
+                "pair, or a byte that is not UTF-8\n    write it as UTF-8"
+            ) from None
 
 
 @cache

@@ -244,6 +244,16 @@ def test_run(words: list[str], refused: Refused) -> None:
     refused(["run", *SMALL, *words])
 
 
+@pytest.mark.parametrize(
+    "word",
+    ["runs='\udcff'", "task.prompt_template='{expression}\udcff'", "task.config={'\udcff':1}",
+     "task.name=['\udcff']", "\udcff=3", "resume='\udcff'"],
+    ids=ascii,
+)  # fmt: skip
+def test_bytes_that_are_no_text(word: str, refused: Refused) -> None:
+    refused(["run", *SMALL, word])
+
+
 def test_very_long_words_are_refused_unread(refused: Refused) -> None:
     betas = ",".join(["0.9"] * 20_000)
     refused(["run", f"algorithm.optimizer.betas=[{betas}]"])

@@ -18,6 +18,7 @@ FILES: dict[str, str | bytes] = {
     "numbers as keys": "1: 2\nnull: 3\n",
     "a date as a seed": "init_seed: 2024-01-01\n",
     "defaults are a number": "defaults:\n- 3\n",
+    "half a surrogate pair": 'tokenizer: {kind: char, alphabet: "a\\ud800"}\n',
     "the same key twice": "init_seed: 1\ninit_seed: 2\n",
 }
 

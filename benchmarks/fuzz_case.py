@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,9 @@ class Commands:
     """The process in which commands are forked."""
 
     def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             ["nice", "-n", "10", sys.executable, str(_SERVER)],
@@ -108,10 +112,7 @@ class Commands:
             folder = Path(at)
             _lay_out(case, folder)
             before = _files(folder)
-            asked = {"words": list(case.words), "folder": at, "limit_s": limit_s}
-            assert self._process.stdin is not None
-            print(json.dumps(asked), file=self._process.stdin, flush=True)
-            found = json.loads(self._answer())
+            found = self._asked(case.words, folder, limit_s)
             return _judged(case, found, folder, sorted(_files(folder) - before))
 
     def files_after(self, words: Sequence[str], folder: Path) -> None:
@@ -120,12 +121,29 @@ class Commands:
         Raises:
             RuntimeError: If it does not.
         """
-        asked = {"words": list(words), "folder": str(folder), "limit_s": 300.0}
-        assert self._process.stdin is not None
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
-        found = json.loads(self._answer())
+        found = self._asked(words, folder, 300.0)
         if found["code"] != 0:
             raise RuntimeError(f"penstock {' '.join(words)}: {found['code']}\n{found['err']}")
+
+    def _asked(self, words: Sequence[str], folder: Path, limit_s: float) -> dict[str, Any]:
+        """The answer; a process that could not fork, on a machine with none to spare, is replaced.
+
+        Raises:
+            RuntimeError: If none could in so many tries.
+        """
+        asked = json.dumps({"words": list(words), "folder": str(folder), "limit_s": limit_s})
+        for wait_s in (5.0, 30.0, 60.0, None):
+            try:
+                assert self._process.stdin is not None
+                print(asked, file=self._process.stdin, flush=True)
+                return json.loads(self._answer())
+            except (RuntimeError, BrokenPipeError):
+                if wait_s is None:
+                    raise
+                self.close()
+                time.sleep(wait_s)
+                self._start()
+        raise AssertionError("unreachable")
 
     def _answer(self) -> str:
         assert self._process.stdout is not None

@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import math
 import textwrap
 import types
 import typing
@@ -22,7 +23,15 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..dataflow.errors import ConfigError, nearest
 
-__all__ = ["check_keys", "check_renamed", "fields_of", "key_docs", "nearest_key", "validated"]
+__all__ = [
+    "check_finite",
+    "check_keys",
+    "check_renamed",
+    "fields_of",
+    "key_docs",
+    "nearest_key",
+    "validated",
+]
 
 T = TypeVar("T")
 
@@ -91,6 +100,22 @@ def _renamed(data: Mapping[str, Any], at: str) -> Iterator[tuple[str, str]]:
             yield path, _join(at, RENAMED[deep])
         elif isinstance(value, Mapping):
             yield from _renamed(typing.cast("Mapping[str, Any]", value), path)
+
+
+def check_finite(value: Any, at: str) -> None:
+    """Refuse numbers that are none, or infinite, where types say nothing: null would be written.
+
+    Raises:
+        ConfigError: Naming the key.
+    """
+    if isinstance(value, Mapping):
+        for key, inner in typing.cast("Mapping[Any, Any]", value).items():
+            check_finite(inner, _join(at, str(key)))
+    elif isinstance(value, list):
+        for inner in typing.cast("list[Any]", value):
+            check_finite(inner, at)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"'{at}': expected a finite number, got {value}")
 
 
 def _check_texts(value: Any, at: str) -> None:

@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import math
 import textwrap
 import types
 import typing
@@ -22,7 +23,15 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..dataflow.errors import ConfigError, nearest
 
-__all__ = ["check_keys", "check_renamed", "fields_of", "key_docs", "nearest_key", "validated"]
+__all__ = [
+    "check_finite",
+    "check_keys",
+    "check_renamed",
+    "fields_of",
+    "key_docs",
+    "nearest_key",
+    "validated",
+]
 
 T = TypeVar("T")
 
@@ -52,6 +61,7 @@ def validated(kind: type[T], data: Mapping[str, Any], at: str = "") -> T:
     """
     check_renamed(data, at)
     check_keys(kind, data, at)
+    _check_texts(data, at)
     data = _over_defaults(kind, data)
     try:
         # JSON is the one input for which strict validation still takes a mapping for a dataclass.
@@ -92,6 +102,45 @@ def _renamed(data: Mapping[str, Any], at: str) -> Iterator[tuple[str, str]]:
             yield from _renamed(typing.cast("Mapping[str, Any]", value), path)
 
 
+def check_finite(value: Any, at: str) -> None:
+    """Refuse numbers that are none, or infinite, where types say nothing: null would be written.
+
+    Raises:
+        ConfigError: Naming the key.
+    """
+    if isinstance(value, Mapping):
+        for key, inner in typing.cast("Mapping[Any, Any]", value).items():
+            check_finite(inner, _join(at, str(key)))
+    elif isinstance(value, list):
+        for inner in typing.cast("list[Any]", value):
+            check_finite(inner, at)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"'{at}': expected a finite number, got {value}")
+
+
+def _check_texts(value: Any, at: str) -> None:
+    """Refuse text that is none: half of a surrogate pair, or a byte that was no UTF-8.
+
+    Raises:
+        ConfigError: Naming the key.
+    """
+    if isinstance(value, Mapping):
+        for key, inner in typing.cast("Mapping[Any, Any]", value).items():
+            _check_texts(str(key), at)
+            _check_texts(inner, _join(at, str(key)))
+    elif isinstance(value, list):
+        for inner in typing.cast("list[Any]", value):
+            _check_texts(inner, at)
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"'{at}': character {error.start + 1} of {value[:40]!r} is half of a surrogate "
+                "pair, or a byte that is not UTF-8\n    write it as UTF-8"
+            ) from None
+
+
 @cache
 def _adapter(kind: type[T]) -> TypeAdapter[T]:
     return TypeAdapter(kind)
@@ -111,10 +160,10 @@ def _over_defaults(kind: Any, data: Any) -> Any:
     for key in merged.keys() & known.keys():
         part = _plain_type(known[key], merged[key])
         default = defaults.get(key)
-        if isinstance(merged[key], Mapping) and part is type(default):
-            merged[key] = _laid_over(default, merged[key])
-        elif isinstance(merged[key], Mapping) and fields_of(part) is not None:
-            merged[key] = _over_defaults(part, merged[key])
+        if isinstance(merged[key], Mapping) and fields_of(part) is not None:
+            inner = merged[key]
+            laid = part is type(default)
+            merged[key] = _laid_over(default, inner) if laid else _over_defaults(part, inner)
     return merged
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import hydra
+import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
@@ -241,12 +242,22 @@ def _our_messages() -> Generator[None]:
         raise ConfigError("\n    ".join(said).replace("++", "")) from error
     except HydraException as error:
         raise ConfigError(str(error)) from error
-    except (TypeError, AttributeError) as error:  # Hydra's, of a value of a kind it did not expect
-        raise ConfigError(f"what was typed cannot be composed: {error}") from error
-    except ValueError as error:
-        if not str(error).startswith("Config group override"):
-            raise
-        raise ConfigError("a group was given null; leave it out, or choose an option") from error
+    except yaml.YAMLError as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"a YAML file cannot be read: {said:.500}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"a YAML file of --config-dir is not UTF-8: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(
+            "a value is nested too deeply, or holds itself; write it out in fewer levels"
+        ) from error
+    except (TypeError, AttributeError, ValueError) as error:
+        # Hydra's, of a value of a kind it did not expect.
+        if str(error).startswith("Config group override"):
+            said = "a group was given null; leave it out, or choose an option"
+        else:
+            said = f"what was typed cannot be composed: {str(error).partition(chr(10))[0]}"
+        raise ConfigError(said) from error
 
 
 def _unknown_option(error: MissingConfigException) -> str:

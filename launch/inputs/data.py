@@ -14,7 +14,7 @@ from typing import Any
 from ...algorithms.roles.language import Prompts
 from ...configs.references import entry_or_own
 from ...configs.schema import ModelConfig, TaskConfig
-from ...configs.validate import fields_of, nearest_key, validated
+from ...configs.validate import check_finite, fields_of, nearest_key, validated
 from ...dataflow.errors import ConfigError
 from ...workers.data.file_task import FileTaskSpec
 from ...workers.data.reasoning_task import ReasoningTaskSpec
@@ -90,6 +90,7 @@ def task_spec_of(section: TaskConfig) -> TaskSpec:
     if "max_bad_fraction" in known:
         options["max_bad_fraction"] = section.max_bad_fraction
     spec: Any = validated(kind, options, "task")
+    check_finite(options, "task")
     return spec
 
 

@@ -46,6 +46,8 @@ def _text(error: BaseException) -> str:
         return file_error(error) or said
     if isinstance(error, MemoryError):
         return "there is not enough memory\n    free some, or run something smaller"
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        return "there are no threads left to start\n    end other processes, or raise ulimit -u"
     at = raised_at(error) if error.__traceback__ is not None else Where("<unknown>", 0, "")
     return (
         f"an error that penstock does not know: {said}\n    raised at {at.file}:{at.line}\n"

@@ -88,7 +88,8 @@ def _finished(pid: int, started_s: float, limit_s: float) -> dict[str, Any]:
     seconds = time.monotonic() - started_s
     left = _session(pid)
     for process in left:
-        process.send_signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            process.send_signal(signal.SIGKILL)
     if code is None:
         os.waitpid(pid, 0)
     return {"code": code, "seconds": seconds, "left": [p.pid for p in left if p.pid != pid]}

@@ -73,6 +73,8 @@ def filled(value: float) -> Damage:
     return weights(lambda t: t.update({_NORM: torch.full_like(t[_NORM], value)}))
 
 
+_WORDS = {"type": "WordLevel", "unk_token": "<unk>"}
+
 DAMAGES: dict[str, Damage] = {
     "no config.json": remove("config.json"),
     "config.json is a folder": folder("config.json"),
@@ -118,6 +120,8 @@ DAMAGES: dict[str, Damage] = {
     **{f"tokenizer {bad}": write("tokenizer.json", BAD[bad]) for bad in BAD},
     "tokenizer config is cut": cut("tokenizer_config.json"),
     "tokenizer config is a list": write("tokenizer_config.json", b"[1]"),
+    "tokenizer's longest text is a text": change("tokenizer_config.json", model_max_length=" "),
+    "tokenizer without its unknown token": change("tokenizer.json", model={**_WORDS, "vocab": {}}),
 }  # fmt: skip
 
 

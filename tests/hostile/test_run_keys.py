@@ -183,6 +183,9 @@ task.num_held_out=1000000000000
 task.config={nope:1}
 task.config={min_terms:-1}
 task.config={min_terms:x}
+task.config={min_terms:nan}
+task.config={min_terms:.inf}
+task.config={min_terms:inf}
 task.config={min_digits:100000,max_digits:100000}
 task.config=3
 task.prompt_template='{question:1000000000}'
@@ -244,6 +247,16 @@ def test_run(words: list[str], refused: Refused) -> None:
     refused(["run", *SMALL, *words])
 
 
+@pytest.mark.parametrize(
+    "word",
+    ["runs='\udcff'", "task.prompt_template='{expression}\udcff'", "task.config={'\udcff':1}",
+     "task.name=['\udcff']", "\udcff=3", "resume='\udcff'"],
+    ids=ascii,
+)  # fmt: skip
+def test_bytes_that_are_no_text(word: str, refused: Refused) -> None:
+    refused(["run", *SMALL, word])
+
+
 def test_very_long_words_are_refused_unread(refused: Refused) -> None:
     betas = ",".join(["0.9"] * 20_000)
     refused(["run", f"algorithm.optimizer.betas=[{betas}]"])
@@ -263,7 +276,8 @@ def test_very_long_words_are_refused_unread(refused: Refused) -> None:
      ["profile", "widths=[1000000000]"], ["profile", "widths=x"], ["profile", "rows=0"],
      ["profile", "rows=1000000000"], ["profile", "seconds=0"], ["profile", "seconds=nan"],
      ["profile", "seconds=.inf"], ["profile", "deadline_s=0"], ["profile", "dispatch=nope"],
-     ["profile", "dispatch=os:system"], ["profile", "resume=/nope"], ["profile", "bogus=1"]],
+     ["profile", "dispatch=os:system"], ["profile", "resume=/nope"], ["profile", "bogus=1"],
+     ["profile", "seconds={}"]],
     ids=" ".join,
 )  # fmt: skip
 def test_other_commands(words: list[str], refused: Refused) -> None:

@@ -66,10 +66,20 @@ class Tokenizer:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, in one call."""
+        """`encode` of each text, in one call.
+
+        Raises:
+            ConfigError: If the tokenizer turns out to be broken when it is used.
+        """
         if not texts:
             return []
-        return self.backend(list(texts), add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+        try:
+            return self.backend(list(texts), add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+        except Exception as error:  # the tokenizers library raises Exception itself
+            raise ConfigError(
+                f"the tokenizer '{self.backend.name_or_path}' cannot encode {texts[0][:40]!r}: "
+                f"{error}\n    give a folder that a tokenizer was saved to"
+            ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens appear as their names, ids out of range as unknown."""

@@ -26,6 +26,9 @@ from ..dataflow.errors import (
 
 __all__ = ["CONFIGS", "entry_or_own", "groups", "load_object", "option_file", "options_of"]
 
+_IMPORT_DEADLINE_S = 40.0
+"""How long a module may take to be imported; torch and a model library take ten at worst."""
+
 CONFIGS = "penstock.configs"
 """The package in which they are."""
 
@@ -92,7 +95,7 @@ def _import(name: str, at: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         with one_process():
-            return importlib.import_module(name)
+            return _imported(name, at)
     except PenstockError:
         raise
     except ModuleNotFoundError as error:
@@ -104,6 +107,21 @@ def _import(name: str, at: str) -> Any:
         raise ConfigError(_import_failure(name, at, error)) from error
     except (Exception, SystemExit) as error:
         raise ConfigError(_import_failure(name, at, error)) from error
+
+
+def _imported(name: str, at: str) -> Any:
+    # Imported here: it brings torch, which whoever names no module of his own does without.
+    from ..dataflow.runtime.call_context import DeadlineExceeded, deadline
+
+    try:
+        with deadline(_IMPORT_DEADLINE_S):
+            return importlib.import_module(name)
+    except DeadlineExceeded as error:
+        where = users_line(error) or raised_at(error)
+        raise ConfigError(
+            f"'{at}': importing module '{name}' takes longer than {_IMPORT_DEADLINE_S:g} s\n"
+            f"{where.file}:{where.line}\n    {where.source}"
+        ) from error
 
 
 def _import_failure(name: str, at: str, error: BaseException) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..dataflow.scheduler.schedule import Schedule
 from ..workers.engines.registry import DEFAULT, check_engine, check_rollout
@@ -175,7 +175,7 @@ class ExecutorConfig(Section):
     served: dict[str, dict[str, str]] = Field(default_factory=dict[str, "dict[str, str]"])
     """Worker group -> role -> the group that serves it there, instead of a copy: `{acting: {actor:
     policy}}`."""
-    num_threads: AtLeastOne | None = None
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Torch's and numpy's threads per process; by default the cores are shared out among the
     ranks."""
     transport: Transport = DEFAULT_TRANSPORT
@@ -255,6 +255,14 @@ class TrackerConfig(Section):
     null for nowhere."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Keyword arguments of what makes the tracker."""
+
+    @model_validator(mode="after")
+    def _reads_options(self) -> TrackerConfig:
+        if self.kind is None and self.options:
+            raise ValueError(
+                "options are set, but kind is null; choose a tracker, or leave them out"
+            )
+        return self
 
 
 class RunConfig(Section):

@@ -98,8 +98,7 @@ def raised_at(error: BaseException) -> Where:
     """Where a caught error was raised: its innermost frame, or the place that does not parse."""
     if isinstance(error, SyntaxError) and error.filename:
         return Where(error.filename, error.lineno or 0, (error.text or "").strip())
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return Where(frame.filename, frame.lineno or 0, frame.line or "")
+    return _where(_frames(error)[-1])
 
 
 @contextmanager
@@ -117,18 +116,21 @@ def one_process() -> Generator[None]:
 
 
 @contextmanager
-def no_exit() -> Generator[None]:
+def no_exit(kind: type[PenstockError] | None = None) -> Generator[None]:
     """Around code of the user's: it neither ends the run by `sys.exit` nor doubles it by a fork.
 
+    Args:
+        kind: What to raise; a `WorkerError` by default.
+
     Raises:
-        WorkerError: If the body calls `sys.exit` or raises what only Python itself should.
+        PenstockError: If the body calls `sys.exit` or raises what only Python itself should.
     """
     try:
         with one_process():
             yield
     except (SystemExit, GeneratorExit) as error:
         where = users_line(error) or raised_at(error)
-        raise WorkerError(
+        raise (kind or WorkerError)(
             f"{type(error).__name__}({error}) was raised, and what a run calls cannot end it\n"
             f"{where.file}:{where.line}\n    {where.source}\n"
             "    raise an error that says what is wrong, or return"
@@ -137,16 +139,34 @@ def no_exit() -> Generator[None]:
 
 def users_line(error: BaseException) -> Where | None:
     """The innermost line of the user's own code, if the exception came through any."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not _is_library(frame.filename):
-            return Where(frame.filename, frame.lineno or 0, frame.line or "")
-    return None
+    return next((_where(one) for one in reversed(_frames(error)) if not _is_library(one[0])), None)
+
+
+def _frames(error: BaseException) -> list[tuple[str, int]]:
+    """File and line of each frame, innermost last; nothing is read."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return [(frame.f_code.co_filename, line) for frame, line in frames]
+
+
+def _where(frame: tuple[str, int]) -> Where:
+    """The place with its source, if that is in a file; a program may name any other thing."""
+    file, line = frame
+    is_file = file.startswith("<") or _is_file(file)
+    return Where(file, line, linecache.getline(file, line).strip() if is_file else "")
+
+
+def _is_file(name: str) -> bool:
+    """Whether it is a source file that can be read."""
+    try:
+        return name.endswith(".py") and Path(name).is_file() and os.access(name, os.R_OK)
+    except OSError:  # in a folder that may not be looked into
+        return False
 
 
 @cache
 def _is_library(filename: str) -> bool:
     """Whether a file is ours, Python's or an installed package's."""
-    if filename.startswith("<") or not Path(filename).is_file():
+    if not _is_file(filename):
         return True
     path = Path(filename).resolve()
     paths = sysconfig.get_paths()

@@ -14,6 +14,7 @@ Nothing heavy is imported before a command needs it.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ from types import FrameType
 from typing import NoReturn
 
 from ..dataflow.errors import NOT_STARTED, ConfigError, PenstockError, nearest
-from .run_dir.stop import Terminated, say
+from .run_dir.stop import Terminated, say, visible
 
 __all__ = ["COMMANDS", "main"]
 
@@ -84,7 +85,16 @@ def _dispatch(words: list[str]) -> int:
             f"    commands are: {', '.join(COMMANDS)}"
         )
     _set_threads()
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_VisibleFormatter())
     return _command(command)(arguments)
+
+
+class _VisibleFormatter(logging.Formatter):
+    """Of records that nobody else handles: their text only shows."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 def _set_threads() -> None:

@@ -70,7 +70,7 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
             try:
                 with _our_messages():
                     plain = _plain(composed)
-                with no_exit():
+                with no_exit(ConfigError):
                     task(plain)
             except Exception as error:
                 failures.append(error)

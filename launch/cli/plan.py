@@ -93,7 +93,8 @@ def output_file(key: str, given: Any) -> str | None:
     """
     if given is None or given == _TERMINAL and key == "json":
         return given
-    if not isinstance(given, str) or not given or Path(given).is_dir():
+    other = isinstance(given, str) and Path(given).is_fifo() and not given.startswith("/dev/")
+    if not isinstance(given, str) or not given or Path(given).is_dir() or other:
         raise ConfigError(f"'{key}': expected the name of a file, got {given!r}")
     if not Path(given).absolute().parent.is_dir():
         raise ConfigError(f"'{key}': '{given}' cannot be written: there is no such folder")

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...configs.references import load_object
 from ...configs.schema import AlgorithmConfig
-from ...configs.validate import validated
+from ...configs.validate import check_finite, validated
 from ...dataflow.errors import (
     ConfigError,
     FlowError,
@@ -197,5 +197,6 @@ def step_cfg(step: Callable[..., Any], data: Mapping[str, Any], at: str) -> dict
             f"'{at}': the parameter 'cfg' of '{step.__name__}' is annotated with {kind!r}\n"
             "    annotate it with a frozen dataclass whose fields are the algorithm's options"
         )
+    check_finite(data, at)
     hints_of(kind)  # says which name of its annotations cannot be found
     return {"cfg": validated(kind, data, at)}

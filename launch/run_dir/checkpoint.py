@@ -176,8 +176,8 @@ class CheckpointStore:
 def fault_of(folder: Path) -> str | None:
     """What keeps a checkpoint from being used, in words; None if every byte is as written."""
     try:
-        entries = _read_manifest(folder)
         found = set(_files(folder)) - {_MANIFEST}
+        entries = _read_manifest(folder)
         for name, entry in sorted(entries.items()):
             if name not in found:
                 return f"file '{name}' is missing"

@@ -9,12 +9,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from .stop import drop_standard_error
+from .stop import drop_standard_error, visible
 
 __all__ = ["LastingConsole", "ProgressDisplay", "format_duration", "format_values"]
 
@@ -24,6 +25,11 @@ _WINDOW_STEPS = 20
 
 class LastingConsole(Console):
     """A console on standard error that a run outlives; rich's own ends the process."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print texts so that they only show; see `visible`."""
+        shown = (visible(one) if isinstance(one, str) else one for one in objects)
+        super().print(*shown, **options)
 
     def on_broken_pipe(self) -> None:
         """Go on with nobody to read it."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -32,6 +32,8 @@ _PATIENCE = tuple(f"task.{name}" for name in PATIENCE)
 _NUM_STEPS = "algorithm.num_steps"
 _LEARNING = (_NUM_STEPS, "algorithm.optimizer.lr", "algorithm.roles.ROLE.optimizer.lr")
 """And how it learns from there on; ROLE stands for any role."""
+
+_MOST_VALUES = 100_000
 
 _MAY_CHANGE = (*_ELSEWHERE, *_PATIENCE, *_LEARNING)
 
@@ -134,8 +136,23 @@ def _read_config(folder: RunFolder) -> dict[str, Any]:
         raise ConfigError(f"'{folder.config}' cannot be read: {error!s:.500}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"'{folder.config}' holds no configuration")
+    if _num_values(config) > _MOST_VALUES:
+        raise ConfigError(f"'{folder.config}' holds more than {_MOST_VALUES} values")
     check_renamed(config)
     return config
+
+
+def _num_values(config: Any) -> int:
+    """Values however deep, counted up to a bound: YAML lets a short text stand for billions."""
+    count, left = 0, [config]
+    while left and count <= _MOST_VALUES:
+        value = left.pop()
+        count += 1
+        if isinstance(value, dict):
+            left += cast("dict[Any, Any]", value).values()
+        elif isinstance(value, list):
+            left += cast("list[Any]", value)
+    return count
 
 
 def _check_unedited(

@@ -12,6 +12,7 @@ from then on is lost, and no more than that.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-__all__ = ["StopRequest", "Terminated", "drop_standard_error", "say", "stoppable"]
+__all__ = ["StopRequest", "Terminated", "drop_standard_error", "say", "stoppable", "visible"]
 
 
 class Terminated(BaseException):
@@ -100,6 +101,21 @@ def _tell(text: str) -> None:
         os.write(2, f"penstock: {text}\n".encode())
 
 
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Characters that command a terminal, turn the order of others, or cannot be written."""
+
+
+def visible(text: str) -> str:
+    """A text that only shows: control characters as Python writes them, lines and tabs as they are.
+
+    File names, rows of data, sources and errors of the user's code end up in messages, and what
+    a model wrote in some of them.
+    """
+    return _UNSEEN.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 _MOST_CHARACTERS = 20_000
 """Of a message: an error's text may be as long as the user's code likes."""
 
@@ -110,8 +126,11 @@ def say(message: str) -> None:
         half = _MOST_CHARACTERS // 2
         left_out = len(message) - 2 * half
         message = f"{message[:half]}\n[{left_out} characters]\n{message[-half:]}"
+    first, *others = visible(message).split("\n")
+    # No line of a text that is not ours may look like a message.
+    lines = [f"    {line}" if line.startswith("penstock: ") else line for line in others]
     try:
-        print(f"penstock: {message}", file=sys.stderr, flush=True)
+        print("\n".join([f"penstock: {first}", *lines]), file=sys.stderr, flush=True)
     except (OSError, ValueError):  # ValueError: the user's code has closed it
         drop_standard_error()
 

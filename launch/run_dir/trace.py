@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ...dataflow.errors import ConfigError
 from ...dataflow.runtime.executor import TaskSpan
 from .atomic import append, write_text
 
@@ -38,7 +39,7 @@ class TraceLog:
             it, written after the last checkpoint of a stopped run, is removed.
 
     Raises:
-        ValueError: If the file is not such a trace.
+        ConfigError: If the file is not such a trace.
 
     Example:
         >>> with TraceLog(folder / "trace.json") as trace:
@@ -128,10 +129,12 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     Safe while the run is still writing.
 
     Raises:
-        ValueError: If the file is not a trace that `TraceLog` wrote.
+        ConfigError: If the file is not a trace that `TraceLog` wrote.
     """
     if not path.exists():
         return []
+    if not path.is_file():
+        raise ConfigError(f"'{path}' is no file\n    remove it")
     lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
     events: list[_Event] = []
     for number, line in enumerate(lines):
@@ -142,7 +145,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
         if event is not None:
             events.append(event)
         elif not (number and is_last and _is_cut(line)):
-            raise ValueError(
+            raise ConfigError(
                 f"{path}:{number + 1}: expected one trace event per line, got {line[:80]!r}; "
                 "remove the file"
             )
@@ -154,7 +157,7 @@ def _parse(line: str) -> _Event | None:
     try:
         event: Any = json.loads(line.removesuffix(","))
         return event if "ph" in event and "args" in event else None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
 
 

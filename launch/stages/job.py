@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import lcm
 
-from ...configs.schema import ExecutorConfig, ModelConfig
+from ...configs.schema import SAME, ExecutorConfig, ModelConfig
 from ...dataflow.errors import ConfigError
 from ...dataflow.runtime.engine import Source
 from ...planner.plan.plan import Plan
 from ...workers.data.row_report import DataReport
+from ...workers.engines.registry import DEFAULT
 from ...workers.rewards.rule_reward import RuleRewardSpec
 from ..inputs.compose import Resolved
 from ..inputs.data import Data, HeldOut, load_data
@@ -93,6 +94,7 @@ def _placed(run: Resolved, plan: Plan | None) -> tuple[Resolved, Plan, str]:
     """The plan of the main stage, with the threads of its ranks, and a line about it."""
     inputs, section, threads, note = run.placement, run.placement.executor, None, ""
     if run.model.architecture.get("model_type") == MODEL_TYPE:
+        _refuse_engines(run)
         section = _on_one_thread(section)
     plan = plan or written_plan(inputs, run.engines)
     if plan is None:
@@ -100,6 +102,22 @@ def _placed(run: Resolved, plan: Plan | None) -> tuple[Resolved, Plan, str]:
         plan, threads, note = choice.plan, choice.num_threads, choice.note
     inputs = replace(inputs, executor=with_threads(section, plan, threads))
     return replace(run, placement=inputs), plan, note
+
+
+def _refuse_engines(run: Resolved) -> None:
+    """Networks of environments' actors are computed by workers of their own; no engine is asked."""
+    engines = run.engines
+    for key, value, default in (
+        ("engine.kind", engines.name, DEFAULT.name),
+        ("engine.options", engines.options, {}),
+        ("rollout.kind", engines.rollout_name, SAME),
+        ("model.dtype", run.model.dtype, "float32"),
+    ):
+        if value != default:
+            raise ConfigError(
+                f"'{key}' is {value!r}, but a {MODEL_TYPE} is computed by its own worker, which "
+                "does not read it\n    leave it out"
+            )
 
 
 def _on_one_thread(section: ExecutorConfig) -> ExecutorConfig:

@@ -121,6 +121,8 @@ class Calibration(BaseModel):
         Raises:
             PlanError: If the file is missing or is no calibration; says which key and why.
         """
+        if file.exists() and not file.is_file():
+            raise PlanError(f"calibration file {file} cannot be read: it is no file")
         try:
             return Calibration.model_validate_json(file.read_text())
         except FileNotFoundError:

@@ -204,6 +204,8 @@ class Plan(BaseModel):
         Raises:
             PlanError: If the file is missing or is no plan; says which key and why.
         """
+        if file.exists() and not file.is_file():
+            raise PlanError(f"plan file {file} cannot be read: it is no file")
         try:
             return Plan.model_validate_json(file.read_text())
         except FileNotFoundError:

@@ -152,7 +152,7 @@ def refused(commands: Commands, tmp_path: Path, request: pytest.FixtureRequest) 
         assert not answer.left
         # Ten seconds on a machine with nothing else to do; here others work as well.
         assert answer.seconds < _LIMIT_S
-        assert answer.err.count("penstock: ") == 1, answer.err
+        assert len(re.findall(r"^penstock: ", answer.err, re.MULTILINE)) == 1, answer.err
         assert "Traceback" not in answer.err
         if code == 2:
             assert _files(tmp_path) == before

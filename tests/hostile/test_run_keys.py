@@ -63,6 +63,12 @@ calibration=/nope
 calibration=/proc
 calibration=''
 placement=/nope
+placement=/dev/zero
+calibration=/dev/zero
+executor.num_threads=100000
+tracker.kind=null tracker.options={a:1}
+algorithm.cfg.loss.eps_low=nan
+resume=\x1b[31m\u202e
 placement=/proc
 placement=''
 placement=3

@@ -151,6 +151,8 @@ def _complete_lines(path: Path) -> list[str]:
     """Lines that end; what follows the last line end was cut short."""
     if not path.exists():
         return []
+    if not path.is_file():
+        raise ConfigError(f"'{path}' is no file\n    remove it")
     return path.read_bytes().decode("utf-8", errors="replace").split("\n")[:-1]
 
 

@@ -160,8 +160,7 @@ def test_a_model_the_planner_does_not_know_runs_on_one_rank(tmp_path: Path) -> N
     _, choice = planned(tmp_path, calibration(), "model.architecture.model_type=gemma")
     assert choice.plan.groups == (GroupPlan(name="all"),)
     assert choice.note.startswith(
-        "placement: everything on one rank; nothing was planned: cannot plan for model_type "
-        "'gemma'"
+        "placement: everything on one rank; nothing was planned: cannot plan for model_type 'gemma'"
     )
 
 

@@ -12,7 +12,7 @@ from ..conftest import Penstock
 
 SCRIPT = """
 import sys, time
-from penstock.launch.run_dir.stop import Terminated, stoppable
+from penstock.launch.run_dir.stop import Terminated, say, stoppable
 
 deadline_s, heeds = float(sys.argv[1]), sys.argv[2] == "heeds"
 try:
@@ -111,3 +111,10 @@ def test_how_children_end_is_heard_whoever_started_the_command(penstock: Penstoc
         assert subprocess.run([sys.executable, "-c", "raise SystemExit(3)"]).returncode == 3
     finally:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def test_a_message_only_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    say("'a\x1b[31m\x9b\u202eb'\tc\npenstock: all is well\n\x00")
+    assert capsys.readouterr().err == (
+        "penstock: 'a\\x1b[31m\\x9b\\u202eb'\tc\n    penstock: all is well\n\\x00\n"
+    )

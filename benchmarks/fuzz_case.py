@@ -245,6 +245,7 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
-    if isinstance(one, float) and isinstance(other, float):
+    if isinstance(one, float) and isinstance(other, int | float):
+        other = float(other)
         return one == other and math.copysign(1, one) == math.copysign(1, other)
     return one == other

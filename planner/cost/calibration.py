@@ -122,6 +122,8 @@ class Calibration(BaseModel):
             PlanError: If the file is missing or is no calibration; says which key and why.
         """
         try:
+            if file.is_char_device() or file.is_fifo():
+                raise OSError("it is a device or a pipe, and may have no end")
             return Calibration.model_validate_json(file.read_text())
         except FileNotFoundError:
             raise PlanError(

@@ -31,7 +31,7 @@ LIMIT_S = 20.0
 """A command that takes longer hangs, unless it takes steps."""
 _MOST_CHARACTERS = 8000
 """Of what a command says: more is no message."""
-_UNKNOWN = "an error that penstock does not know"
+UNKNOWN = "an error that penstock does not know"
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,9 @@ def _faults_of_text(code: int | None, said: str) -> list[tuple[str, str]]:
     faults: list[tuple[str, str]] = []
     if "Traceback (most recent call last)" in said:
         faults.append(("traceback", said.strip().splitlines()[-1][:200]))
-    if _UNKNOWN in said:
+    if UNKNOWN in said:
         raised = re.search(r"raised at (\S+)", said)
-        what = said.partition(_UNKNOWN)[2].splitlines()[0][2:120]
+        what = said.partition(UNKNOWN)[2].splitlines()[0][2:120]
         faults.append(("unforeseen", f"{raised.group(1) if raised else '?'} {what}"))
     if code is not None and code not in (0, 1, 2):
         faults.append(("exit code", str(code)))
@@ -222,11 +222,18 @@ def _silent_changes(case: Case, folder: Path) -> list[tuple[str, str]]:
     configs = list(folder.glob("runs/*/config.yaml")) if case.stands else []
     for file in configs:
         config = yaml.safe_load(file.read_text())
-        for key, value in case.stands.items():
-            written = _value(config, key)
-            if not _same(written, value):
-                faults.append(("silent", f"{key} is {written!r:.80}, given as {value!r:.80}"))
+        faults += [("silent", fault) for fault in differing(config, case.stands)]
     return faults
+
+
+def differing(config: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Keys that do not stand in a configuration as they were given, in words."""
+    found = {key: (_value(config, key), value) for key, value in given.items()}
+    return [
+        f"{key} is {written!r:.80}, given as {value!r:.80}"
+        for key, (written, value) in found.items()
+        if not _same(written, value)
+    ]
 
 
 def _value(config: Any, key: str) -> Any:

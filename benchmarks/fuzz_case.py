@@ -201,7 +201,8 @@ def _faults_of_text(code: int | None, said: str) -> list[tuple[str, str]]:
     if UNKNOWN in said:
         raised = re.search(r"raised at (\S+)", said)
         what = said.partition(UNKNOWN)[2].splitlines()[0][2:120]
-        faults.append(("unforeseen", f"{raised.group(1) if raised else '?'} {what}"))
+        where = re.sub(r"\S*/(penstock|site-packages)/", "", raised.group(1)) if raised else "?"
+        faults.append(("unforeseen", f"{where} {what}"))
     if code is not None and code not in (0, 1, 2):
         faults.append(("exit code", str(code)))
     messages = re.findall(r"^penstock: (?!warning: )", said, re.MULTILINE)

@@ -23,11 +23,14 @@ from bench import parser, report, table
 from fuzz_case import LIMIT_S, Case, Commands, Outcome
 from fuzz_files import file_case, scenes
 from fuzz_keys import GROUPS, key_cases
+from fuzz_values import ValueFuzzer
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 
 _BATCH = 50
 """Cases that Hypothesis makes at a time; each batch has a seed of its own."""
+_SHARE_OF_VALUES = 0.2
+"""Of the time; hundreds a second are tried in it."""
 _PATIENCE = 3.0
 """What seems to hang is given so many times as long, alone, before it is called that."""
 _ALGORITHMS = tuple(name for name in GROUPS["algorithm"] if name != "own")
@@ -62,7 +65,11 @@ def hostile_keys(seed: int) -> Iterator[list[Case]]:
             database=None,
             phases=[Phase.generate],
             deadline=None,
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=[
+                HealthCheck.too_slow,
+                HealthCheck.data_too_large,
+                HealthCheck.filter_too_much,
+            ],
         )
         @given(key_cases(algorithms))
         def make(case: Case | None) -> None:
@@ -113,6 +120,21 @@ def attempt(part: str, case: Case, commands: Commands, found: Found) -> None:
         print(f"{fault[0]}: {fault[1]}\n    {shown.command}\n    {shown.what}", flush=True)
 
 
+def try_values(seed: int, seconds: float, found: Found) -> None:
+    """Resolve hostile values in this process for a while."""
+    fuzzer, until = ValueFuzzer(seed, _ALGORITHMS), time.monotonic() + seconds
+    while time.monotonic() < until:
+        accepted, what, fault = fuzzer.attempt()
+        found.endings["values", "accepted" if accepted else "refused"] += 1
+        if fault is None:
+            continue
+        if fault not in found.faults:
+            print(f"{fault[0]}: {fault[1]}\n    {what}", flush=True)
+            about = {"kind": fault[0], "cause": fault[1], "times": 0, "command": what, "file": ""}
+            found.faults[fault] = about
+        found.faults[fault]["times"] += 1
+
+
 def main() -> None:
     """Fuzz for as long as was asked, and say what came out."""
     options = parser(__doc__.splitlines()[0] if __doc__ else "")
@@ -120,12 +142,14 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--part", choices=("both", "keys", "files"), default="both")
     args = options.parse_args()
-    found, commands = Found(), Commands()
+    found = Found()
+    try_values(args.seed, 60 * args.minutes * _SHARE_OF_VALUES, found)
+    commands = Commands()
     chance = random.Random(f"{args.seed}/files")
     try:
         with tempfile.TemporaryDirectory(prefix="penstock-scenes-") as name:
             stages = scenes(Path(name), commands) if args.part != "keys" else []
-            until = time.monotonic() + 60 * args.minutes
+            until = time.monotonic() + 60 * args.minutes * (1 - _SHARE_OF_VALUES)
             for batch in hostile_keys(args.seed):
                 for case in batch if args.part != "files" else batch[:1]:
                     if time.monotonic() > until:
@@ -148,7 +172,8 @@ def _report(found: Found, seed: int, minutes: float, file: Path | None) -> None:
     print(table(["part", "ending", "commands"], rows))
     times = sorted(found.times)
     middle, most = times[len(times) // 2], times[-1]
-    print(f"{len(times)} tried in {minutes:g} minutes; {len(found.faults)} causes of faults")
+    tried = sum(found.endings.values())
+    print(f"{tried} tried in {minutes:g} minutes; {len(found.faults)} causes of faults")
     print(f"seconds: {middle:.2f} in the middle, {most:.1f} at most")
     endings: dict[str, dict[str, int]] = {}
     for part, how, num in rows:
@@ -157,7 +182,8 @@ def _report(found: Found, seed: int, minutes: float, file: Path | None) -> None:
         {
             "seed": seed,
             "minutes": minutes,
-            "tried": len(times),
+            "tried": tried,
+            "commands": len(times),
             "endings": endings,
             "faults_by_kind": dict(Counter(kind for kind, _ in found.faults)),
             "faults": list(found.faults.values()),

@@ -31,7 +31,7 @@ LIMIT_S = 20.0
 """A command that takes longer hangs, unless it takes steps."""
 _MOST_CHARACTERS = 8000
 """Of what a command says: more is no message."""
-_UNKNOWN = "an error that penstock does not know"
+UNKNOWN = "an error that penstock does not know"
 
 
 @dataclass(frozen=True)
@@ -198,10 +198,11 @@ def _faults_of_text(code: int | None, said: str) -> list[tuple[str, str]]:
     faults: list[tuple[str, str]] = []
     if "Traceback (most recent call last)" in said:
         faults.append(("traceback", said.strip().splitlines()[-1][:200]))
-    if _UNKNOWN in said:
+    if UNKNOWN in said:
         raised = re.search(r"raised at (\S+)", said)
-        what = said.partition(_UNKNOWN)[2].splitlines()[0][2:120]
-        faults.append(("unforeseen", f"{raised.group(1) if raised else '?'} {what}"))
+        what = said.partition(UNKNOWN)[2].splitlines()[0][2:120]
+        where = re.sub(r"\S*/(penstock|site-packages)/", "", raised.group(1)) if raised else "?"
+        faults.append(("unforeseen", f"{where} {what}"))
     if code is not None and code not in (0, 1, 2):
         faults.append(("exit code", str(code)))
     messages = re.findall(r"^penstock: (?!warning: )", said, re.MULTILINE)
@@ -222,11 +223,18 @@ def _silent_changes(case: Case, folder: Path) -> list[tuple[str, str]]:
     configs = list(folder.glob("runs/*/config.yaml")) if case.stands else []
     for file in configs:
         config = yaml.safe_load(file.read_text())
-        for key, value in case.stands.items():
-            written = _value(config, key)
-            if not _same(written, value):
-                faults.append(("silent", f"{key} is {written!r:.80}, given as {value!r:.80}"))
+        faults += [("silent", fault) for fault in differing(config, case.stands)]
     return faults
+
+
+def differing(config: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Keys that do not stand in a configuration as they were given, in words."""
+    found = {key: (_value(config, key), value) for key, value in given.items()}
+    return [
+        f"{key} is {written!r:.80}, given as {value!r:.80}"
+        for key, (written, value) in found.items()
+        if not _same(written, value)
+    ]
 
 
 def _value(config: Any, key: str) -> Any:
@@ -245,6 +253,7 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
-    if isinstance(one, float) and isinstance(other, float):
+    if isinstance(one, float) and isinstance(other, int | float):
+        other = float(other)
         return one == other and math.copysign(1, one) == math.copysign(1, other)
     return one == other

@@ -145,15 +145,15 @@ _INTEGERS = st.sampled_from(
 _FLOATS = st.sampled_from(
     [math.nan, math.inf, -math.inf, -0.0, 0.5, 1.5, 1e-45, 1e-300, 1e38, 1e300, -1e300, 2.0]
 ) | st.floats(allow_nan=False, width=32)
-_ODD_TEXTS = [
+ODD_TEXTS = [
     "", " ", ".", "..", "/", "~", "a/b", "../x", "/proc", "/dev/null", "/dev/full", "os:system",
     "json:dumps", "os.path:join", "penstock.algorithms.sft:sft_step", ":", "a:", ":b", "null",
     "1", "nan", "true", "{", "{question}", "{question:>99}", "%s", "%", "${seed}", "${nope}",
-    "${oc.env:HOME}", "???", "!!python", "\n", "\t", "\x1b[31m", "\u202eabc", "\u0000"[:0] + "\x07",
+    "${oc.env:HOME}", "???", "!!python", "\n", "\t", "\x1b[31m", "\u202eabc", "\x07",
     "\udcff", "\u00e9", "e\u0301", "\U0001f600", "x" * 300, "x" * 5000, "[1]", "a.b", "a,b", "-1",
     "cuda", "cpu", "float16", "policy", "actor", "reward", "model", "rule", "same", "auto",
 ]  # fmt: skip
-_TEXTS = st.sampled_from(_ODD_TEXTS) | st.text(
+_TEXTS = st.sampled_from(ODD_TEXTS) | st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12
 )
 _SCALARS: st.SearchStrategy[Any] = st.one_of(_INTEGERS, _FLOATS, _TEXTS, st.booleans(), st.none())

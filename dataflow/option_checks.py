@@ -38,6 +38,8 @@ def check_range(
         for item in value if isinstance(value, tuple) else (value,):
             if item is None:
                 continue
+            if not isinstance(item, int | float):
+                raise ValueError(f"{name} is {value!r}; expected a number")
             if not math.isfinite(item):
                 raise ValueError(f"{name} is {value}; expected a finite number")
             if not all(holds(item, bound) for _, bound, holds in bounds):

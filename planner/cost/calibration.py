@@ -121,9 +121,9 @@ class Calibration(BaseModel):
         Raises:
             PlanError: If the file is missing or is no calibration; says which key and why.
         """
-        if file.exists() and not file.is_file():
-            raise PlanError(f"calibration file {file} cannot be read: it is no file")
         try:
+            if file.is_char_device() or file.is_fifo():
+                raise OSError("it is a device or a pipe, and may have no end")
             return Calibration.model_validate_json(file.read_text())
         except FileNotFoundError:
             raise PlanError(

@@ -204,9 +204,9 @@ class Plan(BaseModel):
         Raises:
             PlanError: If the file is missing or is no plan; says which key and why.
         """
-        if file.exists() and not file.is_file():
-            raise PlanError(f"plan file {file} cannot be read: it is no file")
         try:
+            if file.is_char_device() or file.is_fifo():
+                raise OSError("it is a device or a pipe, and may have no end")
             return Plan.model_validate_json(file.read_text())
         except FileNotFoundError:
             raise PlanError(f"plan file {file} does not exist") from None

@@ -27,6 +27,7 @@ num_attention_heads=-1
 num_attention_heads=3
 num_key_value_heads=0
 num_key_value_heads=3
+num_key_value_heads=false
 head_dim=7
 num_hidden_layers=0
 num_hidden_layers=-1

@@ -61,6 +61,7 @@ rollout.options={a:1}
 rollout=nope
 calibration=/nope
 calibration=/proc
+calibration=/dev/full
 calibration=''
 placement=/nope
 placement=/dev/zero
@@ -70,6 +71,7 @@ tracker.kind=null tracker.options={a:1}
 algorithm.cfg.loss.eps_low=nan
 resume=\x1b[31m\u202e
 placement=/proc
+placement=/dev/full
 placement=''
 placement=3
 resume=/nope

@@ -192,7 +192,7 @@ def _check_heads(fields: _Fields) -> None:
             f"a multiple of {fields.written('num_attention_heads')}={heads}",
             f"change one of the two, as to {width - width % heads or heads}, or set head_dim",
         )
-    if isinstance(keys, int) and heads % keys:
+    if isinstance(keys, int) and (keys < 1 or heads % keys):  # false is 0, and an integer
         raise fields.refusal(
             "num_key_value_heads",
             f"a number that divides {fields.written('num_attention_heads')}={heads}",

@@ -229,7 +229,7 @@ MOMENTS = (
     Moment("weights of the last checkpoint", _STEP.format(6)),
     Moment("removal of old checkpoints", r"os.rename .*00000002$", codes=(0,)),
     Moment("models", r"os.mkdir .*seed0/models/actor.writing$", nth=2),
-    Moment("curve.svg", r"open .*/curve\.svg"),
+    Moment("curve.svg", r"open .*/\.curve\.svg"),
     Moment("summary.json", r"open .*seed0/\.summary\.json"),
     # Read-only folders.
     Moment("read only from the start", "", "read only", "runs", codes=(2,), reason=_READ_ONLY),

@@ -6,7 +6,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,9 +75,11 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
     plain = dumped(config, job.run)
     written = yaml.safe_dump(plain, sort_keys=False)
     plan = job.plan.model_dump_json(indent=2, exclude_defaults=True)
+    runs = Path(config.runs)
+    had_runs = runs.exists()
     if resumed is None:
         folder = create_run(
-            Path(config.runs),
+            runs,
             name=job.main.name,
             seed=config.seed,
             config=written,
@@ -89,7 +91,7 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
         folder = resumed.folder
         _check_unchanged(folder, job.data.fingerprint, code, console)
     with (
-        _ended_early(folder, resumed is None, trackers),
+        _ended_early(folder, resumed is None, had_runs, trackers),
         folder.locked(),
         PeakMemory() as memory,
         trackers,
@@ -187,7 +189,9 @@ def _stages(
 
 
 @contextmanager
-def _ended_early(folder: RunFolder, is_new: bool, trackers: Trackers) -> Generator[None]:
+def _ended_early(
+    folder: RunFolder, is_new: bool, had_runs: bool, trackers: Trackers
+) -> Generator[None]:
     """Say how a run that has ended early goes on; a new one that is refused leaves nothing.
 
     Some of what cannot be is found only when workers are built. What is refused cannot go on as it
@@ -207,6 +211,9 @@ def _ended_early(folder: RunFolder, is_new: bool, trackers: Trackers) -> Generat
             error.add_note(f"to continue: penstock run resume={folder.path}")
         elif is_new and not begun:
             shutil.rmtree(folder.path, ignore_errors=True)  # what is in the way has been said
+            if not had_runs:
+                with suppress(OSError):  # another run is there by now
+                    folder.path.parent.rmdir()
         raise error
 
 

@@ -55,6 +55,8 @@ class MixturePart:
     """Fields of that worker's spec."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.worker, str):  # pyright: ignore[reportUnnecessaryIsInstance] - YAML
+            raise ValueError(f"worker is {self.worker!r:.80}; expected a text")
         check_range(self, "weight", "at_least", at_least=-LARGEST, at_most=LARGEST)
 
 

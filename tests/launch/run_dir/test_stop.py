@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import pytest
+from penstock.launch.run_dir.stop import say
 
 from ..conftest import Penstock
 
 SCRIPT = """
 import sys, time
-from penstock.launch.run_dir.stop import Terminated, say, stoppable
+from penstock.launch.run_dir.stop import Terminated, stoppable
 
 deadline_s, heeds = float(sys.argv[1]), sys.argv[2] == "heeds"
 try:

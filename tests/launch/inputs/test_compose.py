@@ -91,5 +91,5 @@ def test_numbers_are_finite(key: str, value: str) -> None:
 @pytest.mark.parametrize("value", ["inf", "nan"])
 @pytest.mark.parametrize("key", ["no_eos_score", "no_eos_penalty"])
 def test_what_a_cut_off_response_costs_is_finite(key: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} is .*; expected a finite number"):
+    with pytest.raises(ConfigError, match=f"{key}.: expected a finite number"):
         resolved(composed("algorithm=online_dpo", f"+algorithm.cfg.{key}={value}"))

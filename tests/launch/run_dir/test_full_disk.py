@@ -106,11 +106,10 @@ def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
 def test_an_error_of_safetensors_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
 
-    def write() -> None:
-        with writing(path):
-            write_tensors(path, {"weights": torch.zeros(1000)})
-
-    _refused(write, path)
+    # A line of this file would be the user's own, whose errors are left as they are.
+    body = "with writing(path):\n    write_tensors(path, {'weights': zeros})"
+    names = {"writing": writing, "write_tensors": write_tensors, "path": path}
+    _refused(lambda: exec(body, {**names, "zeros": torch.zeros(1000)}), path)
 
 
 def test_tensorboard_fails_where_it_is_called(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.executor import TaskSpan
 from penstock.launch.run_dir.trace import TraceLog, read_trace
 
@@ -143,6 +144,8 @@ def test_tasks_that_follow_each_other_do_not_overlap(
 def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, content: str, line: int) -> None:
     path = tmp_path / "trace.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=rf"trace\.json:{line}: expected one trace event per line"):
+    with pytest.raises(
+        ConfigError, match=rf"trace\.json:{line}: expected one trace event per line"
+    ):
         TraceLog(path, first_step=1)
     assert path.read_text() == content

@@ -70,8 +70,12 @@ def test_grpo_is_rewarded_by_the_rule() -> None:
 
 
 def test_a_worker_of_ones_own() -> None:
-    made = stages("algorithm.roles.reward.worker=penstock.workers.rewards.rule_reward:RuleReward")
-    assert starts(made["grpo"])["reward"][0] == "penstock.workers.rewards.rule_reward:RuleReward"
+    made = stages(
+        "algorithm.roles.reward.worker=penstock.workers.rewards.rule_reward:RuleRewardSpec"
+    )
+    assert (
+        starts(made["grpo"])["reward"][0] == "penstock.workers.rewards.rule_reward:RuleRewardSpec"
+    )
 
 
 def test_split_groups_place_warm_ups_on_the_groups_they_use() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from ..dataflow.errors import ConfigError, nearest
 
@@ -143,7 +143,29 @@ def _check_texts(value: Any, at: str) -> None:
 
 @cache
 def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    _close(kind)
     return TypeAdapter(kind)
+
+
+_CLOSED: set[type] = set()
+
+
+def _close(kind: Any) -> None:
+    """Have pydantic refuse keys that a dataclass does not have, however deep.
+
+    Where a value may be one of several, it takes the first that does not complain: one that
+    leaves the key out instead of the one whose key it is.
+    """
+    for member in typing.get_args(kind):
+        _close(member)
+    known = fields_of(kind)
+    if known is None or kind in _CLOSED:
+        return
+    _CLOSED.add(kind)
+    if not issubclass(kind, BaseModel) and "__pydantic_config__" not in vars(kind):
+        kind.__pydantic_config__ = ConfigDict(extra="forbid")
+    for annotation in known.values():
+        _close(annotation)
 
 
 def _over_defaults(kind: Any, data: Any) -> Any:
@@ -253,7 +275,9 @@ def _by_key(data: Mapping[str, Any], error: ValidationError) -> list[tuple[list[
     found fault with something inside the value, the value was meant for that one.
     """
     found: dict[tuple[str, ...], list[Any]] = {}
-    for one in error.errors(include_url=False):
+    every = error.errors(include_url=False)
+    # Keys have been checked: one is unknown only to a member of a union that was not meant.
+    for one in [e for e in every if e["type"] != "unexpected_keyword_argument"] or every:
         path = tuple(_keys_of(data, one["loc"], one["type"]))
         found.setdefault(path, []).append(one)
     return [

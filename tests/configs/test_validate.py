@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
+from penstock.algorithms.losses.actor_critic import ActorLoss
 from penstock.configs.schema import RunConfig
 from penstock.configs.validate import RENAMED, check_renamed, fields_of, key_docs, validated
 from penstock.dataflow.errors import ConfigError
@@ -194,3 +195,11 @@ def test_every_key_has_a_doc() -> None:
 
 def test_docs_are_read_from_the_source_of_any_class() -> None:
     assert key_docs(Part) == {"size": "How big.", "shape": "What it looks like."}
+
+
+def test_of_several_members_the_one_whose_key_is_given_is_meant() -> None:
+    """A value that does not fit it must not make another of it, which would leave the key out."""
+    with pytest.raises(ConfigError, match="'cfg.policy.eps_low': expected a number, got the text"):
+        validated(ActorLoss, {"policy": {"eps_low": "a"}}, "cfg")
+    with pytest.raises(ConfigError, match="'cfg.policy.ratio_level': expected one of 'token'"):
+        validated(ActorLoss, {"policy": {"ratio_level": 3}}, "cfg")

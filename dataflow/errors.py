@@ -34,6 +34,7 @@ __all__ = [
     "WorkerError",
     "caller",
     "closest",
+    "is_library",
     "nearest",
     "no_exit",
     "one_process",
@@ -139,7 +140,7 @@ def no_exit(kind: type[PenstockError] | None = None) -> Generator[None]:
 
 def users_line(error: BaseException) -> Where | None:
     """The innermost line of the user's own code, if the exception came through any."""
-    return next((_where(one) for one in reversed(_frames(error)) if not _is_library(one[0])), None)
+    return next((_where(one) for one in reversed(_frames(error)) if not is_library(one[0])), None)
 
 
 def _frames(error: BaseException) -> list[tuple[str, int]]:
@@ -164,20 +165,29 @@ def _is_file(name: str) -> bool:
 
 
 @cache
-def _is_library(filename: str) -> bool:
-    """Whether a file is ours, Python's or an installed package's."""
+def is_library(filename: str) -> bool:
+    """Whether a file is ours, Python's or an installed package's, rather than the user's own.
+
+    What is no file, such as what `python -c` runs, is taken for a library too.
+    """
     if not _is_file(filename):
         return True
     path = Path(filename).resolve()
+    scripts, libraries = _library_folders()
+    return path.parent == scripts or not libraries.isdisjoint((path, *path.parents))
+
+
+@cache
+def _library_folders() -> tuple[Path, frozenset[Path]]:
+    """Where installed scripts lie, and where libraries do; they stay as long as the process."""
     paths = sysconfig.get_paths()
-    folders = {paths["stdlib"], paths["purelib"], paths["platlib"], site.getusersitepackages()}
-    ours = (
-        _OUR_PACKAGE / name
-        for name in ("algorithms", "configs", "dataflow", "launch", "planner", "workers")
+    installed = (paths["stdlib"], paths["purelib"], paths["platlib"], site.getusersitepackages())
+    names = ("algorithms", "configs", "dataflow", "launch", "planner", "workers", "__init__.py")
+    libraries = (
+        *(Path(folder).resolve() for folder in installed),
+        *(_OUR_PACKAGE / n for n in names),
     )
-    libraries = (*ours, *(Path(folder).resolve() for folder in folders))
-    script = path.parent == Path(sysconfig.get_path("scripts")).resolve()
-    return script or any(path.is_relative_to(folder) for folder in libraries)
+    return Path(paths["scripts"]).resolve(), frozenset(libraries)
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

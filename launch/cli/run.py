@@ -20,6 +20,7 @@ from .hydra_app import given_overrides, hydra_app
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..run_dir.origins import Origins
     from ..run_dir.peak_memory import PeakMemory
     from ..run_dir.resume import Resumed
     from ..run_dir.run_folder import CodeVersion, RunFolder
@@ -53,6 +54,7 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
     from ...planner.plan.plan import Plan
     from ...workers.executors.process_setup import threads_within
     from ..inputs.compose import dumped, resolve, run_config
+    from ..run_dir.origins import origins_of
     from ..run_dir.peak_memory import PeakMemory
     from ..run_dir.progress import LastingConsole
     from ..run_dir.run_folder import code_version, create_run
@@ -72,6 +74,7 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
     for report in job.reports:
         if report.num_bad:
             console.print(str(report), highlight=False, markup=False)
+    origins = origins_of(job.model_folders)
     plain = dumped(config, job.run)
     written = yaml.safe_dump(plain, sort_keys=False)
     plan = job.plan.model_dump_json(indent=2, exclude_defaults=True)
@@ -84,12 +87,13 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
             seed=config.seed,
             config=written,
             data=job.data.fingerprint,
+            origins=origins,
             plan=plan,
             code=code,
         )
     else:
         folder = resumed.folder
-        _check_unchanged(folder, job.data.fingerprint, code, console)
+        _check_unchanged(folder, job.data.fingerprint, origins, code, console)
     with (
         _ended_early(folder, resumed is None, had_runs, trackers),
         folder.locked(),
@@ -121,12 +125,15 @@ def _note_changes(resumed: Resumed, job: Job, config: str, plan: str) -> None:
     change_config(resumed.folder, config, step=step, plan=plan if resumed.moved else None)
 
 
-def _check_unchanged(folder: RunFolder, data: str, code: CodeVersion, console: Console) -> None:
-    """Refuse to go on with other problems than the run began with; mention other code.
+def _check_unchanged(
+    folder: RunFolder, data: str, origins: Origins, code: CodeVersion, console: Console
+) -> None:
+    """Refuse to go on with other problems or models than the run began with; mention other code.
 
     Raises:
-        ConfigError: If the data differs.
+        ConfigError: If the data or a model differs.
     """
+    from ..run_dir.origins import changed_files, check_models
     from ..run_dir.run_folder import record_of
 
     record = record_of(folder)
@@ -136,10 +143,14 @@ def _check_unchanged(folder: RunFolder, data: str, code: CodeVersion, console: C
             f"{record.data} and is {data} now\n"
             "    bring the data back as it was, or start a new run"
         )
+    check_models(folder.id, record.origins, origins)
+    others = [f"with another {path}" for path in changed_files(record.origins, origins)]
     if record.code != code:
+        others.append(f"by penstock {record.code} and goes on with {code}")
+    for other in others:
         console.print(
-            f"penstock: warning: run '{folder.id}' was started by penstock {record.code} and goes "
-            f"on with {code}; what comes out may differ from a run of either",
+            f"penstock: warning: run '{folder.id}' was started {other}; what comes out may differ "
+            "from a run of either",
             highlight=False,
             markup=False,
             soft_wrap=True,

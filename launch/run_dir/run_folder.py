@@ -1,7 +1,8 @@
 """`runs/<id>/`: everything one run leaves behind, in plain files.
 
-    run.json         name, seed, start, code version, fingerprint of the data, the configuration
-                     and what was changed of it when; its presence makes the folder a run
+    run.json         name, seed, start, code version, fingerprint of the data, hashes of the user's
+                     own files and of the models it began with, the configuration and what was
+                     changed of it when; its presence makes the folder a run
     config.yaml      the composed configuration, as it is run
     plan.json        where the main stage's nodes run
     metrics.jsonl    one line per step               (trackers/jsonl.py)
@@ -35,6 +36,7 @@ from ... import __version__
 from ...dataflow.errors import ConfigError
 from ...dataflow.file_errors import writing
 from .atomic import write_json, write_text
+from .origins import Origins
 from .trackers.jsonl import METRICS, finite_or_none
 
 __all__ = [
@@ -183,6 +185,7 @@ class RunRecord:
         changes: What was changed of it when the run was resumed, oldest first: `step`, `at`, and
             `keys`, of each its value before and since.
         fault: Why its files cannot be read in full; None if they can.
+        origins: What else it began with; empty in a run older than these.
     """
 
     folder: RunFolder
@@ -195,6 +198,7 @@ class RunRecord:
     config: Mapping[str, Any] | None = field(default=None, hash=False)
     changes: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     fault: str | None = None
+    origins: Origins = field(default_factory=Origins, hash=False)
 
 
 def create_run(
@@ -204,6 +208,7 @@ def create_run(
     seed: int,
     config: str,
     data: str,
+    origins: Origins | None = None,
     plan: str | None = None,
     code: CodeVersion | None = None,
     now: datetime | None = None,
@@ -216,6 +221,7 @@ def create_run(
         seed: The run's seed.
         config: The composed configuration as YAML.
         data: Fingerprint of the problems; a resumed run must have the same.
+        origins: What else it begins with; if that is to be kept.
         plan: Where the main stage's nodes run, as JSON; if that is to be kept.
         code: Which code runs; read now if it is not given.
         now: When the run starts; for tests.
@@ -235,6 +241,7 @@ def create_run(
         "created": created.isoformat(timespec="seconds"),
         "code": asdict(code or code_version()),
         "data": data,
+        **asdict(origins or Origins()),
         "config": plain(yaml.safe_load(config)),
         "changes": [],
     }
@@ -357,6 +364,9 @@ def record_of(folder: RunFolder) -> RunRecord:
             about.get("data"),
             config=_mapping(about.get("config")),
             changes=tuple(_mapping(one) for one in about.get("changes", ()) if "keys" in one),
+            origins=Origins(
+                _mapping(about.get("files") or {}), _mapping(about.get("models") or {})
+            ),
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         fault = f"run.json cannot be read ({type(error).__name__}: {error})"

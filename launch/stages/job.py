@@ -21,7 +21,7 @@ from ..inputs.tables import longest_rows, sources_of
 from ..placement.auto_place import choose
 from ..placement.place import make_executor, with_threads, written_plan
 from .evaluation import evaluation_graph
-from .stages import Stage, stages_of
+from .stages import MODEL, Stage, stages_of
 from .worker_specs import check_options, model_positions
 
 __all__ = ["Job", "prepare"]
@@ -55,6 +55,15 @@ class Job:
     def main(self) -> Stage:
         """The stage the run is for."""
         return self.stages[-1]
+
+    @property
+    def model_folders(self) -> set[str]:
+        """The folders of models and tokenizers that are there before any stage has run."""
+        plans = [plan for stage in self.stages for plan in stage.roles.values()]
+        starts = {start for plan in plans for start in (plan.start, *plan.start_mean)}
+        starts -= {MODEL, *(stage.name for stage in self.stages)}
+        named = {*starts, self.run.model.folder, self.data.tokenizer_spec.folder}
+        return {folder for folder in named if folder}
 
 
 def prepare(run: Resolved, plan: Plan | None = None) -> Job:

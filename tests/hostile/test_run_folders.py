@@ -26,7 +26,7 @@ CHECKPOINT = "checkpoints/step-00000002"
 DAMAGES: dict[str, Damage] = {
     "no run.json": remove("run.json"),
     "run.json is a folder": folder("run.json"),
-    "run.json is cut": cut("run.json"),
+    "run.json is cut": write("run.json", b'{"changes": [], "code":'),
     "no config.yaml": remove("config.yaml"),
     "config.yaml is a folder": folder("config.yaml"),
     "config.yaml is cut": cut("config.yaml"),
@@ -41,6 +41,8 @@ DAMAGES: dict[str, Damage] = {
     "config is a list": change("run.json", config=[1]),
     "changes are a number": change("run.json", changes=3),
     "changes are numbers": change("run.json", changes=[3]),
+    "files are a number": change("run.json", files=3),
+    "models are a text": change("run.json", models="x"),
     "created is none": change("run.json", created="x"),
     "other code": change("run.json", code={"a": 1}),
     "seed is a list": change("run.json", seed=[1]),

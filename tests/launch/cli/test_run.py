@@ -221,6 +221,49 @@ def test_a_run_resumed_by_other_code_says_so_and_goes_on(penstock: Penstock) -> 
     assert summary_of(run)["resumed"]
 
 
+def test_a_run_resumed_with_another_file_of_the_users_says_so_and_goes_on(
+    penstock: Penstock,
+) -> None:
+    Path("mine.py").write_text("def mark(prompt, response, answer):\n    return 0.0\n")
+    path = problem_file([str(2 * n) for n in range(24)])
+    task = ("task=file", f"task.path={path}", "task.num_held_out=8", "task.reward=mine.py:mark")
+    run = unfinished(penstock, *task)
+    Path("mine.py").write_text("def mark(prompt, response, answer):\n    return 1.0\n")
+    said = penstock("run", f"resume={run}")
+    assert said.code == 0, said.err
+    warnings = [line for line in said.err.splitlines() if "warning" in line]
+    assert warnings == [
+        f"penstock: warning: run '{run.name}' was started with another mine.py; what comes out may "
+        "differ from a run of either"
+    ]
+
+
+@pytest.mark.parametrize("key", ["model.folder", "algorithm.roles.actor.start"])
+def test_a_run_is_not_resumed_from_another_model(penstock: Penstock, key: str) -> None:
+    first = unfinished(penstock).rename("first")
+    model = first / "models" / "actor"
+    words = ("algorithm.per_step.demos=8", "runs=second", f"{key}={model}")
+    tiny = TINY
+    if key == "model.folder":
+        words = (*words, "model=folder")
+        tiny = tuple(word for word in TINY if not word.startswith("model."))
+    said = penstock("run", "algorithm=sft", *tiny, *words)
+    assert said.code == 0, said.err
+    run = only_run(Path("second"))
+    (run / "summary.json").unlink()
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8] + bytes(8))
+    said = penstock("run", f"resume={run}")
+    assert said.code == 2
+    before = json.loads((run / "run.json").read_text())["models"][str(model)]
+    assert re.fullmatch(
+        f"penstock: run '{run.name}' was started from another model in '{model}': the hash of its "
+        f"files was {before} and is [0-9a-f]{{16}} now\n"
+        "    bring the folder back as it was when the run began, or start a new run\n",
+        said.err,
+    )
+
+
 def test_a_run_whose_record_is_damaged_is_not_resumed(penstock: Penstock) -> None:
     run = unfinished(penstock)
     (run / "run.json").write_text("{")
@@ -354,8 +397,8 @@ def test_an_interrupted_run_loses_no_step(
     assert said.endswith(
         "penstock: stopping: what has begun to train is completed and a checkpoint written, within "
         "600 s; interrupt again to stop at once\n"
-        f"penstock: to continue: penstock run resume={os.path.join('runs', run.name)}\n"
         f"penstock: {word} after {num_done} of 12 steps, with a checkpoint\n"
+        f"    to continue: penstock run resume={os.path.join('runs', run.name)}\n"
     ), said
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{num_done:08d}"]
     resumed = penstock("run", f"resume={run}")

@@ -1,0 +1,112 @@
+"""What a run began with: the user's own modules and the models, compared when it is resumed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import penstock
+import pytest
+import torch
+from penstock.dataflow.errors import ConfigError
+from penstock.launch.run_dir.origins import Origins, changed_files, check_models, origins_of
+from penstock.launch.run_dir.run_folder import create_run, record_of
+
+
+def begun_with(folder: Path) -> Origins:
+    return origins_of([str(folder)])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(8_000_000))
+    return folder
+
+
+def test_an_imported_module_is_recorded_and_libraries_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("origins_mine.py").write_text("from package_of_mine import part\n")
+    Path("package_of_mine").mkdir()
+    Path("package_of_mine/part.py").write_text("")
+    importlib.import_module("origins_mine")
+    try:
+        before = origins_of([])
+        assert {"origins_mine.py", "package_of_mine/part.py"} < set(before.files)
+        assert str(Path(__file__).resolve()) in before.files
+        libraries = (json, pytest, torch, penstock, sys.modules[Origins.__module__])
+        assert before.files.keys().isdisjoint(str(module.__file__) for module in libraries)
+        Path("package_of_mine/part.py").write_text("CHANGED = True\n")
+        assert changed_files(before, origins_of([])) == ["package_of_mine/part.py"]
+    finally:
+        for name in ("origins_mine", "package_of_mine", "package_of_mine.part"):
+            del sys.modules[name]
+
+
+def test_a_module_that_is_not_imported_again_is_compared_where_it_lies(tmp_path: Path) -> None:
+    script = tmp_path / "start.py"
+    script.write_text("")
+    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    before = Origins({str(script): empty})
+    assert changed_files(before, Origins()) == []
+    assert changed_files(before, Origins({"other/start.py": empty})) == []
+    assert changed_files(before, Origins({"other/start.py": "0" * 64})) == [str(script)]
+    assert changed_files(before, Origins({str(script): "0" * 64})) == [str(script)]
+    script.unlink()
+    assert changed_files(before, Origins()) == [str(script)]
+
+
+@pytest.mark.parametrize("at", [0, 4_000_000, 7_999_999])
+def test_other_weights_of_the_same_size_are_refused(model: Path, at: int) -> None:
+    before = begun_with(model)
+    check_models("20261121-031454-grpo-seed0", before, begun_with(model))
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(at)
+        file.write(b"\x01" * min(1_000_000, 8_000_000 - at))
+    now = begun_with(model)
+    with pytest.raises(ConfigError) as refused:
+        check_models("20261121-031454-grpo-seed0", before, now)
+    assert re.sub(r"\b[0-9a-f]{16}\b", "HASH", str(refused.value)) == (
+        f"run '20261121-031454-grpo-seed0' was started from another model in '{model}': the hash "
+        "of its files was HASH and is HASH now\n"
+        "    bring the folder back as it was when the run began, or start a new run"
+    )
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+def test_another_tokenizer_or_a_further_file_is_refused(model: Path, name: str) -> None:
+    before = begun_with(model)
+    (model / name).write_text('{"changed": true}')
+    with pytest.raises(ConfigError, match="another model"):
+        check_models("run", before, begun_with(model))
+
+
+def test_what_no_model_is_read_from_makes_no_difference(model: Path) -> None:
+    before = begun_with(model)
+    (model / "README.md").write_text("about this model")
+    (model / "model.safetensors").touch()
+    assert before.models == begun_with(model).models
+
+
+def test_a_run_keeps_its_origins_and_one_without_is_resumed_as_ever(
+    tmp_path: Path, model: Path
+) -> None:
+    origins = Origins({"mine.py": "0" * 64}, begun_with(model).models)
+    folder = create_run(tmp_path / "runs", name="it", seed=0, config="", data="", origins=origins)
+    assert record_of(folder).origins == origins
+    about = json.loads(folder.about.read_text())
+    del about["files"], about["models"]
+    folder.about.write_text(json.dumps(about))
+    older = record_of(folder)
+    assert older.fault is None
+    assert changed_files(older.origins, origins) == []
+    check_models(folder.id, older.origins, origins)

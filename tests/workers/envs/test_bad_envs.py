@@ -54,7 +54,7 @@ class Forks(Counting):
 def test_one_that_forks_neither_doubles_the_run_nor_fills_the_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec = registered.EnvSpec("Forks-v0", entry_point=lambda: Forks())
+    spec = registered.EnvSpec("Forks-v0", entry_point=lambda **_: Forks())
     monkeypatch.setitem(gym.registry, "Forks-v0", spec)
     with copies_end():
         assert EnvSpec(id="Forks-v0").spaces()[0] == 2

@@ -104,7 +104,7 @@ def raised_at(error: BaseException) -> Where:
 
 @contextmanager
 def one_process() -> Generator[None]:
-    """Around code of the user's: a copy of this process that it forks ends here.
+    """Around code of the user's, or on a function that calls it: a forked copy ends here.
 
     Two processes would go on with the run, and both write to its folder.
     """

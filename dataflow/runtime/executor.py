@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..errors import ConfigError, PlanError, no_exit
 from ..graph.graph import Graph
@@ -101,6 +101,7 @@ class TaskSpan:
     versions: tuple[tuple[str, int], ...] = ()
 
 
+@runtime_checkable
 class Executor(Protocol):
     """What the engine needs of an executor. Nothing blocks but `start`, `put` and `wait`.
 

@@ -15,7 +15,7 @@ from ...algorithms.roles.language import Prompts
 from ...configs.references import entry_or_own
 from ...configs.schema import ModelConfig, TaskConfig
 from ...configs.validate import check_finite, fields_of, nearest_key, validated
-from ...dataflow.errors import ConfigError
+from ...dataflow.errors import ConfigError, one_process
 from ...workers.data.file_task import FileTaskSpec
 from ...workers.data.reasoning_task import ReasoningTaskSpec
 from ...workers.data.sources import PromptSource
@@ -89,7 +89,8 @@ def task_spec_of(section: TaskConfig) -> TaskSpec:
             )
     if "max_bad_fraction" in known:
         options["max_bad_fraction"] = section.max_bad_fraction
-    spec: Any = validated(kind, options, "task")
+    with one_process():
+        spec: Any = validated(kind, options, "task")
     check_finite(options, "task")
     return spec
 
@@ -101,7 +102,8 @@ def load_data(section: TaskConfig, model: ModelConfig) -> Data:
         ConfigError: If a file is missing or bad, or the task or tokenizer cannot be made.
     """
     spec = task_spec_of(section)
-    task = spec.build()
+    with one_process():
+        task = spec.build()
     chosen = model.tokenizer
     if chosen == "task":
         tokenizer_spec = TokenizerSpec(kind="char", alphabet=task_alphabet(task))

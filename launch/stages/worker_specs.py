@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from ...configs.references import load_object
 from ...configs.schema import EngineConfig, ModelConfig, RolloutConfig, model_spec
 from ...configs.validate import nearest_key
-from ...dataflow.errors import ConfigError
+from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from ...workers.engines.engine import Engine
@@ -378,7 +378,8 @@ def _own(
     asked = asked_for(plan.worker, plan.config, at)
     arguments = {name: make() for name, make in given.items() if name in asked}
     try:
-        made = factory(**arguments, **plan.config.options)
+        with one_process():
+            made = factory(**arguments, **plan.config.options)
     except TypeError as error:
         raise ConfigError(f"'{at}.worker': '{plan.worker}' cannot be called: {error}") from error
     if isinstance(made, (WorkerSpec, Role)):

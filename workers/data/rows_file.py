@@ -10,11 +10,13 @@ import glob
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from ...dataflow.errors import ConfigError, closest
 from .row_report import DataReport
@@ -30,6 +32,8 @@ _MOST_CHARACTERS = 1 << 20
 """Of a text, far above what any model reads; tokenizing a longer one takes minutes."""
 _MOST_BYTES = 16 << 20
 """Of a line."""
+_MOST_PASSED_BYTES = 1 << 30
+"""Of a line that is passed over because it is too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,26 +127,68 @@ def _check_file(path: Path) -> None:
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            for number in count(1):
+                line = file.readline(_MOST_BYTES + 1)
+                if not line:
+                    return
                 if len(line) > _MOST_BYTES:
-                    yield f"{path}:{number}", _BadRow("too long", f"{len(line)} bytes")
-                elif line.strip():
+                    length = len(line) + _passed_over(file, line, f"{path}:{number}")
+                    yield f"{path}:{number}", _BadRow("too long", f"{length} bytes")
+                    continue
+                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if line.strip():
                     yield f"{path}:{number}", _parsed(line)
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be read: {error.strerror}") from error
 
 
+def _passed_over(file: BinaryIO, begun: bytes, where: str) -> int:
+    """Read to the end of a line that has begun, and count the bytes.
+
+    Raises:
+        ConfigError: If it does not end: then it is no line, but a file of another kind.
+    """
+    length, piece = 0, begun
+    while piece and not piece.endswith(b"\n"):
+        if length + len(begun) > _MOST_PASSED_BYTES:
+            raise ConfigError(
+                f"'{where}': the line has more than {_MOST_PASSED_BYTES >> 20} MiB\n"
+                "    give a file with one JSON object a line"
+            )
+        piece = file.readline(_MOST_BYTES)
+        length += len(piece)
+    return length
+
+
 def _parsed(line: bytes) -> Any:
     """The line's value, or the reason why it has none; a generator cannot raise and go on."""
     try:
-        return json.loads(line.decode().rstrip("\r\n"))
+        return json.loads(
+            line.decode().rstrip("\r\n"),
+            object_pairs_hook=_of_pairs,
+            parse_constant=_no_number,
+        )
+    except _BadRow as bad:
+        return bad
     except UnicodeDecodeError as error:
         return _BadRow("malformed JSON", f"byte {error.start + 1} of the line is not UTF-8")
     except json.JSONDecodeError as error:
         return _BadRow("malformed JSON", f"{error.msg} at column {error.colno}")
     except (RecursionError, ValueError):
         return _BadRow("malformed JSON", "nested too deeply, or a number with too many digits")
+
+
+def _of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in row:
+            raise _BadRow("malformed JSON", f"the key '{key:.80}' stands twice in an object")
+        row[key] = value
+    return row
+
+
+def _no_number(name: str) -> NoReturn:
+    raise _BadRow("malformed JSON", f"{name} is no number of JSON's")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -186,7 +232,9 @@ def _text(row: Mapping[str, Any], part: str, field: str) -> str:
     if value is None:
         raise _BadRow(f"missing field '{field}'", "it is null")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if part.endswith("_score") and not (is_number and math.isfinite(value)):
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _BadRow(f"wrong type of '{field}'", f"expected a finite number, got {value}")
+    if part.endswith("_score") and not (is_number and abs(value) <= sys.float_info.max):
         raise _BadRow(f"wrong type of '{field}'", f"expected a number, got {_kind(value)}")
     if is_number and (part in ("answer", "id") or part.endswith("_score")):
         value = json.dumps(value)

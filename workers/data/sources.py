@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...algorithms.roles.language import Demonstrations, PreferencePairs, Prompts, ScoredPairs
-from ...dataflow.errors import ConfigError
+from ...dataflow.errors import ConfigError, one_process
 from ..models.tokenizer import Tokenizer, pad_rows
 from .row_report import DataReport
 from .synthetic_negatives import wrong_answer
@@ -177,7 +177,8 @@ class DemonstrationSource:
         self.report = DataReport(f"demonstrations of task '{task.task_id}'")
         _need_answers(task, "demonstrations")
         reader = _Reader(task, tokenizer, self.report, max_prompt_tokens, max_response_tokens)
-        answers = {index: (task.answer_text(index),) for index in task.train}
+        answer_of = one_process()(task.answer_text)
+        answers = {index: (answer_of(index),) for index in task.train}
         self._rows_of = reader.with_responses(answers)
         self.report.check(max_bad_fraction)
         self._rows = _Rows(
@@ -228,7 +229,8 @@ class PairSource:
         max_bad_fraction: float = 0.1,
     ) -> None:
         self.report = DataReport(f"preference pairs of task '{task.task_id}'")
-        self._explicit = task.pair_texts(task.train[0]) is not None
+        with one_process():
+            self._explicit = task.pair_texts(task.train[0]) is not None
         if not self._explicit:
             _need_answers(task, "preference pairs")
         self._task, self._tokenizer, self._seed = task, tokenizer, seed
@@ -267,6 +269,7 @@ class PairSource:
             chosen=torch.tensor([True, False] * len(problems)),
         )
 
+    @one_process()
     def _given(self, index: int) -> tuple[str | None, ...]:
         pair = self._task.pair_texts(index)
         # An empty answer counts as missing: nothing could be wrong about it.
@@ -275,12 +278,14 @@ class PairSource:
     def _made_up(self, index: int, epoch: int) -> list[int]:
         return [*self._tokenizer.encode(self._made_up_text(index, epoch)), self._tokenizer.eos_id]
 
+    @one_process()
     def _made_up_text(self, index: int, epoch: int) -> str:
         rng = random.Random(f"{self._seed}/{epoch}/{index}")
         answer = self._task.answer_text(index) or ""
         other = self._task.answer_text(rng.choice(self._task.train)) or ""
         return wrong_answer(answer, other, rng, lambda made: self._is_wrong(index, made))
 
+    @one_process()
     def _is_wrong(self, index: int, text: str) -> bool:
         """Whether a made-up answer can stand as the worse one."""
         if self._tokenizer.inexpressible(text):
@@ -311,6 +316,7 @@ class ScoredPairSource(PairSource):
         ]
         return ScoredPairs(**vars(pairs), score=torch.tensor(scores, dtype=torch.float32))
 
+    @one_process()
     def _scores(self, index: int, epoch: int) -> tuple[float, float]:
         given = self._task.pair_scores(index) if isinstance(self._task, ScoresPairs) else None
         if given is not None:
@@ -361,7 +367,8 @@ class _Reader:
         return kept
 
     def _encoded_prompts(self, indices: Sequence[int]) -> dict[int, list[int]]:
-        texts = [self._task.prompt_text(index) for index in indices]
+        text_of = one_process()(self._task.prompt_text)
+        texts = [text_of(index) for index in indices]
         encoded = self._tokenizer.encode_many(texts)
         usable: dict[int, list[int]] = {}
         for index, text, ids in zip(indices, texts, encoded, strict=True):
@@ -377,6 +384,7 @@ class _Reader:
         usable = self._is_usable(index, "response", text, len(ids), self._max_response_tokens)
         return ids if usable else None
 
+    @one_process()
     def _is_usable(
         self, index: int, what: str, text: str, num_tokens: int, limit: int | None
     ) -> bool:
@@ -395,7 +403,8 @@ class _Reader:
 
 
 def _need_answers(task: Task, what: str) -> None:
-    if all(task.answer_text(index) is None for index in task.train):
+    answer_of = one_process()(task.answer_text)
+    if all(answer_of(index) is None for index in task.train):
         raise ConfigError(
             f"task '{task.task_id}' has no answers to make {what} of\n"
             "    choose another task, or give a file with answers or responses"

@@ -13,6 +13,7 @@ import hashlib
 import json
 from typing import Any, Protocol, runtime_checkable
 
+from ...dataflow.errors import one_process
 from ..verifiers.pool import VerifierSpec
 from .row_report import DataReport
 
@@ -117,9 +118,10 @@ def task_alphabet(task: Task) -> str:
     """
     found: set[str] = set()
     for index in (*task.train, *task.held_out):
-        found.update(task.prompt_text(index), task.answer_text(index) or "")
-        for text in task.pair_texts(index) or ():
-            found.update(text)
+        with one_process():
+            found.update(task.prompt_text(index), task.answer_text(index) or "")
+            for text in task.pair_texts(index) or ():
+                found.update(text)
     return "".join(sorted(found))
 
 
@@ -131,14 +133,15 @@ def fingerprint(task: Task) -> str:
     """
     digest = hashlib.sha256()
     for index in (*task.train, *task.held_out):
-        problem = (
-            task.prompt_text(index),
-            task.answer_text(index),
-            task.pair_texts(index),
-            task.verifier_call(index, ""),
-        )
-        if isinstance(task, ScoresPairs) and (scores := task.pair_scores(index)) is not None:
-            problem = (*problem, scores)
+        with one_process():
+            problem = (
+                task.prompt_text(index),
+                task.answer_text(index),
+                task.pair_texts(index),
+                task.verifier_call(index, ""),
+            )
+            if isinstance(task, ScoresPairs) and (scores := task.pair_scores(index)) is not None:
+                problem = (*problem, scores)
         digest.update(json.dumps(problem).encode() + b"\n")
     digest.update(f"{task.train} {task.held_out}".encode())
     return digest.hexdigest()[:16]

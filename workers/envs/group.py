@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...algorithms.roles.environment import ActionSpace
+from ...dataflow.errors import one_process
 
 __all__ = [
     "EnvGroup",
@@ -112,7 +113,8 @@ def close_all(closes: Iterable[Callable[[], None]]) -> None:
     errors: list[Exception] = []
     for close in closes:
         try:
-            close()
+            with one_process():
+                close()
         except Exception as error:  # noqa: BLE001 - raised below
             errors.append(error)
     if errors:

@@ -20,7 +20,7 @@ from gymnasium.vector import AutoresetMode, VectorWrapper
 from numpy.typing import NDArray
 
 from ...algorithms.roles.environment import ActionSpace
-from ...dataflow.errors import ConfigError, StateError
+from ...dataflow.errors import ConfigError, StateError, one_process
 from .alarm import StepAlarm, StepTooLong
 from .attributes import can_save, copied, from_json, same, to_json
 from .group import Stepped, closed_on_error, env_seed
@@ -225,13 +225,16 @@ class NativeGroup:
 
     def close(self) -> None:
         """See `EnvGroup.close`."""
-        self._env.close()
+        with one_process():
+            self._env.close()
 
 
+@one_process()
 def _made(env_id: str, num_envs: int, options: Mapping[str, Any]) -> Any:
     return gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **options)
 
 
+@one_process()
 def native_spaces(env_id: str, options: Mapping[str, Any]) -> tuple[gym.Space[Any], gym.Space[Any]]:
     """What each environment of such an object shows and takes.
 

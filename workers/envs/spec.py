@@ -10,7 +10,7 @@ from typing import Any, Literal
 import gymnasium as gym
 
 from ...algorithms.roles.environment import ActionSpace
-from ...dataflow.errors import ConfigError
+from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.option_checks import check_range
 from .alarm import StepAlarm
 from .group import EnvGroup, env_seed
@@ -62,6 +62,7 @@ class EnvSpec:
                 "leave out vectorized and num_agents, or the backend"
             )
 
+    @one_process()
     def make(self) -> gym.Env[Any, Any]:
         """One environment.
 
@@ -78,6 +79,7 @@ class EnvSpec:
             ) from error
         return made if self.num_agents == 1 else CountsAgents(made, self.num_agents)
 
+    @one_process()
     def spaces(self) -> tuple[int, ActionSpace]:
         """Numbers of an observation, and what can be done: of one agent.
 
@@ -147,6 +149,7 @@ class EnvSpec:
             max_restarts=self.max_restarts,
         )
 
+    @one_process()
     def _vectorized(self) -> bool:
         module, _, name = self.id.rpartition(":")
         if module:

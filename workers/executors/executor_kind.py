@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
-from ...dataflow.errors import ConfigError
+from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.runtime.executor import Executor
 from ..weight_sync.registry import Transport
 
@@ -52,11 +53,19 @@ class ExecutorKind:
         """One that is not started.
 
         Raises:
-            ConfigError: If its package is not installed.
+            ConfigError: If its package is not installed, or `create` gives something else.
         """
         if not self.is_installed:
             raise ConfigError(
                 f"executor={self.name} needs the package {self.package}, which is not installed\n"
                 f"    pip install 'penstock-rl[{self.package}]', or set executor=in_process"
             )
-        return self.create(num_threads, transport)
+        with one_process():
+            made: Any = self.create(num_threads, transport)
+        if isinstance(made, Executor):
+            return made
+        raise ConfigError(
+            f"executor '{self.name}': its ExecutorKind.create returned a {type(made).__name__}, "
+            "which is no executor\n    return what has the methods and attributes of Executor "
+            f"({Executor.__module__})"
+        )

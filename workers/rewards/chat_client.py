@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.option_checks import check_range
+from ..verifiers.pool import LONGEST_S, SHORTEST_S
 
 if TYPE_CHECKING:
     import httpx
@@ -34,6 +35,9 @@ __all__ = ["ChatClient", "ChatError", "ChatOptions", "ChatRefused", "ChatTimeout
 _MAX_REPLY_BYTES = 1 << 20
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _NEVER = frozenset({401, 403, 404, 405})
+_MOST_ATTEMPTS = 100
+_OWN_FIELDS = frozenset({"messages", "model"})
+"""Fields of a request that `ChatOptions.extra` may not hold."""
 
 
 class ChatError(Exception):
@@ -74,9 +78,18 @@ class ChatOptions:
     """The first pause, unless the server says how long to wait."""
 
     def __post_init__(self) -> None:
-        check_range(self, "temperature", "pause_s", at_least=0)
-        check_range(self, "max_tokens", "max_attempts", at_least=1)
-        check_range(self, "attempt_s", "deadline_s", above=0)
+        check_range(self, "temperature", at_least=0)
+        check_range(self, "pause_s", at_least=0, at_most=LONGEST_S)
+        check_range(self, "max_tokens", at_least=1)
+        check_range(self, "max_attempts", at_least=1, at_most=_MOST_ATTEMPTS)
+        check_range(self, "attempt_s", "deadline_s", at_least=SHORTEST_S, at_most=LONGEST_S)
+        if taken := _OWN_FIELDS & self.extra.keys():
+            raise ValueError(
+                f"extra holds {', '.join(sorted(taken))}, which would not reach the server: the "
+                "messages are the judge's own, and the model has an option"
+            )
+        if any(char.isspace() or not char.isprintable() for char in self.url):
+            raise ValueError(f"url {self.url!r} holds a blank or a control character")
         try:
             address = urlsplit(self.url)
             usable = address.scheme in ("http", "https") and address.hostname and address.port != 0

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
-from ...dataflow.errors import WorkerError
+from ...dataflow.errors import WorkerError, one_process
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
@@ -36,6 +36,12 @@ __all__ = ["Judge", "JudgeSpec", "Verdict", "filled", "read_score"]
 _LOG = logging.getLogger("penstock.reward")
 _NEVER_WORKS = 64
 """Rows without a score, and none with one, after which a judge is taken to be broken."""
+_MOST_AT_ONCE = 1024
+"""Requests at once, each of which has a thread."""
+_SHOWN = ("prompt", "response", "answer")
+"""What a template may name."""
+_NAMED = re.compile(r"(?<![\w}^])\{([^\W\d]\w*)\}")
+"""A name in braces, but for those of LaTeX's as in \\boxed{N}."""
 _MOST_READ = 1 << 16
 """Characters at the end of a judge's text in which a verdict is looked for."""
 
@@ -84,7 +90,12 @@ class JudgeSpec(ChatOptions):
         super().__post_init__()
         check_range(self, "low", "high", "failed_score", at_least=-LARGEST, at_most=LARGEST)
         check_range(self, "high", above=self.low)
-        check_range(self, "concurrency", at_least=1)
+        check_range(self, "concurrency", at_least=1, at_most=_MOST_AT_ONCE)
+        for word, value in self.words.items():
+            if not abs(value) <= LARGEST:
+                raise ValueError(
+                    f"words gives {word!r} {value}; expected a finite number within float32"
+                )
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
@@ -95,6 +106,12 @@ class JudgeSpec(ChatOptions):
             raise ValueError(f"pattern {self.pattern!r} has no group; put the verdict in (...)")
         if "{response}" not in self.template:
             raise ValueError("template does not show the judge the {response}")
+        unknown = set(_NAMED.findall(self.template)) - set(_SHOWN)
+        if unknown:
+            raise ValueError(
+                f"template names {{{min(unknown)}}}, which nothing fills in; it may name "
+                f"{', '.join(f'{{{name}}}' for name in _SHOWN)}"
+            )
 
     def build(self, context: WorkerContext) -> Judge:
         """Make the judge; nothing is asked yet.
@@ -166,6 +183,7 @@ class Judge(Reward):
         self._count(verdicts, scores, seconds, self._client.num_retries - retries)
         return scores.to(tokens.device)
 
+    @one_process()
     def _messages(self, index: int, response: str) -> list[Mapping[str, str]]:
         parts = {
             "prompt": self._task.prompt_text(index),

@@ -23,7 +23,7 @@ from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.task import Task, TaskSpec, fingerprint
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..verifiers.child import verdict
-from ..verifiers.pool import Outcome, VerifierPool
+from ..verifiers.pool import LONGEST_S, MOST_PROCESSES, SHORTEST_S, Outcome, VerifierPool
 from .answered_task import AnsweredTask
 
 __all__ = ["LARGEST", "RuleReward", "RuleRewardSpec", "checked_problems", "same_task"]
@@ -58,8 +58,8 @@ class RuleRewardSpec:
     """`fingerprint` of the task the prompts come from, to be sure that both are the same."""
 
     def __post_init__(self) -> None:
-        check_range(self, "time_limit_s", above=0)
-        check_range(self, "num_processes", at_least=1)
+        check_range(self, "time_limit_s", at_least=SHORTEST_S, at_most=LONGEST_S)
+        check_range(self, "num_processes", at_least=1, at_most=MOST_PROCESSES)
         check_range(self, "scale", at_least=-LARGEST, at_most=LARGEST)
 
     def build(self, context: WorkerContext) -> RuleReward:
@@ -89,7 +89,8 @@ def same_task(spec: TaskSpec, task_fingerprint: str | None, role: str) -> Task:
         ConfigError: If it cannot be built.
         WorkerError: If its fingerprint is another one; None asks for none.
     """
-    task = spec.build()
+    with one_process():
+        task = spec.build()
     if task_fingerprint not in (None, fingerprint(task)):
         raise WorkerError(
             f"role '{role}': task '{task.task_id}' has other problems in this process "
@@ -136,7 +137,7 @@ class RuleReward(Reward):
             `reward/mean_square` (the standard deviation is the root of mean_square - mean^2);
             shares of rows: `reward/positive` (above 0), `reward/correct` (at least the task's
             `correct_score`), `reward/errors` and `reward/timeouts`, whose totals are the counts.
-        first_error: Traceback of the first failure of the verifier; logged once as a warning.
+        first_error: The first failure of the verifier, and where; logged once as a warning.
     """
 
     def __init__(
@@ -203,7 +204,8 @@ class RuleReward(Reward):
         if self._pool is None:
             found = [self._here(index, response) for index, response in pairs]
         else:
-            found = self._pool.run([self._task.verifier_call(i, text) for i, text in pairs])
+            call_of = one_process()(self._task.verifier_call)
+            found = self._pool.run([call_of(i, text) for i, text in pairs])
         return [self._fitting(outcome) for outcome in found]
 
     def _here(self, index: int, response: str) -> Outcome:

@@ -3,7 +3,7 @@
 It speaks JSON, one message a line, and numbers every message. First comes `{"row", "nonce", "path",
 "factory", "arguments"}`, from which it makes the verifier; then each line is a call, `{"row",
 "nonce", "arguments"}`. Either is answered once, by `{"row", "nonce", "score": number}` (0 for the
-verifier) or `{"row", "nonce", "error": traceback}`. Nothing is ever unpickled.
+verifier) or `{"row", "nonce", "error": text}`. Nothing is ever unpickled.
 
 The script forks first. The child runs the verifier, which has its main thread. The parent only
 supervises: whatever the verifier's processes start becomes its own child when they end (Linux calls
@@ -38,6 +38,11 @@ _DEATH_SIGNAL, _SUBREAPER = 1, 36
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
 """What user code may raise that counts as its failure. KeyboardInterrupt and other exceptions of
 that kind are left out where signals raise them too."""
+_OURS = tuple(
+    f"{Path(__file__).resolve().parents[2] / name}{os.sep}"
+    for name in ("algorithms", "configs", "dataflow", "launch", "planner", "workers")
+)
+"""Folders of this package: frames in them say nothing to somebody whose function failed."""
 _HEAD, _TAIL = 1000, 3000
 """Characters of an error that are told. As JSON a character takes 12 bytes at most."""
 
@@ -158,13 +163,22 @@ def verdict(
         return {"error": f"the verifier returned {score!r:.200}, not a finite number\n"}
     except caught as error:
         try:
-            text = "".join(traceback.format_exception(error))
+            text = _described(error)
         except Exception as other:  # user code again: it describes its error
             text = f"{type(error).__name__}, which cannot be shown: {type(other).__name__}\n"
         left_out = len(text) - _HEAD - _TAIL
         if left_out > 0:
             text = f"{text[:_HEAD]}... {left_out} characters ...{text[-_TAIL:]}"
         return {"error": text}
+
+
+def _described(error: BaseException) -> str:
+    """`file:line` and source of each frame that is the user's, and what was raised."""
+    lines: list[str] = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith((*_OURS, "<frozen ")):
+            lines.append(f"{frame.filename}:{frame.lineno}\n    {frame.line}\n")
+    return "".join([*lines, *traceback.format_exception_only(error)])
 
 
 if __name__ == "__main__":

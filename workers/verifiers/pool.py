@@ -31,7 +31,12 @@ from typing import Any
 
 from ...dataflow.errors import ConfigError, WorkerError
 
-__all__ = ["Outcome", "VerifierPool"]
+__all__ = ["LONGEST_S", "MOST_PROCESSES", "SHORTEST_S", "Outcome", "VerifierPool"]
+
+SHORTEST_S, LONGEST_S = 0.001, 86_400.0
+"""Seconds that a call may be given: less says nothing, and more is no limit."""
+MOST_PROCESSES = 256
+"""Processes of one pool."""
 
 _CHILD = Path(__file__).with_name("child.py")
 _STOP_S = 5.0
@@ -72,7 +77,7 @@ class Outcome:
 
     score: float = 0.0
     error: str | None = None
-    """Traceback or description of a failure."""
+    """What failed, and where."""
     timed_out: bool = False
 
 
@@ -97,10 +102,12 @@ class VerifierPool:
         time_limit_s: float = 5.0,
         start_limit_s: float = 120.0,
     ) -> None:
-        if num_processes < 1 or not time_limit_s > 0:
+        fits = SHORTEST_S <= time_limit_s <= LONGEST_S and 1 <= num_processes <= MOST_PROCESSES
+        if not fits:
             raise ConfigError(
                 f"num_processes={num_processes}, time_limit_s={time_limit_s:g}\n"
-                "    a verifier needs at least 1 process and a time limit above 0"
+                f"    a verifier needs 1 to {MOST_PROCESSES} processes and a time limit of "
+                f"{SHORTEST_S:g} to {LONGEST_S:g} s"
             )
         self._spec = spec
         self._time_limit_s = time_limit_s

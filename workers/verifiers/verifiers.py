@@ -11,18 +11,20 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from ...dataflow.errors import ConfigError, nearest, raised_at
 from .child import USER_ERRORS
 from .code_tests import code_tests
 from .instructions.instructions import instruction_score
+from .sandbox.process import Limits
 from .sandbox.sandbox import announce_sandbox, check_sandbox
 
 __all__ = [
@@ -130,7 +132,40 @@ def _with_options(reference: str, options: Mapping[str, Any] | None) -> Verifier
             f"reward '{reference}' takes {inspect.signature(found)}: {error}\n"
             f"    options given are: {', '.join(options)}"
         ) from error
+    _check_values(reference, found, options)
     return partial(found, **options)
+
+
+def _check_values(reference: str, function: Any, options: Mapping[str, Any]) -> None:
+    """Refuse values that are not of their parameters' types, and limits that no sandbox takes."""
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+    try:
+        hints = get_type_hints(function)
+    except Exception:  # noqa: BLE001 - an annotation may be any expression
+        return
+    for name in [name for name in options if name in hints]:
+        try:
+            # As JSON, in which options travel: there a list may be a tuple, and a text a path.
+            TypeAdapter(hints[name]).validate_json(json.dumps(options[name]), strict=True)
+        except (PydanticUserError, TypeError):  # what pydantic does not know, or JSON cannot say
+            continue
+        except ValidationError as error:
+            raise ConfigError(
+                f"reward '{reference}': option '{name}' is {options[name]!r:.80}: "
+                f"{error.errors()[0]['msg']}\n    it takes {inspect.signature(function)}"
+            ) from error
+    if function is code_tests:
+        _check_limits(options)
+
+
+def _check_limits(options: Mapping[str, Any]) -> None:
+    try:
+        Limits(**{key: options[key] for key in ("time_s", "memory_mb") if key in options})
+    except ValueError as error:
+        raise ConfigError(
+            f"reward 'code_tests': option {error}\n    time_s is in seconds, memory_mb in MiB"
+        ) from error
 
 
 def _load(reference: str) -> Verifier:

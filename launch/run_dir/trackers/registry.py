@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 from ....configs.references import entry_or_own
 from ....configs.schema import TrackerConfig
-from ....dataflow.errors import ConfigError, PenstockError, users_line
+from ....dataflow.errors import ConfigError, PenstockError, one_process, users_line
 from .jsonl import JsonlTracker
 from .tensorboard import TensorBoardTracker
 from .tracker import RunInfo, Tracker
@@ -23,6 +24,9 @@ TRACKERS: Mapping[str, Callable[..., Tracker]] = {
     "tensorboard": TensorBoardTracker,
 }
 """Kind -> what makes it of `tracker.options`."""
+
+_FAILURES = (Exception, SystemExit, GeneratorExit)
+"""What a tracker may raise that counts as its failure, and does not end the run."""
 
 
 class Trackers:
@@ -63,12 +67,12 @@ class Trackers:
     def note(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Log what was measured after so many steps, which the record leaves to summary.json."""
         where = f"log of step {step} of stage '{stage}'"
-        self._call(where, lambda tracker: tracker.log(step, stage, metrics))
+        self._call(where, lambda tracker: tracker.log(step, stage, dict(metrics)))
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """End the run; see `Tracker.finish`. Afterwards nothing may be called but this again."""
         self._record.finish(summary)
-        self._call("finish", lambda tracker: tracker.finish(summary))
+        self._call("finish", lambda tracker: tracker.finish(deepcopy(summary)))
         self._other = None
 
     def __enter__(self) -> Trackers:
@@ -83,13 +87,15 @@ class Trackers:
         if tracker is None:
             return None
         try:
-            return call(tracker)
-        except Exception as error:
+            with one_process():
+                return call(tracker)
+        except _FAILURES as error:
             self._other = None
             said = [f"tracker '{self._name}' failed at {where}:", *_described(error)]
             try:
-                tracker.finish(None)
-            except Exception as second:
+                with one_process():
+                    tracker.finish(None)
+            except _FAILURES as second:
                 said += ["and so did its finish:", *_described(second)]
             said.append("it is not called again; the run goes on, and metrics.jsonl has every step")
             warnings.warn("\n    ".join(said), stacklevel=2)
@@ -99,10 +105,11 @@ class Trackers:
 def _made(kind: str, options: Mapping[str, Any]) -> Tracker:
     factory = entry_or_own(kind, TRACKERS, "tracker.kind", "tracker")
     try:
-        made = factory(**options)
+        with one_process():
+            made = factory(**options)
     except PenstockError:
         raise
-    except Exception as error:
+    except _FAILURES as error:
         described = "\n    ".join(_described(error))
         raise ConfigError(
             f"'tracker.kind': tracker '{kind}' cannot be made\n    {described}\n"
@@ -116,7 +123,7 @@ def _made(kind: str, options: Mapping[str, Any]) -> Tracker:
     )
 
 
-def _described(error: Exception) -> list[str]:
+def _described(error: BaseException) -> list[str]:
     where = users_line(error)
     at = [] if where is None else [f"{where.file}:{where.line}: {where.source}"]
     return [*at, f"{type(error).__name__}: {error}"]

@@ -37,8 +37,9 @@ class Tracker(Protocol):
     """Is told of metrics, in the order of these methods.
 
     Calls come one at a time from the thread that drives the run, which waits for them: what takes
-    long belongs into a thread of the tracker's own. A tracker that raises is not called again, but
-    for one `finish(None)`; the run warns of it and goes on.
+    long belongs into a thread of the tracker's own. A tracker that raises, or calls `sys.exit`, is
+    not called again, but for one `finish(None)`; the run warns of it and goes on. A copy of the
+    process that it forks ends where the call does.
     """
 
     def start(self, run: RunInfo) -> str | None:

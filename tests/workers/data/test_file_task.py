@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from penstock.dataflow.errors import ConfigError
+from penstock.workers.data import rows_file
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.row_report import DataReport
 from penstock.workers.data.rows_file import Columns, read_rows
@@ -29,6 +30,41 @@ def _lines(folder: Path, *lines: bytes, name: str = "rows.jsonl") -> str:
 def _problems(folder: Path, num_rows: int, name: str = "rows.jsonl", start: int = 0) -> str:
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(start, start + num_rows)]
     return _lines(folder, *(json.dumps(row).encode() + b"\n" for row in rows), name=name)
+
+
+def test_what_json_does_not_have_is_a_bad_row(tmp_path: Path) -> None:
+    path = _lines(
+        tmp_path,
+        b'{"prompt": "a", "answer": NaN}\n',
+        b'{"prompt": "b", "answer": "x", "other": [-Infinity]}\n',
+        b'{"prompt": "c", "answer": 1e999}\n',
+        b'{"prompt": "d", "answer": "x", "prompt": "e"}\n',
+        b'{"prompt": "f", "answer": "x", "n": "' + b"x" * (17 << 20) + b'"}\n',
+        GOOD % (1, 1, 2),
+    )
+    report = DataReport(path, num_examples=20)
+    assert read_rows(path, Columns(answer="answer"), report)["prompt"][:] == ["1+1="]
+    assert str(report).replace(path, "rows").splitlines()[-5:] == [
+        "    rows:1: malformed JSON: NaN is no number of JSON's",
+        "    rows:2: malformed JSON: -Infinity is no number of JSON's",
+        "    rows:3: wrong type of 'answer': expected a finite number, got inf",
+        "    rows:4: malformed JSON: the key 'prompt' stands twice in an object",
+        "    rows:5: too long: 17825832 bytes",
+    ]
+
+
+def test_a_line_that_does_not_end_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows_file, "_MOST_PASSED_BYTES", 64 << 20)
+    path = tmp_path / "rows.jsonl"
+    with path.open("wb") as file:
+        file.truncate(20 << 30)  # without a block on the disk
+    with pytest.raises(ConfigError) as caught:
+        read_rows(path, Columns(), DataReport("rows"))
+    assert str(caught.value) == (
+        f"'{path}:1': the line has more than 64 MiB\n    give a file with one JSON object a line"
+    )
 
 
 def test_every_kind_of_bad_row_is_reported_with_file_and_line(tmp_path: Path) -> None:

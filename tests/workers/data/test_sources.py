@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +20,13 @@ from penstock.workers.data.sources import (
     DemonstrationSource,
     PairSource,
     PromptSource,
+    ScoredPairSource,
     epoch_order,
 )
-from penstock.workers.data.task import task_alphabet
+from penstock.workers.data.task import fingerprint, task_alphabet
 from penstock.workers.models.tokenizer import TokenizerSpec
+
+from ...copies import copies_end, fork
 
 TASK = ReasoningTaskSpec(
     name="chain_sum",
@@ -32,6 +37,36 @@ TASK = ReasoningTaskSpec(
     num_held_out=20,
 ).build()
 TOKENIZER = TokenizerSpec(alphabet=task_alphabet(TASK)).build()
+
+
+class _Forks:
+    """Another task, which goes on twice from every method that is called."""
+
+    def __init__(self, task: Any) -> None:
+        self._task = task
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._task, name)
+        if not callable(found):
+            return found
+
+        def twice(*given: Any) -> Any:
+            fork()
+            return found(*given)
+
+        return twice
+
+
+def test_a_task_that_forks_does_not_double_the_run() -> None:
+    small = dataclasses.replace(TASK.spec, num_train=2, num_held_out=1).build()
+    task: Any = _Forks(small)
+    with copies_end():
+        assert fingerprint(task) == fingerprint(small)
+    with copies_end():
+        assert task_alphabet(task) == task_alphabet(small)
+    for kind in (PromptSource, DemonstrationSource, PairSource, ScoredPairSource):
+        with copies_end():
+            kind(task, TOKENIZER, batch_size=2, seed=0).batch(0)
 
 
 def test_the_order_of_an_epoch_is_fixed_for_good() -> None:

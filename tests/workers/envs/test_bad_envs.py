@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import gymnasium.envs.registration as registered
 import pytest
 import torch
 from penstock.algorithms.ops.returns import gae
@@ -14,8 +15,9 @@ from penstock.algorithms.roles.environment import Acts
 from penstock.dataflow.errors import ConfigError, StateError, WorkerError
 from penstock.workers.envs.spec import EnvSpec
 
+from ...copies import copies_end, fork
 from .acting import NoisyActor, env_worker, roll
-from .toys import Bad
+from .toys import Bad, Counting
 
 SAID = {
     "raises": r"raised RuntimeError: out of coffee \(toys.py:\d+\)",
@@ -28,6 +30,39 @@ SAID = {
 
 def bad(how: str, share: float, **options: Any) -> EnvSpec:
     return EnvSpec(id="toys/Bad-v0", options={"how": how, "share": share}, **options)
+
+
+class Forks(Counting):
+    """Goes on twice from everything that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        fork()
+
+    def reset(self, **options: Any) -> Any:
+        fork()
+        return super().reset(**options)
+
+    def step(self, action: Any) -> Any:
+        fork()
+        return super().step(action)
+
+    def close(self) -> None:
+        fork()
+
+
+def test_one_that_forks_neither_doubles_the_run_nor_fills_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = registered.EnvSpec("Forks-v0", entry_point=lambda **_: Forks())
+    monkeypatch.setitem(gym.registry, "Forks-v0", spec)
+    with copies_end():
+        assert EnvSpec(id="Forks-v0").spaces()[0] == 2
+    worker = env_worker(EnvSpec(id="Forks-v0"))
+    with copies_end():
+        roll(worker, 0, num_envs=2, group_size=2, horizon=4)
+    with copies_end():
+        worker.close()
 
 
 @pytest.mark.parametrize("how", SAID)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.runtime.executor import Executor
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.workers.executors.executor_kind import ExecutorKind
 from penstock.workers.executors.registry import EXECUTORS, check_executor
@@ -52,3 +54,20 @@ def test_a_package_that_is_missing_is_named() -> None:
         "executor=slurm needs the package no_such_package, which is not installed\n"
         "    pip install 'penstock-rl[no_such_package]', or set executor=in_process"
     )
+
+
+@pytest.mark.parametrize("made", [None, 3])
+def test_what_is_no_executor_is_refused_by_name(made: Any) -> None:
+    kind = ExecutorKind(name="slurm", create=lambda num_threads, transport: made)
+    with pytest.raises(ConfigError) as caught:
+        kind.make(None, DEFAULT_TRANSPORT)
+    assert str(caught.value) == (
+        f"executor 'slurm': its ExecutorKind.create returned a {type(made).__name__}, which is no "
+        "executor\n    return what has the methods and attributes of Executor "
+        "(penstock.dataflow.runtime.executor)"
+    )
+
+
+@pytest.mark.parametrize("kind", EXECUTORS.values(), ids=EXECUTORS)
+def test_every_executor_is_one(kind: ExecutorKind) -> None:
+    assert isinstance(kind.make(1, DEFAULT_TRANSPORT), Executor)

@@ -337,6 +337,17 @@ def test_verdicts_in_words(server: Server, task: FileTaskSpec) -> None:
     assert score(reward, *"abc") == [1.0, 0.0, 0.5]
 
 
+def test_a_template_may_hold_braces_of_latex_and_json() -> None:
+    template = '{response} \\boxed{N} \\frac{a}{b} x_{i} {"score": 1} {}'
+    JudgeSpec(
+        task=FileTaskSpec(path=""),
+        tokenizer=TokenizerSpec(),
+        url="http://h",
+        model="m",
+        template=template,
+    )
+
+
 def test_templates_and_scores_are_read() -> None:
     assert filled("{a}-{b}-{c}", {"a": "{b}", "b": "x"}) == "{b}-x-{c}"
     spec: Any = JudgeSpec(
@@ -368,6 +379,23 @@ def test_templates_and_scores_are_read() -> None:
         ({"high": 1e300}, "high is 1e+300; expected at least -3.40282e+38 and at most 3.40282e+38"),
         ({"failed_score": -1e39}, "failed_score is -1e+39; expected at least -3.40282e+38"),
         ({"concurrency": 0}, "concurrency is 0; expected at least 1"),
+        ({"concurrency": 1025}, "concurrency is 1025; expected at least 1 and at most 1024"),
+        ({"max_attempts": 101}, "max_attempts is 101; expected at least 1 and at most 100"),
+        ({"attempt_s": 1e-4}, "attempt_s is 0.0001; expected at least 0.001 and at most 86400"),
+        ({"deadline_s": 1e5}, "deadline_s is 100000.0; expected at least 0.001"),
+        ({"words": {"yes": float("nan")}}, "words gives 'yes' nan; expected a finite number"),
+        ({"words": {"no": -1e39}}, "words gives 'no' -1e+39; expected a finite number"),
+        (
+            {"extra": {"seed": 0, "model": "x", "messages": []}},
+            "extra holds messages, model, which would not reach the server",
+        ),
+        (
+            {"template": "{response} {nope}"},
+            "template names {nope}, which nothing fills in; it may name {prompt}, {response}, "
+            "{answer}",
+        ),
+        ({"url": "http://h/a b"}, "url 'http://h/a b' holds a blank or a control character"),
+        ({"url": "http://h/a\n"}, r"url 'http://h/a\n' holds a blank or a control character"),
     ],
 )
 def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
+from penstock.workers.verifiers.child import verdict
 from penstock.workers.verifiers.sandbox.sandbox import announce_sandbox, best_kind
 from penstock.workers.verifiers.verifiers import (
     exact_match,
@@ -149,6 +151,50 @@ def test_options_of_a_verifier_are_checked_when_it_is_loaded() -> None:
     assert score("", "a", '[{"id": "punctuation:no_comma", "weight": 3}]') == 3
     with pytest.raises(ConfigError, match="reward 'code_tests' takes .*'memory'"):
         load_verifier("code_tests", {"memory": 3})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"run_asserts": 3}, "'run_asserts' is 3: Input should be a valid boolean\n"),
+        ({"score": "some"}, "'score' is 'some': Input should be 'all' or 'share'\n"),
+        ({"memory_mb": 1.5}, "'memory_mb' is 1.5: Input should be a valid integer"),
+        ({"memory_mb": 0}, "memory_mb is 0; expected at least 64\n"),
+        ({"time_s": float("inf")}, "time_s is inf; expected a finite number\n"),
+    ],
+)
+def test_values_of_options_are_checked_too(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_verifier("code_tests", options)
+    assert str(caught.value).startswith(f"reward 'code_tests': option {said}")
+
+
+def test_values_fit_the_annotations_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from pathlib import Path\n"
+        "def f(prompt, response, answer, *, words: tuple[str, ...] = (), n: 'No' = 0, **more):\n"
+        "    return len(words)\n"
+        "def g(prompt, response, answer, file: Path = 0, words: tuple[str, ...] = ()):\n"
+        "    return len(words)\n"
+    )
+    options: dict[str, Any] = {"file": "a.txt", "words": ["a", "b"]}
+    for name in "fg":  # an annotation of the first names what is not there
+        assert load_verifier(f"{tmp_path}/own.py:{name}", options)("", "", "") == 2
+    with pytest.raises(ConfigError, match="option 'words' is 3: Input should be a valid"):
+        load_verifier(f"{tmp_path}/own.py:g", {**options, "words": 3})
+
+
+def test_an_error_shows_the_users_lines_alone(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def f(prompt, response, answer):\n    return g()\n"
+        "def g():\n    raise KeyError('x')\n")  # fmt: skip
+    failing = load_verifier(f"{tmp_path}/own.py:f")
+    assert verdict(failing, ("", "", "")) == {
+        "error": f"{tmp_path}/own.py:2\n    return g()\n"
+        f"{tmp_path}/own.py:4\n    raise KeyError('x')\nKeyError: 'x'\n"
+    }
+    assert verdict(exact_match, ("", "", None)) == {
+        "error": "ValueError: exact_match needs an answer to compare with\n"
+    }
 
 
 def test_a_sandbox_is_checked_and_announced_where_programs_will_run(

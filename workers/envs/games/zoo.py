@@ -14,7 +14,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from ....algorithms.roles.environment import ActionSpace
-from ....dataflow.errors import ConfigError, WorkerError, nearest, raised_at
+from ....dataflow.errors import ConfigError, WorkerError, nearest, one_process, raised_at
 from ..alarm import StepAlarm
 from ..spaces import num_features
 from .boards import GameNames, answered
@@ -62,7 +62,7 @@ class ZooBoards:
             self._alarm = made.enter_context(StepAlarm(limit_s))
             for index in range(count):
                 game = _made(game_id, options)
-                made.callback(game.close)
+                made.callback(one_process()(game.close))
                 self._games.append(game)
                 self._ask(index, lambda g=game, s=names.own_seed(index): g.reset(seed=s))
                 _require(game_id, game, _BEGUN)
@@ -140,6 +140,7 @@ class ZooBoards:
         self._opened.close()
 
 
+@one_process()
 def zoo_game_spaces(game_id: str, options: Mapping[str, Any]) -> tuple[int, ActionSpace]:
     """Numbers of an observation, and what can be done.
 
@@ -182,6 +183,7 @@ def zoo_game_spaces(game_id: str, options: Mapping[str, Any]) -> tuple[int, Acti
     return num_features(parts[_OBS], game_id), actions
 
 
+@one_process()
 def _made(game_id: str, options: Mapping[str, Any]) -> Any:
     """A new game."""
     module, _, function = game_id.partition(":")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from penstock.configs.schema import TrackerConfig
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.run_dir.trackers.jsonl import read_metrics
 from penstock.launch.run_dir.trackers.registry import TRACKERS, Trackers
-from penstock.launch.run_dir.trackers.tracker import Tracker
+from penstock.launch.run_dir.trackers.tracker import RunInfo, Tracker
 
+from ....copies import copies_end, fork
 from ...conftest import Penstock
 
 WORDS = (
@@ -97,6 +101,61 @@ def test_what_makes_no_tracker_is_refused_before_the_run(
     assert first == "'tracker.kind': tracker 'notebook:Notebook' cannot be made"
     assert error.endswith("got an unexpected keyword argument 'colour'")
     assert fix == "    tracker.options are the keyword arguments of what makes it"
+
+
+class Hostile:
+    """Forks in every call and empties what it is given; `exits_at` is where it calls sys.exit."""
+
+    def __init__(self, exits_at: str = "", forks: bool = True) -> None:
+        self._exits_at, self._forks = exits_at, forks
+        self._called("init")
+
+    def start(self, run: RunInfo) -> None:
+        self._called("start")
+
+    def rewind(self, step: int, stage: str) -> None:
+        self._called("rewind")
+
+    def log(self, step: int, stage: str, metrics: dict[str, float]) -> None:
+        metrics.clear()
+        self._called("log")
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        self._called("finish")
+
+    def _called(self, what: str) -> None:
+        if self._forks:
+            fork()
+        if what == self._exits_at:
+            sys.exit("enough")
+
+
+def _tracked(folder: Path, **options: Any) -> dict[str, float]:
+    """What is left of a step's metrics after a run of one step."""
+    metrics = {"loss": 1.0}
+    trackers = Trackers(TrackerConfig(kind=f"{__name__}:Hostile", options=options))
+    trackers.start(RunInfo("run", {"grpo": folder}, {}, resumed=False))
+    trackers.rewind(0, "grpo")
+    trackers.log(0, "grpo", metrics)
+    trackers.finish({"num_steps": 1})
+    return metrics
+
+
+def test_a_tracker_neither_doubles_the_run_nor_changes_its_metrics(tmp_path: Path) -> None:
+    with copies_end():
+        assert _tracked(tmp_path) == {"loss": 1.0}
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0]
+
+
+@pytest.mark.parametrize("where", ["start", "log"])
+def test_a_tracker_that_exits_has_failed_and_ends_nothing(tmp_path: Path, where: str) -> None:
+    with pytest.warns(UserWarning, match=rf"failed at {where}.*\n.*\n    SystemExit: enough\n"):
+        _tracked(tmp_path, exits_at=where, forks=False)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0]
+    options = {"exits_at": "init", "forks": False}
+    said = refusal(TrackerConfig(kind=f"{__name__}:Hostile", options=options))
+    assert "cannot be made\n" in said
+    assert "    SystemExit: enough\n" in said
 
 
 @pytest.mark.parametrize("kind", TRACKERS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from penstock.workers.envs.games.mnk_games import CONNECT_FOUR, TIC_TAC_TOE, Boa
 from penstock.workers.envs.games.spec import LibraryGameSpec
 from penstock.workers.envs.group import env_seed
 
+from ....copies import copies_end, fork
 from .playing import Random, Scripted, play
 
 pytestmark = pytest.mark.skipif(
@@ -204,6 +207,23 @@ def test_a_game_of_ones_own(nim: Any) -> None:
     assert games.reward[:2, 1].tolist() == [-1, 1]
     assert worker.metrics["second_wins"].value == 1
     same(games, play(nim(), Scripted(2, 0), Scripted(0, 1), games=6)[0])
+
+
+def test_a_game_that_forks_does_not_double_the_run(
+    nim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    game = importlib.import_module("own_nim").Nim
+    for name in ("__init__", "action_space", "reset", "observe", "step", "close"):
+        whole = getattr(game, name)
+
+        def twice(*given: Any, whole: Callable[..., Any] = whole, **options: Any) -> Any:
+            fork()
+            return whole(*given, **options)
+
+        monkeypatch.setattr(game, name, twice)
+    with copies_end():
+        games, _ = play(nim(), Scripted(2, 0), Scripted(0, 1), games=2)
+    assert games.reward[:2, 1].tolist() == [-1, 1]
 
 
 def test_a_limit_of_the_games_own_cuts_it_off(nim: Any) -> None:

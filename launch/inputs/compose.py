@@ -21,7 +21,7 @@ from ...configs.schema import (
     RunConfig,
     TaskConfig,
 )
-from ...configs.validate import validated
+from ...configs.validate import check_finite, validated
 from ...dataflow.errors import ConfigError
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.cost.calibration import Calibration
@@ -108,7 +108,9 @@ def run_config(composed: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: For whatever in it is unknown, missing or of the wrong type.
     """
-    return validated(RunConfig, composed)
+    config = validated(RunConfig, composed)
+    check_finite(composed, "")  # of options that are a worker's or a tracker's as well
+    return config
 
 
 def resolve(config: RunConfig) -> Resolved:

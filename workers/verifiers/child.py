@@ -176,7 +176,11 @@ def _described(error: BaseException) -> str:
     """`file:line` and source of each frame that is the user's, and what was raised."""
     lines: list[str] = []
     for frame in traceback.extract_tb(error.__traceback__):
-        if not frame.filename.startswith((*_OURS, "<frozen ")):
+        # Resolved: an installed package may be links to its files.
+        if (
+            not os.path.realpath(frame.filename).startswith(_OURS)
+            and "<frozen " not in frame.filename
+        ):
             lines.append(f"{frame.filename}:{frame.lineno}\n    {frame.line}\n")
     return "".join([*lines, *traceback.format_exception_only(error)])
 

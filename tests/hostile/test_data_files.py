@@ -8,6 +8,8 @@ import pytest
 
 from .conftest import SMALL, Refused
 
+pytestmark = pytest.mark.slow
+
 GOOD = "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(64))
 _FIRST = GOOD.splitlines(keepends=True)[0]
 

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from .conftest import SMALL, Refused
 from .damage import BAD, Damage, change, cut, flip, folder, remove, write
 
+pytestmark = pytest.mark.slow
+
 LINES = """\
 hiden_size=3
 hidden_size=0

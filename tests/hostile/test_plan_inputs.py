@@ -9,6 +9,8 @@ import pytest
 
 from .conftest import SMALL, Refused
 
+pytestmark = pytest.mark.slow
+
 LINES = """\
 cluster.num_nodes=100000000
 cluster.num_nodes=0

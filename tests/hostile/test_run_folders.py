@@ -11,6 +11,8 @@ import pytest
 from .conftest import Commands, Refused
 from .damage import BAD, Damage, change, cut, flip, folder, remove, write
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run_folder(stopped: Path, tmp_path: Path) -> Path:

@@ -6,6 +6,8 @@ import pytest
 
 from .conftest import SMALL, Refused
 
+pytestmark = pytest.mark.slow
+
 LINES = """\
 seed=-1
 seed=1.5

@@ -6,6 +6,8 @@ import pytest
 
 from .conftest import SMALL, Commands, Refused
 
+pytestmark = pytest.mark.slow
+
 HEAD = """\
 import os, sys
 from dataclasses import dataclass

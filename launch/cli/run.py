@@ -214,11 +214,13 @@ def _ended_early(
         begun = trackers.num_steps > 0
         if not isinstance(error, PenstockError | KeyboardInterrupt | Terminated):
             error = foreseen(error, running=begun or not is_new)
-        if begun and isinstance(error, NOT_STARTED):
+        refused = isinstance(error, NOT_STARTED)
+        if begun and refused:
             error = WorkerError(str(error)).with_traceback(error.__traceback__)
+            error.add_note(f"what was trained before is in {folder.path}")
         if not folder.about.exists():
             error.add_note(f"'{folder.path}' was removed during the run; start a new one")
-        elif not isinstance(error, NOT_STARTED):
+        elif not refused:
             error.add_note(f"to continue: penstock run resume={folder.path}")
         elif is_new and not begun:
             shutil.rmtree(folder.path, ignore_errors=True)  # what is in the way has been said

@@ -305,7 +305,8 @@ def test_a_value_of_the_wrong_type(penstock: Penstock) -> None:
         ),
         (
             "algorithm.roles.reward.options.time_limit_s=0.0",
-            "'algorithm.roles.reward.options': time_limit_s is 0.0; expected above 0",
+            "'algorithm.roles.reward.options': time_limit_s is 0.0; expected at least 0.001 and at "
+            "most 86400",
         ),
         (
             "algorithm.roles.actor.options.max_decode_rows=0",

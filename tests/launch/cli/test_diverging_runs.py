@@ -42,7 +42,7 @@ def test_a_ruined_model_is_neither_saved_nor_exported(penstock: Penstock) -> Non
     assert "WorkerError: step 0: 'actor' cannot be trained on: its weights or its loss" in said.err
     assert ADVICE in said.err
     (run,) = Path("runs").iterdir()
-    assert f"penstock: to continue: penstock run resume={run}" in said.err
+    assert f"\n    to continue: penstock run resume={run}" in said.err
     assert not list(run.rglob("*.safetensors"))
 
 

@@ -140,6 +140,7 @@ def test_a_refusal_after_an_earlier_stage_does_not_say_how_to_go_on(
     words = [word for word in SMALL if word != "algorithm.roles.actor.start=model"]
     words += ["algorithm.before.sft.num_steps=1", "algorithm.before.sft.per_step.demos=2"]
     said = penstock(*words, "algorithm.roles.actor.frozen=[no.such.name]")
-    assert said.code == 2
+    assert said.code == 1
     assert "no.such.name" in said.err
+    assert "\n    what was trained before is in runs/" in said.err
     assert "to continue" not in said.err

@@ -15,7 +15,7 @@ from ..planner.inputs.cluster import DeviceSpec, LinkSpec, NodeGroup
 from ..planner.inputs.workload import Lengths
 from ..workers.engines.registry import check_engine
 from ..workers.executors.registry import PARALLEL_EXECUTOR, check_executor
-from .schema import FileName, Section
+from .schema import AtLeastOne, Count, FileName, Section
 
 __all__ = [
     "ANY_ENGINE",
@@ -30,8 +30,6 @@ __all__ = [
 ANY_ENGINE = ANY.name
 """As `plan.engine`: every layout is allowed."""
 
-AtLeastOne = Annotated[int, Field(ge=1, le=10**12)]
-Count = Annotated[int, Field(ge=0, le=10**12)]
 Width = Annotated[int, Field(ge=16, le=1 << 16, multiple_of=16)]
 """Of a model whose heads are 16 wide or more."""
 

@@ -18,10 +18,9 @@ from omegaconf import OmegaConf
 from ..dataflow.errors import (
     ConfigError,
     PenstockError,
+    line_of,
     nearest,
     one_process,
-    raised_at,
-    users_line,
 )
 
 __all__ = ["CONFIGS", "entry_or_own", "groups", "load_object", "option_file", "options_of"]
@@ -117,7 +116,7 @@ def _imported(name: str, at: str) -> Any:
         with deadline(_IMPORT_DEADLINE_S):
             return importlib.import_module(name)
     except DeadlineExceeded as error:
-        where = users_line(error) or raised_at(error)
+        where = line_of(error)
         raise ConfigError(
             f"'{at}': importing module '{name}' takes longer than {_IMPORT_DEADLINE_S:g} s\n"
             f"{where.file}:{where.line}\n    {where.source}"
@@ -125,7 +124,7 @@ def _imported(name: str, at: str) -> Any:
 
 
 def _import_failure(name: str, at: str, error: BaseException) -> str:
-    where = users_line(error) or raised_at(error)
+    where = line_of(error)
     return (
         f"'{at}': module '{name}' cannot be imported\n{where.file}:{where.line}\n"
         f"    {where.source}\n    {type(error).__name__}: {error}"

@@ -35,6 +35,7 @@ __all__ = [
     "caller",
     "closest",
     "is_library",
+    "line_of",
     "nearest",
     "no_exit",
     "one_process",
@@ -130,12 +131,17 @@ def no_exit(kind: type[PenstockError] | None = None) -> Generator[None]:
         with one_process():
             yield
     except (SystemExit, GeneratorExit) as error:
-        where = users_line(error) or raised_at(error)
+        where = line_of(error)
         raise (kind or WorkerError)(
             f"{type(error).__name__}({error}) was raised, and what a run calls cannot end it\n"
             f"{where.file}:{where.line}\n    {where.source}\n"
             "    raise an error that says what is wrong, or return"
         ) from error
+
+
+def line_of(error: BaseException) -> Where:
+    """The innermost line of the user's own code, or else where the error was raised."""
+    return users_line(error) or raised_at(error)
 
 
 def users_line(error: BaseException) -> Where | None:

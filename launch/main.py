@@ -181,9 +181,9 @@ def _known(error: Exception) -> PenstockError:
     """The error in our words; what is raised while a run is under way has got them there."""
     if isinstance(error, PenstockError):
         return error
-    from .inputs.failures import foreseen
+    from .inputs.failures import in_our_words
 
-    return foreseen(error, running=False)
+    return in_our_words(error, running=False)
 
 
 def _say(message: str, code: int, error: BaseException) -> int:

@@ -109,8 +109,9 @@ def _arranged(command: str, arguments: list[str]) -> list[str]:
     if "--version" in arguments:
         return arguments
     keys: list[str] = parser.parse_intermixed_args(arguments).overrides
-    left = list(keys)
-    options = [word for word in arguments if word not in left or left.remove(word)]
+    options = list(arguments)
+    for key in keys:
+        options.remove(key)
     return [*map(_forced, keys), *options]
 
 

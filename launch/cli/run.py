@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError, WorkerError
-from ..inputs.failures import foreseen
+from ..inputs.failures import in_our_words
 from ..run_dir.stop import Terminated, say
 from .hydra_app import given_overrides, hydra_app
 
@@ -169,7 +169,7 @@ def _stages(
     """Run what is left of a job's stages, each in its folder, and write the run's summary."""
     from ..run_dir.run_folder import record_of
     from ..stages.report import summary_of, write_report
-    from ..stages.train import MODELS, Outcome, check_models, run_stage
+    from ..stages.train import MODELS, Outcome, check_stage_models, run_stage
 
     started_s = time.monotonic()
     results: dict[str, Any] = {}
@@ -180,7 +180,7 @@ def _stages(
         if stage is not job.main:
             results[stage.name] = (stage, home.path / MODELS)
             if home.summary.exists():
-                check_models(stage.name, home)
+                check_stage_models(stage.name, home)
                 continue
         outcome = run_stage(job, stage, home, results, trackers)
     wall_time_s = time.monotonic() - started_s
@@ -213,7 +213,7 @@ def _ended_early(
     except BaseException as error:
         begun = trackers.num_steps > 0
         if not isinstance(error, PenstockError | KeyboardInterrupt | Terminated):
-            error = foreseen(error, running=begun or not is_new)
+            error = in_our_words(error, running=begun or not is_new)
         refused = isinstance(error, NOT_STARTED)
         if begun and refused:
             error = WorkerError(str(error)).with_traceback(error.__traceback__)

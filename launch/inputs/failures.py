@@ -16,12 +16,12 @@ from ...dataflow.errors import (
 )
 from ...dataflow.file_errors import file_error
 
-__all__ = ["foreseen"]
+__all__ = ["in_our_words"]
 
 _MOST_CHARACTERS = 2000
 
 
-def foreseen(error: BaseException, *, running: bool) -> PenstockError:
+def in_our_words(error: BaseException, *, running: bool) -> PenstockError:
     """An error of ours that says what happened, for one that is none.
 
     Args:

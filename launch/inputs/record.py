@@ -19,9 +19,8 @@ from ...dataflow.errors import (
     ConfigError,
     FlowError,
     PenstockError,
+    line_of,
     one_process,
-    raised_at,
-    users_line,
 )
 from ...dataflow.graph.check import hints_of
 from ...dataflow.graph.graph import Constant, Graph
@@ -106,14 +105,14 @@ def record(algorithm: AlgorithmConfig, at: str) -> Graph:
     except DeadlineExceeded as error:
         raise FlowError(
             f"recording '{step.__name__}' takes longer than {_RECORD_DEADLINE_S:g} s",
-            where=users_line(error) or raised_at(error),
+            where=line_of(error),
             fix="a step is recorded once, without data: leave to an op what computes, and loop "
             "over numbers that are known",
         ) from error
     except (Exception, SystemExit, GeneratorExit) as error:
         raise FlowError(
             f"recording '{step.__name__}' raised {type(error).__name__}: {error}",
-            where=users_line(error) or raised_at(error),
+            where=line_of(error),
             fix="a step is recorded once, with stand-ins for its columns; --debug shows how it "
             "came about",
         ) from error
@@ -198,5 +197,8 @@ def step_cfg(step: Callable[..., Any], data: Mapping[str, Any], at: str) -> dict
             "    annotate it with a frozen dataclass whose fields are the algorithm's options"
         )
     check_finite(data, at)
-    hints_of(kind)  # says which name of its annotations cannot be found
+    try:
+        hints_of(kind)
+    except FlowError as error:  # a name of its annotations cannot be found
+        raise ConfigError(f"'{at}': {error.what}\n    {error.fix}") from error
     return {"cfg": validated(kind, data, at)}

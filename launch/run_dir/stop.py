@@ -141,7 +141,8 @@ def drop_standard_error() -> None:
     The next one may be that of the interpreter when it ends, which would change the exit code.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    with suppress(OSError):  # it has no descriptor, so nothing of it is left to fail
+    # It may have no descriptor, or be closed: nothing of it is left to fail then.
+    with suppress(OSError, ValueError):
         os.dup2(nowhere, sys.stderr.fileno())
     os.close(nowhere)
 

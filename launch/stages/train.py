@@ -37,7 +37,7 @@ from .job import Job
 from .stages import Stage
 from .worker_specs import Results, exporting_specs, worker_specs
 
-__all__ = ["MODELS", "Outcome", "check_models", "run_stage", "steps_taken"]
+__all__ = ["MODELS", "Outcome", "check_stage_models", "run_stage", "steps_taken"]
 
 MODELS = "models"
 """Below a stage's folder: a model folder for each trained role."""
@@ -363,7 +363,7 @@ def _write_stage_summary(stage: Stage, home: RunFolder, outcome: Outcome) -> Non
     )
 
 
-def check_models(stage: str, home: RunFolder) -> None:
+def check_stage_models(stage: str, home: RunFolder) -> None:
     """Require that the models of a stage that has ended are as it wrote them.
 
     Raises:

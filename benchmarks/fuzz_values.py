@@ -22,7 +22,7 @@ from fuzz_keys import ODD_TEXTS, run_base
 from penstock.dataflow.errors import PenstockError
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import dumped, resolve, run_config
-from penstock.launch.inputs.failures import foreseen
+from penstock.launch.inputs.failures import in_our_words
 from penstock.launch.stages.stages import stages_of
 from penstock.launch.stages.worker_specs import check_options
 
@@ -74,7 +74,7 @@ class ValueFuzzer:
         except PenstockError:
             return False, what, None
         except Exception as error:  # noqa: BLE001 - what is looked for
-            if UNKNOWN not in str(foreseen(error, running=False)):
+            if UNKNOWN not in str(in_our_words(error, running=False)):
                 return False, what, None
             at = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{at.filename.rpartition('penstock/')[2]}:{at.lineno}"

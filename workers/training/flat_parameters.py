@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import safetensors
@@ -35,7 +36,7 @@ class FlatParameters:
 
     Attributes:
         data: The buffer, [size]. Gaps between parameters are zero and stay zero.
-        grad: The gradient buffer, or None until `enable_gradients`.
+        grad: The gradient buffer, f32[size], or None until `enable_gradients`.
     """
 
     def __init__(self, module: nn.Module, fused: Sequence[tuple[str, ...]] = ()) -> None:
@@ -93,14 +94,22 @@ class FlatParameters:
         return self._fused[names][0]
 
     def enable_gradients(self) -> Tensor:
-        """Allocate the gradient buffer once, give every leaf its view of it, and zero it."""
-        if self.grad is None:
-            self.grad = torch.zeros_like(self.data)
-            for name, parameter in self._parameters.items():
-                parameter.grad = self.view(self.grad, name)
-            for leaf, begin in self._fused.values():
-                leaf.grad = self.grad[begin : begin + leaf.numel()].view(leaf.shape)
-        return self.grad.zero_()
+        """Allocate the gradient buffer once, in float32, and zero it.
+
+        Every leaf of float32 gets its view of it as its gradient. What backward passes give leaves
+        of 16 bits is added to it at once and kept nowhere else.
+        """
+        if self.grad is not None:
+            return self.grad.zero_()
+        self.grad = torch.zeros_like(self.data, dtype=torch.float32)
+        leaves = [(self._parameters[name], start) for name, (start, _) in self._spans.items()]
+        for leaf, begin in (*leaves, *self._fused.values()):
+            own = self.grad[begin : begin + leaf.numel()].view(leaf.shape)
+            if leaf.dtype == torch.float32:
+                leaf.grad = own
+            else:
+                leaf.register_post_accumulate_grad_hook(partial(_hand_over, own))
+        return self.grad
 
     def named(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
         """Copies of a buffer's parts by parameter name, on the CPU (the weights by default)."""
@@ -133,6 +142,12 @@ class FlatParameters:
                     f"weight '{name}': expected shape {list(self._spans[name][1])}, "
                     f"got {list(tensor.shape)}"
                 )
+
+
+def _hand_over(total: Tensor, leaf: Tensor) -> None:
+    assert leaf.grad is not None
+    total.add_(leaf.grad)
+    leaf.grad = None
 
 
 def _runs(parameters: Mapping[str, Tensor], fused: Iterable[tuple[str, ...]]) -> list[list[str]]:

@@ -105,10 +105,11 @@ class Network(Protocol):
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model's head says after some tokens.
+    """What a model says after some tokens.
 
     Attributes:
-        values: f[U, width]: logits of this process's part of the vocabulary, or one number each.
+        values: f[U, width]: what its `token_logprob` reads, be it the states before the head or
+            logits of this process's part of the vocabulary; or a scalar head's one number each.
         entry: i64[n]; which of them belongs to each token asked for. None if they are as asked.
         anchor: f32[], a zero that depends on the weights, for rows of which nothing is read: their
             loss has a gradient then, which is zero. None if there is no need of it.

@@ -22,6 +22,10 @@ __all__ = [
 ]
 
 
+_AT_ONCE = 1 << 18
+"""Weights stepped together: what is read and written of them fits into the cache."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
     """AdamW (Loshchilov and Hutter 2019, "Decoupled weight decay regularization") and schedule."""
@@ -133,18 +137,21 @@ def update_weights(
         lr: Learning rate of this step.
         step: Counted from 1.
     """
-    first, second, master = buffers["first"], buffers["second"], buffers.get("master", data)
     beta1, beta2 = spec.betas
+    scale = math.sqrt(1 - beta2**step)
     with torch.no_grad():
-        first.lerp_(grad, 1 - beta1)
-        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        scale = math.sqrt(1 - beta2**step)
-        denominator = second.sqrt().div_(scale).add_(spec.eps)
-        if spec.weight_decay:
-            master.mul_(1 - lr * spec.weight_decay)
-        master.addcdiv_(first, denominator, value=-lr / (1 - beta1**step))
-        if master is not data:
-            data.copy_(master)
+        for begin in range(0, len(data), _AT_ONCE):
+            part = slice(begin, begin + _AT_ONCE)
+            first, second = buffers["first"][part], buffers["second"][part]
+            master = buffers.get("master", data)[part]
+            first.lerp_(grad[part], 1 - beta1)
+            second.mul_(beta2).addcmul_(grad[part], grad[part], value=1 - beta2)
+            denominator = second.sqrt().div_(scale).add_(spec.eps)
+            if spec.weight_decay:
+                master.mul_(1 - lr * spec.weight_decay)
+            master.addcdiv_(first, denominator, value=-lr / (1 - beta1**step))
+            if "master" in buffers:
+                data[part].copy_(master)
 
 
 class AdamW:

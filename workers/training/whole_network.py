@@ -49,7 +49,6 @@ class WholeNetwork:
         # Exported as they lie in the buffer: whoever samples noise for one after another sees that.
         lying = {name: shapes[name] for name in sorted(shapes, key=self.flat.span)}
         self.rank_layout = whole(lying, [context.process], dtype=dtype)
-        self._exact: Tensor | None = None
 
     def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
         """See `Network.tensors`."""
@@ -83,13 +82,8 @@ class WholeNetwork:
         """See `Network.run`."""
         for part in parts:
             total = compute(load(part))
-            if not backward:
-                continue
-            total.backward()
-            if self._exact is not None and self.flat.grad is not None:
-                # bfloat16 gradients of micro-batches are added up in float32.
-                self._exact += self.flat.grad
-                self.flat.grad.zero_()
+            if backward:
+                total.backward()
 
     def together(self, result: Tensor) -> Tensor:
         """See `Network.together`: there is one process."""
@@ -97,13 +91,8 @@ class WholeNetwork:
 
     def start_gradient(self) -> Tensor:
         """See `Network.start_gradient`."""
-        grad = self.flat.enable_gradients()
-        if grad.dtype == torch.float32:
-            return grad
-        self._exact = torch.zeros_like(grad, dtype=torch.float32)
-        return self._exact
+        return self.flat.enable_gradients()
 
     def finish_gradient(self, grad: Tensor) -> Tensor:
         """See `Network.finish_gradient`: all ranks' are added up."""
-        self._exact = None
         return self.replicas.sum_(grad)

@@ -1,13 +1,17 @@
 """Attention over packed tokens (training, evaluation, prompts) and over a cache (decoding).
 
-The plain matmul-softmax-matmul form is used wherever a row's result must not depend on its
-neighbors: `F.scaled_dot_product_attention` on the CPU splits its work over threads by batch
-size and then differs in the last bit; batched matrix products do not.
+On the CPU it is two batched matrix products and a softmax, in pieces that stay in the cache, and
+nothing but queries, keys, values and the result is kept for the backward pass, which computes the
+rest again. `F.scaled_dot_product_attention` is several times slower there at the lengths of
+responses, and differs in the last bit with the rows that share its batch. On other devices it is
+what runs while training.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +20,31 @@ from torch import Tensor
 
 from .packing import Block, Pack
 
-__all__ = ["attend_cache", "attend_packed", "attend_plain"]
+__all__ = ["attend_cache", "attend_packed"]
+
+_MOST_SCORES = 1 << 20
+"""Scores computed at once, which are 4 MiB: about what a core's cache holds."""
+_LEAST_QUERIES = 16
+"""Queries of one row that are computed together, whatever the number of scores."""
+
+
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, pack: Pack, scale: float) -> Tensor:
+    """Attention of every packed token over its row.
+
+    Args:
+        query: [N, H, E].
+        key: [N, K, E], K dividing H.
+        value: [N, K, E].
+        pack: Says who attends to whom.
+        scale: Multiplies the scores.
+
+    Returns:
+        [N, H * E].
+    """
+    if query.device.type != "cpu" and torch.is_grad_enabled():
+        return _attend_sdpa(query, key, value, pack, scale)
+    mixed: Tensor = _Attend.apply(query, key, value, pack, scale)  # type: ignore[assignment]
+    return mixed
 
 
 class _Repack(torch.autograd.Function):
@@ -36,20 +64,7 @@ class _Repack(torch.autograd.Function):
         return grads[0].index_select(0, inverse), None, None
 
 
-def attend_packed(query: Tensor, key: Tensor, value: Tensor, pack: Pack, scale: float) -> Tensor:
-    """Attention of every packed token over its row.
-
-    Args:
-        query: [N, H, E].
-        key: [N, K, E], K dividing H.
-        value: [N, K, E].
-        pack: Says who attends to whom.
-        scale: Multiplies the scores.
-
-    Returns:
-        [N, H * E].
-    """
-    training = torch.is_grad_enabled()
+def _attend_sdpa(query: Tensor, key: Tensor, value: Tensor, pack: Pack, scale: float) -> Tensor:
     slots: Tensor = _Repack.apply(query.flatten(1), pack.query, pack.slot)  # type: ignore[assignment]
     outputs: list[Tensor] = []
     begin = 0
@@ -59,36 +74,140 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, pack: Pack, scale: 
         q = slots[begin : begin + size].view(*block.query.shape, -1, query.shape[-1])
         kv = F.embedding(block.key, both).view(*block.key.shape, 2, key.shape[1], key.shape[2])
         k, v = kv.unbind(2)
-        heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        mix = _attend_sdpa if training else attend_plain
-        outputs.append(mix(*heads, block, scale).transpose(1, 2).reshape(size, -1))
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=block.mask,
+            is_causal=block.causal,
+            scale=scale,
+            enable_gqa=True,
+        )
+        outputs.append(mixed.transpose(1, 2).reshape(size, -1))
         begin += size
-    mixed: Tensor = _Repack.apply(torch.cat(outputs), pack.slot, pack.query)  # type: ignore[assignment]
-    return mixed
+    back: Tensor = _Repack.apply(torch.cat(outputs), pack.slot, pack.query)  # type: ignore[assignment]
+    return back
 
 
-def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Tensor:
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=block.mask, is_causal=block.causal, scale=scale, enable_gqa=True
-    )
+class _Attend(torch.autograd.Function):
+    """See `attend_packed`. Heads are gathered with their tokens, so nothing is transposed.
+
+    Shapes in here: b rows of a block, g = H / K queries of a key, Q queries and T keys of a row.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pack: Pack, scale: float
+    ) -> Tensor:
+        heads, size = query.shape[1:]
+        rows = pack.head_rows(heads, key.shape[1])
+        queries = (query * scale).reshape(-1, size)
+        keys, values = key.reshape(-1, size), value.reshape(-1, size)
+        outputs: list[Tensor] = []
+        for block, (of_query, of_key) in zip(pack.blocks, rows.blocks, strict=True):
+            q, k, v = _at(queries, of_query), _at(keys, of_key), _at(values, of_key)
+            mixed = torch.empty_like(q)
+            for piece in _pieces(block, heads):
+                weight = _weights(q[piece.query], k[piece.key], piece)
+                mixed[piece.query] = _matmul(weight.to(v.dtype), v[piece.key])
+            outputs.append(mixed.view(-1, size))
+        mixed = torch.cat(outputs).index_select(0, rows.slot).view(len(query), -1)
+        ctx.save_for_backward(query, key, value, mixed)
+        ctx.pack, ctx.scale = pack, scale
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, mixed = ctx.saved_tensors
+        pack: Pack = ctx.pack
+        heads, size = query.shape[1:]
+        rows = pack.head_rows(heads, key.shape[1])
+        queries = (query * ctx.scale).reshape(-1, size)
+        keys, values = key.reshape(-1, size), value.reshape(-1, size)
+        upstream = grads[0].reshape(-1, size)
+        along = (upstream.float() * mixed.view(-1, size)).sum(-1, keepdim=True)
+        changes: tuple[list[Tensor], ...] = ([], [], [])
+        for block, (of_query, of_key) in zip(pack.blocks, rows.blocks, strict=True):
+            q, k, v = _at(queries, of_query), _at(keys, of_key), _at(values, of_key)
+            up, dot = _at(upstream, of_query), _at(along, of_query)
+            dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+            for piece in _pieces(block, heads):
+                near, part, sent = k[piece.key], q[piece.query], up[piece.query]
+                weight = _weights(part, near, piece)
+                dv[piece.key] += _matmul_t(weight.to(v.dtype), sent)
+                change = _matmul(sent, v[piece.key].transpose(-1, -2)).float()
+                change = change.sub_(dot[piece.query]).mul_(weight).to(k.dtype)
+                dq[piece.query] = _matmul(change, near)
+                dk[piece.key] += _matmul_t(change, part)
+            for found, change in zip(changes, (dq, dk, dv), strict=True):
+                found.append(change.view(-1, size))
+        dq = torch.cat(changes[0]).index_select(0, rows.slot).mul_(ctx.scale)
+        dk, dv = (rows.added_up(parts).view_as(key) for parts in changes[1:])
+        return dq.view_as(query), dk, dv, None, None
 
 
-def attend_plain(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Tensor:
-    """The same as three plain steps; [B, H, Q, E] over [B, K, T, E]."""
-    batch, heads, width, size = q.shape
-    keys = k.shape[1]
-    # The query heads that share a key head become further rows of one matrix product.
-    grouped = (q * scale).reshape(batch * keys, heads // keys * width, size)
-    scores = torch.bmm(grouped, k.reshape(batch * keys, -1, size).transpose(1, 2))
-    scores = scores.view(batch, heads, width, -1).float()
-    mask = block.mask
-    if mask is None:
-        mask = torch.ones(width, width, dtype=torch.bool, device=q.device).tril()
-    weight = scores.masked_fill(~mask, -math.inf).softmax(-1).to(v.dtype)
-    mixed = torch.bmm(
-        weight.view(batch * keys, heads // keys * width, -1), v.reshape(batch * keys, -1, size)
-    )
-    return mixed.view(batch, heads, width, size)
+@dataclass(frozen=True)
+class _Piece:
+    """Some queries of some rows of a block, computed at once.
+
+    Attributes:
+        query: Where they are in [B, K, g, Q, E].
+        key: The keys that they may look at, in [B, K, T, E].
+        hidden: bool[b or 1, 1, 1, Q, T]; those of them that they may not.
+    """
+
+    query: tuple[slice, ...]
+    key: tuple[slice, ...]
+    hidden: Tensor
+
+
+def _pieces(block: Block, heads: int) -> Iterator[_Piece]:
+    """A block in pieces of about `_MOST_SCORES`: several rows, or some queries of one row.
+
+    How a row is cut depends on its own length alone.
+    """
+    count, num_queries = block.query.shape
+    num_keys = block.key.shape[1]
+    each = heads * num_queries * num_keys
+    at_once = max(1, _MOST_SCORES // each)
+    most = max(_LEAST_QUERIES, _MOST_SCORES // (heads * num_keys))
+    step = num_queries if each <= _MOST_SCORES else most
+    every = slice(None)
+    for first in range(0, count, at_once):
+        rows = slice(first, first + at_once)
+        for begin in range(0, num_queries, step):
+            end = min(begin + step, num_queries)
+            width = num_keys - num_queries + end
+            queries = slice(begin, end)
+            yield _Piece(
+                (rows, every, every, queries),
+                (rows, every, slice(0, width)),
+                block.hidden(rows, queries, width),
+            )
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """[*index, E] of [rows, E]."""
+    return x.index_select(0, index.reshape(-1)).view(*index.shape, x.shape[-1])
+
+
+def _weights(q: Tensor, k: Tensor, piece: _Piece) -> Tensor:
+    """f32[b, K, g, Q, T]: how much each query looks at each key."""
+    scores = _matmul(q, k.transpose(-1, -2)).float()
+    return scores.masked_fill_(piece.hidden, -math.inf).softmax(-1)
+
+
+def _matmul(left: Tensor, right: Tensor) -> Tensor:
+    """[b, K, g, Q, x] of [b, K, g, Q, y] and [b, K, y, x]: the rows of a key's g queries as one."""
+    flat = left.reshape(-1, left.shape[2] * left.shape[3], left.shape[4])
+    return torch.bmm(flat, right.flatten(0, 1)).view(*left.shape[:4], -1)
+
+
+def _matmul_t(left: Tensor, right: Tensor) -> Tensor:
+    """[b, K, T, E] of [b, K, g, Q, T] and [b, K, g, Q, E], summed over the queries."""
+    shape = (-1, left.shape[2] * left.shape[3])
+    flat = left.reshape(*shape, left.shape[4]).transpose(1, 2)
+    return torch.bmm(flat, right.reshape(*shape, right.shape[4])).view(*left.shape[:2], -1, right.shape[4])
 
 
 def attend_cache(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:

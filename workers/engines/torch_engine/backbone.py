@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...training.flat_parameters import FlatParameters
 from .attention import attend_packed
+from .fused import gated_linear, norm_linear, rms_norm, rotate
 from .packing import Pack
 
 __all__ = ["LayerWeights", "LeanBackbone", "fused_names", "is_lean"]
@@ -36,6 +37,8 @@ def is_lean(backbone: nn.Module) -> bool:
         return False
     layer_types: Sequence[str] = getattr(config, "layer_types", None) or []
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if config.hidden_act != "silu":
+        return False
     return rope in _STATIC_ROPE and all(kind == "full_attention" for kind in layer_types)
 
 
@@ -90,7 +93,6 @@ class LeanBackbone:
         self.num_key_heads: int = config.num_key_value_heads
         self.scale: float = attention.scaling
         self.eps: float = self._backbone.norm.variance_epsilon
-        self.activation: nn.Module = self._backbone.layers[0].mlp.act_fn
         self.embedding: Tensor = self._backbone.embed_tokens.weight
         self.final_norm: Tensor = self._backbone.norm.weight
         self.layers = [
@@ -128,38 +130,30 @@ class LeanBackbone:
             if index == last:
                 mixed, x = _pick(mixed, pack.read), _pick(x, pack.read)
             x = self.finish(x, mixed, layer)
-        return F.rms_norm(x, (x.shape[-1],), self.final_norm, self.eps)
+        return rms_norm(x, self.final_norm, self.eps)
 
     def project(
         self, x: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [N, H, E] and keys [N, K, E], and values [N, K, E]."""
-        normed = F.rms_norm(x, (x.shape[-1],), layer.input_norm, self.eps)
         heads, keys = self.num_heads, self.num_key_heads
-        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(x), -1, self.head_dim)
+        qkv = norm_linear(x, layer.input_norm, self.eps, layer.qkv, layer.qkv_bias)
+        qkv = qkv.view(len(x), -1, self.head_dim)
         if layer.query_norm is None or layer.key_norm is None:
             both, value = qkv.split([heads + keys, keys], dim=1)
-            query, key = _rotate(both, cos, sin).split([heads, keys], dim=1)
+            query, key = rotate(both, cos, sin).split([heads, keys], dim=1)
             return query, key, value
         # split, not slices: its gradient is one concatenation instead of a sum of padded copies.
         query, key, value = qkv.split([heads, keys, keys], dim=1)
-        size = (self.head_dim,)
-        query = F.rms_norm(query, size, layer.query_norm, self.eps)
-        key = F.rms_norm(key, size, layer.key_norm, self.eps)
-        return _rotate(query, cos, sin), _rotate(key, cos, sin), value
+        query = rms_norm(query, layer.query_norm, self.eps)
+        key = rms_norm(key, layer.key_norm, self.eps)
+        return rotate(query, cos, sin), rotate(key, cos, sin), value
 
     def finish(self, x: Tensor, mixed: Tensor, layer: LayerWeights) -> Tensor:
         """Output projection, residual and feed-forward; `mixed` is [N, H * E]."""
         x = x + F.linear(mixed, layer.out, layer.out_bias)
-        normed = F.rms_norm(x, (x.shape[-1],), layer.mlp_norm, self.eps)
-        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return x + F.linear(self.activation(gate) * up, layer.down, layer.down_bias)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in Hugging Face's half-split order; x is [N, heads, E]."""
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+        gate_up = norm_linear(x, layer.mlp_norm, self.eps, layer.gate_up, layer.gate_up_bias)
+        return x + gated_linear(gate_up, layer.down, layer.down_bias)
 
 
 def _pick(x: Tensor, index: Tensor) -> Tensor:

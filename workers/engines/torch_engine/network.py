@@ -17,6 +17,7 @@ from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.heads import Head
 from ...training.flat_parameters import FlatParameters
 from ...training.network import Outputs
+from ...training.token_logprob import token_logprob
 from ...training.whole_network import WholeNetwork
 from .backbone import LeanBackbone, fused_names, is_lean
 from .packing import pack_rows
@@ -28,6 +29,8 @@ class TorchNetwork(WholeNetwork):
     """What both have in common: a `LanguageNetwork` but for the forward pass."""
 
     engine = "the torch engine"
+    _linear: Any
+    """The head."""
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
         """See `LanguageNetwork.outputs`."""
@@ -43,15 +46,16 @@ class TorchNetwork(WholeNetwork):
     def token_logprob(
         self, outputs: Outputs, target: Tensor, temperature: float, *, needs_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """See `LanguageNetwork.token_logprob`."""
-        every = torch.log_softmax(outputs.values.float() / temperature, dim=-1)
-        entry = outputs.entry
-        if entry is None:
-            entry = torch.arange(len(target), device=target.device)
-        logprob = every[entry, target]
-        if not needs_entropy:
-            return logprob, None
-        return logprob, -(every.exp() * every).sum(-1)[entry]
+        """See `LanguageNetwork.token_logprob`; `outputs` are the states before the head."""
+        return token_logprob(
+            outputs.values,
+            self._linear.weight,
+            self._linear.bias,
+            target,
+            outputs.entry,
+            temperature,
+            needs_entropy=needs_entropy,
+        )
 
 
 class LeanNetwork(TorchNetwork):
@@ -63,10 +67,12 @@ class LeanNetwork(TorchNetwork):
         super().__init__(module, context, flat)
         self.backbone = LeanBackbone(backbone, flat, _PREFIX)
         self._linear: Any = linear
+        self._is_scalar = head.is_scalar
 
     def _outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None) -> Outputs:
         pack = pack_rows(tokens, reads, shared)
-        return Outputs(self.head(self.backbone.states(pack)), pack.entry)
+        states = self.backbone.states(pack)
+        return Outputs(self.head(states) if self._is_scalar else states, pack.entry)
 
     def head(self, states: Tensor) -> Tensor:
         """The head's linear map, [U, D] -> [U, width]."""
@@ -81,8 +87,10 @@ class PlainNetwork(TorchNetwork):
     def __init__(self, module: nn.Module, head: Head, context: WorkerContext) -> None:
         super().__init__(module, context)
         backbone, linear = _parts(module, head)
-        self._backbone: Any = backbone if head.is_scalar else module
-        self._linear = linear if head.is_scalar else None
+        self._is_scalar = head.is_scalar
+        self._makes_logits = not head.is_scalar and not _ends_in(module, backbone, linear)
+        self._backbone: Any = module if self._makes_logits else backbone
+        self._linear: Any = linear
 
     def _outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None) -> Outputs:
         del shared
@@ -92,9 +100,33 @@ class PlainNetwork(TorchNetwork):
         mask = (rows >= 0).long()
         out = self._backbone(input_ids=rows.clamp(min=0), attention_mask=mask, use_cache=False)
         picked = reads[used, :width]
-        if self._linear is None:
+        if self._makes_logits:
             return Outputs(out.logits[picked])
-        return Outputs(self._linear(out.last_hidden_state[picked]))
+        states = out.last_hidden_state[picked]
+        return Outputs(self._linear(states) if self._is_scalar else states)
+
+    def token_logprob(
+        self, outputs: Outputs, target: Tensor, temperature: float, *, needs_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `LanguageNetwork.token_logprob`; `outputs` are logits where the model scales them."""
+        if not self._makes_logits:
+            return super().token_logprob(outputs, target, temperature, needs_entropy=needs_entropy)
+        every = torch.log_softmax(outputs.values.float() / temperature, dim=-1)
+        logprob = every.gather(1, target[:, None])[:, 0]
+        return logprob, -(every.exp() * every).sum(-1) if needs_entropy else None
+
+
+def _ends_in(module: Any, backbone: Any, linear: Any) -> bool:
+    """Whether a language model's logits are its head's linear map of the backbone's states.
+
+    Some families scale or cap them; which ones is found by trying.
+    """
+    tokens = torch.arange(4, device=linear.weight.device)[None] % linear.weight.shape[0]
+    with torch.no_grad():
+        logits = module(input_ids=tokens, use_cache=False).logits.float()
+        own = linear(backbone(input_ids=tokens, use_cache=False).last_hidden_state).float()
+    most = float(logits.abs().max())
+    return own.shape == logits.shape and 0 < most and float((own - logits).abs().max()) < 1e-2 * most
 
 
 def make_network(module: nn.Module, head: Head, context: WorkerContext) -> TorchNetwork:

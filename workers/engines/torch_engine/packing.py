@@ -11,13 +11,14 @@ nothing reads; padded slots of the rectangles point at the last of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Pack", "pack_rows"]
+__all__ = ["Block", "HeadRows", "Pack", "pack_rows"]
 
 _ALIGN = 16  # tokens; see decode.py for what a multiple of 16 rows buys
 _FEW = 8  # sequences; fewer than this of one size join the next larger size
@@ -41,6 +42,50 @@ class Block:
     def causal(self) -> bool:
         """True for plain self-attention, where the mask is the lower triangle."""
         return self.mask is None
+
+    def hidden(self, rows: slice, queries: slice, width: int) -> Tensor:
+        """Which of the first `width` keys some queries of some rows may not look at.
+
+        Returns:
+            bool[rows or 1, 1, 1, queries, width].
+        """
+        if self.mask is not None:
+            return ~self.mask[rows, :, None, queries, :width]
+        shape = (queries.stop - queries.start, width)
+        every = torch.ones(shape, dtype=torch.bool, device=self.query.device)
+        return every.triu(queries.start + 1)[None, None, None]
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Where the heads of packed tokens stand once they are gathered for attention.
+
+    Rows of queries are numbered `token * H + head`, those of keys `token * K + head`. After the
+    gather those of a block's rows come one after another, of each all its heads.
+
+    Attributes:
+        blocks: Of each block, the rows of its queries, i64[B, K, H / K, Q], and keys, i64[B, K, T].
+        slot: i64[N * H]; where each query's row stands in all blocks' queries.
+        once: i64[N * K]; where each key's row stands first in all blocks' keys.
+        again: i64[n]; the keys that stand there several times, as those of shared prompts do.
+        others: i64[n, most - 1]; where else they stand.
+    """
+
+    blocks: tuple[tuple[Tensor, Tensor], ...]
+    slot: Tensor
+    once: Tensor
+    again: Tensor
+    others: Tensor
+
+    def added_up(self, parts: Sequence[Tensor]) -> Tensor:
+        """What was found for each place of a key, by key: [all blocks' rows, E] to [N * K, E]."""
+        spare = parts[0].new_zeros(1, parts[0].shape[1])  # where `once` and `others` say "nowhere"
+        found = torch.cat([*parts, spare])
+        total = found.index_select(0, self.once)
+        if len(self.again):
+            more = found.index_select(0, self.others.reshape(-1))
+            total[self.again] += more.view(*self.others.shape, -1).sum(1)
+        return total
 
 
 @dataclass(frozen=True)
@@ -68,6 +113,45 @@ class Pack:
     def query(self) -> Tensor:
         """Packed index of every query slot of all blocks, i64[slots]."""
         return torch.cat([block.query.reshape(-1) for block in self.blocks])
+
+    def head_rows(self, heads: int, keys: int) -> HeadRows:
+        """Where the rows of `heads` query heads and `keys` key heads are."""
+        if (heads, keys) not in self._head_rows:
+            self._head_rows[heads, keys] = self._find_head_rows(heads, keys)
+        return self._head_rows[heads, keys]
+
+    @cached_property
+    def _head_rows(self) -> dict[tuple[int, int], HeadRows]:
+        return {}
+
+    def _find_head_rows(self, heads: int, keys: int) -> HeadRows:
+        device = self.tokens.device
+        head = torch.arange(heads, device=device).view(keys, -1, 1)
+        key_head = torch.arange(keys, device=device)[:, None]
+        blocks = tuple(
+            (block.query[:, None, None] * heads + head, block.key[:, None] * keys + key_head)
+            for block in self.blocks
+        )
+        queries = torch.cat([query.reshape(-1) for query, _ in blocks])
+        slot = torch.empty(len(self.tokens) * heads, dtype=torch.int64, device=device)
+        slot[queries] = torch.arange(len(queries), device=device)
+        return HeadRows(blocks, slot, *self._uses(torch.cat([k.reshape(-1) for _, k in blocks]), keys))
+
+    def _uses(self, rows: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See `HeadRows.once`, `again` and `others`; `rows` are those of all blocks' keys.
+
+        Padded places point at the last token, of which nothing is ever wanted.
+        """
+        nowhere = len(rows)
+        order = torch.cat([torch.argsort(rows, stable=True), rows.new_tensor([nowhere])])
+        count = torch.bincount(rows, minlength=len(self.tokens) * keys)
+        start = count.cumsum(0) - count
+        count[-keys:] = 0
+        once = order[start.where(count > 0, nowhere)]
+        again = torch.nonzero(count > 1)[:, 0]
+        more = torch.arange(1, int(count.max()), device=rows.device)
+        place = start[again, None] + more
+        return once, again, order[place.where(more < count[again, None], nowhere)]
 
 
 def pack_rows(

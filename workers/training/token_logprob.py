@@ -1,0 +1,163 @@
+"""Log-probabilities and entropies of tokens without logits of all rows in float32.
+
+A head of 49,152 words over a thousand tokens is 190 MiB of logits in float32, and plain autograd
+keeps five such tensors. Here logits are made for some rows at a time, in the precision of the
+weights; float32 numbers exist for `_SLICE` of them; and the backward pass makes them again.
+
+Shapes: U hidden states, D hidden size, V words, n tokens asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["token_logprob"]
+
+_MOST_LOGITS = 1 << 26
+"""Logits that exist at once, in the precision of the weights: 128 MiB in bfloat16."""
+_SLICE = 1 << 21
+"""Logits that exist at once in float32: 8 MiB, about what the cache holds."""
+
+
+def token_logprob(
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    entry: Tensor | None,
+    temperature: float,
+    *,
+    needs_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of targets, and entropies of the distributions they are of.
+
+    Args:
+        states: [U, D].
+        weight: [V, D]; the head's.
+        bias: [V].
+        target: i64[n].
+        entry: i64[n]; the state before each target. None if there is one for each, in order.
+        temperature: Divides the logits.
+        needs_entropy: Whether entropies are wanted.
+
+    Returns:
+        f32[n] each, differentiable; entropies are None if they are not wanted.
+    """
+    if entry is None:
+        entry = torch.arange(len(target), device=target.device)
+    found: Any = _TokenLogprob.apply(
+        states, weight, bias, target, entry, temperature, needs_entropy
+    )
+    logprob, entropy = found
+    return logprob, entropy[entry] if needs_entropy else None
+
+
+class _TokenLogprob(torch.autograd.Function):
+    """With z the logits over the temperature T and p their softmax: logprob = z[target] - lse(z),
+    and entropy = lse(z) - sum(p z). So d logprob / d z = onehot - p, and d entropy / d z =
+    -p (log p + entropy).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        entry: Tensor,
+        temperature: float,
+        needs_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        order = torch.argsort(entry, stable=True)
+        lines = _Lines(entry[order], target[order])
+        total = torch.empty(len(states), dtype=torch.float32, device=states.device)
+        entropy = torch.zeros_like(total) if needs_entropy else total.new_zeros(0)
+        logprob = torch.empty(len(target), dtype=torch.float32, device=states.device)
+        for rows in _chunks(len(states), _MOST_LOGITS // len(weight)):
+            logits = F.linear(states[rows], weight, bias)
+            for part in _chunks(len(logits), _SLICE // len(weight)):
+                at = slice(rows.start + part.start, rows.start + part.stop)
+                z = logits[part].float().div_(temperature)
+                sums = z.logsumexp(-1)
+                total[at] = sums
+                asked, line, word = lines.of(at)
+                logprob[order[asked]] = z[line, word] - sums[line]
+                if needs_entropy:
+                    weights = (z - sums[:, None]).exp_()
+                    entropy[at] = sums - weights.mul_(z).sum(-1)
+        ctx.save_for_backward(states, weight, bias, total, entropy)
+        ctx.lines, ctx.order, ctx.temperature = lines, order, temperature
+        return logprob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, bias, total, entropy = ctx.saved_tensors
+        lines: _Lines = ctx.lines
+        upstream = grads[0][ctx.order]
+        to_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
+        to_weight = _Sum(ctx.needs_input_grad[1])
+        to_bias = _Sum(bias is not None and ctx.needs_input_grad[2])
+        for rows in _chunks(len(states), _MOST_LOGITS // len(weight)):
+            change = F.linear(states[rows], weight, bias)
+            for part in _chunks(len(change), _SLICE // len(weight)):
+                at = slice(rows.start + part.start, rows.start + part.stop)
+                z = change[part].float().div_(ctx.temperature).sub_(total[at, None])
+                asked, line, word = lines.of(at)
+                wanted = upstream[asked]
+                p = z.exp()
+                scale = wanted.new_zeros(len(p)).index_add_(0, line, wanted).neg_()
+                if len(entropy):
+                    of_entropy = grads[1][at, None]
+                    z.add_(entropy[at, None]).mul_(-of_entropy).add_(scale[:, None]).mul_(p)
+                else:
+                    z = p.mul_(scale[:, None])
+                z.index_put_((line, word), wanted, accumulate=True)
+                change[part] = z.div_(ctx.temperature)
+            if to_states is not None:
+                to_states[rows] = change @ weight
+            to_weight.add(lambda change=change, rows=rows: change.t() @ states[rows])
+            to_bias.add(lambda change=change: change.sum(0))
+        return to_states, to_weight.total, to_bias.total, None, None, None, None
+
+
+class _Lines:
+    """Which tokens are asked for of which states.
+
+    Args:
+        entry: i64[n], ascending.
+        target: i64[n].
+    """
+
+    def __init__(self, entry: Tensor, target: Tensor) -> None:
+        self._entry, self._target = entry, target
+
+    def of(self, rows: slice) -> tuple[slice, Tensor, Tensor]:
+        """Of some states: which places of `entry`, and for each the state, from 0, and the word."""
+        edges = torch.tensor([rows.start, rows.stop], device=self._entry.device)
+        begin, end = torch.searchsorted(self._entry, edges).tolist()
+        asked = slice(begin, end)
+        return asked, self._entry[asked] - rows.start, self._target[asked]
+
+
+class _Sum:
+    """Something added up over chunks, if anybody wants it."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+        self.total: Tensor | None = None
+
+    def add(self, make: Any) -> None:
+        if self._wanted:
+            self.total = make() if self.total is None else self.total.add_(make())
+
+
+def _chunks(length: int, size: int) -> Iterator[slice]:
+    size = max(size, 1)
+    for begin in range(0, length, size):
+        yield slice(begin, min(begin + size, length))

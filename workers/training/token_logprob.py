@@ -58,9 +58,11 @@ def token_logprob(
 
 
 class _TokenLogprob(torch.autograd.Function):
-    """With z the logits over the temperature T and p their softmax: logprob = z[target] - lse(z),
-    and entropy = lse(z) - sum(p z). So d logprob / d z = onehot - p, and d entropy / d z =
-    -p (log p + entropy).
+    """See `token_logprob`.
+
+    With z the logits over the temperature and p their softmax: logprob = z[target] - lse(z), and
+    entropy = lse(z) - sum(p z). So d logprob / d z = onehot - p, and d entropy / d z = -p (log p +
+    entropy).
     """
 
     @staticmethod

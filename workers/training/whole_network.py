@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from ...dataflow.runtime.worker_protocol import WorkerContext

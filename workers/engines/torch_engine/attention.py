@@ -207,7 +207,9 @@ def _matmul_t(left: Tensor, right: Tensor) -> Tensor:
     """[b, K, T, E] of [b, K, g, Q, T] and [b, K, g, Q, E], summed over the queries."""
     shape = (-1, left.shape[2] * left.shape[3])
     flat = left.reshape(*shape, left.shape[4]).transpose(1, 2)
-    return torch.bmm(flat, right.reshape(*shape, right.shape[4])).view(*left.shape[:2], -1, right.shape[4])
+    return torch.bmm(flat, right.reshape(*shape, right.shape[4])).view(
+        *left.shape[:2], -1, right.shape[4]
+    )
 
 
 def attend_cache(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Llama, Qwen2 and Qwen3 forward pass over packed tokens, without the Hugging Face forward.
+"""The forward pass of Llama, Mistral, Qwen2 and Qwen3 over packed tokens, all of it ours.
 
 `LeanBackbone` reads the Hugging Face module's own weights (through `FlatParameters`, which makes
 the fused query-key-value and gate-up weights views of the same memory) and serves training,
@@ -11,13 +11,14 @@ Shapes: N packed tokens, D hidden size, H query heads, K key heads, E head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ...training.flat_parameters import FlatParameters
 from .attention import attend_packed
@@ -26,7 +27,7 @@ from .packing import Pack
 
 __all__ = ["LayerWeights", "LeanBackbone", "fused_names", "is_lean"]
 
-_FAMILIES = {"LlamaModel", "Qwen2Model", "Qwen3Model"}
+_FAMILIES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
@@ -35,6 +36,8 @@ def is_lean(backbone: nn.Module) -> bool:
     config: Any = getattr(backbone, "config", None)
     if type(backbone).__name__ not in _FAMILIES or config is None:
         return False
+    if getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None):
+        return False  # Mistral's window, which it applies in every layer
     layer_types: Sequence[str] = getattr(config, "layer_types", None) or []
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if config.hidden_act != "silu":
@@ -82,9 +85,13 @@ class LeanBackbone:
         backbone: A backbone for which `is_lean` is true.
         flat: Holds its weights, laid out with `fused_names(backbone, prefix)` side by side.
         prefix: What the backbone's parameters are called in `flat`: "model.".
+
+    Attributes:
+        checkpointing: Whether training keeps only each layer's input, and computes the rest again.
     """
 
     def __init__(self, backbone: nn.Module, flat: FlatParameters, prefix: str) -> None:
+        self.checkpointing = False
         self._backbone: Any = backbone
         config: Any = backbone.config
         attention: Any = self._backbone.layers[0].self_attn
@@ -121,16 +128,35 @@ class LeanBackbone:
         cos, sin = (table[pack.position] for table in self.rope(int(pack.position.max()) + 1))
         x = F.embedding(pack.tokens, self.embedding)
         last = len(self.layers) - 1
+        again = self.checkpointing and caches is None and torch.is_grad_enabled()
         for index, layer in enumerate(self.layers):
-            query, key, value = self.project(x, layer, cos, sin)
-            if caches is not None:
-                caches[index][0].copy_(key)
-                caches[index][1].copy_(value)
-            mixed = attend_packed(query, key, value, pack, self.scale)
-            if index == last:
-                mixed, x = _pick(mixed, pack.read), _pick(x, pack.read)
-            x = self.finish(x, mixed, layer)
+            read = pack.read if index == last else None
+            cache = None if caches is None else caches[index]
+            if again:
+                x = _computed_again(self._layer, x, layer, cos, sin, pack, read, cache)
+            else:
+                x = self._layer(x, layer, cos, sin, pack, read, cache)
         return rms_norm(x, self.final_norm, self.eps)
+
+    def _layer(
+        self,
+        x: Tensor,
+        layer: LayerWeights,
+        cos: Tensor,
+        sin: Tensor,
+        pack: Pack,
+        read: Tensor | None,
+        cache: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """A layer's output, [N, D], or at `read` alone; `cache` takes its keys and values."""
+        query, key, value = self.project(x, layer, cos, sin)
+        if cache is not None:
+            cache[0].copy_(key)
+            cache[1].copy_(value)
+        mixed = attend_packed(query, key, value, pack, self.scale)
+        if read is not None:
+            mixed, x = mixed[read], x[read]
+        return self.finish(x, mixed, layer)
 
     def project(
         self, x: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor
@@ -156,8 +182,12 @@ class LeanBackbone:
         return x + gated_linear(gate_up, layer.down, layer.down_bias)
 
 
-def _pick(x: Tensor, index: Tensor) -> Tensor:
-    return x[index]
+def _computed_again(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """A layer of which only the input is kept for the backward pass, which computes it again."""
+    out: Any = checkpoint(
+        layer, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+    )
+    return out
 
 
 def _layer_weights(flat: FlatParameters, prefix: str) -> LayerWeights:

@@ -56,9 +56,7 @@ def _before_norm(
     return upstream.sub_(normed.mul_(along)).mul_(scale).to(dtype), to_weight
 
 
-def norm_linear(
-    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
-) -> Tensor:
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear(rms_norm(x, norm, eps), weight, bias)`, which keeps `x` alone."""
     out: Tensor = _NormLinear.apply(x, norm, eps, weight, bias)  # type: ignore[assignment]
     return out

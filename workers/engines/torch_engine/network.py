@@ -7,12 +7,16 @@ the same module, whose weights lie in `flat`.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.heads import Head
 from ...training.flat_parameters import FlatParameters
@@ -38,6 +42,10 @@ class TorchNetwork(WholeNetwork):
             anchor = self.flat.parameter(self.flat.names[0]).reshape(-1)[0].float() * 0
             return Outputs(anchor.new_zeros(0, 1), anchor=anchor)
         return self._outputs(tokens, reads, shared)
+
+    def checkpoint_activations(self) -> None:
+        """Keep only each layer's input while training, from now on."""
+        raise NotImplementedError
 
     def _outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None) -> Outputs:
         """The same if there is something to read."""
@@ -74,6 +82,10 @@ class LeanNetwork(TorchNetwork):
         states = self.backbone.states(pack)
         return Outputs(self.head(states) if self._is_scalar else states, pack.entry)
 
+    def checkpoint_activations(self) -> None:
+        """See `TorchNetwork.checkpoint_activations`."""
+        self.backbone.checkpointing = True
+
     def head(self, states: Tensor) -> Tensor:
         """The head's linear map, [U, D] -> [U, width]."""
         return F.linear(states, self._linear.weight, self._linear.bias)
@@ -91,6 +103,7 @@ class PlainNetwork(TorchNetwork):
         self._makes_logits = not head.is_scalar and not _ends_in(module, backbone, linear)
         self._backbone: Any = module if self._makes_logits else backbone
         self._linear: Any = linear
+        self._again: list[nn.Module] = []
 
     def _outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None) -> Outputs:
         del shared
@@ -98,12 +111,43 @@ class PlainNetwork(TorchNetwork):
         width = int((reads * torch.arange(1, reads.shape[1] + 1, device=reads.device)).max())
         rows = tokens[used, :width]
         mask = (rows >= 0).long()
-        out = self._backbone(input_ids=rows.clamp(min=0), attention_mask=mask, use_cache=False)
+        with self._training_layers():
+            out = self._backbone(input_ids=rows.clamp(min=0), attention_mask=mask, use_cache=False)
         picked = reads[used, :width]
         if self._makes_logits:
             return Outputs(out.logits[picked])
         states = out.last_hidden_state[picked]
         return Outputs(self._linear(states) if self._is_scalar else states)
+
+    @contextmanager
+    def _training_layers(self) -> Generator[None]:
+        """Layers that compute activations again do so while they, without what is in them, train.
+
+        What is in them stays in evaluation mode, so there is no dropout; and whoever generates
+        needs their caches, which they keep in evaluation mode alone.
+        """
+        for layer in self._again:
+            layer.training = torch.is_grad_enabled()
+        try:
+            yield
+        finally:
+            for layer in self._again:
+                layer.training = False
+
+    def checkpoint_activations(self) -> None:
+        """See `TorchNetwork.checkpoint_activations`.
+
+        Raises:
+            ConfigError: If the architecture cannot.
+        """
+        module: Any = self.module
+        if not module.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"a '{module.config.model_type}' model cannot compute activations again\n"
+                "    leave activation_checkpointing out"
+            )
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+        self._again = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
 
     def token_logprob(
         self, outputs: Outputs, target: Tensor, temperature: float, *, needs_entropy: bool
@@ -126,7 +170,9 @@ def _ends_in(module: Any, backbone: Any, linear: Any) -> bool:
         logits = module(input_ids=tokens, use_cache=False).logits.float()
         own = linear(backbone(input_ids=tokens, use_cache=False).last_hidden_state).float()
     most = float(logits.abs().max())
-    return own.shape == logits.shape and 0 < most and float((own - logits).abs().max()) < 1e-2 * most
+    return (
+        own.shape == logits.shape and most > 0 and float((own - logits).abs().max()) < 1e-2 * most
+    )
 
 
 def make_network(module: nn.Module, head: Head, context: WorkerContext) -> TorchNetwork:

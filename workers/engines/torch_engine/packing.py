@@ -135,7 +135,9 @@ class Pack:
         queries = torch.cat([query.reshape(-1) for query, _ in blocks])
         slot = torch.empty(len(self.tokens) * heads, dtype=torch.int64, device=device)
         slot[queries] = torch.arange(len(queries), device=device)
-        return HeadRows(blocks, slot, *self._uses(torch.cat([k.reshape(-1) for _, k in blocks]), keys))
+        return HeadRows(
+            blocks, slot, *self._uses(torch.cat([k.reshape(-1) for _, k in blocks]), keys)
+        )
 
     def _uses(self, rows: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `HeadRows.once`, `again` and `others`; `rows` are those of all blocks' keys.

@@ -26,12 +26,20 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
 class TorchModel:
     """How this engine makes the network of any role."""
 
+    activation_checkpointing: bool = False
+    """Keep only each layer's input while training, and compute the rest again: a third more work
+    for a fraction of the memory."""
+
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> TorchNetwork:
         """See `Recipe.make_network`."""
-        return make_network(head.whole_model(model, context, context.device), head, context)
+        network = make_network(head.whole_model(model, context, context.device), head, context)
+        if self.activation_checkpointing:
+            network.checkpoint_activations()
+        return network
 
 
 @dataclass(frozen=True, kw_only=True)

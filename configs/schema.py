@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from ..dataflow.scheduler.schedule import Schedule
 from ..workers.engines.registry import DEFAULT, check_engine, check_rollout
 from ..workers.executors.registry import DEFAULT_EXECUTOR, check_executor
+from ..workers.models.lora import LoraSpec
 from ..workers.models.spec import ModelSpec
 from ..workers.models.tokenizer import TokenizerSpec
 from ..workers.training.optimizer import OptimizerSpec
@@ -118,6 +119,8 @@ class ModelConfig(Section):
     tokenizer: TokenizerSpec | Literal["task", "folder"] = "folder"
     """`task`: one token per character that the task's prompts and answers use. `folder`: the
     tokenizer in the model's folder. Or a tokenizer's own settings."""
+    lora: LoraSpec = LoraSpec()
+    """Adapters that trained roles learn instead of the weights: `model.lora.rank=16`."""
 
     @field_validator("architecture")
     @classmethod

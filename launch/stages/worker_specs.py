@@ -21,8 +21,10 @@ from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from ...workers.engines.engine import Engine
 from ...workers.engines.registry import DEFAULT, ENGINES
+from ...workers.models.architecture import empty_model
 from ...workers.models.averaged_weights import mean_folder
 from ...workers.models.heads import Head, HeadName
+from ...workers.models.lora import check_lora
 from ...workers.models.spec import ModelSpec
 from ...workers.rewards.mixture import TASK_REWARDS, check_verifiers
 from ...workers.rollout.generator_policy import SplitPolicySpec
@@ -51,6 +53,8 @@ _OURS = {
     "eos_token_id",
     "optimizer",
     "mismatch",
+    "lora",
+    "shares_weights",
     "task",
     "tokenizer",
     "task_fingerprint",
@@ -135,6 +139,7 @@ def check_options(stage: Stage, run: Resolved) -> None:
         kind = _spec_class(engines.train, plan.worker)
         _check(kind, plan.config.options, at, plan.worker)
         _check(kind, engines.options, "engine.options", plan.worker)
+    _check_adapters(stage, run)
 
 
 def _check_start(stage: Stage, role: str, plan: RolePlan, run: Resolved) -> None:
@@ -234,6 +239,8 @@ def _spec(
     options = {**planned, **run.engines.options, **options, "model": model}
     if plan.trained:
         options["optimizer"] = _optimizer(stage, plan)
+    adapters = _adapters(stage, role, run)
+    options |= adapters
     spec = _spec_class(run.engines.train, plan.worker)
     if "tokenizer" in get_type_hints(spec):
         options["tokenizer"] = data.tokenizer_spec
@@ -244,7 +251,46 @@ def _spec(
     if rollout is None:
         return made
     options = {**run.engines.rollout_options, "model": model, "eos_token_id": data.tokenizer.eos_id}
+    options |= {key: value for key, value in adapters.items() if key == "lora"}
     return SplitPolicySpec(train=made, rollout=rollout.rollout_spec(**options))
+
+
+def _adapters(stage: Stage, role: str, run: Resolved) -> dict[str, Any]:
+    """What a role's spec says of adapters: its own, or that it is what those of others stand on.
+
+    A role whose weights never change is the model as it was: the one below the adapters of whoever
+    starts from the same place, unless they go on from an adapter, of which it has a copy then.
+    """
+    lora = run.model.lora
+    if not lora:
+        return {}
+    if role in _changed(stage) or lora.folder is not None:
+        return {"lora": lora}
+    return {"shares_weights": True} if stage.roles[role].worker == "policy" else {}
+
+
+def _changed(stage: Stage) -> set[str]:
+    """Roles whose weights the step changes."""
+    following = {node.role for node in stage.graph.nodes if node.method == "follow" and node.role}
+    return following | {role for role, plan in stage.roles.items() if plan.trained}
+
+
+def _check_adapters(stage: Stage, run: Resolved) -> None:
+    """Adapters are for engines that have them."""
+    if not run.model.lora:
+        return
+    for node in stage.graph.nodes:
+        if node.role is None or stage.roles[node.role].worker not in _HEADS:
+            continue
+        engine = run.engines.runs(stage.graph, node)
+        spec = engine.rollout_spec if run.engines.apart(stage.graph, node) else None
+        spec = spec or _spec_class(engine, stage.roles[node.role].worker)
+        if "lora" not in get_type_hints(spec):
+            raise ConfigError(
+                f"'model.lora.rank' is {run.model.lora.rank}, but '{node.name}' runs on the engine "
+                f"'{engine.name}', which has no adapters\n    train the weights themselves "
+                "(model.lora.rank=0), or take engine=torch rollout=same"
+            )
 
 
 def _optimizer(stage: Stage, plan: RolePlan) -> OptimizerSpec | None:
@@ -348,6 +394,8 @@ def _check_model(
         vocab_size: int | None = getattr(spec.config, "vocab_size", None)
         if head is not None:
             Head(head).check(spec)
+            if model.lora:
+                check_lora(model.lora, empty_model(spec.config))
     except ConfigError as error:
         # What is wrong with an architecture is said with its key.
         raise ConfigError(str(error) if spec.folder is None else f"'{at}': {error}") from error

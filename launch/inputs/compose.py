@@ -25,6 +25,7 @@ from ...configs.validate import check_finite, validated
 from ...dataflow.errors import ConfigError
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.cost.calibration import Calibration
+from ...planner.plan.plan import Plan
 from ...workers.data.task import TaskSpec
 from ...workers.models.architecture import checked_config
 from .data import task_spec_of
@@ -66,7 +67,7 @@ class PlacementInputs:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run as far as its configuration says, before any data, device or model is touched.
+    """A run as far as its configuration says, before any data or model is touched.
 
     Attributes:
         stages: Its algorithms with their graphs, the main one last.
@@ -132,7 +133,7 @@ def resolve(config: RunConfig) -> Resolved:
         stages=stages,
         engines=engines_of(config.engine, config.rollout, config.algorithm),
         placement=PlacementInputs(
-            config.executor, config.placement, config.calibration, Path(config.runs)
+            _on_a_device(config), config.placement, config.calibration, Path(config.runs)
         ),
         model=config.model,
         task=config.task,
@@ -144,6 +145,25 @@ def resolve(config: RunConfig) -> Resolved:
         checkpoint_every=config.checkpoint_every,
         keep_checkpoints=config.keep_checkpoints,
     )
+
+
+def _on_a_device(config: RunConfig) -> ExecutorConfig:
+    """The section with a device: that of a plan's file, the best one here, the CPU of perceptrons.
+
+    Raises:
+        PlanError: If the file of a plan cannot be read.
+    """
+    import torch
+
+    section = config.executor
+    if section.device != AUTO:
+        return section
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.model.architecture.get("model_type") == MODEL_TYPE:
+        device = "cpu"
+    if config.placement != AUTO and not section.groups:
+        device = Plan.read(Path(config.placement)).groups[0].device.partition(":")[0]
+    return section.model_copy(update={"device": device})
 
 
 def resolved(composed: Mapping[str, Any]) -> Resolved:
@@ -174,17 +194,17 @@ def check_model(model: ModelConfig) -> None:
         missing = "does not exist" if not Path(folder).exists() else "has no config.json"
         raise ConfigError(
             f"'model.folder': '{folder}' {missing}\n    give a local folder that save_pretrained "
-            "wrote; models are never downloaded"
+            "wrote, or a model of a hub: model=org/name"
         )
     if folder is None and not model.architecture:
         raise ConfigError(
             "'model' has neither a folder nor an architecture\n"
-            "    choose one: model=tiny, or model=folder model.folder=PATH"
+            "    choose one: model=tiny, model=smollm2-135m, model=org/name or model=PATH"
         )
     if folder is not None and model.architecture:
         raise ConfigError(
             "'model' has both a folder and an architecture\n"
-            "    to start from a folder, choose model=folder model.folder=PATH"
+            "    to start from a folder, choose model=PATH"
         )
     if folder is None and model.tokenizer == "folder":
         raise ConfigError(
@@ -200,7 +220,10 @@ def dumped(config: RunConfig, run: Resolved) -> dict[str, Any]:
         config: As composed.
         run: What came of it: threads and the size of the vocabulary may have been added.
     """
-    found = {"executor": run.placement.executor, "model": run.model}
+    # Where a model of a hub or a package lies is this machine's; its name and commit say which.
+    here = {} if run.model.hub is None and run.model.package is None else {"folder": None}
+    model = run.model.model_copy(update=here)
+    found = {"executor": run.placement.executor, "model": model}
     data = config.model_copy(update=found).model_dump(mode="json")
     _spell_out(data["algorithm"], "algorithm")
     options = TypeAdapter(type(run.spec)).dump_python(run.spec, mode="json")

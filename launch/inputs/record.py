@@ -143,7 +143,7 @@ def check_followers(stage: Recorded, dtype: str) -> None:
             raise ConfigError(f"{at} follows with share={share}; expected above 0, at most 1")
         if not (isinstance(every, int) and every >= 1):
             raise ConfigError(f"{at} follows with every={every}; expected a whole number of steps")
-        if share < 1 and dtype != "float32":
+        if share < 1 and dtype == "bfloat16":
             raise ConfigError(
                 f"{at} averages weights (share={share}), but 'model.dtype' is '{dtype}', and 16 "
                 "bits hold no change smaller than 1/256 of a weight\n"

@@ -20,6 +20,7 @@ from ..inputs.sizes import check_lengths
 from ..inputs.tables import longest_rows, sources_of
 from ..placement.auto_place import choose
 from ..placement.place import make_executor, with_threads, written_plan
+from ..placement.settled import fetch_weights, settled
 from .evaluation import evaluation_graph
 from .stages import MODEL, Stage, stages_of
 from .worker_specs import check_options, model_positions
@@ -79,6 +80,7 @@ def prepare(run: Resolved, plan: Plan | None = None) -> Job:
         FlowError: If a step's loss cannot correct for the schedule's lag.
         PlanError: If the placement does not fit.
     """
+    run = settled(run)
     stages = stages_of(run, plan)
     for stage in stages:
         check_options(stage, run)
@@ -95,6 +97,7 @@ def prepare(run: Resolved, plan: Plan | None = None) -> Job:
     if any(plan.worker == "rule" for stage in stages for plan in stage.roles.values()):
         _check_rule(data)
     held_out = _held_out(run.evaluation.num_prompts, stages[-1], data)
+    fetch_weights(run.model)
     _check_lengths(run.model, stages, sources, held_out, data)
     return Job(run, plan, note, stages, data, sources, held_out, tuple(reports))
 

@@ -275,10 +275,10 @@ def _model(plan: RolePlan, run: Resolved, data: Data, results: Results) -> Model
         for start, share in (plan.start_mean or {plan.start: 1.0}).items()
     }
     if len(folders) == 1:
-        return ModelSpec(folder=next(iter(folders)), dtype=run.model.dtype)
+        return ModelSpec(folder=next(iter(folders)), dtype=run.model.precision)
     earlier = next((results[start][1] for start in plan.start_mean if start in results), None)
     mean = mean_folder(folders, run.placement.runs if earlier is None else earlier.parent)
-    return ModelSpec(folder=str(mean), dtype=run.model.dtype)
+    return ModelSpec(folder=str(mean), dtype=run.model.precision)
 
 
 def _folder(start: str, contract: type[Role], results: Results) -> str:

@@ -212,7 +212,7 @@ def test_a_task_file_that_does_not_exist(penstock: Penstock) -> None:
 def test_a_model_folder_that_does_not_exist(penstock: Penstock) -> None:
     assert refused(penstock, "model=folder", "model.folder=no/such") == (
         "'model.folder': 'no/such' does not exist\n"
-        "    give a local folder that save_pretrained wrote; models are never downloaded"
+        "    give a local folder that save_pretrained wrote, or a model of a hub: model=org/name"
     )
 
 

@@ -82,6 +82,8 @@ class Resolved:
         seed: Of all randomness.
         checkpoint_every: Steps between checkpoints.
         keep_checkpoints: How many are kept.
+        longest_sequence: Tokens of the longest prompt with its response that any stage or its
+            evaluation samples; None if unknown, as it is before the data is read.
     """
 
     stages: tuple[Recorded, ...]
@@ -96,6 +98,7 @@ class Resolved:
     seed: int
     checkpoint_every: int
     keep_checkpoints: int
+    longest_sequence: int | None = None
 
     @property
     def main(self) -> Recorded:

@@ -54,6 +54,7 @@ _OURS = {
     "task",
     "tokenizer",
     "task_fingerprint",
+    "longest_sequence",
 }
 """Fields of a spec that the run fills in; the others may be set as `options`."""
 
@@ -244,6 +245,8 @@ def _spec(
     if rollout is None:
         return made
     options = {**run.engines.rollout_options, "model": model, "eos_token_id": data.tokenizer.eos_id}
+    if "longest_sequence" in get_type_hints(rollout.rollout_spec):
+        options["longest_sequence"] = run.longest_sequence
     return SplitPolicySpec(train=made, rollout=rollout.rollout_spec(**options))
 
 

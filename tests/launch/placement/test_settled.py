@@ -233,3 +233,28 @@ def test_the_device_is_the_best_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     plan = tmp_path / "plan.json"
     plan.write_text(one_group_plan(device="cpu").model_dump_json())
     assert device(f"placement={plan}") == "cpu"  # what it was made for
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["model=org/tiny"], "org/tiny at COMMIT, float32 on cpu, computed by Penstock (qwen2)"),
+        ([], "random weights, float32 on cpu, computed by Penstock (qwen2)"),
+        (
+            [
+                "model.architecture.sliding_window=4",
+                "model.architecture.use_sliding_window=true",
+                "model.architecture.max_window_layers=0",
+            ],
+            "random weights, float32 on cpu, computed through transformers (qwen2)",
+        ),
+        (
+            ["engine=fsdp", "rollout=torch", "model.dtype=bfloat16"],
+            "random weights, bfloat16 on cpu, computed through transformers (qwen2)",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("slow_bfloat16")
+def test_a_run_says_what_computes_its_model(hub: Hub, words: list[str], line: str) -> None:
+    commit = commit_of(hub.models["org/tiny"]["main"])[:12]
+    assert prepared(*words).about_model == f"model: {line.replace('COMMIT', commit)}"

@@ -219,6 +219,7 @@ def test_models_that_vllm_cannot_run_here_are_refused():
         start("llama", context=WorkerContext("actor", pipeline_parallel=2))
 
 
+@pytest.mark.usefixtures("policy")  # whose start makes vLLM read its environment
 def test_a_cache_on_a_cpu_is_as_large_as_the_step_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -255,6 +256,7 @@ def test_lengths_of_a_run_are_those_of_the_engine():
     assert longest(longest_sequence=65, max_model_len=100) == 100
 
 
+@pytest.mark.usefixtures("policy")  # whose start makes vLLM read its environment
 def test_what_is_not_set_is_left_to_vllm_on_gpus(tmp_path: Path):
     spec = VllmPolicySpec(model=model_spec("llama"), eos_token_id=EOS)
     made = engine_options(spec, spec.model.config, 256, WorkerContext("actor", device="cuda"))

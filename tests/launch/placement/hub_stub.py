@@ -48,7 +48,7 @@ def commit_of(folder: Path) -> str:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: Hub
+    server: Hub  # pyright: ignore[reportIncompatibleVariableOverride] - whose it always is
 
     def do_HEAD(self) -> None:
         self._answer(body=False)

@@ -28,7 +28,7 @@ from ...dataflow.graph.role import Role
 from ...dataflow.graph.tracer import build
 from ...dataflow.runtime.call_context import DeadlineExceeded, deadline
 
-__all__ = ["Recorded", "check_followers", "load_step", "record", "recorded", "step_cfg"]
+__all__ = ["Recorded", "averages", "check_followers", "load_step", "record", "recorded", "step_cfg"]
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,17 @@ def record(algorithm: AlgorithmConfig, at: str) -> Graph:
 
 _RECORD_DEADLINE_S = 8.0
 """How long a step function may take to be recorded, which takes ours milliseconds."""
+
+
+def averages(stage: Recorded) -> bool:
+    """Whether a role's weights move towards another's by a share, which 16 bits cannot hold."""
+    return any(
+        isinstance(argument, Constant) and argument.value != 1.0
+        for node in stage.graph.nodes
+        if node.leader is not None
+        for name, argument in node.arguments
+        if name == "share"
+    )
 
 
 def check_followers(stage: Recorded, dtype: str) -> None:

@@ -17,7 +17,7 @@ from ...workers.models.hub import hub_folder
 from ...workers.models.model_folder import folder_config
 from ...workers.models.packaged import PACKAGED, packaged_folder
 from ..inputs.compose import AUTO, Resolved
-from ..inputs.record import check_followers
+from ..inputs.record import averages
 from ..run_dir.stop import say
 from .machine import has_fast_bfloat16
 
@@ -31,12 +31,12 @@ def settled(run: Resolved) -> Resolved:
     should not be said after a hundred gigabytes. One of a package is converted.
 
     Raises:
-        ConfigError: If the model cannot be had, or cannot do in its precision what is asked.
+        ConfigError: If the model cannot be had.
     """
     device = run.placement.executor.device
-    model = with_dtype(local_model(run.model), lambda: has_fast_bfloat16(device))
-    for stage in run.stages:
-        check_followers(stage, model.dtype)
+    in_float32 = any(map(averages, run.stages))
+    model = local_model(run.model)
+    model = with_dtype(model, lambda: not in_float32 and has_fast_bfloat16(device))
     return replace(run, model=model)
 
 

@@ -258,3 +258,27 @@ def test_the_device_is_the_best_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_run_says_what_computes_its_model(hub: Hub, words: list[str], line: str) -> None:
     commit = commit_of(hub.models["org/tiny"]["main"])[:12]
     assert prepared(*words).about_model == f"model: {line.replace('COMMIT', commit)}"
+
+
+AVERAGE = """
+from penstock.algorithms.roles import Policy, Prompts, Reward, Sampling, TrainMetrics
+from penstock.algorithms.grpo import GRPO, grpo_step
+
+
+def average_step(
+    prompts: Prompts, slow: Policy, actor: Policy, reward: Reward, cfg: GRPO
+) -> tuple[TrainMetrics, TrainMetrics]:
+    return grpo_step(prompts, actor, reward, cfg), slow.follow(actor, share=SHARE)
+"""
+
+
+@pytest.mark.parametrize(("share", "dtype"), [("0.1", "float32"), ("1.0", "bfloat16")])
+def test_weights_that_are_averaged_are_float32(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str, dtype: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"average_{dtype}"
+    (tmp_path / f"{name}.py").write_text(AVERAGE.replace("SHARE", share))
+    step = ["algorithm=own", f"algorithm.step={name}:average_step", "algorithm.per_step.prompts=4"]
+    assert prepared(f"model={saved}", *step).run.model.dtype == dtype

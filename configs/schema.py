@@ -66,7 +66,8 @@ class RoleConfig(Section):
     `instructions`, `code`, `judge`, `mixture`; or `module:factory` of a worker. By default what the
     role's contract asks for."""
     start: str | None = None
-    """Where its weights come from: `model`, the name of an earlier stage, or a model folder."""
+    """Where its weights come from: `model`, the name of an earlier stage, a model folder, or a
+    model of a hub, `org/name` or `org/name@revision`."""
     start_mean: dict[str, float] = Field(default_factory=dict[str, float])
     """Instead of `start`: several of these and how much of each, for the mean of their weights."""
     init_offset: Seed = 0

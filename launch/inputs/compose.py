@@ -7,7 +7,7 @@ objects. What comes after (`placement`, `stages`) takes the parts that it reads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ class Resolved:
         seed: Of all randomness.
         checkpoint_every: Steps between checkpoints.
         keep_checkpoints: How many are kept.
+        snapshots: Role's start as written -> the same with the commit of a hub's model that it is.
         longest_sequence: Tokens of the longest prompt with its response that any stage or its
             evaluation samples; None if unknown, as it is before the data is read.
     """
@@ -98,6 +99,7 @@ class Resolved:
     seed: int
     checkpoint_every: int
     keep_checkpoints: int
+    snapshots: Mapping[str, str] = field(default_factory=dict[str, str])
     longest_sequence: int | None = None
 
     @property
@@ -228,15 +230,19 @@ def dumped(config: RunConfig, run: Resolved) -> dict[str, Any]:
     model = run.model.model_copy(update=here)
     found = {"executor": run.placement.executor, "model": model}
     data = config.model_copy(update=found).model_dump(mode="json")
-    _spell_out(data["algorithm"], "algorithm")
+    _spell_out(data["algorithm"], "algorithm", run.snapshots)
     options = TypeAdapter(type(run.spec)).dump_python(run.spec, mode="json")
     data["task"] = {**options, **data["task"]}
     return data
 
 
-def _spell_out(algorithm: dict[str, Any], at: str) -> None:
+def _spell_out(algorithm: dict[str, Any], at: str, snapshots: Mapping[str, str]) -> None:
     step = load_step(algorithm["step"], f"{at}.step")
     for cfg in step_cfg(step, algorithm["cfg"], f"{at}.cfg").values():
         algorithm["cfg"] = TypeAdapter(type(cfg)).dump_python(cfg, mode="json")
+    for role in algorithm["roles"].values():
+        role["start"] = snapshots.get(role["start"], role["start"])
+        mean = role["start_mean"]
+        role["start_mean"] = {snapshots.get(start, start): mean[start] for start in mean}
     for name, before in algorithm["before"].items():
-        _spell_out(before, f"{at}.before.{name}")
+        _spell_out(before, f"{at}.before.{name}", snapshots)

@@ -7,17 +7,18 @@ records the snapshot and the precision, so that it goes on with the same elsewhe
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 
-from ...configs.schema import ModelConfig
+from ...configs.schema import ModelConfig, RoleConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
-from ...workers.models.hub import hub_folder
+from ...workers.models.hub import hub_folder, is_hub_id
 from ...workers.models.model_folder import folder_config
 from ...workers.models.packaged import PACKAGED, packaged_folder
 from ..inputs.compose import AUTO, Resolved
-from ..inputs.record import averages
+from ..inputs.record import Recorded, averages
 from ..run_dir.stop import say
 from .machine import has_fast_bfloat16
 
@@ -37,18 +38,54 @@ def settled(run: Resolved) -> Resolved:
     in_float32 = any(map(averages, run.stages))
     model = local_model(run.model)
     model = with_dtype(model, lambda: not in_float32 and has_fast_bfloat16(device))
-    return replace(run, model=model)
+    return _with_starts(replace(run, model=model))
 
 
-def fetch_weights(model: ModelConfig) -> None:
-    """Download the weights that `local_model` has left out.
+def _with_starts(run: Resolved) -> Resolved:
+    """With folders in place of the models of hubs and packages that roles start from."""
+    snapshots: dict[str, str] = {}
+    names = {stage.name for stage in run.stages}
+    stages: list[Recorded] = []
+    for stage in run.stages:
+        roles: dict[str, RoleConfig] = {}
+        for role, given in stage.config.roles.items():
+            at = f"{stage.at}.roles.{role}.start"
+            starts = [start for start in (given.start, *given.start_mean) if start is not None]
+            found = {start: _local_start(start, at, names, snapshots) for start in starts}
+            mean = {found[start]: share for start, share in given.start_mean.items()}
+            start = None if given.start is None else found[given.start]
+            roles[role] = given.model_copy(update={"start": start, "start_mean": mean})
+        stages.append(replace(stage, config=stage.config.model_copy(update={"roles": roles})))
+    return replace(run, stages=tuple(stages), snapshots=snapshots)
+
+
+def _local_start(start: str, at: str, names: AbstractSet[str], snapshots: dict[str, str]) -> str:
+    """The folder of a start, if it is a model's name; its commit is added to `snapshots`."""
+    name, _, revision = start.partition("@")
+    if start in names or Path(start).exists():
+        return start
+    if start in PACKAGED:
+        return str(packaged_folder(start, say))
+    if not is_hub_id(name):
+        return start
+    folder = hub_folder(name, revision or None, weights=False, key=at)
+    snapshots[start] = f"{name}@{folder.name}"
+    return str(folder)
+
+
+def fetch_weights(run: Resolved) -> None:
+    """Download the weights that were left out.
 
     Raises:
         ConfigError: If they cannot be had, or are those of no model that can be computed.
     """
-    if model.hub is not None:
-        folder_config(Path(str(model.folder)))
-        hub_folder(model.hub, model.revision, weights=True)
+    wanted = [("algorithm.roles", snapshot) for snapshot in run.snapshots.values()]
+    if run.model.hub is not None:
+        wanted.append(("model.hub", f"{run.model.hub}@{run.model.revision}"))
+    for key, snapshot in wanted:
+        name, _, commit = snapshot.partition("@")
+        folder_config(hub_folder(name, commit, weights=False, key=key))
+        hub_folder(name, commit, weights=True, key=key)
 
 
 def local_model(model: ModelConfig) -> ModelConfig:

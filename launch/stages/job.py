@@ -113,7 +113,7 @@ def prepare(run: Resolved, plan: Plan | None = None) -> Job:
     if any(plan.worker == "rule" for stage in stages for plan in stage.roles.values()):
         _check_rule(data)
     held_out = _held_out(run.evaluation.num_prompts, stages[-1], data)
-    fetch_weights(run.model)
+    fetch_weights(run)
     _check_lengths(run.model, stages, sources, held_out, data)
     run = replace(run, longest_sequence=_longest_sampled(stages, sources, held_out, data))
     return Job(run, plan, note, stages, data, sources, held_out, tuple(reports))

@@ -28,13 +28,14 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None
 
 
-def hub_folder(name: str, revision: str | None, *, weights: bool) -> Path:
+def hub_folder(name: str, revision: str | None, *, weights: bool, key: str = "model.hub") -> Path:
     """The local folder of a model's snapshot, downloaded if it is not there.
 
     Args:
         name: "org/name".
         revision: A branch, a tag or a commit; None for the hub's default branch.
         weights: Whether to take them as well; a plan reads the configuration alone.
+        key: Where the name is configured.
 
     Returns:
         The folder, which is named after the commit and never changes.
@@ -46,8 +47,8 @@ def hub_folder(name: str, revision: str | None, *, weights: bool) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
     if not is_hub_id(name):
-        raise ConfigError(f"'model.hub': expected 'org/name', got '{name}'")
-    at, hub = f"'model.hub': '{name}'", constants.ENDPOINT
+        raise ConfigError(f"'{key}': expected 'org/name', got '{name}'")
+    at, hub = f"'{key}': '{name}'", constants.ENDPOINT
     patterns = [*_TEXTS, *(_WEIGHTS if weights else ())]
     try:
         folder = snapshot_download(
@@ -65,8 +66,8 @@ def hub_folder(name: str, revision: str | None, *, weights: bool) -> Path:
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ConfigError(
-            f"'model.revision': '{name}' has no revision '{revision}' at {hub}\n    give a branch, "
-            "a tag or a commit of it, or leave it out"
+            f"{at} has no revision '{revision}' at {hub}\n    give a branch, a tag or a commit of "
+            "it, or leave the revision out"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError) as error:
         raise ConfigError(f"{at}{_not_here(revision, hub, error)}") from error

@@ -114,6 +114,26 @@ def test_a_run_goes_on_with_its_snapshot_and_precision(
     assert (again.revision, again.dtype) == (commit_of(saved), "bfloat16")
 
 
+def test_a_role_may_start_from_a_model_of_a_hub(hub: Hub, saved: Path) -> None:
+    words = [
+        "algorithm=reference_grpo",
+        "model=org/tiny",
+        "algorithm.roles.ref.start=org/tiny@main",
+    ]
+    config = run_config(composed(*words))
+    job = prepare(resolve(config))
+    folder = job.main.roles["ref"].start
+    assert Path(folder).name == commit_of(saved)
+    assert job.model_folders == {folder}  # the run's model is the same one
+    written = dumped(config, job.run)
+    assert written["algorithm"]["roles"]["ref"]["start"] == f"org/tiny@{commit_of(saved)}"
+    again = prepare(resolve(run_config(yaml.safe_load(yaml.safe_dump(written)))))
+    assert again.main.roles["ref"].start == folder
+    assert refusal("algorithm=reference_grpo", "algorithm.roles.ref.start=org/none").startswith(
+        f"'algorithm.roles.ref.start': 'org/none' is not at {hub.url}, or it is private\n"
+    )
+
+
 def test_what_is_in_the_cache_needs_no_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared("model=org/tiny")
     asked = len(hub.served)
@@ -139,8 +159,8 @@ def test_refusals_of_a_hub(hub: Hub, saved: Path) -> None:
         "ask for access on its page, and set HF_TOKEN to a token of yours"
     )
     assert refusal("model=org/tiny", "model.revision=v9") == (
-        f"'model.revision': 'org/tiny' has no revision 'v9' at {hub.url}\n    give a branch, a tag "
-        "or a commit of it, or leave it out"
+        f"'model.hub': 'org/tiny' has no revision 'v9' at {hub.url}\n    give a branch, a tag or a "
+        "commit of it, or leave the revision out"
     )
     hub.models["org/own"] = {"main": shutil.copytree(saved, saved.with_name("own"))}
     config = saved.with_name("own") / "config.json"

@@ -60,10 +60,10 @@ class Job:
 
     @property
     def about_model(self) -> str:
-        """Which model in which precision, where, and who computes it, in one line."""
+        """Which language model in which precision, where, and who computes it; "" if none."""
         model, device = self.run.model, self.run.placement.executor.device
         if model.architecture.get("model_type") == MODEL_TYPE:
-            return f"model: {MODEL_TYPE} on {device}"
+            return ""
         config = model_spec(model).config
         computes = self.run.engines.train.computes(empty_model(config))
         commit = "" if model.revision is None else f" at {model.revision[:12]}"

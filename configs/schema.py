@@ -67,7 +67,8 @@ class RoleConfig(Section):
     `instructions`, `code`, `judge`, `mixture`; or `module:factory` of a worker. By default what the
     role's contract asks for."""
     start: str | None = None
-    """Where its weights come from: `model`, the name of an earlier stage, or a model folder."""
+    """Where its weights come from: `model`, the name of an earlier stage, a model folder, or a
+    model of a hub, `org/name` or `org/name@revision`."""
     start_mean: dict[str, float] = Field(default_factory=dict[str, float])
     """Instead of `start`: several of these and how much of each, for the mean of their weights."""
     init_offset: Seed = 0
@@ -108,19 +109,31 @@ class ModelConfig(Section):
     """The language model that policies, critics and reward models start from."""
 
     folder: str | None = None
-    """A local folder in Hugging Face's layout; nothing is downloaded."""
+    """A local folder in Hugging Face's layout: `model=PATH`."""
+    hub: str | None = None
+    """Instead of a folder: a model of a hub, `model=org/name`."""
+    revision: str | None = None
+    """A branch, a tag or a commit of `hub`; a run records the commit."""
+    package: str | None = None
+    """Instead of a folder: a model that comes in a Python package, such as `smollm2-135m`."""
     architecture: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Without a folder: fields of a Hugging Face config with `model_type`. The vocabulary is the
     tokenizer's."""
     init_seed: Seed = 0
     """Seeds the random weights of an `architecture`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of weights and activations."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of weights and activations. `auto`: bfloat16 for a trained model where the device
+    computes that faster, else float32."""
     tokenizer: TokenizerSpec | Literal["task", "folder"] = "folder"
     """`task`: one token per character that the task's prompts and answers use. `folder`: the
     tokenizer in the model's folder. Or a tokenizer's own settings."""
     lora: LoraSpec = LoraSpec()
     """Adapters that trained roles learn instead of the weights: `model.lora.rank=16`."""
+
+    @property
+    def precision(self) -> Literal["float32", "bfloat16"]:
+        """`dtype` as it is once a run has settled it; float32 if nobody has."""
+        return "float32" if self.dtype == "auto" else self.dtype
 
     @field_validator("architecture")
     @classmethod
@@ -161,8 +174,8 @@ class ExecutorConfig(Section):
 
     kind: str = DEFAULT_EXECUTOR.name
     """An executor: an option of `executor=`, or `module:EXECUTOR` for one of your own."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """`cpu` or `cuda`."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`cpu` or `cuda`. `auto`: `cuda` if there is one; perceptrons stay on the CPU."""
     groups: dict[GroupName, AtLeastOne] = Field(default_factory=dict[str, int])
     """Worker group -> data-parallel ranks; the first one runs whatever `nodes` does not name. What
     is given here is used instead of `placement`."""
@@ -310,9 +323,9 @@ class RunConfig(Section):
 def model_spec(config: ModelConfig, **architecture: Any) -> ModelSpec:
     """The `ModelSpec` of a model section; `architecture` adds fields that are not set there."""
     if config.folder is not None:
-        return ModelSpec(folder=config.folder, dtype=config.dtype)
+        return ModelSpec(folder=config.folder, dtype=config.precision)
     return ModelSpec(
         architecture={**architecture, **config.architecture},
         init_seed=config.init_seed,
-        dtype=config.dtype,
+        dtype=config.precision,
     )

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 
 from ...dataflow.errors import ConfigError
+from .doctor import OPTIONS
 
 __all__ = ["complete"]
 
@@ -56,6 +57,8 @@ def complete(words: list[str], commands: Iterable[str]) -> int:
         print(_SCRIPT.replace("{commands}", " ".join(commands)), end="")
     elif action == "uninstall":
         print("complete -r penstock; unset -f _penstock_complete")
+    elif words[0] == "doctor":  # no Hydra application: it has nothing to compose
+        print(" ".join(OPTIONS))
     elif words[0] in commands:
         _query(words[0])
     return 0

@@ -106,6 +106,8 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
         homes = {stage.name: folder.stage(stage.name) for stage in job.stages[:-1]}
         homes[job.main.name] = folder
         paths = {name: home.path for name, home in homes.items()}
+        if job.about_model:
+            console.print(job.about_model, highlight=False, markup=False, soft_wrap=True)
         trackers.start(RunInfo(folder.id, paths, plain, resumed is not None))
         _stages(job, homes, code, memory, console, resumed is not None, trackers)
 

@@ -6,20 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import lcm
 
-from ...configs.schema import SAME, ExecutorConfig, ModelConfig
+from ...configs.schema import SAME, ExecutorConfig, ModelConfig, model_spec
 from ...dataflow.errors import ConfigError
 from ...dataflow.runtime.engine import Source
 from ...planner.plan.plan import Plan
 from ...workers.data.row_report import DataReport
 from ...workers.engines.registry import DEFAULT
+from ...workers.models.architecture import empty_model
 from ...workers.rewards.rule_reward import RuleRewardSpec
 from ..inputs.compose import Resolved
 from ..inputs.data import Data, HeldOut, load_data
 from ..inputs.env_specs import MODEL_TYPE
-from ..inputs.sizes import check_lengths
+from ..inputs.sizes import check_lengths, longest_sampled
 from ..inputs.tables import longest_rows, sources_of
 from ..placement.auto_place import choose
 from ..placement.place import make_executor, with_threads, written_plan
+from ..placement.settled import fetch_weights, settled
 from .evaluation import evaluation_graph
 from .stages import MODEL, Stage, stages_of
 from .worker_specs import check_options, model_positions
@@ -57,6 +59,21 @@ class Job:
         return self.stages[-1]
 
     @property
+    def about_model(self) -> str:
+        """Which language model in which precision, where, and who computes it; "" if none."""
+        model, device = self.run.model, self.run.placement.executor.device
+        if model.architecture.get("model_type") == MODEL_TYPE:
+            return ""
+        config = model_spec(model).config
+        computes = self.run.engines.train.computes(empty_model(config))
+        commit = "" if model.revision is None else f" at {model.revision[:12]}"
+        name = model.hub or model.package or model.folder or "random weights"
+        return (
+            f"model: {name}{commit}, {model.dtype} on {device}, computed {computes} "
+            f"({config.model_type})"
+        )
+
+    @property
     def model_folders(self) -> set[str]:
         """The folders of models and tokenizers that are there before any stage has run."""
         plans = [plan for stage in self.stages for plan in stage.roles.values()]
@@ -79,6 +96,7 @@ def prepare(run: Resolved, plan: Plan | None = None) -> Job:
         FlowError: If a step's loss cannot correct for the schedule's lag.
         PlanError: If the placement does not fit.
     """
+    run = settled(run)
     stages = stages_of(run, plan)
     for stage in stages:
         check_options(stage, run)
@@ -95,7 +113,9 @@ def prepare(run: Resolved, plan: Plan | None = None) -> Job:
     if any(plan.worker == "rule" for stage in stages for plan in stage.roles.values()):
         _check_rule(data)
     held_out = _held_out(run.evaluation.num_prompts, stages[-1], data)
+    fetch_weights(run)
     _check_lengths(run.model, stages, sources, held_out, data)
+    run = replace(run, longest_sequence=_longest_sampled(stages, sources, held_out, data))
     return Job(run, plan, note, stages, data, sources, held_out, tuple(reports))
 
 
@@ -179,6 +199,23 @@ def _check_lengths(
                 {"actor": positions[stage.policy]},
                 "lower task.max_response_tokens",
             )
+
+
+def _longest_sampled(
+    stages: tuple[Stage, ...],
+    sources: Mapping[str, Mapping[str, Source]],
+    held_out: HeldOut | None,
+    data: Data,
+) -> int | None:
+    """See `Resolved.longest_sequence`."""
+    lengths = [
+        longest_sampled(stage.graph, stage.config.per_step, longest_rows(sources[stage.name]))
+        for stage in stages
+    ]
+    if held_out is not None:
+        lengths.append(held_out.longest + data.section.max_response_tokens)
+    known = [length for length in lengths if length is not None]
+    return max(known) if len(known) == len(lengths) else None
 
 
 def _check_rule(data: Data) -> None:

@@ -58,6 +58,7 @@ _OURS = {
     "task",
     "tokenizer",
     "task_fingerprint",
+    "longest_sequence",
 }
 """Fields of a spec that the run fills in; the others may be set as `options`."""
 
@@ -252,6 +253,8 @@ def _spec(
         return made
     options = {**run.engines.rollout_options, "model": model, "eos_token_id": data.tokenizer.eos_id}
     options |= {key: value for key, value in adapters.items() if key == "lora"}
+    if "longest_sequence" in get_type_hints(rollout.rollout_spec):
+        options["longest_sequence"] = run.longest_sequence
     return SplitPolicySpec(train=made, rollout=rollout.rollout_spec(**options))
 
 
@@ -321,10 +324,10 @@ def _model(plan: RolePlan, run: Resolved, data: Data, results: Results) -> Model
         for start, share in (plan.start_mean or {plan.start: 1.0}).items()
     }
     if len(folders) == 1:
-        return ModelSpec(folder=next(iter(folders)), dtype=run.model.dtype)
+        return ModelSpec(folder=next(iter(folders)), dtype=run.model.precision)
     earlier = next((results[start][1] for start in plan.start_mean if start in results), None)
     mean = mean_folder(folders, run.placement.runs if earlier is None else earlier.parent)
-    return ModelSpec(folder=str(mean), dtype=run.model.dtype)
+    return ModelSpec(folder=str(mean), dtype=run.model.precision)
 
 
 def _folder(start: str, contract: type[Role], results: Results) -> str:

@@ -51,6 +51,11 @@ def _no_options(layout: Layout) -> Mapping[str, Any]:
     return {}
 
 
+def _through_transformers(model: Any) -> str:
+    del model
+    return "through transformers"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Engine:
     """An engine of language models.
@@ -78,6 +83,8 @@ class Engine:
     layers: `tensor_parallel` and `pipeline_parallel` of the worker group that runs it."""
     options: Callable[[Layout], Mapping[str, Any]] = _no_options
     """Layout -> fields of the workers' spec that it decides."""
+    computes: Callable[[Any], str] = _through_transformers
+    """A language model without memory (`empty_model`) -> who computes its layers, for people."""
 
     @property
     def name(self) -> str:

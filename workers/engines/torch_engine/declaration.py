@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ....planner.cost.engine_model import EngineModel
 from ....planner.inputs.calls import CallKind
 from ....planner.inputs.layout import Layout
@@ -23,6 +25,12 @@ def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | 
     return None
 
 
+def _computes(model: Any) -> str:
+    from .backbone import is_lean
+
+    return "by Penstock" if is_lean(model.base_model) else "through transformers"
+
+
 TORCH = Engine(
     planned=EngineModel(
         name="torch",
@@ -42,4 +50,5 @@ TORCH = Engine(
     },
     rollout="penstock.workers.engines.torch_engine.specs:TorchGeneratorSpec",
     generates=True,
+    computes=_computes,
 )

@@ -28,7 +28,14 @@ from torch import Tensor
 
 from ....dataflow.errors import PenstockError
 
-__all__ = ["Sampled", "EngineOptions", "GenerationAbortedError", "Request", "VllmEngine"]
+__all__ = [
+    "Sampled",
+    "EngineOptions",
+    "GenerationAbortedError",
+    "Request",
+    "VllmEngine",
+    "engine_arguments",
+]
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in this process
@@ -53,7 +60,7 @@ class EngineOptions:
     Attributes:
         dtype: "float32" or "bfloat16".
         max_model_len: Longest sequence, prompt and response.
-        max_rows: Sequences decoded at once.
+        max_rows: Sequences decoded at once; None for as many as vLLM takes by default.
         kv_cache_bytes: Size of the key-value cache; None for `memory_fraction` of a GPU.
         memory_fraction: Share of a GPU's memory, for weights, activations and cache together.
         enforce_eager: Whether to do without compiled graphs.
@@ -65,7 +72,7 @@ class EngineOptions:
 
     dtype: str
     max_model_len: int
-    max_rows: int
+    max_rows: int | None
     kv_cache_bytes: int | None
     memory_fraction: float
     enforce_eager: bool
@@ -261,11 +268,9 @@ class VllmEngine:
 
 def _start(folder: Path, options: EngineOptions) -> Any:
     """Build the `LLMEngine`."""
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
-
-    from .weights import weight_transfer_config
 
     device = torch.device(options.device).type
     if current_platform.device_type != device:
@@ -273,6 +278,17 @@ def _start(folder: Path, options: EngineOptions) -> Any:
             f"the vLLM that is installed runs on '{current_platform.device_type}', and this worker "
             f"is placed on '{device}'; install the build for {device} or place the role elsewhere"
         )
+    # What is not set takes vLLM's defaults for many prompts at once, not those of a server.
+    return LLMEngine.from_engine_args(engine_arguments(folder, options), UsageContext.LLM_CLASS)
+
+
+def engine_arguments(folder: Path, options: EngineOptions) -> Any:
+    """VLLM's `EngineArgs`."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from .weights import weight_transfer_config
+
+    device = torch.device(options.device).type
     cpu: dict[str, Any] = {}
     if device == "cpu":
         # On CPUs vLLM cannot take back the random number of a prompt that it computed in part, so
@@ -285,7 +301,7 @@ def _start(folder: Path, options: EngineOptions) -> Any:
         from .cpu_worker import agree_on_name
 
         cpu["worker_cls"] = agree_on_name()
-    args = EngineArgs(
+    return EngineArgs(
         model=str(folder),
         tokenizer=None if options.tokenizer is None else str(options.tokenizer),
         skip_tokenizer_init=options.tokenizer is None,
@@ -307,7 +323,6 @@ def _start(folder: Path, options: EngineOptions) -> Any:
         seed=0,  # unused: every request has its own
         **cpu,
     )
-    return LLMEngine.from_engine_args(args)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -25,10 +26,12 @@ from ...training.flat_parameters import read_tensors, write_tensors
 from .engine import EngineOptions, Request, Sampled, VllmEngine
 from .engine_cache import engine_key, keep, take
 
-__all__ = ["VllmGenerator", "VllmPolicy", "VllmPolicySpec"]
+__all__ = ["VllmGenerator", "VllmPolicy", "VllmPolicySpec", "engine_options", "longest_sequence"]
 
 _LEAST_TEMPERATURE = 0.01
 """vLLM silently raises lower ones, but 0, to this."""
+_LENGTH_STEP = 64
+_CPU_ROWS = 256
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on CPUs has kernels for."""
 
@@ -42,12 +45,17 @@ class VllmPolicySpec:
     eos_token_id: int
     """The token that ends a response."""
     max_model_len: int | None = None
-    """Longest sequence in tokens; None for as long as the model's config says."""
-    max_decode_rows: int = 256
-    """Responses sampled at once."""
+    """Longest sequence in tokens; None for as long as `longest_sequence`, or else the model's
+    config, says."""
+    longest_sequence: int | None = None
+    """Tokens of the longest prompt with its response that a run will ask for, which fills it in if
+    it knows."""
+    max_decode_rows: int | None = None
+    """Responses sampled at once. None: on GPUs vLLM's own default; on CPUs 256, or as many as half
+    of the free memory holds."""
     kv_cache_bytes: int | None = None
-    """Key-value cache of one process. None: on CPUs room for `max_decode_rows` longest sequences,
-    on GPUs what `memory_fraction` leaves."""
+    """Key-value cache of one process. None: on CPUs room for that many longest sequences, on GPUs
+    what `memory_fraction` leaves."""
     memory_fraction: float = 0.9
     """Share of a GPU's memory, for weights, activations and cache together."""
     enforce_eager: bool | None = None
@@ -58,7 +66,7 @@ class VllmPolicySpec:
     """Only to look for `stop`; prompts and responses are token ids."""
 
     def __post_init__(self) -> None:
-        check_range(self, "max_decode_rows", at_least=1)
+        check_range(self, "max_decode_rows", "longest_sequence", at_least=1)
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(
                 f"memory_fraction is {self.memory_fraction}; expected more than 0 and at most 1"
@@ -127,9 +135,9 @@ class VllmGenerator:
         config, self.shapes = _skeleton(spec.model)
         self.dtype = spec.model.dtype
         self.vocab_size: int = config.vocab_size
-        self.num_positions = _longest(spec, config)
+        self.num_positions = longest_sequence(spec, config)
         _check_head_dim(context, config)
-        options = self._options(config, context)
+        options = engine_options(spec, config, self.num_positions, context)
         tokenizer = spec.tokenizer if spec.stop else None
         self.key = engine_key(config, options, tokenizer)
         kept = take(self.key)
@@ -137,25 +145,6 @@ class VllmGenerator:
         if kept is not None:  # with weights of another run
             module = spec.model.causal_lm("cpu")
             self.load({name: tensor.detach() for name, tensor in module.named_parameters()}, 0)
-
-    def _options(self, config: Any, context: WorkerContext) -> EngineOptions:
-        spec = self._spec
-        on_cpu = torch.device(context.device).type == "cpu"
-        cache = spec.kv_cache_bytes
-        if cache is None and on_cpu:
-            cache = _cache_bytes(config, spec, self.num_positions, context.tensor_parallel)
-        return EngineOptions(
-            dtype=spec.model.dtype,
-            max_model_len=self.num_positions,
-            max_rows=spec.max_decode_rows,
-            kv_cache_bytes=cache,
-            memory_fraction=spec.memory_fraction,
-            enforce_eager=on_cpu if spec.enforce_eager is None else spec.enforce_eager,
-            tokenizer=None,
-            device=context.device,
-            tensor_parallel=context.tensor_parallel,
-            process=context.process,
-        )
 
     def check(self, sampling: Sampling) -> None:
         """See `GenerationEngine.check`."""
@@ -200,6 +189,37 @@ class VllmGenerator:
         self.vllm.close()
 
 
+def engine_options(
+    spec: VllmPolicySpec, config: Any, longest: int, context: WorkerContext
+) -> EngineOptions:
+    """What an engine is started with.
+
+    Args:
+        spec: What is asked for.
+        config: Hugging Face's, of the model.
+        longest: Tokens of the longest sequence.
+        context: Where it runs.
+    """
+    on_cpu = torch.device(context.device).type == "cpu"
+    cache, rows = spec.kv_cache_bytes, spec.max_decode_rows
+    if on_cpu:
+        each = _row_bytes(config, spec, longest, context.tensor_parallel)
+        rows = rows or _rows_that_fit(each, context)
+        cache = cache or each * (rows + 1)
+    return EngineOptions(
+        dtype=spec.model.dtype,
+        max_model_len=longest,
+        max_rows=rows,
+        kv_cache_bytes=cache,
+        memory_fraction=spec.memory_fraction,
+        enforce_eager=on_cpu if spec.enforce_eager is None else spec.enforce_eager,
+        tokenizer=None,
+        device=context.device,
+        tensor_parallel=context.tensor_parallel,
+        process=context.process,
+    )
+
+
 def _check_folder(model: ModelSpec, context: WorkerContext) -> None:
     """Require of a model's folder what is required everywhere: vLLM's own loader is less strict.
 
@@ -220,7 +240,7 @@ def _skeleton(model: ModelSpec) -> tuple[Any, dict[str, torch.Size]]:
     return config, {name: tensor.shape for name, tensor in empty.named_parameters()}
 
 
-def _longest(spec: VllmPolicySpec, config: Any) -> int:
+def longest_sequence(spec: VllmPolicySpec, config: Any) -> int:
     """Sequence length to make room for.
 
     Raises:
@@ -228,6 +248,10 @@ def _longest(spec: VllmPolicySpec, config: Any) -> int:
     """
     reach: int | None = getattr(config, "max_position_embeddings", None)
     wanted = spec.max_model_len or reach
+    if spec.longest_sequence is not None and spec.max_model_len is None:
+        # In steps, so that the next run in this process can have the engine of this one.
+        steps = -(-spec.longest_sequence // _LENGTH_STEP) * _LENGTH_STEP
+        wanted = steps if reach is None else min(steps, reach)
     if wanted is None:
         raise ValueError("the model's config says no longest sequence; give max_model_len=")
     if reach is not None and wanted > reach:
@@ -249,13 +273,19 @@ def _check_head_dim(context: WorkerContext, config: Any) -> None:
         )
 
 
-def _cache_bytes(config: Any, spec: VllmPolicySpec, longest: int, tensor_parallel: int) -> int:
-    """Room for all rows at their longest."""
+def _row_bytes(config: Any, spec: VllmPolicySpec, longest: int, tensor_parallel: int) -> int:
+    """Room for a row at its longest."""
     heads = max(config.num_key_value_heads // tensor_parallel, 1)
     element = torch.finfo(getattr(torch, spec.model.dtype)).bits // 8
     token = 2 * config.num_hidden_layers * heads * _head_dim(config) * element
     block = 32
-    return token * -(-longest // block) * block * (spec.max_decode_rows + 1)
+    return token * -(-longest // block) * block
+
+
+def _rows_that_fit(row_bytes: int, context: WorkerContext) -> int:
+    """Rows of which the cache takes half of the memory that is free, shared among processes."""
+    free = psutil.virtual_memory().available // (2 * context.num_processes)
+    return max(1, min(_CPU_ROWS, free // row_bytes - 1))
 
 
 def _model_folder(model: ModelSpec, scratch: Path) -> Path:

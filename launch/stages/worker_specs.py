@@ -244,7 +244,10 @@ def _spec(
     if rollout is None:
         return made
     options = {**run.engines.rollout_options, "model": model, "eos_token_id": data.tokenizer.eos_id}
-    return SplitPolicySpec(train=made, rollout=rollout.rollout_spec(**options))
+    generator = rollout.rollout_spec
+    if "tokenizer" in get_type_hints(generator):
+        options["tokenizer"] = data.tokenizer_spec
+    return SplitPolicySpec(train=made, rollout=generator(**options))
 
 
 def _optimizer(stage: Stage, plan: RolePlan) -> OptimizerSpec | None:

@@ -10,6 +10,7 @@ from ....dataflow.option_checks import check_range
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.heads import Head
 from ...models.spec import ModelSpec
+from ...models.tokenizer import TokenizerSpec
 from ...rollout.generator_policy import GeneratorPolicy
 from ...training.network import LanguageNetwork
 from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
@@ -40,6 +41,8 @@ class TorchPolicySpec(TorchModel, PolicyRecipe):
 
     max_decode_rows: int = 512
     """Responses sampled at once; a bound on the memory of the key-value cache."""
+    tokenizer: TokenizerSpec | None = None
+    """Only to look for `Sampling.stop`; prompts and responses are token ids."""
 
     def check_options(self) -> None:
         """See `Recipe.check_options`."""
@@ -48,7 +51,7 @@ class TorchPolicySpec(TorchModel, PolicyRecipe):
     def make_generator(self, network: LanguageNetwork) -> TorchGenerator:
         """See `PolicyRecipe.make_generator`."""
         assert isinstance(network, TorchNetwork)
-        return TorchGenerator(network, self.eos_token_id, self.max_decode_rows)
+        return TorchGenerator(network, self.eos_token_id, self.max_decode_rows, self.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,8 @@ class TorchGeneratorSpec:
     """The token that ends a response."""
     max_decode_rows: int = 512
     """Responses sampled at once; a bound on the memory of the key-value cache."""
+    tokenizer: TokenizerSpec | None = None
+    """See `TorchPolicySpec`."""
 
     def __post_init__(self) -> None:
         check_range(self, "max_decode_rows", at_least=1)
@@ -80,7 +85,8 @@ class TorchGeneratorSpec:
         network = TorchModel().make_network(self.model, context, Head("lm_head"))
         self.model.check_weights(network.tensors(), context)
         return TorchGeneratorPolicy(
-            context, TorchGenerator(network, self.eos_token_id, self.max_decode_rows)
+            context,
+            TorchGenerator(network, self.eos_token_id, self.max_decode_rows, self.tokenizer),
         )
 
 

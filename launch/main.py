@@ -1,4 +1,4 @@
-"""The command line: `penstock run`, `penstock graph`, `penstock plan`, `penstock profile`.
+"""The command line: `penstock run`, `graph`, `plan`, `profile` and `samples`.
 
 This module finds the command, runs it, and turns whatever happens into an exit code and at most one
 message:
@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, str] = {
     "graph": "show the graph that an algorithm's step function makes",
     "plan": "say where each node should run, in which layout, and how long a step takes",
     "profile": "measure this machine, for plans and for runs that are planned",
+    "samples": "show what a run sampled, and what it earned",
 }
 
 _HELP = """\
@@ -123,6 +124,10 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from .cli.plan import profile_command
 
         return profile_command
+    if name == "samples":
+        from .cli.samples import samples_command
+
+        return samples_command
     from .cli.run import run_command
 
     return run_command

@@ -56,7 +56,7 @@ def complete(words: list[str], commands: Iterable[str]) -> int:
         print(_SCRIPT.replace("{commands}", " ".join(commands)), end="")
     elif action == "uninstall":
         print("complete -r penstock; unset -f _penstock_complete")
-    elif words[0] in commands:
+    elif words[0] in commands and words[0] != "samples":  # which is no composition of Hydra's
         _query(words[0])
     return 0
 

@@ -83,11 +83,15 @@ def _number(key: str, text: str) -> int:
 
 def _steps(home: Path, text: str) -> list[int] | None:
     """The steps asked for; None for all."""
+    there = sample_steps(home)
+    if not there:
+        raise ConfigError(
+            f"'{home}' has no samples: its run keeps none (samples.max_rows=0), trains on no "
+            "responses, or has not taken a step yet"
+        )
     if text == "all":
         return None
-    if text == "last":
-        return sample_steps(home)[-1:] or [0]  # none are there, and reading says so
-    return [_number("step", text)]
+    return there[-1:] if text == "last" else [_number("step", text)]
 
 
 def _print(samples: list[Sample], num_found: int) -> None:
@@ -109,15 +113,13 @@ def shown(sample: Sample) -> Text:
 
 
 def _headline(sample: Sample) -> str:
-    """`step 10, version 10: reward 1, advantage 0.71 (rule.score 1), 12 tokens`."""
-    values = {"reward": sample.reward, "advantage": sample.advantage}
-    said = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
-    if len(sample.parts) > 1:
-        said[-1:] = [" ".join([*said[-1:], _parts(sample)])]
+    """`step 10, version 10, prompt 3: reward 1 (rule.score 1, style.score 0.5), 12 tokens`."""
+    said: list[str] = []
+    if sample.reward is not None:
+        parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items())
+        said.append(f"reward {sample.reward:.4g}{f' ({parts})' if len(sample.parts) > 1 else ''}")
+    if sample.advantage is not None:
+        said.append(f"advantage {sample.advantage:.4g}")
     said.append(f"{sample.length} tokens{', cut off' if sample.finished is False else ''}")
     which = "" if sample.prompt_id is None else f", prompt {sample.prompt_id}"
     return f"step {sample.step}, version {sample.version}{which}: {', '.join(said)}"
-
-
-def _parts(sample: Sample) -> str:
-    return f"({', '.join(f'{name} {value:.4g}' for name, value in sample.parts.items())})"

@@ -80,15 +80,10 @@ def read_samples(folder: Path | str, steps: Iterable[int] | None = None) -> list
     found: list[Sample] = []
     for step in files if steps is None else steps:
         if step not in files:
-            raise ConfigError(f"'{folder}' has no samples of step {step}; {_there(files)}")
+            there = f"of {len(files)}: {min(files)} to {max(files)}" if files else "of none"
+            raise ConfigError(f"'{folder}' has no samples of step {step}; it has some {there}")
         found += _read(files[step])
     return found
-
-
-def _there(files: Mapping[int, Path]) -> str:
-    if not files:
-        return "it has none at all: its run keeps none, samples no responses, or has not come to it"
-    return f"it has samples of {len(files)} steps, {min(files)} to {max(files)}"
 
 
 def _read(path: Path) -> list[Sample]:

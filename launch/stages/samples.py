@@ -24,8 +24,6 @@ from .stages import Stage
 __all__ = ["sample_columns", "sample_node", "sample_watch"]
 
 _ADVANTAGE = "advantage"
-_OF_ROWS = ("prompt_id", "finished")
-"""Columns that come with the rows themselves."""
 
 
 def sample_watch(
@@ -81,7 +79,7 @@ def sample_columns(graph: Graph, trained: Node) -> dict[str, Ref]:
     """Name in the file -> column, of the rows that `trained` is given.
 
     A column is named after the node that makes it, such as "reward.score", and "reward" is the
-    last of those that a role gave.
+    last of those that a role gave, or a table calls "score".
     """
     tokens, mask = _input(trained, "tokens"), _input(trained, "mask")
     assert tokens is not None, "looked at before"
@@ -96,11 +94,13 @@ def sample_columns(graph: Graph, trained: Node) -> dict[str, Ref]:
             ref, spec = Ref(node.name, output.name), output.spec
             if output.rows != rows or spec.row_axis is None or spec.ragged_axis is not None:
                 continue
-            if node.name == rows and output.name in _OF_ROWS:
-                found[output.name] = ref
+            if node.name == rows and output.group_id:
+                found["prompt_id"] = ref
+            elif node.name == rows and output.name == "finished":
+                found["finished"] = ref
             elif spec.dtype.value == "f32":
                 found[node.name if node.output_table is None else str(ref)] = ref
-                if node.kind is NodeKind.FORWARD:
+                if node.kind is NodeKind.FORWARD or output.name == "score":
                     found["reward"] = ref
     advantage = _input(trained, _ADVANTAGE)
     if advantage is not None and graph[advantage.node].output(advantage.column).rows == rows:

@@ -166,9 +166,7 @@ class SampleLog(Role):
         sizes = {step: path.stat().st_size for step, path in files.items()}
         stride = 2
         while sum(sizes.values()) > self._spec.max_bytes and len(sizes) > 1:
-            for step in [s for s in sizes if s % stride and s != newest]:
+            for step in [s for s in sizes if (s % stride or stride > newest) and s != newest]:
                 files[step].unlink(missing_ok=True)
                 del sizes[step]
-            if stride > newest:
-                break
             stride *= 2

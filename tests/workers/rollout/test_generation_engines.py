@@ -221,7 +221,7 @@ FILTERS: dict[str, Sampling] = {
 
 def filtered_logprob(module: Any, roll: Rollout, sampling: Sampling) -> Tensor:
     """f32[rows, T] by transformers' processors of logits, in the order of vLLM."""
-    after = [TemperatureLogitsWarper(sampling.temperature)]
+    after: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
     if sampling.min_p > 0:
         after.append(MinPLogitsWarper(sampling.min_p))
     if sampling.top_k:
@@ -232,7 +232,7 @@ def filtered_logprob(module: Any, roll: Rollout, sampling: Sampling) -> Tensor:
     for row, (tokens, mask) in enumerate(zip(roll.tokens, roll.mask, strict=True)):
         places = torch.nonzero(mask)[:, 0].tolist()
         begin = places[0]
-        before = [
+        before: list[Any] = [
             MinNewTokensLengthLogitsProcessor(begin, sampling.min_new_tokens, [EOS]),
             RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
         ]

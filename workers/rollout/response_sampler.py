@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from ...algorithms.roles.language import Sampling
-from ..models.tokenizer import TokenizerSpec
 from .filters import filtered_logits
 from .responses import Responses
 from .sampling import sample_token
-from .stop_strings import StopStrings
+from .stop_strings import StopStrings, TokenizerRecipe
 
 __all__ = ["ResponseSampler"]
 
@@ -47,7 +46,7 @@ class ResponseSampler:
         *,
         eos_token_id: int,
         vocab_size: int,
-        tokenizer: TokenizerSpec | None = None,
+        tokenizer: TokenizerRecipe | None = None,
     ) -> None:
         self.prompt = prompt
         self.num_samples = sampling.num_samples

@@ -9,17 +9,24 @@ costs the same however long the response is.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ...algorithms.roles.language import Sampling
-from ..models.tokenizer import TokenizerSpec
 
-__all__ = ["StopStrings"]
+__all__ = ["StopStrings", "TokenizerRecipe"]
 
 _INVALID_PREFIX = "Invalid prefix encountered"
 """How `tokenizers` reports tokens whose text changes once others follow them."""
+
+
+class TokenizerRecipe(Protocol):
+    """Recipe for the model's tokenizer, hashable: a `TokenizerSpec`."""
+
+    def build(self) -> Any:
+        """One whose `backend` is a fast tokenizer of transformers."""
+        ...
 
 
 class StopStrings:
@@ -31,7 +38,7 @@ class StopStrings:
         prompt: i64[P, T], right padded with -1; its own text is not looked at.
     """
 
-    def __init__(self, tokenizer: TokenizerSpec, sampling: Sampling, prompt: Tensor) -> None:
+    def __init__(self, tokenizer: TokenizerRecipe, sampling: Sampling, prompt: Tensor) -> None:
         self._backend = _backend(tokenizer)
         self._stop = sampling.stop
         self._reach = max(map(len, self._stop)) - 1
@@ -63,7 +70,7 @@ class StopStrings:
 
 
 @functools.cache
-def _backend(tokenizer: TokenizerSpec) -> Any:
+def _backend(tokenizer: TokenizerRecipe) -> Any:
     """The tokenizer of `tokenizers`; made once in a process."""
     backend: Any = tokenizer.build().backend
     return backend.backend_tokenizer

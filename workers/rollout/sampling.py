@@ -144,7 +144,7 @@ def _inverted(probability: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _found_in_blocks(probability: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """What `_inverted` finds, in a sixth of the time, where rounding cannot have changed it.
+    """What `_inverted` finds without a float64 sum over all tokens, and whether it is sure to.
 
     Blocks of tokens are summed in float32, their sums added up in float64, and one block searched.
 

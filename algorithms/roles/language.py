@@ -79,6 +79,9 @@ class Sampling:
     """Logits are divided by it before the softmax; 0 takes the most likely token."""
     max_new_tokens: int = 16
     """Longest response in tokens, end-of-sequence included."""
+    max_total_tokens: int = 0
+    """Longest prompt and response together: after a long prompt the response is cut off earlier; 0
+    for no such limit."""
     min_new_tokens: int = 0
     """Tokens of a response before one that may end it."""
     top_p: float = 1.0
@@ -98,6 +101,7 @@ class Sampling:
     def __post_init__(self) -> None:
         check_range(self, "num_samples", "max_new_tokens", at_least=1)
         check_range(self, "temperature", "top_k", "min_new_tokens", "stop_token_ids", at_least=0)
+        check_range(self, "max_total_tokens", at_least=0)
         check_range(self, "top_p", above=0, at_most=1)
         check_range(self, "min_p", at_least=0, at_most=1)
         check_range(self, "repetition_penalty", above=0)
@@ -111,6 +115,12 @@ class Sampling:
                 f"stop is {self.stop!r}; expected strings of at least one character: "
                 'stop=("\\n\\n",)'
             )
+
+    def longest_response(self, prompt_length: int) -> int:
+        """Tokens that a response to a prompt of this length may have."""
+        if not self.max_total_tokens:
+            return self.max_new_tokens
+        return min(self.max_new_tokens, self.max_total_tokens - prompt_length)
 
     @property
     def filtered_by(self) -> str:

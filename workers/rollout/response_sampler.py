@@ -59,6 +59,9 @@ class ResponseSampler:
         self._logprob = torch.zeros(uniform.shape, dtype=torch.float32, device=device)
         self._finished = torch.zeros(self.num_rows, dtype=torch.bool, device=device)
         self._ends = torch.tensor([eos_token_id, *sampling.stop_token_ids], device=device)
+        lengths = (prompt >= 0).sum(1).tolist()
+        limits = torch.tensor([sampling.longest_response(length) for length in lengths])
+        self._limit = limits.repeat_interleave(self.num_samples).to(device)
         self._seen = None
         if sampling.repetition_penalty != 1:
             self._seen = _tokens_of(prompt, vocab_size).repeat_interleave(self.num_samples, 0)
@@ -77,7 +80,8 @@ class ResponseSampler:
             t: Tokens that the live rows have so far.
 
         Returns:
-            The tokens, i64[M], and which rows are to go on, bool[M].
+            The tokens, i64[M], and which rows are to go on, bool[M]: neither ended nor as long as
+            they may be.
         """
         temperature, uniform = self._sampling.temperature, self._uniform[row, t]
         if self._filters:
@@ -95,7 +99,7 @@ class ResponseSampler:
         if self._stops is not None:
             ended |= self._stopped(token, row, live & ~ended)
         self._finished[at] = ended[live]
-        return token, live & ~ended
+        return token, live & ~ended & (self._limit[row] > t + 1)
 
     def _stopped(self, token: Tensor, row: Tensor, asked: Tensor) -> Tensor:
         """bool[M]: which of the rows asked about end with a stop string."""

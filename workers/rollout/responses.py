@@ -73,9 +73,17 @@ def check_prompts(
     lengths = (prompt >= 0).sum(1)
     if int(lengths.min()) == 0:
         raise ValueError(f"prompt row {int(lengths.argmin())} is empty; drop it before generating")
-    if num_positions is not None and int(lengths.max()) + sampling.max_new_tokens > num_positions:
+    longest = int(lengths.max())
+    if sampling.longest_response(longest) < 1:
         raise ValueError(
-            f"prompt row {int(lengths.argmax())} has {int(lengths.max())} tokens; with "
+            f"prompt row {int(lengths.argmax())} has {longest} tokens, so with max_total_tokens="
+            f"{sampling.max_total_tokens} none are left for a response. Drop long prompts or raise "
+            "max_total_tokens"
+        )
+    most = max(n + sampling.longest_response(n) for n in lengths.unique().tolist())
+    if num_positions is not None and most > num_positions:
+        raise ValueError(
+            f"prompt row {int(lengths.argmax())} has {longest} tokens; with "
             f"max_new_tokens={sampling.max_new_tokens} that exceeds the model's {num_positions} "
             "positions. Drop long prompts or lower max_new_tokens"
         )

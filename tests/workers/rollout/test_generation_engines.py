@@ -307,6 +307,28 @@ def test_a_response_ends_with_a_stop_token(case: Case):
     assert {EOS, 9, 30} <= ended
 
 
+def test_a_long_prompt_leaves_less_room(case: Case):
+    prompt, prompt_id = make_prompts(12)
+    sampling = Sampling(num_samples=2, max_new_tokens=9, max_total_tokens=20)
+    roll = generate(case.policy, prompt, prompt_id, sampling)
+    whole = by_sample(generate(case.policy, prompt, prompt_id, replace(SAMPLING, num_samples=2)), 2)
+    limits: set[int] = set()
+    for row, (key, (tokens, _)) in enumerate(by_sample(roll, 2).items()):
+        limit = min(9, 20 - int((prompt[row // 2] >= 0).sum()))
+        assert tokens == whole[key][0][:limit]
+        assert bool(roll.finished[row]) == (tokens[-1] == EOS)
+        limits.add(limit)
+    assert min(limits) < 9 == max(limits)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text follows
+        case.policy.generate(prompt, prompt_id, replace(sampling, max_total_tokens=15))
+    longest = int((prompt >= 0).sum(1).argmax())
+    assert str(error.value) == (
+        f"prompt row {longest} has {int((prompt[longest] >= 0).sum())} tokens, so with "
+        "max_total_tokens=15 none are left for a response. Drop long prompts or raise "
+        "max_total_tokens"
+    )
+
+
 def test_sampling_that_the_model_cannot_do_is_refused(case: Case):
     prompt, prompt_id = make_prompts(1)
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text follows

@@ -166,7 +166,11 @@ class VllmEngine:
         sampled = [Sampled() for _ in requests]
         try:
             for name, request in zip(names, requests, strict=True):
-                self._add(name, request, params)
+                own = params.clone()
+                own.seed = request.seed
+                own.max_tokens = sampling.longest_response(len(request.prompt))
+                prompt = {"type": "token", "prompt_token_ids": request.prompt}
+                self._engine.add_request(name, prompt, own)
             while self._engine.has_unfinished_requests():
                 self._serve_aborts(names)
                 for output in self._engine.step():
@@ -194,12 +198,6 @@ class VllmEngine:
                 sampled.finished = True
                 self._engine.abort_request([name])
                 return
-
-    def _add(self, name: str, request: Request, params: Any) -> None:
-        own = params.clone()
-        own.seed = request.seed
-        prompt = {"type": "token", "prompt_token_ids": request.prompt}
-        self._engine.add_request(name, prompt, own)
 
     def abort(self, requests: Iterable[int] | None = None) -> None:
         """Cut requests of the call being served short, before its next token. From any thread.

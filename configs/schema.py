@@ -33,6 +33,7 @@ __all__ = [
     "RoleConfig",
     "RolloutConfig",
     "RunConfig",
+    "SamplesConfig",
     "TaskConfig",
     "TrackerConfig",
 ]
@@ -263,6 +264,18 @@ class EvaluationConfig(Section):
     """A held-out episode that is longer counts with what was earned by then."""
 
 
+class SamplesConfig(Section):
+    """What is kept of the responses of each step, for `penstock samples`."""
+
+    max_rows: Annotated[int, Field(ge=0, le=100_000)] = 64
+    """Responses of a step, whole prompts first; 0 keeps none."""
+    keep_steps: AtLeastOne | None = None
+    """Steps that are kept, the newest ones; null for all."""
+    max_mib: AtLeastOne = 256
+    """Room that a stage's samples may take, compressed: once they take more, every second step is
+    dropped, then every second of the rest."""
+
+
 class TrackerConfig(Section):
     """Where metrics go besides metrics.jsonl, which is always written."""
 
@@ -310,6 +323,8 @@ class RunConfig(Section):
     """Where metrics go; see `tracker=`."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """How accuracy is measured."""
+    samples: SamplesConfig = SamplesConfig()
+    """What is kept of the responses."""
     seed: Seed = 0
     """All randomness of the run derives from it."""
     checkpoint_every: AtLeastOne = 50

@@ -21,6 +21,7 @@ from .messages import CallMethodWork
 from .placement import Placement, flow_of
 from .run import Run, StepResult, Trained
 from .source import Source
+from .watch import WATCH, Watch
 from .worker_protocol import WorkerSpec
 
 __all__ = ["Engine", "Source", "StepResult"]
@@ -41,6 +42,7 @@ class Engine:
         seed: All randomness of the run derives from it.
         executor: Where work is carried out; in this process by default.
         also: Further programs on the same workers, such as an evaluation, by name.
+        watch: Who looks at the columns of each step of the main program.
 
     Raises:
         ConfigError: If a role has no worker.
@@ -63,10 +65,14 @@ class Engine:
         seed: int = 0,
         executor: Executor | None = None,
         also: Mapping[str, Program] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.schedule = schedule or Schedule()
         check_lag(graph, self.schedule.max_lag)
         self.programs = {"main": Program(graph, placement), **(also or {})}
+        self._watch = watch
+        if watch is not None:
+            self.programs[WATCH] = watch.program
         for program in self.programs.values():
             check_workers(program.graph, workers)
             flow_of(program.graph, program.placement)
@@ -181,6 +187,7 @@ class Engine:
             checkpoint_every=checkpoint_every,
             checkpoints=checkpoints,
             stop=stop,
+            watch=self._watch if program == "main" else None,
         )
         yield from run.steps()
 

@@ -57,6 +57,7 @@ from .messages import (
 from .placement import flow_of
 from .publication import Publication
 from .source import Source, read_source
+from .watch import WATCH, Watch
 
 __all__ = ["Run", "StepResult", "Trained"]
 
@@ -100,6 +101,7 @@ class Run:
 
     Args:
         trained: What earlier runs on the same workers trained; this run notes what it trains.
+        watch: Who looks at each step's columns.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Run:
         checkpoint_every: int | None,
         checkpoints: CheckpointFolder | None,
         stop: Callable[[], bool] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._graph, self._placement = program.graph, program.placement
         self._flow = flow_of(program.graph, program.placement)
@@ -128,6 +131,8 @@ class Run:
         self._seed = seed
         self._checkpoints = checkpoints
         self._stop = stop
+        self._watch = watch
+        self._held: dict[int, list[Output]] = {}
         self._store: dict[Output, Handle] = {}
         self._snapshots: dict[tuple[str, int], Handle] = {}
         self._done_by_step: dict[int, list[_Done]] = {}
@@ -209,7 +214,7 @@ class Run:
                 work = self._publication.take(role, home, group, weights, version)
                 self._submit(instruction, group, self._on_all(group, work))
             case Release():
-                self._executor.release([self._store.pop(o) for o in instruction.outputs])
+                self._release(instruction.outputs)
             case DropSnapshot():
                 handle = self._snapshots.pop((instruction.role, instruction.version))
                 self._executor.release([handle])
@@ -223,6 +228,8 @@ class Run:
         return ()
 
     def _admit(self, step: int) -> Sequence[Instruction]:
+        if self._watch is not None:
+            self._held[step] = []
         num_rows: tuple[int, ...] = ()
         for name in self._graph.sources:
             source, num_chunks = self._sources[name], self._flow.num_chunks
@@ -249,6 +256,7 @@ class Run:
             chunks = range(self._flow.num_chunks) if task.chunk is None else [task.chunk]
             works = {instruction.rank: self._call(node, task, chunks)}
         else:
+            self._look(node, task)
             self._note_trained(node.role or "")
             shares = _shares(self._flow.num_chunks, len(instruction.ranks))
             works = {rank: self._call(node, task, shares[rank]) for rank in instruction.ranks}
@@ -273,6 +281,34 @@ class Run:
         ]
         known = [version for version in read if version is not None]
         return dict(self._versions[task])[node.role or ""] - min(known) if known else None
+
+    def _look(self, node: Node, task: NodeTask) -> None:
+        """Send the watching worker what the step has made, before `node` has anything to do.
+
+        Columns that a resumed run made before its checkpoint may be gone; it is not sent then.
+        """
+        watch = self._watch
+        if watch is None or node.name != watch.before:
+            return
+        chunks = range(self._flow.num_chunks)
+        made = {name: [Output(name, task.step, c) for c in chunks] for name in watch.nodes}
+        if all(output in self._store for outputs in made.values() for output in outputs):
+            handles = {
+                name: tuple(self._store[o] for o in outputs) for name, outputs in made.items()
+            }
+            work = watch.work(task.step, handles, self._staleness(node, task))
+            self._dispatcher.submit(None, WATCH, watch.group, {0: work})
+        self._executor.release([self._store.pop(o) for o in self._held.pop(task.step, ())])
+
+    def _release(self, outputs: Sequence[Output]) -> None:
+        """Forget outputs, but hold what is to be looked at until it has been."""
+        watch = self._watch
+        for output in outputs:
+            held = self._held.get(output.step)
+            if held is not None and watch is not None and output.node in watch.nodes:
+                held.append(output)
+            else:
+                self._executor.release([self._store.pop(output)])
 
     def _submit(self, task: Task, group: str, works: Mapping[int, Work]) -> None:
         self._dispatcher.submit(task, self._name, group, works)

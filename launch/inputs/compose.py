@@ -19,6 +19,7 @@ from ...configs.schema import (
     MismatchConfig,
     ModelConfig,
     RunConfig,
+    SamplesConfig,
     TaskConfig,
 )
 from ...configs.validate import check_finite, validated
@@ -79,6 +80,7 @@ class Resolved:
         schedule: How far generation may run ahead.
         mismatch: When to complain that two engines disagree.
         evaluation: How accuracy is measured.
+        samples: What is kept of the responses.
         seed: Of all randomness.
         checkpoint_every: Steps between checkpoints.
         keep_checkpoints: How many are kept.
@@ -96,6 +98,7 @@ class Resolved:
     schedule: Schedule
     mismatch: MismatchConfig
     evaluation: EvaluationConfig
+    samples: SamplesConfig
     seed: int
     checkpoint_every: int
     keep_checkpoints: int
@@ -146,6 +149,7 @@ def resolve(config: RunConfig) -> Resolved:
         schedule=config.schedule,
         mismatch=config.mismatch,
         evaluation=config.evaluation,
+        samples=config.samples,
         seed=config.seed,
         checkpoint_every=config.checkpoint_every,
         keep_checkpoints=config.keep_checkpoints,

@@ -34,6 +34,7 @@ from .evaluation import Evaluator, Measured
 from .export import combined_sha256, export_roles, files_sha256
 from .headline import Headline
 from .job import Job
+from .samples import sample_watch
 from .stages import Stage
 from .worker_specs import Results, exporting_specs, worker_specs
 
@@ -129,7 +130,7 @@ def run_stage(
     store = CheckpointStore(home.checkpoints, keep=run.keep_checkpoints)
     point = read_resume_point(store, stage.graph, stage.seed)
     first_step = point.state.step if point else 0
-    engine = _engine(job, stage, specs, evaluator)
+    engine = _engine(job, stage, specs, evaluator, home)
     before = None if evaluator is None else _measured_before(home)
     outcome = Outcome(first_step=first_step, before=before)
     with engine, _logs(stage, home, first_step, trackers) as logs:
@@ -194,16 +195,22 @@ def _evaluator(job: Job, stage: Stage, home: RunFolder) -> _Evaluates | None:
 
 
 def _engine(
-    job: Job, stage: Stage, specs: dict[str, WorkerSpec | Role], evaluator: _Evaluates | None
+    job: Job,
+    stage: Stage,
+    specs: dict[str, WorkerSpec | Role],
+    evaluator: _Evaluates | None,
+    home: RunFolder,
 ) -> Engine:
+    watch, log = sample_watch(stage, job.run.samples, job.data, home.path)
     return Engine(
         stage.graph,
         stage.placement,
-        workers={**specs, **(evaluator.workers if evaluator else {})},
+        workers={**specs, **(evaluator.workers if evaluator else {}), **log},
         schedule=job.run.schedule,
         seed=stage.seed,
         executor=make_executor(job.run.placement.executor),
         also=evaluator.programs if evaluator else None,
+        watch=watch,
     )
 
 

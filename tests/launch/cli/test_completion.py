@@ -53,7 +53,11 @@ def completions(line: str, commands: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
+<<<<<<< HEAD
         ("penstock ", ["run", "graph", "plan", "profile", "doctor", "--help", "--version"]),
+=======
+        ("penstock ", ["run", "graph", "plan", "profile", "samples", "--help", "--version"]),
+>>>>>>> sampling
         ("penstock g", ["graph"]),
         ("penstock run alg", ["algorithm.", "algorithm="]),
         ("penstock run algorithm=pp", ["algorithm=ppo"]),

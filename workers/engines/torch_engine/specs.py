@@ -11,6 +11,7 @@ from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.heads import Head
 from ...models.lora import LoraSpec, adapt
 from ...models.spec import ModelSpec
+from ...models.tokenizer import TokenizerSpec
 from ...rollout.generator_policy import GeneratorPolicy
 from ...training.flat_parameters import FlatParameters
 from ...training.network import LanguageNetwork
@@ -71,6 +72,8 @@ class TorchPolicySpec(TorchModel, PolicyRecipe):
 
     max_decode_rows: int = 512
     """Responses sampled at once; a bound on the memory of the key-value cache."""
+    tokenizer: TokenizerSpec | None = None
+    """Only to look for `Sampling.stop`; prompts and responses are token ids."""
 
     def check_options(self) -> None:
         """See `Recipe.check_options`."""
@@ -79,7 +82,7 @@ class TorchPolicySpec(TorchModel, PolicyRecipe):
     def make_generator(self, network: LanguageNetwork) -> TorchGenerator:
         """See `PolicyRecipe.make_generator`."""
         assert isinstance(network, TorchNetwork)
-        return TorchGenerator(network, self.eos_token_id, self.max_decode_rows)
+        return TorchGenerator(network, self.eos_token_id, self.max_decode_rows, self.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +105,13 @@ class TorchGeneratorSpec:
     """The token that ends a response."""
     max_decode_rows: int = 512
     """Responses sampled at once; a bound on the memory of the key-value cache."""
+<<<<<<< HEAD
     lora: LoraSpec = LoraSpec()
     """Adapters, which alone are received."""
+=======
+    tokenizer: TokenizerSpec | None = None
+    """See `TorchPolicySpec`."""
+>>>>>>> sampling
 
     def __post_init__(self) -> None:
         check_range(self, "max_decode_rows", at_least=1)
@@ -113,7 +121,8 @@ class TorchGeneratorSpec:
         network = TorchModel(lora=self.lora).make_network(self.model, context, Head("lm_head"))
         self.model.check_weights(network.tensors(), context)
         return TorchGeneratorPolicy(
-            context, TorchGenerator(network, self.eos_token_id, self.max_decode_rows)
+            context,
+            TorchGenerator(network, self.eos_token_id, self.max_decode_rows, self.tokenizer),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,8 +20,9 @@ from ...models.model_folder import weight_files
 from ...models.spec import ModelSpec
 from ...models.tokenizer import TokenizerSpec
 from ...rollout.generator_policy import GeneratorPolicy
-from ...rollout.responses import Responses
+from ...rollout.responses import Responses, check_stop
 from ...rollout.sampling import SampleStreams
+from ...rollout.stop_strings import StopStrings
 from ...training.flat_parameters import read_tensors, write_tensors
 from .engine import EngineOptions, Request, Sampled, VllmEngine
 from .engine_cache import engine_key, keep, take
@@ -60,21 +61,14 @@ class VllmPolicySpec:
     """Share of a GPU's memory, for weights, activations and cache together."""
     enforce_eager: bool | None = None
     """Whether to do without compiled graphs; None: only on CPUs."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a response as the end-of-sequence token does; need `tokenizer`."""
     tokenizer: TokenizerSpec | None = None
-    """Only to look for `stop`; prompts and responses are token ids."""
+    """Only to look for `Sampling.stop`; prompts and responses are token ids."""
 
     def __post_init__(self) -> None:
         check_range(self, "max_decode_rows", "longest_sequence", at_least=1)
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(
                 f"memory_fraction is {self.memory_fraction}; expected more than 0 and at most 1"
-            )
-        if self.stop and self.tokenizer is None:
-            raise ValueError(
-                "stop strings are looked for in text, and the spec has no tokenizer; give "
-                "tokenizer=, or drop stop="
             )
 
     def build(self, context: WorkerContext) -> VllmPolicy:
@@ -137,17 +131,44 @@ class VllmGenerator:
         self.vocab_size: int = config.vocab_size
         self.num_positions = longest_sequence(spec, config)
         _check_head_dim(context, config)
+<<<<<<< HEAD
         options = engine_options(spec, config, self.num_positions, context)
         tokenizer = spec.tokenizer if spec.stop else None
         self.key = engine_key(config, options, tokenizer)
+=======
+        options = self._options(config, context)
+        self.key = engine_key(config, options)
+>>>>>>> sampling
         kept = take(self.key)
-        self.vllm = kept or _started(spec.model, options, tokenizer)
+        self.vllm = kept or _started(spec.model, options)
         if kept is not None:  # with weights of another run
             module = spec.model.causal_lm("cpu")
             self.load({name: tensor.detach() for name, tensor in module.named_parameters()}, 0)
 
+<<<<<<< HEAD
+=======
+    def _options(self, config: Any, context: WorkerContext) -> EngineOptions:
+        spec = self._spec
+        on_cpu = torch.device(context.device).type == "cpu"
+        cache = spec.kv_cache_bytes
+        if cache is None and on_cpu:
+            cache = _cache_bytes(config, spec, self.num_positions, context.tensor_parallel)
+        return EngineOptions(
+            dtype=spec.model.dtype,
+            max_model_len=self.num_positions,
+            max_rows=spec.max_decode_rows,
+            kv_cache_bytes=cache,
+            memory_fraction=spec.memory_fraction,
+            enforce_eager=on_cpu if spec.enforce_eager is None else spec.enforce_eager,
+            device=context.device,
+            tensor_parallel=context.tensor_parallel,
+            process=context.process,
+        )
+
+>>>>>>> sampling
     def check(self, sampling: Sampling) -> None:
         """See `GenerationEngine.check`."""
+        check_stop(sampling, has_tokenizer=self._spec.tokenizer is not None)
         if 0 < sampling.temperature < _LEAST_TEMPERATURE:
             raise ValueError(
                 f"temperature is {sampling.temperature}; vLLM samples at no less than "
@@ -163,12 +184,14 @@ class VllmGenerator:
         """
         rows = [[token for token in row if token >= 0] for row in prompt.tolist()]
         repeated = [row for row in rows for _ in range(sampling.num_samples)]
+        stops = None
+        if sampling.stop and self._spec.tokenizer is not None:
+            stops = StopStrings(self._spec.tokenizer, sampling, prompt)
         sampled = self.vllm.generate(
             [Request(row, seed) for row, seed in zip(repeated, streams.seeds(), strict=True)],
-            temperature=sampling.temperature,
-            max_new_tokens=sampling.max_new_tokens,
+            sampling,
             eos_token_id=self._spec.eos_token_id,
-            stop=self._spec.stop,
+            completes=None if stops is None else stops.complete,
         )
         return _responses(sampled, sampling)
 
@@ -305,15 +328,9 @@ def _model_folder(model: ModelSpec, scratch: Path) -> Path:
     return folder
 
 
-def _started(
-    model: ModelSpec, options: EngineOptions, tokenizer: TokenizerSpec | None
-) -> VllmEngine:
+def _started(model: ModelSpec, options: EngineOptions) -> VllmEngine:
     """An engine with the model's first weights."""
     with TemporaryDirectory(prefix="penstock-vllm-") as scratch:
-        if tokenizer is not None:
-            folder = Path(scratch) / "tokenizer"
-            tokenizer.build().save(folder)
-            options = replace(options, tokenizer=folder)
         return VllmEngine(_model_folder(model, Path(scratch)), options)
 
 

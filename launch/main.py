@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The command line: `penstock run`, `graph`, `plan`, `profile` and `doctor`.
-=======
-"""The command line: `penstock run`, `graph`, `plan`, `profile` and `samples`.
->>>>>>> sampling
+"""The command line: `penstock run`, `graph`, `plan`, `profile`, `samples` and `doctor`.
 
 This module finds the command, runs it, and turns whatever happens into an exit code and at most one
 message:
@@ -38,11 +34,8 @@ COMMANDS: Mapping[str, str] = {
     "graph": "show the graph that an algorithm's step function makes",
     "plan": "say where each node should run, in which layout, and how long a step takes",
     "profile": "measure this machine, for plans and for runs that are planned",
-<<<<<<< HEAD
-    "doctor": "say what is installed and what this machine has, for a report of a fault",
-=======
     "samples": "show what a run sampled, and what it earned",
->>>>>>> sampling
+    "doctor": "say what is installed and what this machine has, for a report of a fault",
 }
 
 _HELP = """\
@@ -132,17 +125,14 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from .cli.plan import profile_command
 
         return profile_command
-<<<<<<< HEAD
     if name == "doctor":
         from .cli.doctor import doctor_command
 
         return doctor_command
-=======
     if name == "samples":
         from .cli.samples import samples_command
 
         return samples_command
->>>>>>> sampling
     from .cli.run import run_command
 
     return run_command

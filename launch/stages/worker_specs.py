@@ -252,17 +252,14 @@ def _spec(
     if rollout is None:
         return made
     options = {**run.engines.rollout_options, "model": model, "eos_token_id": data.tokenizer.eos_id}
-<<<<<<< HEAD
-    options |= {key: value for key, value in adapters.items() if key == "lora"}
-    if "longest_sequence" in get_type_hints(rollout.rollout_spec):
-        options["longest_sequence"] = run.longest_sequence
-    return SplitPolicySpec(train=made, rollout=rollout.rollout_spec(**options))
-=======
     generator = rollout.rollout_spec
-    if "tokenizer" in get_type_hints(generator):
+    options |= {key: value for key, value in adapters.items() if key == "lora"}
+    hints = get_type_hints(generator)
+    if "longest_sequence" in hints:
+        options["longest_sequence"] = run.longest_sequence
+    if "tokenizer" in hints:
         options["tokenizer"] = data.tokenizer_spec
     return SplitPolicySpec(train=made, rollout=generator(**options))
->>>>>>> sampling
 
 
 def _adapters(stage: Stage, role: str, run: Resolved) -> dict[str, Any]:

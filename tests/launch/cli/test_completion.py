@@ -53,11 +53,10 @@ def completions(line: str, commands: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-<<<<<<< HEAD
-        ("penstock ", ["run", "graph", "plan", "profile", "doctor", "--help", "--version"]),
-=======
-        ("penstock ", ["run", "graph", "plan", "profile", "samples", "--help", "--version"]),
->>>>>>> sampling
+        (
+            "penstock ",
+            ["run", "graph", "plan", "profile", "samples", "doctor", "--help", "--version"],
+        ),
         ("penstock g", ["graph"]),
         ("penstock run alg", ["algorithm.", "algorithm="]),
         ("penstock run algorithm=pp", ["algorithm=ppo"]),

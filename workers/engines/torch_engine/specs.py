@@ -105,13 +105,10 @@ class TorchGeneratorSpec:
     """The token that ends a response."""
     max_decode_rows: int = 512
     """Responses sampled at once; a bound on the memory of the key-value cache."""
-<<<<<<< HEAD
     lora: LoraSpec = LoraSpec()
     """Adapters, which alone are received."""
-=======
     tokenizer: TokenizerSpec | None = None
     """See `TorchPolicySpec`."""
->>>>>>> sampling
 
     def __post_init__(self) -> None:
         check_range(self, "max_decode_rows", at_least=1)

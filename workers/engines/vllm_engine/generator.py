@@ -131,41 +131,14 @@ class VllmGenerator:
         self.vocab_size: int = config.vocab_size
         self.num_positions = longest_sequence(spec, config)
         _check_head_dim(context, config)
-<<<<<<< HEAD
         options = engine_options(spec, config, self.num_positions, context)
-        tokenizer = spec.tokenizer if spec.stop else None
-        self.key = engine_key(config, options, tokenizer)
-=======
-        options = self._options(config, context)
         self.key = engine_key(config, options)
->>>>>>> sampling
         kept = take(self.key)
         self.vllm = kept or _started(spec.model, options)
         if kept is not None:  # with weights of another run
             module = spec.model.causal_lm("cpu")
             self.load({name: tensor.detach() for name, tensor in module.named_parameters()}, 0)
 
-<<<<<<< HEAD
-=======
-    def _options(self, config: Any, context: WorkerContext) -> EngineOptions:
-        spec = self._spec
-        on_cpu = torch.device(context.device).type == "cpu"
-        cache = spec.kv_cache_bytes
-        if cache is None and on_cpu:
-            cache = _cache_bytes(config, spec, self.num_positions, context.tensor_parallel)
-        return EngineOptions(
-            dtype=spec.model.dtype,
-            max_model_len=self.num_positions,
-            max_rows=spec.max_decode_rows,
-            kv_cache_bytes=cache,
-            memory_fraction=spec.memory_fraction,
-            enforce_eager=on_cpu if spec.enforce_eager is None else spec.enforce_eager,
-            device=context.device,
-            tensor_parallel=context.tensor_parallel,
-            process=context.process,
-        )
-
->>>>>>> sampling
     def check(self, sampling: Sampling) -> None:
         """See `GenerationEngine.check`."""
         check_stop(sampling, has_tokenizer=self._spec.tokenizer is not None)

@@ -138,12 +138,18 @@ class TaskConfig(BaseModel):
     )
 
     kind: str
-    """`reasoning_gym` for generated problems, `file` for a JSONL or Parquet file, `gymnasium`,
-    `board_game` and `library_game` to act in; or `module:Class` of a task of your own."""
+    """`reasoning_gym` for generated problems, `instructions` for requests with an instruction that
+    can be checked, `file` for a JSONL or Parquet file, `gymnasium`, `board_game` and `library_game`
+    to act in; or `module:Class` of a task of your own."""
     max_prompt_tokens: AtLeastOne | None = None
     """Longer prompts are reported and left out."""
     max_response_tokens: AtLeastOne = 16
     """Longest response, end-of-sequence included: sampled, imitated or compared."""
+    chat: bool = False
+    """Whether a prompt that is a text is rendered by the tokenizer's chat template, as one message
+    of a user. Prompts that are conversations always are."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Further variables of the chat template: `{enable_thinking: false}`."""
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Largest share of rows that may be left out before the run refuses to start."""
 

@@ -16,7 +16,9 @@ from ...configs.references import entry_or_own
 from ...configs.schema import ModelConfig, TaskConfig
 from ...configs.validate import check_finite, fields_of, nearest_key, validated
 from ...dataflow.errors import ConfigError, one_process
+from ...workers.data.chat import ChatOptions, PromptEncoder
 from ...workers.data.file_task import FileTaskSpec
+from ...workers.data.instruction_task import InstructionTaskSpec
 from ...workers.data.reasoning_task import ReasoningTaskSpec
 from ...workers.data.sources import PromptSource
 from ...workers.data.task import Task, TaskSpec, fingerprint, task_alphabet
@@ -30,6 +32,7 @@ __all__ = ["TASKS", "Data", "HeldOut", "load_data", "task_spec_of"]
 TASKS: Mapping[str, Any] = {
     "reasoning_gym": ReasoningTaskSpec,
     "file": FileTaskSpec,
+    "instructions": InstructionTaskSpec,
     "gymnasium": EnvTaskSpec,
     "board_game": BoardTaskSpec,
     "library_game": LibraryGameTaskSpec,
@@ -59,6 +62,17 @@ class Data:
     def has_text(self) -> bool:
         """Whether its problems are texts; those of an environment are none."""
         return acted_in(self.spec) is None
+
+    @property
+    def chat(self) -> ChatOptions:
+        """How prompts that are conversations are rendered."""
+        section = self.section
+        return ChatOptions(wrap=section.chat, template_kwargs=section.chat_template_kwargs)
+
+    @property
+    def prompts(self) -> PromptEncoder:
+        """The prompts as messages and as tokens."""
+        return PromptEncoder(self.task, self.tokenizer, self.chat)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -136,10 +150,16 @@ class HeldOut:
             seed=0,
             max_prompt_tokens=data.section.max_prompt_tokens,
             max_bad_fraction=data.section.max_bad_fraction,
+            chat=data.chat,
         )
         available = len(data.task.held_out) - source.report.num_bad
         self._prompts = source.held_out(min(num_prompts, available))
         self.longest = source.longest
+
+    @property
+    def problems(self) -> list[int]:
+        """Indices of what is asked, in order."""
+        return self._prompts.prompt_id.tolist()
 
     @property
     def num_prompts(self) -> int:

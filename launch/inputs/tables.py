@@ -59,6 +59,7 @@ def _texts(source: Any, wanted: _Wanted, data: Data) -> Source:
     limits: dict[str, Any] = {
         "max_prompt_tokens": data.section.max_prompt_tokens,
         "max_bad_fraction": data.section.max_bad_fraction,
+        "chat": data.chat,
     }
     if source is not PromptSource:
         limits["max_response_tokens"] = data.section.max_response_tokens

@@ -6,6 +6,7 @@ user's own function.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,10 @@ class FileTaskSpec:
     num_held_out: int = 0
     """Without `held_out_path`: how many different prompts of `path` to keep for evaluation."""
     prompt_field: str = "prompt"
-    """Field with the text the model reads."""
+    """Field with what the model reads: a text, or a conversation as a list of messages."""
+    tools_field: str | None = None
+    """Field with JSON schemas of what the model may call in a conversation; null if there is
+    none."""
     answer_field: str | None = "answer"
     """Field with the right answer, text or number, for the reward; null if there is none."""
     response_field: str | None = None
@@ -126,8 +130,18 @@ class FileTask:
         )
 
     def prompt_text(self, index: int) -> str:
-        """The prompt's field."""
+        """The prompt's field; of a conversation, what the user said last."""
         return self._rows[index]["prompt"]
+
+    def messages(self, index: int) -> list[dict[str, Any]] | None:
+        """The prompt's field if it holds messages; see `Converses`."""
+        given: str = self._rows[index]["messages"]
+        return json.loads(given) if given else None
+
+    def tools(self, index: int) -> list[dict[str, Any]] | None:
+        """The tools' field, if it holds any."""
+        given: str = self._rows[index]["tools"]
+        return json.loads(given) if given else None
 
     def answer_text(self, index: int) -> str | None:
         """The response's field, or else the answer's."""
@@ -211,6 +225,7 @@ def _absolute(reference: str) -> str:
 def _read(spec: FileTaskSpec, path: str) -> tuple[Dataset, DataReport]:
     columns = Columns(
         prompt=spec.prompt_field,
+        tools=spec.tools_field,
         answer=spec.answer_field,
         response=spec.response_field,
         chosen=spec.chosen_field,
@@ -227,7 +242,7 @@ def _read(spec: FileTaskSpec, path: str) -> tuple[Dataset, DataReport]:
 
 def _held_out_rows(spec: FileTaskSpec, rows: Dataset) -> list[int]:
     """One row for each of `num_held_out` different prompts, in a seeded order."""
-    prompts: list[str] = list(rows["prompt"])
+    prompts = _whole_prompts(rows)
     chosen: dict[str, int] = {}
     for row in epoch_order(len(prompts), spec.seed, 0).tolist():
         if len(chosen) == spec.num_held_out:
@@ -243,12 +258,18 @@ def _held_out_rows(spec: FileTaskSpec, rows: Dataset) -> list[int]:
 
 def _without(rows: Dataset, held_out: Dataset, report: DataReport) -> Dataset:
     """Rows whose prompt is not held out; others with such a prompt are reported."""
-    evaluated = set(held_out["prompt"])
+    evaluated = set(_whole_prompts(held_out))
     own = set(held_out["where"])  # no other rows have these: they begin with the path
     left: list[int] = []
-    for index, (prompt, where) in enumerate(zip(rows["prompt"], rows["where"], strict=True)):
+    for index, (prompt, where) in enumerate(zip(_whole_prompts(rows), rows["where"], strict=True)):
         if prompt not in evaluated:
             left.append(index)
         elif where not in own:
             report.drop(where, "prompt is held out")
     return rows.select(left)
+
+
+def _whole_prompts(rows: Dataset) -> list[str]:
+    """Each prompt with all that stands before it in its conversation."""
+    pairs = zip(rows["messages"], rows["prompt"], strict=True)
+    return [messages or prompt for messages, prompt in pairs]

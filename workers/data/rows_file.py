@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from ...dataflow.errors import ConfigError, closest
+from .messages import NotMessages, check_messages, last_user_text
 from .row_report import DataReport
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Columns:
     """Which field of a row plays which part; a part without a field is not read."""
 
     prompt: str = "prompt"
+    tools: str | None = None
     answer: str | None = None
     response: str | None = None
     chosen: str | None = None
@@ -67,12 +69,13 @@ def read_rows(path: str | Path, columns: Columns, report: DataReport) -> Dataset
     """Read a file; bad rows go to `report`, good rows to the result.
 
     Every part that `columns` names must be there on every row: text, and not blank. Answers
-    and ids may be numbers, scores must be; they become text. Blank lines of a JSONL file are
-    skipped.
+    and ids may be numbers, scores must be; they become text. Prompts may be conversations, and
+    tools may be missing. Blank lines of a JSONL file are skipped.
 
     Returns:
         A dataset in memory with text columns for the parts read, and "where": "train.jsonl:17", or
-        "train.parquet row 17"; both count from 1.
+        "train.parquet row 17"; both count from 1. "messages" and "tools" are JSON, empty where the
+        prompt is a text; of a conversation, "prompt" is what the user said last.
 
     Raises:
         ConfigError: If the file is missing, unreadable, or of a kind that is not known.
@@ -95,7 +98,7 @@ def read_rows(path: str | Path, columns: Columns, report: DataReport) -> Dataset
             continue
         kept.append({**good, "where": where})
     report.keep(len(kept))
-    names = [*columns.parts, "where"]
+    names = list(dict.fromkeys([*columns.parts, "messages", "tools", "where"]))
     return Dataset.from_dict({name: [row[name] for row in kept] for name in names})
 
 
@@ -216,7 +219,14 @@ def _validated(row: Any, columns: Columns) -> dict[str, str]:
         raise row
     if not isinstance(row, Mapping):
         raise _BadRow("not an object", f"a row is an object with named fields, got {_kind(row)}")
-    good = {part: _text(row, part, field) for part, field in columns.parts.items()}
+    good = {"messages": "", "tools": ""}
+    for part, field in columns.parts.items():
+        if part == "tools":
+            good["tools"] = _tools(row.get(field), field)
+        elif part == "prompt" and isinstance(row.get(field), list):
+            good["messages"], good["prompt"] = _conversation(row[field], field)
+        else:
+            good[part] = _text(row, part, field)
     if "chosen" in good and good["chosen"] == good.get("rejected"):
         raise _BadRow(
             "equal pair", f"'{columns.chosen}' and '{columns.rejected}' are the same text"
@@ -239,7 +249,13 @@ def _text(row: Mapping[str, Any], part: str, field: str) -> str:
     if is_number and (part in ("answer", "id") or part.endswith("_score")):
         value = json.dumps(value)
     if not isinstance(value, str):
-        raise _BadRow(f"wrong type of '{field}'", f"expected text, got {_kind(value)}")
+        expected = "text or a list of messages" if part == "prompt" else "text"
+        raise _BadRow(f"wrong type of '{field}'", f"expected {expected}, got {_kind(value)}")
+    return _whole(value, part, field)
+
+
+def _whole(value: str, part: str, field: str) -> str:
+    """The text, if it can be written, read and encoded."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -251,6 +267,37 @@ def _text(row: Mapping[str, Any], part: str, field: str) -> str:
     if not value.strip():
         raise _BadRow(f"empty {part}", f"'{field}' is {value!r:.40}")
     return value
+
+
+def _conversation(value: list[Any], field: str) -> tuple[str, str]:
+    """The messages as JSON, and what the user said last."""
+    try:
+        messages = check_messages(value)
+    except NotMessages as error:
+        raise _BadRow(f"no conversation in '{field}'", str(error)) from None
+    if messages[-1]["role"] == "assistant":
+        raise _BadRow(
+            f"no prompt in '{field}'", "the last message is the assistant's, not one to answer"
+        )
+    return _json(messages, field), _whole(last_user_text(messages), "prompt", field)
+
+
+def _tools(value: Any, field: str) -> str:
+    """The tools as JSON; a text is JSON already, as some data sets have it."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise _BadRow(f"wrong type of '{field}'", f"text that is no JSON: {error}") from None
+    if value is None or value == []:
+        return ""
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise _BadRow(f"wrong type of '{field}'", f"expected a list of objects, got {_kind(value)}")
+    return _json(value, field)
+
+
+def _json(value: Any, field: str) -> str:
+    return _whole(json.dumps(value, ensure_ascii=False), "prompt", field)
 
 
 def _check_id(identity: str, where: str, seen: dict[str, str]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...algorithms.roles.language import Demonstrations, PreferencePairs, Prompts, ScoredPairs
 from ...dataflow.errors import ConfigError, one_process
 from ..models.tokenizer import Tokenizer, pad_rows
+from .chat import BadPrompt, ChatOptions, PromptEncoder
 from .row_report import DataReport
 from .synthetic_negatives import wrong_answer
 from .task import ScoresPairs, Task
@@ -30,6 +31,8 @@ __all__ = [
     "ScoredPairSource",
     "epoch_order",
 ]
+
+_AS_GIVEN = ChatOptions()
 
 
 @lru_cache(maxsize=8)
@@ -90,6 +93,7 @@ class PromptSource:
         seed: Seed of the order of the problems.
         max_prompt_tokens: Longer prompts are reported and left out; None for no limit.
         max_bad_fraction: Largest share of prompts that may be left out.
+        chat: How prompts that are conversations are rendered.
 
     Attributes:
         report: Prompts kept and left out, training and held-out ones together.
@@ -107,9 +111,10 @@ class PromptSource:
         seed: int,
         max_prompt_tokens: int | None = None,
         max_bad_fraction: float = 0.1,
+        chat: ChatOptions = _AS_GIVEN,
     ) -> None:
         self.report = DataReport(f"prompts of task '{task.task_id}'")
-        reader = _Reader(task, tokenizer, self.report, max_prompt_tokens)
+        reader = _Reader(task, tokenizer, self.report, chat, max_prompt_tokens)
         self._prompts = reader.prompts([*task.train, *task.held_out])
         self.report.check(max_bad_fraction)
         train = [index for index in task.train if index in self._prompts]
@@ -173,10 +178,11 @@ class DemonstrationSource:
         max_prompt_tokens: int | None = None,
         max_response_tokens: int | None = None,
         max_bad_fraction: float = 0.1,
+        chat: ChatOptions = _AS_GIVEN,
     ) -> None:
         self.report = DataReport(f"demonstrations of task '{task.task_id}'")
         _need_answers(task, "demonstrations")
-        reader = _Reader(task, tokenizer, self.report, max_prompt_tokens, max_response_tokens)
+        reader = _Reader(task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens)
         answer_of = one_process()(task.answer_text)
         answers = {index: (answer_of(index),) for index in task.train}
         self._rows_of = reader.with_responses(answers)
@@ -227,6 +233,7 @@ class PairSource:
         max_prompt_tokens: int | None = None,
         max_response_tokens: int | None = None,
         max_bad_fraction: float = 0.1,
+        chat: ChatOptions = _AS_GIVEN,
     ) -> None:
         self.report = DataReport(f"preference pairs of task '{task.task_id}'")
         with one_process():
@@ -235,7 +242,7 @@ class PairSource:
             _need_answers(task, "preference pairs")
         self._task, self._tokenizer, self._seed = task, tokenizer, seed
         self._max_response_tokens = max_response_tokens
-        reader = _Reader(task, tokenizer, self.report, max_prompt_tokens, max_response_tokens)
+        reader = _Reader(task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens)
         self._rows_of = reader.with_responses({index: self._given(index) for index in task.train})
         self.report.check(max_bad_fraction)
         self._rows = _Rows(
@@ -338,11 +345,13 @@ class _Reader:
         task: Task,
         tokenizer: Tokenizer,
         report: DataReport,
+        chat: ChatOptions,
         max_prompt_tokens: int | None,
         max_response_tokens: int | None = None,
     ) -> None:
         self._task = task
         self._tokenizer = tokenizer
+        self._prompts = PromptEncoder(task, tokenizer, chat)
         self._report = report
         self._max_prompt_tokens = max_prompt_tokens
         self._max_response_tokens = max_response_tokens
@@ -367,11 +376,12 @@ class _Reader:
         return kept
 
     def _encoded_prompts(self, indices: Sequence[int]) -> dict[int, list[int]]:
-        text_of = one_process()(self._task.prompt_text)
-        texts = [text_of(index) for index in indices]
-        encoded = self._tokenizer.encode_many(texts)
         usable: dict[int, list[int]] = {}
-        for index, text, ids in zip(indices, texts, encoded, strict=True):
+        for index, ids in zip(indices, self._prompts.encode(indices), strict=True):
+            if isinstance(ids, BadPrompt):
+                self._report.reject(one_process()(self._task.where)(index), ids.reason, ids.detail)
+                continue
+            text = self._prompts.written(index)
             if self._is_usable(index, "prompt", text, len(ids), self._max_prompt_tokens):
                 usable[index] = ids
         return usable

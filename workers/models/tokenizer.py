@@ -6,10 +6,10 @@ is what an engine may feed a model at padded positions. It always differs from `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,13 +19,17 @@ from ...dataflow.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PRINTABLE", "Tokenizer", "TokenizerSpec", "pad_rows"]
+__all__ = ["PRINTABLE", "ChatTemplateError", "Tokenizer", "TokenizerSpec", "pad_rows"]
 
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
 """The default alphabet: printable ASCII and the line feed."""
 
 _SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 """Special tokens of our own tokenizers; their ids are 0 to 3, in this order."""
+
+
+class ChatTemplateError(ValueError):
+    """What a chat template says against a conversation."""
 
 
 class Tokenizer:
@@ -80,6 +84,56 @@ class Tokenizer:
                 f"the tokenizer '{self.backend.name_or_path}' cannot encode {texts[0][:40]!r}: "
                 f"{error}\n    give a folder that a tokenizer was saved to"
             ) from error
+
+    @property
+    def name(self) -> str:
+        """The folder it comes from, for messages; empty for one of our own."""
+        return self.backend.name_or_path
+
+    @property
+    def has_template(self) -> bool:
+        """Whether it renders conversations."""
+        return bool(self.backend.chat_template)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The conversation by the tokenizer's chat template; `encode` it for its tokens.
+
+        Args:
+            messages: See `check_messages`.
+            tools: JSON schemas of what the model may call.
+            add_generation_prompt: Whether it ends with what begins the assistant's answer.
+            variables: Further ones of the template.
+
+        Raises:
+            ChatTemplateError: If the template refuses these messages.
+            ConfigError: If the template itself cannot be read.
+        """
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            text: Any = self.backend.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(tools) if tools else None,  # pyright: ignore[reportArgumentType]
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **variables,
+            )
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template of the tokenizer '{self.name}' cannot be read, line "
+                f"{error.lineno}: {error.message}\n    fix it, or take the one that came with the "
+                "model"
+            ) from error
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
+        return str(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens appear as their names, ids out of range as unknown."""

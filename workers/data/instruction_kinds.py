@@ -79,16 +79,6 @@ _ONCE = {**_LETTER, "let_relation": ("at least",)}
 
 SEEN = (
     Kind(
-        name="lowercase",
-        check="change_case:english_lowercase",
-        phrasings=(
-            "Use lowercase letters only.",
-            "Write everything in lowercase.",
-            "Your answer must be all in lowercase letters.",
-            "Do not use any capital letters.",
-        ),
-    ),
-    Kind(
         name="quoted",
         check="startend:quotation",
         phrasings=(

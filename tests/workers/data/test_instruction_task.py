@@ -24,7 +24,6 @@ from penstock.workers.verifiers.instructions.instructions import Instruction, fo
 TASK = InstructionTaskSpec().build()
 
 ANSWERS = {
-    "lowercase": ("the tea is hot and it is good.", "The tea is hot."),
     "quoted": ('"Tea is hot."', 'Tea is "hot".'),
     "no commas": ("Tea is hot.", "Tea, hot."),
     "few words": ("Tea is hot.", "one two three four five six seven eight nine ten " * 2),

@@ -12,8 +12,9 @@ from typing import Any
 
 from ...dataflow.errors import ConfigError, one_process
 from ..models.tokenizer import ChatTemplateError, Tokenizer
+from .conversation_tokens import Encoded, encode_conversation
 from .messages import NotMessages, check_messages
-from .task import Converses, Message, Task
+from .task import Converses, HasReplies, Message, Task
 
 __all__ = ["BadPrompt", "ChatOptions", "PromptEncoder"]
 
@@ -111,6 +112,25 @@ class PromptEncoder:
         encoded = iter(self._tokenizer.encode_many(good))
         return [next(encoded) if isinstance(text, str) else text for text in texts]
 
+    def with_reply(self, index: int, reply: str | Sequence[Message]) -> Encoded:
+        """A conversation and what follows, its last turns or all of the assistant's to be trained.
+
+        Raises:
+            ChatTemplateError: If the template refuses them.
+            NoPrefix: If the turns cannot be told apart.
+        """
+        asked = self.messages(index) or []
+        told = [{"role": "assistant", "content": reply}] if isinstance(reply, str) else list(reply)
+        with one_process():
+            all_turns = isinstance(self._task, HasReplies) and self._task.imitates_history
+        return encode_conversation(
+            self._tokenizer,
+            [*asked, *told],
+            first=0 if all_turns else len(asked),
+            tools=self._tools(index),
+            variables=self._chat.template_kwargs,
+        )
+
     def written(self, index: int) -> str:
         """Everything the prompt's author wrote, for a look at its characters."""
         messages = self.messages(index)
@@ -154,7 +174,8 @@ class PromptEncoder:
     ) -> bool:
         """Whether the template writes what this role says; looked at once for each role."""
         role = message["role"]
-        if role in self._known_roles or message.get("tool_calls") or not message["content"]:
+        # What the assistant said before may be shortened: templates leave out its thoughts.
+        if role == "assistant" or role in self._known_roles or not message["content"]:
             return True
         probed = [{**m, "content": _PROBE} if m is message else m for m in messages]
         if _PROBE not in self._render(probed, tools):

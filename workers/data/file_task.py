@@ -15,8 +15,9 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.option_checks import check_range
 from ..verifiers.pool import VerifierSpec
 from ..verifiers.verifiers import BUILT_IN, Verifier, load_verifier, reference_of
+from .row_parts import Columns
 from .row_report import DataReport
-from .rows_file import Columns, read_rows
+from .rows_file import read_rows
 from .sources import epoch_order
 
 if TYPE_CHECKING:
@@ -35,17 +36,21 @@ class FileTaskSpec:
     """A file of problems kept for evaluation, read in the same way."""
     num_held_out: int = 0
     """Without `held_out_path`: how many different prompts of `path` to keep for evaluation."""
-    prompt_field: str = "prompt"
-    """Field with what the model reads: a text, or a conversation as a list of messages."""
+    messages_field: str | None = None
+    """Field with a whole conversation, read instead of a prompt and a response: all that the
+    assistant says is imitated, and the prompt is what comes before its last turn."""
+    prompt_field: str | None = "prompt"
+    """Field with what the model reads: a text, or a conversation as a list of messages. Null where
+    the prompt is what `chosen_field` and `rejected_field` begin with."""
     tools_field: str | None = None
     """Field with JSON schemas of what the model may call in a conversation; null if there is
     none."""
     answer_field: str | None = "answer"
     """Field with the right answer, text or number, for the reward; null if there is none."""
     response_field: str | None = None
-    """Field with a response to imitate; null to imitate the answer."""
+    """Field with a response to imitate, a text or messages; null to imitate the answer."""
     chosen_field: str | None = None
-    """Field with the better response of a pair; null if there are no pairs."""
+    """Field with the better response of a pair, a text or messages; null if there are no pairs."""
     rejected_field: str | None = None
     """Field with the worse response of a pair."""
     chosen_score_field: str | None = None
@@ -143,6 +148,16 @@ class FileTask:
         given: str = self._rows[index]["tools"]
         return json.loads(given) if given else None
 
+    @property
+    def imitates_history(self) -> bool:
+        """Whether all turns of the assistant are imitated; see `HasReplies`."""
+        return self.spec.messages_field is not None
+
+    def replies(self, index: int) -> list[list[dict[str, Any]]] | None:
+        """The response's or the pair's fields, if the prompt is a conversation."""
+        given: str = self._rows[index]["replies"]
+        return json.loads(given) if given else None
+
     def answer_text(self, index: int) -> str | None:
         """The response's field, or else the answer's."""
         row = self._rows[index]
@@ -190,6 +205,16 @@ def _check_spec(spec: FileTaskSpec) -> None:
             f"'{spec.path}': only {given} is given, but a pair has a better and a worse response\n"
             "    give chosen_field and rejected_field together"
         )
+    if spec.messages_field is None and spec.prompt_field is None and spec.chosen_field is None:
+        raise ConfigError(
+            f"'{spec.path}': prompt_field is null, and nothing else says what is asked\n"
+            "    give prompt_field, messages_field, or chosen_field and rejected_field"
+        )
+    if spec.messages_field is not None and (spec.response_field or spec.chosen_field):
+        raise ConfigError(
+            f"'{spec.path}': messages_field holds the responses already\n"
+            "    leave out response_field, chosen_field and rejected_field, or messages_field"
+        )
     scores = (spec.chosen_score_field, spec.rejected_score_field)
     if (None in scores and scores != (None, None)) or (scores[0] and not spec.chosen_field):
         raise ConfigError(
@@ -224,7 +249,8 @@ def _absolute(reference: str) -> str:
 
 def _read(spec: FileTaskSpec, path: str) -> tuple[Dataset, DataReport]:
     columns = Columns(
-        prompt=spec.prompt_field,
+        messages=spec.messages_field,
+        prompt=spec.prompt_field if spec.messages_field is None else None,
         tools=spec.tools_field,
         answer=spec.answer_field,
         response=spec.response_field,

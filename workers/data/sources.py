@@ -19,7 +19,9 @@ from torch import Tensor
 from ...algorithms.roles.language import Demonstrations, PreferencePairs, Prompts, ScoredPairs
 from ...dataflow.errors import ConfigError, one_process
 from ..models.tokenizer import Tokenizer, pad_rows
-from .chat import BadPrompt, ChatOptions, PromptEncoder
+from .chat import ChatOptions
+from .conversation_tokens import Encoded
+from .row_encoder import RowEncoder
 from .row_report import DataReport
 from .synthetic_negatives import wrong_answer
 from .task import ScoresPairs, Task
@@ -114,7 +116,7 @@ class PromptSource:
         chat: ChatOptions = _AS_GIVEN,
     ) -> None:
         self.report = DataReport(f"prompts of task '{task.task_id}'")
-        reader = _Reader(task, tokenizer, self.report, chat, max_prompt_tokens)
+        reader = RowEncoder(task, tokenizer, self.report, chat, max_prompt_tokens)
         self._prompts = reader.prompts([*task.train, *task.held_out])
         self.report.check(max_bad_fraction)
         train = [index for index in task.train if index in self._prompts]
@@ -182,10 +184,11 @@ class DemonstrationSource:
     ) -> None:
         self.report = DataReport(f"demonstrations of task '{task.task_id}'")
         _need_answers(task, "demonstrations")
-        reader = _Reader(task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens)
+        reader = RowEncoder(
+            task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens
+        )
         answer_of = one_process()(task.answer_text)
-        answers = {index: (answer_of(index),) for index in task.train}
-        self._rows_of = reader.with_responses(answers)
+        self._rows_of = reader.with_responses(task.train, lambda index: (answer_of(index),))
         self.report.check(max_bad_fraction)
         self._rows = _Rows(
             "demonstration", list(self._rows_of), batch_size=batch_size, seed=seed, task=task
@@ -198,16 +201,12 @@ class DemonstrationSource:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and answer."""
+        """Tokens of the longest row."""
         return _longest(self._rows_of)
 
     def batch(self, step: int) -> Demonstrations:
-        """The demonstrations of a step; the mask is True on the answer and its end of sequence."""
-        rows = [
-            (prompt, answer)
-            for prompt, (answer,) in (self._rows_of[index] for index in self._rows.at(step))
-        ]
-        tokens, mask = _sequences(rows)
+        """The demonstrations of a step; the mask is True on answers and their ends of sequence."""
+        tokens, mask = _sequences([self._rows_of[index][0] for index in self._rows.at(step)])
         return Demonstrations(tokens=tokens, mask=mask)
 
 
@@ -242,8 +241,10 @@ class PairSource:
             _need_answers(task, "preference pairs")
         self._task, self._tokenizer, self._seed = task, tokenizer, seed
         self._max_response_tokens = max_response_tokens
-        reader = _Reader(task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens)
-        self._rows_of = reader.with_responses({index: self._given(index) for index in task.train})
+        self._encoder = reader = RowEncoder(
+            task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens
+        )
+        self._rows_of = reader.with_responses(task.train, self._given)
         self.report.check(max_bad_fraction)
         self._rows = _Rows(
             "preference pair", list(self._rows_of), batch_size=batch_size, seed=seed, task=task
@@ -263,11 +264,10 @@ class PairSource:
         """The pairs of a step: two rows each, the better one first; `pair_id` is the problem."""
         problems = self._rows.at(step)
         epoch = step // self.steps_per_epoch
-        rows: list[tuple[list[int], list[int]]] = []
+        rows: list[Encoded] = []
         for index in problems:
-            prompt, responses = self._rows_of[index]
-            worse = responses[1] if self._explicit else self._made_up(index, epoch)
-            rows += [(prompt, responses[0]), (prompt, worse)]
+            given = self._rows_of[index]
+            rows += given if self._explicit else [*given, self._made_up(index, epoch, given[0])]
         tokens, mask = _sequences(rows)
         return PreferencePairs(
             pair_id=torch.tensor(problems, dtype=torch.int64).repeat_interleave(2),
@@ -282,8 +282,9 @@ class PairSource:
         # An empty answer counts as missing: nothing could be wrong about it.
         return (self._task.answer_text(index) or None,) if pair is None else pair
 
-    def _made_up(self, index: int, epoch: int) -> list[int]:
-        return [*self._tokenizer.encode(self._made_up_text(index, epoch)), self._tokenizer.eos_id]
+    def _made_up(self, index: int, epoch: int, better: Encoded) -> Encoded:
+        prompt = better.ids[: better.num_before]
+        return self._encoder.with_response(index, prompt, self._made_up_text(index, epoch))
 
     @one_process()
     def _made_up_text(self, index: int, epoch: int) -> str:
@@ -337,81 +338,6 @@ class ScoredPairSource(PairSource):
         return self._task.correct_score, worse
 
 
-class _Reader:
-    """Encodes problems, and reports those that are too long or cannot be expressed."""
-
-    def __init__(
-        self,
-        task: Task,
-        tokenizer: Tokenizer,
-        report: DataReport,
-        chat: ChatOptions,
-        max_prompt_tokens: int | None,
-        max_response_tokens: int | None = None,
-    ) -> None:
-        self._task = task
-        self._tokenizer = tokenizer
-        self._prompts = PromptEncoder(task, tokenizer, chat)
-        self._report = report
-        self._max_prompt_tokens = max_prompt_tokens
-        self._max_response_tokens = max_response_tokens
-
-    def prompts(self, indices: Sequence[int]) -> dict[int, list[int]]:
-        """Index -> ids of the prompts that can be used, in order."""
-        usable = self._encoded_prompts(indices)
-        self._report.keep(len(usable))
-        return usable
-
-    def with_responses(
-        self, responses: dict[int, tuple[str | None, ...]]
-    ) -> dict[int, tuple[list[int], list[list[int]]]]:
-        """Index -> ids of the prompt, and of each response with its end of sequence."""
-        kept: dict[int, tuple[list[int], list[list[int]]]] = {}
-        for index, prompt in self._encoded_prompts(list(responses)).items():
-            encoded = [self._response(index, text) for text in responses[index]]
-            whole = [ids for ids in encoded if ids is not None]
-            if len(whole) == len(encoded):
-                kept[index] = (prompt, whole)
-        self._report.keep(len(kept))
-        return kept
-
-    def _encoded_prompts(self, indices: Sequence[int]) -> dict[int, list[int]]:
-        usable: dict[int, list[int]] = {}
-        for index, ids in zip(indices, self._prompts.encode(indices), strict=True):
-            if isinstance(ids, BadPrompt):
-                self._report.reject(one_process()(self._task.where)(index), ids.reason, ids.detail)
-                continue
-            text = self._prompts.written(index)
-            if self._is_usable(index, "prompt", text, len(ids), self._max_prompt_tokens):
-                usable[index] = ids
-        return usable
-
-    def _response(self, index: int, text: str | None) -> list[int] | None:
-        if text is None:
-            self._report.reject(self._task.where(index), "missing answer")
-            return None
-        ids = [*self._tokenizer.encode(text), self._tokenizer.eos_id]
-        usable = self._is_usable(index, "response", text, len(ids), self._max_response_tokens)
-        return ids if usable else None
-
-    @one_process()
-    def _is_usable(
-        self, index: int, what: str, text: str, num_tokens: int, limit: int | None
-    ) -> bool:
-        where = self._task.where(index)
-        if what == "prompt" and num_tokens == 0:
-            self._report.reject(where, "empty prompt", "it has no tokens")
-        elif limit is not None and num_tokens > limit:
-            self._report.reject(where, f"over-long {what}", f"{num_tokens} tokens, limit {limit}")
-        elif unknown := self._tokenizer.inexpressible(text):
-            self._report.reject(
-                where, f"{what} outside the alphabet", f"the tokenizer cannot express {unknown!r}"
-            )
-        else:
-            return True
-        return False
-
-
 def _need_answers(task: Task, what: str) -> None:
     answer_of = one_process()(task.answer_text)
     if all(answer_of(index) is None for index in task.train):
@@ -421,12 +347,14 @@ def _need_answers(task: Task, what: str) -> None:
         )
 
 
-def _longest(rows: Mapping[int, tuple[list[int], list[list[int]]]]) -> int:
-    return max(len(prompt) + max(map(len, responses)) for prompt, responses in rows.values())
+def _longest(rows: Mapping[int, Sequence[Encoded]]) -> int:
+    return max(len(row.ids) for given in rows.values() for row in given)
 
 
-def _sequences(rows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-    tokens = pad_rows([*prompt, *response] for prompt, response in rows)
-    position = torch.arange(tokens.shape[1])
-    start = torch.tensor([len(prompt) for prompt, _ in rows]).unsqueeze(1)
-    return tokens, (position >= start) & (tokens >= 0)
+def _sequences(rows: Sequence[Encoded]) -> tuple[Tensor, Tensor]:
+    tokens = pad_rows(row.ids for row in rows)
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    for place, row in enumerate(rows):
+        for start, end in row.spans:
+            mask[place, start:end] = True
+    return tokens, mask

@@ -21,6 +21,7 @@ from .row_report import DataReport
 __all__ = [
     "PATIENCE",
     "Converses",
+    "HasReplies",
     "HasSuites",
     "Message",
     "ScoresPairs",
@@ -122,6 +123,20 @@ class Converses(Protocol):
 
 
 @runtime_checkable
+class HasReplies(Protocol):
+    """A task whose answers and pairs may be messages that follow the prompt's. Optional."""
+
+    @property
+    def imitates_history(self) -> bool:
+        """Whether the assistant's turns before the last one are imitated, too."""
+        ...
+
+    def replies(self, index: int) -> Sequence[Sequence[Message]] | None:
+        """The reply to imitate, or the better and the worse one; None if they are texts."""
+        ...
+
+
+@runtime_checkable
 class HasSuites(Protocol):
     """A task whose held-out problems fall into suites that are measured apart. Optional."""
 
@@ -177,6 +192,8 @@ def fingerprint(task: Task) -> str:
                 problem = (*problem, scores)
             if isinstance(task, Converses) and (messages := task.messages(index)) is not None:
                 problem = (*problem, messages, task.tools(index))
+            if isinstance(task, HasReplies) and (replies := task.replies(index)) is not None:
+                problem = (*problem, replies)
         digest.update(json.dumps(problem).encode() + b"\n")
     digest.update(f"{task.train} {task.held_out}".encode())
     return digest.hexdigest()[:16]

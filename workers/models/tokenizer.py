@@ -6,6 +6,7 @@ is what an engine may feed a model at padded positions. It always differs from `
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ __all__ = ["PRINTABLE", "ChatTemplateError", "Tokenizer", "TokenizerSpec", "pad_
 
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
 """The default alphabet: printable ASCII and the line feed."""
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""What begins a part of a chat template that the assistant generates."""
 
 _SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 """Special tokens of our own tokenizers; their ids are 0 to 3, in this order."""
@@ -134,6 +138,29 @@ class Tokenizer:
         except Exception as error:  # a template is a program: it may fail in any way
             raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
         return str(text)
+
+    def generation_marks(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[bool] | None:
+        """For each token of the conversation, whether the template marks it as generated.
+
+        None if the template has no such marks. It was rendered before, so it does not fail.
+        """
+        template = variables.get("chat_template") or self.backend.chat_template
+        if not isinstance(template, str) or not _MARKED.search(template):
+            return None
+        both: Any = self.backend.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=list(tools) if tools else None,  # pyright: ignore[reportArgumentType]
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **variables,
+        )
+        return [bool(mark) for mark in both["assistant_masks"]]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens appear as their names, ids out of range as unknown."""

@@ -43,7 +43,8 @@ CONVERSATIONS: list[tuple[str, dict[str, Any]]] = [
 def file_task(folder: Path, *rows: Any, **options: Any) -> FileTask:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {"answer_field": None, "tools_field": "tools", "max_bad_fraction": 1.0, **options}
+    given: dict[str, Any] = {"answer_field": None, "max_bad_fraction": 1.0}
+    given |= {"tools_field": "tools", **options}
     return FileTaskSpec(path=str(path), **given).build()
 
 

@@ -13,8 +13,9 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.data import rows_file
 from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.data.row_parts import Columns
 from penstock.workers.data.row_report import DataReport
-from penstock.workers.data.rows_file import Columns, read_rows
+from penstock.workers.data.rows_file import read_rows
 from penstock.workers.data.task import Task, fingerprint
 from penstock.workers.verifiers.pool import VerifierSpec
 

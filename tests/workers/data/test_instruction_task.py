@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from itertools import product
 
@@ -57,10 +56,6 @@ def test_the_two_suites_are_all_that_is_held_out() -> None:
     }
     assert sorted(i for indices in suites.values() for i in indices) == list(TASK.held_out)
     assert "unseen_kinds" not in InstructionTaskSpec(num_unseen=0).build().suites
-
-
-def _checks(indices: range) -> Counter[str]:
-    return Counter(json.loads(TASK.reward_answer(i))[0]["id"] for i in indices)
 
 
 def test_kinds_and_topics_of_training_are_apart_from_what_is_held_out() -> None:

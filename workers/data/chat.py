@@ -122,7 +122,7 @@ class PromptEncoder:
         asked = self.messages(index) or []
         told = [{"role": "assistant", "content": reply}] if isinstance(reply, str) else list(reply)
         with one_process():
-            all_turns = isinstance(self._task, HasReplies) and self._task.imitates_history
+            all_turns = isinstance(self._task, HasReplies) and self._task.imitates_history(index)
         return encode_conversation(
             self._tokenizer,
             [*asked, *told],

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..verifiers.verifiers import BUILT_IN
 from .messages import NotMessages, check_messages, last_user_text
 from .row_report import DataReport
 
@@ -49,7 +49,7 @@ class Columns:
     chosen_score: str | None = None
     rejected_score: str | None = None
     reward: str | None = None
-    order: str | None = None
+    pass_rate: str | None = None
     id: str | None = None
 
     @property
@@ -70,8 +70,8 @@ def good_rows(source: Iterable[tuple[str, Any]], columns: Columns, report: DataR
     """Check rows; bad ones go to `report`, good ones to the result.
 
     Every part that `columns` names must be there on every row: text, and not blank. Answers and
-    ids may be numbers, scores and order must be; they become text. Prompts and responses may be
-    messages, and tools may be missing.
+    ids may be numbers, scores and pass rates must be; they become text. Prompts and responses may
+    be messages, and tools may be missing.
 
     Args:
         source: Where each row stands, and the row.
@@ -84,8 +84,6 @@ def good_rows(source: Iterable[tuple[str, Any]], columns: Columns, report: DataR
         response, or of the chosen and the rejected one; of a conversation, "prompt" is what the
         user said last, and a response what the assistant said.
     """
-    # Read by the libraries when they are first imported.
-    os.environ.setdefault("HF_DATASETS_OFFLINE", os.environ.get("HF_HUB_OFFLINE", "1"))
     from datasets import Dataset
 
     kept: list[dict[str, str]] = []
@@ -119,6 +117,9 @@ def _validated(row: Any, columns: Columns) -> dict[str, str]:
             written[part] = _written(row, part, field)
         else:
             good[part] = _text(row, part, field)
+    if good.get("reward", "exact_match") not in BUILT_IN:
+        detail = f"'{good['reward']:.40}' is none of {', '.join(sorted(BUILT_IN))}"
+        raise BadPart(f"unknown reward in '{columns.reward}'", detail)
     if "chosen" in written and written["chosen"] == written["rejected"]:
         raise BadPart("equal pair", f"'{columns.chosen}' and '{columns.rejected}' are the same")
     return {**good, **_Exchange(written, columns).parts()}
@@ -226,9 +227,11 @@ def _text(row: Mapping[str, Any], part: str, field: str) -> str:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if isinstance(value, float) and not math.isfinite(value):
         raise BadPart(f"wrong type of '{field}'", f"expected a finite number, got {value}")
-    is_figure = part == "order" or part.endswith("_score")
+    is_figure = part == "pass_rate" or part.endswith("_score")
     if is_figure and not (is_number and abs(value) <= sys.float_info.max):
         raise BadPart(f"wrong type of '{field}'", f"expected a number, got {_kind(value)}")
+    if part == "pass_rate" and not 0 <= float(value) <= 1:
+        raise BadPart(f"wrong value of '{field}'", f"expected 0 to 1, got {value:g}")
     if is_number and (part in ("answer", "id") or is_figure):
         value = json.dumps(value)
     if not isinstance(value, str):

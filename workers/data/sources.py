@@ -8,12 +8,9 @@ not fill a batch is left out of that epoch, so no problem stands twice in one st
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Container, Mapping, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...algorithms.roles.language import Demonstrations, PreferencePairs, Prompts, ScoredPairs
@@ -21,6 +18,7 @@ from ...dataflow.errors import ConfigError, one_process
 from ..models.tokenizer import Tokenizer, pad_rows
 from .chat import ChatOptions
 from .conversation_tokens import Encoded
+from .orders import SHUFFLED, Order, step_rows
 from .row_encoder import RowEncoder
 from .row_report import DataReport
 from .synthetic_negatives import wrong_answer
@@ -31,58 +29,9 @@ __all__ = [
     "PairSource",
     "PromptSource",
     "ScoredPairSource",
-    "epoch_order",
 ]
 
 _AS_GIVEN = ChatOptions()
-
-
-@lru_cache(maxsize=8)
-def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order in which an epoch visits `num_rows` rows: a permutation, the same on every machine.
-
-    Rows are sorted by one raw Philox number each (key `seed`, counter `epoch`). Raw Philox output
-    is fixed for good, whereas numpy may change how its generators shuffle.
-
-    Returns:
-        i64[num_rows], read-only.
-    """
-    bits = np.random.Philox(key=seed % 2**64, counter=[0, 0, 0, epoch])
-    order = np.argsort(bits.random_raw(num_rows), kind="stable")
-    order.setflags(write=False)
-    return order
-
-
-class _Rows:
-    """Which problems a step uses; shared by the three kinds of source."""
-
-    def __init__(
-        self, what: str, problems: Sequence[int], *, batch_size: int, seed: int, task: Task
-    ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}\n    use at least 1 {what} per step")
-        if batch_size > len(problems):
-            raise ConfigError(
-                f"batch_size is {batch_size} {what}s per step, but task '{task.task_id}' has only "
-                f"{len(problems)}\n    use batch_size <= {len(problems)} (a stage's `per_step` "
-                "key), or more problems"
-            )
-        self._problems = np.asarray(problems, dtype=np.int64)
-        self._batch_size = batch_size
-        self._seed = seed
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return len(self._problems) // self._batch_size
-
-    def at(self, step: int) -> list[int]:
-        """Problem indices of a step, all different."""
-        if step < 0:
-            raise ValueError(f"step must be at least 0, got {step}")
-        epoch, batch = divmod(step, self.steps_per_epoch)
-        order = epoch_order(len(self._problems), self._seed, epoch)
-        chosen = order[batch * self._batch_size : (batch + 1) * self._batch_size]
-        return self._problems[chosen].tolist()
 
 
 class PromptSource:
@@ -96,6 +45,8 @@ class PromptSource:
         max_prompt_tokens: Longer prompts are reported and left out; None for no limit.
         max_bad_fraction: Largest share of prompts that may be left out.
         chat: How prompts that are conversations are rendered.
+        left_out: Training problems that are not used: those that are evaluated on elsewhere.
+        order: Which problems a step takes.
 
     Attributes:
         report: Prompts kept and left out, training and held-out ones together.
@@ -114,14 +65,18 @@ class PromptSource:
         max_prompt_tokens: int | None = None,
         max_bad_fraction: float = 0.1,
         chat: ChatOptions = _AS_GIVEN,
+        left_out: Container[int] = (),
+        order: Order = SHUFFLED,
     ) -> None:
         self.report = DataReport(f"prompts of task '{task.task_id}'")
         reader = RowEncoder(task, tokenizer, self.report, chat, max_prompt_tokens)
         self._prompts = reader.prompts([*task.train, *task.held_out])
         self.report.check(max_bad_fraction)
-        train = [index for index in task.train if index in self._prompts]
+        train = [i for i in task.train if i in self._prompts and i not in left_out]
         self._held_out = [index for index in task.held_out if index in self._prompts]
-        self._rows = _Rows("prompt", train, batch_size=batch_size, seed=seed, task=task)
+        self._rows = step_rows(
+            "prompt", train, batch_size=batch_size, seed=seed, task=task, order=order
+        )
         self._task = task
 
     @property
@@ -133,6 +88,11 @@ class PromptSource:
     def longest(self) -> int:
         """Tokens of the longest prompt, held-out ones included."""
         return max(map(len, self._prompts.values()))
+
+    @property
+    def statistics(self) -> str:
+        """One line on how long the prompts are."""
+        return self.report.with_lengths({"prompt": [len(ids) for ids in self._prompts.values()]})
 
     def batch(self, step: int) -> Prompts:
         """The prompts of a step; `prompt_id` is the problem's index in the task."""
@@ -181,6 +141,7 @@ class DemonstrationSource:
         max_response_tokens: int | None = None,
         max_bad_fraction: float = 0.1,
         chat: ChatOptions = _AS_GIVEN,
+        left_out: Container[int] = (),
     ) -> None:
         self.report = DataReport(f"demonstrations of task '{task.task_id}'")
         _need_answers(task, "demonstrations")
@@ -188,9 +149,12 @@ class DemonstrationSource:
             task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens
         )
         answer_of = one_process()(task.answer_text)
-        self._rows_of = reader.with_responses(task.train, lambda index: (answer_of(index),))
+        self._rows_of = reader.with_responses(
+            [index for index in task.train if index not in left_out],
+            lambda index: (answer_of(index),),
+        )
         self.report.check(max_bad_fraction)
-        self._rows = _Rows(
+        self._rows = step_rows(
             "demonstration", list(self._rows_of), batch_size=batch_size, seed=seed, task=task
         )
 
@@ -203,6 +167,11 @@ class DemonstrationSource:
     def longest(self) -> int:
         """Tokens of the longest row."""
         return _longest(self._rows_of)
+
+    @property
+    def statistics(self) -> str:
+        """One line on how long prompts and answers are."""
+        return self.report.with_lengths(_lengths(self._rows_of))
 
     def batch(self, step: int) -> Demonstrations:
         """The demonstrations of a step; the mask is True on answers and their ends of sequence."""
@@ -233,6 +202,7 @@ class PairSource:
         max_response_tokens: int | None = None,
         max_bad_fraction: float = 0.1,
         chat: ChatOptions = _AS_GIVEN,
+        left_out: Container[int] = (),
     ) -> None:
         self.report = DataReport(f"preference pairs of task '{task.task_id}'")
         with one_process():
@@ -244,9 +214,11 @@ class PairSource:
         self._encoder = reader = RowEncoder(
             task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens
         )
-        self._rows_of = reader.with_responses(task.train, self._given)
+        self._rows_of = reader.with_responses(
+            [index for index in task.train if index not in left_out], self._given
+        )
         self.report.check(max_bad_fraction)
-        self._rows = _Rows(
+        self._rows = step_rows(
             "preference pair", list(self._rows_of), batch_size=batch_size, seed=seed, task=task
         )
 
@@ -259,6 +231,11 @@ class PairSource:
     def longest(self) -> int:
         """Tokens of the longest prompt and response; made-up responses do not count."""
         return _longest(self._rows_of)
+
+    @property
+    def statistics(self) -> str:
+        """One line on how long prompts and responses are; made-up responses do not count."""
+        return self.report.with_lengths(_lengths(self._rows_of))
 
     def batch(self, step: int) -> PreferencePairs:
         """The pairs of a step: two rows each, the better one first; `pair_id` is the problem."""
@@ -349,6 +326,14 @@ def _need_answers(task: Task, what: str) -> None:
 
 def _longest(rows: Mapping[int, Sequence[Encoded]]) -> int:
     return max(len(row.ids) for given in rows.values() for row in given)
+
+
+def _lengths(rows: Mapping[int, Sequence[Encoded]]) -> dict[str, list[int]]:
+    """Tokens before the first one that is trained on, and of the rest of each row."""
+    return {
+        "prompt": [given[0].num_before for given in rows.values()],
+        "response": [len(row.ids) - row.num_before for given in rows.values() for row in given],
+    }
 
 
 def _sequences(rows: Sequence[Encoded]) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,9 @@ from .row_report import DataReport
 __all__ = [
     "PATIENCE",
     "Converses",
+    "HasPassRates",
     "HasReplies",
+    "HasShares",
     "HasSuites",
     "Message",
     "ScoresPairs",
@@ -126,13 +128,31 @@ class Converses(Protocol):
 class HasReplies(Protocol):
     """A task whose answers and pairs may be messages that follow the prompt's. Optional."""
 
-    @property
-    def imitates_history(self) -> bool:
+    def imitates_history(self, index: int) -> bool:
         """Whether the assistant's turns before the last one are imitated, too."""
         ...
 
     def replies(self, index: int) -> Sequence[Sequence[Message]] | None:
         """The reply to imitate, or the better and the worse one; None if they are texts."""
+        ...
+
+
+@runtime_checkable
+class HasPassRates(Protocol):
+    """A task that may know how often its problems are solved. Optional."""
+
+    def pass_rate(self, index: int) -> float | None:
+        """From 0 to 1; None if it is not known."""
+        ...
+
+
+@runtime_checkable
+class HasShares(Protocol):
+    """A task of several parts, each with a share of every step. Optional."""
+
+    @property
+    def shares(self) -> Sequence[tuple[float, range]]:
+        """The share and the training problems of each part; shares add up to 1."""
         ...
 
 

@@ -44,8 +44,8 @@ def test_every_kind_is_one(kind: str) -> None:
 def test_what_is_no_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("reasoning_gim") == (
         "'task.kind': there is no task kind 'reasoning_gim'; did you mean 'reasoning_gym'?\n"
-        "    task kinds are: reasoning_gym, file, instructions, gymnasium, board_game, "
-        "library_game, or module:name for your own"
+        "    task kinds are: reasoning_gym, file, hf, instructions, mixture, gymnasium, "
+        "board_game, library_game, or module:name for your own"
     )
     assert refusal("reasoning_gym", nam="gcd") == (
         "a 'reasoning_gym' task has no option 'nam'; did you mean 'name'?\n"

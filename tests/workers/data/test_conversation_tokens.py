@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.data.chat import ChatOptions
-from penstock.workers.data.file_task import FileTask, FileTaskSpec
+from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.data.row_task import RowTask
 from penstock.workers.data.sources import DemonstrationSource, PairSource
 from penstock.workers.models.tokenizer import Tokenizer
 
@@ -30,7 +31,7 @@ LATER = (
 """Shortens what the assistant said before, as templates do with thoughts."""
 
 
-def file_task(folder: Path, *rows: Any, **options: Any) -> FileTask:
+def file_task(folder: Path, *rows: Any, **options: Any) -> RowTask:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given: dict[str, Any] = {"answer_field": None, "max_bad_fraction": 1.0, **options}

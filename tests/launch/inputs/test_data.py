@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.configs.schema import TaskConfig
+from penstock.configs.schema import ModelConfig, TaskConfig
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.inputs.data import TASKS, task_spec_of
+from penstock.launch.inputs.data import TASKS, load_data, task_spec_of
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
 from penstock.workers.data.task import TaskSpec
@@ -101,3 +101,13 @@ def test_conversations_are_trained_on_and_shown_as_such(penstock: Penstock, tmp_
     assert message["role"] == "user"
     assert f"user: {message['content']!r}\n    assistant before training: " in said.err
     assert "<|im_start|>" not in said.err.split("assistant before training: ")[0]
+
+
+def test_keys_of_prompts_are_refused_for_environments() -> None:
+    given = section("gymnasium", id="CartPole-v1", order="priority")
+    with pytest.raises(ConfigError) as caught:
+        load_data(given, ModelConfig(tokenizer="task"))
+    assert str(caught.value) == (
+        "'task.order' is for prompts, and an environment or a game has none\n"
+        "    leave it out, or choose a task with prompts"
+    )

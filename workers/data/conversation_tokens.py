@@ -66,8 +66,10 @@ def encode_conversation(
     """
 
     def rendered(count: int, begins_answer: bool) -> list[int]:
-        given = {"tools": tools, "add_generation_prompt": begins_answer, **variables}
-        return tokenizer.encode(tokenizer.render(messages[:count], **given))
+        text = tokenizer.render(
+            messages[:count], tools=tools, add_generation_prompt=begins_answer, **variables
+        )
+        return tokenizer.encode(text)
 
     ids = rendered(len(messages), False)
     marks = tokenizer.generation_marks(messages, tools=tools, **variables)

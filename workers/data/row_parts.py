@@ -98,9 +98,9 @@ def good_rows(source: Iterable[tuple[str, Any]], columns: Columns, report: DataR
             continue
         kept.append({**good, "where": where})
     report.keep(len(kept))
-    written = ("prompt", "messages", "tools", "replies", "where")
-    names = dict.fromkeys([*columns.parts, *(["response"] if columns.messages else []), *written])
-    return Dataset.from_dict({name: [row[name] for row in kept] for name in names})
+    response = ("response",) if columns.messages else ()
+    names = {*columns.parts, *response, "prompt", "messages", "tools", "replies", "where"}
+    return Dataset.from_dict({name: [row[name] for row in kept] for name in sorted(names)})
 
 
 def _validated(row: Any, columns: Columns) -> dict[str, str]:

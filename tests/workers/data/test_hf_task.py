@@ -26,9 +26,7 @@ def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def test_a_folder_is_read_with_its_splits(tmp_path: Path) -> None:
@@ -64,9 +62,7 @@ def _refused(**options: Any) -> str:
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     said = _refused(dataset="nobody/nothing")
     assert said.startswith("dataset 'nobody/nothing', split 'train', cannot be loaded: ")
     assert said.endswith(

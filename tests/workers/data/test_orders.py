@@ -23,8 +23,10 @@ def rated(folder: Path, rates: list[float]) -> RowTask:
 
 
 def rows_of(task: RowTask, batch_size: int = 2, seed: int = 0, **order: Any) -> StepRows:
-    given = {"batch_size": batch_size, "seed": seed, "task": task, "order": Order(**order)}
-    return step_rows("prompt", task.train, **given)
+    chosen = Order(**order)
+    return step_rows(
+        "prompt", task.train, batch_size=batch_size, seed=seed, task=task, order=chosen
+    )
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "curriculum", "priority"])

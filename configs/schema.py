@@ -43,6 +43,7 @@ SAME = "same"
 
 AtLeastOne = Annotated[int, Field(ge=1, le=10**12)]
 Count = Annotated[int, Field(ge=0, le=10**12)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**62)]
 """Half of what torch takes, so that an offset can be added."""
 GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
@@ -155,12 +156,29 @@ class TaskConfig(BaseModel):
     )
 
     kind: str
-    """`reasoning_gym` for generated problems, `file` for a JSONL or Parquet file, `gymnasium`,
-    `board_game` and `library_game` to act in; or `module:Class` of a task of your own."""
+    """`reasoning_gym` for generated problems, `instructions` for requests with an instruction that
+    can be checked, `file` for a JSONL or Parquet file, `hf` for a data set of Hugging Face's,
+    `mixture` for several of these, `gymnasium`, `board_game` and `library_game` to act in; or
+    `module:Class` of a task of your own."""
     max_prompt_tokens: AtLeastOne | None = None
     """Longer prompts are reported and left out."""
     max_response_tokens: AtLeastOne = 16
     """Longest response, end-of-sequence included: sampled, imitated or compared."""
+    chat: bool = False
+    """Whether a prompt that is a text is rendered by the tokenizer's chat template, as one message
+    of a user. Prompts that are conversations always are."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Further variables of the chat template: `{enable_thinking: false}`."""
+    order: Literal["shuffled", "curriculum", "priority"] = "shuffled"
+    """How prompts are chosen. `shuffled`: every one once in an epoch. `curriculum`: the easiest
+    first. `priority`: each with a weight of 1 - pass rate. The last two need `pass_rate_field`."""
+    curriculum_steps: AtLeastOne = 100
+    """Steps until a curriculum takes from all prompts."""
+    pass_rates: tuple[Share, Share] = (0.0, 1.0)
+    """Lowest and highest pass rate of prompts that are trained on."""
+    decontaminate_words: AtLeastOne | None = None
+    """Training problems that share so many words in a row with a held-out prompt are left out; null
+    compares nothing. 8 to 13 are usual."""
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Largest share of rows that may be left out before the run refuses to start."""
 

@@ -23,6 +23,7 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Constant, Graph, NodeKind
 from ...planner.inputs.model_shape import ModelShape, shape_of
 from ...planner.inputs.workload import Lengths, Workload
+from ...workers.data.chat import BadPrompt
 from ..inputs.compose import Resolved
 from ..inputs.data import Data, load_data
 from ..inputs.own_workers import asked_for, is_own
@@ -208,15 +209,15 @@ class PlanInputs:
         """As configured, or as long as the prompts of the task's training problems are."""
         if section.prompt is not None:
             return _lengths(section.prompt)
-        task, tokenizer = self._data.task, self._data.tokenizer
-        texts = [task.prompt_text(index) for index in task.train[:_PROMPTS_MEASURED]]
+        task = self._data.task
+        encoded = self._data.prompts.encode(task.train[:_PROMPTS_MEASURED])
         longest = self._run.task.max_prompt_tokens or math.inf
-        counts = Counter(len(tokens) for tokens in tokenizer.encode_many(texts))
+        counts = Counter(len(tokens) for tokens in encoded if not isinstance(tokens, BadPrompt))
         lengths = sorted(length for length in counts if 0 < length <= longest)
         if not lengths:
             raise ConfigError(
-                f"none of the first {len(texts)} prompts of task '{task.task_id}' can be used, so "
-                "their lengths are not known\n    give them: workload.prompt=1024"
+                f"none of the first {len(encoded)} prompts of task '{task.task_id}' can be used, "
+                "so their lengths are not known\n    give them: workload.prompt=1024"
             )
         weights = tuple(float(counts[length]) for length in lengths)
         return Lengths(tokens=tuple(lengths), weights=weights)

@@ -38,7 +38,7 @@ class Measured:
     Attributes:
         metrics: Everything it reported.
         accuracy: Share of held-out problems answered right, 0 to 1; None if there are no problems.
-        examples: The first responses: prompt_id, prompt, response, score.
+        examples: The first responses: prompt_id, prompt or messages, response, score.
         episode_return: Actor -> what it earned in a held-out episode, on average.
         num_episodes: Episodes of each.
     """
@@ -100,6 +100,7 @@ class Evaluator:
                 path=str(self._examples.resolve()),
                 tokenizer=data.tokenizer_spec,
                 num_examples=num_examples,
+                conversations=data.prompts.conversations(held_out.problems[:num_examples]),
             ),
         }
 

@@ -18,7 +18,7 @@ from ..inputs.compose import Resolved
 from ..inputs.data import Data, HeldOut, load_data
 from ..inputs.env_specs import MODEL_TYPE
 from ..inputs.sizes import check_lengths, longest_sampled
-from ..inputs.tables import longest_rows, sources_of
+from ..inputs.tables import longest_rows, sources_of, statistics_of
 from ..placement.auto_place import choose
 from ..placement.place import make_executor, with_threads, written_plan
 from ..placement.settled import fetch_weights, settled
@@ -74,6 +74,12 @@ class Job:
         )
 
     @property
+    def statistics(self) -> list[str]:
+        """How long the rows of every stage are, each line once."""
+        lines = [line for tables in self.sources.values() for line in statistics_of(tables)]
+        return list(dict.fromkeys(lines))
+
+    @property
     def model_folders(self) -> set[str]:
         """The folders of models and tokenizers that are there before any stage has run."""
         plans = [plan for stage in self.stages for plan in stage.roles.values()]
@@ -106,6 +112,8 @@ def prepare(run: Resolved, plan: Plan | None = None) -> Job:
     data = load_data(run.task, run.model)
     run = replace(run, model=_with_vocabulary(run.model, stages[-1], data))
     reports: list[DataReport] = [data.task.report]
+    if (contaminated := data.contaminated[1]) is not None:
+        reports.append(contaminated)
     sources: dict[str, Mapping[str, Source]] = {}
     for stage in stages:
         sources[stage.name], left_out = sources_of(stage, data)

@@ -132,11 +132,24 @@ def _examples(outcome: Outcome) -> list[str]:
         return []
     lines: list[str] = []
     for before, after in zip(outcome.before.examples, outcome.after.examples, strict=False):
+        if "messages" in before:
+            lines += _conversation(before, after)
+            continue
         lines.append(
             f"{before['prompt']!r}: {before['response']!r} ({before['score']:g}) before, "
             f"{after['response']!r} ({after['score']:g}) after"
         )
     return lines
+
+
+def _conversation(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What was said, a line a turn, and the two answers."""
+    said = [f"{message['role']}: {message['content']!r}" for message in before["messages"]]
+    answers = [
+        f"    assistant {when} training: {example['response']!r} ({example['score']:g})"
+        for when, example in (("before", before), ("after", after))
+    ]
+    return [*said, *answers]
 
 
 def _unverified(outcome: Outcome) -> list[str]:

@@ -57,6 +57,8 @@ def extra(option: Path, tmp_path: Path) -> list[str]:
         "model/folder": [f"model.folder={model_folder(tmp_path)}"],
         "task/own": ["task.kind=penstock.workers.data.file_task:FileTaskSpec", "task.path=a"],
         "task/file": ["task.path=problems.jsonl"],
+        "task/hf": ["task.dataset=problems"],
+        "task/mixture": ["task.tasks={sums: chain_sum}"],
         "task/gymnasium": ["task.id=CartPole-v1", *IN_ENVIRONMENTS],
         "task/cartpole": IN_ENVIRONMENTS,
         "task/acrobot": IN_ENVIRONMENTS,

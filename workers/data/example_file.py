@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ...algorithms.roles.language import Observer, PerSample, PromptId, TokenIds, TokenMask
 from ...dataflow.file_errors import writing
@@ -24,6 +26,11 @@ class ExampleFileSpec:
     """The policy's tokenizer."""
     num_examples: int = 4
     """Responses to keep."""
+    conversations: Mapping[int, Sequence[Mapping[str, Any]]] = field(
+        default_factory=dict[int, Sequence[Mapping[str, Any]]]
+    )
+    """Problem -> its messages, of those whose prompts are conversations: the decoded prompt would
+    show the template around them."""
 
     def build(self, context: WorkerContext) -> ExampleFile:
         """Make the observer; every rank may write, and all see the same rows."""
@@ -41,7 +48,7 @@ class ExampleFile(Observer):
     def observe(
         self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId, *, score: PerSample
     ) -> PerSample:
-        """Write one line per kept response: prompt_id, prompt, response, score."""
+        """Write one line per kept response: prompt_id, prompt or messages, response, score."""
         count = self._spec.num_examples
         first, chosen = tokens[:count], mask[:count]
         before = first.masked_fill(chosen.cumsum(1) > 0, -1)
@@ -52,9 +59,11 @@ class ExampleFile(Observer):
             score[:count].tolist(),
             strict=True,
         )
+        known = self._spec.conversations
         lines = [
-            json.dumps({"prompt_id": i, "prompt": prompt, "response": response, "score": value})
+            json.dumps({"prompt_id": i, **asked, "response": response, "score": value})
             for i, prompt, response, value in rows
+            for asked in [{"messages": known[i]} if i in known else {"prompt": prompt}]
         ]
         path = Path(self._spec.path)
         with writing(path):

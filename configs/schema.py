@@ -32,6 +32,7 @@ __all__ = [
     "RoleConfig",
     "RolloutConfig",
     "RunConfig",
+    "SuiteConfig",
     "TaskConfig",
     "TrackerConfig",
 ]
@@ -234,17 +235,51 @@ class MismatchConfig(Section):
     """End the run if they differ by more, before the weights are changed."""
 
 
-class EvaluationConfig(Section):
-    """Before and after training: greedy accuracy on problems, or the return of episodes."""
+class SuiteConfig(Section):
+    """Problems to evaluate on besides the task's own."""
 
+    task: TaskConfig
+    """Where they come from, as in the section `task`: its held-out problems, or all problems of a
+    task that holds out none. `+task@evaluation.suites.NAME.task=chain_sum` takes an option of
+    `task=`."""
+    num_prompts: AtLeastOne | None = None
+    """The first so many of them; by default at most as many as `evaluation.num_prompts`."""
+    sampling: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """As `evaluation.sampling`, whose fields stay where they are not given here."""
+
+
+class EvaluationConfig(Section):
+    """Before and after training, and between steps: accuracy on problems, or episodes' return."""
+
+    every: AtLeastOne | None = None
+    """Steps between evaluations during training; null for none but those before and after."""
     num_prompts: Count = 512
-    """Held-out problems; 0 turns evaluation on problems off."""
+    """Held-out problems of the task, of each suite that it names at most; 0 asks none of them."""
+    sampling: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Fields of `Sampling` to answer with; by default one greedy response per prompt
+    (`temperature: 0`) of at most `task.max_response_tokens`. With `num_samples: 8` accuracy is the
+    mean over 8 samples, and pass@2, pass@4 and pass@8 are measured beside it."""
+    suites: dict[GroupName, SuiteConfig] = Field(default_factory=dict[str, SuiteConfig])
+    """Further problems by name, each with a task of its own: `evaluation/NAME/accuracy`."""
+    keep_best: Annotated[str, Field(min_length=1)] | None = None
+    """A metric as logged below `evaluation/`: `accuracy`, `NAME/pass@4`, `actor/return`. The
+    checkpoint of the step where it was highest is kept beside the newest ones."""
+    stop_after: AtLeastOne | None = None
+    """End the run once `keep_best` has not improved in so many evaluations."""
     num_examples: Count = 4
     """Problems whose responses are shown and kept."""
     num_episodes: Count = 20
     """Held-out episodes in environments, rounded up to as many in each; 0 plays none."""
     max_episode_steps: AtLeastOne = 10_000
     """A held-out episode that is longer counts with what was earned by then."""
+
+    @model_validator(mode="after")
+    def _is_reached(self) -> EvaluationConfig:
+        if self.stop_after is not None and self.keep_best is None:
+            raise ValueError("stop_after is set, but keep_best does not say which metric improves")
+        if self.keep_best is not None and self.every is None:
+            raise ValueError("keep_best is set, but every is null, so no step is evaluated")
+        return self
 
 
 class TrackerConfig(Section):

@@ -1,4 +1,4 @@
-"""The data of a run: its task, its tokenizer, and the problems held out of training.
+"""The data of a run: its task and its tokenizer.
 
 The kinds of task stand here, one line each. One of one's own is `task=own task.kind=module:Class`
 with a dataclass that is a `TaskSpec`; its fields are the keys of the section.
@@ -11,21 +11,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ...algorithms.roles.language import Prompts
 from ...configs.references import entry_or_own
 from ...configs.schema import ModelConfig, TaskConfig
 from ...configs.validate import check_finite, fields_of, nearest_key, validated
 from ...dataflow.errors import ConfigError, one_process
 from ...workers.data.file_task import FileTaskSpec
 from ...workers.data.reasoning_task import ReasoningTaskSpec
-from ...workers.data.sources import PromptSource
 from ...workers.data.task import Task, TaskSpec, fingerprint, task_alphabet
 from ...workers.envs.games.task import BoardTaskSpec, LibraryGameTaskSpec
 from ...workers.envs.task import EnvTaskSpec
 from ...workers.models.tokenizer import Tokenizer, TokenizerSpec
 from .env_specs import acted_in
 
-__all__ = ["TASKS", "Data", "HeldOut", "load_data", "task_spec_of"]
+__all__ = ["TASKS", "Data", "load_data", "task_spec_of"]
 
 TASKS: Mapping[str, Any] = {
     "reasoning_gym": ReasoningTaskSpec,
@@ -112,41 +110,3 @@ def load_data(section: TaskConfig, model: ModelConfig) -> Data:
     else:
         tokenizer_spec = chosen
     return Data(section, spec, task, tokenizer_spec, tokenizer_spec.build())
-
-
-class HeldOut:
-    """The held-out prompts as a source: the same in every step.
-
-    Args:
-        data: The run's.
-        num_prompts: How many to ask at most.
-
-    Attributes:
-        longest: Tokens of the task's longest prompt.
-
-    Raises:
-        ConfigError: If too many prompts cannot be used.
-    """
-
-    def __init__(self, data: Data, num_prompts: int) -> None:
-        source = PromptSource(
-            data.task,
-            data.tokenizer,
-            batch_size=1,
-            seed=0,
-            max_prompt_tokens=data.section.max_prompt_tokens,
-            max_bad_fraction=data.section.max_bad_fraction,
-        )
-        available = len(data.task.held_out) - source.report.num_bad
-        self._prompts = source.held_out(min(num_prompts, available))
-        self.longest = source.longest
-
-    @property
-    def num_prompts(self) -> int:
-        """How many problems are asked."""
-        return len(self._prompts.prompt_id)
-
-    def batch(self, step: int) -> Prompts:
-        """All of them."""
-        del step
-        return self._prompts

@@ -1,10 +1,11 @@
-"""An observer that keeps the first scored responses of an evaluation as text, in a file."""
+"""An observer that keeps an evaluation's scores, and the first responses as text, in a file."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...algorithms.roles.language import Observer, PerSample, PromptId, TokenIds, TokenMask
 from ...dataflow.file_errors import writing
@@ -19,7 +20,7 @@ class ExampleFileSpec:
     """Recipe for an `ExampleFile`; a `WorkerSpec`."""
 
     path: str
-    """JSONL file; each evaluation replaces it."""
+    """JSON file; each evaluation replaces it."""
     tokenizer: TokenizerSpec
     """The policy's tokenizer."""
     num_examples: int = 4
@@ -41,7 +42,22 @@ class ExampleFile(Observer):
     def observe(
         self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId, *, score: PerSample
     ) -> PerSample:
-        """Write one line per kept response: prompt_id, prompt, response, score."""
+        """Write `examples`, of each prompt_id, prompt, response and score, and all `scores`.
+
+        `scores` has a problem's index, as text, and what each of its samples scored.
+        """
+        scores: dict[int, list[float]] = {}
+        for problem, value in zip(prompt_id.tolist(), score.tolist(), strict=True):
+            scores.setdefault(problem, []).append(value)
+        examples = self._examples(tokens, mask, prompt_id, score)
+        path = Path(self._spec.path)
+        with writing(path):
+            path.write_text(json.dumps({"examples": examples, "scores": scores}))
+        return score
+
+    def _examples(
+        self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId, score: PerSample
+    ) -> list[dict[str, Any]]:
         count = self._spec.num_examples
         first, chosen = tokens[:count], mask[:count]
         before = first.masked_fill(chosen.cumsum(1) > 0, -1)
@@ -52,11 +68,7 @@ class ExampleFile(Observer):
             score[:count].tolist(),
             strict=True,
         )
-        lines = [
-            json.dumps({"prompt_id": i, "prompt": prompt, "response": response, "score": value})
+        return [
+            {"prompt_id": i, "prompt": prompt, "response": response, "score": value}
             for i, prompt, response, value in rows
         ]
-        path = Path(self._spec.path)
-        with writing(path):
-            path.write_text("".join(f"{line}\n" for line in lines))
-        return score

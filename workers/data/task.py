@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from ...dataflow.errors import one_process
@@ -19,6 +20,7 @@ from .row_report import DataReport
 
 __all__ = [
     "PATIENCE",
+    "HasSuites",
     "ScoresPairs",
     "Task",
     "TaskSpec",
@@ -95,6 +97,15 @@ class ScoresPairs(Protocol):
 
     def pair_scores(self, index: int) -> tuple[float, float] | None:
         """Scores of the better and the worse response, or None."""
+        ...
+
+
+@runtime_checkable
+class HasSuites(Protocol):
+    """A task whose held-out problems fall into kinds that are evaluated apart. Optional."""
+
+    def suites(self) -> Mapping[str, Sequence[int]]:
+        """Name of a suite -> indices of held-out problems."""
         ...
 
 

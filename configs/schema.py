@@ -25,8 +25,10 @@ __all__ = [
     "SAME",
     "AlgorithmConfig",
     "EngineConfig",
+    "EvalConfig",
     "EvaluationConfig",
     "ExecutorConfig",
+    "ExportConfig",
     "MismatchConfig",
     "ModelConfig",
     "RoleConfig",
@@ -337,6 +339,39 @@ class RunConfig(Section):
     """Checkpoints kept per stage, the newest ones."""
     runs: FileName = "runs"
     """The folder in which run folders are made."""
+
+
+StepKept = Annotated[int, Field(ge=0)] | Literal["best"] | None
+
+
+class EvalConfig(Section):
+    """What `penstock eval` takes besides the keys of a run."""
+
+    run: FileName | None = None
+    """A run's folder, whose policy is evaluated; null for the section `model`."""
+    step: StepKept = None
+    """Of a run: steps that were complete at one of its checkpoints, or `best`; by default the
+    newest."""
+    output: FileName | None = None
+    """A JSON file for what was found, problem by problem."""
+
+
+class ExportConfig(Section):
+    """What `penstock export` takes."""
+
+    run: FileName
+    """A run's folder; the run may be going on."""
+    step: StepKept = None
+    """Steps that were complete at one of its checkpoints, or `best`; by default the newest."""
+    role: str | None = None
+    """Which trained role; the policy by default."""
+    output: FileName | None = None
+    """The folder to write, new or empty; by default `RUN-step-N` in the working directory."""
+    push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
+    """A repository `ORG/NAME` of the hub that HF_ENDPOINT names, to upload the folder to; the token
+    is taken from HF_TOKEN."""
+    private: bool = True
+    """Whether a repository that is made for it is private."""
 
 
 def model_spec(config: ModelConfig, **architecture: Any) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""The command line: `penstock run`, `penstock graph`, `penstock plan`, `penstock profile`.
+"""The command line: `penstock run`, `penstock graph`, `penstock plan` and the others below.
 
 This module finds the command, runs it, and turns whatever happens into an exit code and at most one
 message:
@@ -33,6 +33,8 @@ COMMANDS: Mapping[str, str] = {
     "run": "train as an algorithm, a model and a task say; or continue a run",
     "graph": "show the graph that an algorithm's step function makes",
     "plan": "say where each node should run, in which layout, and how long a step takes",
+    "eval": "answer held-out problems with the policy of a run, or with any model",
+    "export": "write a run's model at a checkpoint as a Hugging Face folder, or upload it",
     "profile": "measure this machine, for plans and for runs that are planned",
 }
 
@@ -123,6 +125,14 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from .cli.plan import profile_command
 
         return profile_command
+    if name == "eval":
+        from .cli.evaluate import eval_command
+
+        return eval_command
+    if name == "export":
+        from .cli.export import export_command
+
+        return export_command
     from .cli.run import run_command
 
     return run_command

@@ -24,10 +24,10 @@ __all__ = [
     "Change",
     "Evaluations",
     "Measured",
+    "accuracy_interval",
     "logged_name",
     "names_of",
     "pass_at",
-    "step_of",
 ]
 
 WHOLE = ""
@@ -126,6 +126,19 @@ def names_of(num_samples: int) -> list[str]:
     return ["accuracy", *(f"pass@{k}" for k in _passes(num_samples))]
 
 
+def accuracy_interval(found: Measured) -> tuple[float, float] | None:
+    """The 95 % interval around an accuracy, over problems; None unless there are two or more."""
+    shares = [right / len(found.scores[problem]) for problem, right in found.correct.items()]
+    if len(shares) < 2:
+        return None
+    half = _half_width(shares)
+    return statistics.fmean(shares) - half, statistics.fmean(shares) + half
+
+
+def _half_width(values: list[float]) -> float:
+    return _95 * statistics.stdev(values) / math.sqrt(len(values))
+
+
 @dataclass(frozen=True)
 class Change:
     """How the accuracy of a suite changed, problem by problem.
@@ -152,8 +165,7 @@ class Change:
             - before.correct[problem] / len(before.scores[problem])
             for problem in both
         ]
-        error = statistics.stdev(changes) / math.sqrt(len(changes))
-        return cls(statistics.fmean(changes), _95 * error, len(both))
+        return cls(statistics.fmean(changes), _half_width(changes), len(both))
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -247,17 +259,3 @@ class Evaluations:
 def logged_name(suite: str, name: str) -> str:
     """A suite's metric as it is named in logs, below `evaluation/`."""
     return f"{suite}/{name}" if suite else name
-
-
-def step_of(given: object) -> int | str | None:
-    """The key `step` of a command: a number of steps, `best`, or nothing for the newest.
-
-    Raises:
-        ConfigError: If it is something else.
-    """
-    if given is None or given == "best" or type(given) is int and given >= 0:
-        return given  # pyright: ignore[reportReturnType]
-    raise ConfigError(
-        f"'step': expected a number of steps or 'best', got {given!r}\n"
-        "    leave it out for the newest checkpoint"
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from ...dataflow.runtime.engine import Engine
 from ...dataflow.runtime.executor import Program
 from ...dataflow.runtime.placement import Placement, follow, one_group
 from ...dataflow.runtime.worker_protocol import WorkerSpec
+from ...dataflow.scheduler.schedule import Schedule
 from ...workers.data.example_file import ExampleFileSpec
 from ...workers.rewards.kinds import RULES
 from ...workers.rewards.rule_reward import RuleRewardSpec
@@ -27,7 +29,7 @@ from ..run_dir.evaluations import SHARES, Measured
 from .stages import Stage
 from .suites import Suite
 
-__all__ = ["Evaluator", "evaluation_graph", "renamed", "rule_of", "stage_evaluator"]
+__all__ = ["Evaluator", "evaluate", "evaluation_graph", "renamed", "rule_of", "stage_evaluator"]
 
 _PROGRAM = "evaluate"
 _ACTOR, _VERIFIER, _OBSERVER = "actor", "verifier", "observer"
@@ -158,6 +160,51 @@ def stage_evaluator(
         rule=rule_of(stage),
         placed=lambda graph: follow(graph, stage.graph, stage.placement),
     )
+
+
+def evaluate(
+    policy: WorkerSpec,
+    suites: Sequence[Suite],
+    num_examples: int,
+    *,
+    rule: Callable[..., RuleRewardSpec] = RuleRewardSpec,
+    device: str = "cpu",
+    seed: int = 0,
+    deadline_s: float = 600.0,
+) -> dict[str, Measured]:
+    """Evaluate one policy in this process, outside any run.
+
+    Args:
+        policy: Who answers.
+        suites: The problems, at least one suite.
+        num_examples: Responses of each suite that are kept.
+        rule: Makes the spec of what scores answers to the run's own problems.
+        device: Where the policy is.
+        seed: Of what is sampled.
+        deadline_s: Longest wait for the answers to one suite.
+
+    Raises:
+        ConfigError: If the policy cannot be built.
+        WorkerError: If it, or a verifier, fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        evaluator = Evaluator(
+            suites,
+            num_examples,
+            Path(folder),
+            rule=rule,
+            placed=lambda graph: one_group(graph, device=device),
+        )
+        main = evaluator.programs[_program(0)]
+        with Engine(
+            main.graph,
+            main.placement,
+            workers={_ACTOR: policy, **evaluator.workers},
+            schedule=Schedule(deadline_s=deadline_s),
+            seed=seed,
+            also=evaluator.programs,
+        ) as engine:
+            return evaluator.measure(engine)
 
 
 def rule_of(stage: Stage) -> Callable[..., RuleRewardSpec]:

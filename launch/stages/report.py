@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ..run_dir.atomic import write_text
 from ..run_dir.curve import draw_curve
-from ..run_dir.evaluations import WHOLE, Change, Measured
+from ..run_dir.evaluations import WHOLE, Change, Measured, accuracy_interval
 from ..run_dir.progress import format_duration
 from ..run_dir.run_folder import CodeVersion, RunFolder
 from ..run_dir.trackers.jsonl import read_metrics
@@ -20,7 +20,7 @@ from .headline import Headline
 from .job import Job
 from .train import Outcome
 
-__all__ = ["summary_of", "write_report"]
+__all__ = ["change_text", "measured_text", "summary_of", "write_report"]
 
 
 def summary_of(
@@ -180,6 +180,20 @@ def _suites(job: Job, outcome: Outcome) -> list[str]:
         for name, measured in outcome.before.items()
         if measured.scores and name in outcome.after
     ]
+
+
+def measured_text(name: str, measured: Measured) -> str:
+    """A line on what was found of one suite."""
+    interval = accuracy_interval(measured)
+    around = f" (95 % interval {interval[0]:.1%} to {interval[1]:.1%})" if interval else ""
+    others = [f"{key} {value:.1%}" for key, value in measured.values.items() if key != "accuracy"]
+    return ", ".join(
+        [
+            f"{name or 'held out'}: {len(measured.scores)} problems",
+            f"accuracy {measured.accuracy or 0:.1%}{around}",
+            *others,
+        ]
+    )
 
 
 def change_text(name: str, before: Measured, after: Measured) -> str:

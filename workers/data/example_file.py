@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...algorithms.roles.language import Observer, PerSample, PromptId, TokenIds, TokenMask
 from ...dataflow.file_errors import writing
 from ...dataflow.runtime.worker_protocol import WorkerContext
@@ -24,7 +26,7 @@ class ExampleFileSpec:
     tokenizer: TokenizerSpec
     """The policy's tokenizer."""
     num_examples: int = 4
-    """Responses to keep."""
+    """Prompts whose first response is kept."""
 
     def build(self, context: WorkerContext) -> ExampleFile:
         """Make the observer; every rank may write, and all see the same rows."""
@@ -58,14 +60,17 @@ class ExampleFile(Observer):
     def _examples(
         self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId, score: PerSample
     ) -> list[dict[str, Any]]:
-        count = self._spec.num_examples
-        first, chosen = tokens[:count], mask[:count]
+        firsts: dict[int, int] = {}
+        for row, problem in enumerate(prompt_id.tolist()):
+            firsts.setdefault(problem, row)
+        kept = torch.tensor(list(firsts.values())[: self._spec.num_examples], dtype=torch.int64)
+        first, chosen = tokens[kept], mask[kept]
         before = first.masked_fill(chosen.cumsum(1) > 0, -1)
         rows = zip(
-            prompt_id[:count].tolist(),
+            prompt_id[kept].tolist(),
             self._tokenizer.decode_rows(before),
             self._tokenizer.decode_responses(first, chosen),
-            score[:count].tolist(),
+            score[kept].tolist(),
             strict=True,
         )
         return [

@@ -53,7 +53,7 @@ def completions(line: str, commands: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("penstock ", ["run", "graph", "plan", "profile", "--help", "--version"]),
+        ("penstock ", ["run", "graph", "plan", "eval", "export", "profile", "--help", "--version"]),
         ("penstock g", ["graph"]),
         ("penstock run alg", ["algorithm.", "algorithm="]),
         ("penstock run algorithm=pp", ["algorithm=ppo"]),

@@ -205,7 +205,7 @@ def wait_for_evaluation(run_parent: Path, step: int, *, deadline_s: float = 120.
     while time.monotonic() < until:
         for file in run_parent.glob("*/metrics.jsonl"):
             if any(row["step"] == step - 1 for row in read_metrics(file)):
-                time.sleep(0.2)
+                time.sleep(0.1)
                 return
         time.sleep(0.01)
     raise AssertionError(f"step {step} was not reached within {deadline_s} s")
@@ -222,7 +222,7 @@ def test_a_run_killed_while_it_evaluates_evaluates_again(
         f"checkpoint_every={checkpoint_every}",
         f"schedule.max_lag={max_lag}",
     )
-    measured = (*words, "evaluation.every=4", "evaluation.sampling={num_samples:48,temperature:1}")
+    measured = (*words, "evaluation.every=4", "evaluation.sampling={num_samples:24,temperature:1}")
     assert penstock("run", *words, "runs=plain", "evaluation.num_prompts=0").code == 0
     assert penstock("run", *measured, "runs=whole").code == 0
     process = subprocess.Popen(

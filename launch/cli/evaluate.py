@@ -143,8 +143,9 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
 
 
 def _show(what: str, found: Mapping[str, Measured], before: Mapping[str, Measured]) -> None:
+    from ..run_dir.evaluations import Change
     from ..run_dir.stop import visible
-    from ..stages.report import change_text, measured_text
+    from ..stages.report import measured_text
 
     for measured in found.values():
         for one in measured.examples:
@@ -152,5 +153,6 @@ def _show(what: str, found: Mapping[str, Measured], before: Mapping[str, Measure
     print(f"{what}:")
     for name, measured in found.items():
         print(measured_text(name, measured))
-        if name in before and before[name].scores:
-            print(f"    before training: {change_text(name, before[name], measured)}")
+        change = Change.between(before[name], measured) if name in before else None
+        if change is not None:
+            print(f"    since before training: accuracy {change}")

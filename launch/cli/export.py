@@ -155,4 +155,6 @@ def push_folder(folder: Path, repository: str, message: str, *, private: bool) -
             f"{type(error).__name__}: {said:.300}\n    see that the token in HF_TOKEN may write "
             "there, and upload the folder again"
         ) from None
+    finally:
+        huggingface_hub.close_session()
     return f"{endpoint}/{repository}"

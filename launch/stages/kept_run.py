@@ -69,6 +69,7 @@ class KeptRun:
         if step == "best":
             step = self._best_step()
         there = checkpoints_in(self.folder.checkpoints)
+        faults: list[str] = []
         for kept in [step] if isinstance(step, int) else reversed(there):
             folder = there.get(kept)
             if folder is None:
@@ -76,10 +77,10 @@ class KeptRun:
             fault = fault_of(folder)
             if fault is None:
                 return Kept(kept, folder)
-            if step is not None and folder.exists():
-                raise ConfigError(
-                    f"checkpoint '{folder}' cannot be used: {fault}\n    {self._there()}"
-                )
+            if folder.exists():
+                faults.append(f"checkpoint '{folder}' cannot be used: {fault}")
+        if faults:
+            raise ConfigError("\n    ".join([*faults, self._there()]))
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise ConfigError(f"run '{self.folder.id}' keeps {which}\n    {self._there()}")
 

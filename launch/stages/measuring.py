@@ -49,9 +49,12 @@ class Measuring:
         evaluator: Who measures; None if nothing is measured.
         config: How often, and what follows.
         kept: Where what was found is kept.
+        first_step: The step that the run goes on from.
         num_steps: The stage's.
         store: Its checkpoints.
-        note: Told of every evaluation, and again of the one at which a run is resumed.
+
+    Raises:
+        ConfigError: If what was found before a run was interrupted cannot be read.
 
     Attributes:
         before: What was found before the first step; empty if nothing was measured.
@@ -65,24 +68,29 @@ class Measuring:
         evaluator: Evaluates | None,
         config: EvaluationConfig,
         kept: Evaluations,
+        first_step: int,
         num_steps: int,
         store: CheckpointStore,
-        note: Callable[[int, Mapping[str, Measured]], None],
     ) -> None:
         self._evaluator, self._config, self._kept = evaluator, config, kept
-        self._num_steps, self._store, self._note = num_steps, store, note
+        self._first_step, self._num_steps, self._store = first_step, num_steps, store
+        self._note: Callable[[int, Mapping[str, Measured]], None] = lambda step, found: None
+        for step in kept.steps() if evaluator else ():
+            if step <= first_step:
+                kept.read(step)
         self.before: dict[str, Measured] = {}
         self.after: dict[str, Measured] = {}
         self.stopped: int | None = None
         self.took_s = 0.0
 
-    def begin(self, engine: Engine, first_step: int) -> None:
+    def begin(self, engine: Engine, note: Callable[[int, Mapping[str, Measured]], None]) -> None:
         """Measure what the stage begins with, unless the run did before it was interrupted.
 
         Args:
             engine: Before its first run: it has the weights the stage starts from.
-            first_step: The step that the run goes on from.
+            note: Told of every evaluation, and again of the one at which a run is resumed.
         """
+        self._note, first_step = note, self._first_step
         if self._evaluator is None:
             return
         self._kept.rewind(first_step)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ..run_dir.atomic import write_text
 from ..run_dir.curve import draw_curve
-from ..run_dir.evaluations import WHOLE, Change, Measured, accuracy_interval
+from ..run_dir.evaluations import WHOLE, Change, Evaluations, Measured, accuracy_interval
 from ..run_dir.progress import format_duration
 from ..run_dir.run_folder import CodeVersion, RunFolder
 from ..run_dir.trackers.jsonl import read_metrics
@@ -20,7 +20,7 @@ from .headline import Headline
 from .job import Job
 from .train import Outcome
 
-__all__ = ["change_text", "measured_text", "summary_of", "write_report"]
+__all__ = ["measured_text", "summary_of", "write_report"]
 
 
 def summary_of(
@@ -130,6 +130,7 @@ def write_report(
     changed = _changed(summary["changes"])
     suites = _suites(job, outcome)
     stopped = [outcome.stopped] if outcome.stopped else []
+    stopped += _best(job, folder)
     said = (*compared, *_examples(outcome), *_unverified(outcome), *changed, *suites, *stopped)
     for line in said:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -176,9 +177,21 @@ def _suites(job: Job, outcome: Outcome) -> list[str]:
     if set(outcome.before) == {WHOLE} and config.every is None and not config.sampling:
         return []
     return [
-        change_text(name, measured, outcome.after[name])
+        _change_text(name, measured, outcome.after[name])
         for name, measured in outcome.before.items()
         if measured.scores and name in outcome.after
+    ]
+
+
+def _best(job: Job, folder: RunFolder) -> list[str]:
+    """Which checkpoint was kept as the best one."""
+    metric, kept = job.run.evaluation.keep_best, Evaluations(folder.path)
+    best = None if metric is None else kept.best(metric)
+    if metric is None or best is None:
+        return []
+    return [
+        f"best: evaluation/{metric} {kept.curve(metric)[best]:.4g} after {best} steps; "
+        f"penstock export run={folder.path} step=best"
     ]
 
 
@@ -196,7 +209,7 @@ def measured_text(name: str, measured: Measured) -> str:
     )
 
 
-def change_text(name: str, before: Measured, after: Measured) -> str:
+def _change_text(name: str, before: Measured, after: Measured) -> str:
     """A line on one suite: every figure before and after, and the paired change of accuracy."""
     now = after.values
     figures = [

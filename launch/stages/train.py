@@ -132,9 +132,9 @@ def run_stage(
     engine = _engine(job, stage, specs, evaluator)
     outcome = Outcome(first_step=first_step)
     config, num_steps, kept = run.evaluation, stage.config.num_steps, Evaluations(home.path)
+    measuring = Measuring(evaluator, config, kept, first_step, num_steps, store)
     with engine, _logs(stage, home, first_step, trackers, config.every is not None) as logs:
-        measuring = Measuring(evaluator, config, kept, num_steps, store, logs.note)
-        measuring.begin(engine, first_step)
+        measuring.begin(engine, logs.note)
         with stoppable(run.schedule.deadline_s) as stop:
             steps = engine.run(
                 job.sources[stage.name],

@@ -137,7 +137,7 @@ def test_on_demand_a_run_is_measured_as_it_measured_itself(penstock: Penstock) -
             assert found["suites"][name]["correct"] == suite["correct"]
             assert found["suites"][name]["accuracy"] == suite["accuracy"]
     assert {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()} == before
-    assert "before training: long: 12 problems" in said.out
+    assert said.out.count("    since before training: accuracy ") == 2
     said = penstock("eval", f"run={run}", "evaluation.num_prompts=5", "evaluation.suites={}")
     assert said.out.splitlines()[-1].startswith("held out: 5 problems, accuracy "), said.err
     model = (f"model.folder={run / 'models' / 'actor'}", "model=folder")

@@ -242,6 +242,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Generator[Any]:
     monkeypatch.setenv("HF_ENDPOINT", server.address)
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     yield server
     server.shutdown()
     server.server_close()
@@ -258,7 +260,7 @@ def test_a_folder_is_uploaded_with_the_token_of_the_environment(
     assert {who for _, who, _ in hub.asked} == {"Bearer hf_secretsecret"}
     path, _, created = hub.asked[0]
     assert path == "/api/repos/create"
-    assert json.loads(created)["private"] is True
+    assert json.loads(created)["visibility"] == "private"
     (commit,) = [content for path, _, content in hub.asked if "/commit/" in path]
     sent = {
         line["value"]["path"]: base64.b64decode(line["value"]["content"])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...configs.schema import ExportConfig
     from ..stages.kept_run import Kept, KeptRun
 
-__all__ = ["export_command", "push_folder"]
+__all__ = ["export_command", "push_folder", "target_folder"]
 
 
 def export_command(arguments: list[str]) -> int:
@@ -43,7 +43,7 @@ def _export(composed: dict[str, Any]) -> None:
     kept = kept_run(keys.run)
     role = _role(kept, keys.role)
     point = kept.checkpoint(keys.step)
-    folder = _target(keys.output or f"{kept.folder.id}-step-{point.step}")
+    folder = target_folder(keys.output or f"{kept.folder.id}-step-{point.step}")
     digest = _write(kept, point, role, folder)
     print(f"wrote {folder}: {role} of {kept.folder.id} after {point.step} steps")
     print(f"weights_sha256: {digest}")
@@ -63,7 +63,7 @@ def _role(kept: KeptRun, given: str | None) -> str:
     return given
 
 
-def _target(given: str) -> Path:
+def target_folder(given: str) -> Path:
     """The folder to write, which must be new or empty: nobody's files are replaced.
 
     Raises:

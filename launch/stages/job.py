@@ -191,12 +191,14 @@ def check_suite_lengths(suite: Suite, num_positions: int) -> None:
         ConfigError: If one may be.
     """
     own = "task" if suite.is_own else f"evaluation.suites.{suite.name}.task"
+    by_task = suite.sampling.max_new_tokens == suite.data.section.max_response_tokens
+    key = f"{own}.max_response_tokens" if by_task else "max_new_tokens of evaluation.sampling"
     check_lengths(
         evaluation_graph(suite.sampling),
         {"prompts": suite.prompts.num_prompts},
         {"prompts": suite.prompts.longest},
         {"actor": num_positions},
-        f"lower {own}.max_response_tokens",
+        f"lower {key}",
     )
 
 

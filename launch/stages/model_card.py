@@ -22,6 +22,7 @@ from ..run_dir.run_folder import RunFolder, record_of
 from ..run_dir.trackers.jsonl import read_metrics
 from .headline import Headline
 from .job import Job
+from .stages import MODEL
 
 __all__ = ["write_card", "write_generation_config"]
 
@@ -44,7 +45,8 @@ def write_card(
     """
     stage, model = job.main, job.run.model
     base = stage.roles[role].start
-    began = model.folder or model.architecture.get("model_type") if base == "model" else base
+    named = model.folder if base == MODEL else base
+    began = Path(named).name if named else model.architecture.get("model_type")
     about: dict[str, Any] = {"library_name": "transformers", "tags": ["penstock", stage.graph.name]}
     facts = {
         "algorithm": stage.graph.name,

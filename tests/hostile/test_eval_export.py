@@ -47,7 +47,6 @@ model=folder model.folder=/nope
 evaluation.sampling.temperature=-1
 evaluation.sampling.num_samples=0
 evaluation.sampling.num_samples=4
-evaluation.sampling.bogus=1
 evaluation.sampling=3
 evaluation.sampling.max_new_tokens=100000
 """.splitlines()

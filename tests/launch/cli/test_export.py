@@ -15,8 +15,10 @@ import pytest
 import transformers
 import yaml
 from penstock.launch.cli import export
-from penstock.launch.run_dir.checkpoint import checkpoints_in
-from penstock.workers.training.flat_parameters import tensors_sha256
+from penstock.launch.run_dir.checkpoint import CheckpointStore, checkpoints_in
+from penstock.workers.training.checkpoint_files import box_key
+from penstock.workers.training.flat_parameters import read_tensors, tensors_sha256, write_tensors
+from torch import Tensor
 
 from ..conftest import Penstock
 from .test_eval import TINY, json_of, only_run
@@ -105,13 +107,13 @@ def test_a_checkpoint_that_goes_while_it_is_read(
     penstock: Penstock, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run rotates it away after it was found and before it is read."""
-    target = export._target
+    target = export.target_folder
 
     def rotated(given: str) -> Path:
         shutil.rmtree(checkpoints_in(run / "checkpoints")[2])
         return target(given)
 
-    monkeypatch.setattr(export, "_target", rotated)
+    monkeypatch.setattr(export, "target_folder", rotated)
     said = penstock("export", f"run={run}", "step=2", "output=model")
     assert said.code == 2
     assert said.err == (
@@ -120,6 +122,33 @@ def test_a_checkpoint_that_goes_while_it_is_read(
     )
     assert not Path("model").exists()
     assert not list(Path().glob(".model*"))
+
+
+def test_a_checkpoint_in_the_files_of_several_processes_is_exported(
+    penstock: Penstock, run: Path
+) -> None:
+    """As FSDP and Megatron write them: every process has a part of each parameter."""
+    store = CheckpointStore(run / "checkpoints", keep=3)
+    whole = run / "checkpoints" / "step-00000004"
+    with store.write(6) as folder:
+        shutil.copytree(whole, folder, dirs_exist_ok=True)
+        (folder / "manifest.json").unlink()
+        state = folder / "actor"
+        weights = read_tensors(state / "weights.safetensors")
+        (state / "weights.safetensors").unlink()
+        parts: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+        for name, weight in weights.items():
+            middle, rest = len(weight) // 2, [(0, size) for size in weight.shape[1:]]
+            parts[0][box_key(name, ((0, middle), *rest))] = weight[:middle]
+            parts[1][box_key(name, ((middle, len(weight)), *rest))] = weight[middle:]
+        names = [f"weights-{process:05d}.safetensors" for process in range(2)]
+        for name, part in zip(names, parts, strict=True):
+            write_tensors(state / name, part)
+        about = {**json_of(state / "state.json"), "format": 2, "weights": names, "optimizer": []}
+        (state / "state.json").write_text(json.dumps(about))
+    said = penstock("export", f"run={run}", "step=6", "output=model")
+    assert said.code == 0, said.err
+    assert sha256(Path("model")) == json_of(run / "summary.json")["weights_sha256"]
 
 
 # --- refusals

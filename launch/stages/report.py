@@ -78,12 +78,16 @@ def summary_of(
         "first_step": outcome.first_step,
         "changes": list(changes),
         "code": str(code),
-        "examples_before": before.examples,
-        "examples_after": after.examples,
+        "examples_before": _all_examples(outcome.before),
+        "examples_after": _all_examples(outcome.after),
     }
 
 
 _NOTHING = Measured({})
+
+
+def _all_examples(found: Mapping[str, Measured]) -> list[dict[str, Any]]:
+    return [example for measured in found.values() for example in measured.examples]
 
 
 def suites_summary(

@@ -63,6 +63,7 @@ def completions(line: str, commands: Path) -> list[str]:
         ("penstock graph form", ["format="]),
         ("penstock plan cluster=h", ["cluster=h100", "cluster=h200"]),
         ("penstock plan workload.r", ["workload.response="]),
+        ("penstock export pu", ["push="]),
     ],
 )
 def test_what_bash_offers(line: str, expected: list[str], commands: Path) -> None:

@@ -121,14 +121,14 @@ def _configured(config: EvaluationConfig, name: str, suite: SuiteConfig, data: D
         spec = task_spec_of(suite.task)
         with one_process():
             task = spec.build()
+        own = Data(suite.task, spec, task, data.tokenizer_spec, data.tokenizer)
+        if not own.has_text:
+            raise ConfigError(
+                f"a '{suite.task.kind}' task has no prompts\n    give one of problems"
+            )
+        source = _source(own)
     except ConfigError as error:
         raise ConfigError(f"'{at}.task': {error}") from error
-    own = Data(suite.task, spec, task, data.tokenizer_spec, data.tokenizer)
-    if not own.has_text:
-        raise ConfigError(
-            f"'{at}.task': a '{suite.task.kind}' task has no prompts\n    give one of problems"
-        )
-    source = _source(own)
     problems = source.usable(task.held_out or task.train)
     wanted = suite.num_prompts or min(len(problems), config.num_prompts or len(problems))
     if not 0 < wanted <= len(problems):

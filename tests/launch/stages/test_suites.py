@@ -64,7 +64,14 @@ def test_a_tasks_own_suites_are_evaluated_apart(kinds: tuple[str, ...]) -> None:
 
 
 def test_a_configured_suite_has_its_own_problems_and_its_own_sampling() -> None:
-    hard = {"kind": "reasoning_gym", "name": "chain_sum", "num_train": 3, "num_held_out": 7}
+    hard = {
+        "kind": "reasoning_gym",
+        "name": "chain_sum",
+        "prompt_template": "{expression}=",
+        "strip_spaces": True,
+        "num_train": 3,
+        "num_held_out": 7,
+    }
     own, added = suites(
         *TASK,
         num_prompts=4,

@@ -26,14 +26,17 @@ __all__ = [
     "SAME",
     "AlgorithmConfig",
     "EngineConfig",
+    "EvalConfig",
     "EvaluationConfig",
     "ExecutorConfig",
+    "ExportConfig",
     "MismatchConfig",
     "ModelConfig",
     "RoleConfig",
     "RolloutConfig",
     "RunConfig",
     "SamplesConfig",
+    "SuiteConfig",
     "TaskConfig",
     "TrackerConfig",
 ]
@@ -269,17 +272,51 @@ class MismatchConfig(Section):
     """End the run if they differ by more, before the weights are changed."""
 
 
-class EvaluationConfig(Section):
-    """Before and after training: greedy accuracy on problems, or the return of episodes."""
+class SuiteConfig(Section):
+    """Problems to evaluate on besides the task's own."""
 
+    task: TaskConfig
+    """Where they come from, as in the section `task`: its held-out problems, or all problems of a
+    task that holds out none. `+task@evaluation.suites.NAME.task=chain_sum` takes an option of
+    `task=`."""
+    num_prompts: AtLeastOne | None = None
+    """The first so many of them; by default at most as many as `evaluation.num_prompts`."""
+    sampling: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """As `evaluation.sampling`, whose fields stay where they are not given here."""
+
+
+class EvaluationConfig(Section):
+    """Before and after training, and between steps: accuracy on problems, or episodes' return."""
+
+    every: AtLeastOne | None = None
+    """Steps between evaluations during training; null for none but those before and after."""
     num_prompts: Count = 512
-    """Held-out problems; 0 turns evaluation on problems off."""
+    """Held-out problems of the task, of each suite that it names at most; 0 asks none of them."""
+    sampling: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Fields of `Sampling` to answer with; by default one greedy response per prompt
+    (`temperature: 0`) of at most `task.max_response_tokens`. With `num_samples: 8` accuracy is the
+    mean over 8 samples, and pass@2, pass@4 and pass@8 are measured beside it."""
+    suites: dict[GroupName, SuiteConfig] = Field(default_factory=dict[str, SuiteConfig])
+    """Further problems by name, each with a task of its own: `evaluation/NAME/accuracy`."""
+    keep_best: Annotated[str, Field(min_length=1)] | None = None
+    """A metric as logged below `evaluation/`: `accuracy`, `NAME/pass@4`, `actor/return`. The
+    checkpoint of the step where it was highest is kept beside the newest ones."""
+    stop_after: AtLeastOne | None = None
+    """End the run once `keep_best` has not improved in so many evaluations."""
     num_examples: Count = 4
     """Problems whose responses are shown and kept."""
     num_episodes: Count = 20
     """Held-out episodes in environments, rounded up to as many in each; 0 plays none."""
     max_episode_steps: AtLeastOne = 10_000
     """A held-out episode that is longer counts with what was earned by then."""
+
+    @model_validator(mode="after")
+    def _is_reached(self) -> EvaluationConfig:
+        if self.stop_after is not None and self.keep_best is None:
+            raise ValueError("stop_after is set, but keep_best does not say which metric improves")
+        if self.keep_best is not None and self.every is None:
+            raise ValueError("keep_best is set, but every is null, so no step is evaluated")
+        return self
 
 
 class SamplesConfig(Section):
@@ -351,6 +388,39 @@ class RunConfig(Section):
     """Checkpoints kept per stage, the newest ones."""
     runs: FileName = "runs"
     """The folder in which run folders are made."""
+
+
+StepKept = Annotated[int, Field(ge=0)] | Literal["best"] | None
+
+
+class EvalConfig(Section):
+    """What `penstock eval` takes besides the keys of a run."""
+
+    run: FileName | None = None
+    """A run's folder, whose policy is evaluated; null for the section `model`."""
+    step: StepKept = None
+    """Of a run: steps that were complete at one of its checkpoints, or `best`; by default the
+    newest."""
+    output: FileName | None = None
+    """A JSON file for what was found, problem by problem."""
+
+
+class ExportConfig(Section):
+    """What `penstock export` takes."""
+
+    run: FileName
+    """A run's folder; the run may be going on."""
+    step: StepKept = None
+    """Steps that were complete at one of its checkpoints, or `best`; by default the newest."""
+    role: str | None = None
+    """Which trained role; the policy by default."""
+    output: FileName | None = None
+    """The folder to write, new or empty; by default `RUN-step-N` in the working directory."""
+    push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
+    """A repository `ORG/NAME` of the hub that HF_ENDPOINT names, to upload the folder to; the token
+    is taken from HF_TOKEN."""
+    private: bool = True
+    """Whether a repository that is made for it is private."""
 
 
 def model_spec(config: ModelConfig, **architecture: Any) -> ModelSpec:

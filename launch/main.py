@@ -1,4 +1,4 @@
-"""The command line: `penstock run`, `graph`, `plan`, `profile`, `samples` and `doctor`.
+"""The command line: `penstock run`, `graph`, `plan`, `eval`, `export` and the others below.
 
 This module finds the command, runs it, and turns whatever happens into an exit code and at most one
 message:
@@ -33,6 +33,8 @@ COMMANDS: Mapping[str, str] = {
     "run": "train as an algorithm, a model and a task say; or continue a run",
     "graph": "show the graph that an algorithm's step function makes",
     "plan": "say where each node should run, in which layout, and how long a step takes",
+    "eval": "answer held-out problems with the policy of a run, or with any model",
+    "export": "write a run's model at a checkpoint as a Hugging Face folder, or upload it",
     "profile": "measure this machine, for plans and for runs that are planned",
     "samples": "show what a run sampled, and what it earned",
     "doctor": "say what is installed and what this machine has, for a report of a fault",
@@ -133,6 +135,14 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from .cli.samples import samples_command
 
         return samples_command
+    if name == "eval":
+        from .cli.evaluate import eval_command
+
+        return eval_command
+    if name == "export":
+        from .cli.export import export_command
+
+        return export_command
     from .cli.run import run_command
 
     return run_command

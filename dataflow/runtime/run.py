@@ -7,7 +7,7 @@ Through here pass messages, not tensors: an output is a handle.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError, StateError, WorkerError
@@ -23,6 +23,7 @@ from ..scheduler.events import (
     Load,
     NodeTask,
     Output,
+    Pause,
     Publish,
     Release,
     Restarted,
@@ -40,7 +41,15 @@ from ..scheduler.events import (
 )
 from ..scheduler.schedule import Schedule
 from ..scheduler.scheduler import Scheduler
-from .checkpoint import CheckpointFolder, ResumePoint, SavedRun, read_resume_point, write_run_state
+from .checkpoint import (
+    CheckpointFolder,
+    Interval,
+    ResumePoint,
+    SavedRun,
+    Suspended,
+    read_resume_point,
+    write_run_state,
+)
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
 from .executor import Executor, Program, Restart, TaskSpan
 from .messages import (
@@ -102,6 +111,12 @@ class Run:
     Args:
         trained: What earlier runs on the same workers trained; this run notes what it trains.
         watch: Who looks at each step's columns.
+        pauses: Numbers of completed steps at which it is to pause.
+        suspended: What the run left from which this one goes on; where checkpoints are is not
+            looked at then.
+
+    Attributes:
+        place: Where it has paused; None if it has not.
     """
 
     def __init__(
@@ -120,7 +135,11 @@ class Run:
         checkpoints: CheckpointFolder | None,
         stop: Callable[[], bool] | None = None,
         watch: Watch | None = None,
+        pauses: Collection[int] = (),
+        suspended: Suspended | None = None,
     ) -> None:
+        self.place: SaveCheckpoint | None = None
+        self._saved: int | None = None
         self._graph, self._placement = program.graph, program.placement
         self._flow = flow_of(program.graph, program.placement)
         self._name = name
@@ -133,7 +152,7 @@ class Run:
         self._stop = stop
         self._watch = watch
         self._held: dict[int, list[Output]] = {}
-        self._store: dict[Output, Handle] = {}
+        self._store: dict[Output, Handle] = dict(suspended.outputs) if suspended else {}
         self._snapshots: dict[tuple[str, int], Handle] = {}
         self._done_by_step: dict[int, list[_Done]] = {}
         self._versions: dict[NodeTask, Versions] = {}
@@ -142,14 +161,18 @@ class Run:
             dispatcher, moves_slices=executor.moves_slices, deadline_s=schedule.deadline_s
         )
         self._bytes_before = executor.controller_bytes
-        self._point = read_resume_point(checkpoints, self._graph, seed) if checkpoints else None
+        self._point: ResumePoint | None = None
+        if checkpoints and not suspended:
+            self._point = read_resume_point(checkpoints, self._graph, seed)
+        resume = self._point.state if self._point else suspended.state if suspended else None
         try:
             self.scheduler = Scheduler(
                 self._flow,
                 schedule,
                 num_steps,
                 checkpoint_every=checkpoint_every,
-                resume=self._point.state if self._point else None,
+                pauses=pauses,
+                resume=resume,
                 one_at_a_time=executor.one_at_a_time,
             )
         except ValueError as error:
@@ -180,6 +203,9 @@ class Run:
                 instruction = todo.popleft()
                 if isinstance(instruction, StepCompleted):
                     yield self._result(instruction)
+                elif isinstance(instruction, Pause):
+                    self.place = instruction.place
+                    return
                 elif isinstance(instruction, Finished):
                     return
                 else:
@@ -429,6 +455,14 @@ class Run:
 
     # --- checkpoints
 
+    def interval(self, place: SaveCheckpoint) -> Interval:
+        """What may be done where the run has paused."""
+        return Interval(place.step, place.step == self._saved, lambda: self._save(place))
+
+    def suspended(self, place: SaveCheckpoint) -> Suspended:
+        """What the run that goes on needs of this one."""
+        return Suspended(place.resume, self._store)
+
     def _now(self, group: str, works: Mapping[int, Work]) -> Submission:
         return self._dispatcher.perform_now(self._name, group, works, self._deadline_s)
 
@@ -448,8 +482,10 @@ class Run:
                 work = SavePartWork(self._store[output], str(file))
                 self._now(self._group_of(output.node), {0: work})
             write_run_state(folder, saved)
+        self._saved = instruction.step
 
     def _restore(self, point: ResumePoint) -> None:
+        self._saved = point.state.step
         for role, home in self._state_homes.items():
             work = LoadStateWork(role, str(point.folder / role))
             self._now(home, self._on_all(home, work))

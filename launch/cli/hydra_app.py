@@ -46,7 +46,7 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
     """Run `task` on the composed configuration, once or, with `--multirun`, once per combination.
 
     Args:
-        command: Name of the primary config: "run", "graph", "plan" or "profile".
+        command: Name of the primary config: "run", "graph", "plan", "eval"...
         arguments: The words after the command.
         task: Takes the composition as plain data.
 
@@ -144,11 +144,12 @@ def _check_only(command: str, composed: Mapping[str, Any]) -> None:
 
         plan_request(config)
         return
-    if command == "profile":
+    if command in ("profile", "export"):
         from ...configs.plan_schema import ProfileConfig
+        from ...configs.schema import ExportConfig
         from ...configs.validate import validated
 
-        validated(ProfileConfig, config)
+        validated(ProfileConfig if command == "profile" else ExportConfig, config)
         return
     from ..inputs.compose import run_config
 
@@ -194,6 +195,7 @@ def refuse_resume(composed: dict[str, Any], command: str) -> None:
 _OWN = {
     "run": ("resume",),
     "graph": ("resume", "format", "output"),
+    "eval": ("resume", "run", "step", "output"),
     "plan": ("resume", "json", "html", "trace", "output"),
 }
 """Keys of a command that are no part of a run's configuration."""

@@ -1,4 +1,4 @@
-"""The data of a run: its task, its tokenizer, and the problems held out of training.
+"""The data of a run: its task and its tokenizer.
 
 The kinds of task stand here, one line each. One of one's own is `task=own task.kind=module:Class`
 with a dataclass that is a `TaskSpec`; its fields are the keys of the section.
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ...algorithms.roles.language import Prompts
 from ...configs.references import entry_or_own, option_file, options_of
 from ...configs.schema import ModelConfig, TaskConfig
 from ...configs.validate import check_finite, fields_of, nearest_key, validated
@@ -25,14 +24,13 @@ from ...workers.data.mixture_task import MixtureTaskSpec
 from ...workers.data.orders import Order
 from ...workers.data.reasoning_task import ReasoningTaskSpec
 from ...workers.data.row_report import DataReport
-from ...workers.data.sources import PromptSource
 from ...workers.data.task import Task, TaskSpec, fingerprint, task_alphabet
 from ...workers.envs.games.task import BoardTaskSpec, LibraryGameTaskSpec
 from ...workers.envs.task import EnvTaskSpec
 from ...workers.models.tokenizer import Tokenizer, TokenizerSpec
 from .env_specs import acted_in
 
-__all__ = ["TASKS", "Data", "HeldOut", "load_data", "task_spec_of"]
+__all__ = ["TASKS", "Data", "load_data", "task_spec_of"]
 
 TASKS: Mapping[str, Any] = {
     "reasoning_gym": ReasoningTaskSpec,
@@ -198,47 +196,3 @@ def _check_has_text(section: TaskConfig, spec: TaskSpec) -> None:
                 f"'task.{key}' is for prompts, and an environment or a game has none\n"
                 "    leave it out, or choose a task with prompts"
             )
-
-
-class HeldOut:
-    """The held-out prompts as a source: the same in every step.
-
-    Args:
-        data: The run's.
-        num_prompts: How many to ask at most.
-
-    Attributes:
-        longest: Tokens of the task's longest prompt.
-
-    Raises:
-        ConfigError: If too many prompts cannot be used.
-    """
-
-    def __init__(self, data: Data, num_prompts: int) -> None:
-        source = PromptSource(
-            data.task,
-            data.tokenizer,
-            batch_size=1,
-            seed=0,
-            max_prompt_tokens=data.section.max_prompt_tokens,
-            max_bad_fraction=data.section.max_bad_fraction,
-            chat=data.chat,
-        )
-        available = len(data.task.held_out) - source.report.num_bad
-        self._prompts = source.held_out(min(num_prompts, available))
-        self.longest = source.longest
-
-    @property
-    def problems(self) -> list[int]:
-        """Indices of what is asked, in order."""
-        return self._prompts.prompt_id.tolist()
-
-    @property
-    def num_prompts(self) -> int:
-        """How many problems are asked."""
-        return len(self._prompts.prompt_id)
-
-    def batch(self, step: int) -> Prompts:
-        """All of them."""
-        del step
-        return self._prompts

@@ -41,6 +41,7 @@ __all__ = [
     "Results",
     "check_options",
     "exporting_specs",
+    "first_model",
     "model_positions",
     "worker_specs",
 ]
@@ -314,14 +315,7 @@ def _limits(run: Resolved) -> MismatchLimits:
 
 def _model(plan: RolePlan, run: Resolved, data: Data, results: Results) -> ModelSpec:
     if plan.start == MODEL:
-        tokenizer = data.tokenizer
-        made = model_spec(
-            run.model,
-            vocab_size=tokenizer.vocab_size,
-            eos_token_id=tokenizer.eos_id,
-            pad_token_id=tokenizer.pad_id,
-            bos_token_id=tokenizer.bos_id,
-        )
+        made = first_model(run.model, data)
         return replace(made, init_seed=made.init_seed + plan.config.init_offset)
     folders = {
         _folder(start, plan.contract, results): share
@@ -332,6 +326,18 @@ def _model(plan: RolePlan, run: Resolved, data: Data, results: Results) -> Model
     earlier = next((results[start][1] for start in plan.start_mean if start in results), None)
     mean = mean_folder(folders, run.placement.runs if earlier is None else earlier.parent)
     return ModelSpec(folder=str(mean), dtype=run.model.precision)
+
+
+def first_model(model: ModelConfig, data: Data) -> ModelSpec:
+    """The run's model before anything is trained."""
+    tokenizer = data.tokenizer
+    return model_spec(
+        model,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.pad_id,
+        bos_token_id=tokenizer.bos_id,
+    )
 
 
 def _folder(start: str, contract: type[Role], results: Results) -> str:

@@ -81,9 +81,13 @@ class InstructionTask:
             SEEN_SUITE: range(spec.num_train, first_unseen),
             UNSEEN_SUITE: range(first_unseen, len(self._problems)),
         }
-        self.suites: Mapping[str, Sequence[int]] = {n: part for n, part in suites.items() if part}
+        self._suites: Mapping[str, Sequence[int]] = {n: part for n, part in suites.items() if part}
         self.report = DataReport(f"task '{self.task_id}'")
         self.report.keep(len(self._problems))
+
+    def suites(self) -> Mapping[str, Sequence[int]]:
+        """Kinds that were trained on, with other topics, and kinds that were not."""
+        return self._suites
 
     def prompt_text(self, index: int) -> str:
         """The request and the instruction."""

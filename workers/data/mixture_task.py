@@ -58,14 +58,13 @@ class MixtureTask:
             (weight / total, part) for weight, part in zip(weights, ranges, strict=True) if weight
         ]
 
-    @property
     def suites(self) -> dict[str, Sequence[int]]:
         """Each task's held-out problems, by its own suites if it has them; see `HasSuites`."""
         found: dict[str, Sequence[int]] = {}
         for name, task, part in zip(self._names, self._tasks, self._held_out, strict=True):
             if isinstance(task, HasSuites):
                 moved = part.start - task.held_out.start
-                for suite, indices in task.suites.items():
+                for suite, indices in task.suites().items():
                     found[f"{name}/{suite}"] = [index + moved for index in indices]
             elif part:
                 found[name] = part

@@ -8,7 +8,7 @@ not fill a batch is left out of that epoch, so no problem stands twice in one st
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class PromptSource:
 
     def batch(self, step: int) -> Prompts:
         """The prompts of a step; `prompt_id` is the problem's index in the task."""
-        return self._table(self._rows.at(step))
+        return self.asked(self._rows.at(step))
 
     def held_out(self, num_prompts: int | None = None) -> Prompts:
         """The first `num_prompts` held-out prompts, or all of them: for evaluation.
@@ -111,9 +111,14 @@ class PromptSource:
                 f"out {len(self._held_out)}\n    ask for 1 to {len(self._held_out)}, or hold out "
                 "more (num_held_out)"
             )
-        return self._table(self._held_out[:wanted])
+        return self.asked(self._held_out[:wanted])
 
-    def _table(self, problems: Sequence[int]) -> Prompts:
+    def usable(self, problems: Iterable[int]) -> list[int]:
+        """Those of these problems whose prompts were not left out, in the same order."""
+        return [index for index in problems if index in self._prompts]
+
+    def asked(self, problems: Sequence[int]) -> Prompts:
+        """The prompts of some usable problems."""
         return Prompts(
             prompt=pad_rows(self._prompts[index] for index in problems),
             prompt_id=torch.tensor(problems, dtype=torch.int64),

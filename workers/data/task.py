@@ -158,11 +158,10 @@ class HasShares(Protocol):
 
 @runtime_checkable
 class HasSuites(Protocol):
-    """A task whose held-out problems fall into suites that are measured apart. Optional."""
+    """A task whose held-out problems fall into kinds that are evaluated apart. Optional."""
 
-    @property
     def suites(self) -> Mapping[str, Sequence[int]]:
-        """Name -> indices, all of `held_out`."""
+        """Name of a suite -> indices of held-out problems."""
         ...
 
 

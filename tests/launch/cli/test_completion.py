@@ -55,7 +55,20 @@ def completions(line: str, commands: Path) -> list[str]:
     [
         (
             "penstock ",
-            ["run", "graph", "plan", "profile", "samples", "doctor", "--help", "--version"],
+            [
+                *[
+                    "run",
+                    "graph",
+                    "plan",
+                    "eval",
+                    "export",
+                    "profile",
+                    "samples",
+                    "doctor",
+                    "--help",
+                    "--version",
+                ]
+            ],
         ),
         ("penstock g", ["graph"]),
         ("penstock run alg", ["algorithm.", "algorithm="]),
@@ -66,6 +79,7 @@ def completions(line: str, commands: Path) -> list[str]:
         ("penstock graph form", ["format="]),
         ("penstock plan cluster=h", ["cluster=h100", "cluster=h200"]),
         ("penstock plan workload.r", ["workload.response="]),
+        ("penstock export pu", ["push="]),
     ],
 )
 def test_what_bash_offers(line: str, expected: list[str], commands: Path) -> None:

@@ -49,13 +49,13 @@ def test_the_two_suites_are_all_that_is_held_out() -> None:
     assert isinstance(TASK, Task)
     assert isinstance(TASK, HasSuites)
     assert isinstance(TASK, HasRewardAnswer)
-    suites = {name: list(indices) for name, indices in TASK.suites.items()}
+    suites = {name: list(indices) for name, indices in TASK.suites().items()}
     assert {name: len(indices) for name, indices in suites.items()} == {
         "seen_kinds": 240,
         "unseen_kinds": 480,
     }
     assert sorted(i for indices in suites.values() for i in indices) == list(TASK.held_out)
-    assert "unseen_kinds" not in InstructionTaskSpec(num_unseen=0).build().suites
+    assert "unseen_kinds" not in InstructionTaskSpec(num_unseen=0).build().suites()
 
 
 def test_kinds_and_topics_of_training_are_apart_from_what_is_held_out() -> None:
@@ -76,7 +76,7 @@ def _asked(prompt: str) -> str:
 
 
 def test_kinds_take_turns() -> None:
-    for kinds, indices in ((SEEN, TASK.train), (UNSEEN, TASK.suites["unseen_kinds"])):
+    for kinds, indices in ((SEEN, TASK.train), (UNSEEN, TASK.suites()["unseen_kinds"])):
         counts = Counter(TASK.where(i).partition(", ")[2] for i in indices)
         assert set(counts) == {kind.name for kind in kinds}
         assert max(counts.values()) - min(counts.values()) <= 1

@@ -16,7 +16,6 @@ from ...dataflow.errors import ConfigError, PenstockError
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...planner.plan.plan import Plan
-from ...workers.models.spec import ModelSpec
 from ..inputs.compose import resolve, run_config
 from ..run_dir.checkpoint import checkpoints_in, fault_of
 from ..run_dir.evaluations import Evaluations
@@ -114,7 +113,7 @@ class KeptRun:
         spec: Any = self.specs()[role]
         models = self.folder.path / MODELS / role
         if step is None and not checkpoints_in(self.folder.checkpoints) and models.is_dir():
-            model = ModelSpec(folder=str(models), dtype=self.job.run.model.dtype)
+            model = replace(spec.model, folder=str(models), architecture={})
             ended = Kept(self.job.main.config.num_steps, models)
             return ended, replace(spec, model=model, optimizer=None)
         kept = self.checkpoint(step)

@@ -50,8 +50,9 @@ class ExampleFile(Observer):
     def observe(
         self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId, *, score: PerSample
     ) -> PerSample:
-        """Write `examples`, of each prompt_id, prompt or messages, response and score, and all `scores`.
+        """Write `examples`, and all `scores`.
 
+        Of each example its prompt_id, its prompt or messages, its response and score.
         `scores` has a problem's index, as text, and what each of its samples scored.
         """
         scores: dict[int, list[float]] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,10 @@ _SHARED: weakref.WeakValueDictionary[str, FrozenWeights] = weakref.WeakValueDict
 
 
 def frozen_weights(
-    model: ModelSpec, context: WorkerContext, head: Head, fused: Any
+    model: ModelSpec,
+    context: WorkerContext,
+    head: Head,
+    fused: Callable[[nn.Module, Head], Sequence[tuple[str, ...]]],
 ) -> FrozenWeights:
     """A model's frozen weights; those of a language model are loaded once in a process.
 
@@ -61,7 +64,7 @@ def frozen_weights(
     found = None if head.is_scalar else _SHARED.get(key)
     if found is None:
         module = head.whole_model(model, context, context.device)
-        found = FrozenWeights(module, FlatParameters(module, fused(module)))
+        found = FrozenWeights(module, FlatParameters(module, fused(module, head)))
         model.check_weights({"weights": found.flat.data}, context)
         if not head.is_scalar:
             _SHARED[key] = found

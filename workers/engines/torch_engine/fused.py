@@ -142,8 +142,8 @@ def _before_product(upstream: Tensor, gate_up: Tensor) -> Tensor:
     change = torch.empty_like(gate_up)
     to_gate, to_up = change.chunk(2, dim=-1)
     torch.mul(upstream, F.silu(gate), out=to_up)
-    silu_backward: Any = torch.ops.aten.silu_backward
-    silu_backward.grad_input(upstream * up, gate, grad_input=to_gate)
+    backward: Any = torch.ops.aten.silu_backward.grad_input
+    backward(upstream * up, gate, grad_input=to_gate)
     return change
 
 

@@ -53,7 +53,7 @@ class TorchModel:
         if not (self.lora or self.shares_weights):
             module = head.whole_model(model, context, context.device)
             return make_network(module, head, context)
-        frozen = frozen_weights(model, context, head, lambda module: lean_names(module, head))
+        frozen = frozen_weights(model, context, head, lean_names)
         module = frozen.shared()
         if not self.lora:
             return make_network(module, head, context, Kept(frozen, frozen.flat))

@@ -209,7 +209,6 @@ def engine_options(
         kv_cache_bytes=cache,
         memory_fraction=spec.memory_fraction,
         enforce_eager=on_cpu if spec.enforce_eager is None else spec.enforce_eager,
-        tokenizer=None,
         device=context.device,
         tensor_parallel=context.tensor_parallel,
         process=context.process,

@@ -22,6 +22,7 @@ from penstock.workers.models.lora import LoraSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.flat_parameters import read_tensors
 from penstock.workers.training.optimizer import OptimizerSpec
+from torch import nn
 
 QWEN = {
     "model_type": "qwen2",
@@ -63,6 +64,16 @@ def _logprob(worker: PolicyWorker) -> torch.Tensor:
         return worker.logprob(_batch().tokens, _batch().mask)
 
 
+def _never(backbone: nn.Module) -> bool:
+    del backbone
+    return False
+
+
+def _module(worker: PolicyWorker) -> nn.Module:
+    assert isinstance(worker.network, network.TorchNetwork)
+    return worker.network.module
+
+
 @ARCHITECTURES
 def test_a_fresh_adapter_changes_nothing_and_a_trained_one_does(
     architecture: dict[str, Any],
@@ -88,7 +99,7 @@ def test_own_forward_and_transformers_train_the_same_adapters(
 ) -> None:
     model = ModelSpec(architecture=QWEN)
     own = _policy(model)
-    monkeypatch.setattr(network, "is_lean", lambda backbone: False)
+    monkeypatch.setattr(network, "is_lean", _never)
     other = _policy(model)
     assert isinstance(own.network, network.LeanNetwork)
     assert isinstance(other.network, network.PlainNetwork)
@@ -111,7 +122,7 @@ def test_a_reference_shares_the_weights_and_stays_as_it_was() -> None:
     places = [
         {
             tensor.data_ptr()
-            for name, tensor in one.network.module.named_parameters()
+            for name, tensor in _module(one).named_parameters()
             if ".lora_" not in name
         }
         for one in (actor, reference)

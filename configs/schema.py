@@ -326,6 +326,8 @@ class SamplesConfig(Section):
     """Responses of a step, whole prompts first; 0 keeps none."""
     keep_steps: AtLeastOne | None = None
     """Steps that are kept, the newest ones; null for all."""
+    show_every: AtLeastOne | None = None
+    """Print one of the responses every so many steps; null prints none."""
     max_mib: AtLeastOne = 256
     """Room that a stage's samples may take, compressed: once they take more, every second step is
     dropped, then every second of the rest."""

@@ -18,8 +18,8 @@ from torch import Tensor
 
 __all__ = ["token_logprob"]
 
-_MOST_LOGITS = 1 << 26
-"""Logits that exist at once, in the precision of the weights: 128 MiB in bfloat16."""
+_MOST_LOGITS = 1 << 25
+"""Logits that exist at once, in the precision of the weights: 64 MiB in bfloat16."""
 _SLICE = 1 << 21
 """Logits that exist at once in float32: 8 MiB, about what the cache holds."""
 

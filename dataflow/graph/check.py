@@ -21,6 +21,7 @@ __all__ = [
     "check_argument",
     "check_batch",
     "check_column",
+    "check_filtered",
     "check_lag",
     "check_output",
     "check_rows",
@@ -292,6 +293,37 @@ def check_lag(graph: Graph, max_lag: int) -> None:
                 fix=f"Pass {name} from '{rollout.name}', annotated as Behavior() in every table "
                 "it goes through, or set Schedule(max_lag=0).",
             )
+
+
+def check_filtered(graph: Graph) -> None:
+    """A loss must not compare a trainer's log-probabilities with those of a filtered distribution.
+
+    What a rollout is asked for says by `filtered_by`, a text such as "top_p=0.9", that it samples
+    from another distribution than the role's own.
+
+    Raises:
+        FlowError: If a train call on such rows reads how likely they were.
+    """
+    for node in graph.nodes:
+        if node.kind is not NodeKind.TRAIN:
+            continue
+        for rollout in _own_rollouts(graph, node):
+            filtered_by = _filtered_by(rollout)
+            if filtered_by and _reads_behavior(graph, node, rollout):
+                raise FlowError(
+                    f"'{node.name}' compares log-probabilities of the whole distribution with "
+                    f"those of '{rollout.name}', which samples from a filtered one "
+                    f"({filtered_by}); nothing makes up for what is never sampled.",
+                    where=node.where,
+                    fix=f"Leave out {filtered_by}; or set correction.mode=none where the algorithm "
+                    "has a correction, to compare two passes of the trainer and leave the filter "
+                    "uncorrected.",
+                )
+
+
+def _filtered_by(rollout: Node) -> str:
+    given = (argument for _, argument in rollout.arguments if isinstance(argument, Constant))
+    return next((text for c in given if (text := getattr(c.value, "filtered_by", ""))), "")
 
 
 def _own_rollouts(graph: Graph, node: Node) -> list[Node]:

@@ -20,6 +20,7 @@ from .axes import Axis, Behavior, GroupId, Spec, has_mark, spec_of
 from .check import (
     check_argument,
     check_batch,
+    check_filtered,
     check_output,
     check_rows,
     check_table,
@@ -143,6 +144,7 @@ def build(step: Callable[..., Any], *, name: str | None = None, **constants: Any
         _RECORDER.reset(before)
     graph = recorder.finish(result)
     check_unused(graph)
+    check_filtered(graph)
     return graph
 
 

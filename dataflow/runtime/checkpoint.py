@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,18 @@ from typing import Any, Protocol
 from ..errors import ConfigError
 from ..graph.graph import Graph
 from ..scheduler.events import NodeTask, Output, ResumeState, SaveCheckpoint
+from .messages import Handle
 
-__all__ = ["CheckpointFolder", "ResumePoint", "SavedRun", "read_resume_point", "write_run_state"]
+__all__ = [
+    "CheckpointFolder",
+    "Interval",
+    "Pauses",
+    "ResumePoint",
+    "SavedRun",
+    "Suspended",
+    "read_resume_point",
+    "write_run_state",
+]
 
 _STATE_FILE = "run.json"
 
@@ -57,6 +67,44 @@ class ResumePoint:
     folder: Path
     state: ResumeState
     parts: tuple[tuple[Output, Path], ...]
+
+
+@dataclass(frozen=True)
+class Suspended:
+    """What a run that paused leaves to the one that goes on; weights stay with their workers."""
+
+    state: ResumeState
+    outputs: Mapping[Output, Handle]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Between two steps: nothing runs, every trainable role has the weights of `step`.
+
+    Attributes:
+        step: Steps completed.
+        saved: Whether there is a checkpoint of this step.
+        save: Writes one, wherever the run writes its checkpoints.
+    """
+
+    step: int
+    saved: bool
+    save: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """Where a run is to be interrupted, and by what.
+
+    Attributes:
+        steps: Numbers of completed steps, above 0 and below the run's. A run that is resumed at
+            one of them pauses before its first step.
+        between: Called there. It may run other programs of the engine; if it answers True the run
+            ends there, with no further checkpoint.
+    """
+
+    steps: frozenset[int]
+    between: Callable[[Interval], bool]
 
 
 def graph_sha256(graph: Graph) -> str:

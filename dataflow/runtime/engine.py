@@ -13,7 +13,7 @@ from ..graph.check import check_lag
 from ..graph.graph import Graph
 from ..graph.role import Role
 from ..scheduler.schedule import Schedule
-from .checkpoint import CheckpointFolder
+from .checkpoint import CheckpointFolder, Pauses, Suspended
 from .dispatcher import Dispatcher
 from .executor import Executor, Program, check_workers
 from .in_process import InProcess
@@ -21,6 +21,7 @@ from .messages import CallMethodWork
 from .placement import Placement, flow_of
 from .run import Run, StepResult, Trained
 from .source import Source
+from .watch import WATCH, Watch
 from .worker_protocol import WorkerSpec
 
 __all__ = ["Engine", "Source", "StepResult"]
@@ -41,6 +42,7 @@ class Engine:
         seed: All randomness of the run derives from it.
         executor: Where work is carried out; in this process by default.
         also: Further programs on the same workers, such as an evaluation, by name.
+        watch: Who looks at the columns of each step of the main program.
 
     Raises:
         ConfigError: If a role has no worker.
@@ -63,10 +65,14 @@ class Engine:
         seed: int = 0,
         executor: Executor | None = None,
         also: Mapping[str, Program] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.schedule = schedule or Schedule()
         check_lag(graph, self.schedule.max_lag)
         self.programs = {"main": Program(graph, placement), **(also or {})}
+        self._watch = watch
+        if watch is not None:
+            self.programs[WATCH] = watch.program
         for program in self.programs.values():
             check_workers(program.graph, workers)
             flow_of(program.graph, program.placement)
@@ -119,6 +125,7 @@ class Engine:
         checkpoint_every: int | None = None,
         checkpoints: CheckpointFolder | None = None,
         stop: Callable[[], bool] | None = None,
+        pauses: Pauses | None = None,
     ) -> Generator[StepResult]:
         """Run steps and yield each as it completes, in order.
 
@@ -134,6 +141,8 @@ class Engine:
             checkpoints: Where to save, and where to resume from if it holds a checkpoint.
             stop: Asked between tasks; once it says so the run completes the steps that it has begun
                 to train, saves, and ends without the others.
+            pauses: Where to do something else between two steps. What later steps have begun is
+                kept meanwhile, so that the weights come out as without.
 
         Raises:
             ConfigError: If a source is missing; with the first step, if a checkpoint belongs to
@@ -156,6 +165,7 @@ class Engine:
             checkpoint_every if checkpoints else None,
             checkpoints,
             stop,
+            pauses or Pauses(frozenset(), lambda _: True),
         )
 
     def _steps(
@@ -166,23 +176,38 @@ class Engine:
         checkpoint_every: int | None,
         checkpoints: CheckpointFolder | None,
         stop: Callable[[], bool] | None,
+        pauses: Pauses,
     ) -> Generator[StepResult]:
         self.start()
-        run = Run(
-            self.programs[program],
-            program,
-            sources,
-            self.schedule,
-            self.executor,
-            self._dispatcher,
-            self._trained,
-            seed=self.seed,
-            num_steps=num_steps,
-            checkpoint_every=checkpoint_every,
-            checkpoints=checkpoints,
-            stop=stop,
-        )
-        yield from run.steps()
+        suspended: Suspended | None = None
+        ahead = pauses.steps
+        while True:
+            run = Run(
+                self.programs[program],
+                program,
+                sources,
+                self.schedule,
+                self.executor,
+                self._dispatcher,
+                self._trained,
+                seed=self.seed,
+                num_steps=num_steps,
+                checkpoint_every=checkpoint_every,
+                checkpoints=checkpoints,
+                stop=stop,
+                watch=self._watch if program == "main" else None,
+                pauses=ahead,
+                suspended=suspended,
+            )
+            yield from run.steps()
+            place = run.place
+            if place is None:
+                return
+            suspended = run.suspended(place)
+            if pauses.between(run.interval(place)):
+                self.executor.release(list(suspended.outputs.values()))
+                return
+            ahead = frozenset(step for step in ahead if step > place.step)
 
     def call(self, role: str, method: str, *arguments: Any, program: str = "main") -> Any:
         """Call a worker's own method outside the graph, on every rank of the role's home.

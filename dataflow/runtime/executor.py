@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
+
 from ..errors import ConfigError, PlanError, no_exit
 from ..graph.graph import Graph
 from ..graph.role import Role
@@ -190,6 +192,10 @@ def servers_of(programs: Mapping[str, Program]) -> dict[str, tuple[str, ...]]:
 
 def build_role(name: str, worker: WorkerSpec | Role, context: WorkerContext) -> Role:
     """The worker of a role, built if it was given as a spec."""
+    if context.device.startswith("cuda"):
+        # cuDNN's attention makes a plan for each shape that it has not met, which takes about a
+        # second; batches of language models bring new ones for many steps.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     with no_exit():
         built = worker.build(context) if isinstance(worker, WorkerSpec) else worker
     if not isinstance(built, Role):  # pyright: ignore[reportUnnecessaryIsInstance] - user code

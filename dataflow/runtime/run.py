@@ -7,7 +7,7 @@ Through here pass messages, not tensors: an output is a handle.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError, StateError, WorkerError
@@ -23,6 +23,7 @@ from ..scheduler.events import (
     Load,
     NodeTask,
     Output,
+    Pause,
     Publish,
     Release,
     Restarted,
@@ -40,7 +41,15 @@ from ..scheduler.events import (
 )
 from ..scheduler.schedule import Schedule
 from ..scheduler.scheduler import Scheduler
-from .checkpoint import CheckpointFolder, ResumePoint, SavedRun, read_resume_point, write_run_state
+from .checkpoint import (
+    CheckpointFolder,
+    Interval,
+    ResumePoint,
+    SavedRun,
+    Suspended,
+    read_resume_point,
+    write_run_state,
+)
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
 from .executor import Executor, Program, Restart, TaskSpan
 from .messages import (
@@ -57,6 +66,7 @@ from .messages import (
 from .placement import flow_of
 from .publication import Publication
 from .source import Source, read_source
+from .watch import WATCH, Watch
 
 __all__ = ["Run", "StepResult", "Trained"]
 
@@ -100,6 +110,13 @@ class Run:
 
     Args:
         trained: What earlier runs on the same workers trained; this run notes what it trains.
+        watch: Who looks at each step's columns.
+        pauses: Numbers of completed steps at which it is to pause.
+        suspended: What the run left from which this one goes on; where checkpoints are is not
+            looked at then.
+
+    Attributes:
+        place: Where it has paused; None if it has not.
     """
 
     def __init__(
@@ -117,7 +134,12 @@ class Run:
         checkpoint_every: int | None,
         checkpoints: CheckpointFolder | None,
         stop: Callable[[], bool] | None = None,
+        watch: Watch | None = None,
+        pauses: Collection[int] = (),
+        suspended: Suspended | None = None,
     ) -> None:
+        self.place: SaveCheckpoint | None = None
+        self._saved: int | None = None
         self._graph, self._placement = program.graph, program.placement
         self._flow = flow_of(program.graph, program.placement)
         self._name = name
@@ -128,7 +150,9 @@ class Run:
         self._seed = seed
         self._checkpoints = checkpoints
         self._stop = stop
-        self._store: dict[Output, Handle] = {}
+        self._watch = watch
+        self._held: dict[int, list[Output]] = {}
+        self._store: dict[Output, Handle] = dict(suspended.outputs) if suspended else {}
         self._snapshots: dict[tuple[str, int], Handle] = {}
         self._done_by_step: dict[int, list[_Done]] = {}
         self._versions: dict[NodeTask, Versions] = {}
@@ -137,14 +161,18 @@ class Run:
             dispatcher, moves_slices=executor.moves_slices, deadline_s=schedule.deadline_s
         )
         self._bytes_before = executor.controller_bytes
-        self._point = read_resume_point(checkpoints, self._graph, seed) if checkpoints else None
+        self._point: ResumePoint | None = None
+        if checkpoints and not suspended:
+            self._point = read_resume_point(checkpoints, self._graph, seed)
+        resume = self._point.state if self._point else suspended.state if suspended else None
         try:
             self.scheduler = Scheduler(
                 self._flow,
                 schedule,
                 num_steps,
                 checkpoint_every=checkpoint_every,
-                resume=self._point.state if self._point else None,
+                pauses=pauses,
+                resume=resume,
                 one_at_a_time=executor.one_at_a_time,
             )
         except ValueError as error:
@@ -175,6 +203,9 @@ class Run:
                 instruction = todo.popleft()
                 if isinstance(instruction, StepCompleted):
                     yield self._result(instruction)
+                elif isinstance(instruction, Pause):
+                    self.place = instruction.place
+                    return
                 elif isinstance(instruction, Finished):
                     return
                 else:
@@ -209,7 +240,7 @@ class Run:
                 work = self._publication.take(role, home, group, weights, version)
                 self._submit(instruction, group, self._on_all(group, work))
             case Release():
-                self._executor.release([self._store.pop(o) for o in instruction.outputs])
+                self._release(instruction.outputs)
             case DropSnapshot():
                 handle = self._snapshots.pop((instruction.role, instruction.version))
                 self._executor.release([handle])
@@ -223,6 +254,8 @@ class Run:
         return ()
 
     def _admit(self, step: int) -> Sequence[Instruction]:
+        if self._watch is not None:
+            self._held[step] = []
         num_rows: tuple[int, ...] = ()
         for name in self._graph.sources:
             source, num_chunks = self._sources[name], self._flow.num_chunks
@@ -249,6 +282,7 @@ class Run:
             chunks = range(self._flow.num_chunks) if task.chunk is None else [task.chunk]
             works = {instruction.rank: self._call(node, task, chunks)}
         else:
+            self._look(node, task)
             self._note_trained(node.role or "")
             shares = _shares(self._flow.num_chunks, len(instruction.ranks))
             works = {rank: self._call(node, task, shares[rank]) for rank in instruction.ranks}
@@ -273,6 +307,34 @@ class Run:
         ]
         known = [version for version in read if version is not None]
         return dict(self._versions[task])[node.role or ""] - min(known) if known else None
+
+    def _look(self, node: Node, task: NodeTask) -> None:
+        """Send the watching worker what the step has made, before `node` has anything to do.
+
+        Columns that a resumed run made before its checkpoint may be gone; it is not sent then.
+        """
+        watch = self._watch
+        if watch is None or node.name != watch.before:
+            return
+        chunks = range(self._flow.num_chunks)
+        made = {name: [Output(name, task.step, c) for c in chunks] for name in watch.nodes}
+        if all(output in self._store for outputs in made.values() for output in outputs):
+            handles = {
+                name: tuple(self._store[o] for o in outputs) for name, outputs in made.items()
+            }
+            work = watch.work(task.step, handles, self._staleness(node, task))
+            self._dispatcher.submit(None, WATCH, watch.group, {0: work})
+        self._executor.release([self._store.pop(o) for o in self._held.pop(task.step, ())])
+
+    def _release(self, outputs: Sequence[Output]) -> None:
+        """Forget outputs, but hold what is to be looked at until it has been."""
+        watch = self._watch
+        for output in outputs:
+            held = self._held.get(output.step)
+            if held is not None and watch is not None and output.node in watch.nodes:
+                held.append(output)
+            else:
+                self._executor.release([self._store.pop(output)])
 
     def _submit(self, task: Task, group: str, works: Mapping[int, Work]) -> None:
         self._dispatcher.submit(task, self._name, group, works)
@@ -393,6 +455,14 @@ class Run:
 
     # --- checkpoints
 
+    def interval(self, place: SaveCheckpoint) -> Interval:
+        """What may be done where the run has paused."""
+        return Interval(place.step, place.step == self._saved, lambda: self._save(place))
+
+    def suspended(self, place: SaveCheckpoint) -> Suspended:
+        """What the run that goes on needs of this one."""
+        return Suspended(place.resume, self._store)
+
     def _now(self, group: str, works: Mapping[int, Work]) -> Submission:
         return self._dispatcher.perform_now(self._name, group, works, self._deadline_s)
 
@@ -412,8 +482,10 @@ class Run:
                 work = SavePartWork(self._store[output], str(file))
                 self._now(self._group_of(output.node), {0: work})
             write_run_state(folder, saved)
+        self._saved = instruction.step
 
     def _restore(self, point: ResumePoint) -> None:
+        self._saved = point.state.step
         for role, home in self._state_homes.items():
             work = LoadStateWork(role, str(point.folder / role))
             self._now(home, self._on_all(home, work))

@@ -44,7 +44,8 @@ class WorkerContext:
         seed: The run's seed; all randomness derives from it and a `CallKey`.
         rank: This process's data-parallel rank in its worker group.
         num_ranks: Data-parallel ranks of the group.
-        device: "cpu" or "cuda:0", as torch spells it.
+        device: "cpu" or "cuda:0", as torch spells it. "cuda" becomes "cuda:0": libraries take a
+            device of a process by its number.
         tensor_parallel: Processes among which this rank's matrices may be divided.
         tensor_rank: Which of them this is.
         pipeline_parallel: Stages into which this rank's layers may be divided.
@@ -66,6 +67,10 @@ class WorkerContext:
     pipeline_parallel: int = 1
     stage: int = 0
     methods: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda":
+            object.__setattr__(self, "device", "cuda:0")
 
     @property
     def num_processes(self) -> int:

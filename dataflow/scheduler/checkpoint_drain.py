@@ -6,11 +6,13 @@ tasks of later steps start that had to read older weights than `c * n`, which a 
 not make again, and what they need. Publications and loads go on; they cannot pass `c * n`.
 
 A run that is to stop takes its last checkpoint at the first step of which no training has started.
+A run that is to pause ends at a boundary like a checkpoint's, with or without writing one, and
+another goes on from what it leaves in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from ..errors import StateError
 from .events import NodeTask, Task
@@ -27,11 +29,11 @@ class Checkpoints:
     """The next checkpoint of a run.
 
     Attributes:
-        boundary: Completed steps at which the next checkpoint is due.
+        boundary: Completed steps at which the next checkpoint or pause is due.
         draining: Whether it is being prepared or written.
         required: Per distance d, names of the nodes that must have run in step `boundary + d`.
         stopping: Whether the next checkpoint is the last one, whatever is left to do.
-        stopped: Whether that one is written.
+        stopped: Whether that one is written, or the run has paused: it is over.
     """
 
     def __init__(
@@ -42,21 +44,40 @@ class Checkpoints:
         num_steps: int,
         every: int | None,
         first_step: int,
+        pauses: Collection[int] = (),
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"checkpoint_every must be at least 1 step, got {every}")
         self._index, self._num_steps, self._every = index, num_steps, every
-        self._first_step = first_step
-        self.draining = self.stopping = self.stopped = False
+        outside = [step for step in pauses if not 0 < step < num_steps]
+        if outside:
+            raise ValueError(f"cannot pause after {outside[0]} of {num_steps} steps")
+        self._first_step, self._pauses = first_step, frozenset(pauses)
+        self.stopping = self.stopped = False
         self.required = tuple(
             _required(index, weights, distance) for distance in range(schedule.max_lag)
         )
-        self.boundary = self._next(first_step)
+        self.boundary = first_step if first_step in self._pauses else self._next(first_step)
+        self.draining = self.boundary == first_step
 
     def _next(self, completed: int) -> int:
-        if self._every is None or completed == self._num_steps:
-            return _NEVER
-        return min((completed // self._every + 1) * self._every, self._num_steps)
+        due = [step for step in self._pauses if step > completed]
+        if self._every is not None and completed < self._num_steps:
+            due.append(min((completed // self._every + 1) * self._every, self._num_steps))
+        return min(due, default=_NEVER)
+
+    @property
+    def saves(self) -> bool:
+        """Whether a checkpoint is due at the boundary; one that the run began from is there."""
+        if self._every is None or self.stopping:
+            return self.stopping
+        due = self.boundary % self._every == 0 or self.boundary == self._num_steps
+        return due and self.boundary != self._first_step
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the run is to pause at the boundary."""
+        return self.boundary in self._pauses and not self.stopping
 
     def may_start(self, task: Task) -> bool:
         """Whether a ready task may start before the next checkpoint."""
@@ -93,8 +114,8 @@ class Checkpoints:
         self.draining = completed == self.boundary
 
     def saved(self) -> None:
-        """The checkpoint is written."""
-        self.draining, self.stopped = False, self.stopping
+        """The checkpoint is written, or the run has paused."""
+        self.draining, self.stopped = False, self.stopping or self.pauses
         if not self.stopped:
             self.boundary = self._next(self.boundary)
 

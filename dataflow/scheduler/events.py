@@ -23,6 +23,7 @@ __all__ = [
     "Load",
     "NodeTask",
     "Output",
+    "Pause",
     "Publish",
     "Release",
     "Restarted",
@@ -257,6 +258,16 @@ class SaveCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Pause:
+    """Nothing runs, and no instruction follows: another run goes on from `place`.
+
+    Weights and outputs are as at a checkpoint of that step, whether or not one was asked for.
+    """
+
+    place: SaveCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
 class StepCompleted:
     """All tasks of `step` are done; its outputs that nobody consumed are released after this.
 
@@ -290,6 +301,7 @@ Instruction: TypeAlias = (
     | Release
     | DropSnapshot
     | SaveCheckpoint
+    | Pause
     | StepCompleted
     | Finished
     | Abort

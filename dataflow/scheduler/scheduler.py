@@ -13,11 +13,12 @@ Rules:
 - Before training goes past a checkpoint's step the checkpoint is saved; then nothing runs, and
   what later steps had to do with older weights is done and part of the checkpoint.
 - A run that is told to stop ends with the first checkpoint that it can still take.
+- A run that is to pause ends at a point like a checkpoint's, from which another goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from ..errors import StateError
@@ -33,6 +34,7 @@ from .events import (
     Load,
     NodeTask,
     Output,
+    Pause,
     Publish,
     Release,
     Restarted,
@@ -74,13 +76,14 @@ class Scheduler(SchedulerState):
         schedule: How far generation may run ahead.
         num_steps: Steps of the whole run, those before a resume included.
         checkpoint_every: Save a checkpoint after every so many steps and at the end.
-        resume: Go on from a checkpoint.
+        pauses: Numbers of completed steps at which to pause, the first of them at most `resume`'s.
+        resume: Go on from a checkpoint, or from a pause.
         one_at_a_time: The shell performs running tasks one after another, oldest first, so a task
             begins only when the one before it ends; deadlines count from there.
         max_log: Transitions kept for stories.
 
     Raises:
-        ValueError: `num_steps`, `checkpoint_every` or `resume` cannot be used.
+        ValueError: `num_steps`, `checkpoint_every`, `pauses` or `resume` cannot be used.
     """
 
     def __init__(
@@ -90,13 +93,14 @@ class Scheduler(SchedulerState):
         num_steps: int,
         *,
         checkpoint_every: int | None = None,
+        pauses: Collection[int] = (),
         resume: ResumeState | None = None,
         one_at_a_time: bool = False,
         max_log: int = 10_000,
     ) -> None:
         resume = resume or ResumeState(0)
         super().__init__(
-            flow, schedule, num_steps, checkpoint_every, resume, one_at_a_time, max_log
+            flow, schedule, num_steps, checkpoint_every, pauses, resume, one_at_a_time, max_log
         )
         self._started = False
         self._history = resume.history_sha256
@@ -255,6 +259,9 @@ class Scheduler(SchedulerState):
         if self.awaited.pop(Awaited("checkpoint", event.step), None) is None:
             raise self._impossible(f"CheckpointSaved({event.step}), which nobody asked for")
         self._note("saved", "checkpoint", step=event.step)
+        if self.checkpoints.pauses:
+            self._pause()
+            return
         self.checkpoints.saved()
         if not self.checkpoints.stopped:
             self.ranks.reconsider()
@@ -324,7 +331,11 @@ class Scheduler(SchedulerState):
         if self.running or self.awaited or self.done:
             return
         if self.checkpoints.draining:
-            self._save()
+            self.checkpoints.check_drained(self.steps)
+            if self.checkpoints.saves:
+                self._save()
+            else:
+                self._pause()
         elif self.completed == self.num_steps:
             self._finish()
 
@@ -392,14 +403,23 @@ class Scheduler(SchedulerState):
 
     def _save(self) -> None:
         """Nothing runs and nothing may start: ask for the checkpoint."""
-        step = self.completed
-        self.checkpoints.check_drained(self.steps)
-        states = [self.steps[s] for s in sorted(self.steps)]
+        self.awaited[Awaited("checkpoint", self.completed)] = self._now
+        self._note("save", "checkpoint", step=self.completed)
+        self._out.append(self._place())
+
+    def _pause(self) -> None:
+        """The run is over, and what is in flight is left to the one that goes on."""
+        self._out += [*self.weights.drop_rest(), Pause(self._place())]
+        self.checkpoints.saved()
+        self.done = True
+        self._note("pause", "run", step=self.completed)
+
+    def _place(self) -> SaveCheckpoint:
+        """Where the run stands, with all that is in flight."""
+        step, states = self.completed, [self.steps[s] for s in sorted(self.steps)]
         live = tuple(output for state in states for output in state.stored)
         done = frozenset(task for state in states for task in state.done)
-        self.awaited[Awaited("checkpoint", step)] = self._now
-        self._note("save", "checkpoint", step=step)
-        self._out.append(SaveCheckpoint(step, live, ResumeState(step, done, self._history)))
+        return SaveCheckpoint(step, live, ResumeState(step, done, self._history))
 
     # --- small things
 

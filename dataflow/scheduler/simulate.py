@@ -21,6 +21,7 @@ from .events import (
     Instruction,
     Load,
     NodeTask,
+    Pause,
     Publish,
     RunCall,
     RunTrain,
@@ -100,7 +101,7 @@ def dry_run(
                 now_s = simulation.end_s
                 end_s = now_s + duration_s(instruction)
                 heapq.heappush(pending, (end_s, count, instruction, now_s))
-        if any(isinstance(i, Finished | Abort) for i in instructions):
+        if any(isinstance(i, Finished | Pause | Abort) for i in instructions):
             return simulation
         if not pending:
             raise StateError(f"nothing is pending\n{scheduler.describe()}", scheduler.story())

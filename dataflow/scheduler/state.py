@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from .checkpoint_drain import Checkpoints
 from .events import Awaited, ResumeState, Task
@@ -20,7 +21,7 @@ class SchedulerState:
     """The state of a run of `num_steps` steps of `flow` under `schedule`; see `Scheduler`.
 
     Raises:
-        ValueError: `num_steps`, `checkpoint_every` or `resume` cannot be used.
+        ValueError: `num_steps`, `checkpoint_every`, `pauses` or `resume` cannot be used.
 
     Attributes:
         flow: What one step is, and where its parts run.
@@ -45,6 +46,7 @@ class SchedulerState:
         schedule: Schedule,
         num_steps: int,
         checkpoint_every: int | None,
+        pauses: Collection[int],
         resume: ResumeState,
         one_at_a_time: bool,
         max_log: int,
@@ -58,7 +60,7 @@ class SchedulerState:
         self.ranks = RankPool(flow.groups, flow.sharing)
         self.log = EventLog(flow.groups, max_log)
         self.checkpoints = Checkpoints(
-            self.index, self.weights, schedule, num_steps, checkpoint_every, resume.step
+            self.index, self.weights, schedule, num_steps, checkpoint_every, resume.step, pauses
         )
         self.completed = resume.step
         self.running: dict[Task, Running] = {}

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 
 from ...dataflow.errors import ConfigError
+from .doctor import OPTIONS
 
 __all__ = ["complete"]
 
@@ -56,7 +57,9 @@ def complete(words: list[str], commands: Iterable[str]) -> int:
         print(_SCRIPT.replace("{commands}", " ".join(commands)), end="")
     elif action == "uninstall":
         print("complete -r penstock; unset -f _penstock_complete")
-    elif words[0] in commands:
+    elif words[0] == "doctor":  # no Hydra application: it has nothing to compose
+        print(" ".join(OPTIONS))
+    elif words[0] in commands and words[0] != "samples":  # which is no composition of Hydra's
         _query(words[0])
     return 0
 

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
@@ -30,8 +31,9 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ...configs.references import CONFIGS, groups
+from ...configs.references import CONFIGS, groups, options_of
 from ...dataflow.errors import ConfigError, nearest, no_exit
+from ...workers.models.hub import is_hub_id
 
 __all__ = ["chosen", "compose", "given_overrides", "hydra_app", "refuse_resume"]
 
@@ -44,7 +46,7 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
     """Run `task` on the composed configuration, once or, with `--multirun`, once per combination.
 
     Args:
-        command: Name of the primary config: "run", "graph", "plan" or "profile".
+        command: Name of the primary config: "run", "graph", "plan", "eval"...
         arguments: The words after the command.
         task: Takes the composition as plain data.
 
@@ -112,7 +114,7 @@ def _arranged(command: str, arguments: list[str]) -> list[str]:
     options = list(arguments)
     for key in keys:
         options.remove(key)
-    return [*map(_forced, keys), *options]
+    return [*_overrides(keys), *options]
 
 
 def compose(command: str, overrides: list[str]) -> dict[str, Any]:
@@ -122,7 +124,7 @@ def compose(command: str, overrides: list[str]) -> dict[str, Any]:
         ConfigError: If it cannot be composed.
     """
     with _our_messages(), hydra.initialize_config_module(CONFIGS, version_base="1.3"):
-        return _plain(hydra.compose(command, [_forced(word) for word in overrides]))
+        return _plain(hydra.compose(command, _overrides(overrides)))
 
 
 def given_overrides() -> list[str]:
@@ -142,11 +144,12 @@ def _check_only(command: str, composed: Mapping[str, Any]) -> None:
 
         plan_request(config)
         return
-    if command == "profile":
+    if command in ("profile", "export"):
         from ...configs.plan_schema import ProfileConfig
+        from ...configs.schema import ExportConfig
         from ...configs.validate import validated
 
-        validated(ProfileConfig, config)
+        validated(ProfileConfig if command == "profile" else ExportConfig, config)
         return
     from ..inputs.compose import run_config
 
@@ -192,9 +195,32 @@ def refuse_resume(composed: dict[str, Any], command: str) -> None:
 _OWN = {
     "run": ("resume",),
     "graph": ("resume", "format", "output"),
+    "eval": ("resume", "run", "step", "output"),
     "plan": ("resume", "json", "html", "trace", "output"),
 }
 """Keys of a command that are no part of a run's configuration."""
+
+
+def _overrides(keys: list[str]) -> list[str]:
+    """What was typed, as Hydra is to read it."""
+    return [_forced(word) for key in keys for word in _spelled_out(key)]
+
+
+def _spelled_out(word: str) -> list[str]:
+    """`model=org/name` and `model=PATH` as an option of the group, and its key."""
+    key, _, name = word.partition("=")
+    if key != "model" or name in options_of("model"):
+        return [word]
+    path = Path(name).expanduser()
+    is_path = "/" in name and (path.is_dir() or name[0] in "/.~")
+    if is_path or (path / "config.json").is_file():
+        kind, value = "folder", str(path)
+    elif is_hub_id(name):
+        kind, value = "hub", name
+    else:
+        return [word]
+    quoted = "'" + value.replace("'", "\\'") + "'"
+    return [f"model={kind}", f"model.{kind}={quoted}"]
 
 
 def _forced(word: str) -> str:
@@ -262,12 +288,17 @@ def _our_messages() -> Generator[None]:
 
 
 def _unknown_option(error: MissingConfigException) -> str:
-    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    group, _, option = (error.missing_cfg_file or "").partition("/")
+    if group not in groups():  # one of Hydra's own, which stand below others
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
     options = [str(name) for name in error.options or ()]
     if not group or not options:
         return str(error).splitlines()[0]
     hint = nearest(option, options)
-    return f"there is no {group} '{option}'{hint}\n    {group} is one of: {', '.join(options)}"
+    others = ", or org/name of a hub, or the path of a folder" if group == "model" else ""
+    return (
+        f"there is no {group} '{option}'{hint}\n    {group} is one of: {', '.join(options)}{others}"
+    )
 
 
 def _plain(composed: DictConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ...algorithms.reference_grpo import ReferenceGRPO
 from ...algorithms.reward_modelling import RewardModelling
 from ...algorithms.sft import SFT
 from ...configs.plan_schema import ClusterConfig, PlanOptions, ProfileConfig, WorkloadConfig
-from ...configs.schema import RunConfig
+from ...configs.schema import EvalConfig, ExportConfig, RunConfig
 from ...configs.validate import fields_of, key_docs
 from ...workers.envs.actors.perceptron import PerceptronSpec
 from ..inputs.data import TASKS
@@ -48,6 +48,8 @@ def key_reference() -> str:
         (ClusterConfig, "cluster"),
         (WorkloadConfig, "workload"),
         (PlanOptions, "plan"),
+        (EvalConfig, "penstock eval"),
+        (ExportConfig, "penstock export"),
         (ProfileConfig, "penstock profile"),
     ):
         for found, where in _below(kind, at):

@@ -52,7 +52,7 @@ def _plan(composed: dict[str, Any]) -> None:
     except InfeasibleError as error:
         _say_infeasible(files["json"], str(error), time.monotonic() - started_s)
         raise
-    for note in request.left_out:
+    for note in request.notes:
         print(f"penstock: note: {note}", file=sys.stderr)
     for lag, why in request.refused_lags.items():
         print(f"penstock: note: max_lag={lag} was not considered: {why}", file=sys.stderr)

@@ -69,11 +69,7 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
     trackers = Trackers(config.tracker)
     job = prepare(resolve(config), placed)
     console = LastingConsole(stderr=True)
-    if job.note:
-        console.print(job.note, highlight=False, markup=False, soft_wrap=True)
-    for report in job.reports:
-        if report.num_bad:
-            console.print(str(report), highlight=False, markup=False)
+    _print_data(job, console)
     origins = origins_of(job.model_folders)
     plain = dumped(config, job.run)
     written = yaml.safe_dump(plain, sort_keys=False)
@@ -106,6 +102,8 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
         homes = {stage.name: folder.stage(stage.name) for stage in job.stages[:-1]}
         homes[job.main.name] = folder
         paths = {name: home.path for name, home in homes.items()}
+        if job.about_model:
+            console.print(job.about_model, highlight=False, markup=False, soft_wrap=True)
         trackers.start(RunInfo(folder.id, paths, plain, resumed is not None))
         _stages(job, homes, code, memory, console, resumed is not None, trackers)
 
@@ -157,6 +155,15 @@ def _check_unchanged(
         )
 
 
+def _print_data(job: Job, console: Console) -> None:
+    """Where the run is placed, and what was left out of its data."""
+    if job.note:
+        console.print(job.note, highlight=False, markup=False, soft_wrap=True)
+    for report in job.reports:
+        if report.num_bad:
+            console.print(str(report), highlight=False, markup=False)
+
+
 def _stages(
     job: Job,
     homes: Mapping[str, RunFolder],
@@ -171,6 +178,8 @@ def _stages(
     from ..stages.report import summary_of, write_report
     from ..stages.train import MODELS, Outcome, check_stage_models, run_stage
 
+    for line in [] if resumed else job.statistics:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     started_s = time.monotonic()
     results: dict[str, Any] = {}
     outcome, folder = Outcome(), homes[job.main.name]

@@ -7,7 +7,7 @@ objects. What comes after (`placement`, `stages`) takes the parts that it reads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ from ...configs.schema import (
     MismatchConfig,
     ModelConfig,
     RunConfig,
+    SamplesConfig,
     TaskConfig,
 )
 from ...configs.validate import check_finite, validated
 from ...dataflow.errors import ConfigError
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.cost.calibration import Calibration
+from ...planner.plan.plan import Plan
 from ...workers.data.task import TaskSpec
 from ...workers.models.architecture import checked_config
 from .data import task_spec_of
@@ -66,7 +68,7 @@ class PlacementInputs:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run as far as its configuration says, before any data, device or model is touched.
+    """A run as far as its configuration says, before any data or model is touched.
 
     Attributes:
         stages: Its algorithms with their graphs, the main one last.
@@ -78,9 +80,13 @@ class Resolved:
         schedule: How far generation may run ahead.
         mismatch: When to complain that two engines disagree.
         evaluation: How accuracy is measured.
+        samples: What is kept of the responses.
         seed: Of all randomness.
         checkpoint_every: Steps between checkpoints.
         keep_checkpoints: How many are kept.
+        snapshots: Role's start as written -> the same with the commit of a hub's model that it is.
+        longest_sequence: Tokens of the longest prompt with its response that any stage or its
+            evaluation samples; None if unknown, as it is before the data is read.
     """
 
     stages: tuple[Recorded, ...]
@@ -92,9 +98,12 @@ class Resolved:
     schedule: Schedule
     mismatch: MismatchConfig
     evaluation: EvaluationConfig
+    samples: SamplesConfig
     seed: int
     checkpoint_every: int
     keep_checkpoints: int
+    snapshots: Mapping[str, str] = field(default_factory=dict[str, str])
+    longest_sequence: int | None = None
 
     @property
     def main(self) -> Recorded:
@@ -132,7 +141,7 @@ def resolve(config: RunConfig) -> Resolved:
         stages=stages,
         engines=engines_of(config.engine, config.rollout, config.algorithm),
         placement=PlacementInputs(
-            config.executor, config.placement, config.calibration, Path(config.runs)
+            _on_a_device(config), config.placement, config.calibration, Path(config.runs)
         ),
         model=config.model,
         task=config.task,
@@ -140,10 +149,30 @@ def resolve(config: RunConfig) -> Resolved:
         schedule=config.schedule,
         mismatch=config.mismatch,
         evaluation=config.evaluation,
+        samples=config.samples,
         seed=config.seed,
         checkpoint_every=config.checkpoint_every,
         keep_checkpoints=config.keep_checkpoints,
     )
+
+
+def _on_a_device(config: RunConfig) -> ExecutorConfig:
+    """The section with a device: that of a plan's file, the best one here, the CPU of perceptrons.
+
+    Raises:
+        PlanError: If the file of a plan cannot be read.
+    """
+    import torch
+
+    section = config.executor
+    if section.device != AUTO:
+        return section
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.model.architecture.get("model_type") == MODEL_TYPE:
+        device = "cpu"
+    if config.placement != AUTO and not section.groups:
+        device = Plan.read(Path(config.placement)).groups[0].device.partition(":")[0]
+    return section.model_copy(update={"device": device})
 
 
 def resolved(composed: Mapping[str, Any]) -> Resolved:
@@ -174,17 +203,17 @@ def check_model(model: ModelConfig) -> None:
         missing = "does not exist" if not Path(folder).exists() else "has no config.json"
         raise ConfigError(
             f"'model.folder': '{folder}' {missing}\n    give a local folder that save_pretrained "
-            "wrote; models are never downloaded"
+            "wrote, or a model of a hub: model=org/name"
         )
     if folder is None and not model.architecture:
         raise ConfigError(
             "'model' has neither a folder nor an architecture\n"
-            "    choose one: model=tiny, or model=folder model.folder=PATH"
+            "    choose one: model=tiny, model=smollm2-135m, model=org/name or model=PATH"
         )
     if folder is not None and model.architecture:
         raise ConfigError(
             "'model' has both a folder and an architecture\n"
-            "    to start from a folder, choose model=folder model.folder=PATH"
+            "    to start from a folder, choose model=PATH"
         )
     if folder is None and model.tokenizer == "folder":
         raise ConfigError(
@@ -200,17 +229,24 @@ def dumped(config: RunConfig, run: Resolved) -> dict[str, Any]:
         config: As composed.
         run: What came of it: threads and the size of the vocabulary may have been added.
     """
-    found = {"executor": run.placement.executor, "model": run.model}
+    # Where a model of a hub or a package lies is this machine's; its name and commit say which.
+    here = {} if run.model.hub is None and run.model.package is None else {"folder": None}
+    model = run.model.model_copy(update=here)
+    found = {"executor": run.placement.executor, "model": model}
     data = config.model_copy(update=found).model_dump(mode="json")
-    _spell_out(data["algorithm"], "algorithm")
+    _spell_out(data["algorithm"], "algorithm", run.snapshots)
     options = TypeAdapter(type(run.spec)).dump_python(run.spec, mode="json")
     data["task"] = {**options, **data["task"]}
     return data
 
 
-def _spell_out(algorithm: dict[str, Any], at: str) -> None:
+def _spell_out(algorithm: dict[str, Any], at: str, snapshots: Mapping[str, str]) -> None:
     step = load_step(algorithm["step"], f"{at}.step")
     for cfg in step_cfg(step, algorithm["cfg"], f"{at}.cfg").values():
         algorithm["cfg"] = TypeAdapter(type(cfg)).dump_python(cfg, mode="json")
+    for role in algorithm["roles"].values():
+        role["start"] = snapshots.get(role["start"], role["start"])
+        mean = role["start_mean"]
+        role["start_mean"] = {snapshots.get(start, start): mean[start] for start in mean}
     for name, before in algorithm["before"].items():
-        _spell_out(before, f"{at}.before.{name}")
+        _spell_out(before, f"{at}.before.{name}", snapshots)

@@ -1,4 +1,4 @@
-"""The data of a run: its task, its tokenizer, and the problems held out of training.
+"""The data of a run: its task and its tokenizer.
 
 The kinds of task stand here, one line each. One of one's own is `task=own task.kind=module:Class`
 with a dataclass that is a `TaskSpec`; its fields are the keys of the section.
@@ -7,29 +7,37 @@ with a dataclass that is a `TaskSpec`; its fields are the keys of the section.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ...algorithms.roles.language import Prompts
-from ...configs.references import entry_or_own
+from ...configs.references import entry_or_own, option_file, options_of
 from ...configs.schema import ModelConfig, TaskConfig
 from ...configs.validate import check_finite, fields_of, nearest_key, validated
-from ...dataflow.errors import ConfigError, one_process
+from ...dataflow.errors import ConfigError, nearest, one_process
+from ...workers.data.chat import ChatOptions, PromptEncoder
+from ...workers.data.decontamination import contaminated
 from ...workers.data.file_task import FileTaskSpec
+from ...workers.data.hf_task import HfTaskSpec
+from ...workers.data.instruction_task import InstructionTaskSpec
+from ...workers.data.mixture_task import MixtureTaskSpec
+from ...workers.data.orders import Order
 from ...workers.data.reasoning_task import ReasoningTaskSpec
-from ...workers.data.sources import PromptSource
+from ...workers.data.row_report import DataReport
 from ...workers.data.task import Task, TaskSpec, fingerprint, task_alphabet
 from ...workers.envs.games.task import BoardTaskSpec, LibraryGameTaskSpec
 from ...workers.envs.task import EnvTaskSpec
 from ...workers.models.tokenizer import Tokenizer, TokenizerSpec
 from .env_specs import acted_in
 
-__all__ = ["TASKS", "Data", "HeldOut", "load_data", "task_spec_of"]
+__all__ = ["TASKS", "Data", "load_data", "task_spec_of"]
 
 TASKS: Mapping[str, Any] = {
     "reasoning_gym": ReasoningTaskSpec,
     "file": FileTaskSpec,
+    "hf": HfTaskSpec,
+    "instructions": InstructionTaskSpec,
+    "mixture": MixtureTaskSpec,
     "gymnasium": EnvTaskSpec,
     "board_game": BoardTaskSpec,
     "library_game": LibraryGameTaskSpec,
@@ -59,6 +67,34 @@ class Data:
     def has_text(self) -> bool:
         """Whether its problems are texts; those of an environment are none."""
         return acted_in(self.spec) is None
+
+    @property
+    def chat(self) -> ChatOptions:
+        """How prompts that are conversations are rendered."""
+        section = self.section
+        return ChatOptions(wrap=section.chat, template_kwargs=section.chat_template_kwargs)
+
+    @property
+    def order(self) -> Order:
+        """Which problems a step takes prompts of."""
+        section = self.section
+        return Order(
+            kind=section.order,
+            curriculum_steps=section.curriculum_steps,
+            pass_rates=section.pass_rates,
+        )
+
+    @cached_property
+    def contaminated(self) -> tuple[frozenset[int], DataReport | None]:
+        """Training problems that share too many words with held-out ones, and a report on them."""
+        if self.section.decontaminate_words is None or not self.has_text:
+            return frozenset(), None
+        return contaminated(self.task, self.prompts.written, self.section.decontaminate_words)
+
+    @property
+    def prompts(self) -> PromptEncoder:
+        """The prompts as messages and as tokens."""
+        return PromptEncoder(self.task, self.tokenizer, self.chat)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -92,6 +128,38 @@ def task_spec_of(section: TaskConfig) -> TaskSpec:
     with one_process():
         spec: Any = validated(kind, options, "task")
     check_finite(options, "task")
+    if isinstance(spec, MixtureTaskSpec):
+        return replace(spec, tasks={name: _part_of(name, spec) for name in spec.tasks})
+    return spec
+
+
+def _part_of(name: str, mixture: MixtureTaskSpec) -> TaskSpec:
+    """One task of a mixture.
+
+    Raises:
+        ConfigError: If it is none, or one that has no problems.
+    """
+    given = mixture.tasks[name]
+    at = f"'task.tasks.{name}'"
+    if isinstance(given, str):
+        if given not in options_of("task"):
+            raise ConfigError(
+                f"{at}: there is no option '{given}' of task="
+                f"{nearest(given, options_of('task'))}\n"
+                "    give an option of task=, or keys such as {kind: file, path: problems.jsonl}"
+            )
+        given = option_file("task", given)
+    if not isinstance(given, Mapping) or "kind" not in given:
+        raise ConfigError(
+            f"{at} says no kind of task\n"
+            "    give an option of task=, or keys such as {kind: file, path: problems.jsonl}"
+        )
+    try:
+        spec = task_spec_of(TaskConfig.model_validate(given))
+    except ConfigError as error:
+        raise ConfigError(f"{at}: {error}") from error
+    if acted_in(spec) is not None or isinstance(spec, MixtureTaskSpec):
+        raise ConfigError(f"{at} has no problems to mix\n    give a task with prompts")
     return spec
 
 
@@ -102,6 +170,7 @@ def load_data(section: TaskConfig, model: ModelConfig) -> Data:
         ConfigError: If a file is missing or bad, or the task or tokenizer cannot be made.
     """
     spec = task_spec_of(section)
+    _check_has_text(section, spec)
     with one_process():
         task = spec.build()
     chosen = model.tokenizer
@@ -114,39 +183,16 @@ def load_data(section: TaskConfig, model: ModelConfig) -> Data:
     return Data(section, spec, task, tokenizer_spec, tokenizer_spec.build())
 
 
-class HeldOut:
-    """The held-out prompts as a source: the same in every step.
+_OF_TEXTS = ("chat", "order", "pass_rates", "decontaminate_words")
+"""Keys of problems that are texts."""
 
-    Args:
-        data: The run's.
-        num_prompts: How many to ask at most.
 
-    Attributes:
-        longest: Tokens of the task's longest prompt.
-
-    Raises:
-        ConfigError: If too many prompts cannot be used.
-    """
-
-    def __init__(self, data: Data, num_prompts: int) -> None:
-        source = PromptSource(
-            data.task,
-            data.tokenizer,
-            batch_size=1,
-            seed=0,
-            max_prompt_tokens=data.section.max_prompt_tokens,
-            max_bad_fraction=data.section.max_bad_fraction,
-        )
-        available = len(data.task.held_out) - source.report.num_bad
-        self._prompts = source.held_out(min(num_prompts, available))
-        self.longest = source.longest
-
-    @property
-    def num_prompts(self) -> int:
-        """How many problems are asked."""
-        return len(self._prompts.prompt_id)
-
-    def batch(self, step: int) -> Prompts:
-        """All of them."""
-        del step
-        return self._prompts
+def _check_has_text(section: TaskConfig, spec: TaskSpec) -> None:
+    if acted_in(spec) is None:
+        return
+    for key in _OF_TEXTS:
+        if getattr(section, key) != TaskConfig.model_fields[key].default:
+            raise ConfigError(
+                f"'task.{key}' is for prompts, and an environment or a game has none\n"
+                "    leave it out, or choose a task with prompts"
+            )

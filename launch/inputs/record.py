@@ -28,7 +28,7 @@ from ...dataflow.graph.role import Role
 from ...dataflow.graph.tracer import build
 from ...dataflow.runtime.call_context import DeadlineExceeded, deadline
 
-__all__ = ["Recorded", "check_followers", "load_step", "record", "recorded", "step_cfg"]
+__all__ = ["Recorded", "averages", "check_followers", "load_step", "record", "recorded", "step_cfg"]
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,17 @@ _RECORD_DEADLINE_S = 8.0
 """How long a step function may take to be recorded, which takes ours milliseconds."""
 
 
+def averages(stage: Recorded) -> bool:
+    """Whether a role's weights move towards another's by a share, which 16 bits cannot hold."""
+    return any(
+        isinstance(argument, Constant) and argument.value != 1.0
+        for node in stage.graph.nodes
+        if node.leader is not None
+        for name, argument in node.arguments
+        if name == "share"
+    )
+
+
 def check_followers(stage: Recorded, dtype: str) -> None:
     """Refuse calls that could not move one role's weights towards another's.
 
@@ -143,7 +154,7 @@ def check_followers(stage: Recorded, dtype: str) -> None:
             raise ConfigError(f"{at} follows with share={share}; expected above 0, at most 1")
         if not (isinstance(every, int) and every >= 1):
             raise ConfigError(f"{at} follows with every={every}; expected a whole number of steps")
-        if share < 1 and dtype != "float32":
+        if share < 1 and dtype == "bfloat16":
             raise ConfigError(
                 f"{at} averages weights (share={share}), but 'model.dtype' is '{dtype}', and 16 "
                 "bits hold no change smaller than 1/256 of a weight\n"

@@ -18,7 +18,7 @@ from ...dataflow.graph.graph import Constant, Graph, Node, NodeKind
 from ...dataflow.graph.role import Loss
 from ...dataflow.runtime.placement import Placement
 
-__all__ = ["check_lengths", "check_sizes", "train_items"]
+__all__ = ["check_lengths", "check_sizes", "longest_sampled", "train_items"]
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,26 @@ def check_lengths(
             f"'{node.name}' has {what}, but the model of '{node.role}' has {limit} positions\n"
             f"    {leave_out}"
         )
+
+
+def longest_sampled(
+    graph: Graph, per_step: Mapping[str, int], longest: Mapping[str, int]
+) -> int | None:
+    """Tokens of the longest prompt with its response that a step samples; None if unknown.
+
+    Args:
+        graph: The recorded step.
+        per_step: Items per step of each table.
+        longest: Tokens of the longest row of each table.
+    """
+    rows, found = _rows(graph, per_step), [0]
+    for node in graph.nodes:
+        if node.kind is NodeKind.ROLLOUT:
+            made = rows.get(node.name)
+            if made is None or made.source not in longest:
+                return None
+            found.append(longest[made.source] + made.new_tokens)
+    return max(found)
 
 
 def _rows(graph: Graph, per_step: Mapping[str, int]) -> dict[str, _Rows]:

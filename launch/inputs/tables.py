@@ -26,7 +26,7 @@ from .data import Data
 from .env_specs import GameTaskSpec, env_task, game_task, refuse_scaled_fitness
 from .record import Recorded
 
-__all__ = ["TABLES", "check_tables", "longest_rows", "sources_of"]
+__all__ = ["TABLES", "check_tables", "longest_rows", "sources_of", "statistics_of"]
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,12 @@ def _texts(source: Any, wanted: _Wanted, data: Data) -> Source:
     limits: dict[str, Any] = {
         "max_prompt_tokens": data.section.max_prompt_tokens,
         "max_bad_fraction": data.section.max_bad_fraction,
+        "chat": data.chat,
+        "left_out": data.contaminated[0],
     }
-    if source is not PromptSource:
+    if source is PromptSource:
+        limits["order"] = data.order
+    else:
         limits["max_response_tokens"] = data.section.max_response_tokens
     return source(data.task, data.tokenizer, batch_size=wanted.count, seed=wanted.seed, **limits)
 
@@ -149,6 +153,7 @@ class _Reads(Protocol):
     Attributes:
         report: What was left out.
         longest: Tokens of its longest row.
+        statistics: One line on how long its rows are.
     """
 
     report: DataReport
@@ -156,7 +161,15 @@ class _Reads(Protocol):
     @property
     def longest(self) -> int: ...
 
+    @property
+    def statistics(self) -> str: ...
+
 
 def longest_rows(sources: Mapping[str, Source]) -> dict[str, int]:
     """Tokens of the longest row of each table of texts."""
     return {name: source.longest for name, source in sources.items() if isinstance(source, _Reads)}
+
+
+def statistics_of(sources: Mapping[str, Source]) -> list[str]:
+    """A line on how long the rows of each table of texts are."""
+    return [source.statistics for source in sources.values() if isinstance(source, _Reads)]

@@ -103,7 +103,9 @@ def choose(run: Resolved) -> Choice:
         return _one_rank(section, f"no role of {graph.name} has a model")
     plan = _best(run, models, workload, machine)
     threads = machine.calibration.num_threads if machine.calibration else None
-    notes = "".join(f"\nplacement: {note}" for note in inputs.left_out(models))
+    dtypes = (model.dtype for model in models.values() if model is not None)
+    said = (*inputs.left_out(models), *machine.cluster.notes(dtypes))
+    notes = "".join(f"\nplacement: {note}" for note in said)
     return Choice(plan, threads, _said(graph, plan) + notes)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -17,7 +18,14 @@ from ...configs.validate import validated
 from ...planner.inputs.cluster import ClusterSpec
 from .cluster_inputs import cluster_spec
 
-__all__ = ["analytic_cpus", "default_ranks", "machine_name", "num_cores", "threads_of"]
+__all__ = [
+    "analytic_cpus",
+    "default_ranks",
+    "has_fast_bfloat16",
+    "machine_name",
+    "num_cores",
+    "threads_of",
+]
 
 _MOST_RANKS = 8
 """More ranks than this are not started unless they are asked for; each takes memory of its own."""
@@ -26,6 +34,20 @@ _MOST_RANKS = 8
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def has_fast_bfloat16(device: str) -> bool:
+    """Whether a device computes products of bfloat16 itself, several times faster than float32's.
+
+    Others compute them in float32 and round, which is slower than float32.
+    """
+    import torch
+
+    if device.startswith("cuda"):
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    # torch says it of AMD's and Intel's processors nowhere else.
+    has_it: Any = torch.cpu
+    return bool(has_it._is_avx512_bf16_supported() or has_it._is_amx_tile_supported())
 
 
 def default_ranks(device: str) -> int:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...algorithms.roles.language import PreferencePairs, Reward, RewardModel, Sampling
 from ...configs.plan_schema import WorkloadConfig
@@ -23,9 +23,11 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Constant, Graph, NodeKind
 from ...planner.inputs.model_shape import ModelShape, shape_of
 from ...planner.inputs.workload import Lengths, Workload
+from ...workers.data.chat import BadPrompt
 from ..inputs.compose import Resolved
 from ..inputs.data import Data, load_data
 from ..inputs.own_workers import asked_for, is_own
+from .settled import local_model
 
 __all__ = ["PlanInputs"]
 
@@ -33,6 +35,8 @@ _PROMPTS_MEASURED = 2000
 """Training prompts whose lengths stand for all."""
 
 _NO_ROLE = RoleConfig()
+_NO_SHAPE = ("folder", "hub")
+"""Options of `model=` that are models only with a further key."""
 
 
 class PlanInputs:
@@ -120,22 +124,27 @@ class PlanInputs:
     def _named(self, role: str, name: str) -> ModelShape:
         if (Path(name) / "config.json").is_file():
             return self._in_folder(Path(name))
-        known = options_of("model")
-        if name not in known or name == "folder":
+        known = [option for option in options_of("model") if option not in _NO_SHAPE]
+        if name not in known:
             raise ConfigError(
                 f"'plan.models.{role}': there is no model '{name}'{nearest_key(name, known)}\n"
-                f"    give one of {', '.join(option for option in known if option != 'folder')}, "
-                "or a folder with a config.json"
+                f"    give one of {', '.join(known)}, or a folder with a config.json"
             )
         preset = option_file("model", name)
         section = ModelConfig(
-            architecture=preset["architecture"], dtype=preset.get("dtype", "float32")
+            architecture=preset.get("architecture", {}),
+            package=preset.get("package"),
+            dtype=preset.get("dtype", "float32" if "architecture" in preset else self._dtype),
         )
-        return self._shape(section, name)
+        return self._shape(local_model(section), name)
 
     def _in_folder(self, folder: Path) -> ModelShape:
-        dtype = self._run.model.dtype
-        return self._shape(ModelConfig(folder=str(folder), dtype=dtype), folder.name)
+        return self._shape(ModelConfig(folder=str(folder), dtype=self._dtype), folder.name)
+
+    @property
+    def _dtype(self) -> Literal["float32", "bfloat16"]:
+        """Of a model that says nothing of its own: as the run's."""
+        return self._run.model.precision
 
     def _shape(self, section: ModelConfig, name: str) -> ModelShape:
         architecture: dict[str, Any] = dict(section.architecture)
@@ -144,11 +153,11 @@ class PlanInputs:
         if not architecture:
             raise ConfigError(
                 "'model' has neither a folder nor an architecture\n"
-                "    choose one: model=llama-7b, or model=folder model.folder=PATH"
+                "    choose one: model=llama-7b, model=org/name or model=PATH"
             )
         sizes = architecture.get("vocab_size")
         vocab_size = self._data.tokenizer.vocab_size if sizes is None else None
-        return shape_of(architecture, name=name, vocab_size=vocab_size, dtype=section.dtype)
+        return shape_of(architecture, name=name, vocab_size=vocab_size, dtype=section.precision)
 
     def workload(self, section: WorkloadConfig) -> Workload:
         """How much one step computes.
@@ -200,15 +209,15 @@ class PlanInputs:
         """As configured, or as long as the prompts of the task's training problems are."""
         if section.prompt is not None:
             return _lengths(section.prompt)
-        task, tokenizer = self._data.task, self._data.tokenizer
-        texts = [task.prompt_text(index) for index in task.train[:_PROMPTS_MEASURED]]
+        task = self._data.task
+        encoded = self._data.prompts.encode(task.train[:_PROMPTS_MEASURED])
         longest = self._run.task.max_prompt_tokens or math.inf
-        counts = Counter(len(tokens) for tokens in tokenizer.encode_many(texts))
+        counts = Counter(len(tokens) for tokens in encoded if not isinstance(tokens, BadPrompt))
         lengths = sorted(length for length in counts if 0 < length <= longest)
         if not lengths:
             raise ConfigError(
-                f"none of the first {len(texts)} prompts of task '{task.task_id}' can be used, so "
-                "their lengths are not known\n    give them: workload.prompt=1024"
+                f"none of the first {len(encoded)} prompts of task '{task.task_id}' can be used, "
+                "so their lengths are not known\n    give them: workload.prompt=1024"
             )
         weights = tuple(float(counts[length]) for length in lengths)
         return Lengths(tokens=tuple(lengths), weights=weights)

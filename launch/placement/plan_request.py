@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from ..inputs.compose import resolved
 from .cluster_inputs import cluster_spec, named_devices
 from .pin_inputs import flat_layouts, pins_of
 from .plan_inputs import PlanInputs
+from .settled import local_model, with_dtype
 
 __all__ = ["SECTIONS", "PlanRequest", "plan_request"]
 
@@ -44,7 +45,7 @@ class PlanRequest:
         workload: How much one step computes.
         lags: Schedules to compare.
         refused_lags: Lag -> why the step cannot have it, of those that were to be compared.
-        left_out: What to say of roles that are not planned for.
+        notes: What to say of roles that are not planned for, and of rates that are not known.
         constants: Of the model of time.
         engine: What trains and evaluates.
         rollout: What generates; None if the same does.
@@ -61,7 +62,7 @@ class PlanRequest:
     workload: Workload
     lags: tuple[int, ...]
     refused_lags: Mapping[int, str]
-    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
     constants: Constants
     engine: EngineModel
     rollout: EngineModel | None
@@ -110,7 +111,12 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     found = resolved(run)
     asked = validated(PlanConfig, own)
     options = asked.plan
-    inputs = PlanInputs(found, model_name)
+    file = options.calibration
+    calibration = None if file is None else Calibration.read(Path(file))
+    cluster = cluster_spec(asked.cluster, calibration and calibration.cluster)
+    model = local_model(found.model)
+    model = with_dtype(model, lambda: cluster.computes_faster("bfloat16"))
+    inputs = PlanInputs(replace(found, model=model), model.hub or model_name)
     models = inputs.models(options.models)
     if not any(models.values()):
         raise ConfigError(
@@ -118,9 +124,6 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
             "memory and time of no other\n    place its nodes by hand: placement=PLAN.json, or "
             "executor.groups and executor.nodes; or say what a role computes: plan.models.ROLE"
         )
-    file = options.calibration
-    calibration = None if file is None else Calibration.read(Path(file))
-    cluster = cluster_spec(asked.cluster, calibration and calibration.cluster)
     _check_dtypes(models, options.models, cluster)
     workload = inputs.workload(asked.workload)
     lags, refused = (found.schedule.max_lag,), dict[int, str]()
@@ -137,7 +140,10 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         workload=workload,
         lags=lags,
         refused_lags=refused,
-        left_out=inputs.left_out(models),
+        notes=(
+            *inputs.left_out(models),
+            *cluster.notes(model.dtype for model in models.values() if model is not None),
+        ),
         constants=default_constants(cluster)
         if calibration is None
         else calibration.constants_for(models.values()),
@@ -162,7 +168,7 @@ def _check_dtypes(
     devices = [group.device for group in cluster.node_groups]
     for role, model in models.items():
         for device in devices if model is not None else ():
-            if model is None or model.dtype in device.flops_per_s:
+            if model is None or model.dtype in device.flops_per_s or device.stands_in(model.dtype):
                 continue
             known = ", ".join(device.flops_per_s)
             if named.get(role) is None:

@@ -25,7 +25,7 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.file_errors import writing
 from .atomic import sync_file, sync_folder, write_json
 
-__all__ = ["CheckpointStore", "CheckpointWarning", "fault_of"]
+__all__ = ["CheckpointStore", "CheckpointWarning", "checkpoints_in", "fault_of"]
 
 _MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -51,6 +51,9 @@ class CheckpointStore:
         folder: Where they are; made when the first one is written, in a folder that exists.
         keep: How many of the newest usable ones to keep, at least 1.
 
+    Attributes:
+        kept: Steps whose checkpoints are kept besides.
+
     Raises:
         ValueError: If `keep` is below 1.
 
@@ -67,6 +70,7 @@ class CheckpointStore:
             raise ValueError(f"keep={keep}: a store keeps at least 1 checkpoint")
         self.folder = folder
         self.keep = keep
+        self.kept: frozenset[int] = frozenset()
         self._good: set[Path] = set()
 
     @contextmanager
@@ -127,13 +131,7 @@ class CheckpointStore:
         return None
 
     def _named(self) -> list[Path]:
-        """Folders with a checkpoint's name, oldest first, verified or not."""
-        if not self.folder.is_dir():
-            return []
-        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
-        return sorted(
-            (path for path in found if path.is_dir()), key=lambda path: int(path.name[5:])
-        )
+        return list(checkpoints_in(self.folder).values())
 
     def _clean(self) -> None:
         """Finish what an interrupted process left half done."""
@@ -162,6 +160,8 @@ class CheckpointStore:
         """Remove what is older than the newest `keep` usable checkpoints."""
         num_good = 0
         for folder in reversed(self._named()):
+            if num_good >= self.keep and _step(folder) in self.kept:
+                continue
             if num_good >= self.keep:
                 self._good.discard(folder)
                 shutil.rmtree(_retire(folder))
@@ -171,6 +171,20 @@ class CheckpointStore:
         for path in self.folder.glob("step-*.retired"):
             shutil.rmtree(path)
         sync_folder(self.folder)
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Step -> the folder with its checkpoint's name, oldest first, verified or not.
+
+    Nothing is changed: this is for those who read the checkpoints of a run that is going on.
+    """
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
+    steps = {_step(path): path for path in found if path.is_dir()}
+    return dict(sorted(steps.items()))
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name[5:])
 
 
 def fault_of(folder: Path) -> str | None:

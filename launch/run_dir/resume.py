@@ -21,7 +21,7 @@ from ...dataflow.errors import ConfigError
 from ...workers.data.task import PATIENCE
 from .run_folder import RunFolder, differences, open_run, plain, record_of
 
-__all__ = ["Resumed", "resumed_config"]
+__all__ = ["Resumed", "copy_value", "resumed_config", "stored_config"]
 
 _ELSEWHERE = ("engine", "rollout", "executor", "placement")
 """What a resumed run may change: checkpoints are the same for every engine and layout."""
@@ -75,7 +75,7 @@ def resumed_config(path: Path, composed: Mapping[str, Any], given: Sequence[str]
     words = [word for word in given if not word.startswith("resume=")]
     keys = [word.partition("=")[0] for word in words]
     _check_words(path, words)
-    found = _read_config(folder)
+    found = stored_config(folder)
     record = record_of(folder)
     if record.fault is not None:
         raise ConfigError(f"run '{folder.id}': {record.fault}\n    start a new run")
@@ -92,7 +92,7 @@ def resumed_config(path: Path, composed: Mapping[str, Any], given: Sequence[str]
                 f"resume={path} comes with {key}, which the run does not have\n    a role without "
                 "an optimizer of its own has the algorithm's: algorithm.optimizer.lr=..."
             )
-        _copy(key.split("."), composed, found)
+        copy_value(key.split("."), composed, found)
     extended = folder.summary.is_file()
     if extended and not (_NUM_STEPS in keys and _value(found, _NUM_STEPS) > num_steps):
         raise ConfigError(
@@ -129,7 +129,12 @@ def _check_words(path: Path, words: Sequence[str]) -> None:
         )
 
 
-def _read_config(folder: RunFolder) -> dict[str, Any]:
+def stored_config(folder: RunFolder) -> dict[str, Any]:
+    """A run's configuration as its config.yaml has it.
+
+    Raises:
+        ConfigError: If that cannot be read, or holds something else.
+    """
     try:
         config: Any = yaml.safe_load(folder.config.read_text())
     except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -186,7 +191,7 @@ def _value(config: Any, key: str) -> Any:
     return config
 
 
-def _copy(path: Sequence[str], source: Any, target: Any) -> None:
+def copy_value(path: Sequence[str], source: Any, target: Any) -> None:
     """Adopt the value at a path; sections on the way are made if need be."""
     *sections, name = path
     for section in sections:

@@ -16,7 +16,8 @@ from ...dataflow.runtime.placement import follow
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...workers.data.task import TaskSpec
 from ..inputs.env_specs import env_task
-from .evaluation import Measured, renamed
+from ..run_dir.evaluations import WHOLE, Measured
+from .evaluation import renamed
 from .stages import Stage
 
 __all__ = ["EnvEvaluator", "env_actors"]
@@ -74,7 +75,7 @@ class EnvEvaluator:
             self.programs[graph.name] = Program(graph, placement)
             self._actors[actor] = graph.name
 
-    def measure(self, engine: Engine) -> Measured:
+    def measure(self, engine: Engine) -> dict[str, Measured]:
         """Play all episodes with the current weights; nothing else may be running."""
         returns: dict[str, float] = {}
         metrics: dict[str, float] = {}
@@ -82,4 +83,5 @@ class EnvEvaluator:
             (result,) = engine.run({"rows": self._rows}, 1, program=program)
             returns[actor] = result.metrics[_RETURN]
             metrics |= {f"{actor}/{key}": value for key, value in result.metrics.items()}
-        return Measured(metrics, episode_return=returns, num_episodes=self._num_episodes)
+        found = Measured(metrics, episode_return=returns, num_episodes=self._num_episodes)
+        return {WHOLE: found}

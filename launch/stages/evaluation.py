@@ -1,13 +1,16 @@
-"""Measuring the policy on held-out problems, between the steps of a stage."""
+"""Measuring a policy on held-out problems, between the steps of a stage or by itself."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ...algorithms.evaluate import Evaluation, evaluate_step
 from ...algorithms.roles.language import Sampling
@@ -16,110 +19,202 @@ from ...dataflow.graph.role import Role
 from ...dataflow.graph.tracer import build
 from ...dataflow.runtime.engine import Engine
 from ...dataflow.runtime.executor import Program
-from ...dataflow.runtime.placement import follow
+from ...dataflow.runtime.placement import Placement, follow, one_group
 from ...dataflow.runtime.worker_protocol import WorkerSpec
+from ...dataflow.scheduler.schedule import Schedule
 from ...workers.data.example_file import ExampleFileSpec
 from ...workers.rewards.kinds import RULES
 from ...workers.rewards.rule_reward import RuleRewardSpec
-from ..inputs.data import Data, HeldOut
+from ..run_dir.evaluations import SHARES, Measured
 from .stages import Stage
+from .suites import Suite
 
-__all__ = ["Evaluator", "Measured", "evaluation_graph", "renamed"]
+__all__ = ["Evaluator", "evaluate", "evaluation_graph", "renamed", "rule_of", "stage_evaluator"]
 
 _PROGRAM = "evaluate"
-_VERIFIER, _OBSERVER = "verifier", "observer"
-_SHARES = f"{_VERIFIER}.score/reward"
+_ACTOR, _VERIFIER, _OBSERVER = "actor", "verifier", "observer"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What one evaluation found.
-
-    Attributes:
-        metrics: Everything it reported.
-        accuracy: Share of held-out problems answered right, 0 to 1; None if there are no problems.
-        examples: The first responses: prompt_id, prompt, response, score.
-        episode_return: Actor -> what it earned in a held-out episode, on average.
-        num_episodes: Episodes of each.
-    """
-
-    metrics: dict[str, float]
-    accuracy: float | None = None
-    examples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    episode_return: dict[str, float] = field(default_factory=dict[str, float])
-    num_episodes: int = 0
-
-    @property
-    def errors(self) -> float | None:
-        """Share of the answers on which the verifier failed, 0 to 1; they count as wrong."""
-        return self.metrics.get(f"{_SHARES}/errors")
-
-    @property
-    def timeouts(self) -> float | None:
-        """Share of the answers on which the verifier ran out of time; they count as wrong."""
-        return self.metrics.get(f"{_SHARES}/timeouts")
-
-
-def evaluation_graph(max_response_tokens: int) -> Graph:
+def evaluation_graph(sampling: Sampling) -> Graph:
     """What an evaluation computes, its policy called 'actor'."""
-    sampling = Sampling(temperature=0.0, max_new_tokens=max_response_tokens)
     return build(evaluate_step, name=_PROGRAM, cfg=Evaluation(sampling=sampling))
 
 
 class Evaluator:
-    """Evaluates the policy of one stage, on the workers that train it.
+    """Evaluates a policy on suites of problems.
+
+    Answers to problems of the run's own task are scored by `rule`; those of other tasks as the
+    task says.
+
+    Args:
+        suites: The problems, at least one suite.
+        num_examples: Responses of each suite that are kept.
+        folder: Where examples are passed through a file.
+        actor: The policy's role.
+        taken: Names of roles that are others'.
+        rule: Makes the spec of what scores answers.
+        placed: Where the nodes of such a graph run.
+
+    Attributes:
+        programs: What the engine must carry.
+        workers: Role -> who plays it; all but the policy's.
+    """
+
+    def __init__(
+        self,
+        suites: Sequence[Suite],
+        num_examples: int,
+        folder: Path,
+        *,
+        actor: str = _ACTOR,
+        taken: Collection[str] = (),
+        rule: Callable[..., RuleRewardSpec] = RuleRewardSpec,
+        placed: Callable[[Graph], Placement] = one_group,
+    ) -> None:
+        self._suites = suites
+        self._examples = folder / "examples.json"
+        self.programs: dict[str, Program] = {}
+        self.workers: dict[str, WorkerSpec | Role] = {}
+        self._thresholds: list[float] = []
+        tasks: dict[int, int] = {}
+        for number, suite in enumerate(suites):
+            data = suite.data
+            of_task = tasks.setdefault(id(data), len(tasks))
+            verifier, observer = (_role(r, taken, of_task) for r in (_VERIFIER, _OBSERVER))
+            makes = rule if suite.is_own else RuleRewardSpec
+            spec = makes(
+                task=data.spec, tokenizer=data.tokenizer_spec, task_fingerprint=data.fingerprint
+            )
+            # As the verifier says: a factor is for what learns of it.
+            self.workers[verifier] = replace(spec, scale=1.0)
+            self._thresholds.append(1.0 if spec.verifier else data.task.correct_score)
+            names = {_ACTOR: actor, _VERIFIER: verifier, _OBSERVER: observer}
+            graph = renamed(evaluation_graph(suite.sampling), names)
+            self.programs[_program(number)] = Program(graph, placed(graph))
+            shown = [
+                problem
+                for other in suites
+                if other.data is data
+                for problem in other.prompts.problems[:num_examples]
+            ]
+            self.workers[observer] = ExampleFileSpec(
+                path=str(self._examples.resolve()),
+                tokenizer=data.tokenizer_spec,
+                num_examples=num_examples,
+                conversations=data.prompts.conversations(shown),
+            )
+
+    def measure(self, engine: Engine) -> dict[str, Measured]:
+        """Answer all problems with the current weights, suite by suite.
+
+        Nothing else may be running.
+        """
+        return {
+            suite.name: self._measured(engine, number) for number, suite in enumerate(self._suites)
+        }
+
+    def _measured(self, engine: Engine, number: int) -> Measured:
+        prompts = {"prompts": self._suites[number].prompts}
+        (result,) = engine.run(prompts, 1, program=_program(number))
+        metrics = dict(result.metrics)
+        found: dict[str, Any] = {}
+        if self._examples.is_file():
+            found = json.loads(self._examples.read_text())
+            self._examples.unlink()
+        threshold = torch.tensor(self._thresholds[number]).item()  # in float32, as scores are
+        scores: dict[str, list[float]] = found.get("scores", {})
+        correct = {
+            problem: sum(score >= threshold for score in its) for problem, its in scores.items()
+        }
+        return Measured(
+            metrics,
+            metrics[f"{SHARES}/correct"],
+            found.get("examples", []),
+            scores=scores,
+            correct=correct,
+        )
+
+
+def _program(number: int) -> str:
+    """Name of a suite's program."""
+    return f"{_PROGRAM}_{number}" if number else _PROGRAM
+
+
+def _role(name: str, taken: Collection[str], number: int) -> str:
+    own = f"evaluation_{name}" if name in taken else name
+    return f"{own}_{number}" if number else own
+
+
+def stage_evaluator(
+    stage: Stage, suites: Sequence[Suite], num_examples: int, folder: Path
+) -> Evaluator:
+    """Evaluates the policy of a stage, on the workers that train it.
 
     Answers are scored as the stage's own rule scores them, with its time limit and other options.
 
     Args:
         stage: The stage; it must train a policy.
-        num_examples: Responses that are kept.
-        data: The run's task and tokenizer.
-        held_out: The problems.
+        suites: The problems.
+        num_examples: Responses of each suite that are kept.
         folder: Where examples are passed through a file.
     """
-
-    def __init__(
-        self, stage: Stage, num_examples: int, data: Data, held_out: HeldOut, folder: Path
-    ) -> None:
-        graph = evaluation_graph(data.section.max_response_tokens)
-        names = {"actor": stage.policy or "actor"}
-        for role in (_VERIFIER, _OBSERVER):
-            names[role] = f"evaluation_{role}" if role in stage.graph.roles else role
-        self._graph = renamed(graph, names)
-        self._program = Program(self._graph, follow(self._graph, stage.graph, stage.placement))
-        self._held_out = held_out
-        self._examples = folder / "examples.jsonl"
-        self.workers: dict[str, WorkerSpec | Role] = {
-            names[_VERIFIER]: _rule(stage)(
-                task=data.spec,
-                tokenizer=data.tokenizer_spec,
-                task_fingerprint=data.fingerprint,
-            ),
-            names[_OBSERVER]: ExampleFileSpec(
-                path=str(self._examples.resolve()),
-                tokenizer=data.tokenizer_spec,
-                num_examples=num_examples,
-            ),
-        }
-
-    @property
-    def programs(self) -> dict[str, Program]:
-        """What the engine must carry besides the stage's own graph."""
-        return {_PROGRAM: self._program}
-
-    def measure(self, engine: Engine) -> Measured:
-        """Answer all held-out problems with the current weights; nothing else may be running."""
-        (result,) = engine.run({"prompts": self._held_out}, 1, program=_PROGRAM)
-        metrics = dict(result.metrics)
-        examples: list[dict[str, Any]] = []
-        if self._examples.is_file():
-            examples = [json.loads(line) for line in self._examples.read_text().splitlines()]
-            self._examples.unlink()
-        return Measured(metrics, metrics[f"{_SHARES}/correct"], examples)
+    return Evaluator(
+        suites,
+        num_examples,
+        folder,
+        actor=stage.policy or _ACTOR,
+        taken=stage.graph.roles,
+        rule=rule_of(stage),
+        placed=lambda graph: follow(graph, stage.graph, stage.placement),
+    )
 
 
-def _rule(stage: Stage) -> Callable[..., RuleRewardSpec]:
+def evaluate(
+    policy: WorkerSpec,
+    suites: Sequence[Suite],
+    num_examples: int,
+    *,
+    rule: Callable[..., RuleRewardSpec] = RuleRewardSpec,
+    device: str = "cpu",
+    seed: int = 0,
+    deadline_s: float = 600.0,
+) -> dict[str, Measured]:
+    """Evaluate one policy in this process, outside any run.
+
+    Args:
+        policy: Who answers.
+        suites: The problems, at least one suite.
+        num_examples: Responses of each suite that are kept.
+        rule: Makes the spec of what scores answers to the run's own problems.
+        device: Where the policy is.
+        seed: Of what is sampled.
+        deadline_s: Longest wait for the answers to one suite.
+
+    Raises:
+        ConfigError: If the policy cannot be built.
+        WorkerError: If it, or a verifier, fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        evaluator = Evaluator(
+            suites,
+            num_examples,
+            Path(folder),
+            rule=rule,
+            placed=lambda graph: one_group(graph, device=device),
+        )
+        main = evaluator.programs[_program(0)]
+        with Engine(
+            main.graph,
+            main.placement,
+            workers={_ACTOR: policy, **evaluator.workers},
+            schedule=Schedule(deadline_s=deadline_s),
+            seed=seed,
+            also=evaluator.programs,
+        ) as engine:
+            return evaluator.measure(engine)
+
+
+def rule_of(stage: Stage) -> Callable[..., RuleRewardSpec]:
     """The stage's first role that is a rule, with its options; the task's own verifier else."""
     rules = (plan for plan in stage.roles.values() if plan.worker in RULES)
     plan = next(rules, None)

@@ -15,7 +15,7 @@ from ...dataflow.runtime.worker_protocol import Trainable, WorkerContext, Worker
 from ...workers.models.tokenizer import Tokenizer
 from ...workers.training.flat_parameters import tensors_sha256
 
-__all__ = ["Exported", "combined_sha256", "export_roles", "files_sha256"]
+__all__ = ["Exported", "RestoredSpec", "combined_sha256", "export_roles", "files_sha256"]
 
 
 @runtime_checkable
@@ -62,7 +62,7 @@ def export_roles(
     folders: dict[str, Path] = {}
     hashes: dict[str, str] = {}
     for role, spec in roles.items():
-        worker = _restored(role, spec, checkpoint / role, seed)
+        worker = restored(role, spec, checkpoint / role, seed)
         hashes[role] = tensors_sha256(worker.export_weights())
         if isinstance(worker, Saves):
             draft = folder / f"{role}.writing"
@@ -77,16 +77,30 @@ def export_roles(
     return Exported(folders, hashes)
 
 
-def _restored(role: str, spec: WorkerSpec | Role, state: Path, seed: int) -> Trainable:
+def restored(role: str, spec: WorkerSpec | Role, state: Path, seed: int) -> Trainable:
+    """A worker of this process as it was when its state was saved, which trains no further."""
     built: Any = spec
     if isinstance(spec, WorkerSpec):
+        built = RestoredSpec(spec, state).build(WorkerContext(role, seed))
+    return built
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoredSpec:
+    """Recipe for the worker of another recipe with a saved state; a `WorkerSpec`."""
+
+    spec: WorkerSpec
+    state: Path
+
+    def build(self, context: WorkerContext) -> Any:
+        """Build it without an optimizer and load the state."""
+        spec: WorkerSpec = self.spec
         if dataclasses.is_dataclass(spec) and hasattr(spec, "optimizer"):
             frozen: Any = dataclasses.replace(spec, optimizer=None)  # type: ignore[type-var]
-            built = frozen.build(WorkerContext(role, seed))
-        else:
-            built = spec.build(WorkerContext(role, seed))
-        built.load_state(state)
-    return built
+            spec = frozen
+        built: Any = spec.build(context)
+        built.load_state(self.state)
+        return built
 
 
 def files_sha256(folder: Path) -> dict[str, str]:

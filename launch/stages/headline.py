@@ -92,7 +92,7 @@ class Headline:
 
     def curve(self, names: Iterable[str]) -> CurveMetric | None:
         """The metric to judge the stage by, `node/name`; None if there is none of those known."""
-        every = list(names)
+        every = [name for name in names if not name.startswith("evaluation/")]
         for wanted, label in _CURVES:
             found = self._reported(wanted, every)
             if found:

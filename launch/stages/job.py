@@ -6,26 +6,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import lcm
 
-from ...configs.schema import SAME, ExecutorConfig, ModelConfig
+from ...configs.schema import SAME, ExecutorConfig, ModelConfig, model_spec
 from ...dataflow.errors import ConfigError
 from ...dataflow.runtime.engine import Source
 from ...planner.plan.plan import Plan
 from ...workers.data.row_report import DataReport
 from ...workers.engines.registry import DEFAULT
+from ...workers.models.architecture import empty_model
 from ...workers.rewards.rule_reward import RuleRewardSpec
 from ..inputs.compose import Resolved
-from ..inputs.data import Data, HeldOut, load_data
+from ..inputs.data import Data, load_data
 from ..inputs.env_specs import MODEL_TYPE
-from ..inputs.sizes import check_lengths
-from ..inputs.tables import longest_rows, sources_of
+from ..inputs.sizes import check_lengths, longest_sampled
+from ..inputs.tables import longest_rows, sources_of, statistics_of
 from ..placement.auto_place import choose
 from ..placement.place import make_executor, with_threads, written_plan
+from ..placement.settled import fetch_weights, settled
+from ..run_dir.evaluations import WHOLE
+from .env_evaluation import env_actors
 from .evaluation import evaluation_graph
 from .memory_limit import check_memory
 from .stages import MODEL, Stage, stages_of
+from .suites import HeldOut, Suite, check_metric, metrics_of, suites_of
 from .worker_specs import check_options, model_positions
 
-__all__ = ["Job", "prepare"]
+__all__ = ["Job", "check_suite_lengths", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Job:
         stages: What is trained, in order; the main one last.
         data: Its task and tokenizer.
         sources: For each stage, a source for every table it reads.
-        held_out: The problems to measure accuracy on; None if there is nothing to measure.
+        suites: The problems to measure accuracy on; empty if there are none.
         reports: What was left out of the data, one for each way it is read.
     """
 
@@ -49,13 +54,39 @@ class Job:
     stages: tuple[Stage, ...]
     data: Data
     sources: Mapping[str, Mapping[str, Source]]
-    held_out: HeldOut | None
+    suites: tuple[Suite, ...]
     reports: tuple[DataReport, ...]
 
     @property
     def main(self) -> Stage:
         """The stage the run is for."""
         return self.stages[-1]
+
+    @property
+    def about_model(self) -> str:
+        """Which language model in which precision, where, and who computes it; "" if none."""
+        model, device = self.run.model, self.run.placement.executor.device
+        if model.architecture.get("model_type") == MODEL_TYPE:
+            return ""
+        config = model_spec(model).config
+        computes = self.run.engines.train.computes(empty_model(config))
+        commit = "" if model.revision is None else f" at {model.revision[:12]}"
+        name = model.hub or model.package or model.folder or "random weights"
+        return (
+            f"model: {name}{commit}, {model.dtype} on {device}, computed {computes} "
+            f"({config.model_type})"
+        )
+
+    @property
+    def statistics(self) -> list[str]:
+        """How long the rows of every stage are, each line once."""
+        lines = [line for tables in self.sources.values() for line in statistics_of(tables)]
+        return list(dict.fromkeys(lines))
+
+    @property
+    def held_out(self) -> HeldOut | None:
+        """The problems of the suite that has no name; None if there is none."""
+        return next((suite.prompts for suite in self.suites if suite.name == WHOLE), None)
 
     @property
     def model_folders(self) -> set[str]:
@@ -80,6 +111,7 @@ def prepare(run: Resolved, plan: Plan | None = None) -> Job:
         FlowError: If a step's loss cannot correct for the schedule's lag.
         PlanError: If the placement does not fit.
     """
+    run = settled(run)
     stages = stages_of(run, plan)
     for stage in stages:
         check_options(stage, run)
@@ -89,16 +121,20 @@ def prepare(run: Resolved, plan: Plan | None = None) -> Job:
     data = load_data(run.task, run.model)
     run = replace(run, model=_with_vocabulary(run.model, stages[-1], data))
     reports: list[DataReport] = [data.task.report]
+    if (contaminated := data.contaminated[1]) is not None:
+        reports.append(contaminated)
     sources: dict[str, Mapping[str, Source]] = {}
     for stage in stages:
         sources[stage.name], left_out = sources_of(stage, data)
         reports += left_out
     if any(plan.worker == "rule" for stage in stages for plan in stage.roles.values()):
         _check_rule(data)
-    held_out = _held_out(run.evaluation.num_prompts, stages[-1], data)
-    _check_lengths(run.model, stages, sources, held_out, data)
-    check_memory(run, stages[-1], held_out)
-    return Job(run, plan, note, stages, data, sources, held_out, tuple(reports))
+    suites = _suites(run, stages[-1], data)
+    check_memory(run, stages[-1], suites)
+    fetch_weights(run)
+    _check_lengths(run.model, stages, sources, suites, data)
+    run = replace(run, longest_sequence=_longest_sampled(stages, sources, suites))
+    return Job(run, plan, note, stages, data, sources, suites, tuple(reports))
 
 
 def _placed(run: Resolved, plan: Plan | None) -> tuple[Resolved, Plan, str]:
@@ -158,7 +194,7 @@ def _check_lengths(
     model: ModelConfig,
     stages: tuple[Stage, ...],
     sources: Mapping[str, Mapping[str, Source]],
-    held_out: HeldOut | None,
+    suites: tuple[Suite, ...],
     data: Data,
 ) -> None:
     """No row may be longer than the model that reads it can take."""
@@ -173,14 +209,42 @@ def _check_lengths(
             positions,
             f"lower max_new_tokens ({stage.at}.cfg)",
         )
-        if stage is stages[-1] and held_out is not None and stage.policy in positions:
-            check_lengths(
-                evaluation_graph(data.section.max_response_tokens),
-                {"prompts": held_out.num_prompts},
-                {"prompts": held_out.longest},
-                {"actor": positions[stage.policy]},
-                "lower task.max_response_tokens",
-            )
+        if stage is stages[-1] and stage.policy in positions:
+            for suite in suites:
+                check_suite_lengths(suite, positions[stage.policy])
+
+
+def check_suite_lengths(suite: Suite, num_positions: int) -> None:
+    """No prompt with its response may be longer than the model can read.
+
+    Raises:
+        ConfigError: If one may be.
+    """
+    own = "task" if suite.is_own else f"evaluation.suites.{suite.name}.task"
+    by_task = suite.sampling.max_new_tokens == suite.data.section.max_response_tokens
+    key = f"{own}.max_response_tokens" if by_task else "max_new_tokens of evaluation.sampling"
+    check_lengths(
+        evaluation_graph(suite.sampling),
+        {"prompts": suite.prompts.num_prompts},
+        {"prompts": suite.prompts.longest},
+        {"actor": num_positions},
+        f"lower {key}",
+    )
+
+
+def _longest_sampled(
+    stages: tuple[Stage, ...],
+    sources: Mapping[str, Mapping[str, Source]],
+    suites: tuple[Suite, ...],
+) -> int | None:
+    """See `Resolved.longest_sequence`."""
+    lengths = [
+        longest_sampled(stage.graph, stage.config.per_step, longest_rows(sources[stage.name]))
+        for stage in stages
+    ]
+    lengths += [suite.prompts.longest + suite.sampling.max_new_tokens for suite in suites]
+    known = [length for length in lengths if length is not None]
+    return max(known) if len(known) == len(lengths) else None
 
 
 def _check_rule(data: Data) -> None:
@@ -189,13 +253,18 @@ def _check_rule(data: Data) -> None:
     _ = data.task.verifier
 
 
-def _held_out(num_prompts: int, main: Stage, data: Data) -> HeldOut | None:
-    if main.policy is None or not num_prompts or not len(data.task.held_out):
-        return None
-    if num_prompts > len(data.task.held_out):
-        raise ConfigError(
-            f"'evaluation.num_prompts' is {num_prompts}, but task "
-            f"'{data.task.task_id}' holds out {len(data.task.held_out)} problems\n"
-            "    ask for fewer, or raise task.num_held_out"
-        )
-    return HeldOut(data, num_prompts)
+def _suites(run: Resolved, main: Stage, data: Data) -> tuple[Suite, ...]:
+    """What the main stage's policy is evaluated on."""
+    config = run.evaluation
+    if main.policy is None:
+        if config.suites:
+            raise ConfigError(
+                f"'evaluation.suites' is set, but {main.graph.name} trains no policy to answer "
+                "problems\n    leave it out"
+            )
+        actors = env_actors(main) if config.num_episodes else ()
+        check_metric(config, [f"{actor}/return" for actor in actors])
+        return ()
+    suites = suites_of(config, data)
+    check_metric(config, metrics_of(suites))
+    return suites

@@ -21,10 +21,10 @@ from ...planner.inputs.layout import Layout
 from ...planner.inputs.workload import Lengths
 from ...workers.engines.engine import Engine, MemorySaving
 from ..inputs.compose import Resolved
-from ..inputs.data import HeldOut
 from ..placement.place import executor_kind
 from ..placement.plan_inputs import PlanInputs
 from .stages import Stage
+from .suites import Suite
 
 __all__ = ["check_memory"]
 
@@ -38,13 +38,13 @@ _LARGEST = 3
 _Options = Mapping[str, Any]
 
 
-def check_memory(run: Resolved, stage: Stage, held_out: HeldOut | None) -> None:
+def check_memory(run: Resolved, stage: Stage, suites: Sequence[Suite]) -> None:
     """Refuse a run that is predicted to need more memory than its configuration allows.
 
     Args:
         run: The run.
         stage: Its main stage, placed.
-        held_out: The problems that its policy is evaluated on, if there are any.
+        suites: What its policy is evaluated on.
 
     Raises:
         ConfigError: If there is a limit and nothing can be predicted.
@@ -53,7 +53,7 @@ def check_memory(run: Resolved, stage: Stage, held_out: HeldOut | None) -> None:
     text = run.placement.executor.memory_limit
     if text is None:
         return
-    asked = _Asked(run, stage, _works(run, stage, held_out))
+    asked = _Asked(run, stage, _works(run, stage, suites))
     limit = bytes_of(text)
     if asked.total({}, {}) <= limit:
         return
@@ -86,7 +86,7 @@ class _Work:
     engine: Engine
 
 
-def _works(run: Resolved, stage: Stage, held_out: HeldOut | None) -> list[_Work]:
+def _works(run: Resolved, stage: Stage, suites: Sequence[Suite]) -> list[_Work]:
     """The calls of the main stage, and of its evaluation."""
     inputs = PlanInputs(run)
     device = run.placement.executor.device
@@ -109,16 +109,21 @@ def _works(run: Resolved, stage: Stage, held_out: HeldOut | None) -> list[_Work]
             raise _not_judged(f"'{call.name}' runs on {where}, which is not predicted")
         works.append(_Work(call, node, engine.saving, engine))
     policy = [work for work in works if work.call.role == stage.policy]
-    if held_out is not None and policy:
-        samples = (work for work in policy if work.call.kind == "generate")
-        work = next(samples, policy[0])
-        longest = Lengths.constant(run.task.max_response_tokens)
-        call = replace(
-            work.call, name="evaluation", kind="generate", num_sequences=held_out.num_prompts,
-            prompt=Lengths.constant(held_out.longest), response=longest, samples_per_prompt=1,
-        )  # fmt: skip
-        works.append(replace(work, call=call))
-    return works
+    samples = (work for work in policy if work.call.kind == "generate")
+    work = next(samples, next(iter(policy), None))
+    return works if work is None else [*works, *(_evaluation(work, suite) for suite in suites)]
+
+
+def _evaluation(work: _Work, suite: Suite) -> _Work:
+    """What the worker of a policy does for a suite."""
+    call = replace(
+        work.call, name=f"evaluation {suite.name}".rstrip(), kind="generate",
+        num_sequences=suite.prompts.num_prompts * suite.sampling.num_samples,
+        prompt=Lengths.constant(suite.prompts.longest),
+        response=Lengths.constant(suite.sampling.max_new_tokens),
+        samples_per_prompt=suite.sampling.num_samples,
+    )  # fmt: skip
+    return replace(work, call=call)
 
 
 def _not_judged(why: str) -> ConfigError:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ..run_dir.atomic import write_text
 from ..run_dir.curve import draw_curve
+from ..run_dir.evaluations import WHOLE, Change, Evaluations, Measured, accuracy_interval
 from ..run_dir.progress import format_duration
 from ..run_dir.run_folder import CodeVersion, RunFolder
 from ..run_dir.trackers.jsonl import read_metrics
@@ -19,7 +20,7 @@ from .headline import Headline
 from .job import Job
 from .train import Outcome
 
-__all__ = ["summary_of", "write_report"]
+__all__ = ["measured_text", "summary_of", "write_report"]
 
 
 def summary_of(
@@ -44,22 +45,25 @@ def summary_of(
         changes: What was changed of its configuration on the way, as `RunRecord` has it.
     """
     main, prediction = job.main, job.plan.prediction
+    before, after = (found.get(WHOLE, _NOTHING) for found in (outcome.before, outcome.after))
     return {
         "graph": main.graph.name,
         "task": job.data.task.task_id,
         "seed": job.run.seed,
         "stages": [stage.name for stage in job.stages],
-        "num_steps": main.config.num_steps,
+        "num_steps": outcome.num_steps,
+        "stopped": outcome.stopped or None,
         "weights_sha256": outcome.weights_sha256,
         "roles_sha256": outcome.roles_sha256,
-        "accuracy_before_rl": outcome.before.accuracy if outcome.before else None,
-        "accuracy_after_rl": outcome.after.accuracy if outcome.after else None,
+        "accuracy_before_rl": before.accuracy,
+        "accuracy_after_rl": after.accuracy,
         "num_held_out": job.held_out.num_prompts if job.held_out else 0,
-        "episode_return_before": outcome.before.episode_return if outcome.before else {},
-        "episode_return_after": outcome.after.episode_return if outcome.after else {},
-        "num_episodes": outcome.after.num_episodes if outcome.after else 0,
-        "verifier_errors": outcome.after.errors if outcome.after else None,
-        "verifier_timeouts": outcome.after.timeouts if outcome.after else None,
+        "suites": suites_summary(outcome.before, outcome.after),
+        "episode_return_before": before.episode_return,
+        "episode_return_after": after.episode_return,
+        "num_episodes": after.num_episodes,
+        "verifier_errors": after.errors,
+        "verifier_timeouts": after.timeouts,
         "samples_per_s": outcome.samples_per_s,
         "env_steps_per_s": outcome.env_steps_per_s,
         "env_restarts": outcome.num_env_restarts,
@@ -74,9 +78,37 @@ def summary_of(
         "first_step": outcome.first_step,
         "changes": list(changes),
         "code": str(code),
-        "examples_before": outcome.before.examples if outcome.before else [],
-        "examples_after": outcome.after.examples if outcome.after else [],
+        "examples_before": _all_examples(outcome.before),
+        "examples_after": _all_examples(outcome.after),
     }
+
+
+_NOTHING = Measured({})
+
+
+def _all_examples(found: Mapping[str, Measured]) -> list[dict[str, Any]]:
+    return [example for measured in found.values() for example in measured.examples]
+
+
+def suites_summary(
+    before: Mapping[str, Measured], after: Mapping[str, Measured]
+) -> dict[str, dict[str, Any]]:
+    """Suite -> what was measured of it before and after, and how its accuracy changed."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, then in before.items():
+        now = after.get(name)
+        if not then.scores or now is None:
+            continue
+        change = Change.between(then, now)
+        found[name] = {
+            "num_problems": len(now.scores),
+            "num_samples": now.num_samples,
+            "before": then.values,
+            "after": now.values,
+            "change": change.mean if change else None,
+            "interval_95": list(change.interval) if change else None,
+        }
+    return found
 
 
 def write_report(
@@ -100,7 +132,11 @@ def write_report(
     curve = _draw(job, folder, summary)
     compared = comparison_text(job.plan, summary["nodes"], outcome.step_time_s)
     changed = _changed(summary["changes"])
-    for line in (*compared, *_examples(outcome), *_unverified(outcome), *changed):
+    suites = _suites(job, outcome)
+    stopped = [outcome.stopped] if outcome.stopped else []
+    stopped += _best(job, folder)
+    said = (*compared, *_examples(outcome), *_unverified(outcome), *changed, *suites, *stopped)
+    for line in said:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     shown = {
         "models": folder.path / "models",
@@ -117,7 +153,7 @@ def write_report(
 
 def _draw(job: Job, folder: RunFolder, summary: dict[str, Any]) -> Path | None:
     rows = read_metrics(folder.metrics)
-    metric = Headline(job.main).curve(rows[-1] if rows else {})
+    metric = Headline(job.main).curve([name for row in rows[-2:] for name in row])
     if metric is None:
         return None
     points = [(row["step"], row[metric.name]) for row in rows if row.get(metric.name) is not None]
@@ -128,15 +164,82 @@ def _draw(job: Job, folder: RunFolder, summary: dict[str, Any]) -> Path | None:
 
 
 def _examples(outcome: Outcome) -> list[str]:
-    if outcome.before is None or outcome.after is None:
-        return []
     lines: list[str] = []
-    for before, after in zip(outcome.before.examples, outcome.after.examples, strict=False):
-        lines.append(
-            f"{before['prompt']!r}: {before['response']!r} ({before['score']:g}) before, "
-            f"{after['response']!r} ({after['score']:g}) after"
-        )
+    for name in (name for name in outcome.before if name in outcome.after):
+        both = zip(outcome.before[name].examples, outcome.after[name].examples, strict=False)
+        for before, after in both:
+            if "messages" in before:
+                lines += _conversation(before, after)
+                continue
+            lines.append(
+                f"{before['prompt']!r}: {before['response']!r} ({before['score']:g}) before, "
+                f"{after['response']!r} ({after['score']:g}) after"
+            )
     return lines
+
+
+def _conversation(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What was said, a line a turn, and the two answers."""
+    said = [f"{message['role']}: {message['content']!r}" for message in before["messages"]]
+    answers = [
+        f"    assistant {when} training: {example['response']!r} ({example['score']:g})"
+        for when, example in (("before", before), ("after", after))
+    ]
+    return [*said, *answers]
+
+
+def _suites(job: Job, outcome: Outcome) -> list[str]:
+    """Suite by suite, what was measured before and after; none where the last line says it all."""
+    config = job.run.evaluation
+    if set(outcome.before) == {WHOLE} and config.every is None and not config.sampling:
+        return []
+    return [
+        _change_text(name, measured, outcome.after[name])
+        for name, measured in outcome.before.items()
+        if measured.scores and name in outcome.after
+    ]
+
+
+def _best(job: Job, folder: RunFolder) -> list[str]:
+    """Which checkpoint was kept as the best one."""
+    metric, kept = job.run.evaluation.keep_best, Evaluations(folder.path)
+    best = None if metric is None else kept.best(metric)
+    if metric is None or best is None:
+        return []
+    return [
+        f"best: evaluation/{metric} {kept.curve(metric)[best]:.4g} after {best} steps; "
+        f"penstock export run={folder.path} step=best"
+    ]
+
+
+def measured_text(name: str, measured: Measured) -> str:
+    """A line on what was found of one suite."""
+    interval = accuracy_interval(measured)
+    around = f" (95 % interval {interval[0]:.1%} to {interval[1]:.1%})" if interval else ""
+    others = [f"{key} {value:.1%}" for key, value in measured.values.items() if key != "accuracy"]
+    return ", ".join(
+        [
+            f"{name or 'held out'}: {len(measured.scores)} problems",
+            f"accuracy {measured.accuracy or 0:.1%}{around}",
+            *others,
+        ]
+    )
+
+
+def _change_text(name: str, before: Measured, after: Measured) -> str:
+    """A line on one suite: every figure before and after, and the paired change of accuracy."""
+    now = after.values
+    figures = [
+        f"{key} {value:.1%} -> {now[key]:.1%}" for key, value in before.values.items() if key in now
+    ]
+    change = Change.between(before, after)
+    return ", ".join(
+        [
+            f"{name or 'held out'}: {len(after.scores)} problems",
+            *figures,
+            *([f"accuracy {change}"] if change else ()),
+        ]
+    )
 
 
 def _unverified(outcome: Outcome) -> list[str]:
@@ -144,8 +247,9 @@ def _unverified(outcome: Outcome) -> list[str]:
     return [
         f"accuracy {when} training: the verifier failed on {measured.errors or 0:.1%} of the "
         f"answers and ran out of time on {measured.timeouts or 0:.1%}; they count as wrong"
-        for when, measured in (("before", outcome.before), ("after", outcome.after))
-        if measured is not None and (measured.errors or measured.timeouts)
+        for when, found in (("before", outcome.before), ("after", outcome.after))
+        for measured in found.values()
+        if measured.errors or measured.timeouts
     ]
 
 

@@ -6,23 +6,21 @@ import json
 import shutil
 import statistics
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field
 
-from ...dataflow.errors import ConfigError, StateError, WorkerError
+from ...dataflow.errors import ConfigError, StateError
 from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.checkpoint import read_resume_point
 from ...dataflow.runtime.engine import Engine, StepResult
-from ...dataflow.runtime.executor import Program
 from ...dataflow.runtime.placement import flow_of
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.scheduler import Scheduler
 from ..placement.place import make_executor
-from ..run_dir.atomic import write_json
 from ..run_dir.checkpoint import CheckpointStore
+from ..run_dir.evaluations import Evaluations, Measured, logged_name
 from ..run_dir.progress import ProgressDisplay
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.stop import stoppable
@@ -30,10 +28,12 @@ from ..run_dir.trace import TraceLog
 from ..run_dir.trackers.registry import Trackers
 from .checks import MismatchGuard, node_seconds
 from .env_evaluation import EnvEvaluator, env_actors
-from .evaluation import Evaluator, Measured
+from .evaluation import stage_evaluator
 from .export import combined_sha256, export_roles, files_sha256
 from .headline import Headline
 from .job import Job
+from .measuring import Evaluates, Measuring
+from .samples import sample_watch
 from .stages import Stage
 from .worker_specs import Results, exporting_specs, worker_specs
 
@@ -41,9 +41,6 @@ __all__ = ["MODELS", "Outcome", "check_stage_models", "run_stage", "steps_taken"
 
 MODELS = "models"
 """Below a stage's folder: a model folder for each trained role."""
-
-_BEFORE = "before.json"
-"""Below a stage's folder: what was measured before its first step."""
 
 _ENV_STEPS, _ENV_RESTARTS = "env_steps", "env_restarts"
 """Of a rollout: the metrics that count steps of environments, those of resets left out, and those
@@ -63,12 +60,14 @@ class Outcome:
         step_times_s: Wall time of every step taken by this process.
         node_times_s: Node -> how long its busiest rank worked on it, in each of those steps.
         first_step: The step it began at: above 0 if it went on from a checkpoint.
+        num_steps: Steps taken by its end, those before `first_step` included.
         num_samples: Rows made by those steps.
         num_env_steps: Steps of environments, or moves of games, taken in them.
         num_env_restarts: Environments that went wrong in them and were restarted.
         env_unit: What `num_env_steps` counts.
-        before: What was measured before the first step, if anything is.
+        before: Suite -> what was measured before the first step; empty if nothing is.
         after: And after the last.
+        stopped: Why it ended before its last step, in words; "" if it did not.
         wall_time_s: From the first model built to the last file written.
     """
 
@@ -77,12 +76,14 @@ class Outcome:
     step_times_s: list[float] = field(default_factory=list[float])
     node_times_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     first_step: int = 0
+    num_steps: int = 0
     num_samples: int = 0
     num_env_steps: float = 0.0
     num_env_restarts: float = 0.0
     env_unit: str = "environment steps"
-    before: Measured | None = None
-    after: Measured | None = None
+    before: dict[str, Measured] = field(default_factory=dict[str, Measured])
+    after: dict[str, Measured] = field(default_factory=dict[str, Measured])
+    stopped: str = ""
     wall_time_s: float = 0.0
 
     @property
@@ -129,31 +130,31 @@ def run_stage(
     store = CheckpointStore(home.checkpoints, keep=run.keep_checkpoints)
     point = read_resume_point(store, stage.graph, stage.seed)
     first_step = point.state.step if point else 0
-    engine = _engine(job, stage, specs, evaluator)
-    before = None if evaluator is None else _measured_before(home)
-    outcome = Outcome(first_step=first_step, before=before)
-    with engine, _logs(stage, home, first_step, trackers) as logs:
-        if evaluator is not None:
-            outcome.before = outcome.before or _measure_before(home, evaluator, engine)
-            if not first_step:
-                logs.note(0, outcome.before)
+    engine = _engine(job, stage, specs, evaluator, home)
+    outcome = Outcome(first_step=first_step)
+    config, num_steps, kept = run.evaluation, stage.config.num_steps, Evaluations(home.path)
+    measuring = Measuring(evaluator, config, kept, first_step, num_steps, store)
+    with engine, _logs(stage, home, first_step, trackers, config.every is not None) as logs:
+        measuring.begin(engine, logs.note)
         with stoppable(run.schedule.deadline_s) as stop:
             steps = engine.run(
                 job.sources[stage.name],
-                stage.config.num_steps,
+                num_steps,
                 checkpoint_every=run.checkpoint_every,
                 checkpoints=store,
                 stop=stop,
+                pauses=measuring.pauses(engine),
             )
             guard = MismatchGuard(run.mismatch)
-            for result in _timed(steps, stage, outcome):
+            left = steps if measuring.stopped is None else ()
+            for result in _timed(left, stage, outcome, measuring):
                 logs.write(result, outcome)
                 guard.check(result)
-        num_done = first_step + len(outcome.step_times_s)
-        stop.end(f"after {num_done} of {stage.config.num_steps} steps, with a checkpoint")
-        unmeasured = None if evaluator is None else _measure_after(evaluator, engine, outcome)
-        if outcome.after is not None:
-            logs.note(stage.config.num_steps, outcome.after)
+        outcome.num_steps = first_step + len(outcome.step_times_s)
+        stop.end(f"after {outcome.num_steps} of {num_steps} steps, with a checkpoint")
+        unmeasured = measuring.end(engine)
+    outcome.before, outcome.after = measuring.before, measuring.after
+    outcome.stopped = measuring.why_stopped
     _export(job, stage, home, results, store, outcome)
     if unmeasured is not None:
         raise unmeasured  # what was learnt is written by now
@@ -161,78 +162,48 @@ def run_stage(
     return outcome
 
 
-def _measure_after(evaluator: _Evaluates, engine: Engine, outcome: Outcome) -> WorkerError | None:
-    """What the last measurement failed of, if it did."""
-    try:
-        outcome.after = evaluator.measure(engine)
-    except WorkerError as error:
-        return error
-    return None
-
-
-class _Evaluates(Protocol):
-    """Whoever measures what a stage has learnt."""
-
-    @property
-    def programs(self) -> dict[str, Program]: ...
-
-    @property
-    def workers(self) -> dict[str, WorkerSpec | Role]: ...
-
-    def measure(self, engine: Engine) -> Measured: ...
-
-
-def _evaluator(job: Job, stage: Stage, home: RunFolder) -> _Evaluates | None:
+def _evaluator(job: Job, stage: Stage, home: RunFolder) -> Evaluates | None:
     """Who measures the stage, if there is anything to measure."""
     if stage is not job.main:
         return None
-    if job.held_out is not None:
-        return Evaluator(stage, job.run.evaluation.num_examples, job.data, job.held_out, home.path)
+    if job.suites:
+        return stage_evaluator(stage, job.suites, job.run.evaluation.num_examples, home.path)
     if job.run.evaluation.num_episodes and env_actors(stage):
         return EnvEvaluator(stage, job.run.evaluation, job.sources[stage.name], job.data.spec)
     return None
 
 
 def _engine(
-    job: Job, stage: Stage, specs: dict[str, WorkerSpec | Role], evaluator: _Evaluates | None
+    job: Job,
+    stage: Stage,
+    specs: dict[str, WorkerSpec | Role],
+    evaluator: Evaluates | None,
+    home: RunFolder,
 ) -> Engine:
+    watch, log = sample_watch(stage, job.run.samples, job.data, home.path)
     return Engine(
         stage.graph,
         stage.placement,
-        workers={**specs, **(evaluator.workers if evaluator else {})},
+        workers={**specs, **(evaluator.workers if evaluator else {}), **log},
         schedule=job.run.schedule,
         seed=stage.seed,
         executor=make_executor(job.run.placement.executor),
         also=evaluator.programs if evaluator else None,
+        watch=watch,
     )
 
 
-def _measured_before(home: RunFolder) -> Measured | None:
-    """What was measured when the run began: a resumed one no longer has those weights."""
-    file = home.path / _BEFORE
-    if not file.exists():
-        return None
-    try:
-        return Measured(**json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"'{file}' cannot be read: {error}\n    bring it back as it was; what was measured "
-            "before training cannot be measured again"
-        ) from error
+def _timed(
+    steps: Iterable[StepResult], stage: Stage, outcome: Outcome, measuring: Measuring
+) -> Iterator[StepResult]:
+    """Yield the steps, noting how long each took and how many rows it made.
 
-
-def _measure_before(home: RunFolder, evaluator: _Evaluates, engine: Engine) -> Measured:
-    measured = evaluator.measure(engine)
-    write_json(home.path / _BEFORE, asdict(measured))
-    return measured
-
-
-def _timed(steps: Iterator[StepResult], stage: Stage, outcome: Outcome) -> Iterator[StepResult]:
-    """Yield the steps, noting how long each took and how many rows it made."""
-    mark_s = time.monotonic()
+    Time spent on evaluations between steps is not theirs.
+    """
+    mark_s, measured_s = time.monotonic(), 0.0
     for result in steps:
         now_s = time.monotonic()
-        outcome.step_times_s.append(now_s - mark_s)
+        outcome.step_times_s.append(now_s - mark_s - (measuring.took_s - measured_s))
         outcome.num_samples += num_samples(stage, result)
         outcome.num_env_steps += num_env_steps(result)
         outcome.num_env_restarts += _total(result, _ENV_RESTARTS)
@@ -240,7 +211,7 @@ def _timed(steps: Iterator[StepResult], stage: Stage, outcome: Outcome) -> Itera
         for node, seconds in node_seconds(result.spans).items():
             outcome.node_times_s.setdefault(node, []).append(seconds)
         yield result
-        mark_s = now_s
+        mark_s, measured_s = now_s, measuring.took_s
 
 
 def num_samples(stage: Stage, result: StepResult) -> int:
@@ -270,20 +241,28 @@ class _Logs:
     """Where a step is written, and who shows it."""
 
     def __init__(
-        self, stage: Stage, display: ProgressDisplay, trace: TraceLog, trackers: Trackers
+        self,
+        stage: Stage,
+        display: ProgressDisplay,
+        trace: TraceLog,
+        trackers: Trackers,
+        curves: bool,
     ) -> None:
+        self._curves = curves
         self._stage = stage
         self._display = display
         self._trace = trace
         self._trackers = trackers
         self._headline = Headline(stage)
 
-    def note(self, step: int, measured: Measured) -> None:
+    def note(self, step: int, found: Mapping[str, Measured]) -> None:
         """Write what was measured after so many steps, where steps need not follow each other."""
-        values = {f"evaluation/{role}/return": x for role, x in measured.episode_return.items()}
-        if measured.accuracy is not None:
-            values["evaluation/accuracy"] = measured.accuracy
-        self._trackers.note(step, self._stage.name, values)
+        values = {
+            f"evaluation/{logged_name(suite, name)}": value
+            for suite, measured in found.items()
+            for name, value in measured.values.items()
+        }
+        self._trackers.note(step, self._stage.name, values, recorded=self._curves)
 
     def write(self, result: StepResult, outcome: Outcome) -> None:
         """Write one step everywhere."""
@@ -311,14 +290,16 @@ class _Logs:
 
 
 @contextmanager
-def _logs(stage: Stage, home: RunFolder, first_step: int, trackers: Trackers) -> Generator[_Logs]:
+def _logs(
+    stage: Stage, home: RunFolder, first_step: int, trackers: Trackers, curves: bool
+) -> Generator[_Logs]:
     trackers.rewind(first_step, stage.name)
     total = stage.config.num_steps
     with (
         TraceLog(home.trace, first_step=first_step) as trace,
         ProgressDisplay(stage.name, num_steps=total, first_step=first_step) as display,
     ):
-        yield _Logs(stage, display, trace, trackers)
+        yield _Logs(stage, display, trace, trackers, curves)
 
 
 def _export(

@@ -21,8 +21,10 @@ from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from ...workers.engines.engine import Engine
 from ...workers.engines.registry import DEFAULT, ENGINES
+from ...workers.models.architecture import empty_model
 from ...workers.models.averaged_weights import mean_folder
 from ...workers.models.heads import Head, HeadName
+from ...workers.models.lora import check_lora
 from ...workers.models.spec import ModelSpec
 from ...workers.rewards.mixture import TASK_REWARDS, check_verifiers
 from ...workers.rollout.generator_policy import SplitPolicySpec
@@ -39,6 +41,7 @@ __all__ = [
     "Results",
     "check_options",
     "exporting_specs",
+    "first_model",
     "model_positions",
     "worker_specs",
 ]
@@ -51,9 +54,12 @@ _OURS = {
     "eos_token_id",
     "optimizer",
     "mismatch",
+    "lora",
+    "shares_weights",
     "task",
     "tokenizer",
     "task_fingerprint",
+    "longest_sequence",
 }
 """Fields of a spec that the run fills in; the others may be set as `options`."""
 
@@ -135,6 +141,7 @@ def check_options(stage: Stage, run: Resolved) -> None:
         kind = _spec_class(engines.train, plan.worker)
         _check(kind, plan.config.options, at, plan.worker)
         _check(kind, engines.options, "engine.options", plan.worker)
+    _check_adapters(stage, run)
 
 
 def _check_start(stage: Stage, role: str, plan: RolePlan, run: Resolved) -> None:
@@ -234,6 +241,8 @@ def _spec(
     options = {**planned, **run.engines.options, **options, "model": model}
     if plan.trained:
         options["optimizer"] = _optimizer(stage, plan)
+    adapters = _adapters(stage, role, run)
+    options |= adapters
     spec = _spec_class(run.engines.train, plan.worker)
     if "tokenizer" in get_type_hints(spec):
         options["tokenizer"] = data.tokenizer_spec
@@ -244,7 +253,52 @@ def _spec(
     if rollout is None:
         return made
     options = {**run.engines.rollout_options, "model": model, "eos_token_id": data.tokenizer.eos_id}
-    return SplitPolicySpec(train=made, rollout=rollout.rollout_spec(**options))
+    generator = rollout.rollout_spec
+    options |= {key: value for key, value in adapters.items() if key == "lora"}
+    hints = get_type_hints(generator)
+    if "longest_sequence" in hints:
+        options["longest_sequence"] = run.longest_sequence
+    if "tokenizer" in hints:
+        options["tokenizer"] = data.tokenizer_spec
+    return SplitPolicySpec(train=made, rollout=generator(**options))
+
+
+def _adapters(stage: Stage, role: str, run: Resolved) -> dict[str, Any]:
+    """What a role's spec says of adapters: its own, or that it is what those of others stand on.
+
+    A role whose weights never change is the model as it was: the one below the adapters of whoever
+    starts from the same place, unless they go on from an adapter, of which it has a copy then.
+    """
+    lora = run.model.lora
+    if not lora:
+        return {}
+    if role in _changed(stage) or lora.folder is not None:
+        return {"lora": lora}
+    return {"shares_weights": True} if stage.roles[role].worker == "policy" else {}
+
+
+def _changed(stage: Stage) -> set[str]:
+    """Roles whose weights the step changes."""
+    following = {node.role for node in stage.graph.nodes if node.method == "follow" and node.role}
+    return following | {role for role, plan in stage.roles.items() if plan.trained}
+
+
+def _check_adapters(stage: Stage, run: Resolved) -> None:
+    """Adapters are for engines that have them."""
+    if not run.model.lora:
+        return
+    for node in stage.graph.nodes:
+        if node.role is None or stage.roles[node.role].worker not in _HEADS:
+            continue
+        engine = run.engines.runs(stage.graph, node)
+        spec = engine.rollout_spec if run.engines.apart(stage.graph, node) else None
+        spec = spec or _spec_class(engine, stage.roles[node.role].worker)
+        if "lora" not in get_type_hints(spec):
+            raise ConfigError(
+                f"'model.lora.rank' is {run.model.lora.rank}, but '{node.name}' runs on the engine "
+                f"'{engine.name}', which has no adapters\n    train the weights themselves "
+                "(model.lora.rank=0), or take engine=torch rollout=same"
+            )
 
 
 def _optimizer(stage: Stage, plan: RolePlan) -> OptimizerSpec | None:
@@ -261,24 +315,29 @@ def _limits(run: Resolved) -> MismatchLimits:
 
 def _model(plan: RolePlan, run: Resolved, data: Data, results: Results) -> ModelSpec:
     if plan.start == MODEL:
-        tokenizer = data.tokenizer
-        made = model_spec(
-            run.model,
-            vocab_size=tokenizer.vocab_size,
-            eos_token_id=tokenizer.eos_id,
-            pad_token_id=tokenizer.pad_id,
-            bos_token_id=tokenizer.bos_id,
-        )
+        made = first_model(run.model, data)
         return replace(made, init_seed=made.init_seed + plan.config.init_offset)
     folders = {
         _folder(start, plan.contract, results): share
         for start, share in (plan.start_mean or {plan.start: 1.0}).items()
     }
     if len(folders) == 1:
-        return ModelSpec(folder=next(iter(folders)), dtype=run.model.dtype)
+        return ModelSpec(folder=next(iter(folders)), dtype=run.model.precision)
     earlier = next((results[start][1] for start in plan.start_mean if start in results), None)
     mean = mean_folder(folders, run.placement.runs if earlier is None else earlier.parent)
-    return ModelSpec(folder=str(mean), dtype=run.model.dtype)
+    return ModelSpec(folder=str(mean), dtype=run.model.precision)
+
+
+def first_model(model: ModelConfig, data: Data) -> ModelSpec:
+    """The run's model before anything is trained."""
+    tokenizer = data.tokenizer
+    return model_spec(
+        model,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.pad_id,
+        bos_token_id=tokenizer.bos_id,
+    )
 
 
 def _folder(start: str, contract: type[Role], results: Results) -> str:
@@ -348,6 +407,8 @@ def _check_model(
         vocab_size: int | None = getattr(spec.config, "vocab_size", None)
         if head is not None:
             Head(head).check(spec)
+            if model.lora:
+                check_lora(model.lora, empty_model(spec.config))
     except ConfigError as error:
         # What is wrong with an architecture is said with its key.
         raise ConfigError(str(error) if spec.folder is None else f"'{at}': {error}") from error

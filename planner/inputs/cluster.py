@@ -6,7 +6,7 @@ node by node in the order listed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Annotated
 
@@ -55,12 +55,18 @@ class DeviceSpec(_Spec):
             )
         return self
 
+    def stands_in(self, dtype: str) -> bool:
+        """Whether float32's peak stands for that of a dtype, of which nothing is known."""
+        return dtype not in self.flops_per_s and "float32" in self.flops_per_s
+
     def flops(self, dtype: str) -> float:
         """Peak at that dtype.
 
         Raises:
-            PlanError: If the device has no figure for it.
+            PlanError: If the device has no figure for it, nor for float32.
         """
+        if self.stands_in(dtype):
+            return self.flops_per_s["float32"]
         if dtype not in self.flops_per_s:
             raise PlanError(
                 f"device '{self.name}' has no flops_per_s for {dtype}; it has "
@@ -119,6 +125,25 @@ class ClusterSpec(_Spec):
     def num_devices(self) -> int:
         """In all nodes together."""
         return sum(group.num_devices for group in self.node_groups)
+
+    def computes_faster(self, dtype: str) -> bool:
+        """Whether the products of every device are faster in a dtype than in float32."""
+        rates = [group.device.flops_per_s for group in self.node_groups]
+        return all(rate.get(dtype, 0.0) > rate.get("float32", 0.0) for rate in rates)
+
+    def notes(self, dtypes: Iterable[str]) -> tuple[str, ...]:
+        """What to say of rates that stand for others.
+
+        Args:
+            dtypes: Those in which something is to be computed.
+        """
+        return tuple(
+            f"device '{group.device.name}' has no flops_per_s for {dtype}; that of float32 stands "
+            "for it"
+            for dtype in dict.fromkeys(dtypes)
+            for group in self.node_groups
+            if group.device.stands_in(dtype)
+        )
 
     @property
     def is_uniform(self) -> bool:

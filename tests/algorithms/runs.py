@@ -105,7 +105,7 @@ def make(name: str, *, seed: int = 0) -> Run:
     eos, optimizer = tokenizer.eos_id, OptimizerSpec(lr=1e-3)
     actor = TorchPolicySpec(model=model(), eos_token_id=eos, optimizer=optimizer)
     rule = RuleRewardSpec(task=TASK, tokenizer=TOKENIZER)
-    size = {"batch_size": PROMPTS_PER_STEP, "seed": seed}
+    size: dict[str, Any] = {"batch_size": PROMPTS_PER_STEP, "seed": seed}
     if name == "sft":
         demos = DemonstrationSource(task, tokenizer, **size)
         return Run(sft_step, SFT(), {"demos": demos}, {"actor": actor})

@@ -24,6 +24,7 @@ def run_folder(stopped: Path, tmp_path: Path) -> Path:
 
 MODEL = "stages/sft/models/actor"
 CHECKPOINT = "checkpoints/step-00000002"
+BEFORE = "evaluations/step-00000000.json"
 
 DAMAGES: dict[str, Damage] = {
     "no run.json": remove("run.json"),
@@ -35,10 +36,10 @@ DAMAGES: dict[str, Damage] = {
     "config.yaml runs code": write("config.yaml", b"!!python/object/apply:os.system ['true']"),
     "plan.json is a folder": folder("plan.json"),
     "plan.json is cut": cut("plan.json"),
-    "before.json is a folder": folder("before.json"),
-    "before.json is cut": cut("before.json"),
+    "an evaluation is a folder": folder(BEFORE),
+    "an evaluation is cut": cut(BEFORE),
     **{f"{n} {b}": write(n, BAD[b]) for n in ("run.json", "config.yaml", "plan.json") for b in BAD},
-    **{f"before.json {b}": write("before.json", BAD[b]) for b in BAD},
+    **{f"an evaluation {b}": write(BEFORE, BAD[b]) for b in BAD},
     "config is a text": change("run.json", config="x"),
     "config is a list": change("run.json", config=[1]),
     "changes are a number": change("run.json", changes=3),

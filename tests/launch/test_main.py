@@ -107,7 +107,7 @@ def test_an_unknown_command_is_refused_with_the_nearest_one(penstock: Penstock) 
     assert said.code == 2
     assert said.err == (
         "penstock: penstock has no command 'rum'; did you mean 'run'?\n"
-        "    commands are: run, graph, plan, profile\n"
+        "    commands are: run, graph, plan, eval, export, profile, samples, doctor\n"
     )
 
 
@@ -212,7 +212,7 @@ def test_a_task_file_that_does_not_exist(penstock: Penstock) -> None:
 def test_a_model_folder_that_does_not_exist(penstock: Penstock) -> None:
     assert refused(penstock, "model=folder", "model.folder=no/such") == (
         "'model.folder': 'no/such' does not exist\n"
-        "    give a local folder that save_pretrained wrote; models are never downloaded"
+        "    give a local folder that save_pretrained wrote, or a model of a hub: model=org/name"
     )
 
 

@@ -14,9 +14,11 @@ import torch
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rollout.generator_policy import GeneratorPolicy
-from penstock.workers.rollout.responses import Responses
-from penstock.workers.rollout.sampling import SampleStreams, sample_token
+from penstock.workers.rollout.response_sampler import ResponseSampler
+from penstock.workers.rollout.responses import Responses, check_stop
+from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
 
 
@@ -26,9 +28,10 @@ class SlowPolicySpec:
 
     model: ModelSpec
     eos_token_id: int
+    tokenizer: TokenizerSpec | None = None
 
     def build(self, context: WorkerContext) -> GeneratorPolicy:
-        return GeneratorPolicy(context, SlowEngine(self.model, self.eos_token_id))
+        return GeneratorPolicy(context, SlowEngine(self))
 
 
 class SlowEngine:
@@ -36,33 +39,40 @@ class SlowEngine:
 
     name = "the slow engine"
 
-    def __init__(self, model: ModelSpec, eos_token_id: int) -> None:
+    def __init__(self, spec: SlowPolicySpec) -> None:
+        model = spec.model
         self._module: Any = model.causal_lm("cpu")
-        self._eos_token_id = eos_token_id
+        self._eos_token_id = spec.eos_token_id
+        self._tokenizer = spec.tokenizer
         self.dtype = model.dtype
         self.vocab_size: int = self._module.config.vocab_size
         self.num_positions = model.num_positions
         self.shapes = {name: tensor.shape for name, tensor in self._module.named_parameters()}
 
     def check(self, sampling: Sampling) -> None:
-        """It samples as it is asked to."""
+        check_stop(sampling, has_tokenizer=self._tokenizer is not None)
 
     def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
         uniform = streams.uniforms(sampling.max_new_tokens)
+        sampler = ResponseSampler(
+            prompt,
+            uniform,
+            sampling,
+            eos_token_id=self._eos_token_id,
+            vocab_size=self.vocab_size,
+            tokenizer=self._tokenizer,
+        )
         rows = [row[row >= 0] for row in prompt for _ in range(sampling.num_samples)]
-        token = torch.full(uniform.shape, -1)
-        logprob = torch.zeros(uniform.shape)
         for at, ids in enumerate(rows):
+            row, live = torch.tensor([at]), torch.tensor([True])
             for place in range(sampling.max_new_tokens):
                 with torch.no_grad():
                     logits = self._module(input_ids=ids[None], use_cache=False).logits[:, -1]
-                sampled, its = sample_token(logits, uniform[at, place][None], sampling.temperature)
-                token[at, place], logprob[at, place] = sampled[0], its[0]
+                sampled, live = sampler.sample(logits, row, live, place)
                 ids = torch.cat([ids, sampled])
-                if int(sampled) == self._eos_token_id:
+                if not bool(live):
                     break
-        finished = (token == self._eos_token_id).any(1)
-        return Responses(token, logprob, (token >= 0).sum(1), finished)
+        return sampler.responses()
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         with torch.no_grad():

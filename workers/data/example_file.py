@@ -1,10 +1,14 @@
-"""An observer that keeps the first scored responses of an evaluation as text, in a file."""
+"""An observer that keeps an evaluation's scores, and the first responses as text, in a file."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ...algorithms.roles.language import Observer, PerSample, PromptId, TokenIds, TokenMask
 from ...dataflow.file_errors import writing
@@ -19,11 +23,16 @@ class ExampleFileSpec:
     """Recipe for an `ExampleFile`; a `WorkerSpec`."""
 
     path: str
-    """JSONL file; each evaluation replaces it."""
+    """JSON file; each evaluation replaces it."""
     tokenizer: TokenizerSpec
     """The policy's tokenizer."""
     num_examples: int = 4
-    """Responses to keep."""
+    """Prompts whose first response is kept."""
+    conversations: Mapping[int, Sequence[Mapping[str, Any]]] = field(
+        default_factory=dict[int, Sequence[Mapping[str, Any]]]
+    )
+    """Problem -> its messages, of those whose prompts are conversations: the decoded prompt would
+    show the template around them."""
 
     def build(self, context: WorkerContext) -> ExampleFile:
         """Make the observer; every rank may write, and all see the same rows."""
@@ -41,22 +50,39 @@ class ExampleFile(Observer):
     def observe(
         self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId, *, score: PerSample
     ) -> PerSample:
-        """Write one line per kept response: prompt_id, prompt, response, score."""
-        count = self._spec.num_examples
-        first, chosen = tokens[:count], mask[:count]
-        before = first.masked_fill(chosen.cumsum(1) > 0, -1)
-        rows = zip(
-            prompt_id[:count].tolist(),
-            self._tokenizer.decode_rows(before),
-            self._tokenizer.decode_responses(first, chosen),
-            score[:count].tolist(),
-            strict=True,
-        )
-        lines = [
-            json.dumps({"prompt_id": i, "prompt": prompt, "response": response, "score": value})
-            for i, prompt, response, value in rows
-        ]
+        """Write `examples`, and all `scores`.
+
+        Of each example its prompt_id, its prompt or messages, its response and score.
+        `scores` has a problem's index, as text, and what each of its samples scored.
+        """
+        scores: dict[int, list[float]] = {}
+        for problem, value in zip(prompt_id.tolist(), score.tolist(), strict=True):
+            scores.setdefault(problem, []).append(value)
+        examples = self._examples(tokens, mask, prompt_id, score)
         path = Path(self._spec.path)
         with writing(path):
-            path.write_text("".join(f"{line}\n" for line in lines))
+            path.write_text(json.dumps({"examples": examples, "scores": scores}))
         return score
+
+    def _examples(
+        self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId, score: PerSample
+    ) -> list[dict[str, Any]]:
+        firsts: dict[int, int] = {}
+        for row, problem in enumerate(prompt_id.tolist()):
+            firsts.setdefault(problem, row)
+        kept = torch.tensor(list(firsts.values())[: self._spec.num_examples], dtype=torch.int64)
+        first, chosen = tokens[kept], mask[kept]
+        before = first.masked_fill(chosen.cumsum(1) > 0, -1)
+        rows = zip(
+            prompt_id[kept].tolist(),
+            self._tokenizer.decode_rows(before),
+            self._tokenizer.decode_responses(first, chosen),
+            score[kept].tolist(),
+            strict=True,
+        )
+        known = self._spec.conversations
+        return [
+            {"prompt_id": i, **asked, "response": response, "score": value}
+            for i, prompt, response, value in rows
+            for asked in [{"messages": known[i]} if i in known else {"prompt": prompt}]
+        ]

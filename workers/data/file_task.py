@@ -1,73 +1,46 @@
 """Tasks from a local JSONL or Parquet file: prompts with answers, demonstrations or pairs.
 
-Rows are read and checked by `rows_file.py`; the reward is a named verifier of `verifiers.py` or the
-user's own function.
+Loading a JSONL file with `datasets` alone fails as a whole on one malformed line, so lines are
+parsed here, and `row_parts` says which of them are good. Nothing is downloaded, executed or
+unpickled.
 """
 
 from __future__ import annotations
 
+import glob
+import json
+import os
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO, NoReturn
 
-from ...dataflow.errors import ConfigError
-from ...dataflow.option_checks import check_range
-from ..verifiers.pool import VerifierSpec
-from ..verifiers.verifiers import BUILT_IN, Verifier, load_verifier, reference_of
-from .row_report import DataReport
-from .rows_file import Columns, read_rows
-from .sources import epoch_order
+from ...dataflow.errors import ConfigError, closest
+from .row_parts import BadPart
+from .row_task import RowSource, RowTask, RowTaskSpec
 
-if TYPE_CHECKING:
-    from datasets import Dataset
+__all__ = ["FileTaskSpec", "file_rows"]
 
-__all__ = ["FileTask", "FileTaskSpec"]
+_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_PARQUET_SUFFIXES = (".parquet", ".pq")
+_MOST_BYTES = 16 << 20
+"""Of a line."""
+_MOST_PASSED_BYTES = 1 << 30
+"""Of a line that is passed over because it is too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileTaskSpec:
+class FileTaskSpec(RowTaskSpec):
     """A file of problems and how to read it."""
 
     path: str
     """JSONL (.jsonl, .ndjson, .json: an object a line) or Parquet (.parquet, .pq)."""
     held_out_path: str | None = None
     """A file of problems kept for evaluation, read in the same way."""
-    num_held_out: int = 0
-    """Without `held_out_path`: how many different prompts of `path` to keep for evaluation."""
-    prompt_field: str = "prompt"
-    """Field with the text the model reads."""
-    answer_field: str | None = "answer"
-    """Field with the right answer, text or number, for the reward; null if there is none."""
-    response_field: str | None = None
-    """Field with a response to imitate; null to imitate the answer."""
-    chosen_field: str | None = None
-    """Field with the better response of a pair; null if there are no pairs."""
-    rejected_field: str | None = None
-    """Field with the worse response of a pair."""
-    chosen_score_field: str | None = None
-    """Field with a number for how good the better response is; null if there are none."""
-    rejected_score_field: str | None = None
-    """Field with a number for how good the worse response is."""
-    id_field: str | None = None
-    """Field with a name of the row, which must not occur twice; null if rows have none."""
-    reward: str | Verifier = "exact_match"
-    """`exact_match`, `math_verify`, `instructions`, `code_tests`, or your function of (prompt,
-    response, answer) that returns a number: as a callable, `module:function` or
-    `path.py:function`."""
-    reward_in_process: bool = False
-    """Whether your function runs in the worker itself: quicker, but nothing stops it if it
-    hangs."""
-    correct_score: float = 1.0
-    """A response with at least this score counts as right."""
-    max_bad_fraction: float = 0.1
-    """Largest share of bad rows to go on without; more stops the run before it starts."""
-    seed: int = 0
-    """Seed of the choice of held-out prompts; the run's seed does not change it."""
 
-    def __post_init__(self) -> None:
-        check_range(self, "correct_score")
-
-    def build(self) -> FileTask:
+    def build(self) -> RowTask:
         """Read the file and load the reward.
 
         Raises:
@@ -75,180 +48,142 @@ class FileTaskSpec:
                 few prompts are left to hold out, options contradict each other, or the reward
                 cannot be loaded.
         """
-        return FileTask(self)
-
-
-class FileTask:
-    """Problems of a file; see `Task` for the methods."""
-
-    def __init__(self, spec: FileTaskSpec) -> None:
-        _check_spec(spec)
-        self.spec = spec
-        self.task_id = Path(spec.path).stem
-        self.correct_score = spec.correct_score
-        self._reward, self._reference = _reward(spec)
-        rows, self.report = _read(spec, spec.path)
-        if spec.held_out_path is not None:
-            held_out, other = _read(spec, spec.held_out_path)
-            self.report = self.report.joined(other)
-        else:
-            held_out = rows.select(_held_out_rows(spec, rows))
-        train = _without(rows, held_out, self.report)
-        if not len(train):
+        if self.held_out_path is not None and self.num_held_out:
             raise ConfigError(
-                f"'{spec.path}' has no problem left to train on: all its prompts are held out\n"
-                "    lower num_held_out, or give another held_out_path"
+                f"'{self.path}': both held_out_path and num_held_out={self.num_held_out} are "
+                "given\n    give one of them"
             )
-        from datasets import concatenate_datasets
+        held_out = None if self.held_out_path is None else _source(self.held_out_path)
+        return RowTask(self, Path(self.path).stem, _source(self.path), held_out)
 
-        self._rows: Dataset = concatenate_datasets([train, held_out])
-        self.train = range(len(train))
-        self.held_out = range(len(train), len(self._rows))
 
-    @property
-    def verifier(self) -> VerifierSpec | None:
-        """How to score in a process of its own; None for exact match and `reward_in_process`.
+def _source(path: str) -> RowSource:
+    return RowSource(path, file_rows(path))
 
-        Raises:
-            ConfigError: If the reward needs an answer and the file is read without one.
-        """
-        spec = self.spec
-        if spec.reward in BUILT_IN and spec.answer_field is None:
+
+def file_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a file, one after the other; blank lines of a JSONL file are skipped.
+
+    Returns:
+        Where each row stands, "train.jsonl:17" or "train.parquet row 17", counted from 1, and the
+        row: its value, or a `BadPart` that says why it has none.
+
+    Raises:
+        ConfigError: If the file is missing, unreadable, or of a kind that is not known.
+    """
+    _set_offline()
+    path = Path(path)
+    _check_file(path)
+    return _json_lines(path) if path.suffix in _JSON_SUFFIXES else _parquet_rows(path)
+
+
+def _set_offline() -> None:
+    # Read by the libraries when they are first imported. A local file needs no network, and a run
+    # must not come to depend on one.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+
+def _check_file(path: Path) -> None:
+    if not path.exists():
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        found = closest(path.name, beside)
+        hint = f"; did you mean '{path.parent / found}'?" if found else ""
+        raise ConfigError(
+            f"there is no file '{path}'{hint}\n"
+            "    give a JSONL or Parquet file, from the folder the run is started in"
+        )
+    if not path.is_file():
+        raise ConfigError(f"'{path}' is not a file\n    give a JSONL or Parquet file")
+    if path.suffix not in _JSON_SUFFIXES + _PARQUET_SUFFIXES:
+        raise ConfigError(
+            f"'{path}': the ending '{path.suffix}' says neither JSONL nor Parquet\n"
+            f"    files end in {', '.join(_JSON_SUFFIXES + _PARQUET_SUFFIXES)}"
+        )
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            for number in count(1):
+                line = file.readline(_MOST_BYTES + 1)
+                if not line:
+                    return
+                if len(line) > _MOST_BYTES:
+                    length = len(line) + _passed_over(file, line, f"{path}:{number}")
+                    yield f"{path}:{number}", BadPart("too long", f"{length} bytes")
+                    continue
+                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if line.strip():
+                    yield f"{path}:{number}", _parsed(line)
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be read: {error.strerror}") from error
+
+
+def _passed_over(file: BinaryIO, begun: bytes, where: str) -> int:
+    """Read to the end of a line that has begun, and count the bytes.
+
+    Raises:
+        ConfigError: If it does not end: then it is no line, but a file of another kind.
+    """
+    length, piece = 0, begun
+    while piece and not piece.endswith(b"\n"):
+        if length + len(begun) > _MOST_PASSED_BYTES:
             raise ConfigError(
-                f"reward '{spec.reward}' compares with the answer, but '{spec.path}' is read "
-                "without one\n    set answer_field, or another reward"
+                f"'{where}': the line has more than {_MOST_PASSED_BYTES >> 20} MiB\n"
+                "    give a file with one JSON object a line"
             )
-        if self._reference is None:
-            return None
-        return VerifierSpec(
-            factory="penstock.workers.verifiers.verifiers:make_verifier",
-            arguments={"reward": self._reference},
+        piece = file.readline(_MOST_BYTES)
+        length += len(piece)
+    return length
+
+
+def _parsed(line: bytes) -> Any:
+    """The line's value, or the reason why it has none; a generator cannot raise and go on."""
+    try:
+        return json.loads(
+            line.decode().rstrip("\r\n"),
+            object_pairs_hook=_of_pairs,
+            parse_constant=_no_number,
         )
-
-    def prompt_text(self, index: int) -> str:
-        """The prompt's field."""
-        return self._rows[index]["prompt"]
-
-    def answer_text(self, index: int) -> str | None:
-        """The response's field, or else the answer's."""
-        row = self._rows[index]
-        return row.get("response", row.get("answer"))
-
-    def reward_answer(self, index: int) -> str | None:
-        """The answer's field, also where there is a response to imitate; see `HasRewardAnswer`."""
-        return self._rows[index].get("answer")
-
-    def pair_texts(self, index: int) -> tuple[str, str] | None:
-        """The better and the worse response, if the file has them."""
-        row = self._rows[index]
-        return (row["chosen"], row["rejected"]) if "chosen" in row else None
-
-    def pair_scores(self, index: int) -> tuple[float, float] | None:
-        """How good the two responses are, if the file says it."""
-        row = self._rows[index]
-        if "chosen_score" not in row:
-            return None
-        return float(row["chosen_score"]), float(row["rejected_score"])
-
-    def score(self, index: int, response: str) -> float:
-        """Call the reward here, without a time limit.
-
-        Raises:
-            Exception: Whatever the reward raises.
-        """
-        prompt, _, answer = self.verifier_call(index, response)
-        return float(self._reward(prompt, response, answer))
-
-    def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        """Prompt, response and answer."""
-        row = self._rows[index]
-        return (row["prompt"], response, row.get("answer"))
-
-    def where(self, index: int) -> str:
-        """File and line (for Parquet: row), counted from 1."""
-        return self._rows[index]["where"]
+    except BadPart as bad:
+        return bad
+    except UnicodeDecodeError as error:
+        return BadPart("malformed JSON", f"byte {error.start + 1} of the line is not UTF-8")
+    except json.JSONDecodeError as error:
+        return BadPart("malformed JSON", f"{error.msg} at column {error.colno}")
+    except (RecursionError, ValueError):
+        return BadPart("malformed JSON", "nested too deeply, or a number with too many digits")
 
 
-def _check_spec(spec: FileTaskSpec) -> None:
-    if (spec.chosen_field is None) != (spec.rejected_field is None):
-        given = "chosen_field" if spec.rejected_field is None else "rejected_field"
-        raise ConfigError(
-            f"'{spec.path}': only {given} is given, but a pair has a better and a worse response\n"
-            "    give chosen_field and rejected_field together"
-        )
-    scores = (spec.chosen_score_field, spec.rejected_score_field)
-    if (None in scores and scores != (None, None)) or (scores[0] and not spec.chosen_field):
-        raise ConfigError(
-            f"'{spec.path}': scores are of the two responses of a pair\n"
-            "    give chosen_score_field and rejected_score_field together, beside chosen_field"
-        )
-    if spec.held_out_path is not None and spec.num_held_out:
-        raise ConfigError(
-            f"'{spec.path}': both held_out_path and num_held_out={spec.num_held_out} are given\n"
-            "    give one of them"
-        )
-    if spec.num_held_out < 0 or not 0 <= spec.max_bad_fraction <= 1:
-        raise ConfigError(
-            f"'{spec.path}': num_held_out={spec.num_held_out}, "
-            f"max_bad_fraction={spec.max_bad_fraction:g}\n"
-            "    num_held_out must be at least 0 and max_bad_fraction from 0 to 1"
-        )
+def _of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in row:
+            raise BadPart("malformed JSON", f"the key '{key:.80}' stands twice in an object")
+        row[key] = value
+    return row
 
 
-def _reward(spec: FileTaskSpec) -> tuple[Verifier, str | None]:
-    """The function, and the name by which another process loads it if it is to run there."""
-    here = spec.reward_in_process or spec.reward == "exact_match"
-    if isinstance(spec.reward, str):
-        return load_verifier(spec.reward), None if here else _absolute(spec.reward)
-    return spec.reward, None if here else reference_of(spec.reward)
+def _no_number(name: str) -> NoReturn:
+    raise BadPart("malformed JSON", f"{name} is no number of JSON's")
 
 
-def _absolute(reference: str) -> str:
-    place, _, name = reference.rpartition(":")
-    return f"{Path(place).expanduser().resolve()}:{name}" if place.endswith(".py") else reference
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    from datasets import load_dataset
 
-
-def _read(spec: FileTaskSpec, path: str) -> tuple[Dataset, DataReport]:
-    columns = Columns(
-        prompt=spec.prompt_field,
-        answer=spec.answer_field,
-        response=spec.response_field,
-        chosen=spec.chosen_field,
-        rejected=spec.rejected_field,
-        chosen_score=spec.chosen_score_field,
-        rejected_score=spec.rejected_score_field,
-        id=spec.id_field,
-    )
-    report = DataReport(path)
-    rows = read_rows(path, columns, report)
-    report.check(spec.max_bad_fraction)
-    return rows, report
-
-
-def _held_out_rows(spec: FileTaskSpec, rows: Dataset) -> list[int]:
-    """One row for each of `num_held_out` different prompts, in a seeded order."""
-    prompts: list[str] = list(rows["prompt"])
-    chosen: dict[str, int] = {}
-    for row in epoch_order(len(prompts), spec.seed, 0).tolist():
-        if len(chosen) == spec.num_held_out:
-            break
-        chosen.setdefault(prompts[row], row)
-    if len(chosen) < spec.num_held_out:
-        raise ConfigError(
-            f"'{spec.path}' has {len(chosen)} different prompts, of which {spec.num_held_out} are "
-            f"to be held out\n    set num_held_out below {len(chosen)}"
-        )
-    return list(chosen.values())
-
-
-def _without(rows: Dataset, held_out: Dataset, report: DataReport) -> Dataset:
-    """Rows whose prompt is not held out; others with such a prompt are reported."""
-    evaluated = set(held_out["prompt"])
-    own = set(held_out["where"])  # no other rows have these: they begin with the path
-    left: list[int] = []
-    for index, (prompt, where) in enumerate(zip(rows["prompt"], rows["where"], strict=True)):
-        if prompt not in evaluated:
-            left.append(index)
-        elif where not in own:
-            report.drop(where, "prompt is held out")
-    return rows.select(left)
+    with tempfile.TemporaryDirectory() as cache:
+        try:
+            rows = load_dataset(
+                "parquet",
+                data_files=glob.escape(str(path.resolve())),
+                split="train",
+                streaming=True,
+                cache_dir=cache,
+            )
+            for number, row in enumerate(rows, start=1):
+                yield f"{path} row {number}", row
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"'{path}' cannot be read as Parquet: {error}\n    write the file again"
+            ) from error

@@ -7,7 +7,9 @@ the data is bad.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...dataflow.errors import ConfigError
@@ -102,6 +104,23 @@ class DataReport:
                 "fix them, or raise max_bad_fraction to go on without them"
             )
 
+    def with_lengths(self, lengths: Mapping[str, Sequence[int]]) -> str:
+        """One line: rows that are used, and how long they are.
+
+        Args:
+            lengths: What is counted -> tokens of each row: `{"prompt": [31, 28]}`.
+        """
+        share = self.num_bad / max(self.num_rows, 1)
+        parts = [f"{self.source}: {self.num_kept} rows, {share:.1%} left out"]
+        for what, given in lengths.items():
+            ordered = sorted(given)
+            mean = sum(ordered) / len(ordered)
+            parts.append(
+                f"{what} tokens mean {mean:.1f}, p50 {_quantile(ordered, 0.5)}, "
+                f"p90 {_quantile(ordered, 0.9)}, max {ordered[-1]}"
+            )
+        return "; ".join(parts)
+
     def __str__(self) -> str:
         lines = [f"{self.source}: {self.num_kept} of {self.num_rows} rows kept"]
         if self.num_bad:
@@ -111,3 +130,8 @@ class DataReport:
             if self.num_bad > len(self.examples):
                 lines.append(f"    ... and {self.num_bad - len(self.examples)} more")
         return "\n".join(lines)
+
+
+def _quantile(ordered: Sequence[int], share: float) -> int:
+    """The smallest value that at least this share of all do not exceed."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -8,17 +8,18 @@ not fill a batch is left out of that epoch, so no problem stands twice in one st
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Container, Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...algorithms.roles.language import Demonstrations, PreferencePairs, Prompts, ScoredPairs
 from ...dataflow.errors import ConfigError, one_process
 from ..models.tokenizer import Tokenizer, pad_rows
+from .chat import ChatOptions
+from .conversation_tokens import Encoded
+from .orders import SHUFFLED, Order, step_rows
+from .row_encoder import RowEncoder
 from .row_report import DataReport
 from .synthetic_negatives import wrong_answer
 from .task import ScoresPairs, Task
@@ -28,56 +29,9 @@ __all__ = [
     "PairSource",
     "PromptSource",
     "ScoredPairSource",
-    "epoch_order",
 ]
 
-
-@lru_cache(maxsize=8)
-def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order in which an epoch visits `num_rows` rows: a permutation, the same on every machine.
-
-    Rows are sorted by one raw Philox number each (key `seed`, counter `epoch`). Raw Philox output
-    is fixed for good, whereas numpy may change how its generators shuffle.
-
-    Returns:
-        i64[num_rows], read-only.
-    """
-    bits = np.random.Philox(key=seed % 2**64, counter=[0, 0, 0, epoch])
-    order = np.argsort(bits.random_raw(num_rows), kind="stable")
-    order.setflags(write=False)
-    return order
-
-
-class _Rows:
-    """Which problems a step uses; shared by the three kinds of source."""
-
-    def __init__(
-        self, what: str, problems: Sequence[int], *, batch_size: int, seed: int, task: Task
-    ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}\n    use at least 1 {what} per step")
-        if batch_size > len(problems):
-            raise ConfigError(
-                f"batch_size is {batch_size} {what}s per step, but task '{task.task_id}' has only "
-                f"{len(problems)}\n    use batch_size <= {len(problems)} (a stage's `per_step` "
-                "key), or more problems"
-            )
-        self._problems = np.asarray(problems, dtype=np.int64)
-        self._batch_size = batch_size
-        self._seed = seed
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return len(self._problems) // self._batch_size
-
-    def at(self, step: int) -> list[int]:
-        """Problem indices of a step, all different."""
-        if step < 0:
-            raise ValueError(f"step must be at least 0, got {step}")
-        epoch, batch = divmod(step, self.steps_per_epoch)
-        order = epoch_order(len(self._problems), self._seed, epoch)
-        chosen = order[batch * self._batch_size : (batch + 1) * self._batch_size]
-        return self._problems[chosen].tolist()
+_AS_GIVEN = ChatOptions()
 
 
 class PromptSource:
@@ -90,6 +44,9 @@ class PromptSource:
         seed: Seed of the order of the problems.
         max_prompt_tokens: Longer prompts are reported and left out; None for no limit.
         max_bad_fraction: Largest share of prompts that may be left out.
+        chat: How prompts that are conversations are rendered.
+        left_out: Training problems that are not used: those that are evaluated on elsewhere.
+        order: Which problems a step takes.
 
     Attributes:
         report: Prompts kept and left out, training and held-out ones together.
@@ -107,14 +64,19 @@ class PromptSource:
         seed: int,
         max_prompt_tokens: int | None = None,
         max_bad_fraction: float = 0.1,
+        chat: ChatOptions = _AS_GIVEN,
+        left_out: Container[int] = (),
+        order: Order = SHUFFLED,
     ) -> None:
         self.report = DataReport(f"prompts of task '{task.task_id}'")
-        reader = _Reader(task, tokenizer, self.report, max_prompt_tokens)
+        reader = RowEncoder(task, tokenizer, self.report, chat, max_prompt_tokens)
         self._prompts = reader.prompts([*task.train, *task.held_out])
         self.report.check(max_bad_fraction)
-        train = [index for index in task.train if index in self._prompts]
+        train = [i for i in task.train if i in self._prompts and i not in left_out]
         self._held_out = [index for index in task.held_out if index in self._prompts]
-        self._rows = _Rows("prompt", train, batch_size=batch_size, seed=seed, task=task)
+        self._rows = step_rows(
+            "prompt", train, batch_size=batch_size, seed=seed, task=task, order=order
+        )
         self._task = task
 
     @property
@@ -127,9 +89,14 @@ class PromptSource:
         """Tokens of the longest prompt, held-out ones included."""
         return max(map(len, self._prompts.values()))
 
+    @property
+    def statistics(self) -> str:
+        """One line on how long the prompts are."""
+        return self.report.with_lengths({"prompt": [len(ids) for ids in self._prompts.values()]})
+
     def batch(self, step: int) -> Prompts:
         """The prompts of a step; `prompt_id` is the problem's index in the task."""
-        return self._table(self._rows.at(step))
+        return self.asked(self._rows.at(step))
 
     def held_out(self, num_prompts: int | None = None) -> Prompts:
         """The first `num_prompts` held-out prompts, or all of them: for evaluation.
@@ -144,9 +111,14 @@ class PromptSource:
                 f"out {len(self._held_out)}\n    ask for 1 to {len(self._held_out)}, or hold out "
                 "more (num_held_out)"
             )
-        return self._table(self._held_out[:wanted])
+        return self.asked(self._held_out[:wanted])
 
-    def _table(self, problems: Sequence[int]) -> Prompts:
+    def usable(self, problems: Iterable[int]) -> list[int]:
+        """Those of these problems whose prompts were not left out, in the same order."""
+        return [index for index in problems if index in self._prompts]
+
+    def asked(self, problems: Sequence[int]) -> Prompts:
+        """The prompts of some usable problems."""
         return Prompts(
             prompt=pad_rows(self._prompts[index] for index in problems),
             prompt_id=torch.tensor(problems, dtype=torch.int64),
@@ -173,15 +145,21 @@ class DemonstrationSource:
         max_prompt_tokens: int | None = None,
         max_response_tokens: int | None = None,
         max_bad_fraction: float = 0.1,
+        chat: ChatOptions = _AS_GIVEN,
+        left_out: Container[int] = (),
     ) -> None:
         self.report = DataReport(f"demonstrations of task '{task.task_id}'")
         _need_answers(task, "demonstrations")
-        reader = _Reader(task, tokenizer, self.report, max_prompt_tokens, max_response_tokens)
+        reader = RowEncoder(
+            task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens
+        )
         answer_of = one_process()(task.answer_text)
-        answers = {index: (answer_of(index),) for index in task.train}
-        self._rows_of = reader.with_responses(answers)
+        self._rows_of = reader.with_responses(
+            [index for index in task.train if index not in left_out],
+            lambda index: (answer_of(index),),
+        )
         self.report.check(max_bad_fraction)
-        self._rows = _Rows(
+        self._rows = step_rows(
             "demonstration", list(self._rows_of), batch_size=batch_size, seed=seed, task=task
         )
 
@@ -192,16 +170,17 @@ class DemonstrationSource:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and answer."""
+        """Tokens of the longest row."""
         return _longest(self._rows_of)
 
+    @property
+    def statistics(self) -> str:
+        """One line on how long prompts and answers are."""
+        return self.report.with_lengths(_lengths(self._rows_of))
+
     def batch(self, step: int) -> Demonstrations:
-        """The demonstrations of a step; the mask is True on the answer and its end of sequence."""
-        rows = [
-            (prompt, answer)
-            for prompt, (answer,) in (self._rows_of[index] for index in self._rows.at(step))
-        ]
-        tokens, mask = _sequences(rows)
+        """The demonstrations of a step; the mask is True on answers and their ends of sequence."""
+        tokens, mask = _sequences([self._rows_of[index][0] for index in self._rows.at(step)])
         return Demonstrations(tokens=tokens, mask=mask)
 
 
@@ -227,6 +206,8 @@ class PairSource:
         max_prompt_tokens: int | None = None,
         max_response_tokens: int | None = None,
         max_bad_fraction: float = 0.1,
+        chat: ChatOptions = _AS_GIVEN,
+        left_out: Container[int] = (),
     ) -> None:
         self.report = DataReport(f"preference pairs of task '{task.task_id}'")
         with one_process():
@@ -235,10 +216,14 @@ class PairSource:
             _need_answers(task, "preference pairs")
         self._task, self._tokenizer, self._seed = task, tokenizer, seed
         self._max_response_tokens = max_response_tokens
-        reader = _Reader(task, tokenizer, self.report, max_prompt_tokens, max_response_tokens)
-        self._rows_of = reader.with_responses({index: self._given(index) for index in task.train})
+        self._encoder = reader = RowEncoder(
+            task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens
+        )
+        self._rows_of = reader.with_responses(
+            [index for index in task.train if index not in left_out], self._given
+        )
         self.report.check(max_bad_fraction)
-        self._rows = _Rows(
+        self._rows = step_rows(
             "preference pair", list(self._rows_of), batch_size=batch_size, seed=seed, task=task
         )
 
@@ -252,15 +237,19 @@ class PairSource:
         """Tokens of the longest prompt and response; made-up responses do not count."""
         return _longest(self._rows_of)
 
+    @property
+    def statistics(self) -> str:
+        """One line on how long prompts and responses are; made-up responses do not count."""
+        return self.report.with_lengths(_lengths(self._rows_of))
+
     def batch(self, step: int) -> PreferencePairs:
         """The pairs of a step: two rows each, the better one first; `pair_id` is the problem."""
         problems = self._rows.at(step)
         epoch = step // self.steps_per_epoch
-        rows: list[tuple[list[int], list[int]]] = []
+        rows: list[Encoded] = []
         for index in problems:
-            prompt, responses = self._rows_of[index]
-            worse = responses[1] if self._explicit else self._made_up(index, epoch)
-            rows += [(prompt, responses[0]), (prompt, worse)]
+            given = self._rows_of[index]
+            rows += given if self._explicit else [*given, self._made_up(index, epoch, given[0])]
         tokens, mask = _sequences(rows)
         return PreferencePairs(
             pair_id=torch.tensor(problems, dtype=torch.int64).repeat_interleave(2),
@@ -275,8 +264,9 @@ class PairSource:
         # An empty answer counts as missing: nothing could be wrong about it.
         return (self._task.answer_text(index) or None,) if pair is None else pair
 
-    def _made_up(self, index: int, epoch: int) -> list[int]:
-        return [*self._tokenizer.encode(self._made_up_text(index, epoch)), self._tokenizer.eos_id]
+    def _made_up(self, index: int, epoch: int, better: Encoded) -> Encoded:
+        prompt = better.ids[: better.num_before]
+        return self._encoder.with_response(index, prompt, self._made_up_text(index, epoch))
 
     @one_process()
     def _made_up_text(self, index: int, epoch: int) -> str:
@@ -330,78 +320,6 @@ class ScoredPairSource(PairSource):
         return self._task.correct_score, worse
 
 
-class _Reader:
-    """Encodes problems, and reports those that are too long or cannot be expressed."""
-
-    def __init__(
-        self,
-        task: Task,
-        tokenizer: Tokenizer,
-        report: DataReport,
-        max_prompt_tokens: int | None,
-        max_response_tokens: int | None = None,
-    ) -> None:
-        self._task = task
-        self._tokenizer = tokenizer
-        self._report = report
-        self._max_prompt_tokens = max_prompt_tokens
-        self._max_response_tokens = max_response_tokens
-
-    def prompts(self, indices: Sequence[int]) -> dict[int, list[int]]:
-        """Index -> ids of the prompts that can be used, in order."""
-        usable = self._encoded_prompts(indices)
-        self._report.keep(len(usable))
-        return usable
-
-    def with_responses(
-        self, responses: dict[int, tuple[str | None, ...]]
-    ) -> dict[int, tuple[list[int], list[list[int]]]]:
-        """Index -> ids of the prompt, and of each response with its end of sequence."""
-        kept: dict[int, tuple[list[int], list[list[int]]]] = {}
-        for index, prompt in self._encoded_prompts(list(responses)).items():
-            encoded = [self._response(index, text) for text in responses[index]]
-            whole = [ids for ids in encoded if ids is not None]
-            if len(whole) == len(encoded):
-                kept[index] = (prompt, whole)
-        self._report.keep(len(kept))
-        return kept
-
-    def _encoded_prompts(self, indices: Sequence[int]) -> dict[int, list[int]]:
-        text_of = one_process()(self._task.prompt_text)
-        texts = [text_of(index) for index in indices]
-        encoded = self._tokenizer.encode_many(texts)
-        usable: dict[int, list[int]] = {}
-        for index, text, ids in zip(indices, texts, encoded, strict=True):
-            if self._is_usable(index, "prompt", text, len(ids), self._max_prompt_tokens):
-                usable[index] = ids
-        return usable
-
-    def _response(self, index: int, text: str | None) -> list[int] | None:
-        if text is None:
-            self._report.reject(self._task.where(index), "missing answer")
-            return None
-        ids = [*self._tokenizer.encode(text), self._tokenizer.eos_id]
-        usable = self._is_usable(index, "response", text, len(ids), self._max_response_tokens)
-        return ids if usable else None
-
-    @one_process()
-    def _is_usable(
-        self, index: int, what: str, text: str, num_tokens: int, limit: int | None
-    ) -> bool:
-        where = self._task.where(index)
-        if what == "prompt" and num_tokens == 0:
-            self._report.reject(where, "empty prompt", "it has no tokens")
-        elif limit is not None and num_tokens > limit:
-            self._report.reject(where, f"over-long {what}", f"{num_tokens} tokens, limit {limit}")
-        elif unknown := self._tokenizer.inexpressible(text):
-            self._report.reject(
-                where, f"{what} outside the alphabet", f"the tokenizer cannot express {unknown!r}"
-            )
-        else:
-            return True
-        return False
-
-
 def _need_answers(task: Task, what: str) -> None:
     answer_of = one_process()(task.answer_text)
     if all(answer_of(index) is None for index in task.train):
@@ -411,12 +329,22 @@ def _need_answers(task: Task, what: str) -> None:
         )
 
 
-def _longest(rows: Mapping[int, tuple[list[int], list[list[int]]]]) -> int:
-    return max(len(prompt) + max(map(len, responses)) for prompt, responses in rows.values())
+def _longest(rows: Mapping[int, Sequence[Encoded]]) -> int:
+    return max(len(row.ids) for given in rows.values() for row in given)
 
 
-def _sequences(rows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-    tokens = pad_rows([*prompt, *response] for prompt, response in rows)
-    position = torch.arange(tokens.shape[1])
-    start = torch.tensor([len(prompt) for prompt, _ in rows]).unsqueeze(1)
-    return tokens, (position >= start) & (tokens >= 0)
+def _lengths(rows: Mapping[int, Sequence[Encoded]]) -> dict[str, list[int]]:
+    """Tokens before the first one that is trained on, and of the rest of each row."""
+    return {
+        "prompt": [given[0].num_before for given in rows.values()],
+        "response": [len(row.ids) - row.num_before for given in rows.values() for row in given],
+    }
+
+
+def _sequences(rows: Sequence[Encoded]) -> tuple[Tensor, Tensor]:
+    tokens = pad_rows(row.ids for row in rows)
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    for place, row in enumerate(rows):
+        for start, end in row.spans:
+            mask[place, start:end] = True
+    return tokens, mask

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from ...dataflow.errors import one_process
@@ -19,6 +20,12 @@ from .row_report import DataReport
 
 __all__ = [
     "PATIENCE",
+    "Converses",
+    "HasPassRates",
+    "HasReplies",
+    "HasShares",
+    "HasSuites",
+    "Message",
     "ScoresPairs",
     "Task",
     "TaskSpec",
@@ -28,6 +35,9 @@ __all__ = [
 
 PATIENCE = ("max_restarts", "step_limit_s")
 """Fields of how much may go wrong, not of what is computed: a resumed run may change them."""
+
+Message = Mapping[str, Any]
+"""One turn of a conversation: `{"role": "user", "content": "Hello"}`."""
 
 
 @runtime_checkable
@@ -65,7 +75,7 @@ class Task(Protocol):
         ...
 
     def prompt_text(self, index: int) -> str:
-        """What the model reads."""
+        """What the model reads; of a conversation, what the user said last."""
         ...
 
     def answer_text(self, index: int) -> str | None:
@@ -95,6 +105,63 @@ class ScoresPairs(Protocol):
 
     def pair_scores(self, index: int) -> tuple[float, float] | None:
         """Scores of the better and the worse response, or None."""
+        ...
+
+
+@runtime_checkable
+class Converses(Protocol):
+    """A task whose prompts may be conversations, which the tokenizer's template renders. Optional.
+
+    `prompt_text` stays what verifiers and people read.
+    """
+
+    def messages(self, index: int) -> Sequence[Message] | None:
+        """The conversation to continue; None if the prompt is the text that `prompt_text` gives."""
+        ...
+
+    def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
+        """JSON schemas of what the model may call, or None."""
+        ...
+
+
+@runtime_checkable
+class HasReplies(Protocol):
+    """A task whose answers and pairs may be messages that follow the prompt's. Optional."""
+
+    def imitates_history(self, index: int) -> bool:
+        """Whether the assistant's turns before the last one are imitated, too."""
+        ...
+
+    def replies(self, index: int) -> Sequence[Sequence[Message]] | None:
+        """The reply to imitate, or the better and the worse one; None if they are texts."""
+        ...
+
+
+@runtime_checkable
+class HasPassRates(Protocol):
+    """A task that may know how often its problems are solved. Optional."""
+
+    def pass_rate(self, index: int) -> float | None:
+        """From 0 to 1; None if it is not known."""
+        ...
+
+
+@runtime_checkable
+class HasShares(Protocol):
+    """A task of several parts, each with a share of every step. Optional."""
+
+    @property
+    def shares(self) -> Sequence[tuple[float, range]]:
+        """The share and the training problems of each part; shares add up to 1."""
+        ...
+
+
+@runtime_checkable
+class HasSuites(Protocol):
+    """A task whose held-out problems fall into kinds that are evaluated apart. Optional."""
+
+    def suites(self) -> Mapping[str, Sequence[int]]:
+        """Name of a suite -> indices of held-out problems."""
         ...
 
 
@@ -142,6 +209,10 @@ def fingerprint(task: Task) -> str:
             )
             if isinstance(task, ScoresPairs) and (scores := task.pair_scores(index)) is not None:
                 problem = (*problem, scores)
+            if isinstance(task, Converses) and (messages := task.messages(index)) is not None:
+                problem = (*problem, messages, task.tools(index))
+            if isinstance(task, HasReplies) and (replies := task.replies(index)) is not None:
+                problem = (*problem, replies)
         digest.update(json.dumps(problem).encode() + b"\n")
     digest.update(f"{task.train} {task.held_out}".encode())
     return digest.hexdigest()[:16]

@@ -74,6 +74,11 @@ def _no_options(layout: Layout) -> Mapping[str, Any]:
     return {}
 
 
+def _through_transformers(model: Any) -> str:
+    del model
+    return "through transformers"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Engine:
     """An engine of language models.
@@ -103,6 +108,8 @@ class Engine:
     """Layout -> fields of the workers' spec that it decides."""
     saving: MemorySaving | None = None
     """What these fields cost in memory; None if the engine cannot say."""
+    computes: Callable[[Any], str] = _through_transformers
+    """A language model without memory (`empty_model`) -> who computes its layers, for people."""
 
     @property
     def name(self) -> str:

@@ -52,6 +52,9 @@ __all__ = [
     "last_masked",
 ]
 
+_ADAPTER = "adapter"
+"""Below a saved model: the adapter that has been merged into it, if it was trained by one."""
+
 B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
 
@@ -114,8 +117,10 @@ class LanguageWorker(ModelWorker):
         """
         if self.context.rank != 0:
             return
-        if self.network.module is not None:
-            self.head.save(folder, self.network.module)
+        whole = self.network.whole_module()
+        if whole is not None:
+            self.head.save(folder, whole)
+            self.network.save_adapter(folder / _ADAPTER)
             return
         weights = gather_weights(self.network, 0)  # process 0 is where transformers writes files
         if weights:

@@ -35,6 +35,7 @@ class ExecutorKind:
         has_processes: Whether groups and ranks are processes of their own; otherwise there is one
             group of one rank, and no weights travel.
         package: What must be installed, as it is imported and as it is called; None if nothing.
+        start: Starts what its processes live in, or joins it, as the first executor would.
         end: Ends what stopped executors of the kind have left running for the next.
     """
 
@@ -42,6 +43,7 @@ class ExecutorKind:
     create: Callable[[int | None, Transport], Executor]
     has_processes: bool = True
     package: str | None = None
+    start: Callable[[], None] = _nothing
     end: Callable[[], None] = _nothing
 
     @property

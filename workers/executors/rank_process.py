@@ -209,7 +209,7 @@ class RankProcess:
             seed,
             rank,
             group.num_ranks,
-            "cuda:0" if group.device.startswith("cuda") else "cpu",
+            group.device,
             group.tensor_parallel,
             tensor_rank,
             group.pipeline_parallel,

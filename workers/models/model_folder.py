@@ -72,7 +72,7 @@ def folder_config(folder: Path) -> Any:
     if not file.is_file():
         raise ConfigError(
             f"model folder '{folder}' has no config.json\n    give a local folder written by "
-            "save_pretrained; models are never downloaded"
+            "save_pretrained"
         )
     found = _read_json(file)
     quantized = found.get("quantization_config")

@@ -6,10 +6,11 @@ is what an engine may feed a model at padded positions. It always differs from `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,13 +20,20 @@ from ...dataflow.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PRINTABLE", "Tokenizer", "TokenizerSpec", "pad_rows"]
+__all__ = ["PRINTABLE", "ChatTemplateError", "Tokenizer", "TokenizerSpec", "pad_rows"]
 
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
 """The default alphabet: printable ASCII and the line feed."""
 
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""What begins a part of a chat template that the assistant generates."""
+
 _SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 """Special tokens of our own tokenizers; their ids are 0 to 3, in this order."""
+
+
+class ChatTemplateError(ValueError):
+    """What a chat template says against a conversation."""
 
 
 class Tokenizer:
@@ -80,6 +88,79 @@ class Tokenizer:
                 f"the tokenizer '{self.backend.name_or_path}' cannot encode {texts[0][:40]!r}: "
                 f"{error}\n    give a folder that a tokenizer was saved to"
             ) from error
+
+    @property
+    def name(self) -> str:
+        """The folder it comes from, for messages; empty for one of our own."""
+        return self.backend.name_or_path
+
+    @property
+    def has_template(self) -> bool:
+        """Whether it renders conversations."""
+        return bool(self.backend.chat_template)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The conversation by the tokenizer's chat template; `encode` it for its tokens.
+
+        Args:
+            messages: See `check_messages`.
+            tools: JSON schemas of what the model may call.
+            add_generation_prompt: Whether it ends with what begins the assistant's answer.
+            variables: Further ones of the template.
+
+        Raises:
+            ChatTemplateError: If the template refuses these messages.
+            ConfigError: If the template itself cannot be read.
+        """
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            text: Any = self.backend.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(tools) if tools else None,  # pyright: ignore[reportArgumentType]
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **variables,
+            )
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template of the tokenizer '{self.name}' cannot be read, line "
+                f"{error.lineno}: {error.message}\n    fix it, or take the one that came with the "
+                "model"
+            ) from error
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
+        return str(text)
+
+    def generation_marks(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[bool] | None:
+        """For each token of the conversation, whether the template marks it as generated.
+
+        None if the template has no such marks. It was rendered before, so it does not fail.
+        """
+        template = variables.get("chat_template") or self.backend.chat_template
+        if not isinstance(template, str) or not _MARKED.search(template):
+            return None
+        both: Any = self.backend.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=list(tools) if tools else None,  # pyright: ignore[reportArgumentType]
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **variables,
+        )
+        return [bool(mark) for mark in both["assistant_masks"]]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens appear as their names, ids out of range as unknown."""

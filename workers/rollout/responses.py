@@ -13,7 +13,14 @@ from ...dataflow.errors import WorkerError
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.runtime.call_context import current_step
 
-__all__ = ["Responses", "check_logprobs", "check_prompts", "report_responses", "to_rollout"]
+__all__ = [
+    "Responses",
+    "check_logprobs",
+    "check_prompts",
+    "check_stop",
+    "report_responses",
+    "to_rollout",
+]
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class Responses:
         token: i64[rows, max_new]; -1 after the end.
         logprob: f32[rows, max_new]; 0 after the end.
         length: i64[rows]; tokens sampled, the end-of-sequence token included.
-        finished: bool[rows]; True if the end-of-sequence token was sampled.
+        finished: bool[rows]; True if a token ended it as `Sampling` says.
     """
 
     token: Tensor
@@ -58,17 +65,25 @@ def check_prompts(
         vocab_size: Tokens that the model knows.
 
     Raises:
-        ValueError: If a prompt is empty, too long for the model with its response, or has ids that
-            the model does not know.
+        ValueError: If a prompt is empty, too long for the model with its response, or it or
+            `stop_token_ids` has ids that the model does not know.
     """
     if not len(prompt):
         return
     lengths = (prompt >= 0).sum(1)
     if int(lengths.min()) == 0:
         raise ValueError(f"prompt row {int(lengths.argmin())} is empty; drop it before generating")
-    if num_positions is not None and int(lengths.max()) + sampling.max_new_tokens > num_positions:
+    longest = int(lengths.max())
+    if sampling.longest_response(longest) < 1:
         raise ValueError(
-            f"prompt row {int(lengths.argmax())} has {int(lengths.max())} tokens; with "
+            f"prompt row {int(lengths.argmax())} has {longest} tokens, so with max_total_tokens="
+            f"{sampling.max_total_tokens} none are left for a response. Drop long prompts or raise "
+            "max_total_tokens"
+        )
+    most = max(n + sampling.longest_response(n) for n in lengths.unique().tolist())
+    if num_positions is not None and most > num_positions:
+        raise ValueError(
+            f"prompt row {int(lengths.argmax())} has {longest} tokens; with "
             f"max_new_tokens={sampling.max_new_tokens} that exceeds the model's {num_positions} "
             "positions. Drop long prompts or lower max_new_tokens"
         )
@@ -77,6 +92,25 @@ def check_prompts(
         raise ValueError(
             f"prompt row {row} has token {int(prompt.max())}, but the model's vocabulary has "
             f"{vocab_size}; prompts and model need the same tokenizer"
+        )
+    unknown = max(sampling.stop_token_ids, default=0)
+    if unknown >= vocab_size:
+        raise ValueError(
+            f"stop_token_ids has {unknown}, but the model's vocabulary has {vocab_size}; give ids "
+            "of the model's own tokens"
+        )
+
+
+def check_stop(sampling: Sampling, *, has_tokenizer: bool) -> None:
+    """Require a tokenizer where stop strings are asked for.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if sampling.stop and not has_tokenizer:
+        raise ValueError(
+            f"stop is {sampling.stop!r}, and stop strings are looked for in text, but the policy's "
+            "spec has no tokenizer; give it tokenizer=, or use stop_token_ids"
         )
 
 

@@ -21,6 +21,9 @@ from ...dataflow.runtime.call_context import CallKey
 __all__ = ["SampleStreams", "sample_token", "row_uniforms", "stream_generator", "stream_key"]
 
 _U64 = (1 << 64) - 1
+_LARGE_VOCABULARY = 4096
+"""With fewer tokens looking for one in blocks gains nothing."""
+_BLOCK = 64
 _PURPOSE = "generate"  # names the streams of responses
 
 
@@ -119,9 +122,53 @@ def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[T
         top = logits.gather(-1, token[:, None])[:, 0].float()
         return token, torch.zeros_like(top).masked_fill(~top.isfinite(), torch.nan)
     logprob = torch.log_softmax(logits.float() / temperature, dim=-1)
-    cumulative = logprob.exp().double().cumsum(-1)
+    probability = logprob.exp()
+    if logits.shape[1] < _LARGE_VOCABULARY or logits.device.type != "cpu":
+        token = _inverted(probability, uniform)
+    else:
+        token, is_sure = _found_in_blocks(probability, uniform)
+        unsure = torch.nonzero(~is_sure)[:, 0]
+        if len(unsure):
+            token[unsure] = _inverted(probability[unsure], uniform[unsure])
+    return token, logprob.gather(1, token[:, None])[:, 0]
+
+
+def _inverted(probability: Tensor, uniform: Tensor) -> Tensor:
+    """The token in whose share of the whole a uniform number falls: i64[rows] from f32[rows, V]."""
+    cumulative = probability.double().cumsum(-1)
     # right=True: the first entry strictly above the target, so a token of probability 0 is never
     # sampled. uniform < 1 - 2^-33 keeps the target strictly below the total.
     target = uniform[:, None] * cumulative[:, -1:]
-    token = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1)
-    return token[:, 0], logprob.gather(1, token)[:, 0]
+    token = torch.searchsorted(cumulative, target, right=True)
+    return token.clamp(max=probability.shape[1] - 1)[:, 0]
+
+
+def _found_in_blocks(probability: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """What `_inverted` finds without a float64 sum over all tokens, and whether it is sure to.
+
+    Blocks of tokens are summed in float32, their sums added up in float64, and one block searched.
+
+    Returns:
+        Token i64[rows], and bool[rows]: whether `_inverted` is sure to find the same one, as it is
+        if the number falls further from both bounds of the token's share than the sums can be off.
+        A sum of n terms in any order is off by at most (n - 1) 2^-24 of itself (Higham, "Accuracy
+        and Stability of Numerical Algorithms", 2002, section 4.2).
+    """
+    rows, vocab_size = probability.shape
+    whole = vocab_size // _BLOCK * _BLOCK
+    sums = probability[:, :whole].view(rows, -1, _BLOCK).sum(-1)
+    rest = probability[:, whole:].sum(-1, keepdim=True)
+    after = torch.cat([sums, rest], 1).double().cumsum(1)
+    total = after[:, -1:]
+    target = uniform[:, None] * total
+    block = torch.searchsorted(after, target, right=True).clamp(max=after.shape[1] - 1)
+    start = after.gather(1, (block - 1).clamp(min=0)) * (block > 0)
+    index = block * _BLOCK + torch.arange(_BLOCK, device=probability.device)
+    inside = probability.gather(1, index.clamp(max=vocab_size - 1)).double() * (index < vocab_size)
+    bounds = torch.cat([start, start + inside.cumsum(1)], 1)
+    place = torch.searchsorted(bounds[:, 1:].contiguous(), target, right=True)
+    place = place.clamp(max=_BLOCK - 1)
+    below, above = bounds.gather(1, place), bounds.gather(1, place + 1)
+    slack = total * (2 * _BLOCK * 2.0**-24 + 4 * vocab_size * 2.0**-53)
+    is_sure = (target - below > slack) & (above - target > slack)
+    return (block * _BLOCK + place).clamp(max=vocab_size - 1)[:, 0], is_sure[:, 0]

@@ -29,8 +29,8 @@ class FlatParameters:
     """Owner of a module's weights and gradients.
 
     Args:
-        module: All its parameters must share dtype and device. They are re-pointed into the
-            buffer; tied parameters stay tied.
+        module: A module or some of its parameters by name, which must share dtype and device. They
+            are re-pointed into the buffer; tied parameters stay tied.
         fused: Tuples of parameter names to lay side by side; `fused_weight` returns such a tuple
             stacked along dimension 0.
 
@@ -39,8 +39,13 @@ class FlatParameters:
         grad: The gradient buffer, f32[size], or None until `enable_gradients`.
     """
 
-    def __init__(self, module: nn.Module, fused: Sequence[tuple[str, ...]] = ()) -> None:
-        parameters = dict(module.named_parameters())
+    def __init__(
+        self,
+        module: nn.Module | Mapping[str, nn.Parameter],
+        fused: Sequence[tuple[str, ...]] = (),
+    ) -> None:
+        named = module.named_parameters() if isinstance(module, nn.Module) else module
+        parameters = dict(named)
         dtypes = {(p.dtype, p.device) for p in parameters.values()}
         if len(dtypes) != 1:
             raise ValueError(
@@ -92,6 +97,11 @@ class FlatParameters:
     def fused_weight(self, names: tuple[str, ...]) -> nn.Parameter:
         """The stacked parameters `names` as one leaf tensor sharing their memory and gradient."""
         return self._fused[names][0]
+
+    def freeze(self) -> None:
+        """Have no leaf ask for a gradient."""
+        for leaf in (*self._parameters.values(), *(leaf for leaf, _ in self._fused.values())):
+            leaf.requires_grad_(False)
 
     def enable_gradients(self) -> Tensor:
         """Allocate the gradient buffer once, in float32, and zero it.

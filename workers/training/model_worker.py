@@ -122,7 +122,7 @@ class ModelWorker:
         if self.context.rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        divided = self._network.module is None
+        divided = self._network.is_divided
         state: dict[str, Any] = {"format": 2 if divided else 1}
         kinds: dict[str, Mapping[str, Tensor | None]] = {"weights": {"": None}}
         if optimizer is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -37,7 +38,6 @@ class Network(Protocol):
         replicas: Those that hold the same weights; together they have all rows of a batch.
         sort_by_length: Whether micro-batches should bring rows of similar length together, because
             padding is computed as well.
-        module: The model under the checkpoint's names, if this process has all of it.
     """
 
     context: WorkerContext
@@ -46,10 +46,14 @@ class Network(Protocol):
     rank_layout: Sharding
     replicas: RankGroup
     sort_by_length: bool
-    module: nn.Module | None
 
     def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
         """Views of a flat buffer (of the weights by default) by the names in `layout`."""
+        ...
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether this process has only a part of the model."""
         ...
 
     def held_tensors(self) -> list[Tensor]:
@@ -141,6 +145,14 @@ class LanguageNetwork(Network, Protocol):
     """
 
     engine: str
+
+    def whole_module(self) -> nn.Module | None:
+        """The model under the checkpoint's names, adapters merged; None if it is divided."""
+        ...
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write adapters beside a model that they have been merged into, if there are any."""
+        ...
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
         """Head outputs after the tokens at `reads`; called once in a `compute`.

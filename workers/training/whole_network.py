@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -32,11 +33,12 @@ class WholeNetwork:
     """
 
     sort_by_length = False
+    is_divided = False
 
     def __init__(
         self, module: nn.Module, context: WorkerContext, flat: FlatParameters | None = None
     ) -> None:
-        self.module: nn.Module | None = module
+        self.module = module
         self.flat = FlatParameters(module) if flat is None else flat
         self.context = context
         self.device = self.flat.data.device
@@ -53,6 +55,13 @@ class WholeNetwork:
         """See `Network.tensors`."""
         source = self.flat.data if buffer is None else buffer
         return {name: self.flat.view(source, name) for name in self.flat.names}
+
+    def whole_module(self) -> nn.Module | None:
+        """See `LanguageNetwork.whole_module`."""
+        return self.module
+
+    def save_adapter(self, folder: Path) -> None:
+        """See `LanguageNetwork.save_adapter`: there is none."""
 
     def held_tensors(self) -> list[Tensor]:
         """See `Network.held_tensors`."""

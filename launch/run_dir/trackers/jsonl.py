@@ -104,10 +104,12 @@ class MetricsLog:
 class JsonlTracker:
     """Writes a line per step; see `Tracker`.
 
-    What evaluations find is not for it: they stand between steps, and in summary.json.
+    What an evaluation found after n steps may be part of line n, whose step began with those
+    weights; after the last step it has a line of its own.
     """
 
     def __init__(self) -> None:
+        self._noted: dict[int, Mapping[str, float]] = {}
         self._folders: Mapping[str, Path] = {}
         self._log: MetricsLog | None = None
 
@@ -123,12 +125,19 @@ class JsonlTracker:
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Append a line."""
         assert self._log is not None, f"stage '{stage}' has not begun"
-        self._log.write(step, metrics)
+        self._log.write(step, {**metrics, **self._noted.pop(step, {})})
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep what was measured after so many steps for the line of that step."""
+        self._noted[step] = metrics
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Close the file."""
         del summary
         if self._log is not None:
+            for step, metrics in self._noted.items():
+                self._log.write(step, metrics)
+            self._noted.clear()
             self._log.close()
             self._log = None
 

@@ -64,8 +64,12 @@ class Trackers:
         self.num_steps += 1
         self.note(step, stage, metrics)
 
-    def note(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
-        """Log what was measured after so many steps, which the record leaves to summary.json."""
+    def note(
+        self, step: int, stage: str, metrics: Mapping[str, float], *, recorded: bool = False
+    ) -> None:
+        """Log what was measured after so many steps; the record may leave it to summary.json."""
+        if recorded:
+            self._record.note(step, metrics)
         where = f"log of step {step} of stage '{stage}'"
         self._call(where, lambda tracker: tracker.log(step, stage, dict(metrics)))
 

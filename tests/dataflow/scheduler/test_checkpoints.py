@@ -15,6 +15,7 @@ from penstock.dataflow.scheduler.events import (
     Load,
     NodeTask,
     Output,
+    Pause,
     Publish,
     Release,
     ResumeState,
@@ -24,6 +25,7 @@ from penstock.dataflow.scheduler.events import (
     SourceReady,
     StepCompleted,
     TaskDone,
+    Versions,
 )
 from penstock.dataflow.scheduler.flow import Flow, FlowNode
 from penstock.dataflow.scheduler.schedule import Schedule
@@ -194,3 +196,30 @@ def test_a_checkpoint_that_does_not_fit_is_refused(resume: ResumeState, message:
 def test_checkpoint_every_is_checked() -> None:
     with pytest.raises(ValueError, match="checkpoint_every must be at least 1 step, got 0"):
         Scheduler(flow(), Schedule(), 4, checkpoint_every=0)
+
+
+@pytest.mark.parametrize("rollout", ["a", "b"])
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def test_runs_that_pause_and_go_on_do_what_one_does(rollout: str, max_lag: int) -> None:
+    schedule = Schedule(max_lag=max_lag)
+    whole = Scheduler(flow(rollout), schedule, 7)
+    reads = dry_run(whole, lambda work: 1.0).reads
+    resume, parts = None, dict[NodeTask, Versions]()
+    for pauses in ({2, 3}, {3}, set[int]()):
+        one = Scheduler(flow(rollout), schedule, 7, pauses=pauses, resume=resume)
+        simulation = dry_run(one, lambda work: 1.0, after_event=validated)
+        parts |= simulation.reads
+        last = simulation.instructions[-1]
+        assert isinstance(last, Pause if pauses else Finished)
+        if isinstance(last, Pause):
+            assert last.place.step == min(pauses)
+            resume = last.place.resume
+    assert parts == reads
+    assert one.schedule_sha256() == whole.schedule_sha256()
+
+
+def test_a_checkpoint_due_at_a_pause_is_saved_before_it() -> None:
+    scheduler = Scheduler(flow(), Schedule(), 4, checkpoint_every=2, pauses={2, 3})
+    simulation = dry_run(scheduler, lambda work: 1.0, after_event=validated)
+    (save,) = simulation.checkpoints
+    assert simulation.instructions[-2:] == [save, Pause(save)]

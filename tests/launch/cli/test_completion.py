@@ -53,7 +53,23 @@ def completions(line: str, commands: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("penstock ", ["run", "graph", "plan", "profile", "--help", "--version"]),
+        (
+            "penstock ",
+            [
+                *[
+                    "run",
+                    "graph",
+                    "plan",
+                    "eval",
+                    "export",
+                    "profile",
+                    "samples",
+                    "doctor",
+                    "--help",
+                    "--version",
+                ]
+            ],
+        ),
         ("penstock g", ["graph"]),
         ("penstock run alg", ["algorithm.", "algorithm="]),
         ("penstock run algorithm=pp", ["algorithm=ppo"]),
@@ -63,6 +79,7 @@ def completions(line: str, commands: Path) -> list[str]:
         ("penstock graph form", ["format="]),
         ("penstock plan cluster=h", ["cluster=h100", "cluster=h200"]),
         ("penstock plan workload.r", ["workload.response="]),
+        ("penstock export pu", ["push="]),
     ],
 )
 def test_what_bash_offers(line: str, expected: list[str], commands: Path) -> None:

@@ -192,7 +192,8 @@ def test_returns_are_measured_said_and_written_and_change_nothing(
     assert before != after
     said = f"actor's return {before:.4g} -> {after:.4g} in 20 held-out episodes"
     assert said in found["said"]
-    kept = json.loads((found["run"] / "before.json").read_text())
+    file = found["run"] / "evaluations" / "step-00000000.json"
+    kept = json.loads(file.read_text())["suites"][""]
     assert kept["episode_return"] == {"actor": before}
     assert kept["metrics"]["actor/env.evaluate/episode_length"] == before
     assert noted(found["run"] / "tensorboard") == pytest.approx({0: before, 2: after})

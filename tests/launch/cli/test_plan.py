@@ -276,7 +276,7 @@ def test_a_model_that_fits_nowhere_names_what_is_lacking(penstock: Penstock) -> 
             "'plan.models.critic': there is no model 'llama-8b'; did you mean 'llama-7b'?\n"
             "    give one of llama-13b, llama-34b, llama-70b, llama-7b, mixtral-8x7b, mlp, "
             "qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-14b, qwen2.5-32b, qwen2.5-3b, qwen2.5-72b, "
-            "qwen2.5-7b, tiny, or a folder with a config.json",
+            "qwen2.5-7b, smollm2-135m, tiny, or a folder with a config.json",
         ),
         (
             "plan.engine=jax",
@@ -332,12 +332,6 @@ def test_a_model_that_fits_nowhere_names_what_is_lacking(penstock: Penstock) -> 
             "smaller cluster",
         ),
         (
-            "cluster=cpu",
-            "'model': llama-7b of role 'actor' computes in bfloat16, but device 'cpu' of cluster "
-            "'cpu' has flops_per_s for float32 only\n    set model.dtype=float32, or choose "
-            "model=tiny; or plan for another cluster",
-        ),
-        (
             "html=no/such/plan.html",
             "'html': 'no/such/plan.html' cannot be written: there is no such folder",
         ),
@@ -351,6 +345,26 @@ def test_a_model_that_fits_nowhere_names_what_is_lacking(penstock: Penstock) -> 
 )
 def test_refusals(penstock: Penstock, word: str, message: str) -> None:
     assert refused(penstock, word) == message
+
+
+def test_a_rate_that_is_not_known_is_that_of_float32(penstock: Penstock) -> None:
+    words = ("model=qwen2.5-0.5b", "workload.prompt=8", "workload.response=8", "cluster=cpu")
+    memory = f"cluster.device.memory_bytes={40 * 10**9}"
+    said = penstock("plan", *words, memory)
+    assert said.code == 0, said.err
+    assert said.err == (
+        "penstock: note: device 'cpu' has no flops_per_s for bfloat16; that of float32 stands for "
+        "it\n"
+    )
+
+
+def test_a_dtype_of_which_no_rate_is_known(penstock: Penstock) -> None:
+    words = ("~cluster.device.flops_per_s.float32", "model.dtype=float32")
+    assert refused(penstock, *words) == (
+        "'model': llama-7b of role 'actor' computes in float32, but device 'h100' of cluster "
+        "'h100' has flops_per_s for bfloat16, float16 only\n    set model.dtype=bfloat16; or plan "
+        "for another cluster"
+    )
 
 
 def test_devices_that_all_units_share_but_leave_others_unused(penstock: Penstock) -> None:

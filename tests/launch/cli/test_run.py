@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 from penstock.launch.run_dir.run_folder import CodeVersion, RunFolder, record_of
+from penstock.launch.run_dir.samples import read_samples, sample_steps
 from penstock.launch.run_dir.trace import read_trace
 from penstock.launch.run_dir.trackers.jsonl import read_metrics
 
@@ -68,6 +69,12 @@ def test_grpo_from_nothing(penstock: Penstock) -> None:
     assert {event["name"] for event in read_trace(run / "trace.json")} >= {"actor.generate"}
     assert (run / "models" / "actor" / "model.safetensors").is_file()
     assert (run / "stages" / "sft" / "models" / "actor" / "tokenizer.json").is_file()
+    samples = read_samples(run)
+    assert [sample.step for sample in samples] == [step for step in range(4) for _ in range(16)]
+    assert all(sample.version == sample.step for sample in samples)
+    assert all(sample.reward is not None and 0 <= sample.reward <= 1 for sample in samples)
+    assert all(sample.prompt.endswith("=") for sample in samples)
+    assert read_samples(run / "stages" / "sft") == []
     assert not (run / "stages" / "sft" / "checkpoints").exists()
     assert list((run / "tensorboard").iterdir())
     assert ElementTree.parse(run / "curve.svg").getroot().tag.endswith("svg")
@@ -371,6 +378,10 @@ def test_a_killed_run_resumes_to_the_same_weights(
     assert whole["first_step"] == 0
     assert resumed["first_step"] > 0 or kill_at == 1, "there was a checkpoint to go on from"
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(12))
+    expected = {step: read_samples(only_run(Path("whole")), [step]) for step in range(12)}
+    found = {step: read_samples(run, [step]) for step in sample_steps(run)}
+    assert all(expected[step] == samples for step, samples in found.items())
+    assert len(found) >= 12 - max_lag, "what was under way at the checkpoint cannot be looked at"
 
 
 @pytest.mark.slow
@@ -382,7 +393,8 @@ def test_an_interrupted_run_loses_no_step(
     penstock: Penstock, tmp_path: Path, sent: signal.Signals, word: str, code: int, max_lag: int
 ) -> None:
     words = (*LONG, "checkpoint_every=1000", f"schedule.max_lag={max_lag}")
-    assert penstock("run", *words, "runs=whole").code == 0
+    assert penstock("run", *words, "runs=whole", "samples.max_rows=0").code == 0
+    assert read_samples(only_run(Path("whole"))) == []
     process = start(tmp_path, *words, deaf=sent == signal.SIGTERM)
     wait_for_step(tmp_path / "runs", 2)
     if sent == signal.SIGTERM:
@@ -438,3 +450,4 @@ def test_ray_ends_with_the_weights_of_one_process(penstock: Penstock, tmp_path: 
     assert there["weights_sha256"] == here["weights_sha256"]
     assert there["accuracy_after_rl"] == here["accuracy_after_rl"]
     assert there["examples_after"] == here["examples_after"]
+    assert read_samples(only_run(Path("there"))) == read_samples(only_run(Path("here")))

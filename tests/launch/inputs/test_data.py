@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.configs.schema import TaskConfig
+from penstock.configs.schema import ModelConfig, TaskConfig
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.inputs.data import TASKS, task_spec_of
+from penstock.launch.inputs.data import TASKS, load_data, task_spec_of
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
 from penstock.workers.data.task import TaskSpec
 
+from ...workers.data.chat_tokenizers import CHATML, chat_folder
 from ..conftest import Penstock
 
 
@@ -43,8 +44,8 @@ def test_every_kind_is_one(kind: str) -> None:
 def test_what_is_no_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("reasoning_gim") == (
         "'task.kind': there is no task kind 'reasoning_gim'; did you mean 'reasoning_gym'?\n"
-        "    task kinds are: reasoning_gym, file, gymnasium, board_game, library_game, or "
-        "module:name for your own"
+        "    task kinds are: reasoning_gym, file, hf, instructions, mixture, gymnasium, "
+        "board_game, library_game, or module:name for your own"
     )
     assert refusal("reasoning_gym", nam="gcd") == (
         "a 'reasoning_gym' task has no option 'nam'; did you mean 'name'?\n"
@@ -78,3 +79,35 @@ def test_one_of_ones_own_is_trained_on(penstock: Penstock, tmp_path: Path) -> No
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["task"], summary["num_held_out"]) == ("parity", 8)
     assert "num_train: 20" in (run / "config.yaml").read_text()
+
+
+def test_conversations_are_trained_on_and_shown_as_such(penstock: Penstock, tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "tokenizer", CHATML)
+    words = (
+        *("task=instructions", "task.num_train=20", "task.max_response_tokens=8", "tracker=none"),
+        f"model.tokenizer={{kind:folder,folder:{folder}}}",
+        *("model.architecture.hidden_size=16", "model.architecture.intermediate_size=32"),
+        *("model.architecture.num_hidden_layers=1", "model.architecture.num_attention_heads=2"),
+        "model.architecture.num_key_value_heads=1",
+        "model.architecture.max_position_embeddings=512",
+        *("evaluation.num_prompts=4", "evaluation.num_examples=1", "algorithm=grpo"),
+        *("algorithm.num_steps=1", "algorithm.per_step.prompts=2", "~algorithm.before"),
+    )
+    said = penstock("run", *words)
+    assert said.code == 0, said.err
+    (run,) = Path("runs").iterdir()
+    (example,) = json.loads((run / "summary.json").read_text())["examples_after"]
+    (message,) = example["messages"]
+    assert message["role"] == "user"
+    assert f"user: {message['content']!r}\n    assistant before training: " in said.err
+    assert "<|im_start|>" not in said.err.split("assistant before training: ")[0]
+
+
+def test_keys_of_prompts_are_refused_for_environments() -> None:
+    given = section("gymnasium", id="CartPole-v1", order="priority")
+    with pytest.raises(ConfigError) as caught:
+        load_data(given, ModelConfig(tokenizer="task"))
+    assert str(caught.value) == (
+        "'task.order' is for prompts, and an environment or a game has none\n"
+        "    leave it out, or choose a task with prompts"
+    )

@@ -220,7 +220,7 @@ def test_a_plan_with_several_ranks_needs_ray(tmp_path: Path) -> None:
 def test_a_plan_for_cuda_needs_cuda(tmp_path: Path) -> None:
     cuda = Plan(groups=(GroupPlan(name="all", device="cuda"),))
     with pytest.raises(PlanError) as caught:
-        stages(config_of(*PPO, written(tmp_path, cuda)))
+        stages(config_of(*PPO, written(tmp_path, cuda), "executor.device=cpu"))
     assert str(caught.value) == (
         f"plan file {tmp_path / 'plan.json'}: group 'all' is on 'cuda', but 'executor.device' is "
         "'cpu'\n    set executor.device=cuda, or plan for another cluster"

@@ -14,7 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from penstock.launch.run_dir.checkpoint import CheckpointStore, CheckpointWarning, fault_of
+from penstock.launch.run_dir.checkpoint import (
+    CheckpointStore,
+    CheckpointWarning,
+    checkpoints_in,
+    fault_of,
+)
 
 
 def _write(store: CheckpointStore, step: int, text: str | None = None) -> None:
@@ -250,3 +255,17 @@ def test_a_kill_at_any_moment_leaves_a_usable_checkpoint(tmp_path: Path) -> None
         expected = bytes([step % 251]) * (1 << 16)
         assert all((latest / f"part-{part}").read_bytes() == expected for part in range(4))
     assert announced > 20, "too few checkpoints were written for the kills to mean anything"
+
+
+def test_what_is_kept_besides_is_not_among_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.kept = frozenset({1})
+    for step in (1, 2, 3):
+        with store.write(step) as folder:
+            (folder / "a").write_text(str(step))
+    assert list(checkpoints_in(tmp_path)) == [1, 3]
+    store.kept = frozenset({3})
+    with store.write(4) as folder:
+        (folder / "a").write_text("4")
+    assert list(checkpoints_in(tmp_path)) == [3, 4]
+    assert checkpoints_in(tmp_path / "nowhere") == {}

@@ -75,7 +75,7 @@ def test_a_key_changes_that_key_alone(tmp_path: Path) -> None:
 def test_a_section_chosen_anew_replaces_the_runs(tmp_path: Path) -> None:
     it = resumed(tmp_path, "executor.num_threads=1", "executor=in_process", "engine=torch")
     assert it.moved
-    assert it.config["executor"] == {"kind": "in_process", "device": "cpu", "num_threads": 1}
+    assert it.config["executor"] == {"kind": "in_process", "device": "auto", "num_threads": 1}
     assert it.config["engine"] == {"kind": "torch"}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
-from penstock.launch.stages.evaluation import Evaluator
+from penstock.launch.stages.evaluation import stage_evaluator
 from penstock.launch.stages.job import prepare
 from penstock.workers.rewards.rule_reward import RuleRewardSpec
 
@@ -18,8 +18,7 @@ def verifier(folder: Path, *words: str) -> RuleRewardSpec:
     composed = compose("run", ["task.num_train=200", "task.num_held_out=8", *words])
     composed.pop("resume")
     job = prepare(resolved({**composed, "evaluation": {"num_prompts": 8}}))
-    assert job.held_out is not None
-    spec = Evaluator(job.main, 4, job.data, job.held_out, folder).workers["verifier"]
+    spec = stage_evaluator(job.main, job.suites, 4, folder).workers["verifier"]
     assert isinstance(spec, RuleRewardSpec)
     return spec
 

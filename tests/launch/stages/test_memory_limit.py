@@ -119,7 +119,7 @@ def test_processes_add_up() -> None:
 def test_what_cannot_be_predicted(words: tuple[str, ...], message: str) -> None:
     run = config_of(*words, "executor.memory_limit=6GiB")
     with pytest.raises(ConfigError) as caught:
-        check_memory(run, stages_of(run)[-1], None)
+        check_memory(run, stages_of(run)[-1], ())
     assert str(caught.value) == message
 
 

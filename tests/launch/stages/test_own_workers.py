@@ -215,7 +215,7 @@ def test_the_planner_does_not_have_it_compute_activations_again() -> None:
     )
     assert run.engines.others()["actor"].why_not(Layout(dp=2), "train", None) is None
     with pytest.raises(ConfigError) as caught:
-        check_memory(run, stage, None)
+        check_memory(run, stage, ())
     assert str(caught.value) == (
         "'executor.memory_limit' is set, but 'actor.generate' runs on a worker of your own, which "
         "is not predicted\n    leave it out"

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.data import rows_file
-from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.data import file_task
+from penstock.workers.data.file_task import FileTaskSpec, file_rows
+from penstock.workers.data.row_parts import Columns, good_rows
 from penstock.workers.data.row_report import DataReport
-from penstock.workers.data.rows_file import Columns, read_rows
 from penstock.workers.data.task import Task, fingerprint
 from penstock.workers.verifiers.pool import VerifierSpec
 
@@ -43,7 +43,7 @@ def test_what_json_does_not_have_is_a_bad_row(tmp_path: Path) -> None:
         GOOD % (1, 1, 2),
     )
     report = DataReport(path, num_examples=20)
-    assert read_rows(path, Columns(answer="answer"), report)["prompt"][:] == ["1+1="]
+    assert good_rows(file_rows(path), Columns(answer="answer"), report)["prompt"][:] == ["1+1="]
     assert str(report).replace(path, "rows").splitlines()[-5:] == [
         "    rows:1: malformed JSON: NaN is no number of JSON's",
         "    rows:2: malformed JSON: -Infinity is no number of JSON's",
@@ -56,12 +56,12 @@ def test_what_json_does_not_have_is_a_bad_row(tmp_path: Path) -> None:
 def test_a_line_that_does_not_end_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_file, "_MOST_PASSED_BYTES", 64 << 20)
+    monkeypatch.setattr(file_task, "_MOST_PASSED_BYTES", 64 << 20)
     path = tmp_path / "rows.jsonl"
     with path.open("wb") as file:
         file.truncate(20 << 30)  # without a block on the disk
     with pytest.raises(ConfigError) as caught:
-        read_rows(path, Columns(), DataReport("rows"))
+        good_rows(file_rows(path), Columns(), DataReport("rows"))
     assert str(caught.value) == (
         f"'{path}:1': the line has more than 64 MiB\n    give a file with one JSON object a line"
     )
@@ -88,7 +88,7 @@ def test_every_kind_of_bad_row_is_reported_with_file_and_line(tmp_path: Path) ->
         b'{"id": 16, "prompt": "last line without an end", "answer": 0.5}',
     )
     report = DataReport(path, num_examples=20)
-    rows = read_rows(path, Columns(answer="answer", id="id"), report)
+    rows = good_rows(file_rows(path), Columns(answer="answer", id="id"), report)
     assert rows["prompt"][:] == ["1+1=", "15+1=", "last line without an end"]
     assert rows["answer"][:] == ["2", "16", "0.5"]
     assert rows["where"][:] == [f"{path}:{line}" for line in (1, 15, 16)]
@@ -97,7 +97,7 @@ def test_every_kind_of_bad_row_is_reported_with_file_and_line(tmp_path: Path) ->
         "    3 x malformed JSON\n"
         "    2 x missing field 'prompt'\n"
         "    1 x not an object\n"
-        "    1 x wrong type of 'prompt'\n"
+        "    1 x no conversation in 'prompt'\n"
         "    1 x wrong type of 'answer'\n"
         "    1 x empty prompt\n"
         "    1 x empty answer\n"
@@ -109,7 +109,7 @@ def test_every_kind_of_bad_row_is_reported_with_file_and_line(tmp_path: Path) ->
         "    rows:6: not an object: a row is an object with named fields, got a list\n"
         "    rows:7: missing field 'prompt': it has id, answer\n"
         "    rows:8: missing field 'prompt': it is null\n"
-        "    rows:9: wrong type of 'prompt': expected text, got a list\n"
+        "    rows:9: no conversation in 'prompt': message 1 is text, not an object\n"
         "    rows:10: wrong type of 'answer': expected text, got a boolean\n"
         "    rows:11: empty prompt: 'prompt' is '  '\n"
         "    rows:12: empty answer: 'answer' is ''\n"
@@ -127,7 +127,7 @@ def test_parquet_rows_are_checked_as_well(tmp_path: Path, monkeypatch: pytest.Mo
     columns = {"question": ["1+1=", None, " ", "2+2="], "answer": [2, 3, 4, 4]}
     pq.write_table(pa.table(columns), path)
     report = DataReport("rows")
-    rows = read_rows(path, Columns(prompt="question", answer="answer"), report)
+    rows = good_rows(file_rows(path), Columns(prompt="question", answer="answer"), report)
     assert rows["prompt"][:] == ["1+1=", "2+2="]
     assert rows["answer"][:] == ["2", "4"]
     assert rows["where"][:] == [f"{path} row 1", f"{path} row 4"]
@@ -283,7 +283,7 @@ def test_errors_about_options(tmp_path: Path) -> None:
     )
     assert _message(path=path, num_held_out=4) == (
         f"'{path}' has no problem left to train on: all its prompts are held out\n"
-        "    lower num_held_out, or give another held_out_path"
+        "    lower num_held_out, or give other held-out rows"
     )
     assert _message(path=path, chosen_field="c") == (
         f"'{path}': only chosen_field is given, but a pair has a better and a worse response\n"

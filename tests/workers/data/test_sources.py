@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.data.orders import epoch_order
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
 from penstock.workers.data.sources import (
     DemonstrationSource,
     PairSource,
     PromptSource,
     ScoredPairSource,
-    epoch_order,
 )
 from penstock.workers.data.task import fingerprint, task_alphabet
 from penstock.workers.models.tokenizer import TokenizerSpec

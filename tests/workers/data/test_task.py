@@ -12,10 +12,10 @@ import pytest
 def test_importing_is_free() -> None:
     code = (
         "import sys, penstock.workers.data.task, penstock.workers.data.reasoning_task, "
-        "penstock.workers.verifiers.verifiers, penstock.workers.data.rows_file\n"
+        "penstock.workers.verifiers.verifiers, penstock.workers.data.file_task\n"
         "print([m for m in ('torch', 'reasoning_gym', 'datasets', 'math_verify', 'transformers') "
         "if m in sys.modules])\n"
-        "import penstock.workers.data.file_task, penstock.workers.rewards.rule_reward\n"
+        "import penstock.workers.data.sources, penstock.workers.rewards.rule_reward\n"
         "print([m for m in ('reasoning_gym', 'datasets', 'math_verify', 'transformers') "
         "if m in sys.modules])"
     )

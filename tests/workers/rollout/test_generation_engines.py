@@ -5,8 +5,9 @@ Whoever adds a rollout engine adds it to `POLICIES`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,26 @@ from typing import Any
 import pytest
 import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
-from penstock.algorithms.roles import Sampling
+from penstock.algorithms.roles import Rollout, Sampling
 from penstock.dataflow.runtime.device_sharing import Sleeper
 from penstock.dataflow.runtime.worker_protocol import Closable, Trainable
 from penstock.workers.engines.torch_engine.specs import TorchGeneratorSpec
 from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rollout.generator_policy import GeneratorPolicy
 from penstock.workers.weight_sync.version_tracker import WeightsError
 from penstock.workers.weight_sync.weight_buffer import parameter_checksum
 from slow_engine import SlowPolicySpec
 from torch import Tensor
 from torch_models import EOS, GPT2, VOCAB, make_prompts, to_batch
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from vllm_models import (
     CONTEXT,
     by_sample,
@@ -63,19 +73,27 @@ class Case:
         return float((roll.behavior_logprob - expected).abs().max())
 
 
-def torch_policy(model: ModelSpec) -> GeneratorPolicy:
-    return TorchGeneratorSpec(model=model, eos_token_id=EOS).build(CONTEXT)
-
-
+TWO = "DEFGHIJLMNOPQRSTUVWXYZabcdefgh"
+TOKENIZER = TokenizerSpec(alphabet="".join(map(chr, range(65, 65 + 57))))  # ids 4 to 60
 QWEN2 = model_spec("qwen2-tied")
+
+
+def slow_policy() -> GeneratorPolicy:
+    return SlowPolicySpec(model=QWEN2, eos_token_id=EOS, tokenizer=TOKENIZER).build(CONTEXT)
+
+
+def torch_policy(model: ModelSpec) -> GeneratorPolicy:
+    return TorchGeneratorSpec(model=model, eos_token_id=EOS, tokenizer=TOKENIZER).build(CONTEXT)
+
+
 POLICIES: dict[str, tuple[ModelSpec, Callable[[], GeneratorPolicy]]] = {
-    "slow": (QWEN2, lambda: SlowPolicySpec(model=QWEN2, eos_token_id=EOS).build(CONTEXT)),
+    "slow": (QWEN2, slow_policy),
     "torch": (QWEN2, lambda: torch_policy(QWEN2)),
     "torch-gpt2": (
         ModelSpec(architecture=GPT2),
         lambda: torch_policy(ModelSpec(architecture=GPT2)),
     ),
-    "vllm": (QWEN2, lambda: start("qwen2-tied")),
+    "vllm": (QWEN2, lambda: start("qwen2-tied", tokenizer=TOKENIZER)),
 }
 
 
@@ -184,6 +202,141 @@ def test_greedy_takes_the_most_likely_token_of_hugging_face(case: Case):
         logits = case.module(input_ids=tokens[None]).logits[0]
         assert tokens[begin:].tolist() == logits[begin - 1 : -1].argmax(-1).tolist()
     assert not roll.behavior_logprob.any()
+
+
+# --- sampling options
+
+
+FILTERS: dict[str, Sampling] = {
+    "top_p": Sampling(top_p=0.7),
+    "top_k": Sampling(top_k=5),
+    "min_p": Sampling(min_p=0.9),
+    "repetition_penalty": Sampling(repetition_penalty=1.5),
+    "min_new_tokens": Sampling(min_new_tokens=8),
+    "all": Sampling(
+        temperature=1.3, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.2, min_new_tokens=3
+    ),
+}
+
+
+def filtered_logprob(module: Any, roll: Rollout, sampling: Sampling) -> Tensor:
+    """f32[rows, T] by transformers' processors of logits, in the order of vLLM."""
+    after: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
+    if sampling.min_p > 0:
+        after.append(MinPLogitsWarper(sampling.min_p))
+    if sampling.top_k:
+        after.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        after.append(TopPLogitsWarper(sampling.top_p))
+    found = torch.zeros(roll.tokens.shape)
+    for row, (tokens, mask) in enumerate(zip(roll.tokens, roll.mask, strict=True)):
+        places = torch.nonzero(mask)[:, 0].tolist()
+        begin = places[0]
+        before: list[Any] = [
+            MinNewTokensLengthLogitsProcessor(begin, sampling.min_new_tokens, [EOS]),
+            RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
+        ]
+        with torch.no_grad():
+            logits = module(input_ids=tokens[None, : places[-1]]).logits[0]
+        for place in places:
+            scores = logits[None, place - 1]
+            for processor in (*before, *after):
+                scores = processor(tokens[None, :place], scores)
+            found[row, place] = torch.log_softmax(scores, -1)[0, tokens[place]]
+    return found
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_logprobs_are_of_the_distribution_that_was_sampled_from(case: Case, name: str):
+    sampling = replace(FILTERS[name], num_samples=3, max_new_tokens=12)
+    prompt, prompt_id = make_prompts(6)
+    roll = generate(case.policy, prompt, prompt_id, sampling)
+    expected = filtered_logprob(case.module, roll, sampling)
+    torch.testing.assert_close(roll.behavior_logprob, expected, atol=2e-5, rtol=0)
+    unfiltered = hugging_face_logprob(case.module, roll, sampling.temperature)
+    assert float((roll.behavior_logprob - unfiltered).abs().max()) > 1e-3
+    # and they do not depend on who else is in the batch
+    whole = by_sample(roll, 3)
+    part = by_sample(generate(case.policy, prompt[4:5], prompt_id[4:5], sampling), 3)
+    assert {key: tokens for key, (tokens, _) in part.items()} == {
+        key: whole[key][0] for key in part
+    }
+
+
+def test_a_penalty_moves_the_likeliest_token(case: Case):
+    prompt, prompt_id = make_prompts(4)
+    sampling = Sampling(max_new_tokens=12, temperature=0, repetition_penalty=1e4, top_p=0.1)
+    roll = generate(case.policy, prompt, prompt_id, sampling)
+    for tokens in roll.tokens.tolist():
+        said = [token for token in tokens if token >= 0][-12:]
+        assert len(set(said)) == len(said)
+    assert not roll.behavior_logprob.any()
+
+
+def test_a_response_ends_where_it_first_says_a_stop_string(case: Case):
+    tokenizer, stop = TOKENIZER.build(), ("C", *("K" + second for second in TWO))
+    prompt, prompt_id = make_prompts(12)
+    plain = Sampling(num_samples=4, max_new_tokens=20)
+    roll = generate(case.policy, prompt, prompt_id, replace(plain, stop=stop))
+    unstopped = by_sample(generate(case.policy, prompt, prompt_id, plain), 4)
+    sampled = by_sample(roll, 4)
+    assert all(unstopped[key][0][: len(tokens)] == tokens for key, (tokens, _) in sampled.items())
+    found: Counter[str] = Counter()
+    for row in range(len(roll.tokens)):
+        response = roll.tokens[row][roll.mask[row]].tolist()
+        text, before = tokenizer.decode(response), tokenizer.decode(response[:-1])
+        assert not any(string in before for string in stop)
+        ended = [string for string in stop if text.endswith(string)]
+        found.update(ended)
+        assert bool(roll.finished[row]) == (bool(ended) or response[-1] == EOS)
+    assert found["C"] > 0
+    assert len(found) > 1
+
+
+def test_a_response_ends_with_a_stop_token(case: Case):
+    prompt, prompt_id = make_prompts(12)
+    sampling = Sampling(num_samples=3, max_new_tokens=20, stop_token_ids=(9, 30), min_new_tokens=2)
+    roll = generate(case.policy, prompt, prompt_id, sampling)
+    ended: set[int] = set()
+    for row in range(len(roll.tokens)):
+        *before, last = roll.tokens[row][roll.mask[row]].tolist()
+        assert not {EOS, 9, 30} & set(before)
+        assert bool(roll.finished[row]) == (last in (EOS, 9, 30))
+        assert len(before) >= 2
+        ended.add(last)
+    assert {EOS, 9, 30} <= ended
+
+
+def test_a_long_prompt_leaves_less_room(case: Case):
+    prompt, prompt_id = make_prompts(12)
+    sampling = Sampling(num_samples=2, max_new_tokens=9, max_total_tokens=20)
+    roll = generate(case.policy, prompt, prompt_id, sampling)
+    whole = by_sample(generate(case.policy, prompt, prompt_id, replace(SAMPLING, num_samples=2)), 2)
+    limits: set[int] = set()
+    for row, (key, (tokens, _)) in enumerate(by_sample(roll, 2).items()):
+        limit = min(9, 20 - int((prompt[row // 2] >= 0).sum()))
+        assert tokens == whole[key][0][:limit]
+        assert bool(roll.finished[row]) == (tokens[-1] == EOS)
+        limits.add(limit)
+    assert min(limits) < 9 == max(limits)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text follows
+        case.policy.generate(prompt, prompt_id, replace(sampling, max_total_tokens=15))
+    longest = int((prompt >= 0).sum(1).argmax())
+    assert str(error.value) == (
+        f"prompt row {longest} has {int((prompt[longest] >= 0).sum())} tokens, so with "
+        "max_total_tokens=15 none are left for a response. Drop long prompts or raise "
+        "max_total_tokens"
+    )
+
+
+def test_sampling_that_the_model_cannot_do_is_refused(case: Case):
+    prompt, prompt_id = make_prompts(1)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text follows
+        case.policy.generate(prompt, prompt_id, Sampling(stop_token_ids=(5, VOCAB)))
+    assert str(error.value) == (
+        "stop_token_ids has 61, but the model's vocabulary has 61; give ids of the model's own "
+        "tokens"
+    )
 
 
 def test_lengths_are_reported(case: Case):

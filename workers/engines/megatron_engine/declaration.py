@@ -45,4 +45,5 @@ MEGATRON = Engine(
     },
     needs=Requirement("megatron", "megatron-core", "penstock-rl[megatron]"),
     options=_options,
+    computes=lambda model: "by Megatron",
 )

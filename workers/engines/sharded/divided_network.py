@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,8 +46,15 @@ class DividedNetwork:
     Right-padded rows are multiplied as they are, so rows of similar length go together.
     """
 
-    module: nn.Module | None = None
+    is_divided = True
     sort_by_length = True
+
+    def whole_module(self) -> nn.Module | None:
+        """See `LanguageNetwork.whole_module`."""
+        return None
+
+    def save_adapter(self, folder: Path) -> None:
+        """See `LanguageNetwork.save_adapter`: there are none."""
 
     @property
     def vocabulary_group(self) -> dist.ProcessGroup | None:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...training.flat_parameters import FlatParameters
+from .adapters import Adapters, adapters_of, added
 from .attention import attend_packed
-from .fused import gated_linear, norm_linear, rms_norm, rotate
+from .fused import gated, gated_linear, norm_linear, rms_norm, rotate
 from .packing import Pack
 
 __all__ = ["LayerWeights", "LeanBackbone", "fused_names", "is_lean"]
@@ -76,6 +77,10 @@ class LayerWeights:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    qkv_adapters: Adapters | None
+    out_adapters: Adapters | None
+    gate_up_adapters: Adapters | None
+    down_adapters: Adapters | None
 
 
 class LeanBackbone:
@@ -103,7 +108,8 @@ class LeanBackbone:
         self.embedding: Tensor = self._backbone.embed_tokens.weight
         self.final_norm: Tensor = self._backbone.norm.weight
         self.layers = [
-            _layer_weights(flat, f"{prefix}layers.{i}.") for i in range(len(self._backbone.layers))
+            _layer_weights(flat, f"{prefix}layers.{i}.", layer)
+            for i, layer in enumerate(self._backbone.layers)
         ]
         self._rope: tuple[Tensor, Tensor] | None = None
 
@@ -163,7 +169,7 @@ class LeanBackbone:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [N, H, E] and keys [N, K, E], and values [N, K, E]."""
         heads, keys = self.num_heads, self.num_key_heads
-        qkv = norm_linear(x, layer.input_norm, self.eps, layer.qkv, layer.qkv_bias)
+        qkv = self._normed(x, layer.input_norm, layer.qkv, layer.qkv_bias, layer.qkv_adapters)
         qkv = qkv.view(len(x), -1, self.head_dim)
         if layer.query_norm is None or layer.key_norm is None:
             both, value = qkv.split([heads + keys, keys], dim=1)
@@ -178,8 +184,31 @@ class LeanBackbone:
     def finish(self, x: Tensor, mixed: Tensor, layer: LayerWeights) -> Tensor:
         """Output projection, residual and feed-forward; `mixed` is [N, H * E]."""
         x = x + F.linear(mixed, layer.out, layer.out_bias)
-        gate_up = norm_linear(x, layer.mlp_norm, self.eps, layer.gate_up, layer.gate_up_bias)
-        return x + gated_linear(gate_up, layer.down, layer.down_bias)
+        if layer.out_adapters is not None:
+            x = x + added(mixed, layer.out_adapters)
+        gate_up = self._normed(
+            x, layer.mlp_norm, layer.gate_up, layer.gate_up_bias, layer.gate_up_adapters
+        )
+        if layer.down_adapters is None:
+            return x + gated_linear(gate_up, layer.down, layer.down_bias)
+        product = gated(gate_up)
+        return (
+            x + F.linear(product, layer.down, layer.down_bias) + added(product, layer.down_adapters)
+        )
+
+    def _normed(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        adapters: Adapters | None,
+    ) -> Tensor:
+        """Linear map of the norm of `x`."""
+        if adapters is None:
+            return norm_linear(x, norm, self.eps, weight, bias)
+        normed = rms_norm(x, norm, self.eps)
+        return F.linear(normed, weight, bias) + added(normed, adapters)
 
 
 def _computed_again(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -190,7 +219,7 @@ def _computed_again(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
     return out
 
 
-def _layer_weights(flat: FlatParameters, prefix: str) -> LayerWeights:
+def _layer_weights(flat: FlatParameters, prefix: str, layer: Any) -> LayerWeights:
     def one(name: str) -> Tensor | None:
         full = prefix + name
         return flat.parameter(full) if full in flat.names else None
@@ -206,6 +235,7 @@ def _layer_weights(flat: FlatParameters, prefix: str) -> LayerWeights:
     gate_up = fused("mlp", ("gate_proj", "up_proj"), "weight")
     assert qkv is not None
     assert gate_up is not None
+    attention, mlp = layer.self_attn, layer.mlp
     return LayerWeights(
         input_norm=needed("input_layernorm.weight"),
         qkv=qkv,
@@ -219,4 +249,8 @@ def _layer_weights(flat: FlatParameters, prefix: str) -> LayerWeights:
         gate_up_bias=fused("mlp", ("gate_proj", "up_proj"), "bias"),
         down=needed("mlp.down_proj.weight"),
         down_bias=one("mlp.down_proj.bias"),
+        qkv_adapters=adapters_of([attention.q_proj, attention.k_proj, attention.v_proj]),
+        out_adapters=adapters_of([attention.o_proj]),
+        gate_up_adapters=adapters_of([mlp.gate_proj, mlp.up_proj]),
+        down_adapters=adapters_of([mlp.down_proj]),
     )

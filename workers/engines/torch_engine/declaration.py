@@ -29,6 +29,12 @@ def _options(layout: Layout) -> Mapping[str, Any]:
     return {"activation_checkpointing": True} if layout.checkpointing else {}
 
 
+def _computes(model: Any) -> str:
+    from .backbone import is_lean
+
+    return "by Penstock" if is_lean(model.base_model) else "through transformers"
+
+
 TORCH = Engine(
     planned=EngineModel(
         name="torch",
@@ -50,4 +56,5 @@ TORCH = Engine(
     generates=True,
     options=_options,
     saving=TorchSaving(),
+    computes=_computes,
 )

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...rollout.response_sampler import ResponseSampler
 from ...rollout.responses import Responses
-from ...rollout.sampling import sample_token
 from .attention import attend_cache
 from .network import LeanNetwork
 from .packing import pack_rows
@@ -34,49 +34,28 @@ _SMALL_PRODUCT = 400  # torch uses another kernel for batched products below thi
 _SHRINK = 0.8  # leave finished rows in the batch until it would shrink to this fraction
 
 
-def decode(
-    network: LeanNetwork,
-    prompt: Tensor,
-    num_samples: int,
-    uniform: Tensor,
-    *,
-    temperature: float,
-    eos_token_id: int,
-) -> Responses:
-    """Sample `num_samples` responses per prompt.
+def decode(network: LeanNetwork, sampler: ResponseSampler) -> Responses:
+    """Sample the responses of `sampler`.
 
     Args:
         network: The policy.
-        prompt: i64[P, T], right padded with -1, no empty rows.
-        num_samples: Responses per prompt; rows of one prompt are adjacent.
-        uniform: f64[P * num_samples, max_new] on the model's device; the random numbers.
-        temperature: See `sample_token`.
-        eos_token_id: Ends a response.
+        sampler: Its prompts, no wider than the longest, and how tokens are sampled.
     """
-    state = _Decoder(network, prompt, num_samples, uniform.shape[1])
-    rows, max_new = uniform.shape
-    token = torch.full((rows, max_new), -1, dtype=torch.int64, device=uniform.device)
-    logprob = torch.zeros((rows, max_new), dtype=torch.float32, device=uniform.device)
+    state = _Decoder(network, sampler.prompt, sampler.num_samples, sampler.max_new)
     row = state.row  # which response each live row is; spare rows repeat some finished one
     live = state.live
     logits = state.prompt_logits
-    for t in range(max_new):
-        sampled, sampled_logprob = sample_token(logits, uniform[row, t], temperature)
-        at = row[live]
-        token[at, t] = sampled[live]
-        logprob[at, t] = sampled_logprob[live]
-        live = live & (sampled != eos_token_id)
+    for t in range(sampler.max_new):
+        sampled, live = sampler.sample(logits, row, live, t)
         count = int(live.sum())
-        if count == 0 or t + 1 == max_new:
+        if count == 0 or t + 1 == sampler.max_new:
             break
         if _padded(count) <= _SHRINK * len(row):
             keep = _keep(live, count)
             row, live, sampled = row[keep], live[keep], sampled[keep]
             state.keep(keep)
         logits = state.step(sampled)
-    length = (token >= 0).sum(1)
-    ends = token.gather(1, (length - 1).clamp(min=0)[:, None])[:, 0] == eos_token_id
-    return Responses(token, logprob, length, ends)
+    return sampler.responses()
 
 
 def _padded(count: int) -> int:

@@ -26,8 +26,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from ...models.architecture import quiet_transformers
+from ...rollout.response_sampler import ResponseSampler
 from ...rollout.responses import Responses
-from ...rollout.sampling import sample_token
 from .attention import attend_cache
 
 __all__ = ["decode_plain"]
@@ -58,39 +58,23 @@ class _Read:
         return cache, self.logits[place]
 
 
-def decode_plain(
-    module: Any,
-    prompt: Tensor,
-    num_samples: int,
-    uniform: Tensor,
-    *,
-    temperature: float,
-    eos_token_id: int,
-) -> Responses:
-    """Sample `num_samples` responses per prompt; arguments as in `decode.decode`."""
-    rows, max_new = uniform.shape
-    device = uniform.device
-    token = torch.full((rows, max_new), -1, dtype=torch.int64, device=device)
-    logprob = torch.zeros((rows, max_new), dtype=torch.float32, device=device)
-    reads = _reads(module, prompt)
+def decode_plain(module: Any, sampler: ResponseSampler) -> Responses:
+    """Sample the responses of `sampler`; see `decode.decode`."""
+    num_samples, max_new = sampler.num_samples, sampler.max_new
+    reads = _reads(module, sampler.prompt)
     with _rows_alike(module) as unit:
         for read in reads:
-            sample = torch.arange(num_samples, device=device)
+            sample = torch.arange(num_samples, device=sampler.prompt.device)
             of_prompts = (read.prompts[:, None] * num_samples + sample).view(-1)
             for row, live in _batches(of_prompts, unit):
                 cache, logits = read.of(row // num_samples)
                 for t in range(max_new):
-                    sampled, sampled_logprob = sample_token(logits, uniform[row, t], temperature)
-                    token[row[live], t] = sampled[live]
-                    logprob[row[live], t] = sampled_logprob[live]
-                    live = live & (sampled != eos_token_id)
+                    sampled, live = sampler.sample(logits, row, live, t)
                     if t + 1 == max_new or not bool(live.any()):
                         break
                     out = module(input_ids=sampled[:, None], past_key_values=cache, use_cache=True)
                     logits = out.logits[:, -1]
-    count = (token >= 0).sum(1)
-    ends = token.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0] == eos_token_id
-    return Responses(token, logprob, count, ends)
+    return sampler.responses()
 
 
 def _reads(module: Any, prompt: Tensor) -> list[_Read]:

@@ -102,7 +102,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _turned(grads[0], *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return _turned(grads[0], cos, sin, -1), None, None
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
@@ -142,7 +143,8 @@ def _before_product(upstream: Tensor, gate_up: Tensor) -> Tensor:
     change = torch.empty_like(gate_up)
     to_gate, to_up = change.chunk(2, dim=-1)
     torch.mul(upstream, F.silu(gate), out=to_up)
-    torch.ops.aten.silu_backward.grad_input(upstream * up, gate, grad_input=to_gate)
+    backward: Any = torch.ops.aten.silu_backward.grad_input
+    backward(upstream * up, gate, grad_input=to_gate)
     return change
 
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from ....algorithms.roles.language import Sampling
-from ...rollout.responses import Responses
+from ...models.tokenizer import TokenizerSpec
+from ...rollout.response_sampler import ResponseSampler
+from ...rollout.responses import Responses, check_stop
 from ...rollout.sampling import SampleStreams
 from ...training.model_worker import HostCopy
 from .decode import decode
@@ -30,14 +32,22 @@ class TorchGenerator:
         network: A language model.
         eos_token_id: The token that ends a response.
         max_rows: Responses sampled at once; a bound on the memory of the key-value cache.
+        tokenizer: To look for stop strings.
     """
 
     name = "the torch engine's generator"
 
-    def __init__(self, network: TorchNetwork, eos_token_id: int, max_rows: int) -> None:
+    def __init__(
+        self,
+        network: TorchNetwork,
+        eos_token_id: int,
+        max_rows: int,
+        tokenizer: TokenizerSpec | None = None,
+    ) -> None:
         self.network = network
         self._eos_token_id = eos_token_id
         self._max_rows = max_rows
+        self._tokenizer = tokenizer
         self._host_copy: HostCopy | None = None
         module: Any = network.module
         self._module = module
@@ -47,7 +57,8 @@ class TorchGenerator:
         self.vocab_size: int = module.config.vocab_size
 
     def check(self, sampling: Sampling) -> None:
-        """See `GenerationEngine.check`: it samples as it is asked to."""
+        """See `GenerationEngine.check`."""
+        check_stop(sampling, has_tokenizer=self._tokenizer is not None)
 
     def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
         """See `GenerationEngine.generate`."""
@@ -65,14 +76,17 @@ class TorchGenerator:
     def _decode(self, prompt: Tensor, uniform: Tensor, sampling: Sampling) -> Responses:
         device = self.network.device
         width = int((prompt >= 0).sum(1).max())
-        prompt, uniform = prompt[:, :width].to(device), uniform.to(device)
-        options: dict[str, Any] = {
-            "temperature": sampling.temperature,
-            "eos_token_id": self._eos_token_id,
-        }
+        sampler = ResponseSampler(
+            prompt[:, :width].to(device),
+            uniform.to(device),
+            sampling,
+            eos_token_id=self._eos_token_id,
+            vocab_size=self.vocab_size,
+            tokenizer=self._tokenizer,
+        )
         if isinstance(self.network, LeanNetwork):
-            return decode(self.network, prompt, sampling.num_samples, uniform, **options)
-        return decode_plain(self._module, prompt, sampling.num_samples, uniform, **options)
+            return decode(self.network, sampler)
+        return decode_plain(self._module, sampler)
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """See `GenerationEngine.load`; nothing is kept of what was computed before."""

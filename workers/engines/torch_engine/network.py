@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +21,31 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.heads import Head
+from ...models.lora import LoraSpec, merged, save_adapter
 from ...training.flat_parameters import FlatParameters
 from ...training.network import Outputs
 from ...training.token_logprob import token_logprob
 from ...training.whole_network import WholeNetwork
+from .adapters import FrozenWeights
 from .backbone import LeanBackbone, fused_names, is_lean
 from .packing import pack_rows
 
-__all__ = ["LeanNetwork", "PlainNetwork", "TorchNetwork", "make_network"]
+__all__ = ["Kept", "LeanNetwork", "PlainNetwork", "TorchNetwork", "lean_names", "make_network"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where the weights of a network lie that does not change the model's own.
+
+    Attributes:
+        frozen: The model's own.
+        trained: Those that are trained, sent and saved: the same, or adapters.
+        lora: What the adapters were made by; without a rank if there are none.
+    """
+
+    frozen: FrozenWeights
+    trained: FlatParameters
+    lora: LoraSpec = LoraSpec()
 
 
 class TorchNetwork(WholeNetwork):
@@ -35,6 +54,22 @@ class TorchNetwork(WholeNetwork):
     engine = "the torch engine"
     _linear: Any
     """The head."""
+
+    def __init__(
+        self, module: nn.Module, context: WorkerContext, own: FlatParameters, kept: Kept | None
+    ) -> None:
+        super().__init__(module, context, own)
+        self._kept = kept
+
+    def whole_module(self) -> nn.Module | None:
+        """See `LanguageNetwork.whole_module`."""
+        adapted = self._kept is not None and self._kept.lora
+        return merged(self.module) if adapted else self.module
+
+    def save_adapter(self, folder: Path) -> None:
+        """See `LanguageNetwork.save_adapter`."""
+        if self._kept is not None and self._kept.lora:
+            save_adapter(folder, self.module, self._kept.lora, self.tensors())
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
         """See `LanguageNetwork.outputs`."""
@@ -69,12 +104,15 @@ class TorchNetwork(WholeNetwork):
 class LeanNetwork(TorchNetwork):
     """Packed forward pass of a supported backbone under a linear head."""
 
-    def __init__(self, module: nn.Module, head: Head, context: WorkerContext) -> None:
+    def __init__(
+        self, module: nn.Module, head: Head, context: WorkerContext, kept: Kept | None = None
+    ) -> None:
         backbone, linear = _parts(module, head)
-        flat = FlatParameters(module, fused_names(backbone, _PREFIX))
-        super().__init__(module, context, flat)
-        self.backbone = LeanBackbone(backbone, flat, _PREFIX)
-        self._linear: Any = linear
+        own = FlatParameters(module, lean_names(module, head)) if kept is None else kept.trained
+        super().__init__(module, context, own, kept)
+        weights = own if kept is None else kept.frozen.flat
+        self.backbone = LeanBackbone(backbone, weights, _PREFIX)
+        self._linear = linear
         self._is_scalar = head.is_scalar
 
     def _outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None) -> Outputs:
@@ -88,7 +126,8 @@ class LeanNetwork(TorchNetwork):
 
     def head(self, states: Tensor) -> Tensor:
         """The head's linear map, [U, D] -> [U, width]."""
-        return F.linear(states, self._linear.weight, self._linear.bias)
+        weight: Tensor = self._linear.weight
+        return F.linear(states.to(weight.dtype), weight, self._linear.bias)
 
 
 class PlainNetwork(TorchNetwork):
@@ -96,8 +135,11 @@ class PlainNetwork(TorchNetwork):
 
     sort_by_length = True
 
-    def __init__(self, module: nn.Module, head: Head, context: WorkerContext) -> None:
-        super().__init__(module, context)
+    def __init__(
+        self, module: nn.Module, head: Head, context: WorkerContext, kept: Kept | None = None
+    ) -> None:
+        own = FlatParameters(module) if kept is None else kept.trained
+        super().__init__(module, context, own, kept)
         backbone, linear = _parts(module, head)
         self._is_scalar = head.is_scalar
         self._makes_logits = not head.is_scalar and not _ends_in(module, backbone, linear)
@@ -117,7 +159,9 @@ class PlainNetwork(TorchNetwork):
         if self._makes_logits:
             return Outputs(out.logits[picked])
         states = out.last_hidden_state[picked]
-        return Outputs(self._linear(states) if self._is_scalar else states)
+        if self._is_scalar:
+            states = self._linear(states.to(self._linear.weight.dtype))
+        return Outputs(states)
 
     @contextmanager
     def _training_layers(self) -> Generator[None]:
@@ -175,10 +219,18 @@ def _ends_in(module: Any, backbone: Any, linear: Any) -> bool:
     )
 
 
-def make_network(module: nn.Module, head: Head, context: WorkerContext) -> TorchNetwork:
+def make_network(
+    module: nn.Module, head: Head, context: WorkerContext, kept: Kept | None = None
+) -> TorchNetwork:
     """The best network for a whole model, as `Head.whole_model` makes one."""
     kind = LeanNetwork if is_lean(_parts(module, head)[0]) else PlainNetwork
-    return kind(module, head, context)
+    return kind(module, head, context, kept)
+
+
+def lean_names(module: nn.Module, head: Head) -> list[tuple[str, ...]]:
+    """Parameters of a whole model that its network wants side by side."""
+    backbone = _parts(module, head)[0]
+    return fused_names(backbone, _PREFIX) if is_lean(backbone) else []
 
 
 _PREFIX = "model."  # of a backbone's parameters, in a language model and under a scalar head

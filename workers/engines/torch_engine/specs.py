@@ -9,12 +9,16 @@ from torch import Tensor
 from ....dataflow.option_checks import check_range
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.heads import Head
+from ...models.lora import LoraSpec, adapt
 from ...models.spec import ModelSpec
+from ...models.tokenizer import TokenizerSpec
 from ...rollout.generator_policy import GeneratorPolicy
+from ...training.flat_parameters import FlatParameters
 from ...training.network import LanguageNetwork
 from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
+from .adapters import frozen_weights
 from .generator import TorchGenerator
-from .network import TorchNetwork, make_network
+from .network import Kept, TorchNetwork, lean_names, make_network
 
 __all__ = [
     "TorchGeneratorPolicy",
@@ -33,13 +37,33 @@ class TorchModel:
     activation_checkpointing: bool = False
     """Keep only each layer's input while training, and compute the rest again: a third more work
     for a fraction of the memory."""
+    lora: LoraSpec = LoraSpec()
+    """Adapters to train instead of the weights."""
+    shares_weights: bool = False
+    """Whether its weights, which nobody changes, may be those that adapters of others stand on."""
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> TorchNetwork:
         """See `Recipe.make_network`."""
-        network = make_network(head.whole_model(model, context, context.device), head, context)
+        network = self._network(model, context, head)
         if self.activation_checkpointing:
             network.checkpoint_activations()
         return network
+
+    def _network(self, model: ModelSpec, context: WorkerContext, head: Head) -> TorchNetwork:
+        if not (self.lora or self.shares_weights):
+            module = head.whole_model(model, context, context.device)
+            return make_network(module, head, context)
+        frozen = frozen_weights(model, context, head, lean_names)
+        module = frozen.shared()
+        if not self.lora:
+            return make_network(module, head, context, Kept(frozen, frozen.flat))
+        trained = adapt(module, self.lora, context.seed, but=head.name)
+        if head.is_scalar:  # it is trained as well, in float32
+            linear = head.first_weights(model, context).to(context.device)
+            module.add_module(head.name, linear)
+            trained |= {f"{head.name}.{part}": p for part, p in linear.named_parameters()}
+        kept = Kept(frozen, FlatParameters(trained), self.lora)
+        return make_network(module, head, context, kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +72,8 @@ class TorchPolicySpec(TorchModel, PolicyRecipe):
 
     max_decode_rows: int = 512
     """Responses sampled at once; a bound on the memory of the key-value cache."""
+    tokenizer: TokenizerSpec | None = None
+    """Only to look for `Sampling.stop`; prompts and responses are token ids."""
 
     def check_options(self) -> None:
         """See `Recipe.check_options`."""
@@ -56,7 +82,7 @@ class TorchPolicySpec(TorchModel, PolicyRecipe):
     def make_generator(self, network: LanguageNetwork) -> TorchGenerator:
         """See `PolicyRecipe.make_generator`."""
         assert isinstance(network, TorchNetwork)
-        return TorchGenerator(network, self.eos_token_id, self.max_decode_rows)
+        return TorchGenerator(network, self.eos_token_id, self.max_decode_rows, self.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,16 +105,21 @@ class TorchGeneratorSpec:
     """The token that ends a response."""
     max_decode_rows: int = 512
     """Responses sampled at once; a bound on the memory of the key-value cache."""
+    lora: LoraSpec = LoraSpec()
+    """Adapters, which alone are received."""
+    tokenizer: TokenizerSpec | None = None
+    """See `TorchPolicySpec`."""
 
     def __post_init__(self) -> None:
         check_range(self, "max_decode_rows", at_least=1)
 
     def build(self, context: WorkerContext) -> TorchGeneratorPolicy:
         """Make the policy on the context's device."""
-        network = TorchModel().make_network(self.model, context, Head("lm_head"))
+        network = TorchModel(lora=self.lora).make_network(self.model, context, Head("lm_head"))
         self.model.check_weights(network.tensors(), context)
         return TorchGeneratorPolicy(
-            context, TorchGenerator(network, self.eos_token_id, self.max_decode_rows)
+            context,
+            TorchGenerator(network, self.eos_token_id, self.max_decode_rows, self.tokenizer),
         )
 
 

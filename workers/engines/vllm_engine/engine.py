@@ -16,7 +16,7 @@ import os
 import queue
 import random
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +26,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....algorithms.roles.language import Sampling
 from ....dataflow.errors import PenstockError
 
-__all__ = ["Sampled", "EngineOptions", "GenerationAbortedError", "Request", "VllmEngine"]
+__all__ = [
+    "Sampled",
+    "EngineOptions",
+    "GenerationAbortedError",
+    "Request",
+    "VllmEngine",
+    "engine_arguments",
+]
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in this process
@@ -53,11 +61,10 @@ class EngineOptions:
     Attributes:
         dtype: "float32" or "bfloat16".
         max_model_len: Longest sequence, prompt and response.
-        max_rows: Sequences decoded at once.
+        max_rows: Sequences decoded at once; None for as many as vLLM takes by default.
         kv_cache_bytes: Size of the key-value cache; None for `memory_fraction` of a GPU.
         memory_fraction: Share of a GPU's memory, for weights, activations and cache together.
         enforce_eager: Whether to do without compiled graphs.
-        tokenizer: A folder with a tokenizer, if text is looked at.
         device: "cpu" or "cuda:0".
         tensor_parallel: Processes that share the model.
         process: This process in torch.distributed's default group, if that is initialized.
@@ -65,11 +72,10 @@ class EngineOptions:
 
     dtype: str
     max_model_len: int
-    max_rows: int
+    max_rows: int | None
     kv_cache_bytes: int | None
     memory_fraction: float
     enforce_eager: bool
-    tokenizer: Path | None
     device: str
     tensor_parallel: int
     process: int
@@ -94,7 +100,7 @@ class Sampled:
 
     Attributes:
         tokens: Sampled token ids, the one that ended it included.
-        logprobs: Log-probability of each token, at the sampling temperature.
+        logprobs: Log-probability of each token, of the distribution it was sampled from.
         finished: Whether an end-of-sequence token or a stop string ended it.
         cached_tokens: Tokens of the prompt that were found in the prefix cache.
     """
@@ -140,13 +146,15 @@ class VllmEngine:
     def generate(
         self,
         requests: Sequence[Request],
+        sampling: Sampling,
         *,
-        temperature: float,
-        max_new_tokens: int,
         eos_token_id: int,
-        stop: Sequence[str] = (),
+        completes: Callable[[int, int], bool] | None = None,
     ) -> list[Sampled]:
         """Sample a response to every request; equal prompts share their keys and values.
+
+        `completes`, given the index of a request and its next token, says whether the response ends
+        with it though the token alone does not end one: whether it completes a stop string.
 
         A response depends on its prompt, its seed and the weights, not on the other requests, up to
         the rounding of sums: where two tokens are equally good to the last bits, a batch of another
@@ -159,27 +167,44 @@ class VllmEngine:
         if self._asleep:
             raise RuntimeError("the vLLM engine sleeps; call wake() before generating")
         self._forget_aborts()
-        params = _sampling_params(temperature, max_new_tokens, eos_token_id, stop)
+        params = _sampling_params(sampling, eos_token_id)
         self._calls += 1
         names = {f"{self._calls}/{index}": index for index in range(len(requests))}
         sampled = [Sampled() for _ in requests]
         try:
             for name, request in zip(names, requests, strict=True):
-                self._add(name, request, params)
+                own = params.clone()
+                own.seed = request.seed
+                own.max_tokens = sampling.longest_response(len(request.prompt))
+                prompt = {"type": "token", "prompt_token_ids": request.prompt}
+                self._engine.add_request(name, prompt, own)
             while self._engine.has_unfinished_requests():
                 self._serve_aborts(names)
                 for output in self._engine.step():
-                    _append(sampled[names[output.request_id]], output)
+                    index = names[output.request_id]
+                    new = _append(sampled[index], output)
+                    if completes and not sampled[index].finished:
+                        self._end_where(completes, output.request_id, index, sampled[index], new)
         except BaseException:
             self._engine.abort_request(list(names))
             raise
         return sampled
 
-    def _add(self, name: str, request: Request, params: Any) -> None:
-        own = params.clone()
-        own.seed = request.seed
-        prompt = {"type": "token", "prompt_token_ids": request.prompt}
-        self._engine.add_request(name, prompt, own)
+    def _end_where(
+        self,
+        completes: Callable[[int, int], bool],
+        name: str,
+        index: int,
+        sampled: Sampled,
+        new: Sequence[int],
+    ) -> None:
+        """End a request with the first of its new tokens that completes a stop string."""
+        for place, token in enumerate(new, start=len(sampled.tokens) - len(new) + 1):
+            if completes(index, token):
+                del sampled.tokens[place:], sampled.logprobs[place:]
+                sampled.finished = True
+                self._engine.abort_request([name])
+                return
 
     def abort(self, requests: Iterable[int] | None = None) -> None:
         """Cut requests of the call being served short, before its next token. From any thread.
@@ -261,11 +286,9 @@ class VllmEngine:
 
 def _start(folder: Path, options: EngineOptions) -> Any:
     """Build the `LLMEngine`."""
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
-
-    from .weights import weight_transfer_config
 
     device = torch.device(options.device).type
     if current_platform.device_type != device:
@@ -273,6 +296,17 @@ def _start(folder: Path, options: EngineOptions) -> Any:
             f"the vLLM that is installed runs on '{current_platform.device_type}', and this worker "
             f"is placed on '{device}'; install the build for {device} or place the role elsewhere"
         )
+    # What is not set takes vLLM's defaults for many prompts at once, not those of a server.
+    return LLMEngine.from_engine_args(engine_arguments(folder, options), UsageContext.LLM_CLASS)
+
+
+def engine_arguments(folder: Path, options: EngineOptions) -> Any:
+    """VLLM's `EngineArgs`."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from .weights import weight_transfer_config
+
+    device = torch.device(options.device).type
     cpu: dict[str, Any] = {}
     if device == "cpu":
         # On CPUs vLLM cannot take back the random number of a prompt that it computed in part, so
@@ -285,10 +319,9 @@ def _start(folder: Path, options: EngineOptions) -> Any:
         from .cpu_worker import agree_on_name
 
         cpu["worker_cls"] = agree_on_name()
-    args = EngineArgs(
+    return EngineArgs(
         model=str(folder),
-        tokenizer=None if options.tokenizer is None else str(options.tokenizer),
-        skip_tokenizer_init=options.tokenizer is None,
+        skip_tokenizer_init=True,
         dtype=options.dtype,  # pyright: ignore[reportArgumentType]
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_rows,
@@ -300,14 +333,13 @@ def _start(folder: Path, options: EngineOptions) -> Any:
         enable_prefix_caching=True,
         enable_sleep_mode=device != "cpu",
         generation_config="vllm",  # nothing but what a request says decides how it is sampled
-        logprobs_mode="processed_logprobs",  # after the temperature
+        logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
         weight_transfer_config=weight_transfer_config(),
         use_tqdm_on_load=False,
         disable_log_stats=True,
         seed=0,  # unused: every request has its own
         **cpu,
     )
-    return LLMEngine.from_engine_args(args)
 
 
 @contextmanager
@@ -343,27 +375,28 @@ def _starting(options: EngineOptions) -> Generator[None]:
                 os.environ[name] = value
 
 
-def _sampling_params(
-    temperature: float, max_new_tokens: int, eos_token_id: int, stop: Sequence[str]
-) -> Any:
+def _sampling_params(sampling: Sampling, eos_token_id: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        temperature=temperature,
-        max_tokens=max_new_tokens,
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_new_tokens,
+        min_tokens=sampling.min_new_tokens,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
         logprobs=0,  # of the sampled token alone
         ignore_eos=True,  # the model's own; the caller's ends a response
-        stop_token_ids=[eos_token_id],
-        stop=list(stop),
-        detokenize=bool(stop),
-        skip_special_tokens=False,
+        stop_token_ids=[eos_token_id, *sampling.stop_token_ids],
+        detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
 
 
-def _append(sampled: Sampled, output: Any) -> None:
-    """Add what one step brought."""
+def _append(sampled: Sampled, output: Any) -> Sequence[int]:
+    """Add what one step brought, and return the new tokens."""
     (part,) = output.outputs
     sampled.tokens += part.token_ids
     sampled.logprobs += [
@@ -371,6 +404,7 @@ def _append(sampled: Sampled, output: Any) -> None:
     ]
     sampled.finished = part.finish_reason == "stop"
     sampled.cached_tokens = max(sampled.cached_tokens, output.num_cached_tokens or 0)
+    return part.token_ids
 
 
 def _free_kv_cache(worker: Any) -> list[int]:

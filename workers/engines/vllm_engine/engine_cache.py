@@ -7,12 +7,10 @@ other weights takes as long as reading them.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ...models.tokenizer import TokenizerSpec
 from .engine import EngineOptions, VllmEngine
 
 __all__ = ["engine_key", "keep", "take"]
@@ -24,17 +22,16 @@ _cached: dict[str, VllmEngine] = {}
 """At most one, as a process can have."""
 
 
-def engine_key(config: Any, options: EngineOptions, tokenizer: TokenizerSpec | None) -> str:
+def engine_key(config: Any, options: EngineOptions) -> str:
     """What two engines have in common that differ in their weights alone.
 
     Args:
         config: Hugging Face's, of the model.
-        options: What the engine is started with; `tokenizer` there is a passing folder.
-        tokenizer: What is in that folder.
+        options: What the engine is started with.
     """
     model = {key: value for key, value in config.to_dict().items() if key not in _WHERE_FROM}
     described = json.dumps(model, sort_keys=True, default=str)
-    return f"{described} {replace(options, tokenizer=None)} {tokenizer}"
+    return f"{described} {options}"
 
 
 def keep(key: str, engine: VllmEngine) -> None:

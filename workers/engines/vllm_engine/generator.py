@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -19,16 +20,19 @@ from ...models.model_folder import weight_files
 from ...models.spec import ModelSpec
 from ...models.tokenizer import TokenizerSpec
 from ...rollout.generator_policy import GeneratorPolicy
-from ...rollout.responses import Responses
+from ...rollout.responses import Responses, check_stop
 from ...rollout.sampling import SampleStreams
+from ...rollout.stop_strings import StopStrings
 from ...training.flat_parameters import read_tensors, write_tensors
 from .engine import EngineOptions, Request, Sampled, VllmEngine
 from .engine_cache import engine_key, keep, take
 
-__all__ = ["VllmGenerator", "VllmPolicy", "VllmPolicySpec"]
+__all__ = ["VllmGenerator", "VllmPolicy", "VllmPolicySpec", "engine_options", "longest_sequence"]
 
 _LEAST_TEMPERATURE = 0.01
 """vLLM silently raises lower ones, but 0, to this."""
+_LENGTH_STEP = 64
+_CPU_ROWS = 256
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on CPUs has kernels for."""
 
@@ -42,31 +46,29 @@ class VllmPolicySpec:
     eos_token_id: int
     """The token that ends a response."""
     max_model_len: int | None = None
-    """Longest sequence in tokens; None for as long as the model's config says."""
-    max_decode_rows: int = 256
-    """Responses sampled at once."""
+    """Longest sequence in tokens; None for as long as `longest_sequence`, or else the model's
+    config, says."""
+    longest_sequence: int | None = None
+    """Tokens of the longest prompt with its response that a run will ask for, which fills it in if
+    it knows."""
+    max_decode_rows: int | None = None
+    """Responses sampled at once. None: on GPUs vLLM's own default; on CPUs 256, or as many as half
+    of the free memory holds."""
     kv_cache_bytes: int | None = None
-    """Key-value cache of one process. None: on CPUs room for `max_decode_rows` longest sequences,
-    on GPUs what `memory_fraction` leaves."""
+    """Key-value cache of one process. None: on CPUs room for that many longest sequences, on GPUs
+    what `memory_fraction` leaves."""
     memory_fraction: float = 0.9
     """Share of a GPU's memory, for weights, activations and cache together."""
     enforce_eager: bool | None = None
     """Whether to do without compiled graphs; None: only on CPUs."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a response as the end-of-sequence token does; need `tokenizer`."""
     tokenizer: TokenizerSpec | None = None
-    """Only to look for `stop`; prompts and responses are token ids."""
+    """Only to look for `Sampling.stop`; prompts and responses are token ids."""
 
     def __post_init__(self) -> None:
-        check_range(self, "max_decode_rows", at_least=1)
+        check_range(self, "max_decode_rows", "longest_sequence", at_least=1)
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(
                 f"memory_fraction is {self.memory_fraction}; expected more than 0 and at most 1"
-            )
-        if self.stop and self.tokenizer is None:
-            raise ValueError(
-                "stop strings are looked for in text, and the spec has no tokenizer; give "
-                "tokenizer=, or drop stop="
             )
 
     def build(self, context: WorkerContext) -> VllmPolicy:
@@ -127,38 +129,19 @@ class VllmGenerator:
         config, self.shapes = _skeleton(spec.model)
         self.dtype = spec.model.dtype
         self.vocab_size: int = config.vocab_size
-        self.num_positions = _longest(spec, config)
+        self.num_positions = longest_sequence(spec, config)
         _check_head_dim(context, config)
-        options = self._options(config, context)
-        tokenizer = spec.tokenizer if spec.stop else None
-        self.key = engine_key(config, options, tokenizer)
+        options = engine_options(spec, config, self.num_positions, context)
+        self.key = engine_key(config, options)
         kept = take(self.key)
-        self.vllm = kept or _started(spec.model, options, tokenizer)
+        self.vllm = kept or _started(spec.model, options)
         if kept is not None:  # with weights of another run
             module = spec.model.causal_lm("cpu")
             self.load({name: tensor.detach() for name, tensor in module.named_parameters()}, 0)
 
-    def _options(self, config: Any, context: WorkerContext) -> EngineOptions:
-        spec = self._spec
-        on_cpu = torch.device(context.device).type == "cpu"
-        cache = spec.kv_cache_bytes
-        if cache is None and on_cpu:
-            cache = _cache_bytes(config, spec, self.num_positions, context.tensor_parallel)
-        return EngineOptions(
-            dtype=spec.model.dtype,
-            max_model_len=self.num_positions,
-            max_rows=spec.max_decode_rows,
-            kv_cache_bytes=cache,
-            memory_fraction=spec.memory_fraction,
-            enforce_eager=on_cpu if spec.enforce_eager is None else spec.enforce_eager,
-            tokenizer=None,
-            device=context.device,
-            tensor_parallel=context.tensor_parallel,
-            process=context.process,
-        )
-
     def check(self, sampling: Sampling) -> None:
         """See `GenerationEngine.check`."""
+        check_stop(sampling, has_tokenizer=self._spec.tokenizer is not None)
         if 0 < sampling.temperature < _LEAST_TEMPERATURE:
             raise ValueError(
                 f"temperature is {sampling.temperature}; vLLM samples at no less than "
@@ -174,12 +157,14 @@ class VllmGenerator:
         """
         rows = [[token for token in row if token >= 0] for row in prompt.tolist()]
         repeated = [row for row in rows for _ in range(sampling.num_samples)]
+        stops = None
+        if sampling.stop and self._spec.tokenizer is not None:
+            stops = StopStrings(self._spec.tokenizer, sampling, prompt)
         sampled = self.vllm.generate(
             [Request(row, seed) for row, seed in zip(repeated, streams.seeds(), strict=True)],
-            temperature=sampling.temperature,
-            max_new_tokens=sampling.max_new_tokens,
+            sampling,
             eos_token_id=self._spec.eos_token_id,
-            stop=self._spec.stop,
+            completes=None if stops is None else stops.complete,
         )
         return _responses(sampled, sampling)
 
@@ -198,6 +183,36 @@ class VllmGenerator:
     def close(self) -> None:
         """See `GenerationEngine.close`."""
         self.vllm.close()
+
+
+def engine_options(
+    spec: VllmPolicySpec, config: Any, longest: int, context: WorkerContext
+) -> EngineOptions:
+    """What an engine is started with.
+
+    Args:
+        spec: What is asked for.
+        config: Hugging Face's, of the model.
+        longest: Tokens of the longest sequence.
+        context: Where it runs.
+    """
+    on_cpu = torch.device(context.device).type == "cpu"
+    cache, rows = spec.kv_cache_bytes, spec.max_decode_rows
+    if on_cpu:
+        each = _row_bytes(config, spec, longest, context.tensor_parallel)
+        rows = rows or _rows_that_fit(each, context)
+        cache = cache or each * (rows + 1)
+    return EngineOptions(
+        dtype=spec.model.dtype,
+        max_model_len=longest,
+        max_rows=rows,
+        kv_cache_bytes=cache,
+        memory_fraction=spec.memory_fraction,
+        enforce_eager=on_cpu if spec.enforce_eager is None else spec.enforce_eager,
+        device=context.device,
+        tensor_parallel=context.tensor_parallel,
+        process=context.process,
+    )
 
 
 def _check_folder(model: ModelSpec, context: WorkerContext) -> None:
@@ -220,7 +235,7 @@ def _skeleton(model: ModelSpec) -> tuple[Any, dict[str, torch.Size]]:
     return config, {name: tensor.shape for name, tensor in empty.named_parameters()}
 
 
-def _longest(spec: VllmPolicySpec, config: Any) -> int:
+def longest_sequence(spec: VllmPolicySpec, config: Any) -> int:
     """Sequence length to make room for.
 
     Raises:
@@ -228,6 +243,10 @@ def _longest(spec: VllmPolicySpec, config: Any) -> int:
     """
     reach: int | None = getattr(config, "max_position_embeddings", None)
     wanted = spec.max_model_len or reach
+    if spec.longest_sequence is not None and spec.max_model_len is None:
+        # In steps, so that the next run in this process can have the engine of this one.
+        steps = -(-spec.longest_sequence // _LENGTH_STEP) * _LENGTH_STEP
+        wanted = steps if reach is None else min(steps, reach)
     if wanted is None:
         raise ValueError("the model's config says no longest sequence; give max_model_len=")
     if reach is not None and wanted > reach:
@@ -249,13 +268,19 @@ def _check_head_dim(context: WorkerContext, config: Any) -> None:
         )
 
 
-def _cache_bytes(config: Any, spec: VllmPolicySpec, longest: int, tensor_parallel: int) -> int:
-    """Room for all rows at their longest."""
+def _row_bytes(config: Any, spec: VllmPolicySpec, longest: int, tensor_parallel: int) -> int:
+    """Room for a row at its longest."""
     heads = max(config.num_key_value_heads // tensor_parallel, 1)
     element = torch.finfo(getattr(torch, spec.model.dtype)).bits // 8
     token = 2 * config.num_hidden_layers * heads * _head_dim(config) * element
     block = 32
-    return token * -(-longest // block) * block * (spec.max_decode_rows + 1)
+    return token * -(-longest // block) * block
+
+
+def _rows_that_fit(row_bytes: int, context: WorkerContext) -> int:
+    """Rows of which the cache takes half of the memory that is free, shared among processes."""
+    free = psutil.virtual_memory().available // (2 * context.num_processes)
+    return max(1, min(_CPU_ROWS, free // row_bytes - 1))
 
 
 def _model_folder(model: ModelSpec, scratch: Path) -> Path:
@@ -275,15 +300,9 @@ def _model_folder(model: ModelSpec, scratch: Path) -> Path:
     return folder
 
 
-def _started(
-    model: ModelSpec, options: EngineOptions, tokenizer: TokenizerSpec | None
-) -> VllmEngine:
+def _started(model: ModelSpec, options: EngineOptions) -> VllmEngine:
     """An engine with the model's first weights."""
     with TemporaryDirectory(prefix="penstock-vllm-") as scratch:
-        if tokenizer is not None:
-            folder = Path(scratch) / "tokenizer"
-            tokenizer.build().save(folder)
-            options = replace(options, tokenizer=folder)
         return VllmEngine(_model_folder(model, Path(scratch)), options)
 
 

@@ -15,10 +15,16 @@ def _create(num_threads: int | None, transport: Transport) -> Executor:
     return RayExecutor(num_threads, transport=transport)
 
 
+def _start() -> None:
+    from .executor import connect_ray
+
+    connect_ray()
+
+
 def _end() -> None:
     from .executor import shutdown_ray
 
     shutdown_ray()
 
 
-RAY = ExecutorKind(name="ray", create=_create, package="ray", end=_end)
+RAY = ExecutorKind(name="ray", create=_create, package="ray", start=_start, end=_end)

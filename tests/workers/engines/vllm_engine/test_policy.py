@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,18 @@ import torch
 from penstock.algorithms.roles import Rollout, Sampling
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.vllm_engine.engine import GenerationAbortedError, Request
-from penstock.workers.engines.vllm_engine.generator import VllmPolicy, VllmPolicySpec
+from penstock.workers.engines.vllm_engine.engine import (
+    EngineOptions,
+    GenerationAbortedError,
+    Request,
+    engine_arguments,
+)
+from penstock.workers.engines.vllm_engine.generator import (
+    VllmPolicy,
+    VllmPolicySpec,
+    engine_options,
+    longest_sequence,
+)
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.flat_parameters import read_tensors, write_tensors
 from torch_models import EOS, architecture, make_policy, make_prompts
@@ -72,7 +83,7 @@ def test_starting_leaves_the_process_as_it_was(policy: VllmPolicy):
 def test_a_group_computes_its_prompt_once(policy: VllmPolicy):
     prompt, _ = long_prompts(1, 70)
     requests = [Request(prompt[0].tolist(), seed) for seed in range(4)]
-    sampled = policy.vllm.generate(requests, temperature=1, max_new_tokens=4, eos_token_id=EOS)
+    sampled = policy.vllm.generate(requests, Sampling(max_new_tokens=4), eos_token_id=EOS)
     assert [one.cached_tokens for one in sampled][1:] == [64, 64, 64]  # whole blocks of 32
 
 
@@ -208,6 +219,54 @@ def test_models_that_vllm_cannot_run_here_are_refused():
         start("llama", context=WorkerContext("actor", pipeline_parallel=2))
 
 
+@pytest.mark.usefixtures("policy")  # whose start makes vLLM read its environment
+def test_a_cache_on_a_cpu_is_as_large_as_the_step_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = model_spec("llama").config
+    row_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * 32 * 4 * 64
+
+    def options(free_bytes: int, **given: Any) -> EngineOptions:
+        free = SimpleNamespace(available=free_bytes)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+        spec = VllmPolicySpec(model=model_spec("llama"), eos_token_id=EOS, **given)
+        return engine_options(spec, config, 64, CONTEXT)
+
+    plenty = options(1 << 40)
+    assert (plenty.max_rows, plenty.kv_cache_bytes) == (256, 257 * row_bytes)
+    little = options(2 * 33 * row_bytes)
+    assert (little.max_rows, little.kv_cache_bytes) == (32, 33 * row_bytes)
+    assert options(0).max_rows == 1
+    assert options(0, max_decode_rows=9, kv_cache_bytes=1 << 20).kv_cache_bytes == 1 << 20
+    arguments = engine_arguments(tmp_path, plenty)
+    assert (arguments.max_num_seqs, arguments.max_num_batched_tokens) == (256, 2048)
+
+
+def test_lengths_of_a_run_are_those_of_the_engine():
+    config = model_spec("llama").config  # made for 256 positions
+
+    def longest(**given: Any) -> int:
+        return longest_sequence(
+            VllmPolicySpec(model=model_spec("llama"), eos_token_id=EOS, **given), config
+        )
+
+    assert longest() == 256
+    assert longest(longest_sequence=65) == 128
+    assert longest(longest_sequence=250) == 256
+    assert longest(longest_sequence=65, max_model_len=100) == 100
+
+
+@pytest.mark.usefixtures("policy")  # whose start makes vLLM read its environment
+def test_what_is_not_set_is_left_to_vllm_on_gpus(tmp_path: Path):
+    spec = VllmPolicySpec(model=model_spec("llama"), eos_token_id=EOS)
+    made = engine_options(spec, spec.model.config, 256, WorkerContext("actor", device="cuda"))
+    assert made.device == "cuda:0"
+    arguments = engine_arguments(tmp_path, made)
+    left = (arguments.max_num_seqs, arguments.max_num_batched_tokens)
+    assert (*left, arguments.kv_cache_memory_bytes) == (None, None, None)
+    assert arguments.enable_sleep_mode
+
+
 def test_a_folder_is_looked_at_before_vllm_loads_it(tmp_path: Path):
     made = make_policy("qwen2")
     made.local_tensors()["model.norm.weight"][0] = torch.nan
@@ -224,11 +283,5 @@ def test_a_folder_is_looked_at_before_vllm_loads_it(tmp_path: Path):
 
 def test_specs_that_contradict_themselves_are_refused():
     model = model_spec("llama")
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        VllmPolicySpec(model=model, eos_token_id=EOS, stop=("x",))
-    assert str(error.value) == (
-        "stop strings are looked for in text, and the spec has no tokenizer; give tokenizer=, or "
-        "drop stop="
-    )
     with pytest.raises(ValueError, match=r"memory_fraction is 0; expected more than 0"):
         VllmPolicySpec(model=model, eos_token_id=EOS, memory_fraction=0)

@@ -1,0 +1,110 @@
+"""A look at what each step made, beside the run: a worker is given columns, and nothing waits.
+
+What is watched is no part of the graph. No node depends on the look, the scheduler does not know of
+it, and a checkpoint says nothing about it, so a run computes the same with and without. A look is a
+call of a further program whose sources are named as the nodes of the main graph that made the
+columns: a message with their handles is sent, and the worker's process fetches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..graph.graph import Graph, Node, NodeKind, Ref, WeightRead
+from ..graph.role import Role
+from .executor import Program
+from .messages import CallWork, Handle
+from .placement import Placement
+
+__all__ = ["WATCH", "Watch", "watch_before"]
+
+WATCH = "watch"
+"""The program that looks."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Which columns of a step a worker looks at, and when.
+
+    Attributes:
+        before: The train node of the main graph before whose work the look is sent, to the first
+            rank of its group: then all columns are there, and that rank is about to be busy.
+        program: Of one call node, the worker's, and the sources of its columns.
+    """
+
+    before: str
+    program: Program
+
+    @property
+    def group(self) -> str:
+        """The group whose first rank looks."""
+        (group,) = set(self.program.placement.nodes.values())
+        return group
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """The nodes of the main graph whose outputs are looked at."""
+        graph = self.program.graph
+        return frozenset(node.name for node in graph.nodes if node.kind is NodeKind.SOURCE)
+
+    def work(
+        self, step: int, inputs: Mapping[str, tuple[Handle, ...]], staleness: int | None
+    ) -> CallWork:
+        """The message that has the worker look.
+
+        Args:
+            step: The step it looks at.
+            inputs: Node of `nodes` -> handles of its parts, in chunk order.
+            staleness: See `call_staleness`.
+        """
+        node = self.program.graph.nodes[-1]
+        return CallWork(node.name, step, None, inputs, (), staleness)
+
+
+def watch_before(
+    node: Node,
+    columns: Mapping[str, Ref],
+    worker: tuple[str, type[Role], str],
+    graph: Graph,
+    placement: Placement,
+) -> Watch:
+    """A look at columns of a graph before one of its train nodes.
+
+    Args:
+        node: The train node.
+        columns: Name of the method's keyword argument -> the column it is given.
+        worker: Role name, contract and method of who looks. What the method returns is dropped, and
+            what it raises too: it has to say itself what goes wrong.
+        graph: The main graph.
+        placement: Where its nodes run.
+    """
+    role, contract, method = worker
+    makers = tuple(dict.fromkeys(ref.node for ref in columns.values()))
+    sources = tuple(
+        Node(
+            name=maker,
+            kind=NodeKind.SOURCE,
+            scope="batch",
+            ordinal=0,
+            where=graph[maker].where,
+            outputs=graph[maker].outputs,
+            output_table=graph[maker].output_table,
+        )
+        for maker in makers
+    )
+    look = Node(
+        name=f"{role}.{method}",
+        kind=NodeKind.FORWARD,
+        scope="batch",
+        ordinal=0,
+        where=node.where,
+        role=role,
+        method=method,
+        arguments=tuple(columns.items()),
+        reads=(WeightRead(role),),
+    )
+    watched = Graph(WATCH, (*sources, look), {role: contract}, {})
+    group = placement.nodes[node.name]
+    placed = Placement(placement.groups, {look.name: group}, placement.num_chunks)
+    return Watch(node.name, Program(watched, placed))

@@ -1,0 +1,125 @@
+"""`penstock samples`: what a run sampled, as conversations with what they earned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from ...dataflow.errors import ConfigError, nearest
+from ..run_dir.run_folder import open_run
+from ..run_dir.samples import SORTS, Sample, read_samples, sample_steps, sorted_samples
+from ..run_dir.stop import visible
+
+__all__ = ["samples_command", "shown"]
+
+_KEYS: Mapping[str, str] = {
+    "run": "the folder of a run",
+    "step": "a step, counted from 0; `last` (the default) or `all`",
+    "sort": f"the highest first: {', '.join(SORTS)}",
+    "limit": "samples to show, 10 by default; 0 for all",
+    "prompt": "only prompts that hold this text",
+    "stage": "an earlier stage of the run",
+}
+
+_HELP = """\
+usage: penstock samples run=FOLDER [key=value ...]
+
+{keys}
+
+The same from Python: penstock.launch.run_dir.samples.read_samples(FOLDER).
+"""
+
+
+def samples_command(arguments: list[str]) -> int:
+    """Run the command; `arguments` are the words after `penstock samples`.
+
+    Raises:
+        ConfigError: If a key or its value is wrong, or there is nothing to show.
+    """
+    if {"-h", "--help"} & set(arguments):
+        keys = "\n".join(f"  {name:<8}{what}" for name, what in _KEYS.items())
+        print(_HELP.format(keys=keys), end="")
+        return 0
+    given = _given(arguments)
+    if "run" not in given:
+        raise ConfigError("penstock samples: which run?\n    give run=FOLDER, such as runs/...")
+    folder = open_run(Path(given["run"]))
+    home = folder.stage(given["stage"]).path if "stage" in given else folder.path
+    if not home.is_dir():
+        raise ConfigError(f"'stage': run '{folder.id}' has no stage '{given['stage']}'")
+    sort = given.get("sort", "step")
+    if sort not in SORTS:
+        raise ConfigError(f"'sort': expected one of {', '.join(SORTS)}, got '{sort}'")
+    wanted, limit = given.get("prompt", ""), _number("limit", given.get("limit", "10"))
+    found = read_samples(home, _steps(home, given.get("step", "last")))
+    found = [sample for sample in sorted_samples(found, sort) if wanted in sample.prompt]
+    if not found:
+        raise ConfigError(f"'prompt': no prompt of these samples holds {wanted!r}")
+    _print(found[: limit or None], len(found))
+    return 0
+
+
+def _given(arguments: Iterable[str]) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for word in arguments:
+        key, equals, value = word.partition("=")
+        if not equals or key not in _KEYS:
+            raise ConfigError(
+                f"penstock samples: there is no key '{key}'{nearest(key, _KEYS)}\n"
+                f"    keys are: {', '.join(_KEYS)}"
+            )
+        given[key] = value
+    return given
+
+
+def _number(key: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError(f"'{key}': expected a whole number of at least 0, got '{text:.40}'")
+    return int(text)
+
+
+def _steps(home: Path, text: str) -> list[int] | None:
+    """The steps asked for; None for all."""
+    there = sample_steps(home)
+    if not there:
+        raise ConfigError(
+            f"'{home}' has no samples: its run keeps none (samples.max_rows=0), trains on no "
+            "responses, or has not taken a step yet"
+        )
+    if text == "all":
+        return None
+    return there[-1:] if text == "last" else [_number("step", text)]
+
+
+def _print(samples: list[Sample], num_found: int) -> None:
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    for sample in samples:
+        console.print(shown(sample))
+    if len(samples) < num_found:
+        console.print(Text(f"{len(samples)} of {num_found} samples; limit=0 shows all", "dim"))
+
+
+def shown(sample: Sample) -> Text:
+    """A block: a line about the sample, its prompt, and its response."""
+    text = Text(_headline(sample) + "\n", "bold")
+    for said, style in ((sample.prompt, "cyan"), (sample.response, "")):
+        lines = visible(said).strip("\n").split("\n")
+        text.append("".join(f"  {line}\n" for line in lines), style)
+        text.append("  --\n" if said is sample.prompt else "", "dim")
+    return text
+
+
+def _headline(sample: Sample) -> str:
+    """`step 10, version 10, prompt 3: reward 1 (rule.score 1, style.score 0.5), 12 tokens`."""
+    said: list[str] = []
+    if sample.reward is not None:
+        parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items())
+        said.append(f"reward {sample.reward:.4g}{f' ({parts})' if len(sample.parts) > 1 else ''}")
+    if sample.advantage is not None:
+        said.append(f"advantage {sample.advantage:.4g}")
+    said.append(f"{sample.length} tokens{', cut off' if sample.finished is False else ''}")
+    which = "" if sample.prompt_id is None else f", prompt {sample.prompt_id}"
+    return f"step {sample.step}, version {sample.version}{which}: {', '.join(said)}"

@@ -1,0 +1,134 @@
+"""What a model's name and its precision `auto` stand for, found once before a run is made.
+
+Afterwards a run's model is a local folder or an architecture, in one precision. A run's config.yaml
+records the snapshot and the precision, so that it goes on with the same elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from pathlib import Path
+
+from ...configs.schema import ModelConfig, RoleConfig
+from ...configs.validate import nearest_key
+from ...dataflow.errors import ConfigError
+from ...workers.models.hub import hub_folder, is_hub_id
+from ...workers.models.model_folder import folder_config
+from ...workers.models.packaged import PACKAGED, packaged_folder
+from ..inputs.compose import AUTO, Resolved
+from ..inputs.record import Recorded, averages
+from ..run_dir.stop import say
+from .machine import has_fast_bfloat16
+
+__all__ = ["fetch_weights", "local_model", "settled", "with_dtype"]
+
+
+def settled(run: Resolved) -> Resolved:
+    """The run with a precision and a model that are here.
+
+    Of a model of a hub all but the weights is downloaded: what is wrong with the rest of a run
+    should not be said after a hundred gigabytes. One of a package is converted.
+
+    Raises:
+        ConfigError: If the model cannot be had.
+    """
+    device = run.placement.executor.device
+    in_float32 = any(map(averages, run.stages))
+    model = local_model(run.model)
+    model = with_dtype(model, lambda: not in_float32 and has_fast_bfloat16(device))
+    return _with_starts(replace(run, model=model))
+
+
+def _with_starts(run: Resolved) -> Resolved:
+    """With folders in place of the models of hubs and packages that roles start from."""
+    snapshots: dict[str, str] = {}
+    names = {stage.name for stage in run.stages}
+    stages: list[Recorded] = []
+    for stage in run.stages:
+        roles: dict[str, RoleConfig] = {}
+        for role, given in stage.config.roles.items():
+            at = f"{stage.at}.roles.{role}.start"
+            starts = [start for start in (given.start, *given.start_mean) if start is not None]
+            found = {start: _local_start(start, at, names, snapshots) for start in starts}
+            mean = {found[start]: share for start, share in given.start_mean.items()}
+            start = None if given.start is None else found[given.start]
+            roles[role] = given.model_copy(update={"start": start, "start_mean": mean})
+        stages.append(replace(stage, config=stage.config.model_copy(update={"roles": roles})))
+    return replace(run, stages=tuple(stages), snapshots=snapshots)
+
+
+def _local_start(start: str, at: str, names: AbstractSet[str], snapshots: dict[str, str]) -> str:
+    """The folder of a start, if it is a model's name; its commit is added to `snapshots`."""
+    name, _, revision = start.partition("@")
+    if start in names or Path(start).exists():
+        return start
+    if start in PACKAGED:
+        return str(packaged_folder(start, say))
+    if not is_hub_id(name):
+        return start
+    folder = hub_folder(name, revision or None, weights=False, key=at)
+    snapshots[start] = f"{name}@{folder.name}"
+    return str(folder)
+
+
+def fetch_weights(run: Resolved) -> None:
+    """Download the weights that were left out.
+
+    Raises:
+        ConfigError: If they cannot be had, or are those of no model that can be computed.
+    """
+    wanted = [("algorithm.roles", snapshot) for snapshot in run.snapshots.values()]
+    if run.model.hub is not None:
+        wanted.append(("model.hub", f"{run.model.hub}@{run.model.revision}"))
+    for key, snapshot in wanted:
+        name, _, commit = snapshot.partition("@")
+        folder_config(hub_folder(name, commit, weights=False, key=key))
+        hub_folder(name, commit, weights=True, key=key)
+
+
+def local_model(model: ModelConfig) -> ModelConfig:
+    """The section with the folder of its model, if that is in a hub or a package.
+
+    Raises:
+        ConfigError: If it names more than one, one that there is not, or one that cannot be had.
+    """
+    named = [key for key in ("hub", "package", "folder", "architecture") if getattr(model, key)]
+    if len(named) > 1 and named[0] in ("hub", "package"):
+        raise ConfigError(
+            f"'model' has '{named[0]}' and '{named[1]}', and is one thing only\n    choose "
+            "model=org/name, model=PATH or an option of model=, which set nothing else"
+        )
+    if model.revision is not None and model.hub is None:
+        raise ConfigError(
+            "'model.revision' is set, but only models of a hub have revisions\n    leave it out, "
+            "or choose model=org/name"
+        )
+    if model.hub is not None:
+        folder = hub_folder(model.hub, model.revision, weights=False)
+        return model.model_copy(update={"folder": str(folder), "revision": folder.name})
+    if model.package is not None:
+        if model.package not in PACKAGED:
+            raise ConfigError(
+                f"'model.package': there is no model '{model.package}'"
+                f"{nearest_key(model.package, PACKAGED)}\n    models in packages are: "
+                f"{', '.join(PACKAGED)}"
+            )
+        return model.model_copy(update={"folder": str(packaged_folder(model.package, say))})
+    return model
+
+
+def with_dtype(model: ModelConfig, is_fast: Callable[[], bool]) -> ModelConfig:
+    """The section with a precision: 16 bits for trained weights where they are computed faster.
+
+    Random weights stay in float32: small models that begin from nothing learn better so.
+
+    Args:
+        model: The section.
+        is_fast: Whether what computes it is faster in bfloat16; asked if it makes a difference.
+    """
+    if model.dtype != AUTO:
+        return model
+    dtype = "bfloat16" if model.folder is not None and is_fast() else "float32"
+    return model.model_copy(update={"dtype": dtype})

@@ -1,0 +1,261 @@
+"""What evaluations of a run found: `evaluations/step-00000020.json`, and figures made of it.
+
+One file per evaluation, with the scores of every problem, so that two of them can be compared
+problem by problem. It is written in one step when the evaluation is over: a run that is killed in
+the middle of one has no file of it, and evaluates again when it is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...dataflow.errors import ConfigError
+from .atomic import write_json
+
+__all__ = [
+    "SHARES",
+    "WHOLE",
+    "Change",
+    "Evaluations",
+    "Measured",
+    "accuracy_interval",
+    "logged_name",
+    "names_of",
+    "pass_at",
+]
+
+WHOLE = ""
+"""Name of the suite that has none: the first held-out problems of the run's own task."""
+
+SHARES = "verifier.score/reward"
+"""Begins the metrics of an evaluation that tell which share of the answers is what."""
+
+_95 = 1.959963984540054
+"""Standard errors on each side of a mean that hold 95 % of a normal distribution."""
+
+_FOLDER, _BEFORE = "evaluations", "before.json"
+
+
+def pass_at(num_samples: int, num_correct: int, k: int) -> float:
+    """Chance that one of k samples is right: `1 - C(n - c, k) / C(n, k)`.
+
+    The unbiased estimator of Chen et al. 2021, "Evaluating large language models trained on code",
+    section 2.1.
+
+    Args:
+        num_samples: n, samples of a problem.
+        num_correct: c, those that are right.
+        k: At least 1, at most n.
+
+    Example:
+        >>> pass_at(4, 1, 2)
+        0.5
+    """
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one evaluation found on one suite.
+
+    Attributes:
+        metrics: Everything it reported.
+        accuracy: Share of the answers to held-out problems that are right, 0 to 1; the mean over
+            its samples counts for a problem. None if there are no problems.
+        examples: The first responses: prompt_id, prompt, response, score.
+        episode_return: Actor -> what it earned in a held-out episode, on average.
+        num_episodes: Episodes of each.
+        scores: Problem's index in its task -> the score of each of its samples.
+        correct: Problem's index -> how many of them are right.
+    """
+
+    metrics: dict[str, float]
+    accuracy: float | None = None
+    examples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    episode_return: dict[str, float] = field(default_factory=dict[str, float])
+    num_episodes: int = 0
+    scores: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    correct: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of each problem."""
+        return max(map(len, self.scores.values()), default=0)
+
+    @property
+    def errors(self) -> float | None:
+        """Share of the answers on which the verifier failed, 0 to 1; they count as wrong."""
+        return self.metrics.get(f"{SHARES}/errors")
+
+    @property
+    def timeouts(self) -> float | None:
+        """Share of the answers on which the verifier ran out of time; they count as wrong."""
+        return self.metrics.get(f"{SHARES}/timeouts")
+
+    @property
+    def values(self) -> dict[str, float]:
+        """What is logged of it: `accuracy`, `pass@4`, and `actor/return` of actors.
+
+        pass@k stands there for k = 2, 4, 8... below the number of samples, and that number.
+        """
+        values = {f"{role}/return": value for role, value in self.episode_return.items()}
+        if self.accuracy is not None:
+            values["accuracy"] = self.accuracy
+        for k in _passes(self.num_samples):
+            found = [
+                pass_at(len(self.scores[problem]), correct, k)
+                for problem, correct in self.correct.items()
+            ]
+            values[f"pass@{k}"] = statistics.fmean(found)
+        return values
+
+
+def _passes(num_samples: int) -> list[int]:
+    """The k of pass@k: powers of two below the number of samples, and that number; none is 1."""
+    return sorted({1 << i for i in range(1, num_samples.bit_length())} | {num_samples} - {0, 1})
+
+
+def names_of(num_samples: int) -> list[str]:
+    """What is measured with so many samples of each problem; see `Measured.values`."""
+    return ["accuracy", *(f"pass@{k}" for k in _passes(num_samples))]
+
+
+def accuracy_interval(found: Measured) -> tuple[float, float] | None:
+    """The 95 % interval around an accuracy, over problems; None unless there are two or more."""
+    shares = [right / len(found.scores[problem]) for problem, right in found.correct.items()]
+    if len(shares) < 2:
+        return None
+    half = _half_width(shares)
+    return statistics.fmean(shares) - half, statistics.fmean(shares) + half
+
+
+def _half_width(values: list[float]) -> float:
+    return _95 * statistics.stdev(values) / math.sqrt(len(values))
+
+
+@dataclass(frozen=True)
+class Change:
+    """How the accuracy of a suite changed, problem by problem.
+
+    Attributes:
+        mean: Mean over problems of the change of a problem's share of right answers, -1 to 1.
+        half_width: Half of the 95 % interval around it, by the normal approximation: 1.96 standard
+            errors of that mean. Samples of one problem count together.
+        num_problems: Problems that both evaluations asked.
+    """
+
+    mean: float
+    half_width: float
+    num_problems: int
+
+    @classmethod
+    def between(cls, before: Measured, after: Measured) -> Change | None:
+        """From one evaluation to a later one; None unless they share two problems or more."""
+        both = [problem for problem in before.correct if problem in after.correct]
+        if len(both) < 2:
+            return None
+        changes = [
+            after.correct[problem] / len(after.scores[problem])
+            - before.correct[problem] / len(before.scores[problem])
+            for problem in both
+        ]
+        return cls(statistics.fmean(changes), _half_width(changes), len(both))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The interval's ends."""
+        return self.mean - self.half_width, self.mean + self.half_width
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        interval = f"95 % interval {100 * low:+.1f} to {100 * high:+.1f}"
+        return f"{100 * self.mean:+.1f} points ({interval})"
+
+
+class Evaluations:
+    """The evaluations of one run, by the number of steps that were complete.
+
+    Args:
+        home: The run's folder.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._folder = home / _FOLDER
+
+    def steps(self) -> list[int]:
+        """The steps there are evaluations of, in order; 0 is that before training."""
+        found = {int(file.stem.removeprefix("step-")) for file in self._folder.glob("step-*.json")}
+        if (self._home / _BEFORE).exists():
+            found.add(0)
+        return sorted(found)
+
+    def write(self, step: int, found: Mapping[str, Measured]) -> None:
+        """Keep what an evaluation after so many steps found, suite by suite."""
+        self._folder.mkdir(exist_ok=True)
+        suites = {name: asdict(measured) for name, measured in found.items()}
+        write_json(self._file(step), {"step": step, "suites": suites})
+
+    def read(self, step: int) -> dict[str, Measured]:
+        """What one of them found.
+
+        Raises:
+            ConfigError: If the file cannot be read.
+        """
+        file = self._file(step)
+        try:
+            if step == 0 and not file.exists():  # of a run of a version that kept no others
+                return {WHOLE: Measured(**json.loads((file := self._home / _BEFORE).read_bytes()))}
+            content: Any = json.loads(file.read_bytes())["suites"]
+            return {name: Measured(**found) for name, found in content.items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            known = isinstance(error, OSError | ValueError | RecursionError)
+            raise ConfigError(
+                f"'{file}' cannot be read: {error if known else 'it is damaged'}\n"
+                "    bring it back as it was; what was measured at an earlier step cannot be "
+                "measured again"
+            ) from error
+
+    def rewind(self, step: int) -> None:
+        """Forget the evaluations after a step: the run takes the steps up to them again."""
+        for later in self.steps():
+            if later > step:
+                self._file(later).unlink()
+
+    def curve(self, metric: str) -> dict[int, float]:
+        """Step -> a metric's value, where there is one.
+
+        Args:
+            metric: Of one of `Measured.values`, after its suite: "accuracy", "hard/pass@4".
+        """
+        points: dict[int, float] = {}
+        for step in self.steps():
+            for suite, found in self.read(step).items():
+                for name, value in found.values.items():
+                    if logged_name(suite, name) == metric:
+                        points[step] = value
+        return points
+
+    def best(self, metric: str) -> int | None:
+        """The step above 0 with the highest value, the earliest of equals; None without any."""
+        points = {step: value for step, value in self.curve(metric).items() if step}
+        return max(points, key=lambda step: (points[step], -step), default=None)
+
+    def without_improvement(self, metric: str) -> int:
+        """Evaluations since the metric was higher than ever before."""
+        values = list(self.curve(metric).values())
+        return len(values) - 1 - values.index(max(values)) if values else 0
+
+    def _file(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}.json"
+
+
+def logged_name(suite: str, name: str) -> str:
+    """A suite's metric as it is named in logs, below `evaluation/`."""
+    return f"{suite}/{name}" if suite else name

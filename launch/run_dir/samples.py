@@ -1,0 +1,114 @@
+"""Reading the samples that a run keeps: its responses with what they earned, step by step.
+
+`workers/data/sample_log.py` writes them. A step is a file that is complete or absent, so they can
+be read while the run goes on.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ...dataflow.errors import ConfigError
+from ...workers.data.sample_log import step_files
+
+__all__ = ["SAMPLES", "SORTS", "Sample", "Sort", "read_samples", "sample_steps", "sorted_samples"]
+
+SAMPLES = "samples"
+"""Below a stage's folder."""
+
+Sort = Literal["step", "reward", "advantage", "length"]
+SORTS: tuple[Sort, ...] = ("step", "reward", "advantage", "length")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response of a run.
+
+    Attributes:
+        step: The step that it was trained in.
+        version: Of the weights that sampled it: train calls that they had behind them.
+        prompt: Its prompt as text, without special tokens.
+        response: The response as text, without special tokens.
+        length: Tokens of the response.
+        finished: Whether it ended by itself; None if the step does not say.
+        reward: What it earned; None if nothing in the step is a score.
+        advantage: Mean over its tokens; None if the step has no advantages.
+        prompt_id: Which problem of the data it answers; None if the step does not say.
+        parts: Everything else that the step says of it in one number, by the node's name.
+    """
+
+    step: int
+    version: int
+    prompt: str
+    response: str
+    length: int
+    finished: bool | None = None
+    reward: float | None = None
+    advantage: float | None = None
+    prompt_id: int | None = None
+    parts: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+
+
+_FIELDS = frozenset(Sample.__dataclass_fields__) - {"parts"}
+
+
+def sample_steps(folder: Path) -> list[int]:
+    """The steps of which a stage's folder has samples, in order."""
+    return list(step_files(folder / SAMPLES))
+
+
+def read_samples(folder: Path | str, steps: Iterable[int] | None = None) -> list[Sample]:
+    """The samples of a run, or of a stage's folder below it, in the order they were written.
+
+    Args:
+        folder: `runs/20261121-031454-grpo-seed0`, or `.../stages/sft`.
+        steps: Which steps, counted from 0; None for all that are there.
+
+    Raises:
+        ConfigError: If there are none of a step, or a file is damaged.
+
+    Example:
+        >>> best = max(read_samples("runs/20261121-031454-grpo-seed0"), key=lambda s: s.reward)
+    """
+    files = step_files(Path(folder) / SAMPLES)
+    found: list[Sample] = []
+    for step in files if steps is None else steps:
+        if step not in files:
+            there = f"of {len(files)}: {min(files)} to {max(files)}" if files else "of none"
+            raise ConfigError(f"'{folder}' has no samples of step {step}; it has some {there}")
+        found += _read(files[step])
+    return found
+
+
+def _read(path: Path) -> list[Sample]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            return [_sample(json.loads(line)) for line in file]
+    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"'{path}' cannot be read ({type(error).__name__}: {error})\n"
+            "    remove it; the run does not need it"
+        ) from error
+
+
+def _sample(row: dict[str, Any]) -> Sample:
+    parts = {name: float(value) for name, value in row.items() if name not in _FIELDS}
+    return Sample(**{name: value for name, value in row.items() if name in _FIELDS}, parts=parts)
+
+
+def sorted_samples(samples: Iterable[Sample], sort: Sort) -> list[Sample]:
+    """The highest first; in the order of steps as they are. What has no such number comes last."""
+    if sort == "step":
+        return list(samples)
+
+    def key(sample: Sample) -> float:
+        value: float | None = getattr(sample, sort)
+        return math.inf if value is None or math.isnan(value) else -value
+
+    return sorted(samples, key=key)

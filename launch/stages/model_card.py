@@ -1,0 +1,155 @@
+"""What a folder of a model says besides its weights: a card, and how to generate with it.
+
+The card is a `README.md` as the hub of Hugging Face shows it: where the model comes from, how it
+was trained, what was measured of it, and the hash of its weights. All of it is read from the run's
+folder as it is at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+import yaml
+
+from ... import __version__
+from ...dataflow.file_errors import writing
+from ...workers.models.architecture import quiet_transformers
+from ..run_dir.evaluations import Evaluations, logged_name
+from ..run_dir.run_folder import RunFolder, record_of
+from ..run_dir.trackers.jsonl import read_metrics
+from .headline import Headline
+from .job import Job
+from .stages import MODEL
+
+__all__ = ["write_card", "write_generation_config"]
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields of a step's sampling that a generation config has under the same name."""
+
+
+def write_card(
+    folder: Path, run: RunFolder, job: Job, role: str, step: int, weights_sha256: str
+) -> None:
+    """Write README.md into a model folder.
+
+    Args:
+        folder: The model folder.
+        run: The run's folder.
+        job: The run.
+        role: Whose model it is.
+        step: Steps that were complete.
+        weights_sha256: Hash of its weights, as in the run's summary.
+    """
+    stage, model = job.main, job.run.model
+    base = stage.roles[role].start
+    named = model.folder if base == MODEL else base
+    began = Path(named).name if named else model.architecture.get("model_type")
+    about: dict[str, Any] = {"library_name": "transformers", "tags": ["penstock", stage.graph.name]}
+    facts = {
+        "algorithm": stage.graph.name,
+        "stages": ", ".join(one.name for one in job.stages),
+        "role": role,
+        "began as": began,
+        "data": f"{job.data.task.task_id} (fingerprint {job.data.fingerprint})",
+        "steps": f"{step} of {stage.config.num_steps}",
+        "seed": job.run.seed,
+        "run": run.id,
+        "code": record_of(run).code,
+        "weights_sha256": weights_sha256,
+    }
+    lines = [
+        "---",
+        yaml.safe_dump(about, sort_keys=False).strip(),
+        "---",
+        "",
+        f"# {run.id}, step {step}",
+        "",
+        f"Trained with Penstock {__version__}.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {_cell(value)} |" for name, value in facts.items()),
+        "",
+        *_rewards(run, job, step),
+        *_evaluations(run, step),
+    ]
+    with writing(folder / "README.md"):
+        (folder / "README.md").write_text("\n".join(lines).rstrip() + "\n")
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _rewards(run: RunFolder, job: Job, step: int) -> list[str]:
+    """The run's own headline metric in its first step and in the last one before this."""
+    rows = [row for row in read_metrics(run.metrics) if row["step"] < step]
+    metric = Headline(job.main).curve(rows[-1]) if rows else None
+    if metric is None:
+        return []
+    first, last = (row.get(metric.name) for row in (rows[0], rows[-1]))
+    if first is None or last is None:
+        return []
+    where = f"step {rows[0]['step'] + 1} | step {rows[-1]['step'] + 1}"
+    return [
+        f"| in training | {where} |",
+        "|---|---|---|",
+        f"| {metric.label} | {first:.4g} | {last:.4g} |",
+        "",
+    ]
+
+
+def _evaluations(run: RunFolder, step: int) -> list[str]:
+    """What was measured before training and last, up to this step."""
+    kept = Evaluations(run.path)
+    steps = [one for one in kept.steps() if one <= step]
+    if not steps:
+        return []
+    first, last = (_values(kept, one) for one in (steps[0], steps[-1]))
+    lines = [
+        f"| on held-out problems | after {steps[0]} steps | after {steps[-1]} steps |",
+        "|---|---|---|",
+    ]
+    for name, value in last.items():
+        before = f"{first[name]:.4g}" if name in first else ""
+        lines.append(f"| {_cell(name)} | {before} | {value:.4g} |")
+    return [*lines, ""]
+
+
+def _values(kept: Evaluations, step: int) -> dict[str, float]:
+    return {
+        logged_name(suite, name): value
+        for suite, measured in kept.read(step).items()
+        for name, value in measured.values.items()
+    }
+
+
+def write_generation_config(folder: Path, job: Job) -> None:
+    """Write generation_config.json: what ends a response, and how training sampled.
+
+    Args:
+        folder: A language model's folder; what the file says there already stays.
+        job: The run.
+    """
+    sampling: Mapping[str, Any] = job.main.config.cfg.get("sampling", {})
+    given = {key: sampling[key] for key in _SAMPLING if sampling.get(key)}
+    tokenizer = job.data.tokenizer
+    with quiet_transformers(), writing(folder / "generation_config.json"):
+        try:
+            config = transformers.GenerationConfig.from_pretrained(folder)
+        except OSError:  # there is none
+            config = transformers.GenerationConfig()
+        ends: Any = config.eos_token_id
+        named = list(ends) if isinstance(ends, list) else [ends] if ends is not None else []
+        if tokenizer.eos_id not in named:
+            named.insert(0, tokenizer.eos_id)
+        found: dict[str, Any] = {"eos_token_id": named if len(named) > 1 else named[0]}
+        if config.pad_token_id is None:
+            found["pad_token_id"] = tokenizer.pad_id
+        if given:
+            found |= {"do_sample": True, **given}
+        config.update(**found)
+        config.save_pretrained(folder)

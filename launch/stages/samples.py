@@ -1,0 +1,109 @@
+"""Which columns of a stage are kept as samples, found in its graph: no recipe says anything of it.
+
+Kept are the rows that a policy is trained on and that were sampled in the step: their tokens, and
+whatever else the graph says of each of them by one number, or by one per token as advantages are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import networkx as nx
+
+from ...configs.schema import SamplesConfig
+from ...dataflow.graph.graph import Graph, Node, NodeKind, Ref
+from ...dataflow.graph.role import Role
+from ...dataflow.runtime.watch import Watch, watch_before
+from ...dataflow.runtime.worker_protocol import WorkerSpec
+from ...workers.data.sample_log import SampleLog, SampleLogSpec
+from ..inputs.data import Data
+from ..run_dir.samples import SAMPLES
+from .stages import Stage
+
+__all__ = ["sample_columns", "sample_node", "sample_watch"]
+
+_ADVANTAGE = "advantage"
+
+
+def sample_watch(
+    stage: Stage, config: SamplesConfig, data: Data, home: Path
+) -> tuple[Watch | None, Mapping[str, WorkerSpec | Role]]:
+    """Who looks at the stage's responses, and its worker; nobody if nothing is sampled or kept.
+
+    Args:
+        stage: The stage.
+        config: How much is kept.
+        data: The run's tokenizer.
+        home: The stage's folder.
+    """
+    trained = sample_node(stage.graph)
+    if trained is None or not config.max_rows:
+        return None, {}
+    role = SAMPLES
+    while role in stage.graph.roles:
+        role += "_log"
+    spec = SampleLogSpec(
+        folder=str((home / SAMPLES).resolve()),
+        tokenizer=data.tokenizer_spec,
+        versions_per_step=stage.graph.trains_per_step[trained.role or ""],
+        max_rows=config.max_rows,
+        keep_steps=config.keep_steps,
+        max_bytes=config.max_mib << 20,
+    )
+    columns = sample_columns(stage.graph, trained)
+    worker = (role, SampleLog, SampleLog.record.__name__)
+    return watch_before(trained, columns, worker, stage.graph, stage.placement), {role: spec}
+
+
+def sample_node(graph: Graph) -> Node | None:
+    """The train node whose rows are kept: the first with advantages, or else the first of all."""
+    found = [node for node in graph.nodes if _trains_on_samples(graph, node)]
+    with_advantage = [node for node in found if _input(node, _ADVANTAGE)]
+    return next(iter((*with_advantage, *found)), None)
+
+
+def _trains_on_samples(graph: Graph, node: Node) -> bool:
+    if not node.learns or not _input(node, "tokens") or not _input(node, "mask"):
+        return False
+    makers = nx.ancestors(graph.dag, node.name)
+    return any(graph[maker].kind is NodeKind.ROLLOUT for maker in makers)
+
+
+def _input(node: Node, column: str) -> Ref | None:
+    """The column that a train node's batch has under this name."""
+    return next((ref for path, ref in node.inputs if path.endswith(f".{column}")), None)
+
+
+def sample_columns(graph: Graph, trained: Node) -> dict[str, Ref]:
+    """Name in the file -> column, of the rows that `trained` is given.
+
+    A column is named after the node that makes it, such as "reward.score", and "reward" is the
+    last of those that a role gave, or a table calls "score".
+    """
+    tokens, mask = _input(trained, "tokens"), _input(trained, "mask")
+    assert tokens is not None, "looked at before"
+    assert mask is not None, "looked at before"
+    rows = graph[tokens.node].output(tokens.column).rows
+    found = {"tokens": tokens, "mask": mask}
+    before = nx.ancestors(graph.dag, trained.name)
+    for node in graph.nodes:
+        if node.name not in before:
+            continue
+        for output in node.outputs:
+            ref, spec = Ref(node.name, output.name), output.spec
+            if output.rows != rows or spec.row_axis is None or spec.ragged_axis is not None:
+                continue
+            if node.name == rows and output.group_id:
+                found["prompt_id"] = ref
+            elif node.name == rows and output.name == "finished":
+                found["finished"] = ref
+            elif spec.dtype.value == "f32":
+                found[node.name if node.output_table is None else str(ref)] = ref
+                if node.kind is NodeKind.FORWARD or output.name == "score":
+                    found["reward"] = ref
+    advantage = _input(trained, _ADVANTAGE)
+    if advantage is not None and graph[advantage.node].output(advantage.column).rows == rows:
+        found = {name: ref for name, ref in found.items() if ref != advantage}
+        found[_ADVANTAGE] = advantage
+    return found

@@ -1,0 +1,142 @@
+"""Several tasks in one: shares, suites, verifiers, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from penstock.configs.schema import TaskConfig
+from penstock.dataflow.errors import ConfigError
+from penstock.launch.inputs.data import task_spec_of
+from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.data.mixture_task import MixtureTask, MixtureTaskSpec
+from penstock.workers.data.sources import PromptSource
+from penstock.workers.data.task import HasShares, HasSuites, Task, fingerprint
+from penstock.workers.models.tokenizer import TokenizerSpec
+from penstock.workers.verifiers.pool import VerifierPool
+
+
+def file_spec(folder: Path, name: str, count: int, **options: Any) -> FileTaskSpec:
+    path = folder / f"{name}.jsonl"
+    rows = [{"prompt": f"{name}{i}", "answer": str(i)} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return FileTaskSpec(path=str(path), **options)
+
+
+def mixture(folder: Path, **weights: float) -> MixtureTask:
+    tasks = {
+        "a": file_spec(folder, "a", 20, num_held_out=4),
+        "b": file_spec(folder, "b", 30, reward="math_verify"),
+        "c": file_spec(folder, "c", 10),
+    }
+    return MixtureTaskSpec(tasks=tasks, weights=weights).build()
+
+
+def test_every_problem_is_the_one_of_its_task(tmp_path: Path) -> None:
+    task = mixture(tmp_path)
+    assert isinstance(task, Task)
+    assert isinstance(task, HasShares)
+    assert isinstance(task, HasSuites)
+    assert (len(task.train), len(task.held_out)) == (56, 4)
+    assert task.suites() == {"a": range(56, 60)}
+    for index in (*task.train, *task.held_out):
+        prompt = task.prompt_text(index)
+        assert task.answer_text(index) == prompt[1:]
+        assert task.where(index).startswith(f"{prompt[0]}: ")
+    assert fingerprint(task) == fingerprint(mixture(tmp_path))
+
+
+def test_steps_take_of_each_task_what_its_weight_says(tmp_path: Path) -> None:
+    task = mixture(tmp_path, a=5, b=2, c=0)
+    source = PromptSource(task, TokenizerSpec().build(), batch_size=4, seed=0)
+    batches = [source.batch(step).prompt_id.tolist() for step in range(70)]
+    assert all(len(set(batch)) == 4 for batch in batches)
+    counts = Counter(task.prompt_text(index)[0] for batch in batches for index in batch)
+    assert counts == {"a": 200, "b": 80}
+    again = PromptSource(task, TokenizerSpec().build(), batch_size=4, seed=0)
+    assert again.batch(69).prompt_id.tolist() == batches[69]
+    used = {task.prompt_text(index) for batch in batches for index in batch}
+    assert len(used) == 46
+
+
+def test_each_answer_goes_to_its_own_verifier(tmp_path: Path) -> None:
+    task = mixture(tmp_path)
+    by_prompt = {task.prompt_text(index): index for index in task.train}
+    plain = next(index for prompt, index in by_prompt.items() if prompt[0] == "c")
+    calls = [
+        task.verifier_call(by_prompt["b3"], "it is $6/2$"),
+        task.verifier_call(by_prompt["b3"], "4"),
+        task.verifier_call(plain, task.answer_text(plain) or ""),
+        task.verifier_call(plain, "no"),
+    ]
+    assert task.verifier is not None
+    pool = VerifierPool(task.verifier, num_processes=1, time_limit_s=30.0)
+    try:
+        assert [outcome.score for outcome in pool.run(calls)] == [1.0, 0.0, 1.0, 0.0]
+    finally:
+        pool.close()
+
+
+def section(**options: Any) -> TaskConfig:
+    return TaskConfig.model_validate({"kind": "mixture", **options})
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"tasks": {"s": "chain_sum"}, "weights": {"s": 0}},
+        "'task.weights' add up to 0, so no task would be trained on\n"
+        "    give at least one of them a weight above 0",
+    ),
+    (
+        {"tasks": {"sums": "chain_sum"}, "weights": {"sum": 1}},
+        "'task.weights.sum': there is no task 'sum'; did you mean 'sums'?\n    tasks are: sums",
+    ),
+    (
+        {"tasks": {"s": "chain_sum"}, "weights": {"s": -1}},
+        "'task.weights.s' is -1\n    give a number that is at least 0",
+    ),
+    (
+        {"tasks": {}},
+        "'task.tasks' is empty\n    give at least one: task.tasks={sums: chain_sum}",
+    ),
+    (
+        {"tasks": {"s": "chain_sun"}},
+        "'task.tasks.s': there is no option 'chain_sun' of task=; did you mean 'chain_sum'?\n"
+        "    give an option of task=, or keys such as {kind: file, path: problems.jsonl}",
+    ),
+    (
+        {"tasks": {"s": {"path": "a.jsonl"}}},
+        "'task.tasks.s' says no kind of task\n"
+        "    give an option of task=, or keys such as {kind: file, path: problems.jsonl}",
+    ),
+    (
+        {"tasks": {"s": {"kind": "file", "pat": "a.jsonl"}}},
+        "'task.tasks.s': a 'file' task has no option 'pat'",
+    ),
+    (
+        {"tasks": {"s": "cartpole"}},
+        "'task.tasks.s' has no problems to mix\n    give a task with prompts",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED)
+def test_what_is_no_mixture_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        task_spec_of(section(**options)).build()
+    assert str(caught.value).startswith(said)
+
+
+def test_what_one_task_holds_out_no_other_trains_on(tmp_path: Path) -> None:
+    tasks = {
+        "train": file_spec(tmp_path, "a", 6),
+        "test": FileTaskSpec(path=str(tmp_path / "a.jsonl"), num_held_out=2),
+    }
+    task = MixtureTaskSpec(tasks=tasks).build()
+    held_out = {task.prompt_text(index) for index in task.held_out}
+    assert not held_out & {task.prompt_text(index) for index in task.train}
+    assert len(task.train) == 8
+    assert task.report.reasons["prompt is held out by another task"] == 2

@@ -1,0 +1,245 @@
+"""Adapters: what they change, what they share, and what is written of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
+from penstock.algorithms.roles import PolicyBatch, Sampling
+from penstock.algorithms.roles.language import ValueBatch
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.runtime.call_context import call_scope
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine import network
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchValueSpec
+from penstock.workers.models.lora import LoraSpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.training.flat_parameters import read_tensors
+from penstock.workers.training.optimizer import OptimizerSpec
+from torch import nn
+
+QWEN = {
+    "model_type": "qwen2",
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4}
+ARCHITECTURES = pytest.mark.parametrize("architecture", [QWEN, GPT2], ids=["own", "transformers"])
+LORA = LoraSpec(rank=4, alpha=8.0)
+
+
+def _batch() -> PolicyBatch:
+    random = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 40, (6, 9), generator=random)
+    mask = torch.arange(9).expand(6, 9) >= 3
+    numbers = torch.randn(6, 9, generator=random)
+    return PolicyBatch(
+        tokens=tokens, mask=mask, behavior_logprob=numbers - 4, advantage=numbers.flip(0)
+    )
+
+
+def _policy(model: ModelSpec, *, role: str = "actor", **options: Any) -> PolicyWorker:
+    options = {"lora": LORA, "optimizer": OptimizerSpec(lr=1e-2), **options}
+    return TorchPolicySpec(model=model, eos_token_id=2, **options).build(WorkerContext(role))
+
+
+def _train(worker: PolicyWorker, steps: int = 3) -> None:
+    for step in range(steps):
+        with call_scope(step, 0):
+            worker.train(ClippedPolicyLoss(), _batch())
+
+
+def _logprob(worker: PolicyWorker) -> torch.Tensor:
+    with call_scope(0, 0):
+        return worker.logprob(_batch().tokens, _batch().mask)
+
+
+def _never(backbone: nn.Module) -> bool:
+    del backbone
+    return False
+
+
+def _module(worker: PolicyWorker) -> nn.Module:
+    assert isinstance(worker.network, network.TorchNetwork)
+    return worker.network.module
+
+
+@ARCHITECTURES
+def test_a_fresh_adapter_changes_nothing_and_a_trained_one_does(
+    architecture: dict[str, Any],
+) -> None:
+    model = ModelSpec(architecture=architecture)
+    plain, adapted = _policy(model, lora=LoraSpec()), _policy(model)
+    torch.testing.assert_close(_logprob(adapted), _logprob(plain), rtol=0, atol=1e-6)
+    _train(adapted)
+    assert float((_logprob(adapted) - _logprob(plain)).abs().max()) > 1e-3
+
+
+@ARCHITECTURES
+def test_merged_and_unmerged_agree(architecture: dict[str, Any], tmp_path: Path) -> None:
+    adapted = _policy(ModelSpec(architecture=architecture))
+    _train(adapted)
+    adapted.save_pretrained(tmp_path / "model")
+    merged = _policy(ModelSpec(folder=str(tmp_path / "model")), lora=LoraSpec())
+    torch.testing.assert_close(_logprob(merged), _logprob(adapted), rtol=0, atol=1e-5)
+
+
+def test_own_forward_and_transformers_train_the_same_adapters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = ModelSpec(architecture=QWEN)
+    own = _policy(model)
+    monkeypatch.setattr(network, "is_lean", _never)
+    other = _policy(model)
+    assert isinstance(own.network, network.LeanNetwork)
+    assert isinstance(other.network, network.PlainNetwork)
+    _train(own)
+    _train(other)
+    theirs = other.export_weights()
+    for name, weight in own.export_weights().items():
+        torch.testing.assert_close(weight, theirs[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_a_reference_shares_the_weights_and_stays_as_it_was() -> None:
+    model = ModelSpec(architecture=QWEN)
+    actor = _policy(model)
+    reference = _policy(
+        model, role="reference", lora=LoraSpec(), optimizer=None, shares_weights=True
+    )
+    before = _logprob(reference)
+    _train(actor)
+    assert torch.equal(_logprob(reference), before)
+    places = [
+        {
+            tensor.data_ptr()
+            for name, tensor in _module(one).named_parameters()
+            if ".lora_" not in name
+        }
+        for one in (actor, reference)
+    ]
+    assert places[0] == places[1]
+
+
+def test_roles_start_alike_and_learn_apart() -> None:
+    model = ModelSpec(architecture=QWEN)
+    first, second = _policy(model), _policy(model, role="other")
+    assert first.weights_sha256() == second.weights_sha256()
+    _train(first)
+    assert first.weights_sha256() != second.weights_sha256()
+
+
+def test_bfloat16_models_have_float32_adapters_and_generate() -> None:
+    worker = _policy(ModelSpec(architecture=QWEN, dtype="bfloat16"))
+    _train(worker)
+    assert {tensor.dtype for tensor in worker.export_weights().values()} == {torch.float32}
+    prompt = torch.tensor([[5, 6, 7]])
+    with call_scope(0, 0):
+        rollout = worker.generate(
+            prompt, torch.tensor([0]), Sampling(num_samples=2, max_new_tokens=4)
+        )
+    tokens, mask = rollout.tokens, rollout.mask
+    with call_scope(0, 0):
+        again = worker.logprob(tokens, mask)
+    torch.testing.assert_close(again[mask], rollout.behavior_logprob[mask], rtol=0, atol=0.05)
+
+
+def test_a_checkpoint_holds_adapters_alone_and_goes_on(tmp_path: Path) -> None:
+    model = ModelSpec(architecture=QWEN)
+    worker = _policy(model)
+    _train(worker, 2)
+    worker.save_state(tmp_path)
+    saved = read_tensors(tmp_path / "weights.safetensors")
+    assert all(".lora_" in name for name in saved)
+    assert {tuple(tensor.shape) for tensor in saved.values()} >= {(4, 32), (32, 4)}
+    other = _policy(model)
+    other.load_state(tmp_path)
+    _train(worker, 1)
+    _train(other, 1)
+    assert worker.weights_sha256() == other.weights_sha256()
+
+
+def test_peft_reads_what_is_saved(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    worker = _policy(ModelSpec(architecture=QWEN))
+    start = _policy(ModelSpec(architecture=QWEN), lora=LoraSpec())
+    start.save_pretrained(tmp_path / "base")
+    _train(worker)
+    worker.save_pretrained(tmp_path / "model")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = PeftModel.from_pretrained(base, str(tmp_path / "model" / "adapter"))
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokens = _batch().tokens
+    with torch.no_grad():
+        expected = whole(input_ids=tokens).logits
+        torch.testing.assert_close(theirs(input_ids=tokens).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_training_goes_on_from_a_saved_adapter_and_its_copy_is_the_reference(
+    tmp_path: Path,
+) -> None:
+    model = ModelSpec(architecture=QWEN)
+    worker = _policy(model)
+    _train(worker)
+    worker.save_pretrained(tmp_path)
+    lora = replace(LORA, folder=str(tmp_path / "adapter"))
+    later, reference = _policy(model, lora=lora), _policy(model, lora=lora, optimizer=None)
+    assert torch.equal(_logprob(later), _logprob(worker))
+    _train(later)
+    assert torch.equal(_logprob(reference), _logprob(worker))
+
+
+def test_a_critic_trains_adapters_and_its_head() -> None:
+    spec = TorchValueSpec(
+        model=ModelSpec(architecture=QWEN), optimizer=OptimizerSpec(lr=1e-2), lora=LORA
+    )
+    worker = spec.build(WorkerContext("critic"))
+    names = worker.export_weights().keys()
+    assert {"value_head.weight", "value_head.bias"} <= names
+    batch = _batch()
+    values = ValueBatch(
+        tokens=batch.tokens,
+        mask=batch.mask,
+        old_value=torch.zeros(batch.mask.shape),
+        value_target=torch.ones(batch.mask.shape),
+    )
+    for step in range(30):
+        with call_scope(step, 0):
+            worker.train(ClippedValueLoss(), values)
+    with call_scope(30, 0):
+        found = worker.value(batch.tokens, batch.mask)
+    assert float(found[batch.mask].mean()) > 0.2
+
+
+def test_a_target_that_is_not_there_is_refused() -> None:
+    lora = LoraSpec(rank=4, target_modules=("q_prj",))
+    with pytest.raises(ConfigError) as refused:
+        _policy(ModelSpec(architecture=QWEN), lora=lora)
+    assert str(refused.value) == (
+        "lora.target_modules: no linear map of the model is called 'q_prj'; did you mean "
+        "'q_proj'?\n"
+        "    it has: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
+    )
+
+
+def test_an_adapter_of_another_rank_is_refused(tmp_path: Path) -> None:
+    model = ModelSpec(architecture=QWEN)
+    _policy(model).save_pretrained(tmp_path)
+    lora = LoraSpec(rank=2, folder=str(tmp_path / "adapter"))
+    with pytest.raises(ConfigError, match="are not those of an adapter of rank 2"):
+        _policy(model, lora=lora)
+
+
+def test_targets_without_a_rank_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"lora.target_modules is given, but lora.rank is 0"):
+        LoraSpec(target_modules=("q_proj",))

@@ -1,0 +1,194 @@
+"""Prompts as tokens: texts as they are, conversations by the tokenizer's own chat template.
+
+The tokens of a conversation are exactly those of
+`tokenizer.apply_chat_template(messages, tools=..., add_generation_prompt=True)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...dataflow.errors import ConfigError, one_process
+from ..models.tokenizer import ChatTemplateError, Tokenizer
+from .conversation_tokens import Encoded, encode_conversation
+from .messages import NotMessages, check_messages
+from .task import Converses, HasReplies, Message, Task
+
+__all__ = ["BadPrompt", "ChatOptions", "PromptEncoder"]
+
+_SET_BY_US = (
+    *("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
+    *("padding", "truncation", "max_length", "tokenizer_kwargs", "documents"),
+)
+"""Arguments of `apply_chat_template` that are not the template's own."""
+
+_PROBE = "penstock9probe"
+"""A word that no template writes and none escapes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """How prompts that are conversations are rendered, and which are made into ones."""
+
+    wrap: bool = False
+    """Whether a prompt that is a text is rendered as one message of a user."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further variables of the template, such as `{enable_thinking: false}`."""
+
+    def __post_init__(self) -> None:
+        """Refuse arguments that change what is rendered.
+
+        Raises:
+            ConfigError: Naming the first of them.
+        """
+        for name in self.template_kwargs:
+            if name in _SET_BY_US:
+                raise ConfigError(
+                    f"'task.chat_template_kwargs.{name}' is set by us\n"
+                    "    give variables of the template alone, such as enable_thinking"
+                )
+
+
+@dataclass(frozen=True)
+class BadPrompt:
+    """Why a prompt cannot be rendered.
+
+    Attributes:
+        reason: The kind of fault, the same words for every row that has it.
+        detail: What was wrong with this one.
+    """
+
+    reason: str
+    detail: str
+
+
+class PromptEncoder:
+    """Turns the prompts of a task into tokens: texts as they are, conversations by the template.
+
+    Args:
+        task: The problems; one that `Converses` may have conversations.
+        tokenizer: Encodes texts, and holds the template.
+        chat: How conversations are rendered.
+    """
+
+    def __init__(self, task: Task, tokenizer: Tokenizer, chat: ChatOptions) -> None:
+        self._task, self._tokenizer, self._chat = task, tokenizer, chat
+        self._known_roles: set[str] = set()
+
+    @one_process()
+    def messages(self, index: int) -> list[dict[str, Any]] | None:
+        """The conversation that the model is to continue; None if the prompt is a plain text.
+
+        Raises:
+            NotMessages: If the task gives something else.
+        """
+        given = self._task.messages(index) if isinstance(self._task, Converses) else None
+        if given is None and not self._chat.wrap:
+            return None
+        if given is None:
+            return [{"role": "user", "content": self._task.prompt_text(index)}]
+        messages = check_messages(given)
+        if messages[-1]["role"] == "assistant":
+            raise NotMessages("the last message of a prompt is the assistant's, not one to answer")
+        return messages
+
+    def conversations(self, indices: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
+        """Index -> messages, of the prompts that are conversations."""
+        found = {index: self.messages(index) for index in indices}
+        return {index: messages for index, messages in found.items() if messages is not None}
+
+    def encode(self, indices: Sequence[int]) -> list[list[int] | BadPrompt]:
+        """The ids of each prompt; those of a conversation end with the generation prompt.
+
+        Raises:
+            ConfigError: If there are conversations and the tokenizer has no template, or one that
+                cannot be read; or if the tokenizer is broken.
+        """
+        texts = [self._text(index) for index in indices]
+        good = [text for text in texts if isinstance(text, str)]
+        encoded = iter(self._tokenizer.encode_many(good))
+        return [next(encoded) if isinstance(text, str) else text for text in texts]
+
+    def with_reply(self, index: int, reply: str | Sequence[Message]) -> Encoded:
+        """A conversation and what follows, its last turns or all of the assistant's to be trained.
+
+        Raises:
+            ChatTemplateError: If the template refuses them.
+            NoPrefix: If the turns cannot be told apart.
+        """
+        asked = self.messages(index) or []
+        told = [{"role": "assistant", "content": reply}] if isinstance(reply, str) else list(reply)
+        with one_process():
+            all_turns = isinstance(self._task, HasReplies) and self._task.imitates_history(index)
+        return encode_conversation(
+            self._tokenizer,
+            [*asked, *told],
+            first=0 if all_turns else len(asked),
+            tools=self._tools(index),
+            variables=self._chat.template_kwargs,
+        )
+
+    def written(self, index: int) -> str:
+        """Everything the prompt's author wrote, for a look at its characters."""
+        messages = self.messages(index)
+        if messages is None:
+            return one_process()(self._task.prompt_text)(index)
+        return "".join(str(message["content"]) for message in messages)
+
+    def _text(self, index: int) -> str | BadPrompt:
+        try:
+            messages = self.messages(index)
+        except NotMessages as error:
+            return BadPrompt("no conversation", str(error))
+        if messages is None:
+            return one_process()(self._task.prompt_text)(index)
+        self._need_template()
+        tools = self._tools(index)
+        try:
+            text = self._render(messages, tools)
+            unknown = [m["role"] for m in messages if not self._knows(m, messages, tools)]
+        except ChatTemplateError as error:
+            return BadPrompt("the chat template fails", str(error))
+        if unknown:
+            return BadPrompt(
+                "role unknown to the chat template", f"it leaves out what '{unknown[0]}' says"
+            )
+        return text
+
+    @one_process()
+    def _tools(self, index: int) -> list[Mapping[str, Any]] | None:
+        tools = self._task.tools(index) if isinstance(self._task, Converses) else None
+        return list(tools) if tools else None
+
+    def _render(self, messages: Sequence[Message], tools: list[Mapping[str, Any]] | None) -> str:
+        return self._tokenizer.render(messages, tools=tools, **self._chat.template_kwargs)
+
+    def _knows(
+        self,
+        message: Message,
+        messages: Sequence[Message],
+        tools: list[Mapping[str, Any]] | None,
+    ) -> bool:
+        """Whether the template writes what this role says; looked at once for each role."""
+        role = message["role"]
+        # What the assistant said before may be shortened: templates leave out its thoughts.
+        if role == "assistant" or role in self._known_roles or not message["content"]:
+            return True
+        probed = [{**m, "content": _PROBE} if m is message else m for m in messages]
+        if _PROBE not in self._render(probed, tools):
+            return False
+        self._known_roles.add(role)
+        return True
+
+    def _need_template(self) -> None:
+        if self._tokenizer.has_template or "chat_template" in self._chat.template_kwargs:
+            return
+        asked = "task.chat is true" if self._chat.wrap else "its prompts are conversations"
+        raise ConfigError(
+            f"task '{self._task.task_id}': {asked}, but the tokenizer '{self._tokenizer.name}' has "
+            "no chat template\n    take an instruct model, put its chat_template.jinja into the "
+            "model's folder, or give prompts as text"
+        )

@@ -1,0 +1,114 @@
+"""A whole conversation as tokens, and which of them the assistant wrote.
+
+The tokens are exactly those of `tokenizer.apply_chat_template(messages, tools=...)`. Where the
+template marks what is generated, its marks say which are the assistant's. Elsewhere each turn is
+found by rendering what comes before it: the conversation up to turn n must be a token prefix of the
+conversation up to turn n + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..models.tokenizer import Tokenizer
+from .task import Message
+
+__all__ = ["Encoded", "NoPrefix", "encode_conversation"]
+
+
+class NoPrefix(ValueError):
+    """Why the turns of a conversation cannot be told apart."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A row of tokens.
+
+    Attributes:
+        ids: All of them.
+        spans: First and past-the-last place of each piece that is trained on, in order.
+    """
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+    @property
+    def num_before(self) -> int:
+        """Tokens before the first one that is trained on."""
+        return self.spans[0][0]
+
+
+def encode_conversation(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    first: int,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any],
+) -> Encoded:
+    """Tokens of a conversation, the assistant's turns from message `first` on to be trained on.
+
+    A turn ends with its end-of-sequence token; what the template writes after that, no policy
+    samples, and it is not trained on.
+
+    Args:
+        tokenizer: With a chat template.
+        messages: All of the conversation.
+        first: How many messages are only read.
+        tools: JSON schemas of what the model may call.
+        variables: Further ones of the template.
+
+    Raises:
+        ChatTemplateError: If the template refuses the messages.
+        NoPrefix: If the conversation up to a turn is no prefix of the whole, or nothing is trained.
+    """
+
+    def rendered(count: int, begins_answer: bool) -> list[int]:
+        text = tokenizer.render(
+            messages[:count], tools=tools, add_generation_prompt=begins_answer, **variables
+        )
+        return tokenizer.encode(text)
+
+    ids = rendered(len(messages), False)
+    marks = tokenizer.generation_marks(messages, tools=tools, **variables)
+    if marks is not None:
+        before = rendered(first, False) if first else []
+        _check_prefix(before, ids, f"the end of message {first}")
+        start = len(before)
+        spans = _runs([mark and place >= start for place, mark in enumerate(marks)])
+        return _with_spans(ids, spans)
+    spans: list[tuple[int, int]] = []
+    for number, message in enumerate(messages):
+        if number < first or message["role"] != "assistant":
+            continue
+        before, after = rendered(number, True), rendered(number + 1, False)
+        _check_prefix(before, ids, f"what comes before message {number + 1}")
+        _check_prefix(after, ids, f"the end of message {number + 1}")
+        spans.append((len(before), _end(after, len(before), tokenizer.eos_id)))
+    return _with_spans(ids, spans)
+
+
+def _check_prefix(part: list[int], ids: list[int], what: str) -> None:
+    if ids[: len(part)] != part:
+        raise NoPrefix(f"{what} is rendered in another way when the conversation goes on")
+
+
+def _with_spans(ids: list[int], spans: list[tuple[int, int]]) -> Encoded:
+    if not spans or any(start >= end for start, end in spans):
+        raise NoPrefix("no token is the assistant's")
+    return Encoded(ids, spans)
+
+
+def _end(turn: list[int], start: int, eos_id: int) -> int:
+    """Past the turn's last end of sequence, or else past its last token."""
+    ends = [place for place in range(start, len(turn)) if turn[place] == eos_id]
+    return ends[-1] + 1 if ends else len(turn)
+
+
+def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
+    """Places where runs of True begin and end."""
+    padded = [False, *mask, False]
+    edges = [i for i in range(len(mask) + 1) if padded[i] != padded[i + 1]]
+    return list(zip(edges[::2], edges[1::2], strict=True))

@@ -1,0 +1,264 @@
+"""Which problems a step uses: shuffled by epochs, in shares, easy ones first, or by what is hard.
+
+All of it is a pure function of (seed, step), so there is no position to save: a resumed run asks
+for the step it stopped at. That is why pass rates are those that the data states, and not those
+that the run itself finds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...dataflow.errors import ConfigError
+from ...dataflow.option_checks import check_range
+from .task import HasPassRates, HasShares, Task
+
+__all__ = ["SHUFFLED", "Order", "StepRows", "epoch_order", "step_rows"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Which problems a step takes.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    kind: Literal["shuffled", "curriculum", "priority"] = "shuffled"
+    """`shuffled`: every problem once in an epoch. `curriculum`: the easiest first, more of them
+    with every step. `priority`: each by its weight of 1 - pass rate."""
+    curriculum_steps: int = 100
+    """Steps until a curriculum takes from all problems."""
+    pass_rates: tuple[float, float] = (0.0, 1.0)
+    """Lowest and highest pass rate of problems that are used at all."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "curriculum_steps", at_least=1)
+        check_range(self, "pass_rates", at_least=0, at_most=1)
+
+    @property
+    def reads_rates(self) -> bool:
+        """Whether pass rates must be known."""
+        return self.kind != "shuffled" or self.pass_rates != (0.0, 1.0)
+
+
+SHUFFLED = Order()
+
+
+@lru_cache(maxsize=8)
+def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order in which an epoch visits `num_rows` rows: a permutation, the same on every machine.
+
+    Rows are sorted by one raw Philox number each (key `seed`, counter `epoch`). Raw Philox output
+    is fixed for good, whereas numpy may change how its generators shuffle.
+
+    Returns:
+        i64[num_rows], read-only.
+    """
+    order = np.argsort(_raw(num_rows, seed, epoch), kind="stable")
+    order.setflags(write=False)
+    return order
+
+
+def _raw(count: int, seed: int, number: int) -> NDArray[np.uint64]:
+    return np.random.Philox(key=seed % 2**64, counter=[0, 0, 0, number]).random_raw(count)
+
+
+class StepRows(Protocol):
+    """Which problems a step uses."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until every problem could have been used."""
+        ...
+
+    def at(self, step: int) -> list[int]:
+        """Problem indices of a step, all different."""
+        ...
+
+
+def step_rows(
+    what: str,
+    problems: Sequence[int],
+    *,
+    batch_size: int,
+    seed: int,
+    task: Task,
+    order: Order = SHUFFLED,
+) -> StepRows:
+    """Which problems a step uses.
+
+    Args:
+        what: What they are, in messages.
+        problems: Indices to choose from.
+        batch_size: How many a step takes.
+        seed: Of the choice.
+        task: Theirs; it may have shares and pass rates.
+        order: How they are chosen.
+
+    Raises:
+        ConfigError: If there are too few, or pass rates are asked for and not known.
+    """
+    if batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size}\n    use at least 1 {what} per step")
+    rates = _rates(problems, task) if order.reads_rates else {}
+    low, high = order.pass_rates
+    problems = [index for index in problems if not rates or low <= rates[index] <= high]
+    if batch_size > len(problems):
+        raise ConfigError(
+            f"batch_size is {batch_size} {what}s per step, but task '{task.task_id}' has only "
+            f"{len(problems)}\n    use batch_size <= {len(problems)} (a stage's `per_step` "
+            "key), or more problems"
+        )
+    if isinstance(task, HasShares):
+        return _in_shares(what, problems, batch_size, seed, task)
+    if order.kind == "shuffled":
+        return _Epochs(problems, batch_size, seed)
+    return _ByRate(problems, rates, order, batch_size, seed)
+
+
+class _Epochs:
+    """Every epoch in its own order, without a remainder that fills no step."""
+
+    def __init__(self, problems: Sequence[int], batch_size: int, seed: int) -> None:
+        self._problems = np.asarray(problems, dtype=np.int64)
+        self._batch_size = batch_size
+        self._seed = seed
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self._problems) // self._batch_size
+
+    def at(self, step: int) -> list[int]:
+        epoch, batch = divmod(_checked(step), self.steps_per_epoch)
+        order = epoch_order(len(self._problems), self._seed, epoch)
+        chosen = order[batch * self._batch_size : (batch + 1) * self._batch_size]
+        return self._problems[chosen].tolist()
+
+
+def _checked(step: int) -> int:
+    if step < 0:
+        raise ValueError(f"step must be at least 0, got {step}")
+    return step
+
+
+class _ByRate:
+    """A curriculum, or problems by priority; every step anew, so there are no epochs."""
+
+    def __init__(
+        self,
+        problems: Sequence[int],
+        rates: Mapping[int, float],
+        order: Order,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        easiest = sorted(problems, key=lambda index: -rates[index])
+        self._problems = np.asarray(easiest, dtype=np.int64)
+        self._rates = np.asarray([rates[index] for index in easiest])
+        self._order, self._batch_size, self._seed = order, batch_size, seed
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self._problems) // self._batch_size
+
+    def at(self, step: int) -> list[int]:
+        in_priority = self._order.kind == "priority"
+        return self._by_weight(_checked(step)) if in_priority else self._easiest(_checked(step))
+
+    def _easiest(self, step: int) -> list[int]:
+        """Of the easiest share (step + 1) / curriculum_steps, at least a batch, any."""
+        share = min(1.0, (step + 1) / self._order.curriculum_steps)
+        count = max(self._batch_size, int(share * len(self._problems)))
+        chosen = np.argsort(_raw(count, self._seed, step), kind="stable")[: self._batch_size]
+        return self._problems[chosen].tolist()
+
+    def _by_weight(self, step: int) -> list[int]:
+        """Without replacement, with weights of 1 - pass rate (Kimi k1.5, section 2.3.4).
+
+        Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006: the largest
+        log(u) / weight, u uniform. What is always solved has no weight, and comes last.
+        """
+        uniform = (_raw(len(self._problems), self._seed, step) >> np.uint64(11)) * 2.0**-53
+        weight = np.maximum(1 - self._rates, 1e-9)
+        keys = np.log(np.maximum(uniform, 2.0**-54)) / weight
+        return self._problems[np.argsort(-keys, kind="stable")[: self._batch_size]].tolist()
+
+
+class _Shares:
+    """Several sets of problems, each with its share of every step.
+
+    Which part a place of a step belongs to is what is due by then: place k of all goes to the part
+    that is furthest below its share of k + 1. A part is off its share by less than one item.
+
+    Args:
+        shares: Of each part.
+        rows: Of each part, as many as a step may take.
+        batch_size: Items of a step.
+    """
+
+    def __init__(self, shares: Sequence[float], rows: Sequence[_Epochs], batch_size: int) -> None:
+        self._shares = np.asarray(shares)
+        self._rows = rows
+        self._batch_size = batch_size
+        self._taken = [np.zeros(len(shares), dtype=np.int64)]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return max(rows.steps_per_epoch for rows in self._rows)
+
+    def at(self, step: int) -> list[int]:
+        while len(self._taken) <= _checked(step) + 1:
+            self._taken.append(self._next(len(self._taken) - 1))
+        counts = self._taken[step + 1] - self._taken[step]
+        pairs = zip(self._rows, counts.tolist(), strict=True)
+        return [problem for rows, count in pairs for problem in rows.at(step)[:count]]
+
+    def _next(self, step: int) -> NDArray[np.int64]:
+        taken = self._taken[step].copy()
+        for place in range(step * self._batch_size, (step + 1) * self._batch_size):
+            taken[int(np.argmax(self._shares * (place + 1) - taken))] += 1
+        return taken
+
+
+def _in_shares(
+    what: str, problems: Sequence[int], batch_size: int, seed: int, task: HasShares
+) -> _Shares:
+    shares: list[float] = []
+    rows: list[_Epochs] = []
+    for number, (share, part) in enumerate(task.shares):
+        most = min(batch_size, math.ceil(share * batch_size) + 1)
+        own = [index for index in problems if index in part]
+        if most > len(own):
+            raise ConfigError(
+                f"{batch_size} {what}s per step take up to {most} of part {number + 1} of the "
+                f"mixture, which has only {len(own)}\n"
+                "    lower its weight or the batch size, or give it more problems"
+            )
+        shares.append(share)
+        rows.append(_Epochs(own, most, _part_seed(seed, number)))
+    return _Shares(shares, rows, batch_size)
+
+
+def _part_seed(seed: int, number: int) -> int:
+    digest = hashlib.sha256(f"{seed}/part/{number}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def _rates(problems: Sequence[int], task: Task) -> dict[int, float]:
+    known = {i: task.pass_rate(i) for i in problems} if isinstance(task, HasPassRates) else {}
+    rates = {index: rate for index, rate in known.items() if rate is not None}
+    if len(rates) < len(problems):
+        raise ConfigError(
+            f"task '{task.task_id}' does not say how often its problems are solved, which "
+            "task.order and task.pass_rates need\n    give task.pass_rate_field, or leave both out"
+        )
+    return rates

@@ -1,0 +1,286 @@
+"""One row of data at a time: its parts found, checked and kept as text, in a Hugging Face dataset.
+
+Rows come in the forms of TRL and OpenAI: a prompt with an answer; a prompt with a completion; a
+prompt, or none, with a chosen and a rejected response; or a whole conversation. Each prompt and
+response is a text, or a list of messages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..verifiers.verifiers import BUILT_IN
+from .messages import NotMessages, check_messages, last_user_text
+from .row_report import DataReport
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+__all__ = ["BadPart", "Columns", "good_rows"]
+
+_MOST_CHARACTERS = 1 << 20
+"""Of a text, far above what any model reads; tokenizing a longer one takes minutes."""
+_WRITTEN = ("messages", "prompt", "response", "chosen", "rejected")
+"""Parts that may be conversations."""
+
+_Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Which field of a row plays which part; a part without a field is not read.
+
+    Without `prompt`, the prompt is what `messages` says before its last answer, or else what
+    `chosen` and `rejected` have in common at the beginning.
+    """
+
+    messages: str | None = None
+    prompt: str | None = "prompt"
+    tools: str | None = None
+    answer: str | None = None
+    response: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    chosen_score: str | None = None
+    rejected_score: str | None = None
+    reward: str | None = None
+    pass_rate: str | None = None
+    id: str | None = None
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """Part -> field, of the parts that are read."""
+        return {part: field for part, field in vars(self).items() if field is not None}
+
+
+class BadPart(Exception):
+    """Why a row cannot be used: reason and detail."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason, self.detail = reason, detail
+        super().__init__(reason, detail)
+
+
+def good_rows(source: Iterable[tuple[str, Any]], columns: Columns, report: DataReport) -> Dataset:
+    """Check rows; bad ones go to `report`, good ones to the result.
+
+    Every part that `columns` names must be there on every row: text, and not blank. Answers and
+    ids may be numbers, scores and pass rates must be; they become text. Prompts and responses may
+    be messages, and tools may be missing.
+
+    Args:
+        source: Where each row stands, and the row.
+        columns: Which fields are read.
+        report: Is told what was left out.
+
+    Returns:
+        A dataset in memory with text columns for the parts read, and "where". "messages" and
+        "tools" are JSON, empty where the prompt is a text, and so is "replies", the messages of the
+        response, or of the chosen and the rejected one; of a conversation, "prompt" is what the
+        user said last, and a response what the assistant said.
+    """
+    from datasets import Dataset
+
+    kept: list[dict[str, str]] = []
+    ids: dict[str, str] = {}
+    for where, row in source:
+        try:
+            good = _validated(row, columns)
+            if "id" in good:
+                _check_id(good["id"], where, ids)
+        except BadPart as bad:
+            report.reject(where, bad.reason, bad.detail)
+            continue
+        kept.append({**good, "where": where})
+    report.keep(len(kept))
+    response = ("response",) if columns.messages else ()
+    names = {*columns.parts, *response, "prompt", "messages", "tools", "replies", "where"}
+    return Dataset.from_dict({name: [row[name] for row in kept] for name in sorted(names)})
+
+
+def _validated(row: Any, columns: Columns) -> dict[str, str]:
+    if isinstance(row, BadPart):
+        raise row
+    if not isinstance(row, Mapping):
+        raise BadPart("not an object", f"a row is an object with named fields, got {_kind(row)}")
+    good = {"tools": ""}
+    written: dict[str, str | _Messages] = {}
+    for part, field in columns.parts.items():
+        if part == "tools":
+            good[part] = _tools(row.get(field), field)
+        elif part in _WRITTEN:
+            written[part] = _written(row, part, field)
+        else:
+            good[part] = _text(row, part, field)
+    if good.get("reward", "exact_match") not in BUILT_IN:
+        detail = f"'{good['reward']:.40}' is none of {', '.join(sorted(BUILT_IN))}"
+        raise BadPart(f"unknown reward in '{columns.reward}'", detail)
+    if "chosen" in written and written["chosen"] == written["rejected"]:
+        raise BadPart("equal pair", f"'{columns.chosen}' and '{columns.rejected}' are the same")
+    return {**good, **_Exchange(written, columns).parts()}
+
+
+class _Exchange:
+    """The parts of a row that somebody wrote: what to answer, and the answers.
+
+    Raises:
+        BadPart: If they do not fit together.
+    """
+
+    def __init__(self, written: dict[str, str | _Messages], columns: Columns) -> None:
+        self._columns = columns
+        self._answers = {part: written[part] for part in _WRITTEN[2:] if part in written}
+        if "messages" in written:
+            self._prompt = self._before_the_last_answer(written["messages"])
+        elif "prompt" in written:
+            self._prompt = written["prompt"]
+        else:
+            self._prompt = self._in_common(written["chosen"], written["rejected"])
+
+    def parts(self) -> dict[str, str]:
+        """The columns; see `good_rows`."""
+        if isinstance(self._prompt, str):
+            return {"messages": "", "replies": "", "prompt": self._prompt, **self._texts()}
+        field = self._columns.messages or self._columns.prompt or self._columns.chosen or ""
+        if not self._prompt or self._prompt[-1]["role"] == "assistant":
+            what = "the last message is the assistant's, not one to answer"
+            raise BadPart(f"no prompt in '{field}'", what if self._prompt else "nothing is asked")
+        replies = [self._reply(part) for part in self._answers]
+        return {
+            "messages": _json(self._prompt, field),
+            "replies": _json(replies, field) if replies else "",
+            "prompt": _whole(last_user_text(self._prompt), "prompt", field),
+            **{
+                part: str(reply[-1]["content"])
+                for part, reply in zip(self._answers, replies, strict=True)
+            },
+        }
+
+    def _before_the_last_answer(self, whole: str | _Messages) -> _Messages:
+        field = self._columns.messages or ""
+        if isinstance(whole, str):
+            raise BadPart(f"wrong type of '{field}'", "expected a list of messages, got text")
+        if whole[-1]["role"] != "assistant":
+            raise BadPart(f"no answer in '{field}'", "the last message is not the assistant's")
+        self._answers = {"response": whole[-1:]}
+        return whole[:-1]
+
+    def _in_common(self, chosen: str | _Messages, rejected: str | _Messages) -> str | _Messages:
+        """What both begin with, cut off; a text as TRL cuts it, at a space."""
+        pairs = enumerate(zip(chosen, rejected, strict=False))
+        end = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+        if isinstance(chosen, str) and chosen[end - 1 : end] == " ":
+            end -= 1
+        self._answers = {"chosen": chosen[end:], "rejected": rejected[end:]}
+        for part, answer in self._answers.items():
+            if not answer:
+                field = getattr(self._columns, part)
+                raise BadPart(f"empty {part}", f"all of '{field}' is the prompt")
+        if not chosen[:end]:
+            raise BadPart("no prompt", "the two responses have no beginning in common")
+        return chosen[:end]
+
+    def _texts(self) -> dict[str, str]:
+        texts: dict[str, str] = {}
+        for part, answer in self._answers.items():
+            if not isinstance(answer, str):
+                raise BadPart(
+                    f"wrong type of '{getattr(self._columns, part)}'",
+                    "the prompt is a text, and this is a list of messages",
+                )
+            texts[part] = answer
+        return texts
+
+    def _reply(self, part: str) -> _Messages:
+        answer = self._answers[part]
+        if isinstance(answer, str):
+            return [{"role": "assistant", "content": answer}]
+        if answer[-1]["role"] != "assistant":
+            field = self._columns.messages or getattr(self._columns, part)
+            raise BadPart(f"no answer in '{field}'", "the last message is not the assistant's")
+        return answer
+
+
+def _written(row: Mapping[str, Any], part: str, field: str) -> str | _Messages:
+    """A text or messages."""
+    value = row.get(field)
+    if not isinstance(value, list):
+        return _text(row, part, field)
+    try:
+        return check_messages(value)
+    except NotMessages as error:
+        raise BadPart(f"no conversation in '{field}'", str(error)) from None
+
+
+def _text(row: Mapping[str, Any], part: str, field: str) -> str:
+    if field not in row:
+        has = ", ".join(map(str, row)) or "nothing"
+        raise BadPart(f"missing field '{field}'", f"it has {has}")
+    value = row[field]
+    if value is None:
+        raise BadPart(f"missing field '{field}'", "it is null")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadPart(f"wrong type of '{field}'", f"expected a finite number, got {value}")
+    is_figure = part == "pass_rate" or part.endswith("_score")
+    if is_figure and not (is_number and abs(value) <= sys.float_info.max):
+        raise BadPart(f"wrong type of '{field}'", f"expected a number, got {_kind(value)}")
+    if part == "pass_rate" and not 0 <= float(value) <= 1:
+        raise BadPart(f"wrong value of '{field}'", f"expected 0 to 1, got {value:g}")
+    if is_number and (part in ("answer", "id") or is_figure):
+        value = json.dumps(value)
+    if not isinstance(value, str):
+        expected = "text or a list of messages" if part in _WRITTEN else "text"
+        raise BadPart(f"wrong type of '{field}'", f"expected {expected}, got {_kind(value)}")
+    return _whole(value, part, field)
+
+
+def _whole(value: str, part: str, field: str) -> str:
+    """The text, if it can be written, read and encoded."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadPart(
+            f"broken Unicode in '{field}'", f"half a surrogate pair at character {error.start + 1}"
+        ) from None
+    if len(value) > _MOST_CHARACTERS:
+        raise BadPart(f"too long {part}", f"'{field}' has {len(value)} characters")
+    if not value.strip():
+        raise BadPart(f"empty {part}", f"'{field}' is {value!r:.40}")
+    return value
+
+
+def _tools(value: Any, field: str) -> str:
+    """The tools as JSON; a text is JSON already, as some data sets have it."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BadPart(f"wrong type of '{field}'", f"text that is no JSON: {error}") from None
+    if value is None or value == []:
+        return ""
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise BadPart(f"wrong type of '{field}'", f"expected a list of objects, got {_kind(value)}")
+    return _json(value, field)
+
+
+def _json(value: Any, field: str) -> str:
+    return _whole(json.dumps(value, ensure_ascii=False), "prompt", field)
+
+
+def _check_id(identity: str, where: str, seen: dict[str, str]) -> None:
+    if identity in seen:
+        raise BadPart("duplicate id", f"'{identity}' first stands at {seen[identity]}")
+    seen[identity] = where
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    kinds = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list"}
+    return kinds.get(type(value), "an object" if isinstance(value, dict) else type(value).__name__)

@@ -1,0 +1,172 @@
+"""Keeping some of each step's responses as text, in files of their own.
+
+A step is one file, `step-000010.jsonl.gz`, that is complete or absent; a step that is taken again
+replaces its own. Text is made and written in a thread: the worker that is about to train only
+copies the rows that are kept.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import re
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...dataflow.graph.role import Role
+from ...dataflow.runtime.call_context import call_staleness, current_step
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ..models.tokenizer import Tokenizer, TokenizerSpec
+
+__all__ = ["SampleLog", "SampleLogSpec", "step_files"]
+
+_LOG = logging.getLogger("penstock.samples")
+_NAME = re.compile(r"step-(\d+)\.jsonl\.gz")
+_MOST_WAITING = 2
+"""Steps whose text is not written yet; a worker that is further ahead waits."""
+
+
+def step_files(folder: Path) -> dict[int, Path]:
+    """Step -> its file, in order; none if there is no folder."""
+    if not folder.is_dir():
+        return {}
+    found = {int(m[1]): path for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleLogSpec:
+    """Recipe for a `SampleLog`; a `WorkerSpec`."""
+
+    folder: str
+    """Where the files are written; made with the first."""
+    tokenizer: TokenizerSpec
+    """The policy's tokenizer."""
+    versions_per_step: int
+    """Train calls of the policy in a step: by so many its weights' version grows."""
+    max_rows: int
+    """Responses kept of a step, whole prompts first."""
+    keep_steps: int | None
+    """Steps kept, the newest ones; None for all."""
+    max_bytes: int
+    """Size of all files, beyond which every second step is dropped."""
+
+    def build(self, context: WorkerContext) -> SampleLog:
+        """Make the log; of the processes of a rank the one that answers writes."""
+        return SampleLog(self, writes=context.answers)
+
+
+class SampleLog(Role):
+    """See `SampleLogSpec`."""
+
+    def __init__(self, spec: SampleLogSpec, *, writes: bool) -> None:
+        self._spec = spec
+        self._writes = writes
+        self._tokenizer: Tokenizer | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._waiting: list[Future[None]] = []
+        self._has_warned = False
+
+    def record(self, tokens: Tensor, mask: Tensor, **columns: Tensor) -> None:
+        """Keep the first rows of a step.
+
+        Args:
+            tokens: i64[rows, T], prompt and response, padded on the right with -1.
+            mask: bool[rows, T], True on the response.
+            **columns: More of these rows, by the name they get; per token, their mean is kept.
+        """
+        if not self._writes:
+            return
+        count = self._spec.max_rows
+        kept = {name: column[:count].clone() for name, column in columns.items()}
+        kept |= {"tokens": tokens[:count].clone(), "mask": mask[:count].clone()}
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._waiting = [future for future in self._waiting if not future.done()]
+        if len(self._waiting) >= _MOST_WAITING:
+            self._waiting.pop(0).result()
+        step, staleness = current_step(), call_staleness() or 0
+        self._waiting.append(self._thread.submit(self._keep, step, staleness, kept))
+
+    def close(self) -> None:
+        """Write what is still to be written."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _keep(self, step: int, staleness: int, columns: dict[str, Tensor]) -> None:
+        """Write a step's file; what goes wrong is said once, and the run goes on."""
+        try:
+            version = step * self._spec.versions_per_step - staleness
+            rows = [{"step": step, "version": version, **row} for row in self._rows(columns)]
+            text = "".join(f"{json.dumps(row)}\n" for row in rows)
+            self._write(step, gzip.compress(text.encode(), compresslevel=6, mtime=0))
+            self._thin_out()
+        except Exception as error:  # noqa: BLE001 - a look at a run must never end it
+            if not self._has_warned:
+                _LOG.warning(
+                    "step %d: its samples cannot be kept in '%s': %s; the run goes on, and nothing "
+                    "is said of later steps",
+                    step,
+                    self._spec.folder,
+                    f"{type(error).__name__}: {error}",
+                )
+            self._has_warned = True
+
+    def _rows(self, columns: dict[str, Tensor]) -> list[dict[str, Any]]:
+        tokens, mask = columns.pop("tokens"), columns.pop("mask")
+        length = mask.sum(1)
+        numbers = {
+            name: column if column.ndim == 1 else (column * mask).sum(1) / length.clamp(min=1)
+            for name, column in columns.items()
+        }
+        values = {name: column.tolist() for name, column in numbers.items()}
+        return [
+            {
+                **{name: column[row] for name, column in values.items()},
+                "length": int(length[row]),
+                "prompt": self._text(tokens[row][(tokens[row] >= 0) & (mask[row].cumsum(0) == 0)]),
+                "response": self._text(tokens[row][mask[row]]),
+            }
+            for row in range(len(tokens))
+        ]
+
+    def _text(self, ids: Tensor) -> str:
+        """Their text without special tokens; ids that the tokenizer does not know are left out."""
+        if self._tokenizer is None:
+            self._tokenizer = self._spec.tokenizer.build()
+        known = [token for token in ids.tolist() if token < self._tokenizer.vocab_size]
+        text = self._tokenizer.backend.decode(
+            known, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text if isinstance(text, str) else "".join(text)
+
+    def _write(self, step: int, content: bytes) -> None:
+        folder = Path(self._spec.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f".step-{step:06d}.{os.getpid()}.new"
+        try:
+            draft.write_bytes(content)
+            draft.replace(folder / f"step-{step:06d}.jsonl.gz")
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _thin_out(self) -> None:
+        """Drop old steps, then every second one, until the rest has room; the newest stays."""
+        files = step_files(Path(self._spec.folder))
+        newest = max(files, default=0)
+        if self._spec.keep_steps is not None:
+            for step in list(files)[: -self._spec.keep_steps]:
+                files.pop(step).unlink(missing_ok=True)
+        sizes = {step: path.stat().st_size for step, path in files.items()}
+        stride = 2
+        while sum(sizes.values()) > self._spec.max_bytes and len(sizes) > 1:
+            for step in [s for s in sizes if (s % stride or stride > newest) and s != newest]:
+                files[step].unlink(missing_ok=True)
+                del sizes[step]
+            stride *= 2

@@ -1,0 +1,188 @@
+"""Low-rank adapters: a small trained difference to weights that stay as they are.
+
+A linear map W of an adapted model computes `W x + (alpha / rank) B A x`, and only A and B are
+trained (Hu et al. 2021, "LoRA: low-rank adaptation of large language models", section 4.1). The
+modules and what is written of them are peft's. Adapters are float32 whatever the model is, so they
+are their own master copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...dataflow.errors import ConfigError, nearest
+from ...dataflow.option_checks import check_range
+from ..training.flat_parameters import read_tensors, write_tensors
+from ..training.weight_checks import take_tensors
+from .architecture import quiet_transformers
+
+__all__ = ["LoraSpec", "adapt", "adapted_linears", "check_lora", "merged", "save_adapter"]
+
+_NAME = "default"
+"""What peft calls the one adapter that a module has."""
+_PEFT_PREFIX = "base_model.model."
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """Which weights get adapters, and how large."""
+
+    rank: int = 0
+    """Rows of A and columns of B; 0 trains the weights themselves."""
+    alpha: float = 32.0
+    """What B A x is scaled by, times the rank."""
+    target_modules: tuple[str, ...] = ()
+    """Ends of the names of the linear maps that get one: `[q_proj, v_proj]`. Empty for all but the
+    head."""
+    folder: str | None = None
+    """An adapter to go on from, as a run or peft has saved it; null for a fresh one, which changes
+    nothing at first."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "rank", at_least=0)
+        check_range(self, "alpha", above=0)
+        others = [key for key in ("target_modules", "folder") if getattr(self, key)]
+        if others and not self.rank:
+            raise ValueError(
+                f"lora.{others[0]} is given, but lora.rank is 0, so there are no adapters; set "
+                "lora.rank (16 is usual), or leave it out"
+            )
+
+    def __bool__(self) -> bool:
+        return self.rank > 0
+
+
+def check_lora(spec: LoraSpec, module: nn.Module) -> None:
+    """Require that adapters can be made.
+
+    Args:
+        spec: With a rank.
+        module: The model, which may be on the meta device.
+
+    Raises:
+        ConfigError: If peft is missing, a target is no linear map of the model, or the folder's
+            adapter is another one.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "lora.rank needs the package peft, which is not installed\n    pip install peft"
+        )
+    linears = {
+        name.rpartition(".")[2]
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
+    }
+    for target in spec.target_modules:
+        if target.rpartition(".")[2] not in linears:
+            raise ConfigError(
+                f"lora.target_modules: no linear map of the model is called '{target}'"
+                f"{nearest(target, linears)}\n    it has: {', '.join(sorted(linears))}"
+            )
+
+
+def adapt(module: nn.Module, spec: LoraSpec, seed: int, *, but: str) -> dict[str, nn.Parameter]:
+    """Put adapters into a model, in place; its own weights stop learning.
+
+    A's are sampled from the seed alone, so roles that start from one model start alike.
+
+    Args:
+        module: The model.
+        spec: With a rank.
+        seed: The run's.
+        but: Name of the head, which gets none.
+
+    Returns:
+        The adapters' parameters in float32, by name: "model.layers.0.mlp.up_proj.lora_A.weight".
+
+    Raises:
+        ConfigError: As `check_lora`.
+    """
+    check_lora(spec, module)
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType] - peft divides it alone
+        target_modules=list(spec.target_modules) or "all-linear",
+        exclude_modules=[but],
+    )
+    with (
+        torch.random.fork_rng(devices=[]),
+        quiet_transformers(),
+        warnings.catch_warnings(action="ignore", category=UserWarning),
+    ):  # peft says that it sets `fan_in_fan_out` as the kind of linear map needs it
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, module)
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in module.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()
+            found[name.replace(f".{_NAME}.", ".")] = parameter
+    if spec.folder is not None:
+        _load(Path(spec.folder), spec, found)
+    return found
+
+
+def adapted_linears(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and peft module of each adapted linear map."""
+    for name, part in module.named_modules():
+        if hasattr(part, "lora_A") and hasattr(part, "base_layer"):
+            yield name, part
+
+
+def merged(module: nn.Module) -> nn.Module:
+    """A copy of an adapted model in which adapters are added to the weights, and gone."""
+    whole: Any = copy.deepcopy(module)
+    with torch.no_grad():
+        for name, part in list(adapted_linears(whole)):
+            base = part.base_layer
+            change = part.get_delta_weight(_NAME)
+            base.weight.data = (base.weight.float() + change.float()).to(base.weight.dtype)
+            parent, _, last = name.rpartition(".")
+            setattr(whole.get_submodule(parent), last, base)
+    return whole
+
+
+def save_adapter(
+    folder: Path, module: nn.Module, spec: LoraSpec, parameters: Mapping[str, Tensor]
+) -> None:
+    """Write adapters as peft writes them: `PeftModel.from_pretrained(base, folder)` reads them.
+
+    Args:
+        folder: Made if it is not there.
+        module: The adapted model.
+        spec: What they were made by.
+        parameters: As `adapt` gave them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    targets = sorted({name.rpartition(".")[2] for name, _ in adapted_linears(module)})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": getattr(getattr(module, "config", None), "_name_or_path", None),
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(spec.target_modules) or targets,
+    }
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    write_tensors(folder / _WEIGHTS, {_PEFT_PREFIX + name: p for name, p in parameters.items()})
+
+
+def _load(folder: Path, spec: LoraSpec, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises `ConfigError` if the folder's adapter is not this one."""
+    file = folder / _WEIGHTS
+    saved = {name.removeprefix(_PEFT_PREFIX): value for name, value in read_tensors(file).items()}
+    take_tensors(file, f"an adapter of rank {spec.rank}", saved, parameters)

@@ -92,6 +92,8 @@ def _works(run: Resolved, stage: Stage, suites: Sequence[Suite]) -> list[_Work]:
     device = run.placement.executor.device
     if device != "cpu":
         raise _not_judged(f"what '{device}' devices hold is not compared with it")
+    if run.model.lora:
+        raise _not_judged("what training adapters needs is not predicted")
     try:
         models = inputs.models({})
         calls = calls_of(stage.graph, inputs.workload(WorkloadConfig()), models)

@@ -105,6 +105,11 @@ def test_processes_add_up() -> None:
             "    leave it out",
         ),
         (
+            ("model.lora.rank=8",),
+            "'executor.memory_limit' is set, but what training adapters needs is not predicted\n"
+            "    leave it out",
+        ),
+        (
             ("algorithm=env_ppo", "model=mlp", "task=cartpole"),
             "'executor.memory_limit' is set, but no role of env_ppo has a language model\n"
             "    leave it out",

@@ -194,7 +194,7 @@ def build_role(name: str, worker: WorkerSpec | Role, context: WorkerContext) -> 
     """The worker of a role, built if it was given as a spec."""
     if context.device.startswith("cuda"):
         # cuDNN's attention makes a plan for each shape that it has not met, which takes about a
-        # second; batches of language models bring new ones for many steps.
+        # second; batches of ragged rows bring new ones for many steps.
         torch.backends.cuda.enable_cudnn_sdp(False)
     with no_exit():
         built = worker.build(context) if isinstance(worker, WorkerSpec) else worker

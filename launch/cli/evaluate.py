@@ -112,8 +112,11 @@ def _changed(
 def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
     """What is found of the section `model`."""
     from ...workers.engines.registry import DEFAULT
-    from ..inputs.compose import check_model, run_config
+    from ...workers.models.hub import hub_folder
+    from ..inputs.compose import check_model, on_a_device, run_config
     from ..inputs.data import load_data
+    from ..placement.machine import has_fast_bfloat16
+    from ..placement.settled import local_model, with_dtype
     from ..stages.evaluation import evaluate
     from ..stages.job import check_suite_lengths
     from ..stages.suites import suites_of
@@ -121,14 +124,18 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
 
     config = run_config(composed)
     check_model(config.model)
-    data = load_data(config.task, config.model)
+    device = on_a_device(config).device
+    section = with_dtype(local_model(config.model), lambda: has_fast_bfloat16(device))
+    data = load_data(config.task, section)
     suites = suites_of(config.evaluation, data) if data.has_text else ()
     if not suites:
         raise ConfigError(
             f"task '{data.task.task_id}' has no held-out problems to answer\n"
             "    raise task.num_held_out, or give others: evaluation.suites.NAME.task.kind=..."
         )
-    model = first_model(config.model, data)
+    if section.hub is not None:
+        hub_folder(section.hub, section.revision, weights=True)
+    model = first_model(section, data)
     for suite in suites:
         if model.num_positions is not None:
             check_suite_lengths(suite, model.num_positions)
@@ -136,10 +143,18 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
         DEFAULT.spec("policy")(model=model, eos_token_id=data.tokenizer.eos_id),
         suites,
         config.evaluation.num_examples,
-        device=config.executor.device,
+        device=device,
         seed=config.seed,
         deadline_s=config.schedule.deadline_s,
     )
+
+
+def _asked(example: Mapping[str, Any]) -> str:
+    """A prompt, or the turns of a conversation."""
+    if "messages" not in example:
+        return repr(example["prompt"])
+    turns = (f"{message['role']}: {message['content']!r}" for message in example["messages"])
+    return "\n".join((*turns, "    assistant"))
 
 
 def _show(what: str, found: Mapping[str, Measured], before: Mapping[str, Measured]) -> None:
@@ -149,7 +164,7 @@ def _show(what: str, found: Mapping[str, Measured], before: Mapping[str, Measure
 
     for measured in found.values():
         for one in measured.examples:
-            print(visible(f"{one['prompt']!r}: {one['response']!r} ({one['score']:g})"))
+            print(visible(f"{_asked(one)}: {one['response']!r} ({one['score']:g})"))
     print(f"{what}:")
     for name, measured in found.items():
         print(measured_text(name, measured))

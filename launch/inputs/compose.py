@@ -36,6 +36,7 @@ from .record import Recorded, check_followers, load_step, recorded, step_cfg
 
 __all__ = [
     "AUTO",
+    "on_a_device",
     "PlacementInputs",
     "Resolved",
     "check_model",
@@ -141,7 +142,7 @@ def resolve(config: RunConfig) -> Resolved:
         stages=stages,
         engines=engines_of(config.engine, config.rollout, config.algorithm),
         placement=PlacementInputs(
-            _on_a_device(config), config.placement, config.calibration, Path(config.runs)
+            on_a_device(config), config.placement, config.calibration, Path(config.runs)
         ),
         model=config.model,
         task=config.task,
@@ -156,7 +157,7 @@ def resolve(config: RunConfig) -> Resolved:
     )
 
 
-def _on_a_device(config: RunConfig) -> ExecutorConfig:
+def on_a_device(config: RunConfig) -> ExecutorConfig:
     """The section with a device: that of a plan's file, the best one here, the CPU of perceptrons.
 
     Raises:

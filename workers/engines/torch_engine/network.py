@@ -207,16 +207,18 @@ class PlainNetwork(TorchNetwork):
 def _ends_in(module: Any, backbone: Any, linear: Any) -> bool:
     """Whether a language model's logits are its head's linear map of the backbone's states.
 
-    Some families scale or cap them; which ones is found by trying.
+    Some families scale or cap them; which ones is found by trying, bit for bit.
     """
     tokens = torch.arange(4, device=linear.weight.device)[None] % linear.weight.shape[0]
-    with torch.no_grad():
-        logits = module(input_ids=tokens, use_cache=False).logits.float()
-        own = linear(backbone(input_ids=tokens, use_cache=False).last_hidden_state).float()
-    most = float(logits.abs().max())
-    return (
-        own.shape == logits.shape and most > 0 and float((own - logits).abs().max()) < 1e-2 * most
-    )
+    seen: list[Tensor] = []
+    hook = linear.register_forward_hook(lambda _, given, made: seen.extend((given[0], made)))
+    try:
+        with torch.no_grad():
+            logits = module(input_ids=tokens, use_cache=False).logits
+            states = backbone(input_ids=tokens, use_cache=False).last_hidden_state
+    finally:
+        hook.remove()
+    return len(seen) == 2 and torch.equal(seen[0], states) and torch.equal(seen[1], logits)
 
 
 def make_network(

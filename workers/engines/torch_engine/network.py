@@ -24,7 +24,7 @@ from ...models.heads import Head
 from ...models.lora import LoraSpec, merged, save_adapter
 from ...training.flat_parameters import FlatParameters
 from ...training.network import Outputs
-from ...training.token_logprob import token_logprob
+from ...training.token_logprob import token_logprob, top_words
 from ...training.whole_network import WholeNetwork
 from .adapters import FrozenWeights
 from .backbone import LeanBackbone, fused_names, is_lean
@@ -99,6 +99,14 @@ class TorchNetwork(WholeNetwork):
             temperature,
             needs_entropy=needs_entropy,
         )
+
+    def top_words(
+        self, outputs: Outputs, num_words: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `LanguageNetwork.top_words`; `outputs` as in `token_logprob`."""
+        head = self._linear
+        logprob, words = top_words(outputs.values, head.weight, head.bias, num_words, temperature)
+        return outputs.spread(logprob), outputs.spread(words)
 
 
 class LeanNetwork(TorchNetwork):
@@ -200,8 +208,17 @@ class PlainNetwork(TorchNetwork):
         if not self._makes_logits:
             return super().token_logprob(outputs, target, temperature, needs_entropy=needs_entropy)
         every = torch.log_softmax(outputs.values.float() / temperature, dim=-1)
-        logprob = every.gather(1, target[:, None])[:, 0]
+        logprob = every.gather(1, target.view(len(target), -1)).view(target.shape)
         return logprob, -(every.exp() * every).sum(-1) if needs_entropy else None
+
+    def top_words(
+        self, outputs: Outputs, num_words: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `LanguageNetwork.top_words`."""
+        if not self._makes_logits:
+            return super().top_words(outputs, num_words, temperature)
+        best = torch.log_softmax(outputs.values.float() / temperature, dim=-1).topk(num_words)
+        return best.values, best.indices
 
 
 def _ends_in(module: Any, backbone: Any, linear: Any) -> bool:

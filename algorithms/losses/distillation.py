@@ -133,7 +133,7 @@ class DistillationLoss(TokenAggregation, Loss[DistillationBatch, PolicyOutput]):
         teacher = complete_distribution(told, self.rest)
 
         def column(found: Tensor) -> Tensor:
-            return torch.zeros_like(output.logprob).masked_scatter(mask, found.float())
+            return found.new_zeros(mask.shape).masked_scatter(mask, found)
 
         divergence = column(
             jensen_shannon_divergence(logprob=student, teacher_logprob=teacher, beta=self.beta)

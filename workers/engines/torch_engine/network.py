@@ -224,8 +224,11 @@ class PlainNetwork(TorchNetwork):
 def _ends_in(module: Any, backbone: Any, linear: Any) -> bool:
     """Whether a language model's logits are its head's linear map of the backbone's states.
 
-    Some families scale or cap them; which ones is found by trying.
+    Some families scale them; which ones is found by trying. Others cap them, which is not seen
+    while logits are small.
     """
+    if getattr(module.config, "final_logit_softcapping", None) is not None:
+        return False
     tokens = torch.arange(4, device=linear.weight.device)[None] % linear.weight.shape[0]
     with torch.no_grad():
         logits = module(input_ids=tokens, use_cache=False).logits.float()

@@ -97,7 +97,7 @@ def module_of(worker: Any) -> Any:
 def assert_top_words(words: Tensor, logprob: Tensor, policy: PolicyWorker, batch: Any) -> None:
     """The likeliest by this policy's own numbers; which of two alike comes first is rounding."""
     tokens, mask = batch["tokens"], batch["mask"]
-    whole = policy.top_words(tokens, mask, num_words=VOCAB)
+    whole = policy.top_words(tokens, mask, num_words=policy.model.config.vocab_size)
     torch.testing.assert_close(logprob, whole.logprob[..., : words.shape[2]], atol=1e-5, rtol=0)
     every = torch.zeros_like(whole.logprob).scatter(2, whole.words.clamp(min=0), whole.logprob)
     found = every.gather(2, words.clamp(min=0))

@@ -50,7 +50,7 @@ FAMILIES: dict[str, list[str]] = {
     ],
     "Preferences and supervision": [
         "sft", "dpo", "dpo_norm", "ipo", "kto", "online_dpo", "codpo", "reward_modelling",
-        "margin_modelling", "cost_modelling",
+        "margin_modelling", "cost_modelling", "distillation", "gkd", "sampled_distillation",
     ],
     "Environments": ["env_ppo", "a2c", "impala", "mappo", "self_play", "population", "dqn"],
 }  # fmt: skip
@@ -259,7 +259,12 @@ def _loss_metrics(node: Node) -> list[str]:
     zeros = torch.zeros(2, 3)
     entropy = zeros if loss.value.needs_entropy else None
     output = SimpleNamespace(
-        logprob=zeros, entropy=entropy, value=zeros, value_logits=None, score=zeros[:, 0]
+        logprob=zeros,
+        entropy=entropy,
+        word_logprob=torch.zeros(2, 3, 2),
+        value=zeros,
+        value_logits=None,
+        score=zeros[:, 0],
     )
     return list(loss.value(output, columns, loss.value.totals(columns)).metrics)
 

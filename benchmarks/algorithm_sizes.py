@@ -68,6 +68,8 @@ RELATIVES = {
     "kto": "dpo",
     "margin_modelling": "reward_modelling",
     "cost_modelling": "margin_modelling",
+    "gkd": "distillation",
+    "sampled_distillation": "distillation",
 }
 """Algorithm -> the one it is compared with."""
 

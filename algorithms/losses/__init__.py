@@ -22,13 +22,15 @@ Metrics are weighted means, per token unless it says otherwise:
 - `explained_variance`: 1 - Var(target - old value) / Var(target), over the minibatch.
 - `cross_entropy`: in nats.
 
-Those of preferences and scoring models are in `preference`, with their metrics.
+Those of preferences and scoring models are in `preference`, with their metrics; what distillation
+reports is said with its loss.
 """
 
 from __future__ import annotations
 
 from .base import TokenAggregation
 from .cross_entropy import CrossEntropyLoss
+from .distillation import DistillationLoss, complete_distribution, jensen_shannon_divergence
 from .plain import policy_loss
 from .policy import (
     CappedWeightLoss,
@@ -69,6 +71,7 @@ __all__ = [
     "CostModelLoss",
     "CrossEntropyLoss",
     "DPOLoss",
+    "DistillationLoss",
     "KLGradient",
     "KTOLoss",
     "MarginLoss",
@@ -85,9 +88,11 @@ __all__ = [
     "capped_weight_loss",
     "clipped_policy_loss",
     "clipped_value_loss",
+    "complete_distribution",
     "cost_model_loss",
     "cross_entropy",
     "dpo_loss",
+    "jensen_shannon_divergence",
     "kto_kl",
     "kto_loss",
     "mirror_descent_loss",

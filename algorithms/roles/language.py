@@ -27,6 +27,8 @@ ROW = Axis("row", free=True)
 """Samples, or whatever else a column has rows of: what is written over it serves all of them."""
 STEP = Axis("step", free=True)
 """Tokens of a sample, or whatever else a row has steps of."""
+WORD = Axis("word")
+"""Words of the vocabulary that might stand in a token's place, as many everywhere."""
 
 PromptTokenIds = Annotated[Tensor, i64(PROMPT, TOKEN)]
 """Token ids of a prompt, padded on the right with -1."""
@@ -42,6 +44,10 @@ PerToken = Annotated[Tensor, f32(SAMPLE, TOKEN)]
 """One number per token; meaningful where the mask is True."""
 BehaviorLogprob = Annotated[Tensor, f32(SAMPLE, TOKEN), Behavior()]
 """Log-probability of each sampled token under the weights and temperature that sampled it."""
+WordIds = Annotated[Tensor, i64(SAMPLE, TOKEN, WORD)]
+"""Several words per token; -1 where the mask is False."""
+PerWord = Annotated[Tensor, f32(SAMPLE, TOKEN, WORD)]
+"""One number for each of several words per token; meaningful where the mask is True."""
 PerSample = Annotated[Tensor, f32(SAMPLE)]
 """One number per sample."""
 StepMask = Annotated[Tensor, boolean(ROW, STEP)]
@@ -194,6 +200,20 @@ class Demonstrations:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TopWords:
+    """The likeliest words in the place of each token, most likely first.
+
+    Example:
+        Two words in the place of the response `[8, 2]` to the prompt `[5]`:
+        `words = [[[-1, -1], [8, 3], [2, 7]]]`, `logprob = [[[0, 0], [-0.2, -1.8], [-0.1, -2.6]]]`.
+    """
+
+    words: WordIds
+    logprob: PerWord
+    """Over the whole vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PreferencePairs:
     """Pairs of responses as two rows each, one with `chosen` True and one with `chosen` False."""
 
@@ -284,6 +304,19 @@ class DemonstrationBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationBatch:
+    """What distillation reads: some words in the place of each token, and a teacher's view of them.
+
+    `words` is what a policy is asked for by this name in any batch; see `PolicyOutput`.
+    """
+
+    tokens: TokenIds
+    mask: TokenMask
+    words: WordIds
+    teacher_logprob: PerWord
+
+
+@dataclass(frozen=True, kw_only=True)
 class PairBatch:
     """What a preference loss reads; the two rows of a pair share `pair_id`."""
 
@@ -325,10 +358,12 @@ class PolicyOutput:
     Attributes:
         logprob: f32[rows, T], differentiable, at the training temperature.
         entropy: f32[rows, T] if the loss asked for it.
+        word_logprob: f32[rows, T, k], differentiable, of the batch's column `words` if it has one.
     """
 
     logprob: Tensor
     entropy: Tensor | None = None
+    word_logprob: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -368,6 +403,16 @@ class Policy(Role):
     @call("forward")
     def logprob(self, tokens: TokenIds, mask: TokenMask, *, temperature: float = 1.0) -> PerToken:
         """Log-probability of each masked token; 0 elsewhere."""
+        raise NotImplementedError
+
+    @call("forward")
+    def top_words(
+        self, tokens: TokenIds, mask: TokenMask, *, num_words: int, temperature: float = 1.0
+    ) -> TopWords:
+        """The likeliest words in the place of each masked token, given all before it.
+
+        As many as `num_words`, or the whole vocabulary where that has fewer.
+        """
         raise NotImplementedError
 
     @call("train")

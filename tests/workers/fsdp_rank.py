@@ -95,9 +95,16 @@ def logits(part: Part) -> None:
         for name, temperature in (("logprob", 1.0), ("cold", 0.7)):
             found = policy.logprob(batch["tokens"], batch["mask"], temperature=temperature)
             part.found[f"{family}/{name}"] = found
+        top = policy.top_words(batch["tokens"], batch["mask"], num_words=40)
+        part.keep(f"{family}/top", vars(top))
         rows = batch["tokens"][:3]
         with torch.no_grad():
-            part.found[f"{family}/logits"] = policy.network.outputs(rows, rows >= 0).values
+            outputs = policy.network.outputs(rows, rows >= 0)
+            part.found[f"{family}/logits"] = outputs.values
+            words = torch.arange(5).expand(int((rows >= 0).sum()), 5)
+            part.found[f"{family}/words"], _ = policy.network.token_logprob(
+                outputs, words, 0.7, needs_entropy=False
+            )
         part.keep(f"{family}/export", policy.export_weights())
         local = policy.local_tensors().values()
         part.found[f"{family}/stored"] = torch.tensor(sum(tensor.numel() for tensor in local))

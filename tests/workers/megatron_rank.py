@@ -96,6 +96,8 @@ def logits(part: Part) -> None:
         part.found[f"{family}/cold"] = policy.logprob(
             batch["tokens"], batch["mask"], temperature=0.7
         )
+        top = policy.top_words(batch["tokens"], batch["mask"], num_words=40)
+        part.keep(f"{family}/top", vars(top))
         rows = batch["tokens"][:3]
 
         def load(part: Tensor) -> Any:
@@ -103,7 +105,12 @@ def logits(part: Part) -> None:
 
         def compute(rows: Any, policy: Any = policy, family: str = family) -> Tensor:
             tokens = rows.tokens
-            part.found[f"{family}/logits"] = policy.network.outputs(tokens, tokens >= 0).values
+            outputs = policy.network.outputs(tokens, tokens >= 0)
+            part.found[f"{family}/logits"] = outputs.values
+            words = torch.arange(5).expand(int((tokens >= 0).sum()), 5)
+            part.found[f"{family}/words"], _ = policy.network.token_logprob(
+                outputs, words, 0.7, needs_entropy=False
+            )
             return torch.zeros(())
 
         with torch.no_grad():

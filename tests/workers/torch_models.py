@@ -95,6 +95,16 @@ def module_of(worker: Any) -> Any:
     return worker.network.module
 
 
+def assert_top_words(words: Tensor, logprob: Tensor, policy: PolicyWorker, batch: Any) -> None:
+    """The likeliest by this policy's own numbers; which of two alike comes first is rounding."""
+    tokens, mask = batch["tokens"], batch["mask"]
+    whole = policy.top_words(tokens, mask, num_words=policy.model.config.vocab_size)
+    torch.testing.assert_close(logprob, whole.logprob[..., : words.shape[2]], atol=1e-5, rtol=0)
+    every = torch.zeros_like(whole.logprob).scatter(2, whole.words.clamp(min=0), whole.logprob)
+    found = every.gather(2, words.clamp(min=0))
+    torch.testing.assert_close(logprob[mask], found[mask], atol=1e-5, rtol=0)
+
+
 def make_prompts(num: int, longest: int = 19, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Prompts of 1 to `longest` tokens with scattered ids."""
     generator = torch.Generator().manual_seed(seed)

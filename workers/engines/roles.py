@@ -22,6 +22,7 @@ from ...algorithms.roles.language import (
     Rollout,
     Sampling,
     ScoreOutput,
+    TopWords,
     TrainMetrics,
     ValueModel,
     ValueOutput,
@@ -181,6 +182,28 @@ class PolicyWorker(LanguageWorker, Policy):
             what="log-probabilities",
         )
 
+    def top_words(
+        self, tokens: Tensor, mask: Tensor, *, num_words: int, temperature: float = 1.0
+    ) -> TopWords:
+        """See `Policy.top_words`."""
+        _check_temperature(temperature)
+        num_words = min(num_words, self.model.config.vocab_size)
+
+        def top(tokens: Tensor, mask: Tensor) -> Tensor:
+            outputs = self.network.outputs(tokens, _before(mask), _prompt_lengths(mask))
+            found = outputs.zeros((*mask.shape, 2 * num_words))
+            if not mask.any():
+                return found
+            both = self.network.top_words(outputs, num_words, temperature)
+            return found.masked_scatter(mask[..., None], torch.cat(both, dim=-1))
+
+        # Words travel as float32, which is exact for vocabularies of up to 2^24.
+        found = self._evaluate(
+            tokens, mask, top, per_token=True, width=2 * num_words, what="log-probabilities"
+        )
+        words = found[..., num_words:].long().where(mask[..., None], -1)
+        return TopWords(words=words, logprob=found[..., :num_words])
+
     def train(
         self,
         loss: Loss[B, PolicyOutput],
@@ -195,25 +218,50 @@ class PolicyWorker(LanguageWorker, Policy):
 
         def forward(rows: Any, needs_entropy: bool) -> PolicyOutput:
             check_columns(rows.tokens, rows.mask)
-            return self._output(rows.tokens, rows.mask, temperature, needs_entropy=needs_entropy)
+            words = getattr(rows, "words", None)
+            if words is not None:
+                _check_words(words, self.model.config.vocab_size)
+            return self._output(rows.tokens, rows.mask, temperature, words, entropy=needs_entropy)
 
         return self._train(forward, loss, batch, epochs, num_minibatches, self._mismatch)
 
     def _output(
-        self, tokens: Tensor, mask: Tensor, temperature: float, *, needs_entropy: bool = False
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        temperature: float,
+        words: Tensor | None = None,
+        *,
+        entropy: bool = False,
     ) -> PolicyOutput:
-        """Log-probabilities (and entropies) of masked tokens, f32[rows, T]."""
+        """Of masked tokens: log-probabilities (and entropies) f32[rows, T], and of words in place.
+
+        Args:
+            tokens: i64[rows, T].
+            mask: bool[rows, T].
+            temperature: Divides the logits.
+            words: i64[rows, T, k].
+            entropy: Whether entropies are wanted.
+        """
         outputs = self.network.outputs(tokens, _before(mask), _prompt_lengths(mask))
-        zero = outputs.zeros(mask.shape)
         target = tokens[mask]
-        if not len(target):
-            return PolicyOutput(zero, zero if needs_entropy else None)
-        logprob, entropy = self.network.token_logprob(
-            outputs, target, temperature, needs_entropy=needs_entropy
-        )
+        if words is not None:
+            target = torch.cat([target[:, None], words[mask]], dim=1)
+        logprob, entropies = outputs.zeros(target.shape), outputs.zeros(target.shape[:1])
+        if len(target):
+            logprob, found = self.network.token_logprob(
+                outputs, target, temperature, needs_entropy=entropy
+            )
+            entropies = entropies if found is None else found
+
+        def spread(column: Tensor) -> Tensor:
+            zero = outputs.zeros((*mask.shape, *column.shape[1:]))
+            return zero.masked_scatter(mask.view(*mask.shape, *[1] * (column.ndim - 1)), column)
+
         return PolicyOutput(
-            zero.masked_scatter(mask, logprob),
-            None if entropy is None else zero.masked_scatter(mask, entropy),
+            spread(logprob if words is None else logprob[:, 0]),
+            spread(entropies) if entropy else None,
+            None if words is None else spread(logprob[:, 1:]),
         )
 
 
@@ -324,6 +372,20 @@ def _column_forward(
         return output(compute(rows.tokens, rows.mask))
 
     return forward
+
+
+def _check_words(words: Tensor, vocab_size: int) -> None:
+    """Require words that the model knows.
+
+    Raises:
+        ValueError: If whoever chose them has a larger vocabulary.
+    """
+    largest = int(words.max()) if words.numel() else 0
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the batch asks for word {largest}, and the model knows {vocab_size}; student and "
+            "teacher need one vocabulary"
+        )
 
 
 def _check_temperature(temperature: float) -> None:

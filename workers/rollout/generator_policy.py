@@ -15,7 +15,14 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ...algorithms.roles.language import Policy, PolicyOutput, Rollout, Sampling, TrainMetrics
+from ...algorithms.roles.language import (
+    Policy,
+    PolicyOutput,
+    Rollout,
+    Sampling,
+    TopWords,
+    TrainMetrics,
+)
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Loss, Metric, Role, add_metrics
 from ...dataflow.runtime.call_context import call_key
@@ -170,6 +177,12 @@ class GeneratorPolicy(Policy):
     def logprob(self, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
         """Refused: this engine generates only."""
         raise self._refusal("evaluate log-probabilities", "logprob")
+
+    def top_words(
+        self, tokens: Tensor, mask: Tensor, *, num_words: int, temperature: float = 1.0
+    ) -> TopWords:
+        """Refused, as `logprob`."""
+        raise self._refusal("evaluate log-probabilities", "top_words")
 
     def train(
         self,

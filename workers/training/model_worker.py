@@ -279,19 +279,21 @@ class ModelWorker:
         compute: Callable[[Tensor, Tensor], Tensor],
         *,
         per_token: bool,
+        width: int | None = None,
         what: str = "scores",
     ) -> Tensor:
         """Apply `compute` to rows without gradients, in micro-batches; f32, where tokens were.
 
         `compute` maps tokens and mask of some rows, cut to width W, to [rows, W] if `per_token`,
-        else to [rows]. All processes that compute outputs of the rank get all results.
+        else to [rows]; with a `width` to so many numbers in place of each. All processes that
+        compute outputs of the rank get all results.
 
         Raises:
             WorkerError: If `what` it computes is not finite.
         """
         check_columns(tokens, mask)
         network, device = self._network, self.device
-        shape = tokens.shape if per_token else tokens.shape[:1]
+        shape = (*tokens.shape[: 1 + per_token], *([] if width is None else [width]))
         result = torch.zeros(shape, dtype=torch.float32, device=device)
         lengths = (tokens >= 0).sum(1).cpu()
         limit = network.micro_batch_limit(self._micro_batch_tokens, int(lengths.sum()))

@@ -168,5 +168,25 @@ class LanguageNetwork(Network, Protocol):
     def token_logprob(
         self, outputs: Outputs, target: Tensor, temperature: float, *, needs_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of targets i64[n] and entropies of their distributions, f32[n] each."""
+        """Log-probabilities of targets, and entropies of the distributions they are of.
+
+        Args:
+            outputs: What the model says.
+            target: i64[n], or i64[n, m] for m words of each distribution.
+            temperature: Divides the logits.
+            needs_entropy: Whether entropies are wanted.
+
+        Returns:
+            Of the shape of `target`; and f32[n] or None.
+        """
+        ...
+
+    def top_words(
+        self, outputs: Outputs, num_words: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """The likeliest words of each distribution, most likely first.
+
+        Returns:
+            Their log-probabilities f32[n, num_words] and the words, i64[n, num_words].
+        """
         ...

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["token_logprob"]
+__all__ = ["token_logprob", "top_words"]
 
 _MOST_LOGITS = 1 << 25
 """Logits that exist at once, in the precision of the weights: 64 MiB in bfloat16."""
@@ -40,21 +40,50 @@ def token_logprob(
         states: [U, D].
         weight: [V, D]; the head's.
         bias: [V].
-        target: i64[n].
+        target: i64[n], or i64[n, m] for m words of each distribution.
         entry: i64[n]; the state before each target. None if there is one for each, in order.
         temperature: Divides the logits.
         needs_entropy: Whether entropies are wanted.
 
     Returns:
-        f32[n] each, differentiable; entropies are None if they are not wanted.
+        Of the shape of `target`, f32 and differentiable; and entropies, f32[n], or None if they are
+        not wanted.
     """
     if entry is None:
         entry = torch.arange(len(target), device=target.device)
+    of_target = entry if target.ndim == 1 else entry.repeat_interleave(target.shape[1])
     found: Any = _TokenLogprob.apply(
-        states, weight, bias, target, entry, temperature, needs_entropy
+        states, weight, bias, target.flatten(), of_target, temperature, needs_entropy
     )
     logprob, entropy = found
-    return logprob, entropy[entry] if needs_entropy else None
+    return logprob.view(target.shape), entropy[entry] if needs_entropy else None
+
+
+def top_words(
+    states: Tensor, weight: Tensor, bias: Tensor | None, num_words: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The likeliest words after each state, most likely first; no gradient passes.
+
+    Args:
+        states: [U, D].
+        weight: [V, D]; the head's.
+        bias: [V].
+        num_words: k, at most V.
+        temperature: Divides the logits.
+
+    Returns:
+        Their log-probabilities f32[U, k] and the words, i64[U, k].
+    """
+    logprob = torch.empty(len(states), num_words, dtype=torch.float32, device=states.device)
+    words = torch.empty_like(logprob, dtype=torch.int64)
+    for rows in _chunks(len(states), _MOST_LOGITS // len(weight)):
+        logits = F.linear(states[rows], weight, bias)
+        for part in _chunks(len(logits), _SLICE // len(weight)):
+            at = slice(rows.start + part.start, rows.start + part.stop)
+            z = logits[part].float().div_(temperature)
+            best, words[at] = z.topk(num_words)
+            logprob[at] = best - z.logsumexp(-1, keepdim=True)
+    return logprob, words
 
 
 class _TokenLogprob(torch.autograd.Function):

@@ -334,7 +334,7 @@ def call_arguments(loss: Loss[Any, Any], rows: dict[str, Tensor]) -> tuple[Any, 
         ClippedValueLoss: (ValueOutput, ValueBatch),
         CrossEntropyLoss: (PolicyOutput, DemonstrationBatch),
     }
-    bag = {**rows, "tokens": tokens}
+    bag: dict[str, Tensor | None] = {**rows, "tokens": tokens, "word_logprob": None}
     output, batch = (
         kind(**{field.name: bag[field.name] for field in dataclasses.fields(kind)})
         for kind in kinds[type(loss)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...training.network import Outputs
-from .vocabulary_parallel import vocabulary_logprob
+from .vocabulary_parallel import vocabulary_logprob, vocabulary_top
 
 __all__ = ["DividedNetwork", "join_processes"]
 
@@ -68,3 +68,10 @@ class DividedNetwork:
         logits = outputs.values.float() / temperature
         logprob, entropy = vocabulary_logprob(logits, target, self.vocabulary_group)
         return logprob, entropy if needs_entropy else None
+
+    def top_words(
+        self, outputs: Outputs, num_words: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `LanguageNetwork.top_words`: of logits the largest alone are gathered."""
+        logits = outputs.values.float() / temperature
+        return vocabulary_top(logits, num_words, self.vocabulary_group)

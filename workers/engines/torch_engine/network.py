@@ -24,7 +24,7 @@ from ...models.heads import Head
 from ...models.lora import LoraSpec, merged, save_adapter
 from ...training.flat_parameters import FlatParameters
 from ...training.network import Outputs
-from ...training.token_logprob import token_logprob
+from ...training.token_logprob import token_logprob, top_words
 from ...training.whole_network import WholeNetwork
 from .adapters import FrozenWeights
 from .backbone import LeanBackbone, fused_names, is_lean
@@ -99,6 +99,14 @@ class TorchNetwork(WholeNetwork):
             temperature,
             needs_entropy=needs_entropy,
         )
+
+    def top_words(
+        self, outputs: Outputs, num_words: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `LanguageNetwork.top_words`; `outputs` as in `token_logprob`."""
+        head = self._linear
+        logprob, words = top_words(outputs.values, head.weight, head.bias, num_words, temperature)
+        return outputs.spread(logprob), outputs.spread(words)
 
 
 class LeanNetwork(TorchNetwork):
@@ -200,8 +208,17 @@ class PlainNetwork(TorchNetwork):
         if not self._makes_logits:
             return super().token_logprob(outputs, target, temperature, needs_entropy=needs_entropy)
         every = torch.log_softmax(outputs.values.float() / temperature, dim=-1)
-        logprob = every.gather(1, target[:, None])[:, 0]
+        logprob = every.gather(1, target.view(len(target), -1)).view(target.shape)
         return logprob, -(every.exp() * every).sum(-1) if needs_entropy else None
+
+    def top_words(
+        self, outputs: Outputs, num_words: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `LanguageNetwork.top_words`."""
+        if not self._makes_logits:
+            return super().top_words(outputs, num_words, temperature)
+        best = torch.log_softmax(outputs.values.float() / temperature, dim=-1).topk(num_words)
+        return best.values, best.indices
 
 
 def _ends_in(module: Any, backbone: Any, linear: Any) -> bool:
@@ -211,7 +228,12 @@ def _ends_in(module: Any, backbone: Any, linear: Any) -> bool:
     """
     tokens = torch.arange(4, device=linear.weight.device)[None] % linear.weight.shape[0]
     seen: list[Tensor] = []
-    hook = linear.register_forward_hook(lambda _, given, made: seen.extend((given[0], made)))
+
+    def note(called: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> None:
+        del called
+        seen.extend((given[0], made))
+
+    hook = linear.register_forward_hook(note)
     try:
         with torch.no_grad():
             logits = module(input_ids=tokens, use_cache=False).logits

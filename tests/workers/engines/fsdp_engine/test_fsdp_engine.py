@@ -43,7 +43,7 @@ from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec, To
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.checkpoint_files import open_state, read_state_json, read_whole
 from torch import Tensor
-from torch_models import architecture, module_of
+from torch_models import architecture, assert_top_words, module_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -113,6 +113,7 @@ def test_logits_and_log_probabilities_equal_hugging_faces(folder: Path, layout: 
         expected = module_of(policy)(
             input_ids=rows.clamp(min=0), attention_mask=(rows >= 0).long()
         ).logits[rows >= 0]
+    words = torch.log_softmax(expected / 0.7, -1)[:, :5]
     # Every tensor-parallel process has its own part of the vocabulary and no more.
     tensor = int(layout[-1])
     for begin in range(0, len(found), tensor):
@@ -122,6 +123,10 @@ def test_logits_and_log_probabilities_equal_hugging_faces(folder: Path, layout: 
         expected = policy.logprob(batch["tokens"], batch["mask"], temperature=temperature)
         for part in found:
             torch.testing.assert_close(part[f"{family}/{name}"], expected, atol=1e-5, rtol=0)
+    for part in found:
+        top = under(part, f"{family}/top")
+        assert_top_words(top["words"], top["logprob"], policy, batch)
+        torch.testing.assert_close(part[f"{family}/words"], words, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -38,7 +38,7 @@ from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec, To
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.checkpoint_files import open_state, read_state_json, read_whole
 from torch import Tensor
-from torch_models import module_of
+from torch_models import assert_top_words, module_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -130,6 +130,7 @@ def test_logits_and_log_probabilities_equal_hugging_faces(
         expected = module_of(policy)(
             input_ids=rows.clamp(min=0), attention_mask=(rows >= 0).long()
         ).logits[rows >= 0]
+    words = torch.log_softmax(expected / 0.7, -1)[:, :5]
     # Every tensor-parallel process has its own part of the vocabulary and no more.
     last = found[-layout[0] :]
     logits = torch.cat([part[f"{family}/logits"] for part in last], dim=-1)
@@ -138,6 +139,10 @@ def test_logits_and_log_probabilities_equal_hugging_faces(
         expected = policy.logprob(batch["tokens"], batch["mask"], temperature=temperature)
         for part in last:
             torch.testing.assert_close(part[f"{family}/{name}"], expected, atol=1e-5, rtol=0)
+    for part in last:
+        top = under(part, f"{family}/top")
+        assert_top_words(top["words"], top["logprob"], policy, batch)
+        torch.testing.assert_close(part[f"{family}/words"], words, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

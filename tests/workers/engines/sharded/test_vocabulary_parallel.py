@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from penstock.workers.engines.sharded.vocabulary_parallel import vocabulary_logprob
+from penstock.workers.engines.sharded.vocabulary_parallel import vocabulary_logprob, vocabulary_top
 from torch import Tensor
 
 
@@ -26,6 +26,24 @@ def test_values_and_gradients_equal_autograds():
         (grad,) = torch.autograd.grad((weights[0] * logprob + weights[1] * entropy).sum(), logits)
         results.append((logprob, entropy, grad))
     torch.testing.assert_close(results[0], results[1], atol=1e-12, rtol=1e-12)
+
+
+def test_several_words_of_each_distribution():
+    torch.manual_seed(0)
+    logits = (torch.randn(6, 9, dtype=torch.float64) * 4).requires_grad_()
+    words, entropy = torch.randint(0, 9, (6, 4)), torch.randn(6, dtype=torch.float64)
+    weights = torch.randn(6, 4, dtype=torch.float64)
+    found, spread = vocabulary_logprob(logits, words, None)
+    (grad,) = torch.autograd.grad((weights * found).sum() + (entropy * spread).sum(), logits)
+    every = torch.log_softmax(logits, -1)
+    expected = every.gather(1, words)
+    plain = (weights * expected).sum() - (entropy[:, None] * every.exp() * every).sum()
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(grad, torch.autograd.grad(plain, logits)[0], atol=1e-12, rtol=0)
+    best = every.topk(4)
+    logprob, top = vocabulary_top(logits.detach(), 4, None)
+    torch.testing.assert_close(logprob, best.values)
+    assert torch.equal(top, best.indices)
 
 
 def test_large_logits_do_not_overflow():

@@ -1,0 +1,50 @@
+"""On-policy distillation by policy gradient: the teacher rates each token that the student sampled.
+
+Lu and Thinking Machines Lab, "On-Policy Distillation", 2025: the advantage of a token is how much
+likelier the teacher finds it than the student did, an estimate of -KL(student || teacher) there.
+One number per token is asked of the teacher, so any engine that evaluates will do; `distillation`
+learns more from each response, by what else the teacher might have said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .losses import ClippedPolicyLoss
+from .ops.kl import kl_estimate, response_kl
+from .ops.rollout_correction import RolloutCorrection
+from .options.policy_updates import check_updates, train_policy
+from .roles import PerSample, Policy, Prompts, Sampling, TrainMetrics
+
+__all__ = ["SampledDistillation", "sampled_distillation_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledDistillation:
+    """Options of distillation by policy gradient."""
+
+    sampling: Sampling = Sampling(num_samples=4, max_new_tokens=1024)
+    """How the student's responses are sampled."""
+    correction: RolloutCorrection | None = None
+    """Importance weights for an engine that samples with other numbers than the trainer's."""
+    epochs: int = 1
+    """Passes over each step's rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
+    loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
+    """Clipping of the probability ratio, and how tokens and rows are weighed."""
+
+    def __post_init__(self) -> None:
+        check_updates(self)
+
+
+def sampled_distillation_step(
+    prompts: Prompts, actor: Policy, teacher: Policy, cfg: SampledDistillation
+) -> tuple[TrainMetrics, PerSample]:
+    """Sample from the student, and make likelier what the teacher finds likelier than it did."""
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    own = roll.behavior_logprob
+    told = teacher.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    advantage = kl_estimate(roll.mask, logprob=told, ref_logprob=own, log_ratio_clamp=None)
+    metrics = train_policy(actor, roll, advantage, cfg.loss, cfg)
+    return metrics, response_kl(roll.mask, logprob=own, ref_logprob=told)

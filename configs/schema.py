@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..dataflow.scheduler.schedule import Schedule
+from ..planner.formatting import bytes_of
 from ..workers.engines.registry import DEFAULT, check_engine, check_rollout
 from ..workers.executors.registry import DEFAULT_EXECUTOR, check_executor
 from ..workers.models.lora import LoraSpec
@@ -216,6 +217,9 @@ class ExecutorConfig(Section):
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Torch's and numpy's threads per process; by default the cores are shared out among the
     ranks."""
+    memory_limit: str | None = None
+    """The most memory that all processes of a run may need together, such as `6GiB`: one that is
+    predicted to need more is refused before it starts. For language models on CPUs."""
     transport: Transport = DEFAULT_TRANSPORT
     """How slices of new weights get from group to group: through the executor's object store, or
     from process to process over TCP."""
@@ -224,6 +228,13 @@ class ExecutorConfig(Section):
     @classmethod
     def _is_there(cls, value: str) -> str:
         return check_executor(value)
+
+    @field_validator("memory_limit")
+    @classmethod
+    def _is_a_size(cls, value: str | None) -> str | None:
+        if value is not None and not bytes_of(value):
+            raise ValueError("must be more than nothing")
+        return value
 
 
 class EngineConfig(Section):
@@ -326,6 +337,8 @@ class SamplesConfig(Section):
     """Responses of a step, whole prompts first; 0 keeps none."""
     keep_steps: AtLeastOne | None = None
     """Steps that are kept, the newest ones; null for all."""
+    show_every: AtLeastOne | None = None
+    """Print one of the responses every so many steps; null prints none."""
     max_mib: AtLeastOne = 256
     """Room that a stage's samples may take, compressed: once they take more, every second step is
     dropped, then every second of the rest."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 __all__ = [
     "aligned",
+    "bytes_of",
     "bytes_text",
     "bytes_unit",
     "part_text",
@@ -13,6 +15,9 @@ __all__ = [
     "ranges_text",
     "seconds_text",
 ]
+
+
+_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def seconds_text(seconds: float) -> str:
@@ -26,10 +31,22 @@ def seconds_text(seconds: float) -> str:
 
 def bytes_unit(size: float) -> tuple[str, int]:
     """The unit in which a size is written, and its bytes."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, factor in _UNITS:
         if size >= factor:
             return unit, factor
     return "B", 1
+
+
+def bytes_of(text: str) -> int:
+    """Bytes of a size as people write it: "6GiB", "512 MiB".
+
+    Raises:
+        ValueError: If it is none.
+    """
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?(MiB|GiB|TiB)", text)
+    if found is None:
+        raise ValueError(f"expected a size such as 6GiB or 512MiB, got {text!r}")
+    return int(float(found[1]) * dict(_UNITS)[found[2]])
 
 
 def bytes_text(size: float, *, like: float | None = None, unit: bool = True) -> str:

@@ -10,10 +10,9 @@ from rich.text import Text
 
 from ...dataflow.errors import ConfigError, nearest
 from ..run_dir.run_folder import open_run
-from ..run_dir.samples import SORTS, Sample, read_samples, sample_steps, sorted_samples
-from ..run_dir.stop import visible
+from ..run_dir.samples import SORTS, Sample, read_samples, sample_steps, shown, sorted_samples
 
-__all__ = ["samples_command", "shown"]
+__all__ = ["samples_command"]
 
 _KEYS: Mapping[str, str] = {
     "run": "the folder of a run",
@@ -100,26 +99,3 @@ def _print(samples: list[Sample], num_found: int) -> None:
         console.print(shown(sample))
     if len(samples) < num_found:
         console.print(Text(f"{len(samples)} of {num_found} samples; limit=0 shows all", "dim"))
-
-
-def shown(sample: Sample) -> Text:
-    """A block: a line about the sample, its prompt, and its response."""
-    text = Text(_headline(sample) + "\n", "bold")
-    for said, style in ((sample.prompt, "cyan"), (sample.response, "")):
-        lines = visible(said).strip("\n").split("\n")
-        text.append("".join(f"  {line}\n" for line in lines), style)
-        text.append("  --\n" if said is sample.prompt else "", "dim")
-    return text
-
-
-def _headline(sample: Sample) -> str:
-    """`step 10, version 10, prompt 3: reward 1 (rule.score 1, style.score 0.5), 12 tokens`."""
-    said: list[str] = []
-    if sample.reward is not None:
-        parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items())
-        said.append(f"reward {sample.reward:.4g}{f' ({parts})' if len(sample.parts) > 1 else ''}")
-    if sample.advantage is not None:
-        said.append(f"advantage {sample.advantage:.4g}")
-    said.append(f"{sample.length} tokens{', cut off' if sample.finished is False else ''}")
-    which = "" if sample.prompt_id is None else f", prompt {sample.prompt_id}"
-    return f"step {sample.step}, version {sample.version}{which}: {', '.join(said)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...algorithms.roles.language import Policy
@@ -13,11 +13,24 @@ from ...configs.schema import SAME, AlgorithmConfig, EngineConfig, RolloutConfig
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Graph, Node, NodeKind
 from ...planner.cost.engine_model import ANY, EngineModel
+from ...planner.inputs.calls import CallKind
+from ...planner.inputs.layout import Layout
+from ...planner.inputs.model_shape import ModelShape
 from ...workers.engines.engine import Engine
 from ...workers.engines.registry import DEFAULT, ENGINES, rollouts
 from .own_workers import is_own
 
 __all__ = ["Engines", "engines_of"]
+
+
+def _why_not_own(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
+    if layout.checkpointing and kind == "train":
+        return "a worker of one's own is not told to compute activations again"
+    return DEFAULT.why_not(layout, kind, shape)
+
+
+_OWN = replace(DEFAULT.planned, why_not=_why_not_own)
+"""What a worker of the user's own is to the planner."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ class Engines:
 
     def others(self, trains: str | None = None) -> dict[str, EngineModel]:
         """Roles whose calls run elsewhere than `planned` says, and where; args as there."""
-        return {} if trains == ANY_ENGINE else dict.fromkeys(self.own, DEFAULT.planned)
+        return {} if trains == ANY_ENGINE else dict.fromkeys(self.own, _OWN)
 
     def planned(self, trains: str | None = None) -> tuple[EngineModel, EngineModel | None]:
         """What the planner is to plan for: what trains, and what generates if that is another.

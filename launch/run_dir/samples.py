@@ -14,10 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.text import Text
+
 from ...dataflow.errors import ConfigError
 from ...workers.data.sample_log import step_files
+from .stop import visible
 
-__all__ = ["SAMPLES", "SORTS", "Sample", "Sort", "read_samples", "sample_steps", "sorted_samples"]
+__all__ = [
+    "SAMPLES",
+    "SORTS",
+    "Sample",
+    "Sort",
+    "read_samples",
+    "sample_steps",
+    "shown",
+    "sorted_samples",
+]
 
 SAMPLES = "samples"
 """Below a stage's folder."""
@@ -112,3 +124,26 @@ def sorted_samples(samples: Iterable[Sample], sort: Sort) -> list[Sample]:
         return math.inf if value is None or math.isnan(value) else -value
 
     return sorted(samples, key=key)
+
+
+def shown(sample: Sample) -> Text:
+    """A block: a line about the sample, its prompt, and its response."""
+    text = Text(_headline(sample) + "\n", "bold")
+    for said, style in ((sample.prompt, "cyan"), (sample.response, "")):
+        lines = visible(said).strip("\n").split("\n")
+        text.append("".join(f"  {line}\n" for line in lines), style)
+        text.append("  --\n" if said is sample.prompt else "", "dim")
+    return text
+
+
+def _headline(sample: Sample) -> str:
+    """`step 10, version 10, prompt 3: reward 1 (rule.score 1, style.score 0.5), 12 tokens`."""
+    said: list[str] = []
+    if sample.reward is not None:
+        parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items())
+        said.append(f"reward {sample.reward:.4g}{f' ({parts})' if len(sample.parts) > 1 else ''}")
+    if sample.advantage is not None:
+        said.append(f"advantage {sample.advantage:.4g}")
+    said.append(f"{sample.length} tokens{', cut off' if sample.finished is False else ''}")
+    which = "" if sample.prompt_id is None else f", prompt {sample.prompt_id}"
+    return f"step {sample.step}, version {sample.version}{which}: {', '.join(said)}"

@@ -25,6 +25,7 @@ from ..placement.settled import fetch_weights, settled
 from ..run_dir.evaluations import WHOLE
 from .env_evaluation import env_actors
 from .evaluation import evaluation_graph
+from .memory_limit import check_memory
 from .stages import MODEL, Stage, stages_of
 from .suites import HeldOut, Suite, check_metric, metrics_of, suites_of
 from .worker_specs import check_options, model_positions
@@ -129,6 +130,7 @@ def prepare(run: Resolved, plan: Plan | None = None) -> Job:
     if any(plan.worker == "rule" for stage in stages for plan in stage.roles.values()):
         _check_rule(data)
     suites = _suites(run, stages[-1], data)
+    check_memory(run, stages[-1], suites)
     fetch_weights(run)
     _check_lengths(run.model, stages, sources, suites, data)
     run = replace(run, longest_sequence=_longest_sampled(stages, sources, suites))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import networkx as nx
+from rich.text import Text
 
 from ...configs.schema import SamplesConfig
 from ...dataflow.graph.graph import Graph, Node, NodeKind, Ref
@@ -17,11 +18,12 @@ from ...dataflow.graph.role import Role
 from ...dataflow.runtime.watch import Watch, watch_before
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...workers.data.sample_log import SampleLog, SampleLogSpec
+from ...workers.data.task import Converses
 from ..inputs.data import Data
-from ..run_dir.samples import SAMPLES
+from ..run_dir.samples import SAMPLES, read_samples, sample_steps, shown
 from .stages import Stage
 
-__all__ = ["sample_columns", "sample_node", "sample_watch"]
+__all__ = ["newest_sample", "sample_columns", "sample_node", "sample_watch"]
 
 _ADVANTAGE = "advantage"
 
@@ -50,10 +52,24 @@ def sample_watch(
         max_rows=config.max_rows,
         keep_steps=config.keep_steps,
         max_bytes=config.max_mib << 20,
+        task=data.spec if data.chat.wrap or isinstance(data.task, Converses) else None,
+        chat=data.chat,
     )
     columns = sample_columns(stage.graph, trained)
     worker = (role, SampleLog, SampleLog.record.__name__)
     return watch_before(trained, columns, worker, stage.graph, stage.placement), {role: spec}
+
+
+def newest_sample(home: Path, step: int) -> Text | None:
+    """One of the responses kept last, another prompt's each time; None before the first is there.
+
+    Args:
+        home: The stage's folder.
+        step: The step just taken; what was sampled in it may not be written yet.
+    """
+    steps = sample_steps(home)
+    found = read_samples(home, steps[-1:])
+    return shown(found[step % len(found)]) if found else None
 
 
 def sample_node(graph: Graph) -> Node | None:

@@ -10,6 +10,8 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from rich.text import Text
+
 from ...dataflow.errors import ConfigError, StateError
 from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
@@ -33,7 +35,7 @@ from .export import combined_sha256, export_roles, files_sha256
 from .headline import Headline
 from .job import Job
 from .measuring import Evaluates, Measuring
-from .samples import sample_watch
+from .samples import newest_sample, sample_watch
 from .stages import Stage
 from .worker_specs import Results, exporting_specs, worker_specs
 
@@ -150,6 +152,9 @@ def run_stage(
             for result in _timed(left, stage, outcome, measuring):
                 logs.write(result, outcome)
                 guard.check(result)
+                every = run.samples.show_every
+                if every is not None and not (result.step + 1) % every:
+                    logs.show(newest_sample(home.path, result.step))
         outcome.num_steps = first_step + len(outcome.step_times_s)
         stop.end(f"after {outcome.num_steps} of {num_steps} steps, with a checkpoint")
         unmeasured = measuring.end(engine)
@@ -254,6 +259,11 @@ class _Logs:
         self._trace = trace
         self._trackers = trackers
         self._headline = Headline(stage)
+
+    def show(self, text: Text | None) -> None:
+        """Print something between the lines about steps."""
+        if text is not None:
+            self._display.console.print(text, soft_wrap=True, highlight=False)
 
     def note(self, step: int, found: Mapping[str, Measured]) -> None:
         """Write what was measured after so many steps, where steps need not follow each other."""

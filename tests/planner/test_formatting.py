@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.planner.formatting import aligned, bytes_text, percent_text, ranges_text, seconds_text
+from penstock.planner.formatting import (
+    aligned,
+    bytes_of,
+    bytes_text,
+    percent_text,
+    ranges_text,
+    seconds_text,
+)
 from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.report.plan_texts import (
     cluster_text,
@@ -92,3 +99,16 @@ def test_placements() -> None:
 
 def test_columns_stand_under_each_other() -> None:
     assert aligned([["a", "1"], ["bcd", "20"]], right=[1]) == ["a     1", "bcd  20"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("6GiB", 6 * 2**30), ("512 MiB", 2**29), ("1.5TiB", 3 * 2**39)]
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert bytes_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["6", "6GB", "-1GiB", "", "infGiB", "9" * 400 + "GiB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="^expected a size such as 6GiB or 512MiB, got"):
+        bytes_of(text)

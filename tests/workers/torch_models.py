@@ -29,6 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama-biased": {**BASE, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-all-heads": {**BASE, "model_type": "llama", "num_key_value_heads": 4},
     "llama-tied": {**BASE, "model_type": "llama", "tie_word_embeddings": True},
+    "mistral": {**BASE, "model_type": "mistral", "sliding_window": None},
     "qwen2": {**BASE, "model_type": "qwen2", "tie_word_embeddings": False},
     "qwen2-all-heads": {**BASE, "model_type": "qwen2", "num_key_value_heads": 4},
     "qwen2-tied": {**BASE, "model_type": "qwen2", "tie_word_embeddings": True},
@@ -47,7 +48,7 @@ GPT2: dict[str, Any] = {
 ALL_HEADS = {name: value for name, value in BASE.items() if name != "num_key_value_heads"}
 PLAIN: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
-    "mistral": {**BASE, "model_type": "mistral", "sliding_window": 8},
+    "mistral-window": {**BASE, "model_type": "mistral", "sliding_window": 8},
     "gemma2": {**BASE, "model_type": "gemma2", "head_dim": 16, "sliding_window": 8},
     "gpt_neox": {**ALL_HEADS, "model_type": "gpt_neox"},
 }

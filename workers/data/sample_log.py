@@ -19,10 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ...dataflow.errors import one_process
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.call_context import call_staleness, current_step
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.tokenizer import Tokenizer, TokenizerSpec
+from .chat import ChatOptions, PromptEncoder
+from .task import TaskSpec
 
 __all__ = ["SampleLog", "SampleLogSpec", "step_files"]
 
@@ -56,6 +59,11 @@ class SampleLogSpec:
     """Steps kept, the newest ones; None for all."""
     max_bytes: int
     """Size of all files, beyond which every second step is dropped."""
+    task: TaskSpec | None = None
+    """The problems, if their prompts are conversations: they are kept as what was said, a turn
+    after another, without the template around it."""
+    chat: ChatOptions = ChatOptions()
+    """How those are rendered."""
 
     def build(self, context: WorkerContext) -> SampleLog:
         """Make the log; of the processes of a rank the one that answers writes."""
@@ -69,6 +77,7 @@ class SampleLog(Role):
         self._spec = spec
         self._writes = writes
         self._tokenizer: Tokenizer | None = None
+        self._prompts: PromptEncoder | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
         self._has_warned = False
@@ -126,22 +135,39 @@ class SampleLog(Role):
             for name, column in columns.items()
         }
         values = {name: column.tolist() for name, column in numbers.items()}
+        problems = values.get("prompt_id")
         return [
             {
                 **{name: column[row] for name, column in values.items()},
                 "length": int(length[row]),
-                "prompt": self._text(tokens[row][(tokens[row] >= 0) & (mask[row].cumsum(0) == 0)]),
+                "prompt": self._conversation(problems[row] if problems else None)
+                or self._text(tokens[row][(tokens[row] >= 0) & (mask[row].cumsum(0) == 0)]),
                 "response": self._text(tokens[row][mask[row]]),
             }
             for row in range(len(tokens))
         ]
 
-    def _text(self, ids: Tensor) -> str:
-        """Their text without special tokens; ids that the tokenizer does not know are left out."""
+    def _conversation(self, problem: int | None) -> str | None:
+        """What was said before the response, a turn after another; None of a plain prompt."""
+        if problem is None or self._spec.task is None:
+            return None
+        if self._prompts is None:
+            task = one_process()(self._spec.task.build)()
+            self._prompts = PromptEncoder(task, self._known_tokenizer, self._spec.chat)
+        messages = self._prompts.messages(problem) or []
+        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+    @property
+    def _known_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             self._tokenizer = self._spec.tokenizer.build()
-        known = [token for token in ids.tolist() if token < self._tokenizer.vocab_size]
-        text = self._tokenizer.backend.decode(
+        return self._tokenizer
+
+    def _text(self, ids: Tensor) -> str:
+        """Their text without special tokens; ids that the tokenizer does not know are left out."""
+        tokenizer = self._known_tokenizer
+        known = [token for token in ids.tolist() if token < tokenizer.vocab_size]
+        text = tokenizer.backend.decode(
             known, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text if isinstance(text, str) else "".join(text)

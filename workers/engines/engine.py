@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ...dataflow.errors import ConfigError
 from ...planner.cost.engine_model import EngineModel
-from ...planner.inputs.calls import CallKind
+from ...planner.cost.memory_ledger import Parts
+from ...planner.inputs.calls import Call, CallKind
 from ...planner.inputs.layout import Layout
 from ...planner.inputs.model_shape import ModelShape
 
-__all__ = ["Engine", "Requirement", "why_not_as_usual"]
+__all__ = ["Engine", "MemorySaving", "Requirement", "why_not_as_usual"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,28 @@ class Requirement:
     module: str
     package: str
     install: str
+
+
+class MemorySaving(Protocol):
+    """What options of an engine's workers cost in memory, where each process has whole models."""
+
+    def transient(self, call: Call, num_ranks: int, options: Mapping[str, Any]) -> Parts:
+        """What a call holds beyond what is always held.
+
+        Args:
+            call: What runs.
+            num_ranks: Data-parallel ranks that share its rows.
+            options: Fields of its worker's spec; what is not there is as the spec has it.
+        """
+        ...
+
+    def for_training(self, options: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """Changes of these options that need less and less memory to train and evaluate."""
+        ...
+
+    def for_generating(self, options: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """The same to generate."""
+        ...
 
 
 def _one_process(layout: Layout) -> tuple[int, int]:
@@ -83,6 +106,8 @@ class Engine:
     layers: `tensor_parallel` and `pipeline_parallel` of the worker group that runs it."""
     options: Callable[[Layout], Mapping[str, Any]] = _no_options
     """Layout -> fields of the workers' spec that it decides."""
+    saving: MemorySaving | None = None
+    """What these fields cost in memory; None if the engine cannot say."""
     computes: Callable[[Any], str] = _through_transformers
     """A language model without memory (`empty_model`) -> who computes its layers, for people."""
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 __all__ = ["token_logprob"]
 
-_MOST_LOGITS = 1 << 26
-"""Logits that exist at once, in the precision of the weights: 128 MiB in bfloat16."""
+_MOST_LOGITS = 1 << 25
+"""Logits that exist at once, in the precision of the weights: 64 MiB in bfloat16."""
 _SLICE = 1 << 21
 """Logits that exist at once in float32: 8 MiB, about what the cache holds."""
 
@@ -93,6 +93,7 @@ class _TokenLogprob(torch.autograd.Function):
                 if needs_entropy:
                     weights = (z - sums[:, None]).exp_()
                     entropy[at] = sums - weights.mul_(z).sum(-1)
+            del logits  # before the next ones are made
         ctx.save_for_backward(states, weight, bias, total, entropy)
         ctx.lines, ctx.order, ctx.temperature = lines, order, temperature
         return logprob, entropy
@@ -125,6 +126,7 @@ class _TokenLogprob(torch.autograd.Function):
                 to_states[rows] = change @ weight
             to_weight.add(lambda change=change, rows=rows: change.t() @ states[rows])
             to_bias.add(lambda change=change: change.sum(0))
+            del change  # before the next one is made
         return to_states, to_weight.total, to_bias.total, None, None, None, None
 
 

@@ -12,8 +12,10 @@ from penstock.launch.inputs.compose import Resolved
 from penstock.launch.inputs.data import load_data
 from penstock.launch.main import main
 from penstock.launch.placement.auto_place import choose
+from penstock.launch.stages.memory_limit import check_memory
 from penstock.launch.stages.stages import Stage, stages_of
 from penstock.launch.stages.worker_specs import Results, worker_specs
+from penstock.planner.inputs.layout import Layout
 from safetensors.torch import load_file
 
 from ..placement.test_place import config_of
@@ -203,6 +205,21 @@ def test_a_run_says_it_as_well_and_keeps_the_worker_data_parallel() -> None:
     divided = config_of(*WORDS, SURPRISE, "executor=ray", "engine=fsdp", "rollout=torch")
     plan = choose(divided).plan
     assert (plan.layouts["judge.mark"].tp, plan.layouts["judge.mark"].zero) == (1, 0)
+
+
+def test_the_planner_does_not_have_it_compute_activations_again() -> None:
+    run, stage = made(SHORTER, SLOW, "executor.memory_limit=6GiB")
+    layout = Layout(checkpointing=True)
+    assert run.engines.others()["actor"].why_not(layout, "train", None) == (
+        "a worker of one's own is not told to compute activations again"
+    )
+    assert run.engines.others()["actor"].why_not(Layout(dp=2), "train", None) is None
+    with pytest.raises(ConfigError) as caught:
+        check_memory(run, stage, ())
+    assert str(caught.value) == (
+        "'executor.memory_limit' is set, but 'actor.generate' runs on a worker of your own, which "
+        "is not predicted\n    leave it out"
+    )
 
 
 # --- a run

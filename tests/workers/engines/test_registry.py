@@ -79,6 +79,7 @@ def test_what_is_not_installed_is_said_with_what_to_install() -> None:
     ("engine", "kind", "layout"),
     [
         ("torch", "train", Layout(dp=4)),
+        ("torch", "train", Layout(dp=2, checkpointing=True)),
         ("torch", "generate", Layout(dp=2, zero=3)),  # of a frozen policy that another evaluates
         ("fsdp", "train", Layout(dp=4, zero=3)),
         ("fsdp", "train", Layout(tp=2, dp=2, zero=3)),
@@ -97,12 +98,6 @@ def test_what_an_engine_runs(engine: str, kind: CallKind, layout: Layout) -> Non
     [
         ("torch", "train", Layout(tp=2), "the torch engine runs data-parallel only"),
         ("torch", "train", Layout(dp=2, zero=1), "the torch engine runs data-parallel only"),
-        (
-            "torch",
-            "train",
-            Layout(checkpointing=True),
-            "the torch engine keeps activations and does not compute them again",
-        ),
         ("fsdp", "generate", Layout(), "FSDP does not generate here"),
         ("fsdp", "forward", Layout(pp=2), "FSDP has no pipeline stages"),
         (
@@ -160,6 +155,7 @@ def test_an_engine_knows_its_families() -> None:
     ("engine", "layout", "division", "options"),
     [
         ("torch", Layout(dp=4), (1, 1), {}),
+        ("torch", Layout(dp=2, checkpointing=True), (1, 1), {"activation_checkpointing": True}),
         ("megatron", Layout(tp=2, pp=2, dp=2), (2, 2), {}),
         ("megatron", Layout(tp=2, sequence_parallel=True), (2, 1), {"sequence_parallel": True}),
         ("fsdp", Layout(dp=4, zero=3), (4, 1), {"shards": 4}),

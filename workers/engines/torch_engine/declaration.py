@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ....planner.cost.engine_model import EngineModel
@@ -9,7 +10,7 @@ from ....planner.inputs.calls import CallKind
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
 from ..engine import Engine
-from .costs import MICRO_BATCH_TOKENS, TorchMemory
+from .costs import MICRO_BATCH_TOKENS, TorchMemory, TorchSaving
 
 __all__ = ["TORCH"]
 
@@ -20,9 +21,12 @@ def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | 
     alone = layout.num_devices == layout.dp and layout.ep == 1
     if not alone or shares or layout.offload:
         return "the torch engine runs data-parallel only"
-    if layout.checkpointing and kind == "train":
-        return "the torch engine keeps activations and does not compute them again"
     return None
+
+
+def _options(layout: Layout) -> Mapping[str, Any]:
+    # Of the calls of a role only training keeps activations: the layouts of others say nothing.
+    return {"activation_checkpointing": True} if layout.checkpointing else {}
 
 
 def _computes(model: Any) -> str:
@@ -50,5 +54,7 @@ TORCH = Engine(
     },
     rollout="penstock.workers.engines.torch_engine.specs:TorchGeneratorSpec",
     generates=True,
+    options=_options,
+    saving=TorchSaving(),
     computes=_computes,
 )

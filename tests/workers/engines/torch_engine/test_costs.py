@@ -46,9 +46,9 @@ def test_weights_gradients_and_moments_are_whole() -> None:
     assert TorchMemory().resident(call, layout) == torch_resident_parts(call)
 
 
-def test_16_bit_weights_have_a_float32_master_copy() -> None:
+def test_16_bit_weights_have_a_float32_master_copy_and_gradient() -> None:
     call = make_call(model=HALF)
-    assert torch_resident_parts(call) == Parts(2 * PARAMS, 2 * PARAMS, 12 * PARAMS)
+    assert torch_resident_parts(call) == Parts(2 * PARAMS, 4 * PARAMS, 12 * PARAMS)
 
 
 def test_a_copy_that_generates_has_weights_alone() -> None:
@@ -64,31 +64,51 @@ def test_a_frozen_worker_has_weights_alone() -> None:
 # --- calls ----------------------------------------------------------------------------------------
 
 
-def test_few_tokens_peak_in_the_optimizer_step() -> None:
-    call = make_call(model=TINY, head="scalar", **rows(1, 2, 2))
-    params = TINY.num_params("scalar")
-    assert torch_transient_parts(call) == Parts(optimizer=4 * params)
-
-
-def test_16_bit_gradients_are_added_up_in_float32() -> None:
-    call = make_call(model=HALF, head="scalar", **rows(1, 2, 2))
-    params = HALF.num_params("scalar")
-    assert torch_transient_parts(call).total == 2 * 4 * params  # their sum, and one step's own
-    # From the second update on there is the sum of the last one too.
-    twice = dataclasses.replace(call, passes=2, updates=2)
-    assert torch_transient_parts(twice) == Parts(gradients=3 * 4 * params)
-
-
-def test_a_large_vocabulary_peaks_at_the_head() -> None:
+def test_few_tokens_peak_at_the_embedding() -> None:
     shape = TINY.model_copy(update={"vocab_size": 32000})
-    # 4 rows of 8 + 16 tokens; 64 positions are read.
-    call = make_call(model=shape, **rows(4, 8, 16))
-    assert torch_transient_parts(call).logits == 64 * 32000 * 3 * 4
-    assert torch_transient_parts(call, entropy=True).logits == 64 * 32000 * 5 * 4
-    evaluate = dataclasses.replace(call, kind="forward")
-    assert torch_transient_parts(evaluate) == Parts(
-        activations=64 * 64 * 4, logits=64 * 32000 * 3 * 4
+    call = make_call(model=shape, head="scalar", **rows(1, 2, 2))
+    embedding = 32000 * shape.hidden_size
+    assert torch_transient_parts(call) == Parts(gradients=4 * embedding)
+    # One of 16 bits is converted before it is added to the float32 gradient.
+    half = shape.model_copy(update={"dtype": "bfloat16"})
+    assert torch_transient_parts(dataclasses.replace(call, model=half)) == Parts(
+        gradients=(2 + 4) * embedding
     )
+    # A head that is the embedding has another one, which waits for it.
+    both = shape.model_copy(update={"tied_embeddings": True})
+    assert torch_transient_parts(make_call(model=both, **rows(1, 2, 2))) == Parts(
+        gradients=2 * 4 * embedding
+    )
+
+
+def test_updates_share_one_gradient() -> None:
+    once = make_call(model=HALF, head="scalar", **rows(4, 8, 8))
+    twice = dataclasses.replace(once, passes=2, updates=2)
+    assert torch_transient_parts(twice) == torch_transient_parts(once)
+
+
+def test_logits_are_made_in_parts_of_the_weights_dtype() -> None:
+    vocab = 1 << 16
+    shape = HALF.model_copy(update={"vocab_size": vocab})
+    # 60 rows of 8 + 64 tokens: 3,840 positions are read, 1,024 at once, 32 of them in float32.
+    call = make_call(model=shape, **rows(60, 8, 64))
+    part, in_float = 1024 * vocab * 2, 32 * vocab * 4
+    found = torch_transient_parts(call, micro_batch_tokens=2**20)
+    assert found.logits == part + 3 * in_float
+    assert found.gradients == vocab * shape.hidden_size * 2  # of the parts before
+    evaluate = dataclasses.replace(call, kind="forward")
+    assert torch_transient_parts(evaluate, micro_batch_tokens=2**20).logits == part + 2 * in_float
+
+
+def test_checkpointing_keeps_what_goes_into_a_layer() -> None:
+    deep = TINY.model_copy(update={"num_layers": 64})
+    call = make_call(model=deep, head="scalar", **rows(64, 32, 32))
+    kept, again = (torch_transient_parts(call, checkpointing=on) for on in (False, True))
+    tokens = 64 * 63 + 64  # aligned
+    assert again.activations > 62 * tokens * deep.hidden_size * 4
+    assert again.activations < kept.activations / 5
+    layout = Layout(checkpointing=True)
+    assert TorchMemory().transient(call, layout) == again
 
 
 def test_a_shared_prompt_is_computed_once() -> None:
@@ -158,12 +178,13 @@ def test_every_call_has_a_peak(call: Call, num_ranks: int, tokens: int) -> None:
 
 @pytest.mark.parametrize("kind", ["train", "forward"])
 def test_activations_grow_with_the_micro_batch(kind: CallKind) -> None:
-    call = make_call(kind, model=TINY, head="scalar", **rows(256, 64, 64))
-    small, large = (torch_transient_parts(call, micro_batch_tokens=size) for size in (2048, 16384))
+    call = make_call(kind, model=TINY, head="scalar", **rows(2048, 64, 64))
+    # Both are more than a piece of attention.
+    small, large = (torch_transient_parts(call, micro_batch_tokens=2**size) for size in (14, 17))
     assert large.activations == pytest.approx(8 * small.activations, rel=0.1)
     # No more than there is.
     assert torch_transient_parts(call, micro_batch_tokens=2**20) == (
-        torch_transient_parts(call, micro_batch_tokens=2**15)
+        torch_transient_parts(call, micro_batch_tokens=2**18)
     )
 
 
@@ -171,9 +192,10 @@ def test_activations_grow_with_the_micro_batch(kind: CallKind) -> None:
 
 
 @pytest.mark.slow
-def test_a_live_call_needs_what_is_predicted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["small", "small, bfloat16, large vocabulary, checkpointing"])
+def test_a_live_call_needs_what_is_predicted(case: str, tmp_path: Path) -> None:
     file = tmp_path / "case.json"
-    command = [sys.executable, str(CASE), "--case", "small", "--json", str(file)]
+    command = [sys.executable, str(CASE), "--case", case, "--json", str(file)]
     subprocess.run(command, check=True, capture_output=True, timeout=240)
     found = json.loads(file.read_text())
     assert found["measured_bytes"] > 20e6

@@ -47,7 +47,8 @@ def test_logits_equal_hugging_face(name: str, same_prompt: bool):
     for grad in (False, True):  # they take different attention paths
         with torch.set_grad_enabled(grad):
             found = policy.network.outputs(tokens, reads, shared)
-        torch.testing.assert_close(found.spread(found.values), expected, atol=1e-5, rtol=0)
+            logits = policy.network.head(found.values)
+        torch.testing.assert_close(found.spread(logits), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("same_prompt", [False, True])
@@ -61,7 +62,7 @@ def test_gradients_equal_hugging_face(name: str, same_prompt: bool):
     flat = policy.network.flat
     flat.enable_gradients()
     found = policy.network.outputs(tokens, reads, shared)
-    (found.spread(found.values) * weight).sum().backward()
+    (found.spread(policy.network.head(found.values)) * weight).sum().backward()
     got = flat.named(flat.grad)
 
     flat.enable_gradients()
@@ -86,7 +87,19 @@ def test_other_architectures_take_the_hugging_face_forward():
     tokens, reads, shared = rows(same_prompt=False)
     found = policy.network.outputs(tokens, reads, shared)
     expected = hugging_face(module_of(policy), tokens, reads)
-    torch.testing.assert_close(found.spread(found.values), expected, atol=1e-5, rtol=0)
+    logits = module_of(policy).lm_head(found.values)
+    torch.testing.assert_close(found.spread(logits), expected, atol=1e-5, rtol=0)
+
+
+def test_logits_that_a_model_caps_are_its_own():
+    policy = make_policy("gemma2")
+    tokens, reads, shared = rows(same_prompt=False)
+    expected = hugging_face(module_of(policy), tokens, reads)
+    found = policy.network.outputs(tokens, reads, shared)
+    target = expected.argmax(-1)
+    logprob, _ = policy.network.token_logprob(found, target, 1.0, needs_entropy=False)
+    best = expected.log_softmax(-1).amax(-1)
+    torch.testing.assert_close(logprob, best, atol=1e-5, rtol=0)
 
 
 def test_a_sliding_window_is_not_taken_for_full_attention():

@@ -1,0 +1,234 @@
+"""`executor.memory_limit`: a run that is predicted to need more is refused before it starts.
+
+The prediction is the planner's, for the main algorithm where it is placed and with the options that
+its workers have: what all processes of the run hold together, each at its peak. It is made for
+language models that the torch engine computes on CPUs. Nothing is watched while the run goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...configs.plan_schema import WorkloadConfig
+from ...dataflow.errors import ConfigError, PlanError
+from ...dataflow.graph.graph import Node
+from ...planner.cost.memory_ledger import GroupLedger, Parts
+from ...planner.formatting import bytes_of, bytes_text, part_text
+from ...planner.inputs.calls import Call, calls_of
+from ...planner.inputs.layout import Layout
+from ...planner.inputs.workload import Lengths
+from ...workers.engines.engine import Engine, MemorySaving
+from ..inputs.compose import Resolved
+from ..placement.place import executor_kind
+from ..placement.plan_inputs import PlanInputs
+from .stages import Stage
+from .suites import Suite
+
+__all__ = ["check_memory"]
+
+_PROCESS_BYTES = 620 * 2**20
+"""What a process has without models: Python, torch, transformers and what of the run is not a
+tensor. Measured as `peak_memory_bytes` of a run of `model=tiny`."""
+
+_OCCUPIED = 1.08
+"""What a process occupies for each byte of tensors, because the C library keeps freed blocks. 1.05
+to 1.15 was measured of SmolLM2 with and without checkpointing, and of a model of 36M weights."""
+
+_LARGEST = 3
+"""Parts that a message names."""
+
+_Options = Mapping[str, Any]
+
+
+def check_memory(run: Resolved, stage: Stage, suites: Sequence[Suite]) -> None:
+    """Refuse a run that is predicted to need more memory than its configuration allows.
+
+    Args:
+        run: The run.
+        stage: Its main stage, placed.
+        suites: What its policy is evaluated on.
+
+    Raises:
+        ConfigError: If there is a limit and nothing can be predicted.
+        PlanError: If more is needed, with the keys that make it fit.
+    """
+    text = run.placement.executor.memory_limit
+    if text is None:
+        return
+    asked = _Asked(run, stage, _works(run, stage, suites))
+    limit = bytes_of(text)
+    if asked.total({}, {}) <= limit:
+        return
+    changes = [(train, rollout, asked.total(train, rollout)) for train, rollout in asked.smaller()]
+    fitting = next((change for change in changes if change[2] <= limit), None)
+    train, rollout, needed = fitting or changes[-1]
+    keys = " ".join(asked.keys(train, rollout))
+    advice = f"set {keys}, for {bytes_text(needed)}"
+    if fitting is None:
+        advice = (
+            f"raise the limit, or choose shorter responses or a smaller model: with {keys} it is "
+            f"still {bytes_text(needed)}"
+        )
+    raise PlanError(f"{asked.excess(limit)}\n    {advice}")
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A call, and whose worker does it.
+
+    Attributes:
+        call: What runs.
+        node: A node of the graph that the same worker runs.
+        saving: Of its engine.
+    """
+
+    call: Call
+    node: Node
+    saving: MemorySaving
+    engine: Engine
+
+
+def _works(run: Resolved, stage: Stage, suites: Sequence[Suite]) -> list[_Work]:
+    """The calls of the main stage, and of its evaluation."""
+    inputs = PlanInputs(run)
+    device = run.placement.executor.device
+    if device != "cpu":
+        raise _not_judged(f"what '{device}' devices hold is not compared with it")
+    if run.model.lora:
+        raise _not_judged("what training adapters needs is not predicted")
+    try:
+        models = inputs.models({})
+        calls = calls_of(stage.graph, inputs.workload(WorkloadConfig()), models)
+    except (ConfigError, PlanError) as error:
+        raise _not_judged(str(error).splitlines()[0]) from error
+    if not calls:
+        raise _not_judged(f"no role of {stage.graph.name} has a language model")
+    works: list[_Work] = []
+    for call in calls:
+        node = stage.graph[call.name]
+        engine = run.engines.runs(stage.graph, node)
+        own = call.role in run.engines.own
+        if own or engine.saving is None:
+            where = "a worker of your own" if own else f"engine={engine.name}"
+            raise _not_judged(f"'{call.name}' runs on {where}, which is not predicted")
+        works.append(_Work(call, node, engine.saving, engine))
+    policy = [work for work in works if work.call.role == stage.policy]
+    samples = (work for work in policy if work.call.kind == "generate")
+    work = next(samples, next(iter(policy), None))
+    return works if work is None else [*works, *(_evaluation(work, suite) for suite in suites)]
+
+
+def _evaluation(work: _Work, suite: Suite) -> _Work:
+    """What the worker of a policy does for a suite."""
+    call = replace(
+        work.call, name=f"evaluation {suite.name}".rstrip(), kind="generate",
+        num_sequences=suite.prompts.num_prompts * suite.sampling.num_samples,
+        prompt=Lengths.constant(suite.prompts.longest),
+        response=Lengths.constant(suite.sampling.max_new_tokens),
+        samples_per_prompt=suite.sampling.num_samples,
+    )  # fmt: skip
+    return replace(work, call=call)
+
+
+def _not_judged(why: str) -> ConfigError:
+    return ConfigError(f"'executor.memory_limit' is set, but {why}\n    leave it out")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a run needs, with options as they are or changed.
+
+    Attributes:
+        run: The run.
+        stage: Its main stage.
+        works: What is done in it.
+    """
+
+    run: Resolved
+    stage: Stage
+    works: Sequence[_Work]
+
+    def total(self, train: _Options, rollout: _Options) -> int:
+        """Bytes of all processes together; arguments are changes, as of `smaller`."""
+        kind = executor_kind(self.run.placement.executor.kind, "executor.kind")
+        total = _PROCESS_BYTES if kind.has_processes else 0
+        for ledger in self._ledgers(train, rollout):
+            tensors = int(_OCCUPIED * ledger.peak[1].total)
+            total += ledger.num_devices * (_PROCESS_BYTES + tensors)
+        return total
+
+    def smaller(self) -> Iterator[tuple[_Options, _Options]]:
+        """Changes of options that train and of those that generate, the least costly first."""
+        train = self.run.engines.train.saving
+        trains = () if train is None else train.for_training(self.run.engines.options)
+        changes: list[_Options] = [{}, *trains]
+        samples = (work for work in self.works if work.call.kind == "generate")
+        generates = next(samples, None)
+        yield from ((change, {}) for change in changes[1:])
+        if generates is not None:
+            given = self._options(generates, {}, {})
+            for fewer in generates.saving.for_generating(given):
+                yield from ((change, fewer) for change in changes)
+
+    def keys(self, train: _Options, rollout: _Options) -> list[str]:
+        """What to set for such changes."""
+        found = [f"engine.options.{key}={_value(value)}" for key, value in train.items()]
+        places = dict.fromkeys(
+            self._place(work) for work in self.works if work.call.kind == "generate"
+        )
+        return found + [
+            f"{at}.{key}={_value(value)}" for at in places for key, value in rollout.items()
+        ]
+
+    def excess(self, limit: int) -> str:
+        """What is needed and for what: the first lines of the message."""
+        ledgers = self._ledgers({}, {})
+        worst = max(ledgers, key=lambda ledger: ledger.num_devices * ledger.peak[1].total)
+        call, parts = worst.peak
+        sizes = sorted(zip(parts, parts._fields, strict=True), reverse=True)[:_LARGEST]
+        largest = ", ".join(f"{part_text(name)} {bytes_text(size)}" for size, name in sizes if size)
+        return (
+            f"'executor.memory_limit' is {bytes_text(limit)}, but the planner predicts a peak of "
+            f"{bytes_text(self.total({}, {}))}\n    in '{call}': {largest}; and "
+            f"{bytes_text(_PROCESS_BYTES)} of each process without models"
+        )
+
+    def _ledgers(self, train: _Options, rollout: _Options) -> list[GroupLedger]:
+        placement = self.stage.placement
+        found: list[GroupLedger] = []
+        for group in placement.groups:
+            here = [w for w in self.works if placement.nodes[w.node.name] == group.name]
+            held: dict[str, Parts] = {}
+            for work in sorted(here, key=lambda work: work.call.kind != "train"):
+                memory = work.engine.planned.memory
+                held.setdefault(work.call.role, memory.resident(work.call, Layout()))
+            adds = {
+                work.call.name: work.saving.transient(
+                    work.call, group.num_ranks, self._options(work, train, rollout)
+                )
+                for work in here
+            }
+            found.append(GroupLedger(group.name, group.num_ranks, held, adds))
+        return found
+
+    def _place(self, work: _Work) -> str:
+        """Where the options that a generation reads are set."""
+        if self.run.engines.apart(self.stage.graph, work.node):
+            return "rollout.options"
+        return f"{self.stage.at}.roles.{work.call.role}.options"
+
+    def _options(self, work: _Work, train: _Options, rollout: _Options) -> _Options:
+        """Fields of the spec of the worker that does something; a role's own win."""
+        engines, role = self.run.engines, work.call.role
+        if engines.apart(self.stage.graph, work.node):
+            return {**engines.rollout_options, **rollout}
+        planned = self.stage.planned_options.get(role, {})
+        own = self.stage.roles[role].config.options
+        changed = rollout if work.call.kind == "generate" else {}
+        return {**planned, **engines.options, **train, **own, **changed}
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,63 @@
+"""Attention over packed rows: what scaled_dot_product_attention gives, however it is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.workers.engines.torch_engine import attention
+from penstock.workers.engines.torch_engine.packing import pack_rows
+from torch import Tensor
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_prompts=st.integers(1, 3),
+    num_samples=st.integers(1, 4),
+    prompt_length=st.integers(1, 9),
+    longest=st.integers(1, 21),
+    group=st.sampled_from([1, 3]),
+    at_once=st.sampled_from([1, 300, 1 << 20]),
+    shared=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_outputs_and_gradients_are_those_of_torch(
+    num_prompts: int,
+    num_samples: int,
+    prompt_length: int,
+    longest: int,
+    group: int,
+    at_once: int,
+    shared: bool,
+    seed: int,
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    rows = num_prompts * num_samples
+    lengths = prompt_length + torch.randint(1, longest + 1, (rows,), generator=random)
+    tokens = torch.randint(3, 50, (rows, int(lengths.max())), generator=random)
+    prompts = torch.randint(3, 50, (num_prompts, prompt_length), generator=random)
+    tokens[:, :prompt_length] = prompts.repeat_interleave(num_samples, 0)
+    place = torch.arange(tokens.shape[1])
+    tokens[place >= lengths[:, None]] = -1
+    reads = (place >= prompt_length - 1) & (place < lengths[:, None])
+    pack = pack_rows(tokens, reads, torch.full((rows,), prompt_length) if shared else None)
+
+    def numbers(heads: int) -> Tensor:
+        return torch.randn(len(pack.tokens), heads, 4, generator=random).requires_grad_()
+
+    query, key, value = numbers(2 * group), numbers(2), numbers(2)
+    upstream = torch.randn(len(pack.tokens), 8 * group, generator=random)
+    upstream[-1] = 0  # of the last spare token nothing is ever wanted
+
+    def found(mixed: Tensor) -> list[Tensor]:
+        gradients = torch.autograd.grad(mixed, (query, key, value), upstream)
+        return [part[:-1] for part in (mixed, *gradients)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_MOST_SCORES", at_once)
+        patch.setattr(attention, "_LEAST_QUERIES", 2)
+        ours = found(attention.attend_packed(query, key, value, pack, 0.5))
+    torchs = found(attention._attend_sdpa(query, key, value, pack, 0.5))  # pyright: ignore[reportPrivateUsage]
+    for one, other in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,124 @@
+"""Chunked log-probabilities: those of plain autograd, whatever the chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.workers.training import token_logprob as chunked
+from torch import Tensor
+
+WORDS, SIZE = 23, 5
+
+
+def _plain(
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    entry: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    every = torch.log_softmax(F.linear(states, weight, bias).float() / temperature, dim=-1)
+    return every[entry, target], -(every.exp() * every).sum(-1)[entry]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_states=st.integers(1, 9),
+    num_targets=st.integers(1, 14),
+    rows_at_once=st.integers(1, 4),
+    rows_exact=st.integers(1, 3),
+    temperature=st.sampled_from([0.7, 1.0]),
+    needs_entropy=st.booleans(),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_numbers_and_gradients_are_those_of_plain_autograd(
+    num_states: int,
+    num_targets: int,
+    rows_at_once: int,
+    rows_exact: int,
+    temperature: float,
+    needs_entropy: bool,
+    has_bias: bool,
+    seed: int,
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random).requires_grad_()
+
+    states, weight = numbers(num_states, SIZE), numbers(WORDS, SIZE)
+    bias = numbers(WORDS) if has_bias else None
+    target = torch.randint(WORDS, (num_targets,), generator=random)
+    entry = torch.randint(num_states, (num_targets,), generator=random)
+    upstream = torch.randn(2, num_targets, generator=random)
+    leaves = [leaf for leaf in (states, weight, bias) if leaf is not None]
+
+    def gradients(logprob: Tensor, entropy: Tensor | None) -> list[Tensor]:
+        total = (logprob * upstream[0]).sum()
+        if entropy is not None:
+            total = total + (entropy * upstream[1]).sum()
+        return list(torch.autograd.grad(total, leaves))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked, "_MOST_LOGITS", WORDS * rows_at_once)
+        patch.setattr(chunked, "_SLICE", WORDS * rows_exact)
+        logprob, entropy = chunked.token_logprob(
+            states, weight, bias, target, entry, temperature, needs_entropy=needs_entropy
+        )
+        found = gradients(logprob, entropy)
+    expected, spread = _plain(states, weight, bias, target, entry, temperature)
+    torch.testing.assert_close(logprob, expected, rtol=1e-5, atol=1e-5)
+    if needs_entropy:
+        torch.testing.assert_close(entropy, spread, rtol=1e-5, atol=1e-5)
+    plain = gradients(expected, spread if needs_entropy else None)
+    for one, other in zip(found, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_frozen_head_gets_no_gradient_and_states_do() -> None:
+    states = torch.randn(3, SIZE).requires_grad_()
+    weight = torch.randn(WORDS, SIZE)
+    logprob, _ = chunked.token_logprob(
+        states, weight, None, torch.tensor([1, 2, 3]), None, 1.0, needs_entropy=False
+    )
+    logprob.sum().backward()
+    assert states.grad is not None
+    assert weight.grad is None
+
+
+def test_no_float32_tensor_has_rows_times_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16-bit weights, the largest float32 tensor made has a slice's size."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    rows, words = 64, 512
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal largest
+            made = func(*args, **(kwargs or {}))
+            for one in made if isinstance(made, tuple | list) else (made,):
+                if isinstance(one, Tensor) and one.dtype == torch.float32:
+                    largest = max(largest, one.numel())
+            return made
+
+    monkeypatch.setattr(chunked, "_SLICE", words * 4)
+    states = torch.randn(rows, SIZE, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(words, SIZE, dtype=torch.bfloat16).requires_grad_()
+    target = torch.arange(rows)
+    with Watch():
+        logprob, entropy = chunked.token_logprob(
+            states, weight, None, target, None, 1.0, needs_entropy=True
+        )
+        assert entropy is not None
+        (logprob.sum() + entropy.sum()).backward()
+    assert 0 < largest <= words * 4

@@ -32,9 +32,7 @@ __all__ = ["Model", "OursRun", "job_of", "prompts_of", "run_ours", "run_trl", "u
 HERE = Path(__file__).resolve().parent
 PACKAGED = "smollm2-135m"
 TASK = (
-    "algorithm=grpo",
-    "~algorithm.before",
-    "task=instructions",
+    "experiment=smollm2",
     f"task.max_response_tokens={MAX_NEW_TOKENS}",
     f"algorithm.per_step.prompts={NUM_PROMPTS}",
     f"algorithm.cfg.sampling.num_samples={NUM_SAMPLES}",
@@ -44,7 +42,7 @@ TASK = (
     "evaluation.num_prompts=0",
     "tracker=none",
 )
-"""What a person types for the shared task; all else is as it is by default."""
+"""What a person types for the shared task: the run of `make smollm2`, without its evaluations."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ the same tokens, and the same reward. Steps are timed after one warm-up step; im
 building, the first table and saving are not in the time. Peak memory is that of the whole process;
 ours includes the checkpoint and the model that it saves at its end, TRL's saving is off.
 
-Ours is `penstock run model=smollm2-135m` with its defaults: master weights, gradients and moments
-in float32, products in bfloat16 where the CPU is faster so. TRL's are
+Ours is the run of `make smollm2` (`experiment=smollm2`): master weights, gradients and moments in
+float32, products in bfloat16 where the CPU is faster so. TRL's are
 
 - "trl bfloat16": weights, gradients and moments in bfloat16 (`ratio`, `memory_ratio`);
 - "trl float32": all in float32 (`ratio_float32`, `memory_ratio_float32`);

@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,7 +156,9 @@ def batch_of(sizes: Scale) -> PolicyBatch:
     return PolicyBatch(tokens=tokens, mask=mask, behavior_logprob=behavior, advantage=advantage)
 
 
-def train_flops(shape: ModelShape, batch: PolicyBatch, prompt: int) -> float:
+def train_flops(
+    shape: ModelShape, prompts: Sequence[int], responses: Sequence[Sequence[int]]
+) -> float:
     """FLOP of a train call, forward and backward, each prompt computed once for its samples.
 
     Products: 2 per weight and token forward, twice that backward; the vocabulary's only where a
@@ -164,15 +166,16 @@ def train_flops(shape: ModelShape, batch: PolicyBatch, prompt: int) -> float:
 
     Args:
         shape: Of the model.
-        batch: Its rows; samples of a prompt follow each other.
-        prompt: Tokens of each prompt.
+        prompts: Tokens of each prompt.
+        responses: For each prompt, tokens of each of its responses.
     """
-    lengths = (batch.tokens >= 0).sum(1).tolist()
-    sampled = int(batch.mask.sum())
-    distinct = PROMPTS * prompt + sampled
-    products = 2.0 * shape.num_layers * shape.active_layer_params * distinct
+    sampled = sum(map(sum, responses))
+    products = 2.0 * shape.num_layers * shape.active_layer_params * (sum(prompts) + sampled)
     head = 2.0 * shape.embedding_params * sampled
-    pairs = PROMPTS * prompt**2 / 2 + sum((n**2 - prompt**2) / 2 for n in lengths)
+    pairs = sum(
+        prompt**2 / 2 + sum(((prompt + length) ** 2 - prompt**2) / 2 for length in lengths)
+        for prompt, lengths in zip(prompts, responses, strict=True)
+    )
     attention = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
     return 3.0 * (products + head + attention)
 
@@ -188,7 +191,8 @@ def trained(name: str, sizes: Scale, meter: Meter, peak: float) -> dict[str, Any
             policy.train(ClippedPolicyLoss(), batch)
 
     seconds = meter.seconds(step)
-    flops = train_flops(shape_of(architecture), batch, sizes.prompt)
+    lengths = batch.mask.sum(1).view(PROMPTS, SAMPLES).tolist()
+    flops = train_flops(shape_of(architecture), [sizes.prompt] * PROMPTS, lengths)
     return {
         "model": name,
         "seconds": seconds,

@@ -8,7 +8,7 @@ them at the same time with the same arguments, and what counts is what the one r
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from ...planner.resharding.sharding import Sharding
 from .checkpoint_files import WholeTensors, box_key, open_state, read_state_json, state_file
 from .data_parallel import worker_group
 from .flat_parameters import tensors_sha256, write_tensors
+from .host_memory import HostCopy, give_back_freed
 from .logprob_mismatch import MismatchLimits
 from .network import Network
 from .optimizer import OptimizerSpec
@@ -32,7 +33,7 @@ from .stored_pieces import fill_weights, gather_weights, pieces_on, stored_view
 from .trainer import Forward, Trainer
 from .weight_checks import check_outputs, refuse_faults, unusable
 
-__all__ = ["HostCopy", "ModelWorker", "check_columns"]
+__all__ = ["ModelWorker", "check_columns"]
 
 B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
@@ -262,7 +263,7 @@ class ModelWorker:
                 f"'{self.context.role}' is frozen and cannot train; give its spec an optimizer= "
                 "(OptimizerSpec)"
             )
-        return self._trainer.train(
+        metrics = self._trainer.train(
             forward,
             loss,
             batch,
@@ -271,6 +272,8 @@ class ModelWorker:
             key=call_key(self.context.role, "train"),
             limits=limits,
         )
+        give_back_freed(self.device)
+        return metrics
 
     def _evaluate(
         self,
@@ -367,41 +370,3 @@ def check_columns(tokens: Tensor, mask: Tensor) -> None:
             "mask is True at a row's first token, which nothing precedes and so no model can "
             "predict; every row must begin with at least one prompt token"
         )
-
-
-class HostCopy:
-    """What tensors hold on a device, kept on the host; their memory there is given up.
-
-    The tensors stay what they are, and so do all views of them: only the memory under them goes and
-    comes back, at another place. Nobody may look at them meanwhile.
-
-    Args:
-        tensors: Some may share memory. Those in host memory are left alone.
-        device: The kind of device to be freed.
-
-    Attributes:
-        num_bytes: Given up.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor], device: str = "cuda") -> None:
-        storages = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage()  # pyright: ignore[reportPrivateUsage] - its identity
-            for tensor in tensors
-            if tensor.device.type == device
-        }
-        self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        self.num_bytes = 0
-        for storage in storages.values():
-            host = torch.UntypedStorage(storage.nbytes()).copy_(storage)
-            self._kept.append((storage, host))
-            self.num_bytes += storage.nbytes()
-            storage.resize_(0)
-        if self._kept and device == "cuda":
-            torch.cuda.empty_cache()  # else only this process could use what is free
-
-    def restore(self) -> None:
-        """Put everything back, bit for bit."""
-        for storage, host in self._kept:
-            storage.resize_(host.nbytes())
-            storage.copy_(host)
-        self._kept.clear()

@@ -7,7 +7,7 @@ import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.workers.engines.roles import PolicyWorker
-from penstock.workers.training.model_worker import HostCopy
+from penstock.workers.training.host_memory import HostCopy
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch_models import make_batch, make_policy
 

@@ -17,7 +17,7 @@ from ...models.tokenizer import TokenizerSpec
 from ...rollout.response_sampler import ResponseSampler
 from ...rollout.responses import Responses, check_stop
 from ...rollout.sampling import SampleStreams
-from ...training.model_worker import HostCopy
+from ...training.host_memory import HostCopy, give_back_freed
 from .decode import decode
 from .decode_plain import decode_plain
 from .network import LeanNetwork, TorchNetwork
@@ -71,6 +71,7 @@ class TorchGenerator:
                 end = min(begin + per_wave, len(prompt))
                 rows = uniform[begin * count : end * count]
                 waves.append(self._decode(prompt[begin:end], rows, sampling))
+        give_back_freed(self.network.device)
         return Responses.joined(waves, sampling.max_new_tokens)
 
     def _decode(self, prompt: Tensor, uniform: Tensor, sampling: Sampling) -> Responses:

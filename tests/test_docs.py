@@ -80,7 +80,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
 
 _COMMAND = re.compile(r"^    penstock (run|plan) +(.*)$", re.MULTILINE)
 _THE_READERS_OWN = re.compile(r"\w:\w|-v0$|\.jsonl?\b|dataset=\w+/|=runs/|resume=|[A-Z]{2}|^--")
-"""Words that name a module, a file, a data set of a hub or a run of the reader's, or are no keys."""
+"""Words that name a module, a file, a data set or a run of the reader's, or are no keys."""
 
 
 def commands() -> list[tuple[str, str]]:

@@ -92,10 +92,11 @@ def test_a_resumed_run_goes_on_with_the_average(penstock: Penstock, tmp_path: Pa
 def test_one_step_moves_the_reference_its_share_of_the_way(
     penstock: Penstock, tmp_path: Path
 ) -> None:
-    none, _ = finished(
-        penstock, tmp_path / "none", "algorithm.num_steps=1", "algorithm.cfg.share=1"
-    )
-    some, _ = finished(penstock, tmp_path / "some", "algorithm.num_steps=1")
+    # Enough responses that some differ in what they earn: with the reference where the actor is,
+    # nothing else moves the actor.
+    words = ("algorithm.num_steps=1", "algorithm.cfg.sampling.num_samples=64")
+    none, _ = finished(penstock, tmp_path / "none", *words, "algorithm.cfg.share=1")
+    some, _ = finished(penstock, tmp_path / "some", *words)
     actor, copied = (load_file(none / "models" / r / "model.safetensors") for r in ("actor", "ref"))
     assert all(actor[name].equal(copied[name]) for name in actor)
     moved = load_file(some / "models" / "ref" / "model.safetensors")

@@ -2,7 +2,7 @@
 
 A head of 49,152 words over a thousand tokens is 190 MiB of logits in float32, and plain autograd
 keeps five such tensors. Here logits are made for some rows at a time, in the precision of the
-weights; float32 numbers exist for `_SLICE` of them; and the backward pass makes them again.
+weights; `MOST_IN_FLOAT32` of them exist in float32; and the backward pass makes them again.
 
 Shapes: U hidden states, D hidden size, V words, n tokens asked for.
 """
@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["token_logprob", "top_words"]
+__all__ = ["MOST_IN_FLOAT32", "MOST_LOGITS", "token_logprob", "top_words"]
 
-_MOST_LOGITS = 1 << 25
+MOST_LOGITS = 1 << 25
 """Logits that exist at once, in the precision of the weights: 64 MiB in bfloat16."""
-_SLICE = 1 << 21
+MOST_IN_FLOAT32 = 1 << 21
 """Logits that exist at once in float32: 8 MiB, about what the cache holds."""
 
 
@@ -76,9 +76,9 @@ def top_words(
     """
     logprob = torch.empty(len(states), num_words, dtype=torch.float32, device=states.device)
     words = torch.empty_like(logprob, dtype=torch.int64)
-    for rows in _chunks(len(states), _MOST_LOGITS // len(weight)):
+    for rows in _chunks(len(states), MOST_LOGITS // len(weight)):
         logits = F.linear(states[rows], weight, bias)
-        for part in _chunks(len(logits), _SLICE // len(weight)):
+        for part in _chunks(len(logits), MOST_IN_FLOAT32 // len(weight)):
             at = slice(rows.start + part.start, rows.start + part.stop)
             z = logits[part].float().div_(temperature)
             best, words[at] = z.topk(num_words)
@@ -110,9 +110,9 @@ class _TokenLogprob(torch.autograd.Function):
         total = torch.empty(len(states), dtype=torch.float32, device=states.device)
         entropy = torch.zeros_like(total) if needs_entropy else total.new_zeros(0)
         logprob = torch.empty(len(target), dtype=torch.float32, device=states.device)
-        for rows in _chunks(len(states), _MOST_LOGITS // len(weight)):
+        for rows in _chunks(len(states), MOST_LOGITS // len(weight)):
             logits = F.linear(states[rows], weight, bias)
-            for part in _chunks(len(logits), _SLICE // len(weight)):
+            for part in _chunks(len(logits), MOST_IN_FLOAT32 // len(weight)):
                 at = slice(rows.start + part.start, rows.start + part.stop)
                 z = logits[part].float().div_(temperature)
                 sums = z.logsumexp(-1)
@@ -133,11 +133,11 @@ class _TokenLogprob(torch.autograd.Function):
         lines: _Lines = ctx.lines
         upstream = grads[0][ctx.order]
         to_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
-        to_weight = _Sum(ctx.needs_input_grad[1])
-        to_bias = _Sum(bias is not None and ctx.needs_input_grad[2])
-        for rows in _chunks(len(states), _MOST_LOGITS // len(weight)):
+        to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        to_bias = total.new_zeros(len(weight)) if ctx.needs_input_grad[2] else None
+        for rows in _chunks(len(states), MOST_LOGITS // len(weight)):
             change = F.linear(states[rows], weight, bias)
-            for part in _chunks(len(change), _SLICE // len(weight)):
+            for part in _chunks(len(change), MOST_IN_FLOAT32 // len(weight)):
                 at = slice(rows.start + part.start, rows.start + part.stop)
                 z = change[part].float().div_(ctx.temperature).sub_(total[at, None])
                 asked, line, word = lines.of(at)
@@ -153,10 +153,13 @@ class _TokenLogprob(torch.autograd.Function):
                 change[part] = z.div_(ctx.temperature)
             if to_states is not None:
                 to_states[rows] = change @ weight
-            to_weight.add(lambda change=change, rows=rows: change.t() @ states[rows])
-            to_bias.add(lambda change=change: change.sum(0))
+            if to_weight is not None:
+                to_weight.addmm_(change.t(), states[rows])
+            if to_bias is not None:
+                to_bias += change.sum(0, dtype=torch.float32)
             del change  # before the next one is made
-        return to_states, to_weight.total, to_bias.total, None, None, None, None
+        of_bias = None if to_bias is None else to_bias.to(weight.dtype)
+        return to_states, to_weight, of_bias, None, None, None, None
 
 
 class _Lines:
@@ -176,18 +179,6 @@ class _Lines:
         begin, end = torch.searchsorted(self._entry, edges).tolist()
         asked = slice(begin, end)
         return asked, self._entry[asked] - rows.start, self._target[asked]
-
-
-class _Sum:
-    """Something added up over chunks, if anybody wants it."""
-
-    def __init__(self, wanted: bool) -> None:
-        self._wanted = wanted
-        self.total: Tensor | None = None
-
-    def add(self, make: Any) -> None:
-        if self._wanted:
-            self.total = make() if self.total is None else self.total.add_(make())
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:

@@ -67,8 +67,8 @@ def test_numbers_and_gradients_are_those_of_plain_autograd(
         return list(torch.autograd.grad(total, leaves))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked, "_MOST_LOGITS", WORDS * rows_at_once)
-        patch.setattr(chunked, "_SLICE", WORDS * rows_exact)
+        patch.setattr(chunked, "MOST_LOGITS", WORDS * rows_at_once)
+        patch.setattr(chunked, "MOST_IN_FLOAT32", WORDS * rows_exact)
         logprob, entropy = chunked.token_logprob(
             states, weight, bias, target, entry, temperature, needs_entropy=needs_entropy
         )
@@ -111,7 +111,7 @@ def test_no_float32_tensor_has_rows_times_words(monkeypatch: pytest.MonkeyPatch)
                     largest = max(largest, one.numel())
             return made
 
-    monkeypatch.setattr(chunked, "_SLICE", words * 4)
+    monkeypatch.setattr(chunked, "MOST_IN_FLOAT32", words * 4)
     states = torch.randn(rows, SIZE, dtype=torch.bfloat16).requires_grad_()
     weight = torch.randn(words, SIZE, dtype=torch.bfloat16).requires_grad_()
     target = torch.arange(rows)

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from .packing import Block, Pack
 
-__all__ = ["attend_cache", "attend_packed"]
+__all__ = ["MOST_SCORES", "attend_cache", "attend_packed"]
 
-_MOST_SCORES = 1 << 20
+MOST_SCORES = 1 << 20
 """Scores computed at once, which are 4 MiB: about what a core's cache holds."""
 _LEAST_QUERIES = 16
 """Queries of one row that are computed together, whatever the number of scores."""
@@ -162,16 +162,16 @@ class _Piece:
 
 
 def _pieces(block: Block, heads: int) -> Iterator[_Piece]:
-    """A block in pieces of about `_MOST_SCORES`: several rows, or some queries of one row.
+    """A block in pieces of about `MOST_SCORES`: several rows, or some queries of one row.
 
     How a row is cut depends on its own length alone.
     """
     count, num_queries = block.query.shape
     num_keys = block.key.shape[1]
     each = heads * num_queries * num_keys
-    at_once = max(1, _MOST_SCORES // each)
-    most = max(_LEAST_QUERIES, _MOST_SCORES // (heads * num_keys))
-    step = num_queries if each <= _MOST_SCORES else most
+    at_once = max(1, MOST_SCORES // each)
+    most = max(_LEAST_QUERIES, MOST_SCORES // (heads * num_keys))
+    step = num_queries if each <= MOST_SCORES else most
     every = slice(None)
     for first in range(0, count, at_once):
         rows = slice(first, first + at_once)

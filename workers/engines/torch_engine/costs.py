@@ -30,6 +30,8 @@ from ....planner.cost.memory_ledger import Parts
 from ....planner.inputs.calls import Call
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
+from ...training.token_logprob import MOST_IN_FLOAT32, MOST_LOGITS
+from .attention import MOST_SCORES
 from .expected_packs import ALIGN, PackSizes, aligned, expected_packs, prompt_pack, spread
 
 __all__ = [
@@ -48,9 +50,6 @@ _DECODE_ROWS = 512  # the generator's own default of `max_decode_rows`
 _LEAST_TOKENS, _LEAST_ROWS = 256, 8  # what is suggested where memory is short
 _SHRINK = 0.8  # the share of rows that is left when finished ones leave the batch
 _SMALL_PRODUCT = 400  # a row's attention is at least this many multiplies
-_SCORES = 1 << 20  # of attention, computed at once
-_LOGITS = 1 << 26  # made at once, in the weights' dtype
-_SLICE = 1 << 21  # of these in float32
 _FLOAT = 4
 _INDEX = 8
 
@@ -212,15 +211,17 @@ def _scores(shape: ModelShape, pack: PackSizes) -> int:
     """A piece of attention's scores, and twice what is made of it."""
     rows, queries, keys = pack.largest
     each = shape.num_heads * queries * keys
-    return 3 * _FLOAT * min(rows * each, max(_SCORES, shape.num_heads * keys * ALIGN))
+    return 3 * _FLOAT * min(rows * each, max(MOST_SCORES, shape.num_heads * keys * ALIGN))
 
 
-def _head(shape: ModelShape, pack: PackSizes) -> tuple[int, int, int]:
-    """Bytes of the logits that exist at once, of a slice of them in float32, and how many parts."""
-    at_once = max(1, _LOGITS // shape.vocab_size)
+def _head(shape: ModelShape, pack: PackSizes) -> tuple[int, int]:
+    """Bytes of the logits that exist at once, and of a slice of them in float32."""
+    at_once = max(1, MOST_LOGITS // shape.vocab_size)
     logits = min(pack.reads, at_once) * shape.vocab_size * shape.dtype_bytes
-    sliced = min(pack.reads, max(1, _SLICE // shape.vocab_size)) * shape.vocab_size * _FLOAT
-    return logits, sliced, -(-pack.reads // at_once)
+    sliced = (
+        min(pack.reads, max(1, MOST_IN_FLOAT32 // shape.vocab_size)) * shape.vocab_size * _FLOAT
+    )
+    return logits, sliced
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -249,12 +250,10 @@ def _train(call: Call, pack: PackSizes, checkpointing: bool) -> list[Parts]:
     if call.head == "vocabulary":
         states = 3 * p.reads * s.hidden  # before and after the norm, and the latter's gradient
         saved = below + (p.tokens * s.hidden if checkpointing else last) + states
-        logits, sliced, parts = _head(shape, p)
-        begun = embedding if parts > 1 else 0
+        logits, sliced = _head(shape, p)
         slices = 2 if s.number == _FLOAT else 3
         moments += [
-            Parts(gradients=begun, activations=saved, logits=logits + slices * sliced),
-            Parts(gradients=begun + embedding, activations=saved, logits=logits + sliced),
+            Parts(gradients=embedding, activations=saved, logits=logits + slices * sliced),
             Parts(gradients=tied or _handed_over(embedding, s.number), activations=saved),
         ]
     return moments
@@ -291,7 +290,7 @@ def _forward(call: Call, pack: PackSizes) -> list[Parts]:
     """Moments of an evaluation that may be its peak."""
     moments = [Parts(activations=_layer(call.model, pack))]
     if call.head == "vocabulary":
-        logits, sliced, _ = _head(call.model, pack)
+        logits, sliced = _head(call.model, pack)
         sizes = _sizes(call.model)
         slices = 1 if sizes.number == _FLOAT else 2
         hidden = 2 * pack.reads * sizes.hidden

@@ -55,7 +55,7 @@ def test_outputs_and_gradients_are_those_of_torch(
         return [part[:-1] for part in (mixed, *gradients)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_MOST_SCORES", at_once)
+        patch.setattr(attention, "MOST_SCORES", at_once)
         patch.setattr(attention, "_LEAST_QUERIES", 2)
         ours = found(attention.attend_packed(query, key, value, pack, 0.5))
     torchs = found(attention._attend_sdpa(query, key, value, pack, 0.5))  # pyright: ignore[reportPrivateUsage]

@@ -103,8 +103,8 @@ def test_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch):
     target = torch.randint(0, 13, (4, 3), generator=random)
     results: list[tuple[Tensor, ...]] = []
     for most in (1 << 20, 26):
-        monkeypatch.setattr(chunked, "_MOST_LOGITS", 2 * most)
-        monkeypatch.setattr(chunked, "_SLICE", most)
+        monkeypatch.setattr(chunked, "MOST_LOGITS", 2 * most)
+        monkeypatch.setattr(chunked, "MOST_IN_FLOAT32", most)
         leaves = [states.clone().requires_grad_(), weight.clone().requires_grad_()]
         logprob, entropy = token_logprob(
             leaves[0], leaves[1], None, target, entry, 0.9, needs_entropy=True

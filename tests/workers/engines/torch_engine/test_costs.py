@@ -90,12 +90,12 @@ def test_updates_share_one_gradient() -> None:
 def test_logits_are_made_in_parts_of_the_weights_dtype() -> None:
     vocab = 1 << 16
     shape = HALF.model_copy(update={"vocab_size": vocab})
-    # 60 rows of 8 + 64 tokens: 3,840 positions are read, 1,024 at once, 32 of them in float32.
+    # 60 rows of 8 + 64 tokens: 3,840 positions are read, 512 at once, 32 of them in float32.
     call = make_call(model=shape, **rows(60, 8, 64))
-    part, in_float = 1024 * vocab * 2, 32 * vocab * 4
+    part, in_float = 512 * vocab * 2, 32 * vocab * 4
     found = torch_transient_parts(call, micro_batch_tokens=2**20)
     assert found.logits == part + 3 * in_float
-    assert found.gradients == vocab * shape.hidden_size * 2  # of the parts before
+    assert found.gradients == vocab * shape.hidden_size * 2  # the head's
     evaluate = dataclasses.replace(call, kind="forward")
     assert torch_transient_parts(evaluate, micro_batch_tokens=2**20).logits == part + 2 * in_float
 

@@ -17,7 +17,7 @@ from .hydra_app import hydra_app
 
 if TYPE_CHECKING:
     from ...configs.schema import ExportConfig
-    from ..stages.kept_run import Kept, KeptRun
+    from ..stages.kept_run import KeptCheckpoint, KeptRun
 
 __all__ = ["export_command", "push_folder", "target_folder"]
 
@@ -82,7 +82,7 @@ def target_folder(given: str) -> Path:
     return folder
 
 
-def _write(kept: KeptRun, point: Kept, role: str, folder: Path) -> str:
+def _write(kept: KeptRun, point: KeptCheckpoint, role: str, folder: Path) -> str:
     """Write the folder; returns the hash of the weights.
 
     Raises:

@@ -26,11 +26,11 @@ from .job import Job, prepare
 from .train import MODELS
 from .worker_specs import Results, exporting_specs
 
-__all__ = ["Kept", "KeptRun", "kept_run"]
+__all__ = ["KeptCheckpoint", "KeptRun", "kept_run"]
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptCheckpoint:
     """A checkpoint of the run's main stage that is whole.
 
     Attributes:
@@ -56,7 +56,7 @@ class KeptRun:
     job: Job
     best_by: str | None
 
-    def checkpoint(self, step: int | str | None) -> Kept:
+    def checkpoint(self, step: int | str | None) -> KeptCheckpoint:
         """The checkpoint of a step, the best one, or the newest.
 
         Args:
@@ -75,7 +75,7 @@ class KeptRun:
                 continue
             fault = fault_of(folder)
             if fault is None:
-                return Kept(kept, folder)
+                return KeptCheckpoint(kept, folder)
             if folder.exists():
                 faults.append(f"checkpoint '{folder}' cannot be used: {fault}")
         if faults:
@@ -98,7 +98,7 @@ class KeptRun:
         steps = ", ".join(map(str, checkpoints_in(self.folder.checkpoints)))
         return f"checkpoints are there of steps: {steps or 'none'}"
 
-    def policy(self, step: int | str | None) -> tuple[Kept, WorkerSpec]:
+    def policy(self, step: int | str | None) -> tuple[KeptCheckpoint, WorkerSpec]:
         """The main stage's policy at a step, or as it ended where only its models are left.
 
         Raises:
@@ -114,13 +114,13 @@ class KeptRun:
         models = self.folder.path / MODELS / role
         if step is None and not checkpoints_in(self.folder.checkpoints) and models.is_dir():
             model = replace(spec.model, folder=str(models), architecture={})
-            ended = Kept(self.job.main.config.num_steps, models)
+            ended = KeptCheckpoint(self.job.main.config.num_steps, models)
             return ended, replace(spec, model=model, optimizer=None)
         kept = self.checkpoint(step)
         return kept, RestoredSpec(spec, kept.folder / role)
 
     @contextmanager
-    def reading(self, kept: Kept) -> Generator[None]:
+    def reading(self, kept: KeptCheckpoint) -> Generator[None]:
         """While a checkpoint is read: what fails because it is gone is said so.
 
         Raises:

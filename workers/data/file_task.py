@@ -7,10 +7,7 @@ unpickled.
 
 from __future__ import annotations
 
-import glob
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -29,6 +26,8 @@ _MOST_BYTES = 16 << 20
 """Of a line."""
 _MOST_PASSED_BYTES = 1 << 30
 """Of a line that is passed over because it is too long."""
+_ROWS_AT_ONCE = 1024
+"""Of a Parquet file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +70,9 @@ def file_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
     Raises:
         ConfigError: If the file is missing, unreadable, or of a kind that is not known.
     """
-    _set_offline()
     path = Path(path)
     _check_file(path)
     return _json_lines(path) if path.suffix in _JSON_SUFFIXES else _parquet_rows(path)
-
-
-def _set_offline() -> None:
-    # Read by the libraries when they are first imported. A local file needs no network, and a run
-    # must not come to depend on one.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 
 def _check_file(path: Path) -> None:
@@ -170,20 +161,16 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    from datasets import load_dataset
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
 
-    with tempfile.TemporaryDirectory() as cache:
-        try:
-            rows = load_dataset(
-                "parquet",
-                data_files=glob.escape(str(path.resolve())),
-                split="train",
-                streaming=True,
-                cache_dir=cache,
-            )
+    try:
+        with ParquetFile(path) as file:
+            batches: Any = file.iter_batches(_ROWS_AT_ONCE)
+            rows = (row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, start=1):
                 yield f"{path} row {number}", row
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"'{path}' cannot be read as Parquet: {error}\n    write the file again"
-            ) from error
+    except (OSError, ArrowException) as error:
+        raise ConfigError(
+            f"'{path}' cannot be read as Parquet: {error}\n    write the file again"
+        ) from error

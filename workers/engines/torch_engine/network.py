@@ -30,11 +30,18 @@ from .adapters import FrozenWeights
 from .backbone import LeanBackbone, fused_names, is_lean
 from .packing import pack_rows
 
-__all__ = ["Kept", "LeanNetwork", "PlainNetwork", "TorchNetwork", "lean_names", "make_network"]
+__all__ = [
+    "LeanNetwork",
+    "PlainNetwork",
+    "SplitWeights",
+    "TorchNetwork",
+    "lean_names",
+    "make_network",
+]
 
 
 @dataclass(frozen=True)
-class Kept:
+class SplitWeights:
     """Where the weights of a network lie that does not change the model's own.
 
     Attributes:
@@ -56,20 +63,24 @@ class TorchNetwork(WholeNetwork):
     """The head."""
 
     def __init__(
-        self, module: nn.Module, context: WorkerContext, own: FlatParameters, kept: Kept | None
+        self,
+        module: nn.Module,
+        context: WorkerContext,
+        own: FlatParameters,
+        split: SplitWeights | None,
     ) -> None:
         super().__init__(module, context, own)
-        self._kept = kept
+        self._split = split
 
     def whole_module(self) -> nn.Module | None:
         """See `LanguageNetwork.whole_module`."""
-        adapted = self._kept is not None and self._kept.lora
+        adapted = self._split is not None and self._split.lora
         return merged(self.module) if adapted else self.module
 
     def save_adapter(self, folder: Path) -> None:
         """See `LanguageNetwork.save_adapter`."""
-        if self._kept is not None and self._kept.lora:
-            save_adapter(folder, self.module, self._kept.lora, self.tensors())
+        if self._split is not None and self._split.lora:
+            save_adapter(folder, self.module, self._split.lora, self.tensors())
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
         """See `LanguageNetwork.outputs`."""
@@ -113,12 +124,16 @@ class LeanNetwork(TorchNetwork):
     """Packed forward pass of a supported backbone under a linear head."""
 
     def __init__(
-        self, module: nn.Module, head: Head, context: WorkerContext, kept: Kept | None = None
+        self,
+        module: nn.Module,
+        head: Head,
+        context: WorkerContext,
+        split: SplitWeights | None = None,
     ) -> None:
         backbone, linear = _parts(module, head)
-        own = FlatParameters(module, lean_names(module, head)) if kept is None else kept.trained
-        super().__init__(module, context, own, kept)
-        weights = own if kept is None else kept.frozen.flat
+        own = FlatParameters(module, lean_names(module, head)) if split is None else split.trained
+        super().__init__(module, context, own, split)
+        weights = own if split is None else split.frozen.flat
         self.backbone = LeanBackbone(backbone, weights, _PREFIX)
         self._linear = linear
         self._is_scalar = head.is_scalar
@@ -144,10 +159,14 @@ class PlainNetwork(TorchNetwork):
     sort_by_length = True
 
     def __init__(
-        self, module: nn.Module, head: Head, context: WorkerContext, kept: Kept | None = None
+        self,
+        module: nn.Module,
+        head: Head,
+        context: WorkerContext,
+        split: SplitWeights | None = None,
     ) -> None:
-        own = FlatParameters(module) if kept is None else kept.trained
-        super().__init__(module, context, own, kept)
+        own = FlatParameters(module) if split is None else split.trained
+        super().__init__(module, context, own, split)
         backbone, linear = _parts(module, head)
         self._is_scalar = head.is_scalar
         self._makes_logits = not head.is_scalar and not _ends_in(module, backbone, linear)
@@ -244,11 +263,11 @@ def _ends_in(module: Any, backbone: Any, linear: Any) -> bool:
 
 
 def make_network(
-    module: nn.Module, head: Head, context: WorkerContext, kept: Kept | None = None
+    module: nn.Module, head: Head, context: WorkerContext, split: SplitWeights | None = None
 ) -> TorchNetwork:
     """The best network for a whole model, as `Head.whole_model` makes one."""
     kind = LeanNetwork if is_lean(_parts(module, head)[0]) else PlainNetwork
-    return kind(module, head, context, kept)
+    return kind(module, head, context, split)
 
 
 def lean_names(module: nn.Module, head: Head) -> list[tuple[str, ...]]:

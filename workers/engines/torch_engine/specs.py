@@ -18,7 +18,7 @@ from ...training.network import LanguageNetwork
 from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
 from .adapters import frozen_weights
 from .generator import TorchGenerator
-from .network import Kept, TorchNetwork, lean_names, make_network
+from .network import SplitWeights, TorchNetwork, lean_names, make_network
 
 __all__ = [
     "TorchGeneratorPolicy",
@@ -56,14 +56,14 @@ class TorchModel:
         frozen = frozen_weights(model, context, head, lean_names)
         module = frozen.shared()
         if not self.lora:
-            return make_network(module, head, context, Kept(frozen, frozen.flat))
+            return make_network(module, head, context, SplitWeights(frozen, frozen.flat))
         trained = adapt(module, self.lora, context.seed, but=head.name)
         if head.is_scalar:  # it is trained as well, in float32
             linear = head.first_weights(model, context).to(context.device)
             module.add_module(head.name, linear)
             trained |= {f"{head.name}.{part}": p for part, p in linear.named_parameters()}
-        kept = Kept(frozen, FlatParameters(trained), self.lora)
-        return make_network(module, head, context, kept)
+        split = SplitWeights(frozen, FlatParameters(trained), self.lora)
+        return make_network(module, head, context, split)
 
 
 @dataclass(frozen=True, kw_only=True)

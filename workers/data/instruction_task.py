@@ -3,6 +3,8 @@
 "Write one sentence about tea. Use no commas." is one of them. Every prompt is one topic, one
 request and one instruction of `instruction_kinds`. What is held out are two suites: seen kinds of
 instruction with new topics, and unseen kinds, also with new topics.
+
+An answer of fewer than five words is no sentence, and counts as not kept.
 """
 
 from __future__ import annotations
@@ -22,6 +24,11 @@ from .row_report import DataReport
 
 __all__ = ["InstructionTask", "InstructionTaskSpec"]
 
+_SENTENCE = {
+    "id": "length_constraints:number_words",
+    "kwargs": {"num_words": 5, "relation": "at least"},
+}
+"""What every answer must be besides: without it a policy learns to answer with one word."""
 SEEN_SUITE, UNSEEN_SUITE = "seen_kinds", "unseen_kinds"
 
 
@@ -98,7 +105,7 @@ class InstructionTask:
         return None
 
     def reward_answer(self, index: int) -> str:
-        """The instruction, as JSON that `instructions_of` reads."""
+        """What is checked, as JSON that `instructions_of` reads."""
         return self._problems[index].answer
 
     def pair_texts(self, index: int) -> tuple[str, str] | None:
@@ -106,11 +113,11 @@ class InstructionTask:
         return None
 
     def score(self, index: int, response: str) -> float:
-        """1 if the response keeps the instruction, else 0."""
-        return instruction_score(*self.verifier_call(index, response))
+        """1 if the response keeps the instruction and is long enough for a sentence, else 0."""
+        return instruction_score(*self.verifier_call(index, response), score="all")
 
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        """Prompt, response and the instruction as JSON."""
+        """Prompt, response and what is checked, as JSON."""
         problem = self._problems[index]
         return (problem.prompt, response, problem.answer)
 
@@ -143,5 +150,5 @@ def _problem(rng: random.Random, kind: Kind, topic: str) -> _Problem:
     options = {name: rng.choice(values) for name, values in kind.options.items()}
     request = rng.choice(REQUESTS).format(topic=topic)
     instruction = rng.choice(kind.phrasings).format(**options)
-    answer = json.dumps([{"id": kind.check, "kwargs": options}])
+    answer = json.dumps([{"id": kind.check, "kwargs": options}, _SENTENCE])
     return _Problem(f"{request} {instruction}", kind.name, answer)

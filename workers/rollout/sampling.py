@@ -24,6 +24,8 @@ _U64 = (1 << 64) - 1
 _LARGE_VOCABULARY = 4096
 """With fewer tokens looking for one in blocks gains nothing."""
 _BLOCK = 64
+_IN_CACHE = 1 << 19
+"""Logits that are made float32 at once: 2 MiB."""
 _PURPOSE = "generate"  # names the streams of responses
 
 
@@ -121,16 +123,28 @@ def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[T
         token = logits.argmax(-1)
         top = logits.gather(-1, token[:, None])[:, 0].float()
         return token, torch.zeros_like(top).masked_fill(~top.isfinite(), torch.nan)
-    logprob = torch.log_softmax(logits.float() / temperature, dim=-1)
-    probability = logprob.exp()
     if logits.shape[1] < _LARGE_VOCABULARY or logits.device.type != "cpu":
-        token = _inverted(probability, uniform)
-    else:
-        token, is_sure = _found_in_blocks(probability, uniform)
-        unsure = torch.nonzero(~is_sure)[:, 0]
-        if len(unsure):
-            token[unsure] = _inverted(probability[unsure], uniform[unsure])
-    return token, logprob.gather(1, token[:, None])[:, 0]
+        logprob = torch.log_softmax(logits.float() / temperature, dim=-1)
+        token = _inverted(logprob.exp(), uniform)
+        return token, logprob.gather(1, token[:, None])[:, 0]
+    rows = max(1, _IN_CACHE // logits.shape[1])
+    parts = zip(logits.split(rows), uniform.split(rows), strict=True)
+    found = [_sample_in_blocks(*part, temperature) for part in parts]
+    token, logprob = (torch.cat(each) for each in zip(*found, strict=True))
+    return token, logprob
+
+
+def _sample_in_blocks(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The same for a few rows of a large vocabulary, whose float32 numbers stay in the cache."""
+    scaled = logits.to(torch.float32, copy=True).div_(temperature)
+    top = scaled.amax(1, keepdim=True)
+    share = scaled.sub_(top).exp_()  # of the likeliest token's probability
+    token, is_sure, total = _found_in_blocks(share, uniform)
+    unsure = torch.nonzero(~is_sure)[:, 0]
+    if len(unsure):
+        token[unsure] = _inverted(share[unsure], uniform[unsure])
+    taken = logits.gather(1, token[:, None]).float() / temperature
+    return token, (taken - top - total.log().float())[:, 0]
 
 
 def _inverted(probability: Tensor, uniform: Tensor) -> Tensor:
@@ -143,14 +157,15 @@ def _inverted(probability: Tensor, uniform: Tensor) -> Tensor:
     return token.clamp(max=probability.shape[1] - 1)[:, 0]
 
 
-def _found_in_blocks(probability: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def _found_in_blocks(probability: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What `_inverted` finds without a float64 sum over all tokens, and whether it is sure to.
 
     Blocks of tokens are summed in float32, their sums added up in float64, and one block searched.
 
     Returns:
-        Token i64[rows], and bool[rows]: whether `_inverted` is sure to find the same one, as it is
-        if the number falls further from both bounds of the token's share than the sums can be off.
+        Token i64[rows]; bool[rows]: whether `_inverted` is sure to find the same one, as it is if
+        the number falls further from both bounds of the token's share than the sums can be off;
+        and the sum over all tokens, f64[rows, 1].
         A sum of n terms in any order is off by at most (n - 1) 2^-24 of itself (Higham, "Accuracy
         and Stability of Numerical Algorithms", 2002, section 4.2).
     """
@@ -171,4 +186,4 @@ def _found_in_blocks(probability: Tensor, uniform: Tensor) -> tuple[Tensor, Tens
     below, above = bounds.gather(1, place), bounds.gather(1, place + 1)
     slack = total * (2 * _BLOCK * 2.0**-24 + 4 * vocab_size * 2.0**-53)
     is_sure = (target - below > slack) & (above - target > slack)
-    return (block * _BLOCK + place).clamp(max=vocab_size - 1)[:, 0], is_sure[:, 0]
+    return (block * _BLOCK + place).clamp(max=vocab_size - 1)[:, 0], is_sure[:, 0], total

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from ...dataflow.errors import ConfigError
 
-__all__ = ["FlatParameters", "read_tensors", "tensors_sha256", "write_tensors"]
+__all__ = ["ADDED_AT_ONCE", "FlatParameters", "read_tensors", "tensors_sha256", "write_tensors"]
 
 _ALIGN = 16  # elements; keeps every parameter on a 64-byte boundary in float32
+ADDED_AT_ONCE = 1 << 20
+"""Elements of a gradient that are converted to float32 at once."""
 
 
 class FlatParameters:
@@ -156,8 +158,12 @@ class FlatParameters:
 
 def _hand_over(total: Tensor, leaf: Tensor) -> None:
     assert leaf.grad is not None
-    total.add_(leaf.grad)
-    leaf.grad = None
+    found, leaf.grad = leaf.grad, None
+    # In parts: an addition of two dtypes first converts all of what it is given.
+    for own, part in zip(
+        total.view(-1).split(ADDED_AT_ONCE), found.reshape(-1).split(ADDED_AT_ONCE), strict=True
+    ):
+        own.add_(part)
 
 
 def _runs(parameters: Mapping[str, Tensor], fused: Iterable[tuple[str, ...]]) -> list[list[str]]:

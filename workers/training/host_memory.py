@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "give_back_freed"]
+__all__ = ["HostCopy", "give_back_freed", "keep_few_kernels"]
 
 
 class HostCopy:
@@ -61,6 +62,15 @@ def give_back_freed(device: torch.device) -> None:
         trim = _trim()
         if trim is not None:
             trim(0)
+
+
+def keep_few_kernels() -> None:
+    """Have oneDNN keep fewer compiled matrix products than the 1,024 it keeps by default.
+
+    Each takes a quarter of a megabyte, and batches differ in size. It reads the variable before its
+    first product in a process; whoever has set it is obeyed.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 
 
 @cache

@@ -18,8 +18,8 @@ from torch import Tensor
 
 __all__ = ["MOST_IN_FLOAT32", "MOST_LOGITS", "token_logprob", "top_words"]
 
-MOST_LOGITS = 1 << 25
-"""Logits that exist at once, in the precision of the weights: 64 MiB in bfloat16."""
+MOST_LOGITS = 1 << 23
+"""Logits that exist at once, in the precision of the weights: 16 MiB in bfloat16."""
 MOST_IN_FLOAT32 = 1 << 21
 """Logits that exist at once in float32: 8 MiB, about what the cache holds."""
 

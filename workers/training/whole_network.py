@@ -12,12 +12,16 @@ from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.resharding.sharding import whole
 from .data_parallel import rank_group
 from .flat_parameters import FlatParameters
+from .host_memory import give_back_freed
 from .optimizer import AdamW, OptimizerSpec
 
 __all__ = ["WholeNetwork"]
 
 M = TypeVar("M")
 R = TypeVar("R")
+
+_LARGE = 1 << 24
+"""Weights from which on a backward pass is long beside giving freed memory back."""
 
 
 class WholeNetwork:
@@ -42,6 +46,7 @@ class WholeNetwork:
         self.flat = FlatParameters(module) if flat is None else flat
         self.context = context
         self.device = self.flat.data.device
+        self._is_large = sum(weight.numel() for weight in module.parameters()) > _LARGE
         self.replicas = rank_group(context, self.device)
         self.replicas.broadcast_(self.flat.data)
         shapes = {name: tuple(self.flat.parameter(name).shape) for name in self.flat.names}
@@ -91,6 +96,9 @@ class WholeNetwork:
         for part in parts:
             total = compute(load(part))
             if backward:
+                if self._is_large:
+                    # The peak is now, and what the forward pass freed would lie beside it.
+                    give_back_freed(self.device)
                 total.backward()
 
     def together(self, result: Tensor) -> Tensor:

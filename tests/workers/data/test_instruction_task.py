@@ -94,6 +94,13 @@ def test_every_instruction_can_be_asked_for_kept_and_broken(kind: Kind) -> None:
         assert not follows(broken.format(**options), instruction), options
 
 
+def test_an_answer_of_four_words_is_no_sentence() -> None:
+    index = next(i for i in TASK.train if TASK.where(i).endswith("no commas"))
+    assert TASK.score(index, "Tea is a drink") == 0
+    assert TASK.score(index, "Tea is a warm drink") == 1
+    assert TASK.score(index, "Tea, as everybody knows, is warm") == 0
+
+
 def test_the_seed_alone_makes_the_prompts() -> None:
     assert fingerprint(InstructionTaskSpec().build()) == fingerprint(TASK)
     assert fingerprint(InstructionTaskSpec(seed=1).build()) != fingerprint(TASK)

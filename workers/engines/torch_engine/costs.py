@@ -30,6 +30,7 @@ from ....planner.cost.memory_ledger import Parts
 from ....planner.inputs.calls import Call
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
+from ...training.flat_parameters import ADDED_AT_ONCE
 from ...training.token_logprob import MOST_IN_FLOAT32, MOST_LOGITS
 from .attention import MOST_SCORES
 from .expected_packs import ALIGN, PackSizes, aligned, expected_packs, prompt_pack, spread
@@ -269,7 +270,8 @@ def _feed_forward_back(shape: ModelShape, tokens: int) -> int:
 
 def _handed_over(gradient: int, number: int) -> int:
     """A weight's gradient while it is added to the buffer, converted to float32 if it has to be."""
-    return gradient if number == _FLOAT else gradient + gradient // number * _FLOAT
+    params = gradient // number
+    return gradient if number == _FLOAT else gradient + min(params, ADDED_AT_ONCE) * _FLOAT
 
 
 def _attention_back(shape: ModelShape, pack: PackSizes) -> int:

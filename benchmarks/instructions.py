@@ -26,7 +26,7 @@ import matplotlib.pyplot as plt
 from bench import parser, report, table
 from learning import rewards, smoothed
 
-ADAPTERS = ("model.lora.rank=16", "algorithm.optimizer.lr=2e-4")
+ADAPTERS = ("model.lora.rank=16", "algorithm.optimizer.lr=2e-4", "algorithm.num_steps=28")
 KINDS = {"weights": (), "adapters": ADAPTERS}
 SUITES = ("seen_kinds", "unseen_kinds")
 

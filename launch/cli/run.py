@@ -161,7 +161,7 @@ def _print_data(job: Job, console: Console) -> None:
         console.print(job.note, highlight=False, markup=False, soft_wrap=True)
     for report in job.reports:
         if report.num_bad:
-            console.print(str(report), highlight=False, markup=False)
+            console.print(str(report), highlight=False, markup=False, soft_wrap=True)
 
 
 def _stages(

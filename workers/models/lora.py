@@ -9,10 +9,12 @@ are their own master copy.
 from __future__ import annotations
 
 import copy
+import hashlib
 import importlib.util
 import json
+import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,15 @@ from ..training.flat_parameters import read_tensors, write_tensors
 from ..training.weight_checks import take_tensors
 from .architecture import quiet_transformers
 
-__all__ = ["LoraSpec", "adapt", "adapted_linears", "check_lora", "merged", "save_adapter"]
+__all__ = [
+    "LoraSpec",
+    "adapt",
+    "adapted_linears",
+    "check_lora",
+    "first_adapter",
+    "merged",
+    "save_adapter",
+]
 
 _NAME = "default"
 """What peft calls the one adapter that a module has."""
@@ -94,7 +104,8 @@ def check_lora(spec: LoraSpec, module: nn.Module) -> None:
 def adapt(module: nn.Module, spec: LoraSpec, seed: int, *, but: str) -> dict[str, nn.Parameter]:
     """Put adapters into a model, in place; its own weights stop learning.
 
-    A's are sampled from the seed alone, so roles that start from one model start alike.
+    A's are sampled from the seed and their names alone, so roles that start from one model start
+    alike.
 
     Args:
         module: The model.
@@ -122,16 +133,34 @@ def adapt(module: nn.Module, spec: LoraSpec, seed: int, *, but: str) -> dict[str
         quiet_transformers(),
         warnings.catch_warnings(action="ignore", category=UserWarning),
     ):  # peft says that it sets `fan_in_fan_out` as the kind of linear map needs it
-        torch.manual_seed(seed)
         inject_adapter_in_model(config, module)
     found: dict[str, nn.Parameter] = {}
-    for name, parameter in module.named_parameters():
-        if ".lora_" in name:
-            parameter.data = parameter.data.float()
-            found[name.replace(f".{_NAME}.", ".")] = parameter
+    for full, parameter in module.named_parameters():
+        if ".lora_" in full:
+            name = full.replace(f".{_NAME}.", ".")
+            parameter.data = first_adapter(name, parameter.shape, seed).to(parameter.device)
+            found[name] = parameter
     if spec.folder is not None:
         _load(Path(spec.folder), spec, found)
     return found
+
+
+def first_adapter(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """A fresh adapter's parameter, f32[shape]: B is zero, and A sampled as peft does.
+
+    It depends on nothing but the name, so a process that holds a part of a model samples its own.
+
+    Args:
+        name: As `adapt` gives it.
+        shape: Of A [rank, in] or B [out, rank].
+        seed: The run's.
+    """
+    made = torch.zeros(*shape)
+    if ".lora_B." in name:
+        return made
+    digest = hashlib.blake2b(f"{seed}\x1f{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return nn.init.kaiming_uniform_(made, a=math.sqrt(5), generator=generator)
 
 
 def adapted_linears(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -44,7 +44,7 @@ class Sample:
 
     Attributes:
         step: The step that it was trained in.
-        version: Of the weights that sampled it: train calls that they had behind them.
+        version: Of the weights that sampled it: how many train calls came before.
         prompt: Its prompt as text, without special tokens.
         response: The response as text, without special tokens.
         length: Tokens of the response.

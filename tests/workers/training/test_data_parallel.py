@@ -49,7 +49,7 @@ def test_two_ranks_train_as_one(tmp_path: Path, split: int):
     for rank in ranks:
         assert rank.keys() == alone.keys()
         for name, value in alone.items():
-            # Adam divides a gradient by its own size, and with it what rounding left of a small one.
+            # Adam divides a gradient by its own size, and so what rounding left of a small one.
             torch.testing.assert_close(rank[name], value, atol=3e-5, rtol=1e-5)
     for name in weights:
         assert torch.equal(ranks[0][name], ranks[1][name]), name

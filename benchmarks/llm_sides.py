@@ -139,7 +139,7 @@ def run_trl(
         options: Of `llm_trl_side.py`.
         timeout_s: Longest time that it may take.
     """
-    package = Path(penstock.__file__).resolve().parents[1]
+    package = Path(penstock.__file__).parents[1]
     side = [trl_python(), HERE / "llm_trl_side.py", model.folder, case, curve, package]
     return json.loads(_run([*side, *options], timeout_s).splitlines()[-1])
 

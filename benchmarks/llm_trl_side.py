@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def main() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.folder)
     check_tokens(tokenizer, prompts)
     said = [[{"role": "user", "content": prompt.text}] for prompt in prompts]
-    rewards = Rewards(instruction_score)
+    rewards = Rewards(partial(instruction_score, score="all"))
     trainer = GRPOTrainer(
         model=args.folder,
         reward_funcs=rewards,

@@ -21,6 +21,7 @@ from ...configs.schema import ModelConfig, RoleConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Constant, Graph, NodeKind
+from ...planner.inputs.logical_params import adapter_params
 from ...planner.inputs.model_shape import ModelShape, shape_of
 from ...planner.inputs.workload import Lengths, Workload
 from ...workers.data.chat import BadPrompt
@@ -157,7 +158,12 @@ class PlanInputs:
             )
         sizes = architecture.get("vocab_size")
         vocab_size = self._data.tokenizer.vocab_size if sizes is None else None
-        return shape_of(architecture, name=name, vocab_size=vocab_size, dtype=section.precision)
+        shape = shape_of(architecture, name=name, vocab_size=vocab_size, dtype=section.precision)
+        lora = self._run.model.lora
+        if not lora:
+            return shape
+        adapters = adapter_params(shape, lora.rank, lora.target_modules)
+        return shape.model_copy(update={"adapter_params": adapters})
 
     def workload(self, section: WorkloadConfig) -> Workload:
         """How much one step computes.

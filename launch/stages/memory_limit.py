@@ -96,8 +96,6 @@ def _works(run: Resolved, stage: Stage, suites: Sequence[Suite]) -> list[_Work]:
     device = run.placement.executor.device
     if device != "cpu":
         raise _not_judged(f"what '{device}' devices hold is not compared with it")
-    if run.model.lora:
-        raise _not_judged("what training adapters needs is not predicted")
     try:
         models = inputs.models({})
         calls = calls_of(stage.graph, inputs.workload(WorkloadConfig()), models)
@@ -201,9 +199,10 @@ class _Asked:
         for group in placement.groups:
             here = [w for w in self.works if placement.nodes[w.node.name] == group.name]
             held: dict[str, Parts] = {}
+            below = set[str]()
             for work in sorted(here, key=lambda work: work.call.kind != "train"):
-                memory = work.engine.planned.memory
-                held.setdefault(work.call.role, memory.resident(work.call, Layout()))
+                if work.call.role not in held:
+                    held[work.call.role] = self._resident(work, below)
             adds = {
                 work.call.name: work.saving.transient(
                     work.call, group.num_ranks, self._options(work, train, rollout)
@@ -212,6 +211,19 @@ class _Asked:
             }
             found.append(GroupLedger(group.name, group.num_ranks, held, adds))
         return found
+
+    def _resident(self, work: _Work, below: set[str]) -> Parts:
+        """What a role holds; `below` are the models that adapters of the process stand on so far.
+
+        Language models that start from the same place have one copy of their frozen weights.
+        """
+        call, start = work.call, self.stage.roles[work.call.role].start
+        parts = work.engine.planned.memory.resident(call, Layout())
+        if not self.run.model.lora or call.head == "scalar":
+            return parts
+        shared = call.model.num_params(call.head) * call.model.dtype_bytes if start in below else 0
+        below.add(start)
+        return parts._replace(weights=parts.weights - shared)
 
     def _place(self, work: _Work) -> str:
         """Where the options that a generation reads are set."""

@@ -297,7 +297,7 @@ def _check_adapters(stage: Stage, run: Resolved) -> None:
             raise ConfigError(
                 f"'model.lora.rank' is {run.model.lora.rank}, but '{node.name}' runs on the engine "
                 f"'{engine.name}', which has no adapters\n    train the weights themselves "
-                "(model.lora.rank=0), or take engine=torch rollout=same"
+                "(model.lora.rank=0), or take engine=torch or engine=fsdp"
             )
 
 

@@ -91,8 +91,11 @@ def _key_heads(shape: ModelShape, tp: int) -> int:
     return -(-shape.num_key_heads // tp)
 
 
-def _states(params: _Params, layout: Layout, number: int, *, trained: bool) -> tuple[int, int, int]:
+def _states(
+    params: _Params, layout: Layout, shape: ModelShape, *, trained: bool
+) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state on one device."""
+    number = shape.dtype_bytes
     zero = layout.zero if trained else 0
     dense, experts = params.dense, params.experts
     shared = -(-dense // layout.dp)
@@ -102,6 +105,11 @@ def _states(params: _Params, layout: Layout, number: int, *, trained: bool) -> t
     weights = (shared if zero == 3 else whole) * number
     if not trained:
         return weights, 0, 0
+    if shape.adapter_params:  # which are float32 and cut as weights are
+        adapters = shape.adapter_params * _FLOAT
+        if zero == 3:
+            adapters = -(-adapters // layout.dp)
+        return weights + adapters, adapters, 2 * adapters
     gradients = (shared if zero >= 2 else whole) * _FLOAT
     # Adam's two moments, and master weights if the weights have 16 bits; all in float32.
     optimizer = (shared if zero >= 1 else whole) * _FLOAT * (2 if number == _FLOAT else 3)
@@ -130,7 +138,7 @@ def resident_parts(call: Call, layout: Layout) -> Parts:
         return Parts()
     params = _params(call.model, call.head, layout)
     trained = call.trained and call.kind != "generate"
-    return Parts(*_states(params, layout, call.model.dtype_bytes, trained=trained))
+    return Parts(*_states(params, layout, call.model, trained=trained))
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -175,7 +183,7 @@ def _loaded(call: Call, layout: Layout, params: _Params) -> Parts:
     number = call.model.dtype_bytes
     weights = gradients = optimizer = 0
     if layout.offload:
-        states = _states(params, layout, number, trained=call.trained)
+        states = _states(params, layout, call.model, trained=call.trained)
         weights = states[0]
         if call.kind == "train":
             gradients, optimizer = states[1:]

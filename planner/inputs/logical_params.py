@@ -7,14 +7,14 @@ as in Qwen's checkpoints, one matrix per expert and projection.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
 from .model_shape import Head, ModelShape
 
-__all__ = ["LogicalParam", "Place", "logical_params"]
+__all__ = ["LogicalParam", "Place", "adapter_params", "logical_params"]
 
 Place = Literal["layer", "first", "last", "ends"]
 """Which pipeline stages hold it: its layer's, the first, the last, or the first and the last."""
@@ -73,6 +73,22 @@ def logical_params(model: ModelShape, head: Head = "vocabulary") -> tuple[Logica
     elif not shares:
         params.append(LogicalParam("lm_head.weight", table, 0, vocab, "last"))
     return tuple(params)
+
+
+def adapter_params(model: ModelShape, rank: int, targets: Sequence[str] = ()) -> int:
+    """Weights of low-rank adapters: A [rank, in] and B [out, rank] of each linear map.
+
+    Args:
+        model: What they are beside.
+        rank: Theirs.
+        targets: Ends of the names of the maps that have one; empty for all in the layers.
+    """
+    maps = (p for p in logical_params(model) if p.place == "layer" and len(p.shape) == 2)
+    return sum(rank * sum(p.shape) for p in maps if not targets or _is_target(p.name, targets))
+
+
+def _is_target(name: str, targets: Sequence[str]) -> bool:
+    return any(f".{name.removesuffix('.weight')}".endswith(f".{target}") for target in targets)
 
 
 def _layer(model: ModelShape, layer: int) -> Iterator[LogicalParam]:

@@ -61,6 +61,9 @@ class ModelShape(BaseModel):
     """Data type of weights and activations."""
     family: str = ""
     """The Hugging Face `model_type` it was read from; "" for one written down by hand."""
+    adapter_params: int = Field(default=0, ge=0)
+    """Weights of the adapters (LoRA), in float32, that are trained instead of these; 0 if these
+    are."""
 
     @property
     def dtype_bytes(self) -> int:
@@ -109,6 +112,12 @@ class ModelShape(BaseModel):
         """All weights."""
         layers = self.num_layers * self.layer_params + self.hidden_size
         return self.embedding_params + layers + self.head_params(head)
+
+    def sent_bytes(self, head: Head = "vocabulary") -> int:
+        """What is sent to another process that is to have what was trained."""
+        if self.adapter_params:
+            return self.adapter_params * DTYPE_BYTES["float32"]
+        return self.num_params(head) * self.dtype_bytes
 
     def active_params(self, head: Head = "vocabulary") -> int:
         """Weights that multiply a token: no embedding look-up, and chosen experts only."""

@@ -311,7 +311,7 @@ class ModelTable:
         engine = self.engine_of(call)
         borrows = with_source and (self._apart(call) or not engine.generates_in_place)
         if call.trained and (borrows or not with_source):
-            size = call.model.num_params(call.head) * call.model.dtype_bytes
+            size = call.model.sent_bytes(call.head)
             move_s += move_time(size / (layout.tp * layout.pp), mesh, self._constants)
         all_rows = rows_at_once(call, layout)
         for waves in _WAVES:

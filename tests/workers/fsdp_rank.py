@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_models import (
     FAMILIES,
     FROZEN,
+    LORA,
     OPTIMIZER,
     load_batch,
     optimizer_of,
@@ -189,6 +190,7 @@ def refusals(part: Part) -> None:
         "train": lambda: train_policy(policy, load_batch(part.folder)),
         "odd": lambda: part.build(odd),
         "gpt2": lambda: part.build(other),
+        "adapters": lambda: part.policy("qwen2", lora=LORA),
         "shards": lambda: spec.build(part.context("actor")),
         "stages": lambda: spec.build(part.context("actor", tensor_parallel=3, pipeline_parallel=2)),
     }
@@ -211,7 +213,31 @@ def frozen(part: Part) -> None:
     part.keep("follower", follower.export_weights())
 
 
+def adapters(part: Part) -> None:
+    """Adapters and a critic's head are all that is trained, stored and exported beside a model."""
+    batch = part.rows(load_batch(part.folder))
+    policy = part.policy("qwen2-tied", optimizer=OPTIMIZER, lora=LORA)
+    part.found["before"] = policy.logprob(batch["tokens"], batch["mask"])
+    part.keep("policy/metric", train_policy(policy, batch))
+    part.keep("policy", policy.export_weights())
+    part.found["after"] = policy.logprob(batch["tokens"], batch["mask"])
+    policy.save_pretrained(part.folder / f"adapted-{part.layout}")
+    policy.save_state(part.folder / f"state-adapters-{part.layout}")
+    policy = part.policy("qwen2-tied", dtype="bfloat16", optimizer=OPTIMIZER, lora=LORA)
+    part.keep("half/metric", train_policy(policy, batch))
+    options: dict[str, Any] = {
+        "model": ModelSpec(folder=str(part.folder / "qwen2-tied")),
+        "optimizer": OPTIMIZER,
+        "lora": LORA,
+        "shards": part.shards,
+    }
+    critic = FsdpValueSpec(zero_init_head=False, **options).build(part.context("critic"))
+    part.keep("value/metric", train_value(critic, batch))
+    part.keep("value", critic.export_weights())
+
+
 PARTS: dict[str, Callable[[Part], None]] = {
+    "adapters": adapters,
     "frozen": frozen,
     "logits": logits,
     "train": train,

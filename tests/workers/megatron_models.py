@@ -21,6 +21,7 @@ from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
+from penstock.workers.models.lora import LoraSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.host_memory import HostCopy
 from penstock.workers.training.optimizer import OptimizerSpec
@@ -43,6 +44,7 @@ OPTIMIZER = OptimizerSpec(lr=1e-3, weight_decay=0.01, eps=1e-5, max_grad_norm=0.
 FROZEN = ("model.embed_tokens.*", "model.layers.0.self_attn.q_proj.*")
 # Between its calls "qwen3" sleeps, and its optimizer forgets what it has done.
 RESTARTING = dataclasses.replace(OPTIMIZER, restart_every_call=True)
+LORA = LoraSpec(rank=6, alpha=12.0)
 EOS = 2
 
 

@@ -38,7 +38,6 @@ from ..training.logprob_mismatch import MismatchLimits
 from ..training.model_worker import ModelWorker, check_columns
 from ..training.network import LanguageNetwork
 from ..training.optimizer import OptimizerSpec
-from ..training.stored_pieces import gather_weights
 from ..training.trainer import Forward
 
 __all__ = [
@@ -118,17 +117,12 @@ class LanguageWorker(ModelWorker):
         """
         if self.context.rank != 0:
             return
-        whole = self.network.whole_module()
+        whole = self.network.whole_module(
+            lambda: self.head.whole_model(self.model, self.context, "cpu")
+        )
         if whole is not None:
             self.head.save(folder, whole)
-            self.network.save_adapter(folder / _ADAPTER)
-            return
-        weights = gather_weights(self.network, 0)  # process 0 is where transformers writes files
-        if weights:
-            module = self.head.whole_model(self.model, self.context, "cpu")
-            # Of a language model's, tied heads are not among them.
-            module.load_state_dict(weights, strict=self.head.is_scalar)
-            self.head.save(folder, module)
+        self.network.save_adapter(folder / _ADAPTER)
 
 
 @dataclass(frozen=True, kw_only=True)

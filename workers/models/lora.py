@@ -29,11 +29,15 @@ from ..training.weight_checks import take_tensors
 from .architecture import quiet_transformers
 
 __all__ = [
+    "AdaptedModel",
     "LoraSpec",
     "adapt",
     "adapted_linears",
     "check_lora",
-    "first_adapter",
+    "checkpoint_name",
+    "first_adapters",
+    "insert_adapters",
+    "is_adapter",
     "merged",
     "save_adapter",
 ]
@@ -102,10 +106,7 @@ def check_lora(spec: LoraSpec, module: nn.Module) -> None:
 
 
 def adapt(module: nn.Module, spec: LoraSpec, seed: int, *, but: str) -> dict[str, nn.Parameter]:
-    """Put adapters into a model, in place; its own weights stop learning.
-
-    A's are sampled from the seed and their names alone, so roles that start from one model start
-    alike.
+    """Put adapters with their first weights into a model, in place; its own stop learning.
 
     Args:
         module: The model.
@@ -115,6 +116,19 @@ def adapt(module: nn.Module, spec: LoraSpec, seed: int, *, but: str) -> dict[str
 
     Returns:
         The adapters' parameters in float32, by name: "model.layers.0.mlp.up_proj.lora_A.weight".
+
+    Raises:
+        ConfigError: As `insert_adapters` and `first_adapters`.
+    """
+    found = insert_adapters(module, spec, but=but)
+    shapes = {name: tuple(parameter.shape) for name, parameter in found.items()}
+    for name, value in first_adapters(spec, seed, shapes).items():
+        found[name].data = value.to(found[name].device)
+    return found
+
+
+def insert_adapters(module: nn.Module, spec: LoraSpec, *, but: str) -> dict[str, nn.Parameter]:
+    """`adapt` without first weights, for a model that may have no memory yet.
 
     Raises:
         ConfigError: As `check_lora`.
@@ -134,26 +148,46 @@ def adapt(module: nn.Module, spec: LoraSpec, seed: int, *, but: str) -> dict[str
         warnings.catch_warnings(action="ignore", category=UserWarning),
     ):  # peft says that it sets `fan_in_fan_out` as the kind of linear map needs it
         inject_adapter_in_model(config, module)
-    found: dict[str, nn.Parameter] = {}
-    for full, parameter in module.named_parameters():
-        if ".lora_" in full:
-            name = full.replace(f".{_NAME}.", ".")
-            parameter.data = first_adapter(name, parameter.shape, seed).to(parameter.device)
-            found[name] = parameter
-    if spec.folder is not None:
-        _load(Path(spec.folder), spec, found)
-    return found
+    named = {checkpoint_name(full): p for full, p in module.named_parameters()}
+    return {name: p for name, p in named.items() if is_adapter(name)}
 
 
-def first_adapter(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """A fresh adapter's parameter, f32[shape]: B is zero, and A sampled as peft does.
+def checkpoint_name(name: str) -> str:
+    """What checkpoints call a parameter of an adapted model."""
+    return name.replace(f".{_NAME}.", ".").replace(".base_layer.", ".")
 
-    It depends on nothing but the name, so a process that holds a part of a model samples its own.
+
+def is_adapter(name: str) -> bool:
+    """Whether a checkpoint's parameter is an adapter's."""
+    return ".lora_" in name
+
+
+def first_adapters(
+    spec: LoraSpec, seed: int, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Adapters' first weights on the CPU, in float32: the folder's, or fresh ones.
 
     Args:
-        name: As `adapt` gives it.
-        shape: Of A [rank, in] or B [out, rank].
+        spec: With a rank.
         seed: The run's.
+        shapes: Of each adapter's parameter, by name: A [rank, in] or B [out, rank].
+
+    Raises:
+        ConfigError: If the folder's adapter is another one.
+    """
+    if spec.folder is None:
+        return {name: _fresh(name, shape, seed) for name, shape in shapes.items()}
+    made = {name: torch.empty(shape) for name, shape in shapes.items()}
+    file = Path(spec.folder) / _WEIGHTS
+    saved = {name.removeprefix(_PEFT_PREFIX): value for name, value in read_tensors(file).items()}
+    take_tensors(file, f"an adapter of rank {spec.rank}", saved, made)
+    return made
+
+
+def _fresh(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """B is zero, and A sampled as peft does, from the seed and its name alone.
+
+    So roles that start from one model start alike, whichever processes hold them.
     """
     made = torch.zeros(*shape)
     if ".lora_B." in name:
@@ -173,14 +207,51 @@ def adapted_linears(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def merged(module: nn.Module) -> nn.Module:
     """A copy of an adapted model in which adapters are added to the weights, and gone."""
     whole: Any = copy.deepcopy(module)
-    with torch.no_grad():
-        for name, part in list(adapted_linears(whole)):
-            base = part.base_layer
-            change = part.get_delta_weight(_NAME)
-            base.weight.data = (base.weight.float() + change.float()).to(base.weight.dtype)
-            parent, _, last = name.rpartition(".")
-            setattr(whole.get_submodule(parent), last, base)
+    for name, part in list(adapted_linears(whole)):
+        base = part.base_layer
+        base.weight.data = _sum(part)
+        parent, _, last = name.rpartition(".")
+        setattr(whole.get_submodule(parent), last, base)
     return whole
+
+
+@torch.no_grad()
+def _sum(part: Any) -> Tensor:
+    weight: Tensor = part.base_layer.weight
+    return (weight.float() + part.get_delta_weight(_NAME).float()).to(weight.dtype)
+
+
+class AdaptedModel:
+    """A model that is given adapters again and again, for an engine that wants them merged.
+
+    Args:
+        module: The model; it is kept, adapted.
+        spec: With a rank.
+        seed: The run's.
+        but: Name of the head, which gets none.
+    """
+
+    def __init__(self, module: nn.Module, spec: LoraSpec, seed: int, *, but: str) -> None:
+        self._module = module
+        self._adapters = adapt(module, spec, seed, but=but)
+
+    @property
+    def adapters(self) -> dict[str, Tensor]:
+        """Those of now, by name."""
+        return {name: parameter.detach() for name, parameter in self._adapters.items()}
+
+    def merged_with(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All weights by the checkpoint's names, with these adapters merged into them."""
+        for name, held in self.adapters.items():
+            held.copy_(adapters[name])
+        whole = {
+            checkpoint_name(name): parameter.detach()
+            for name, parameter in self._module.named_parameters()
+            if not is_adapter(name)
+        }
+        for name, part in adapted_linears(self._module):
+            whole[f"{name}.weight"] = _sum(part)
+        return whole
 
 
 def save_adapter(
@@ -208,10 +279,3 @@ def save_adapter(
     }
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     write_tensors(folder / _WEIGHTS, {_PEFT_PREFIX + name: p for name, p in parameters.items()})
-
-
-def _load(folder: Path, spec: LoraSpec, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises `ConfigError` if the folder's adapter is not this one."""
-    file = folder / _WEIGHTS
-    saved = {name.removeprefix(_PEFT_PREFIX): value for name, value in read_tensors(file).items()}
-    take_tensors(file, f"an adapter of rank {spec.rank}", saved, parameters)

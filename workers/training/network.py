@@ -146,12 +146,22 @@ class LanguageNetwork(Network, Protocol):
 
     engine: str
 
-    def whole_module(self) -> nn.Module | None:
-        """The model under the checkpoint's names, adapters merged; None if it is divided."""
+    def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
+        """The model under the checkpoint's names, adapters merged.
+
+        Args:
+            first: The model with its first weights, which a divided one is gathered into.
+
+        Returns:
+            None in processes of a divided one that have nothing to write; all must take part.
+        """
         ...
 
     def save_adapter(self, folder: Path) -> None:
-        """Write adapters beside a model that they have been merged into, if there are any."""
+        """Write adapters beside a model that they have been merged into, if there are any.
+
+        All processes of the rank must take part.
+        """
         ...
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:

@@ -61,8 +61,9 @@ class WholeNetwork:
         source = self.flat.data if buffer is None else buffer
         return {name: self.flat.view(source, name) for name in self.flat.names}
 
-    def whole_module(self) -> nn.Module | None:
+    def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
         """See `LanguageNetwork.whole_module`."""
+        del first
         return self.module
 
     def save_adapter(self, folder: Path) -> None:

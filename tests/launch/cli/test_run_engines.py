@@ -183,7 +183,7 @@ def test_the_exported_folder_is_hugging_faces(made: Path) -> None:
     policy: PolicyWorker = spec.build(WorkerContext("actor"))
     policy.load_state(checkpoint(made, 2) / "actor")  # as two Megatron processes saved it
     tokens = torch.randint(3, 15, (4, 12), generator=torch.Generator().manual_seed(0))
-    module: Any = policy.network.whole_module()
+    module: Any = policy.network.whole_module(torch.nn.Module)
     with torch.no_grad():
         found, expected = exported(tokens).logits, module(tokens).logits
     assert torch.equal(found, expected)

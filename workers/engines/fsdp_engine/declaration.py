@@ -37,6 +37,8 @@ def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | 
     if layout.sequence_parallel:
         return "FSDP does not cut activations along the sequence"
     if shape is not None and layout.tp > 1:
+        if shape.adapter_params:
+            return "FSDP does not divide the matrix products of adapters"
         if shape.num_experts or (shape.family and shape.family not in DIVIDED_FAMILIES):
             families = ", ".join(DIVIDED_FAMILIES)
             return f"FSDP has tensor parallelism for {families}, not for '{shape.family}'"

@@ -25,6 +25,7 @@ from torch.nn.modules import module as nn_module
 
 from ....dataflow.errors import ConfigError, PlanError
 from ...models.heads import Head, HeadedModel
+from ...models.lora import LoraSpec, insert_adapters
 from ...models.spec import ModelSpec
 from ..torch_engine.backbone import is_lean
 from .mesh import FsdpMesh
@@ -74,26 +75,34 @@ class FsdpModel(nn.Module):
             picked = whole(input_ids=rows, use_cache=False).logits[reads]
             return picked, picked.sum().float() * 0
         states = backbone(input_ids=rows, use_cache=False).last_hidden_state
-        picked = head(states[reads])
+        picked = head(states[reads].to(head.weight.dtype))
         if self.divided:
             picked = picked.clone()  # FSDP2 warns of outputs that are views, as a local part is
         return picked, states.reshape(-1)[0].float() * 0 + picked.sum().float() * 0
 
 
-def build_model(spec: ModelSpec, mesh: FsdpMesh, head: Head) -> FsdpModel:
+def build_model(spec: ModelSpec, mesh: FsdpMesh, head: Head, lora: LoraSpec) -> FsdpModel:
     """This process's part of a model, its weights not set.
 
     Args:
         spec: Architecture and precision.
         mesh: Says which part this process computes.
         head: What it ends in.
+        lora: Adapters to put in.
 
     Raises:
-        ConfigError: If tensor parallelism is asked for and the family is not known.
+        ConfigError: If tensor parallelism is asked for and the family is not known, or adapters
+            as well; or adapters cannot be made.
         PlanError: If the model cannot be divided as the mesh is.
     """
-    model = _skeleton(spec, head)
+    model = _skeleton(spec, head, lora)
     if mesh.tensor is not None:
+        if lora:
+            raise ConfigError(
+                "engine=fsdp does not divide the matrix products of adapters (model.lora.rank="
+                f"{lora.rank})\n    leave engine.options.shards out, so that all processes that "
+                "share the model divide it by rows"
+            )
         _check_divisible(spec, model, mesh.tensor_size)
         _divide_products(model, mesh)
     _divide_rows(model, mesh)
@@ -105,7 +114,7 @@ def build_model(spec: ModelSpec, mesh: FsdpMesh, head: Head) -> FsdpModel:
     return model
 
 
-def _skeleton(spec: ModelSpec, head: Head) -> FsdpModel:
+def _skeleton(spec: ModelSpec, head: Head, lora: LoraSpec) -> FsdpModel:
     """The whole module in evaluation mode, with parameters on the meta device."""
     auto: Any = transformers.AutoModelForCausalLM
     with _no_storage():
@@ -114,8 +123,12 @@ def _skeleton(spec: ModelSpec, head: Head) -> FsdpModel:
         backbone = module.base_model
         last = module.get_output_embeddings() if is_lean(backbone) else None
         if head.is_scalar:
-            last = nn.Linear(config.hidden_size, 1, dtype=dtype)
+            last = nn.Linear(config.hidden_size, 1, dtype=torch.float32 if lora else dtype)
             module = HeadedModel(backbone, head.name, last)
+        if lora:
+            insert_adapters(module, lora, but=head.name)
+            if head.is_scalar:
+                last.requires_grad_()  # it is trained as well
     return FsdpModel(module.eval(), backbone, last)
 
 

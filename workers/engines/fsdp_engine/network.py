@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,14 +13,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...models.heads import Head
+from ...models.lora import LoraSpec, checkpoint_name, insert_adapters, merged, save_adapter
+from ...models.spec import ModelSpec
 from ...training.network import Outputs
 from ...training.optimizer import OptimizerSpec
-from ...training.stored_pieces import pieces_on
-from ..sharded.divided_network import DividedNetwork
-from .layout import fsdp_sharding, held_box
+from ...training.stored_pieces import gather_weights, pieces_on
+from ..sharded.divided_network import DividedNetwork, gathered_module
 from .mesh import FsdpMesh
 from .model import FsdpModel
 from .optimizer import FsdpAdamW
+from .stored_part import StoredPart
 
 __all__ = ["FsdpNetwork"]
 
@@ -33,66 +37,53 @@ class FsdpNetwork(DividedNetwork):
     """A part of a model. See `mesh` for which process does what.
 
     Gradients and the optimizer's state lie in flat float32 buffers [size], one run per parameter;
-    the weights lie where FSDP2 keeps them.
+    the weights lie where FSDP2 keeps them. Of an adapted model the adapters, and a scalar head, are
+    all that is trained and all that others see.
 
     Args:
         model: The divided module.
         mesh: Says which part this process computes.
         context: Where the worker lives.
-        dtype: Data type of the weights.
+        spec: The model that it is of.
+        head: What it ends in.
+        lora: What adapters in it were made by.
 
     Attributes:
-        shapes: Parameter -> its whole shape, by the checkpoint's names; tied weights appear once.
-        size: Weights that this process stores.
+        frozen: The model's own weights, where adapters are trained; else None.
     """
 
     engine = "the FSDP engine"
 
     def __init__(
-        self, model: FsdpModel, mesh: FsdpMesh, context: WorkerContext, dtype: str
+        self,
+        model: FsdpModel,
+        mesh: FsdpMesh,
+        context: WorkerContext,
+        spec: ModelSpec,
+        head: Head,
+        lora: LoraSpec,
     ) -> None:
         self._model = model
         self._mesh = mesh
+        self._head, self._lora = head, lora
         self.context = mesh.beside
         self.replicas = mesh.replicas
         self.device = mesh.shards.device
-        self._local: dict[str, Tensor] = {}
-        self._spans: dict[str, tuple[int, int]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.size = 0
         self._grad: Tensor | None = None
         # Kept from here on: in a forward the module's own attributes are other tensors.
-        self._parameters: dict[str, nn.Parameter] = {}
-        for full, parameter in model.named_parameters():
-            name = full.removeprefix(_PREFIX)
-            assert isinstance(parameter, DTensor)
-            self._parameters[name] = parameter
-            self.shapes[name] = tuple(parameter.shape)
-            local = parameter.to_local().detach()
-            self._check(name, local)
-            self._local[name] = local
-            self._spans[name] = (self.size, self.size + local.numel())
-            self.size += local.numel()
-        sizes: dict[str, Any] = {"shards": mesh.shards.num_ranks, "tensor": mesh.tensor_size}
-        sizes["dtype"] = dtype
-        first = context.rank * context.tensor_parallel
-        self.layout = fsdp_sharding(self.shapes, replicas=context.num_ranks, **sizes)
-        self.rank_layout = fsdp_sharding(self.shapes, first=first, **sizes)
-
-    def _check(self, name: str, local: Tensor) -> None:
-        """FSDP2 must have cut as `layout` says, or other engines would be told untruths."""
-        shards, place = self._mesh.shards, 0
-        if self._mesh.tensor is not None:
-            place = self._mesh.tensor.rank()
-        box = held_box(
-            name, self.shapes[name], shards.rank, shards.num_ranks, place, self._mesh.tensor_size
-        )
-        expected = [stop - start for start, stop in box]
-        if list(local.shape) != expected:
-            raise RuntimeError(
-                f"this version of torch holds {list(local.shape)} of '{name}' on shard "
-                f"{shards.rank}, expected {expected}; engine=fsdp cannot use it"
-            )
+        named = {
+            checkpoint_name(full.removeprefix(_PREFIX)): parameter
+            for full, parameter in model.named_parameters()
+        }
+        dtype, trained = getattr(torch, spec.dtype), named
+        self.frozen: StoredPart | None = None
+        if lora:
+            frozen = {name: p for name, p in named.items() if not p.requires_grad}
+            self.frozen = StoredPart(frozen, mesh, context, dtype)
+            trained = {name: p for name, p in named.items() if p.requires_grad}
+            dtype = torch.float32
+        self._trained = StoredPart(trained, mesh, context, dtype)
+        self.layout, self.rank_layout = self._trained.layout, self._trained.rank_layout
 
     @property
     def vocabulary_group(self) -> dist.ProcessGroup | None:
@@ -101,25 +92,40 @@ class FsdpNetwork(DividedNetwork):
 
     def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
         """See `Network.tensors`."""
-        if buffer is None:
-            return dict(self._local)
-        return {
-            name: buffer[begin:end].view_as(self._local[name])
-            for name, (begin, end) in self._spans.items()
-        }
+        return self._trained.tensors(buffer)
 
     def held_tensors(self) -> list[Tensor]:
         """See `Network.held_tensors`; the module's buffers are among them."""
         self.weights_changed()
         grad = [] if self._grad is None else [self._grad]
-        return [*self._local.values(), *self._model.buffers(), *grad]
+        frozen = [] if self.frozen is None else self.frozen.tensors().values()
+        return [*self.tensors().values(), *frozen, *self._model.buffers(), *grad]
 
     def make_optimizer(self, spec: OptimizerSpec) -> FsdpAdamW:
         """See `Network.make_optimizer`."""
         pieces = pieces_on(self.rank_layout, self.context.process)
         owned = {piece.tensor for piece in pieces if piece.first}
-        counted = [span for name, span in self._spans.items() if name in owned]
-        return FsdpAdamW(self.tensors, spec, self.replicas, counted)
+        return FsdpAdamW(self.tensors, spec, self.replicas, self._trained.spans_of(owned))
+
+    def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
+        """See `LanguageNetwork.whole_module`."""
+        if not self._lora:
+            return gathered_module(self, first)
+        weights = gather_weights(self, 0)
+        if not weights:
+            return None
+        module = first()
+        adapters = insert_adapters(module, self._lora, but=self._head.name)
+        for name, value in weights.items():
+            target = adapters[name] if name in adapters else module.get_parameter(name)
+            target.data = value.to(target.dtype)
+        return merged(module)
+
+    def save_adapter(self, folder: Path) -> None:
+        """See `LanguageNetwork.save_adapter`."""
+        weights = gather_weights(self, 0) if self._lora else {}
+        if weights:
+            save_adapter(folder, self._model.module, self._lora, weights)
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
         """See `FsdpModel.forward`; every shard must come here equally often."""
@@ -171,9 +177,10 @@ class FsdpNetwork(DividedNetwork):
     def start_gradient(self) -> Tensor:
         """See `Network.start_gradient`."""
         if self._grad is None:
-            self._grad = torch.zeros(self.size, dtype=torch.float32, device=self.device)
+            size = self._trained.size
+            self._grad = torch.zeros(size, dtype=torch.float32, device=self.device)
             views: Mapping[str, Tensor] = self.tensors(self._grad)
-            for name, parameter in self._parameters.items():
+            for name, parameter in self._trained.parameters.items():
                 # bfloat16 gradients of micro-batches are added up in float32 as well.
                 parameter.register_post_accumulate_grad_hook(_adds_to(views[name]))
         return self._grad.zero_()

@@ -10,8 +10,10 @@ from ....dataflow.option_checks import check_range
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.first_weights import fill_first_weights, model_source
 from ...models.heads import Head
+from ...models.lora import LoraSpec, first_adapters, is_adapter
 from ...models.spec import ModelSpec
 from ...training.checkpoint_files import TensorSource, WholeTensors
+from ...training.stored_pieces import fill_weights
 from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
 from .mesh import join_mesh
 from .model import FsdpModel, build_model
@@ -30,6 +32,8 @@ class FsdpOptions:
     shards: int | None = None
     """How many of the processes that share a model (`executor.tensor_parallel`) divide its weights
     by rows and share out a call's rows; tensor parallelism divides by the rest. By default all."""
+    lora: LoraSpec = LoraSpec()
+    """Adapters to train instead of the weights."""
 
     def check_options(self) -> None:
         """See `Recipe.check_options`."""
@@ -44,10 +48,27 @@ class FsdpOptions:
             PlanError: If the model cannot be divided as the group is.
         """
         mesh = join_mesh(context, self.shards)
-        module = build_model(model, mesh, head)
-        network = FsdpNetwork(module, mesh, context, model.dtype)
-        fill_first_weights(network, _source(model, module, head), head, model, context)
+        module = build_model(model, mesh, head, self.lora)
+        network = FsdpNetwork(module, mesh, context, model, head, self.lora)
+        source = _source(model, module, head)
+        if network.frozen is None:
+            fill_first_weights(network, source, head, model, context)
+        else:
+            fill_weights(network.frozen, source, exact=False)
+            fill_weights(network, _first_trained(network, self.lora, head, model, context))
         return network
+
+
+def _first_trained(
+    network: FsdpNetwork, lora: LoraSpec, head: Head, model: ModelSpec, context: WorkerContext
+) -> WholeTensors:
+    """What is trained of an adapted model: adapters, and a scalar head."""
+    shapes = {param.name: param.shape for param in network.layout.params if is_adapter(param.name)}
+    found = first_adapters(lora, context.seed, shapes)
+    if head.is_scalar:
+        linear = head.first_weights(model, context)
+        found |= {f"{head.name}.{part}": value for part, value in linear.named_parameters()}
+    return WholeTensors(found)
 
 
 def _source(spec: ModelSpec, model: FsdpModel, head: Head) -> TensorSource:

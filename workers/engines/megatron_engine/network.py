@@ -27,7 +27,7 @@ from ...training.flat_parameters import FlatParameters
 from ...training.network import Outputs
 from ...training.optimizer import OptimizerSpec
 from ...training.stored_pieces import pieces_on
-from ..sharded.divided_network import DividedNetwork
+from ..sharded.divided_network import DividedNetwork, gathered_module
 from .groups import model_group
 from .model import Backbone
 from .optimizer import SharedAdamW
@@ -94,6 +94,10 @@ class MegatronNetwork(DividedNetwork):
         if name == "output_layer.weight" and self._tied_ends:
             return "embedding.word_embeddings.weight"
         return name
+
+    def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
+        """See `LanguageNetwork.whole_module`."""
+        return gathered_module(self, first)
 
     def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
         """See `Network.tensors`."""

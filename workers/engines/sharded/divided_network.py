@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ...training.network import Outputs
+from ...training.network import Network, Outputs
+from ...training.stored_pieces import gather_weights
 from .vocabulary_parallel import vocabulary_logprob, vocabulary_top
 
-__all__ = ["DividedNetwork", "join_processes"]
+__all__ = ["DividedNetwork", "gathered_module", "join_processes"]
 
 
 def join_processes(context: WorkerContext) -> None:
@@ -40,6 +42,17 @@ def join_processes(context: WorkerContext) -> None:
     dist.init_process_group(backend, store=in_memory.HashStore(), rank=0, world_size=1)
 
 
+def gathered_module(network: Network, first: Callable[[], nn.Module]) -> nn.Module | None:
+    """See `LanguageNetwork.whole_module`: of a model all of whose weights are trained."""
+    weights = gather_weights(network, 0)  # process 0 is where transformers writes files
+    if not weights:
+        return None
+    module = first()
+    unknown = module.load_state_dict(weights, strict=False).unexpected_keys
+    assert not unknown, unknown  # some may be missing: tied heads are not among the weights
+    return module
+
+
 class DividedNetwork:
     """The part of a `LanguageNetwork` that follows from its being divided.
 
@@ -48,10 +61,6 @@ class DividedNetwork:
 
     is_divided = True
     sort_by_length = True
-
-    def whole_module(self) -> nn.Module | None:
-        """See `LanguageNetwork.whole_module`."""
-        return None
 
     def save_adapter(self, folder: Path) -> None:
         """See `LanguageNetwork.save_adapter`: there are none."""

@@ -142,6 +142,9 @@ def torch_resident_parts(call: Call, *, trains: bool = True) -> Parts:
     params, size = call.model.num_params(call.head), call.model.dtype_bytes
     if not (call.trained and trains):
         return Parts(weights=params * size)
+    adapters = call.model.adapter_params * _FLOAT
+    if adapters:
+        return Parts(params * size + adapters, gradients=adapters, optimizer=2 * adapters)
     # Weights of 16 bits have a float32 master copy.
     moments = params * _FLOAT * (2 if size == _FLOAT else 3)
     return Parts(weights=params * size, gradients=params * _FLOAT, optimizer=moments)
@@ -231,7 +234,8 @@ def _head(shape: ModelShape, pack: PackSizes) -> tuple[int, int]:
 def _train(call: Call, pack: PackSizes, checkpointing: bool) -> list[Parts]:
     """Moments of a train call that may be its peak."""
     shape, s, p = call.model, _sizes(call.model), pack
-    embedding = shape.embedding_params * s.number
+    # Below adapters no weight has a gradient.
+    embedding = 0 if shape.adapter_params else shape.embedding_params * s.number
     # The gradient of a head that is also the embedding waits for that of the embedding.
     tied = embedding if call.head == "vocabulary" and shape.tied_embeddings else 0
     whole = s.attention + s.feed_forward
@@ -263,7 +267,7 @@ def _train(call: Call, pack: PackSizes, checkpointing: bool) -> list[Parts]:
 def _feed_forward_back(shape: ModelShape, tokens: int) -> int:
     """What the backward pass through a layer's feed-forward adds to what was kept of it."""
     s = _sizes(shape)
-    weight = shape.hidden_size * s.inner
+    weight = 0 if shape.adapter_params else shape.hidden_size * s.inner
     ending = _handed_over(2 * weight, s.number)  # in the place of gate and up
     return tokens * s.hidden + max(tokens * 4 * s.inner + weight, ending)
 

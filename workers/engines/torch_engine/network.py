@@ -7,7 +7,7 @@ the same module, whose weights lie in `flat`.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +72,9 @@ class TorchNetwork(WholeNetwork):
         super().__init__(module, context, own)
         self._split = split
 
-    def whole_module(self) -> nn.Module | None:
+    def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
         """See `LanguageNetwork.whole_module`."""
+        del first
         adapted = self._split is not None and self._split.lora
         return merged(self.module) if adapted else self.module
 

@@ -16,6 +16,7 @@ from ....algorithms.roles.language import Sampling
 from ....dataflow.option_checks import check_range
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.architecture import empty_model
+from ...models.lora import AdaptedModel, LoraSpec
 from ...models.model_folder import weight_files
 from ...models.spec import ModelSpec
 from ...models.tokenizer import TokenizerSpec
@@ -61,6 +62,8 @@ class VllmPolicySpec:
     """Share of a GPU's memory, for weights, activations and cache together."""
     enforce_eager: bool | None = None
     """Whether to do without compiled graphs; None: only on CPUs."""
+    lora: LoraSpec = LoraSpec()
+    """Adapters, which alone are received, and merged into weights that are kept beside vLLM's."""
     tokenizer: TokenizerSpec | None = None
     """Only to look for `Sampling.stop`; prompts and responses are token ids."""
 
@@ -135,7 +138,16 @@ class VllmGenerator:
         self.key = engine_key(config, options)
         kept = take(self.key)
         self.vllm = kept or _started(spec.model, options)
-        if kept is not None:  # with weights of another run
+        self._adapted: AdaptedModel | None = None
+        if spec.lora:
+            module = spec.model.causal_lm("cpu")
+            self._adapted = AdaptedModel(module, spec.lora, context.seed, but="lm_head")
+            self.dtype = "float32"
+            first = self._adapted.adapters
+            self.shapes = {name: tensor.shape for name, tensor in first.items()}
+            if kept is not None or spec.lora.folder is not None:
+                self.load(first, 0)
+        elif kept is not None:  # with weights of another run
             module = spec.model.causal_lm("cpu")
             self.load({name: tensor.detach() for name, tensor in module.named_parameters()}, 0)
 
@@ -170,7 +182,8 @@ class VllmGenerator:
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """See `GenerationEngine.load`."""
-        self.vllm.load(tensors, version)
+        whole = tensors if self._adapted is None else self._adapted.merged_with(tensors)
+        self.vllm.load(whole, version)
 
     def sleep(self) -> int:
         """See `VllmEngine.sleep`."""

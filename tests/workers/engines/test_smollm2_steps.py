@@ -1,0 +1,58 @@
+"""A step of SmolLM2 in float32: every engine changes every parameter as the torch engine does.
+
+What is compared is the change of each parameter by one optimizer step, not the weights: Adam moves
+those by the learning rate whatever the gradient, so all of them would be close.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+from megatron_models import run_group
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
+from smollm2_models import differences, recipe, take_step, write_case
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
+
+RANK = Path(__file__).parents[1] / "smollm2_rank.py"
+LAYOUTS = ["megatron-1-2", "megatron-3-1", "fsdp-2-1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the processes left what they found."""
+    made = tmp_path_factory.mktemp("smollm2")
+    write_case(made)
+    policy = TorchPolicySpec(**recipe(made)).build(WorkerContext("actor", seed=7))
+    safetensors.torch.save_file(policy.export_weights(), made / "before.safetensors")
+    take_step(policy, made)
+    safetensors.torch.save_file(policy.export_weights(), made / "after.safetensors")
+    del policy
+    run_group(made, 2, "megatron,1,2:step", "megatron,1,2:stale", script=RANK)
+    run_group(made, 2, "fsdp,2,1:step", "fsdp,2,1:stale", script=RANK)
+    run_group(made, 3, "megatron,3,1:step", "megatron,3,1:stale", script=RANK)
+    return made
+
+
+def found(folder: Path, layout: str, case: str) -> dict[str, float]:
+    return json.loads((folder / f"{layout}-{case}.json").read_text())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_parameter_changes_as_in_the_torch_engine(folder: Path, layout: str) -> None:
+    worst = max(found(folder, layout, "step").items(), key=lambda pair: pair[1])
+    assert worst[1] < 1e-3, worst
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_stale_slice_on_one_process_is_found(folder: Path, layout: str) -> None:
+    assert max(found(folder, layout, "stale").values()) > 0.1
+
+
+def test_a_parameter_that_did_not_change_is_found(folder: Path) -> None:
+    before = safetensors.torch.load_file(folder / "before.safetensors")
+    assert min(differences(folder, before).values()) == 1.0

@@ -23,10 +23,12 @@ from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
 from penstock.algorithms.roles import PolicyBatch, Sampling, ValueBatch
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.planner.inputs.calls import Call, CallKind
+from penstock.planner.inputs.logical_params import adapter_params
 from penstock.planner.inputs.model_shape import Head, shape_of
 from penstock.planner.inputs.workload import Lengths
 from penstock.workers.engines.torch_engine.costs import torch_engine_peak
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchValueSpec
+from penstock.workers.models.lora import LoraSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
@@ -62,6 +64,7 @@ class Case:
     minibatches: int = 1
     entropy: bool = False
     checkpointing: bool = False
+    adapter_rank: int = 0
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -76,11 +79,13 @@ class Case:
     @property
     def call(self) -> Call:
         """What the planner sees of it."""
+        shape = shape_of(self.architecture, dtype=self.dtype)
+        adapters = adapter_params(shape, self.adapter_rank)
         return Call(
             name=f"model.{self.kind}",
             role="model",
             kind=self.kind,
-            model=shape_of(self.architecture, dtype=self.dtype),
+            model=shape.model_copy(update={"adapter_params": adapters}),
             head=self.head,
             trained=self.trained,
             num_sequences=self.rows,
@@ -99,6 +104,14 @@ CASES = {
     "small, bfloat16, large vocabulary, checkpointing": Case(
         kind="train", hidden=64, layers=4, heads=2, key_heads=1, inner=128, vocab=80000, tied=True,
         dtype="bfloat16", rows=12, samples=4, prompt=(32,), response=(96,), checkpointing=True,
+    ),
+    "small, bfloat16, large vocabulary, adapters": Case(
+        kind="train", hidden=192, layers=4, heads=3, key_heads=1, inner=512, vocab=40000, tied=True,
+        dtype="bfloat16", rows=32, samples=8, prompt=(32,), response=(96,), adapter_rank=16,
+    ),
+    "train: adapters": Case(
+        kind="train", hidden=256, layers=6, heads=8, key_heads=8, inner=704, vocab=1000,
+        rows=64, prompt=(96,), response=(128,), micro_batch_tokens=2048, adapter_rank=8,
     ),
     "train: many tokens": Case(
         kind="train", hidden=256, layers=6, heads=8, key_heads=8, inner=704, vocab=1000,
@@ -202,6 +215,7 @@ def build(case: Case, device: str) -> Any:
             optimizer=optimizer,
             micro_batch_tokens=case.micro_batch_tokens,
             activation_checkpointing=case.checkpointing,
+            lora=LoraSpec(rank=case.adapter_rank),
         ).build(context)
     return TorchPolicySpec(
         model=model,
@@ -209,6 +223,7 @@ def build(case: Case, device: str) -> Any:
         optimizer=optimizer,
         micro_batch_tokens=case.micro_batch_tokens,
         activation_checkpointing=case.checkpointing,
+        lora=LoraSpec(rank=case.adapter_rank),
     ).build(context)
 
 

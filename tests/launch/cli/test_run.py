@@ -351,14 +351,23 @@ def wait_for_step(runs: Path, step: int, *, deadline_s: float = 120.0) -> None:
 
 
 LONG = (*GRPO, "algorithm.num_steps=12", "checkpoint_every=3")
+SAVING = (
+    "algorithm=reference_grpo",
+    "model.lora.rank=4",
+    "engine.options.activation_checkpointing=true",
+    "evaluation.every=2",
+)
+"""Adapters, activations that are computed again, and evaluations on the way."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kill_at", "max_lag"), [(1, 1), (5, 0), (10, 1)])
+@pytest.mark.parametrize(
+    ("kill_at", "max_lag", "more"), [(1, 1, ()), (5, 0, SAVING), (10, 1, ())]
+)
 def test_a_killed_run_resumes_to_the_same_weights(
-    penstock: Penstock, tmp_path: Path, max_lag: int, kill_at: int
+    penstock: Penstock, tmp_path: Path, max_lag: int, kill_at: int, more: tuple[str, ...]
 ) -> None:
-    words = (*LONG, f"schedule.max_lag={max_lag}")
+    words = (*LONG, *more, f"schedule.max_lag={max_lag}")
     assert penstock("run", *words, "runs=whole").code == 0
     process = start(tmp_path, *words)
     try:
@@ -441,7 +450,7 @@ def test_a_run_that_nobody_reads_is_stopped_with_a_checkpoint(tmp_path: Path) ->
 @pytest.mark.slow
 def test_ray_ends_with_the_weights_of_one_process(penstock: Penstock, tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    words = (*GRPO, "algorithm.num_steps=2", "executor.num_threads=1")
+    words = (*GRPO, *SAVING, "algorithm.num_steps=2", "executor.num_threads=1")
     assert penstock("run", *words, "runs=here").code == 0
     process = start(tmp_path, *words, "executor=ray", "executor.groups.all=1", "runs=there")
     _, said = process.communicate(timeout=280)

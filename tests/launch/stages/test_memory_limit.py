@@ -66,6 +66,15 @@ def test_a_limit_that_the_plain_path_cannot_hold() -> None:
     prepare(config_of(*SMOLLM2, "executor.memory_limit=4.5GiB", key))
 
 
+def test_adapters_need_less_and_a_reference_no_weights_of_its_own() -> None:
+    adapters = (*SMOLLM2, "model.lora.rank=16", "executor.memory_limit=1GiB")
+    peaks = [
+        re.findall(r"a peak of ([\d.]+) GiB", refusal(*adapters, *more))
+        for more in ((), ("algorithm=reference_grpo", *SMOLLM2))
+    ]
+    assert peaks == [["0"], ["0"]]
+
+
 def test_generation_is_bounded_by_rows() -> None:
     said = refusal(*SMOLLM2, "executor.memory_limit=3.8GiB")
     assert said == PREDICTED.format(limit="3.80 GiB") + (
@@ -102,11 +111,6 @@ def test_processes_add_up() -> None:
         (
             ("executor.device=cuda",),
             "'executor.memory_limit' is set, but what 'cuda' devices hold is not compared with it\n"
-            "    leave it out",
-        ),
-        (
-            ("model.lora.rank=8",),
-            "'executor.memory_limit' is set, but what training adapters needs is not predicted\n"
             "    leave it out",
         ),
         (

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from penstock.planner.cost.memory import resident_parts
 from penstock.planner.cost.memory_ledger import Parts
 from penstock.planner.inputs.calls import Call, CallKind
 from penstock.planner.inputs.layout import Layout
+from penstock.planner.inputs.logical_params import adapter_params
 from penstock.planner.inputs.workload import Lengths
 from penstock.workers.engines.torch_engine.costs import (
     TorchMemory,
@@ -50,6 +52,22 @@ def test_weights_gradients_and_moments_are_whole() -> None:
 def test_16_bit_weights_have_a_float32_master_copy_and_gradient() -> None:
     call = make_call(model=HALF)
     assert torch_resident_parts(call) == Parts(2 * PARAMS, 4 * PARAMS, 12 * PARAMS)
+
+
+def test_adapters_have_gradients_and_moments_and_the_weights_below_have_none() -> None:
+    rank = 4
+    adapters = adapter_params(HALF, rank, ["gate_proj", "mlp.up_proj", "proj_"])
+    width = TINY.hidden_size + TINY.intermediate_size
+    assert adapters == TINY.num_layers * 2 * rank * width
+    assert adapter_params(HALF, rank) > adapters
+    shape = HALF.model_copy(update={"adapter_params": adapters})
+    call = make_call(model=shape)
+    assert torch_resident_parts(call) == Parts(
+        2 * PARAMS + 4 * adapters, 4 * adapters, 8 * adapters
+    )
+    assert torch_transient_parts(call).gradients == 0
+    fsdp = resident_parts(call, Layout(dp=2, zero=3))
+    assert fsdp == Parts(PARAMS + 2 * adapters, 2 * adapters, 4 * adapters)
 
 
 def test_a_copy_that_generates_has_weights_alone() -> None:
@@ -193,7 +211,14 @@ def test_activations_grow_with_the_micro_batch(kind: CallKind) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["small", "small, bfloat16, large vocabulary, checkpointing"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "small",
+        "small, bfloat16, large vocabulary, checkpointing",
+        "small, bfloat16, large vocabulary, adapters",
+    ],
+)
 def test_a_live_call_needs_what_is_predicted(case: str, tmp_path: Path) -> None:
     file = tmp_path / "case.json"
     command = [sys.executable, str(CASE), "--case", case, "--json", str(file)]

@@ -181,16 +181,19 @@ class _Sizes(NamedTuple):
     """Keys, or values."""
     inner: int
     """Gate, up, or their product."""
+    adapted: bool
+    """Whether adapters are trained, whose inputs are kept: a normed state, and the product."""
 
     @property
     def attention(self) -> int:
         """A layer's input, projected heads, rotated ones, and what attention makes of them."""
-        return self.hidden + 3 * (self.heads + self.keys)
+        return self.hidden * (2 if self.adapted else 1) + 3 * (self.heads + self.keys)
 
     @property
     def feed_forward(self) -> int:
         """Its input, gate and up."""
-        return self.hidden + 2 * self.inner
+        kept = self.hidden + 2 * self.inner
+        return kept + self.hidden + self.inner if self.adapted else kept
 
 
 def _sizes(shape: ModelShape) -> _Sizes:
@@ -201,6 +204,7 @@ def _sizes(shape: ModelShape) -> _Sizes:
         heads=shape.num_heads * shape.head_dim * number,
         keys=shape.num_key_heads * shape.head_dim * number,
         inner=shape.intermediate_size * number,
+        adapted=shape.adapter_params > 0,
     )
 
 

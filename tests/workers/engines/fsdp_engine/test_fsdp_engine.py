@@ -270,7 +270,7 @@ def test_adapters_learn_what_they_learn_in_the_torch_engine(folder: Path, layout
     weights = policy.export_weights()
     assert_as_torch(under(found[0], "policy"), weights, metrics)
     name = "model.layers.2.mlp.up_proj.lora_A.weight"
-    assert float((weights[name] - start[name]).abs().mean()) > 1e-3
+    assert float((weights[name] - start[name]).abs().mean()) > 5e-4
     after = policy.logprob(batch["tokens"], batch["mask"])
     assert float((after - before).abs().max()) > 1e-2
     for at, expected in (("before", before), ("after", after)):

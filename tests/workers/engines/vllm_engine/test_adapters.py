@@ -42,7 +42,7 @@ def test_an_engine_receives_adapters_alone_and_samples_with_them(tmp_path: Path)
         for module in (before, after):
             roll = generate(policy, prompt, prompt_id, Sampling(num_samples=2, max_new_tokens=20))
             expected = hugging_face_logprob(module, roll)
-            torch.testing.assert_close(roll.behavior_logprob, expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(roll.behavior_logprob, expected, atol=5e-5, rtol=0)
             if module is before:
                 assert float((hugging_face_logprob(after, roll) - expected).abs().max()) > 0.1
                 policy.receive(weights, 1)
@@ -62,6 +62,6 @@ def test_an_engine_starts_with_the_adapter_of_a_folder(tmp_path: Path) -> None:
         roll = generate(policy, prompt, prompt_id, Sampling(num_samples=2, max_new_tokens=20))
         auto: Any = transformers.AutoModelForCausalLM
         expected = hugging_face_logprob(auto.from_pretrained(tmp_path), roll)
-        torch.testing.assert_close(roll.behavior_logprob, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(roll.behavior_logprob, expected, atol=5e-5, rtol=0)
     finally:
         policy.close()

@@ -1,7 +1,8 @@
 """One process of `test_smollm2_steps`: `python smollm2_rank.py PROCESS SIZE FOLDER LAYOUT...`.
 
-A LAYOUT is "ENGINE,TENSOR,STAGES:CASE": "megatron,1,2:step", or "fsdp,2,1:stale". Process 0 writes
-how far every parameter's change is from the torch engine's, "ENGINE-TENSOR-STAGES-CASE.json".
+A LAYOUT is "ENGINE,TENSOR,STAGES:CASE": "megatron,1,2:step", or "fsdp,2,1:stale". Of each, one
+process writes how far every parameter's change is from the torch engine's, to
+"ENGINE-TENSOR-STAGES-CASE.json".
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main(process: int, size: int, folder: Path, layouts: list[str]) -> None:
             go_stale(policy)
         take_step(policy, folder)
         weights = policy.export_weights()
-        if process == 0:
+        if weights:  # of the process that answers calls
             name = f"{engine}-{tensor}-{stages}-{case}.json"
             (folder / name).write_text(json.dumps(differences(folder, weights)))
         del policy, weights

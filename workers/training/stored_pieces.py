@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.resharding.box import Box, volume
 from ...planner.resharding.sharding import Sharding
 from .checkpoint_files import TensorSource
@@ -62,8 +64,19 @@ def stored_view(tensors: Mapping[str, Tensor], piece: StoredPiece) -> Tensor:
     return view
 
 
+class HoldsWeights(Protocol):
+    """Of `Network` what is needed to write into its weights."""
+
+    context: WorkerContext
+    rank_layout: Sharding
+
+    def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
+        """See `Network.tensors`."""
+        ...
+
+
 def fill_weights(
-    network: Network,
+    network: HoldsWeights,
     source: TensorSource,
     *,
     buffers: Mapping[str, Tensor] | None = None,

@@ -361,9 +361,7 @@ SAVING = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kill_at", "max_lag", "more"), [(1, 1, ()), (5, 0, SAVING), (10, 1, ())]
-)
+@pytest.mark.parametrize(("kill_at", "max_lag", "more"), [(1, 1, ()), (5, 0, SAVING), (10, 1, ())])
 def test_a_killed_run_resumes_to_the_same_weights(
     penstock: Penstock, tmp_path: Path, max_lag: int, kill_at: int, more: tuple[str, ...]
 ) -> None:

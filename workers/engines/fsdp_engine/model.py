@@ -128,7 +128,7 @@ def _skeleton(spec: ModelSpec, head: Head, lora: LoraSpec) -> FsdpModel:
         if lora:
             insert_adapters(module, lora, but=head.name)
             if head.is_scalar:
-                last.requires_grad_()  # it is trained as well
+                module.get_submodule(head.name).requires_grad_()  # it is trained as well
     return FsdpModel(module.eval(), backbone, last)
 
 

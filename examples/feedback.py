@@ -2,11 +2,11 @@
 
 A model answers requests of `task=instructions` several times. The task's verifier says which
 answers keep their instruction, and a judge, the same model asked about its own answers, how good
-some of them are. A row of `train.jsonl` is a request that has answers of both kinds:
+some of them are. A row of `train.jsonl` is a request with answers of both kinds:
 
 - `demonstration`, `chosen`: answers that the verifier accepts; `rejected`: one that it does not;
-- `judge_chosen`, `judge_rejected`: the answer that the judge likes best, and another one, as
-  UltraFeedback's pairs are made for Zephyr;
+- `judge_chosen`, `judge_rejected`: the answer that the judge likes best of those it has read, and
+  another one, as Zephyr's pairs are made of UltraFeedback's scores;
 - `checks`: what the verifier checks.
 
 `held_out.jsonl` has the verifier's pairs for topics that are not trained on, and `feedback.json`
@@ -59,15 +59,15 @@ class Feedback:
 
     model: str
     """The folder of the model that answers and judges."""
-    num_prompts: int = 280
+    num_prompts: int = 128
     """Requests to train on."""
-    num_held_out: int = 80
+    num_held_out: int = 64
     """Requests about other topics."""
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=40)
     """How they are answered."""
     num_judged: int = 4
     """Answers to each request that the judge reads."""
-    prompts_at_once: int = 40
+    prompts_at_once: int = 32
     """Requests answered at once."""
     seed: int = 0
     """Of the requests, the answers, and which of them make a pair."""
@@ -200,12 +200,14 @@ def preferences(answers: Sequence[Answer], rng: random.Random) -> list[dict[str,
     ]
 
 
-def judged_pair(answers: Sequence[Answer], rng: random.Random) -> tuple[Answer, Answer] | None:
-    """The answer that the judge likes best, and one of the others; None if there are no two."""
+def judged_pairs(answers: Sequence[Answer], rng: random.Random) -> list[tuple[Answer, Answer]]:
+    """The answer that the judge likes best, with each of the others in turn."""
     judged = [answer for answer in answers if answer.liked is not None]
-    best = max(judged, key=lambda answer: answer.liked or 0.0, default=None)
-    others = [answer for answer in judged if best is not None and answer.text != best.text]
-    return (best, rng.choice(others)) if best is not None and others else None
+    if not judged:
+        return []
+    best = max(judged, key=lambda answer: answer.liked or 0.0)
+    others = [answer for answer in judged if answer.text != best.text]
+    return [(best, other) for other in rng.sample(others, len(others))]
 
 
 def agreements(answers: Sequence[Answer]) -> list[float]:
@@ -226,13 +228,14 @@ def make_feedback(folder: Path, cfg: Feedback) -> dict[str, Any]:
         every += answers
         agreed += agreements(answers)
         about = {"prompt": task.prompt_text(index), "checks": task.reward_answer(index)}
-        preferred, pair = preferences(answers, rng), judged_pair(answers, rng)
+        preferred = preferences(answers, rng)
         if index in task.held_out:
             rows["held_out"] += [about | row for row in preferred]
-        elif preferred and pair is not None:
+            continue
+        for row, pair in zip(preferred, judged_pairs(answers, rng), strict=False):
             pairs.append(pair)
             by_judge = {"judge_chosen": pair[0].text, "judge_rejected": pair[1].text}
-            rows["train"].append(about | preferred[0] | by_judge)
+            rows["train"].append(about | row | by_judge)
     folder.mkdir(parents=True, exist_ok=True)
     for name, these in rows.items():
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in these)

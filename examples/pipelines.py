@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as penstock does, before torch reads it
 
 import torch
 from feedback import CHAT, Feedback, make_feedback

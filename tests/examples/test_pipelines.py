@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Generator
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -47,9 +48,7 @@ def pipelines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Modu
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
     before = set(sys.modules)
-    import pipelines
-
-    yield pipelines
+    yield import_module("pipelines")
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(EXAMPLES)):
             del sys.modules[name]
@@ -108,9 +107,9 @@ def test_tulu_3_s_stages_follow_each_other_from_data_made_here(
     assert said == ["before", "sft", "dpo", "ppo", "reward"]
 
 
-def test_what_a_pair_is_made_of(pipelines: ModuleType) -> None:
-    import feedback
-
+@pytest.mark.usefixtures("pipelines")
+def test_what_a_pair_is_made_of() -> None:
+    feedback = import_module("feedback")
     right, wrong = feedback.Answer("good", True, -1.0), feedback.Answer("bad", False, -3.0)
     unread = feedback.Answer("unread", False, None)
     rng = random.Random(0)
@@ -118,17 +117,14 @@ def test_what_a_pair_is_made_of(pipelines: ModuleType) -> None:
         {"demonstration": "good", "chosen": "good", "rejected": "bad"}
     ]
     assert feedback.preferences([wrong, unread], rng) == []
-    assert feedback.judged_pair([wrong, right, unread], rng) == (right, wrong)
-    assert feedback.judged_pair([wrong, unread], rng) is None
+    assert feedback.judged_pairs([wrong, right, unread], rng) == [(right, wrong)]
+    assert feedback.judged_pairs([wrong, unread], rng) == []
     assert feedback.agreements([wrong, right, unread]) == [1.0]
-    del pipelines
 
 
-def test_normalized_scores_of_demonstrations_are_0_on_average(
-    pipelines: ModuleType, model: Path, tmp_path: Path
-) -> None:
-    from normalized_reward import NormalizedReward
-
+@pytest.mark.usefixtures("pipelines")
+def test_normalized_scores_of_demonstrations_are_0_on_average(model: Path, tmp_path: Path) -> None:
+    recipe = import_module("normalized_reward").NormalizedReward
     rows = tmp_path / "rows.jsonl"
     texts = ("a cat", "two dogs!", "3")
     rows.write_text("".join(json.dumps({"prompt": t, "answer": t[::-1]}) + "\n" for t in texts))
@@ -136,9 +132,7 @@ def test_normalized_scores_of_demonstrations_are_0_on_average(
     tokenizer = TokenizerSpec(kind="folder", folder=str(model))
     scores = {}
     for chat in (False, True):
-        spec = NormalizedReward(
-            model=ModelSpec(folder=str(model)), task=task, tokenizer=tokenizer, chat=chat
-        )
+        spec = recipe(model=ModelSpec(folder=str(model)), task=task, tokenizer=tokenizer, chat=chat)
         reward = spec.build(WorkerContext("reward"))
         options = ChatOptions(wrap=chat)
         source = DemonstrationSource(
@@ -150,4 +144,3 @@ def test_normalized_scores_of_demonstrations_are_0_on_average(
         assert float(scores[chat].std()) > 0
         assert reward.metrics["reward/demonstration_mean"].value == pytest.approx(reward.mean)
     assert scores[True].tolist() != scores[False].tolist()
-    del pipelines

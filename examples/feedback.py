@@ -63,7 +63,7 @@ class Feedback:
     """Requests to train on."""
     num_held_out: int = 64
     """Requests about other topics."""
-    sampling: Sampling = Sampling(num_samples=8, max_new_tokens=40)
+    sampling: Sampling = Sampling(num_samples=8, temperature=0.8, max_new_tokens=40)
     """How they are answered."""
     num_judged: int = 4
     """Answers to each request that the judge reads."""

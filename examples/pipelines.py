@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as penstock does, before torc
 
 import torch
 from feedback import CHAT, Feedback, make_feedback
-from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.main import main as penstock
 from penstock.launch.placement.machine import has_fast_bfloat16
@@ -62,7 +62,7 @@ def feedback(asked: argparse.Namespace, model: str) -> Path:
     folder: Path = asked.folder / "data"
     told = folder / "feedback.json"
     if not told.exists():
-        sampling = Sampling(num_samples=asked.samples, max_new_tokens=40)
+        sampling = replace(Feedback.sampling, num_samples=asked.samples)
         cfg = Feedback(
             model=model, num_prompts=asked.prompts, num_held_out=asked.held_out, sampling=sampling
         )

@@ -125,10 +125,12 @@ def report(asked: argparse.Namespace, run: Path, model: str, data: Path) -> None
     found: dict[str, Measured] = {}
     for stage, folder in policies(run, model).items():
         one = measured(folder, asked.evaluated, run / f"accuracy-{stage}.json")
-        change = Change.between(found["before"], one) if found else None
-        gain = f"  {change} since before" if change is not None else ""
-        lines.append(f"  {stage:18}{one.accuracy or 0.0:.1%}{gain}")
+        change = Change.between(list(found.values())[-1], one) if found else None
+        gain = f"  {change}" if change is not None else ""
+        lines.append(f"  {stage:8}{one.accuracy or 0.0:6.1%}{gain}")
         found[stage] = one
+    whole = Change.between(found["before"], list(found.values())[-1])
+    lines.append(f"  in all          {whole}")
     rewards = run / "stages" / "reward_modelling" / "models" / "reward"
     if rewards.is_dir():
         share, count = pair_accuracy(rewards, model, data / "held_out.jsonl")

@@ -104,7 +104,7 @@ def test_tulu_3_s_stages_follow_each_other_from_data_made_here(
     lines = capsys.readouterr().out.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("tulu3: accuracy on 8"))
     said = [line.split()[0] for line in lines[first + 1 :]]
-    assert said == ["before", "sft", "dpo", "ppo", "reward"]
+    assert said == ["before", "sft", "dpo", "ppo", "in", "reward"]
 
 
 @pytest.mark.usefixtures("pipelines")

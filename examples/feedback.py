@@ -91,7 +91,7 @@ class Answer:
 class SelfJudge(Reward):
     """A policy that is shown an answer and asked for the request: how likely is the right one?
 
-    Asked "Yes or No?" a model of this size cannot tell; see docs/pipelines.md.
+    A model of 135M parameters is no good judge, however it is asked; see docs/pipelines.md.
 
     Args:
         policy: Who is asked.

@@ -132,7 +132,7 @@ def config(args: argparse.Namespace, num_updates: int) -> Any:
         "beta": 0.0,
         "num_iterations": 1,
         "loss_type": "grpo",
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": args.lr,
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1.0,
         "shuffle_dataset": False,
@@ -169,6 +169,7 @@ def main() -> None:
     options.add_argument("--rows-at-once", type=int, default=16)
     options.add_argument("--threads", type=int, default=2)
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--lr", type=float, default=LEARNING_RATE, help="learning rate")
     options.add_argument("--target", type=float, help="end once this mean reward is reached")
     options.add_argument("--save-every", type=int, help="updates between checkpoints")
     options.add_argument("--more", type=json.loads, default={}, help="other GRPOConfig fields")

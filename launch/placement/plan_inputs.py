@@ -77,6 +77,19 @@ class PlanInputs:
         return {role: self._model(role, given) for role in self.graph.roles}
 
     def _model(self, role: str, given: Mapping[str, str | None]) -> ModelShape | None:
+        shape = self._bare_model(role, given)
+        lora = self._run.model.lora
+        if shape is None or not lora or not (self._is_changed(role) or lora.folder):
+            return shape
+        adapters = adapter_params(shape, lora.rank, lora.target_modules)
+        return shape.model_copy(update={"adapter_params": adapters})
+
+    def _is_changed(self, role: str) -> bool:
+        """Whether the step changes its weights: those of others stand below no adapters."""
+        following = {node.role for node in self.graph.nodes if node.leader is not None}
+        return role in self.graph.learning_roles or role in following
+
+    def _bare_model(self, role: str, given: Mapping[str, str | None]) -> ModelShape | None:
         if role in given:
             name = given[role]
             return None if name is None else self._named(role, name)
@@ -158,12 +171,7 @@ class PlanInputs:
             )
         sizes = architecture.get("vocab_size")
         vocab_size = self._data.tokenizer.vocab_size if sizes is None else None
-        shape = shape_of(architecture, name=name, vocab_size=vocab_size, dtype=section.precision)
-        lora = self._run.model.lora
-        if not lora:
-            return shape
-        adapters = adapter_params(shape, lora.rank, lora.target_modules)
-        return shape.model_copy(update={"adapter_params": adapters})
+        return shape_of(architecture, name=name, vocab_size=vocab_size, dtype=section.precision)
 
     def workload(self, section: WorkloadConfig) -> Workload:
         """How much one step computes.

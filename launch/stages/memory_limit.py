@@ -33,12 +33,12 @@ _PROCESS_BYTES = 620 * 2**20
 tensor. Measured as `peak_memory_bytes` of a run of `model=tiny`."""
 
 _OCCUPIED = 1.08
-"""What a process occupies for each byte of tensors in 32 bits, because the C library keeps freed
-blocks. 1.05 to 1.15 was measured of a model of 36M weights."""
-_KEPT_BYTES = 340 * 2**20
-"""What it occupies beside tensors in 16 bits: blocks, and oneDNN's compiled products. Of SmolLM2
-5.02 GiB was measured where 5.19 are predicted with it, 3.55 where 3.54 are, and, with adapters,
-1.78 where 1.63 are."""
+"""What a process occupies for each byte of tensors, because the C library keeps freed blocks. 1.05
+to 1.15 was measured of a model of 36M weights in float32."""
+_LIBRARY_BYTES = 520 * 2**20
+"""What it occupies beside tensors at the least where the model is in 16 bits: such blocks, and what
+oneDNN compiles for each size of product. With it no measured run of SmolLM2 needs more than is
+predicted; `docs/configuration.md` compares them."""
 
 _LARGEST = 3
 """Parts that a message names."""
@@ -171,7 +171,7 @@ class _Asked:
     def _occupied(self, tensors: int) -> int:
         if self.run.model.precision == "float32":
             return int(_OCCUPIED * tensors)
-        return tensors + _KEPT_BYTES
+        return max(int(_OCCUPIED * tensors), tensors + _LIBRARY_BYTES)
 
     def smaller(self) -> Iterator[tuple[_Options, _Options]]:
         """Changes of options that train and of those that generate, the least costly first."""
@@ -215,10 +215,10 @@ class _Asked:
         for group in placement.groups:
             here = [w for w in self.works if placement.nodes[w.node.name] == group.name]
             held: dict[str, Parts] = {}
-            below = set[str]()
+            starts = set[str]()
             for work in sorted(here, key=lambda work: work.call.kind != "train"):
                 if work.call.role not in held:
-                    held[work.call.role] = self._resident(work, below)
+                    held[work.call.role] = self._resident(work, starts)
             adds = {
                 work.call.name: work.saving.transient(
                     work.call, group.num_ranks, self._options(work, train, rollout)
@@ -228,17 +228,21 @@ class _Asked:
             found.append(GroupLedger(group.name, group.num_ranks, held, adds))
         return found
 
-    def _resident(self, work: _Work, below: set[str]) -> Parts:
-        """What a role holds; `below` are the models that adapters of the process stand on so far.
+    def _resident(self, work: _Work, starts: set[str]) -> Parts:
+        """What a role holds beside what other roles of the process hold already.
 
-        Language models that start from the same place have one copy of their frozen weights.
+        Adapted language models that start from the same place share their frozen weights.
+
+        Args:
+            work: A call of the role.
+            starts: Where models start from whose frozen weights the process holds; added to.
         """
         call, start = work.call, self.stage.roles[work.call.role].start
         parts = work.engine.planned.memory.resident(call, Layout())
         if not self.run.model.lora or call.head == "scalar":
             return parts
-        shared = call.model.num_params(call.head) * call.model.dtype_bytes if start in below else 0
-        below.add(start)
+        shared = call.model.num_params(call.head) * call.model.dtype_bytes if start in starts else 0
+        starts.add(start)
         return parts._replace(weights=parts.weights - shared)
 
     def _place(self, work: _Work) -> str:

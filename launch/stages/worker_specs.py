@@ -241,10 +241,11 @@ def _spec(
     options = {**planned, **run.engines.options, **options, "model": model}
     if plan.trained:
         options["optimizer"] = _optimizer(stage, plan)
-    adapters = _adapters(stage, role, run)
-    options |= adapters
     spec = _spec_class(run.engines.train, plan.worker)
-    if "tokenizer" in get_type_hints(spec):
+    known = get_type_hints(spec)
+    adapters = _adapters(stage, role, run)
+    options |= {key: value for key, value in adapters.items() if key in known}
+    if "tokenizer" in known:
         options["tokenizer"] = data.tokenizer_spec
     if plan.worker != "policy":
         return spec(**options)

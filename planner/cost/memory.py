@@ -105,7 +105,8 @@ def _states(
     weights = (shared if zero == 3 else whole) * number
     if not trained:
         return weights, 0, 0
-    if shape.adapter_params:  # which are float32 and cut as weights are
+    if shape.adapter_params:
+        # In float32. They are shared out with ZeRO-3 alone, and never cut by tensor parallelism.
         adapters = shape.adapter_params * _FLOAT
         if zero == 3:
             adapters = -(-adapters // layout.dp)
@@ -164,7 +165,8 @@ def transient_parts(
         copy = Parts(weights=weights if fetched else 0)
         rows = rows_at_once(call, layout) if rows is None else rows
         running = copy.plus(_generating(call, layout, rows))
-        buckets = 2 * min(BUCKET_BYTES, weights) if call.trained else 0
+        sent = call.model.adapter_params * _FLOAT or weights
+        buckets = 2 * min(BUCKET_BYTES, sent) if call.trained else 0
         # Weights move before the cache is allocated.
         moving = copy._replace(transfer=buckets)
         return running if running.total >= moving.total else moving
@@ -190,7 +192,9 @@ def _loaded(call: Call, layout: Layout, params: _Params) -> Parts:
     if call.trained and layout.zero == 3 and layout.dp > 1:
         weights += 2 * params.largest_layer * number  # the layer at hand and the next one
     if call.kind == "train" and layout.zero >= 2 and layout.dp > 1:
-        gradients += params.largest_layer * _FLOAT  # until it is reduced and scattered
+        adapters = -(-call.model.adapter_params // call.model.num_layers)
+        # Until it is reduced and scattered.
+        gradients += (adapters or params.largest_layer) * _FLOAT
     return Parts(weights, gradients, optimizer)
 
 

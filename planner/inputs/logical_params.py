@@ -78,17 +78,27 @@ def logical_params(model: ModelShape, head: Head = "vocabulary") -> tuple[Logica
 def adapter_params(model: ModelShape, rank: int, targets: Sequence[str] = ()) -> int:
     """Weights of low-rank adapters: A [rank, in] and B [out, rank] of each linear map.
 
+    A mixture's router and experts are no linear maps in transformers, and peft gives them none.
+
     Args:
         model: What they are beside.
         rank: Theirs.
         targets: Ends of the names of the maps that have one; empty for all in the layers.
     """
-    maps = (p for p in logical_params(model) if p.place == "layer" and len(p.shape) == 2)
-    return sum(rank * sum(p.shape) for p in maps if not targets or _is_target(p.name, targets))
+    maps = [
+        p
+        for p in logical_params(model)
+        if p.place == "layer"
+        and len(p.shape) == 2
+        and p.expert is None
+        and not p.name.endswith(".mlp.gate.weight")
+    ]
+    return sum(rank * sum(p.shape) for p in maps if _is_target(p.name, targets))
 
 
 def _is_target(name: str, targets: Sequence[str]) -> bool:
-    return any(f".{name.removesuffix('.weight')}".endswith(f".{target}") for target in targets)
+    full = f".{name.removesuffix('.weight')}"
+    return not targets or any(full.endswith(f".{target}") for target in targets)
 
 
 def _layer(model: ModelShape, layer: int) -> Iterator[LogicalParam]:

@@ -190,6 +190,7 @@ def refusals(part: Part) -> None:
         "train": lambda: train_policy(policy, load_batch(part.folder)),
         "odd": lambda: part.build(odd),
         "gpt2": lambda: part.build(other),
+        "ruined": lambda: part.policy("ruined", lora=LORA),
         "adapters": lambda: part.policy("qwen2", lora=LORA),
         "shards": lambda: spec.build(part.context("actor")),
         "stages": lambda: spec.build(part.context("actor", tensor_parallel=3, pipeline_parallel=2)),
@@ -225,6 +226,8 @@ def adapters(part: Part) -> None:
     policy.save_state(part.folder / f"state-adapters-{part.layout}")
     policy = part.policy("qwen2-tied", dtype="bfloat16", optimizer=OPTIMIZER, lora=LORA)
     part.keep("half/metric", train_policy(policy, batch))
+    part.keep("half", policy.export_weights())
+    policy.save_pretrained(part.folder / f"adapted-half-{part.layout}")
     options: dict[str, Any] = {
         "model": ModelSpec(folder=str(part.folder / "qwen2-tied")),
         "optimizer": OPTIMIZER,

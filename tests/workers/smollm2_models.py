@@ -70,5 +70,6 @@ def differences(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, float]
     for name, weight in weights.items():
         expected = after[name].double() - before[name]
         got = weight.double() - before[name]
+        assert expected.norm() > 0, name
         found[name] = float((got - expected).norm() / expected.norm())
     return found

@@ -38,6 +38,7 @@ __all__ = [
     "first_adapters",
     "insert_adapters",
     "is_adapter",
+    "merge",
     "merged",
     "save_adapter",
 ]
@@ -206,17 +207,22 @@ def adapted_linears(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def merged(module: nn.Module) -> nn.Module:
     """A copy of an adapted model in which adapters are added to the weights, and gone."""
-    whole: Any = copy.deepcopy(module)
-    for name, part in list(adapted_linears(whole)):
+    return merge(copy.deepcopy(module))
+
+
+def merge(module: nn.Module) -> nn.Module:
+    """Add an adapted model's adapters to its weights, in place; they are gone then."""
+    for name, part in list(adapted_linears(module)):
         base = part.base_layer
-        base.weight.data = _sum(part)
+        base.weight.data = _merged_weight(part)
         parent, _, last = name.rpartition(".")
-        setattr(whole.get_submodule(parent), last, base)
-    return whole
+        setattr(module.get_submodule(parent), last, base)
+    return module
 
 
 @torch.no_grad()
-def _sum(part: Any) -> Tensor:
+def _merged_weight(part: Any) -> Tensor:
+    """An adapted linear map's weight with its adapter, added up in float32."""
     weight: Tensor = part.base_layer.weight
     return (weight.float() + part.get_delta_weight(_NAME).float()).to(weight.dtype)
 
@@ -237,7 +243,7 @@ class AdaptedModel:
 
     @property
     def adapters(self) -> dict[str, Tensor]:
-        """Those of now, by name."""
+        """Their weights as they were given last, by name."""
         return {name: parameter.detach() for name, parameter in self._adapters.items()}
 
     def merged_with(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -250,7 +256,7 @@ class AdaptedModel:
             if not is_adapter(name)
         }
         for name, part in adapted_linears(self._module):
-            whole[f"{name}.weight"] = _sum(part)
+            whole[f"{name}.weight"] = _merged_weight(part)
         return whole
 
 

@@ -65,7 +65,7 @@ def stored_view(tensors: Mapping[str, Tensor], piece: StoredPiece) -> Tensor:
 
 
 class HoldsWeights(Protocol):
-    """Of `Network` what is needed to write into its weights."""
+    """What `fill_weights` needs of a `Network`."""
 
     context: WorkerContext
     rank_layout: Sharding

@@ -447,9 +447,12 @@ def test_a_run_that_nobody_reads_is_stopped_with_a_checkpoint(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_ray_ends_with_the_weights_of_one_process(penstock: Penstock, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), SAVING], ids=["plain", "saving"])
+def test_ray_ends_with_the_weights_of_one_process(
+    penstock: Penstock, tmp_path: Path, more: tuple[str, ...]
+) -> None:
     pytest.importorskip("ray")
-    words = (*GRPO, *SAVING, "algorithm.num_steps=2", "executor.num_threads=1")
+    words = (*GRPO, *more, "algorithm.num_steps=2", "executor.num_threads=1")
     assert penstock("run", *words, "runs=here").code == 0
     process = start(tmp_path, *words, "executor=ray", "executor.groups.all=1", "runs=there")
     _, said = process.communicate(timeout=280)

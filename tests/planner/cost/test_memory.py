@@ -333,3 +333,15 @@ def test_bytes_are_whole_numbers() -> None:
     parts = transient_parts(call, Layout(cp=2))
     assert all(isinstance(size, int) for size in parts)
     assert math.isfinite(parts.total)
+
+
+def test_adapters_alone_have_gradients_and_moments_which_zero_3_shares_out() -> None:
+    half = TINY.model_copy(update={"dtype": "bfloat16", "adapter_params": 600})
+    call, layout = make_call(model=half, head="vocabulary"), Layout(dp=2, zero=3)
+    params = TINY.num_params()
+    assert resident_parts(call, Layout()) == Parts(2 * params + 2400, 2400, 4800)
+    assert resident_parts(call, layout) == Parts(params + 1200, 1200, 2400)
+    assert transient_parts(call, layout).gradients == 1200  # one layer's, before they are shared
+    generate = make_call("generate", model=half)
+    moving = transient_parts(generate, Layout(), rows=1)
+    assert moving.transfer in (0, 2 * 2400)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.planner.inputs.logical_params import logical_params
+from penstock.planner.inputs.logical_params import adapter_params, logical_params
 from penstock.planner.inputs.model_shape import Head, ModelShape, shape_of
+from penstock.workers.models.lora import LoraSpec, insert_adapters
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -16,6 +17,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from ..transfers import LLAMA_7B, LLAMA_70B, models
@@ -54,6 +56,26 @@ def test_names_and_shapes_are_hugging_faces(config: type[PretrainedConfig], tied
         theirs = AutoModelForCausalLM.from_config(made).named_parameters()
     ours = logical_params(shape_of(made.to_dict()))
     assert {p.name: p.shape for p in ours} == {name: tuple(p.shape) for name, p in theirs}
+
+
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("targets", [(), ("q_proj", "mlp.up_proj")], ids=["all", "two"])
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen3Config, Qwen3MoeConfig])
+def test_adapters_are_as_many_as_peft_makes(
+    config: type[PretrainedConfig], targets: tuple[str, ...]
+) -> None:
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    made = config(**SIZES, **(mixture if config is Qwen3MoeConfig else {}))
+    if config is Qwen3MoeConfig:
+        targets = targets[:1]  # its experts have no linear maps
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(made)
+    theirs = insert_adapters(module, LoraSpec(rank=3, target_modules=targets), but="lm_head")
+    shape = shape_of(made.to_dict())
+    adapters = adapter_params(shape, 3, targets)
+    assert adapters == sum(parameter.numel() for parameter in theirs.values())
+    assert shape.sent_bytes() == shape.num_params() * 2
+    assert shape.model_copy(update={"adapter_params": adapters}).sent_bytes() == adapters * 4
 
 
 def test_a_scalar_head_is_called_score() -> None:

@@ -14,7 +14,7 @@ import safetensors.torch
 from megatron_models import run_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
-from smollm2_models import differences, recipe, take_step, write_case
+from smollm2_models import recipe, take_step, write_case
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 
@@ -44,15 +44,11 @@ def found(folder: Path, layout: str, case: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_parameter_changes_as_in_the_torch_engine(folder: Path, layout: str) -> None:
-    worst = max(found(folder, layout, "step").items(), key=lambda pair: pair[1])
-    assert worst[1] < 1e-3, worst
+    apart = found(folder, layout, "step")
+    assert len(apart) == 272
+    assert not {name: value for name, value in apart.items() if not value < 1e-3}  # nan, too
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_stale_slice_on_one_process_is_found(folder: Path, layout: str) -> None:
     assert max(found(folder, layout, "stale").values()) > 0.1
-
-
-def test_a_parameter_that_did_not_change_is_found(folder: Path) -> None:
-    before = safetensors.torch.load_file(folder / "before.safetensors")
-    assert min(differences(folder, before).values()) == 1.0

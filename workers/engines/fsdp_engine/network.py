@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.heads import Head
-from ...models.lora import LoraSpec, checkpoint_name, insert_adapters, merged, save_adapter
+from ...models.lora import LoraSpec, checkpoint_name, insert_adapters, merge, save_adapter
 from ...models.spec import ModelSpec
 from ...training.network import Outputs
 from ...training.optimizer import OptimizerSpec
@@ -44,7 +44,7 @@ class FsdpNetwork(DividedNetwork):
         model: The divided module.
         mesh: Says which part this process computes.
         context: Where the worker lives.
-        spec: The model that it is of.
+        spec: The model's architecture and precision.
         head: What it ends in.
         lora: What adapters in it were made by.
 
@@ -117,9 +117,10 @@ class FsdpNetwork(DividedNetwork):
         module = first()
         adapters = insert_adapters(module, self._lora, but=self._head.name)
         for name, value in weights.items():
+            # What was trained is float32, whatever the model is.
             target = adapters[name] if name in adapters else module.get_parameter(name)
-            target.data = value.to(target.dtype)
-        return merged(module)
+            target.data = value
+        return merge(module)
 
     def save_adapter(self, folder: Path) -> None:
         """See `LanguageNetwork.save_adapter`."""

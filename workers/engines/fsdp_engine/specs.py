@@ -55,6 +55,7 @@ class FsdpOptions:
             fill_first_weights(network, source, head, model, context)
         else:
             fill_weights(network.frozen, source, exact=False)
+            model.check_weights(network.frozen.tensors(), context)
             fill_weights(network, _first_trained(network, self.lora, head, model, context))
         return network
 

@@ -56,6 +56,7 @@ class StoredPart:
             self.shapes[name] = tuple(parameter.shape)
             local = parameter.to_local().detach()
             self._check(name, local, mesh)
+            assert local.dtype == dtype, f"'{name}' is {local.dtype}, not {dtype}"
             self._local[name] = local
             self._spans[name] = (self.size, self.size + local.numel())
             self.size += local.numel()
@@ -66,7 +67,7 @@ class StoredPart:
         self.rank_layout = fsdp_sharding(self.shapes, first=first, **sizes)
 
     def _check(self, name: str, local: Tensor, mesh: FsdpMesh) -> None:
-        """FSDP2 must have cut as `layout` says, or other engines would be told untruths."""
+        """Require that FSDP2 has cut as `layout` says, which other engines go by."""
         shards = mesh.shards
         place = 0 if mesh.tensor is None else mesh.tensor.rank()
         box = held_box(

@@ -43,13 +43,19 @@ def join_processes(context: WorkerContext) -> None:
 
 
 def gathered_module(network: Network, first: Callable[[], nn.Module]) -> nn.Module | None:
-    """See `LanguageNetwork.whole_module`: of a model all of whose weights are trained."""
+    """See `LanguageNetwork.whole_module`: of a model all of whose weights are trained.
+
+    Raises:
+        RuntimeError: If the weights gathered are not all that the module has; tied ones count once.
+    """
     weights = gather_weights(network, 0)  # process 0 is where transformers writes files
     if not weights:
         return None
     module = first()
     unknown = module.load_state_dict(weights, strict=False).unexpected_keys
-    assert not unknown, unknown  # some may be missing: tied heads are not among the weights
+    missing = dict(module.named_parameters()).keys() - weights.keys()
+    if unknown or missing:
+        raise RuntimeError(f"gathered weights do not fit: {sorted(missing)} missing, {unknown} new")
     return module
 
 

@@ -140,9 +140,9 @@ def torch_resident_parts(call: Call, *, trains: bool = True) -> Parts:
         trains: Whether this worker is the one that trains, not a copy that only generates.
     """
     params, size = call.model.num_params(call.head), call.model.dtype_bytes
-    if not (call.trained and trains):
-        return Parts(weights=params * size)
     adapters = call.model.adapter_params * _FLOAT
+    if not (call.trained and trains):
+        return Parts(weights=params * size + adapters)
     if adapters:
         return Parts(params * size + adapters, gradients=adapters, optimizer=2 * adapters)
     # Weights of 16 bits have a float32 master copy.
@@ -310,7 +310,7 @@ def _forward(call: Call, pack: PackSizes) -> list[Parts]:
 
 def _layer(shape: ModelShape, pack: PackSizes) -> int:
     """The working set of a layer without gradients: its attention or its feed-forward."""
-    s, p = _sizes(shape), pack
+    s, p = _sizes(shape)._replace(adapted=False), pack
     rows, queries, keys = p.largest
     held = _indices(shape, p) + p.tokens * (s.attention - s.heads)
     gathered = rows * (queries * s.heads + 2 * keys * s.keys)

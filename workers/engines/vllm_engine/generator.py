@@ -134,19 +134,20 @@ class VllmGenerator:
         self.vocab_size: int = config.vocab_size
         self.num_positions = longest_sequence(spec, config)
         _check_head_dim(context, config)
+        self._adapted: AdaptedModel | None = None
+        if spec.lora:  # before the cache takes its part of the memory that is free
+            module = spec.model.causal_lm("cpu")
+            self._adapted = AdaptedModel(module, spec.lora, context.seed, but="lm_head")
+            self.dtype = "float32"
+            adapters = self._adapted.adapters
+            self.shapes = {name: tensor.shape for name, tensor in adapters.items()}
         options = engine_options(spec, config, self.num_positions, context)
         self.key = engine_key(config, options)
         kept = take(self.key)
         self.vllm = kept or _started(spec.model, options)
-        self._adapted: AdaptedModel | None = None
-        if spec.lora:
-            module = spec.model.causal_lm("cpu")
-            self._adapted = AdaptedModel(module, spec.lora, context.seed, but="lm_head")
-            self.dtype = "float32"
-            first = self._adapted.adapters
-            self.shapes = {name: tensor.shape for name, tensor in first.items()}
+        if self._adapted is not None:
             if kept is not None or spec.lora.folder is not None:
-                self.load(first, 0)
+                self.load(self._adapted.adapters, 0)
         elif kept is not None:  # with weights of another run
             module = spec.model.causal_lm("cpu")
             self.load({name: tensor.detach() for name, tensor in module.named_parameters()}, 0)

@@ -300,6 +300,19 @@ def test_adapters_are_saved_merged_beside_them_and_as_a_state(folder: Path):
         torch.testing.assert_close(found, after, atol=1e-5, rtol=0)
 
 
+def test_float32_adapters_are_merged_into_bfloat16_weights_as_in_the_torch_engine(folder: Path):
+    half = ModelSpec(folder=str(folder / "qwen2-tied"), dtype="bfloat16")
+    policy = torch_policy(half, lora=LORA)
+    found = under(read_all(folder, SHARDS, "adapters")[0], "half")
+    policy.load_weights({n: value for n, value in found.items() if "metric/" not in n})
+    policy.save_pretrained(folder / "torch-half")
+    saved, expected = (
+        read_weights(folder / name) for name in (f"adapted-half-{SHARDS}", "torch-half")
+    )
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], weight) for name, weight in expected.items())
+
+
 @pytest.mark.parametrize("layout", [SHARDS, TENSOR])
 def test_folders_are_hugging_faces(folder: Path, layout: str):
     auto: Any = transformers.AutoModelForCausalLM
@@ -344,7 +357,7 @@ REFUSALS = {
     "'gpt2'; leave engine.options.shards out, so that all processes that share the model divide "
     "it by rows",
     "adapters": "ConfigError: engine=fsdp does not divide the matrix products of adapters "
-    "(model.lora.rank=6)\n    leave engine.options.shards out, so that all processes that share "
+    "(model.lora.rank=1)\n    leave engine.options.shards out, so that all processes that share "
     "the model divide it by rows",
     "shards": "ConfigError: 'actor' has shards=3, which does not divide the 2 processes that "
     "share its model\n    set executor.tensor_parallel to a multiple of shards",

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.planner.cost.memory import resident_parts
 from penstock.planner.cost.memory_ledger import Parts
 from penstock.planner.inputs.calls import Call, CallKind
 from penstock.planner.inputs.layout import Layout
-from penstock.planner.inputs.logical_params import adapter_params
 from penstock.planner.inputs.workload import Lengths
 from penstock.workers.engines.torch_engine.costs import (
     TorchMemory,
@@ -55,19 +53,11 @@ def test_16_bit_weights_have_a_float32_master_copy_and_gradient() -> None:
 
 
 def test_adapters_have_gradients_and_moments_and_the_weights_below_have_none() -> None:
-    rank = 4
-    adapters = adapter_params(HALF, rank, ["gate_proj", "mlp.up_proj", "proj_"])
-    width = TINY.hidden_size + TINY.intermediate_size
-    assert adapters == TINY.num_layers * 2 * rank * width
-    assert adapter_params(HALF, rank) > adapters
-    shape = HALF.model_copy(update={"adapter_params": adapters})
-    call = make_call(model=shape)
-    assert torch_resident_parts(call) == Parts(
-        2 * PARAMS + 4 * adapters, 4 * adapters, 8 * adapters
-    )
+    call = make_call(model=HALF.model_copy(update={"adapter_params": 500}))
+    assert torch_resident_parts(call) == Parts(2 * PARAMS + 2000, 2000, 4000)
     assert torch_transient_parts(call).gradients == 0
-    fsdp = resident_parts(call, Layout(dp=2, zero=3))
-    assert fsdp == Parts(PARAMS + 2 * adapters, 2 * adapters, 4 * adapters)
+    copy = dataclasses.replace(call, kind="generate")
+    assert TorchMemory().resident(copy, Layout()) == Parts(weights=2 * PARAMS + 2000)
 
 
 def test_a_copy_that_generates_has_weights_alone() -> None:

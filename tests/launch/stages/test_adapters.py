@@ -1,0 +1,57 @@
+"""`model.lora`: which specs of a run's workers say something of adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from penstock.dataflow.errors import ConfigError
+from penstock.launch.inputs.data import load_data
+from penstock.launch.stages.stages import stages_of
+from penstock.launch.stages.worker_specs import check_options, worker_specs
+from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
+
+from ..placement.test_place import config_of
+
+WORDS = (
+    "algorithm=reference_grpo",
+    "task.num_train=64",
+    "task.num_held_out=8",
+    "evaluation.num_prompts=8",
+    "model.lora.rank=4",
+    "~algorithm.before",
+)
+
+
+def specs(*words: str) -> dict[str, Any]:
+    run = config_of(*WORDS, *words)
+    stage = stages_of(run)[-1]
+    check_options(stage, run)
+    return dict(worker_specs(stage, run, load_data(run.task, run.model), {}))
+
+
+def test_a_reference_stands_on_the_weights_below_the_adapters() -> None:
+    made = specs()
+    actor, reference = made["actor"], made["ref"]
+    assert isinstance(actor, TorchPolicySpec)
+    assert (actor.lora.rank, actor.shares_weights) == (4, False)
+    assert (reference.lora.rank, reference.shares_weights) == (0, True)
+
+
+@pytest.mark.parametrize("rollout", ["torch", "vllm"])
+def test_other_engines_get_adapters_where_they_are_trained_and_sampled_with(rollout: str) -> None:
+    made = specs("engine=fsdp", f"rollout={rollout}", "executor=ray_split")
+    actor, reference = made["actor"], made["ref"].train
+    assert isinstance(actor.train, FsdpPolicySpec)
+    assert (actor.train.lora.rank, actor.rollout.lora.rank, reference.lora.rank) == (4, 4, 0)
+
+
+def test_megatron_has_none() -> None:
+    with pytest.raises(ConfigError) as refused:
+        specs("engine=megatron", "rollout=torch", "executor=ray_split")
+    assert str(refused.value) == (
+        "'model.lora.rank' is 4, but 'ref.logprob' runs on the engine 'megatron', which has no "
+        "adapters\n    train the weights themselves (model.lora.rank=0), or take engine=torch or "
+        "engine=fsdp"
+    )

@@ -78,7 +78,7 @@ def logical_params(model: ModelShape, head: Head = "vocabulary") -> tuple[Logica
 def adapter_params(model: ModelShape, rank: int, targets: Sequence[str] = ()) -> int:
     """Weights of low-rank adapters: A [rank, in] and B [out, rank] of each linear map.
 
-    A mixture's router and experts are no linear maps in transformers, and peft gives them none.
+    Not counted: what peft adds to a mixture's experts, which are no linear maps in transformers.
 
     Args:
         model: What they are beside.

@@ -35,6 +35,7 @@ from megatron_models import (
     train_with_a_nap,
 )
 from penstock.algorithms.roles import Sampling
+from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.fsdp_engine.mesh import _mesh  # pyright: ignore[reportPrivateUsage]
 from penstock.workers.engines.fsdp_engine.specs import (
@@ -190,7 +191,6 @@ def refusals(part: Part) -> None:
         "train": lambda: train_policy(policy, load_batch(part.folder)),
         "odd": lambda: part.build(odd),
         "gpt2": lambda: part.build(other),
-        "ruined": lambda: part.policy("ruined", lora=LORA),
         "adapters": lambda: part.policy("qwen2", lora=LORA),
         "shards": lambda: spec.build(part.context("actor")),
         "stages": lambda: spec.build(part.context("actor", tensor_parallel=3, pipeline_parallel=2)),
@@ -237,6 +237,10 @@ def adapters(part: Part) -> None:
     critic = FsdpValueSpec(zero_init_head=False, **options).build(part.context("critic"))
     part.keep("value/metric", train_value(critic, batch))
     part.keep("value", critic.export_weights())
+    try:
+        part.policy("ruined", lora=LORA)
+    except ConfigError as error:
+        (part.folder / f"ruined-{part.layout}-{part.process}.txt").write_text(str(error))
 
 
 PARTS: dict[str, Callable[[Part], None]] = {

@@ -313,6 +313,12 @@ def test_float32_adapters_are_merged_into_bfloat16_weights_as_in_the_torch_engin
     assert all(torch.equal(saved[name], weight) for name, weight in expected.items())
 
 
+def test_frozen_weights_below_adapters_are_checked_on_all_processes(folder: Path):
+    first, second = ((folder / f"ruined-{SHARDS}-{rank}.txt").read_text() for rank in (0, 1))
+    assert first == second
+    assert first.startswith(f"the weights that 'actor' starts from ('{folder / 'ruined'}') are ")
+
+
 @pytest.mark.parametrize("layout", [SHARDS, TENSOR])
 def test_folders_are_hugging_faces(folder: Path, layout: str):
     auto: Any = transformers.AutoModelForCausalLM

@@ -10,15 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from ..planner.cost.engine_model import ANY
 from ..planner.inputs.cluster import DeviceSpec, LinkSpec, NodeGroup
 from ..planner.inputs.workload import Lengths
-from ..workers.engines.registry import check_engine
 from ..workers.executors.registry import PARALLEL_EXECUTOR, check_executor
 from .schema import AtLeastOne, Count, FileName, Section
 
 __all__ = [
-    "ANY_ENGINE",
     "ClusterConfig",
     "PinsConfig",
     "PlanConfig",
@@ -26,9 +23,6 @@ __all__ = [
     "ProfileConfig",
     "WorkloadConfig",
 ]
-
-ANY_ENGINE = ANY.name
-"""As `plan.engine`: every layout is allowed."""
 
 Width = Annotated[int, Field(ge=16, le=1 << 16, multiple_of=16)]
 """Of a model whose heads are 16 wide or more."""
@@ -98,9 +92,6 @@ class PlanOptions(Section):
     models: dict[str, str | None] = Field(default_factory=dict[str, "str | None"])
     """Role -> its model, where it is not the run's: an option of `model=`, a folder with a
     config.json, or null for a role without a model."""
-    engine: str = ANY_ENGINE
-    """Which engine must run the layouts: `any` allows all, others are options of `engine=`. What
-    generates is `rollout=`."""
     tp_across_nodes: bool = False
     """Whether tensor parallelism may reach over the network."""
     max_cp: AtLeastOne = 1
@@ -115,11 +106,6 @@ class PlanOptions(Section):
     defaults without one."""
     pins: PinsConfig = PinsConfig()
     """Parts that are fixed."""
-
-    @field_validator("engine")
-    @classmethod
-    def _is_there(cls, value: str) -> str:
-        return check_engine(value, ANY_ENGINE)
 
 
 class PlanSchedule(Section):

@@ -86,6 +86,21 @@ class RoleConfig(Section):
     """Parameters of a trained role that never move, as patterns: `["model.embed_tokens.*"]`."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further fields of the worker's spec, such as `micro_batch_tokens` or `time_limit_s`."""
+    engine: str | None = None
+    """What trains and evaluates this role, an option of `engine=`; the run's by default, whose
+    `engine.options` are for no other."""
+    rollout: str | None = None
+    """What generates with it, an option of `rollout=` or `same`; the run's by default."""
+
+    @field_validator("engine")
+    @classmethod
+    def _trains(cls, value: str | None) -> str | None:
+        return None if value is None else check_engine(value)
+
+    @field_validator("rollout")
+    @classmethod
+    def _generates(cls, value: str | None) -> str | None:
+        return None if value is None else check_rollout(value, SAME)
 
 
 class AlgorithmConfig(Section):

@@ -30,7 +30,7 @@ from ...planner.plan.plan import Plan
 from ...workers.data.task import TaskSpec
 from ...workers.models.architecture import checked_config
 from .data import task_spec_of
-from .engines import Engines, engines_of
+from .engines import Engines, engines_of, refuse_engines
 from .env_specs import MODEL_TYPE, refuse_other_value_loss
 from .record import Recorded, check_followers, load_step, recorded, step_cfg
 
@@ -135,6 +135,8 @@ def resolve(config: RunConfig) -> Resolved:
         Calibration.read(Path(config.calibration))
     stages = recorded(config.algorithm, config.seed)
     check_architecture(config.model.architecture)
+    for stage in stages[:-1]:
+        refuse_engines(stage)
     for stage in stages:
         refuse_other_value_loss(stage.graph, config.model.architecture)
         check_followers(stage, config.model.dtype)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...algorithms.roles.language import Policy
-from ...configs.plan_schema import ANY_ENGINE
 from ...configs.references import entry_or_own
-from ...configs.schema import SAME, AlgorithmConfig, EngineConfig, RolloutConfig
+from ...configs.schema import SAME, AlgorithmConfig, EngineConfig, RoleConfig, RolloutConfig
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Graph, Node, NodeKind
-from ...planner.cost.engine_model import ANY, EngineModel
+from ...planner.cost.engine_model import RoleEngines
 from ...planner.inputs.calls import CallKind
 from ...planner.inputs.layout import Layout
 from ...planner.inputs.model_shape import ModelShape
 from ...workers.engines.engine import Engine
 from ...workers.engines.registry import DEFAULT, ENGINES, rollouts
 from .own_workers import is_own
+from .record import Recorded
 
-__all__ = ["Engines", "engines_of"]
+__all__ = ["Engines", "engines_of", "refuse_engines"]
 
 
 def _why_not_own(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
@@ -29,8 +29,16 @@ def _why_not_own(layout: Layout, kind: CallKind, shape: ModelShape | None) -> st
     return DEFAULT.why_not(layout, kind, shape)
 
 
-_OWN = replace(DEFAULT.planned, why_not=_why_not_own)
+_OWN = RoleEngines(replace(DEFAULT.planned, why_not=_why_not_own))
 """What a worker of the user's own is to the planner."""
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """What trains a role, and what generates with it if that is not the same."""
+
+    train: Engine
+    rollout: Engine | None
 
 
 @dataclass(frozen=True)
@@ -41,11 +49,12 @@ class Engines:
         train: What trains and evaluates.
         rollout: What generates, if that is not what trains.
         name: `engine.kind`, for messages.
-        options: Fields of the specs of every model worker.
+        options: Fields of the specs of the model workers that `train` has.
         rollout_name: `rollout.kind`.
-        rollout_options: Fields of the spec of what generates.
+        rollout_options: Fields of the spec of `rollout`.
         own: Roles of the main algorithm that workers of the user's own play. These are taken to be
             as the default engine's: each rank has the whole model, and does everything with it.
+        of_roles: Roles of the main algorithm that have engines of their own.
     """
 
     train: Engine
@@ -55,106 +64,144 @@ class Engines:
     rollout_name: str
     rollout_options: Mapping[str, Any]
     own: frozenset[str] = frozenset()
+    of_roles: Mapping[str, _Pair] = field(default_factory=dict[str, _Pair])
 
     @property
     def words(self) -> str:
-        """As keys of a plan: "plan.engine=megatron rollout=vllm"."""
+        """As keys of the configuration: "engine=megatron rollout=vllm"."""
         apart = "" if self.rollout is None else f" rollout={self.rollout_name}"
-        return f"plan.engine={self.name}{apart}"
+        return f"engine={self.name}{apart}"
+
+    def trainer(self, role: str) -> Engine:
+        """What trains and evaluates a role."""
+        return self._pair(role).train
+
+    def generator(self, role: str) -> Engine | None:
+        """What generates with a role, if that is not what trains it."""
+        return self._pair(role).rollout
+
+    def _pair(self, role: str) -> _Pair:
+        return self.of_roles.get(role) or _Pair(self.train, self.rollout)
+
+    def options_of(self, role: str) -> Mapping[str, Any]:
+        """Fields of the spec of what trains a role, apart from the role's own."""
+        return self.options if self.trainer(role) is self.train else {}
+
+    def rollout_options_of(self, role: str) -> Mapping[str, Any]:
+        """The same of what generates with it."""
+        return self.rollout_options if self.generator(role) is self.rollout else {}
 
     def runs(self, graph: Graph, node: Node) -> Engine:
         """The engine that runs a call."""
-        if node.role in self.own:
+        role = node.role or ""
+        if role in self.own:
             return DEFAULT
-        return self.rollout or self.train if self.apart(graph, node) else self.train
+        return self.generator(role) or self.train if self.apart(graph, node) else self.trainer(role)
 
     def apart(self, graph: Graph, node: Node) -> bool:
         """Whether another engine than the one that trains generates here."""
-        if node.role is None or node.role in self.own:
+        if node.role is None or node.role in self.own or node.kind is not NodeKind.ROLLOUT:
             return False
-        policy = issubclass(graph.roles[node.role], Policy)
-        return self.rollout is not None and node.kind is NodeKind.ROLLOUT and policy
+        return self.generator(node.role) is not None and issubclass(graph.roles[node.role], Policy)
 
-    def others(self, trains: str | None = None) -> dict[str, EngineModel]:
-        """Roles whose calls run elsewhere than `planned` says, and where; args as there."""
-        return {} if trains == ANY_ENGINE else dict.fromkeys(self.own, _OWN)
+    def planned(self) -> tuple[RoleEngines, dict[str, RoleEngines]]:
+        """What the planner is to plan for: what runs the calls of a role, and those of others."""
+        others = {role: _planned(pair) for role, pair in self.of_roles.items()}
+        return _planned(_Pair(self.train, self.rollout)), others | dict.fromkeys(self.own, _OWN)
 
-    def planned(self, trains: str | None = None) -> tuple[EngineModel, EngineModel | None]:
-        """What the planner is to plan for: what trains, and what generates if that is another.
-
-        Args:
-            trains: `plan.engine`, where that says what trains.
-
-        Raises:
-            ConfigError: As `engines_of`.
-        """
-        train = self.train if trains is None else _named(trains)
-        return ANY if train is None else train.planned, self.rollout and self.rollout.planned
-
-    def check_generates(
-        self, graph: Graph, algorithm: AlgorithmConfig, trains: str | None = None
-    ) -> None:
+    def check_generates(self, graph: Graph) -> None:
         """Refuse a step that generates, on an engine that does not, without another that does.
-
-        Args:
-            graph: The step.
-            algorithm: Its section; what somebody's own worker plays is nothing to an engine.
-            trains: As of `planned`.
 
         Raises:
             ConfigError: Naming the node.
         """
-        train = self.train if trains is None else _named(trains)
-        if self.rollout is not None or train is None or train.generates:
-            return
-        own = _own(algorithm)
         for node in graph.nodes:
-            policy = node.role is not None and issubclass(graph.roles[node.role], Policy)
-            if node.kind is NodeKind.ROLLOUT and policy and node.role not in own:
+            if node.kind is not NodeKind.ROLLOUT or node.role is None or node.role in self.own:
+                continue
+            engine = self.runs(graph, node)
+            if not issubclass(graph.roles[node.role], Policy) or engine.generates:
+                continue
+            if not self.apart(graph, node):
                 others = " or ".join(f"rollout={name}" for name in rollouts())
                 raise ConfigError(
-                    f"engine={trains or self.name} does not generate, and '{node.name}' "
-                    f"must\n    add {others}"
+                    f"engine={engine.name} does not generate, and '{node.name}' must\n    add "
+                    f"{others}"
                 )
+
+
+def _planned(pair: _Pair) -> RoleEngines:
+    return RoleEngines(pair.train.planned, pair.rollout and pair.rollout.planned)
 
 
 def engines_of(
     engine: EngineConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig | None = None
 ) -> Engines:
-    """The engines that two sections name, and the roles of an algorithm that are nothing to them.
+    """The engines that two sections name, and those of the roles of an algorithm.
 
     Raises:
         ConfigError: If one is of the user's own and cannot be loaded, or does not do what it is
             for.
     """
-    other = None
-    if rollout.kind != SAME:
-        other = entry_or_own(rollout.kind, ENGINES, "rollout.kind", "engine", Engine)
-        if other.rollout is None:
-            raise ConfigError(f"'rollout.kind': engine '{other.name}' declares no rollout worker")
-    elif rollout.options:
+    other = _generator(rollout.kind, "rollout.kind")
+    if other is None and rollout.options:
         raise ConfigError(
             f"'rollout.options' has keys ({', '.join(rollout.options)}), but what trains generates "
             "as well\n    set engine.options, or choose a rollout"
         )
+    both = _Pair(_trainer(engine.kind, "engine.kind"), other)
+    roles = {} if algorithm is None else algorithm.roles
     return Engines(
-        train=_trainer(engine.kind, "engine.kind"),
-        rollout=other,
+        train=both.train,
+        rollout=both.rollout,
         name=engine.kind,
         options=engine.options,
         rollout_name=rollout.kind,
         rollout_options=rollout.options,
-        own=frozenset() if algorithm is None else frozenset(_own(algorithm)),
+        own=frozenset(role for role, given in roles.items() if is_own(given.worker)),
+        of_roles={
+            role: _of_role(given, both, f"algorithm.roles.{role}")
+            for role, given in roles.items()
+            if given.engine is not None or given.rollout is not None
+        },
     )
 
 
-def _own(algorithm: AlgorithmConfig) -> set[str]:
-    return {role for role, given in algorithm.roles.items() if is_own(given.worker)}
+def refuse_engines(stage: Recorded) -> None:
+    """An earlier stage's roles run where the main one's are.
+
+    Raises:
+        ConfigError: If one of them names an engine.
+    """
+    for role, given in stage.config.roles.items():
+        for key in ("engine", "rollout"):
+            if getattr(given, key) is not None:
+                raise ConfigError(
+                    f"'{stage.at}.roles.{role}.{key}' is set, but the roles of an earlier stage "
+                    "run on the engines that the main one's have\n    set "
+                    f"algorithm.roles.{role}.{key} instead"
+                )
 
 
-def _named(trains: str) -> Engine | None:
-    """What `plan.engine` names; None for any."""
-    return None if trains == ANY_ENGINE else _trainer(trains, "plan.engine")
+def _of_role(given: RoleConfig, run: _Pair, at: str) -> _Pair:
+    if is_own(given.worker):
+        raise ConfigError(
+            f"'{at}' has a worker of your own and an engine\n    leave out 'engine' and 'rollout': "
+            "the worker computes by itself"
+        )
+    train = run.train if given.engine is None else _trainer(given.engine, f"{at}.engine")
+    if given.rollout is None:
+        return _Pair(train, run.rollout)
+    return _Pair(train, _generator(given.rollout, f"{at}.rollout"))
+
+
+def _generator(name: str, at: str) -> Engine | None:
+    """What generates; None for what trains."""
+    if name == SAME:
+        return None
+    engine: Engine = entry_or_own(name, ENGINES, at, "engine", Engine)
+    if engine.rollout is None:
+        raise ConfigError(f"'{at}': engine '{engine.name}' declares no rollout worker")
+    return engine
 
 
 def _trainer(name: str, at: str) -> Engine:

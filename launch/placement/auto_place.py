@@ -88,7 +88,7 @@ def choose(run: Resolved) -> Choice:
         PlanError: If the run needs more memory than there is, or the calibration cannot be read.
     """
     graph, section = run.main.graph, run.placement.executor
-    run.engines.check_generates(graph, run.main.config)
+    run.engines.check_generates(graph)
     machine = _machine(run.placement)
     if machine is None:
         return _one_rank(section, "CUDA devices are not measured; `penstock profile device=cuda`")
@@ -153,7 +153,7 @@ def _best(
     """
     graph = run.main.graph
     items = train_items(graph, run.main.config.per_step)
-    engine, rollout = run.engines.planned()
+    engines, others = run.engines.planned()
     pins = Pins(allows=_Divides(items, workload))
     found: list[Plan] = []
     refused: list[PlanError] = []
@@ -168,9 +168,8 @@ def _best(
                 workload,
                 max_lag=run.schedule.max_lag,
                 constants=machine.constants(models),
-                engine=engine,
-                rollout=rollout,
-                others=run.engines.others(),
+                engines=engines,
+                others=others,
                 pins=pins,
                 deadline_s=max(0.5, (until_s - time.monotonic()) / left),
             )

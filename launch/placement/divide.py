@@ -24,13 +24,15 @@ class _Kind:
     """What a process must be to run a call.
 
     Attributes:
-        engine: "train", or for generation by another engine the role, because a process has at
-            most one worker that only generates.
+        engine: What trains there; or for generation by another engine the role, because a process
+            has at most one worker that only generates.
+        generates: Whether that is the case.
         tensor_parallel: Processes that share matrices.
         pipeline_parallel: Stages.
     """
 
     engine: str
+    generates: bool
     tensor_parallel: int
     pipeline_parallel: int
 
@@ -39,10 +41,11 @@ class _Kind:
         if self == beside[0]:
             return group
         sizes = f"tp{self.tensor_parallel}pp{self.pipeline_parallel}"
-        if self.engine == "train":
-            return f"{group}-{sizes}"
-        alone = len({kind.engine for kind in beside} - {"train"}) == 1
-        return f"{group}-rollout" if alone else f"{group}-{self.engine}-rollout"
+        several = {kind.engine for kind in beside if kind.generates == self.generates} != {
+            self.engine
+        }
+        of = f"-{self.engine}" if several else ""
+        return f"{group}{of}-rollout" if self.generates else f"{group}{of}-{sizes}"
 
 
 def check_layouts(plan: Plan, graph: Graph, engines: Engines, where: str) -> None:
@@ -109,14 +112,15 @@ def _kind(node: Node, group: GroupPlan, plan: Plan, graph: Graph, engines: Engin
     sizes = (group.tensor_parallel, group.pipeline_parallel)
     if layout is not None:
         sizes = engines.runs(graph, node).division(layout)
-    return _Kind(node.role or "" if apart else "train", *sizes)
+    role = node.role or ""
+    return _Kind(role if apart else engines.trainer(role).name, apart, *sizes)
 
 
 def _trains(node: Node, graph: Graph, engines: Engines) -> bool:
     """Whether a node needs the engine that trains: also to evaluate what another generates with."""
-    return node.kind is NodeKind.TRAIN or any(
-        other.role == node.role and engines.apart(graph, other) for other in graph.nodes
-    )
+    if node.kind is NodeKind.TRAIN or node.role in engines.of_roles:
+        return True
+    return any(other.role == node.role and engines.apart(graph, other) for other in graph.nodes)
 
 
 def _in_order(graph: Graph, kinds: dict[str, _Kind | None]) -> list[_Kind]:

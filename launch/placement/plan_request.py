@@ -14,7 +14,7 @@ from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph
 from ...planner.cost.calibration import Calibration
 from ...planner.cost.constants import Constants, default_constants
-from ...planner.cost.engine_model import EngineModel
+from ...planner.cost.engine_model import RoleEngines
 from ...planner.inputs.calls import calls_of
 from ...planner.inputs.cluster import ClusterSpec
 from ...planner.inputs.model_shape import ModelShape
@@ -47,9 +47,8 @@ class PlanRequest:
         refused_lags: Lag -> why the step cannot have it, of those that were to be compared.
         notes: What to say of roles that are not planned for, and of rates that are not known.
         constants: Of the model of time.
-        engine: What trains and evaluates.
-        rollout: What generates; None if the same does.
-        others: Role -> what runs its calls instead, whatever they are.
+        engines: What runs the calls.
+        others: Role -> what runs its calls instead.
         pins: Parts that are fixed.
         deadline_s: When to stop.
         tp_across_nodes: Allow tensor parallelism over the network.
@@ -64,9 +63,8 @@ class PlanRequest:
     refused_lags: Mapping[int, str]
     notes: tuple[str, ...]
     constants: Constants
-    engine: EngineModel
-    rollout: EngineModel | None
-    others: Mapping[str, EngineModel]
+    engines: RoleEngines
+    others: Mapping[str, RoleEngines]
     pins: Pins
     deadline_s: float | None
     tp_across_nodes: bool = False
@@ -85,8 +83,7 @@ class PlanRequest:
             self.workload,
             max_lag=self.lags,
             constants=self.constants,
-            engine=self.engine,
-            rollout=self.rollout,
+            engines=self.engines,
             others=self.others,
             pins=self.pins,
             deadline_s=self.deadline_s,
@@ -131,8 +128,8 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         lags, refused = _allowed(inputs.graph, options.lags)
     else:
         check_lag(inputs.graph, found.schedule.max_lag)
-    found.engines.check_generates(inputs.graph, found.main.config, options.engine)
-    engine, rollout = found.engines.planned(options.engine)
+    found.engines.check_generates(inputs.graph)
+    engines, others = found.engines.planned()
     return PlanRequest(
         graph=inputs.graph,
         models=models,
@@ -147,9 +144,8 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         constants=default_constants(cluster)
         if calibration is None
         else calibration.constants_for(models.values()),
-        engine=engine,
-        rollout=rollout,
-        others=found.engines.others(options.engine),
+        engines=engines,
+        others=others,
         pins=pins_of(options.pins, calls_of(inputs.graph, workload, models), cluster),
         deadline_s=options.deadline_s,
         tp_across_nodes=options.tp_across_nodes,

@@ -52,7 +52,7 @@ def _check_given(
     own = step.config.roles.get(role, RoleConfig()).options
     given: tuple[tuple[str, Mapping[str, Any]], ...] = (
         (f"{step.at}.roles.{role}.options", own),
-        ("engine.options", engines.options),
+        ("engine.options", engines.options_of(role)),
     )
     for at, options in given:
         if options.get(key, value) != value:

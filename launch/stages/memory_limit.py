@@ -255,11 +255,11 @@ class _Asked:
         """Fields of the spec of the worker that does something; a role's own win."""
         engines, role = self.run.engines, work.call.role
         if engines.apart(self.stage.graph, work.node):
-            return {**engines.rollout_options, **rollout}
+            return {**engines.rollout_options_of(role), **rollout}
         planned = self.stage.planned_options.get(role, {})
         own = self.stage.roles[role].config.options
         changed = rollout if work.call.kind == "generate" else {}
-        return {**planned, **engines.options, **train, **own, **changed}
+        return {**planned, **engines.options_of(role), **train, **own, **changed}
 
 
 def _value(value: Any) -> str:

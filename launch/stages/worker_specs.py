@@ -119,9 +119,9 @@ def check_options(stage: Stage, run: Resolved) -> None:
             cannot do what the stage asks of them.
     """
     engines = run.engines
-    engines.check_generates(stage.graph, stage.config)
+    engines.check_generates(stage.graph)
+    _check_apart(stage, engines)
     if engines.rollout is not None:
-        _check_apart(stage, engines)
         spec = engines.rollout.rollout_spec
         _check(spec, engines.rollout_options, "rollout.options", "rollout")
     for role, plan in stage.roles.items():
@@ -138,9 +138,9 @@ def check_options(stage: Stage, run: Resolved) -> None:
             _check(TASK_REWARDS[plan.worker], plan.config.options, at, plan.worker, _OF_REWARDS)
             check_verifiers(plan.worker, plan.config.options)
             continue
-        kind = _spec_class(engines.train, plan.worker)
+        kind = _spec_class(engines.trainer(role), plan.worker)
         _check(kind, plan.config.options, at, plan.worker)
-        _check(kind, engines.options, "engine.options", plan.worker)
+        _check(kind, engines.options_of(role), "engine.options", plan.worker)
     _check_adapters(stage, run)
 
 
@@ -206,8 +206,9 @@ def _check_apart(stage: Stage, engines: Engines) -> None:
         asked = stage.placement.methods(stage.graph, group, node.role or "")
         others = sorted(asked - {node.method})
         if others:
+            rollout = engines.runs(stage.graph, node).name
             raise ConfigError(
-                f"rollout={engines.rollout_name}: '{node.name}' is on group '{group}', which "
+                f"rollout={rollout}: '{node.name}' is on group '{group}', which "
                 f"is also asked for {node.role}.{others[0]}\n    give generation a group of its "
                 f"own: executor=ray_split, or executor.nodes.{node.name}=GROUP"
             )
@@ -238,10 +239,10 @@ def _spec(
         return env_worker(plan.worker, run.model, data.spec, optimizer, options, offset, start)
     model = _model(plan, run, data, results)
     planned = stage.planned_options.get(role, {})
-    options = {**planned, **run.engines.options, **options, "model": model}
+    options = {**planned, **run.engines.options_of(role), **options, "model": model}
     if plan.trained:
         options["optimizer"] = _optimizer(stage, plan)
-    spec = _spec_class(run.engines.train, plan.worker)
+    spec = _spec_class(run.engines.trainer(role), plan.worker)
     known = get_type_hints(spec)
     adapters = _adapters(stage, role, run)
     options |= {key: value for key, value in adapters.items() if key in known}
@@ -250,10 +251,11 @@ def _spec(
     if plan.worker != "policy":
         return spec(**options)
     made = spec(**options, eos_token_id=data.tokenizer.eos_id, mismatch=_limits(run))
-    rollout = run.engines.rollout
+    rollout = run.engines.generator(role)
     if rollout is None:
         return made
-    options = {**run.engines.rollout_options, "model": model, "eos_token_id": data.tokenizer.eos_id}
+    options = {**run.engines.rollout_options_of(role), "model": model}
+    options["eos_token_id"] = data.tokenizer.eos_id
     generator = rollout.rollout_spec
     options |= {key: value for key, value in adapters.items() if key == "lora"}
     hints = get_type_hints(generator)

@@ -20,7 +20,7 @@ from ..inputs.model_shape import ModelShape
 from .memory import resident_parts, transient_parts
 from .memory_ledger import Parts
 
-__all__ = ["ANY", "EngineMemory", "EngineModel", "ShardedMemory", "WhyNot"]
+__all__ = ["ANY", "EngineMemory", "EngineModel", "RoleEngines", "ShardedMemory", "WhyNot"]
 
 WhyNot = Callable[[Layout, CallKind, ModelShape | None], str | None]
 """Of a layout, what is done in it, and the model's shape if it is known: a clause that says what
@@ -98,3 +98,21 @@ class EngineModel:
 
 ANY = EngineModel(name="any")
 """An engine that runs every legal layout."""
+
+
+@dataclass(frozen=True)
+class RoleEngines:
+    """What runs the calls of a role."""
+
+    train: EngineModel = ANY
+    """What trains and evaluates; every layout of a plan is one that it runs."""
+    rollout: EngineModel | None = None
+    """What generates, likewise; None if the same engine does."""
+
+    def runs(self, kind: CallKind) -> EngineModel:
+        """The engine of a call."""
+        return self.rollout if self.rollout is not None and kind == "generate" else self.train
+
+    def apart(self, kind: CallKind) -> bool:
+        """Whether a call is run by another engine than trains and evaluates the role."""
+        return self.rollout is not None and kind == "generate"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ...dataflow.errors import InfeasibleError, PlanError
 from ...dataflow.graph.graph import Graph
 from ..cost.constants import Constants
-from ..cost.engine_model import ANY, EngineModel
+from ..cost.engine_model import EngineModel, RoleEngines
 from ..cost.memory_ledger import Parts
 from ..inputs.calls import Call, calls_of
 from ..inputs.cluster import ClusterSpec
@@ -40,9 +40,8 @@ def plan_step(
     *,
     max_lag: int | tuple[int, ...],
     constants: Constants,
-    engine: EngineModel = ANY,
-    rollout: EngineModel | None = None,
-    others: Mapping[str, EngineModel] | None = None,
+    engines: RoleEngines = RoleEngines(),
+    others: Mapping[str, RoleEngines] | None = None,
     pins: Pins | None = None,
     deadline_s: float | None = None,
     tp_across_nodes: bool = False,
@@ -57,9 +56,8 @@ def plan_step(
         workload: Rows and tokens of a step.
         max_lag: Steps that generation may be behind, or several to choose from.
         constants: Constants of the model of time.
-        engine: What trains and evaluates; every layout of a plan is one that it runs.
-        rollout: What generates, likewise; None if the same engine does.
-        others: Role -> what runs all of its calls instead.
+        engines: What runs the calls; every layout of a plan is one that its engine runs.
+        others: Role -> what runs its calls instead.
         pins: Parts of the plan that are fixed.
         deadline_s: Seconds after which the best plan known is returned.
         tp_across_nodes: Allow tensor parallelism over the network.
@@ -75,16 +73,15 @@ def plan_step(
     table = ModelTable(
         calls,
         constants,
-        engine=engine,
-        rollout=rollout,
+        engines=engines,
         others=others,
         max_cp=max_cp,
         tp_across_nodes=tp_across_nodes,
         pins=pins.layouts,
     )
-    engines = {call.name: table.engine_of(call) for call in calls}
-    _check_engines(calls, engines)
-    _check_pins(calls, pins, cluster, tp_across_nodes, engines)
+    of_calls = {call.name: table.engine_of(call) for call in calls}
+    _check_engines(calls, of_calls)
+    _check_pins(calls, pins, cluster, tp_across_nodes, of_calls)
     try:
         found = search(nodes, table, cluster, max_lag=max_lag, pins=pins, deadline_s=deadline_s)
     except InfeasibleError as error:

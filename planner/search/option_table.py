@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ...dataflow.errors import PlanError
 from ..cost.constants import Constants
-from ..cost.engine_model import ANY, EngineModel
+from ..cost.engine_model import EngineModel, RoleEngines
 from ..cost.memory import rows_at_once
 from ..cost.memory_ledger import Parts
 from ..cost.time_decode import kv_bytes_per_row
@@ -72,9 +72,8 @@ class ModelTable:
     Args:
         calls: The step's.
         constants: Constants of the model of time.
-        engine: What trains and evaluates.
-        rollout: What generates; None if the same does.
-        others: Role -> what runs all of its calls instead.
+        engines: What runs the calls.
+        others: Role -> what runs its calls instead.
         max_cp: Most ranks that share a sequence.
         tp_across_nodes: Allow tensor parallelism over the network.
         pins: Call name -> layout fields it must have; others are not even looked at.
@@ -85,9 +84,8 @@ class ModelTable:
         calls: Sequence[Call],
         constants: Constants,
         *,
-        engine: EngineModel = ANY,
-        rollout: EngineModel | None = None,
-        others: Mapping[str, EngineModel] | None = None,
+        engines: RoleEngines = RoleEngines(),
+        others: Mapping[str, RoleEngines] | None = None,
         max_cp: int = 1,
         tp_across_nodes: bool = False,
         pins: Mapping[str, Mapping[str, object]] | None = None,
@@ -96,10 +94,12 @@ class ModelTable:
         for call in calls:
             self._calls.setdefault(call.call_group, []).append(call)
         self._constants = constants
-        self._engine, self._rollout, self._others = engine, rollout, dict(others or {})
+        self._engines, self._others = engines, dict(others or {})
         self._times = {
             own: TimeModel(constants, shares_prompts=own.shares_prompts)
-            for own in (engine, rollout or engine, *self._others.values())
+            for pair in (engines, *self._others.values())
+            for own in (pair.train, pair.rollout)
+            if own is not None
         }
         self._max_cp = max_cp
         self._tp_across_nodes = tp_across_nodes
@@ -132,8 +132,7 @@ class ModelTable:
         return ModelTable(
             [call for calls in self._calls.values() for call in calls],
             self._constants,
-            engine=self._engine,
-            rollout=self._rollout,
+            engines=self._engines,
             others=self._others,
             max_cp=self._max_cp,
             tp_across_nodes=self._tp_across_nodes,
@@ -160,17 +159,11 @@ class ModelTable:
 
     def engine_of(self, call: Call) -> EngineModel:
         """The engine that runs a call."""
-        if self._rollout is not None and self._apart(call):
-            return self._rollout
-        return self._others.get(call.role, self._engine)
+        return self._others.get(call.role, self._engines).runs(call.kind)
 
     def _apart(self, call: Call) -> bool:
         """Whether another engine generates than evaluates and trains the role."""
-        return (
-            self._rollout is not None
-            and call.kind == "generate"
-            and (call.role not in self._others)
-        )
+        return self._others.get(call.role, self._engines).apart(call.kind)
 
     # --- ways to run a call group
 

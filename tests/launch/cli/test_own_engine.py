@@ -40,7 +40,8 @@ def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def planned(devices: int, file: Path) -> Plan:
     words = (
         *STEP,
-        "plan.engine=own_engine:ENGINE",
+        "engine.kind=own_engine:ENGINE",
+        "rollout=same",
         "cluster=cpu",
         f"cluster.devices_per_node={devices}",
         f"output={file}",

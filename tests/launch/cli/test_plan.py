@@ -279,9 +279,9 @@ def test_a_model_that_fits_nowhere_names_what_is_lacking(penstock: Penstock) -> 
             "qwen2.5-7b, smollm2-135m, tiny, or a folder with a config.json",
         ),
         (
-            "plan.engine=jax",
-            "'plan.engine': 'jax' is no engine that trains\n    there are: any, torch, fsdp, "
-            "megatron, or module:ENGINE for one of your own",
+            "engine.kind=jax",
+            "'engine.kind': 'jax' is no engine that trains\n    there are: torch, fsdp, megatron, "
+            "or module:ENGINE for one of your own",
         ),
         (
             "plan.pins.layouts.actor.train.tp=3",

@@ -123,7 +123,7 @@ def test_what_an_engine_does_not_run_is_refused(
         placed(written(tmp_path, plan))
     assert str(caught.value) == (
         f"plan file {tmp_path / 'plan.json'}: node '{node}' has layout {layout}, but {problem}\n"
-        "    plan for it: plan.engine=megatron rollout=vllm"
+        "    plan for it: engine=megatron rollout=vllm"
     )
 
 

@@ -235,7 +235,7 @@ def test_a_layout_that_our_engine_does_not_have_is_refused(tmp_path: Path) -> No
         stages(config_of(*PPO, written(tmp_path, plan)))
     assert str(caught.value) == (
         f"plan file {tmp_path / 'plan.json'}: node 'actor.train' has layout tp2, but the torch "
-        "engine runs data-parallel only\n    plan for it: plan.engine=torch"
+        "engine runs data-parallel only\n    plan for it: engine=torch"
     )
 
 

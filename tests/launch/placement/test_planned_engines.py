@@ -141,7 +141,7 @@ def test_a_plan_is_one_that_its_engines_run(
 ) -> None:
     run = config(*pair)
     model = shape(family, key_heads, layers)
-    engine, rollout = run.engines.planned(run.engines.name)
+    engines, others = run.engines.planned()
     workload = Workload(num_prompts=8, prompt=Lengths.constant(32), response=Lengths.constant(32))
     try:
         plan = plan_step(
@@ -151,8 +151,8 @@ def test_a_plan_is_one_that_its_engines_run(
             workload,
             max_lag=0,
             constants=GPU_DEFAULTS,
-            engine=engine,
-            rollout=rollout,
+            engines=engines,
+            others=others,
             deadline_s=2.0,
         )
     except PlanError:
@@ -179,7 +179,7 @@ def test_the_planner_divides_models_for_fsdp() -> None:
     run = config("fsdp", "torch")
     model = shape("qwen2", 8, 6)
     step = STEPS[0]
-    engine, rollout = run.engines.planned("fsdp")
+    engines, others = run.engines.planned()
     plan = plan_step(
         step,
         models_of(step, model),
@@ -187,8 +187,8 @@ def test_the_planner_divides_models_for_fsdp() -> None:
         Workload(num_prompts=8, prompt=Lengths.constant(32), response=Lengths.constant(32)),
         max_lag=0,
         constants=GPU_DEFAULTS,
-        engine=engine,
-        rollout=rollout,
+        engines=engines,
+        others=others,
         pins=Pins(layouts={"actor.train": {"dp": 4}}),
     )
     layout = plan.layouts["actor.train"]
@@ -338,7 +338,7 @@ def test_an_engine_of_ones_own_must_be_one(words: str, message: str) -> None:
 
 def test_a_model_that_an_engine_does_not_compute_is_not_planned_for() -> None:
     run = config("megatron", "vllm")
-    engine, rollout = run.engines.planned("megatron")
+    engines, others = run.engines.planned()
     step = STEPS[0]
     model = shape("mistral", 8, 2)
     with pytest.raises(PlanError) as caught:
@@ -349,8 +349,8 @@ def test_a_model_that_an_engine_does_not_compute_is_not_planned_for() -> None:
             Workload(num_prompts=8, prompt=Lengths.constant(32), response=Lengths.constant(32)),
             max_lag=0,
             constants=GPU_DEFAULTS,
-            engine=engine,
-            rollout=rollout,
+            engines=engines,
+            others=others,
         )
     assert str(caught.value) == (
         "'critic.value' of model 'mistral' cannot be planned: Megatron computes llama, qwen2, "

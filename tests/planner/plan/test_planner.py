@@ -153,7 +153,7 @@ def test_samples_and_updates_come_from_the_graph() -> None:
 
 
 def test_the_torch_engine_is_data_parallel_only() -> None:
-    made = plan(h100(1, 4), engine=TORCH.planned, max_lag=1)
+    made = plan(h100(1, 4), engines=RoleEngines(TORCH.planned), max_lag=1)
     for layout in made.layouts.values():
         assert (layout.tp, layout.pp, layout.zero) == (1, 1, 0)
 
@@ -200,7 +200,7 @@ def test_illegal_pins_are_refused(layouts: dict[str, dict[str, int]], message: s
 
 def test_a_pin_that_the_engine_does_not_run_is_refused() -> None:
     with pytest.raises(PlanError) as refused:
-        plan(h100(1), engine=TORCH.planned, pins=Pins(layouts={"actor.train": {"tp": 2}}))
+        plan(h100(1), engines=RoleEngines(TORCH.planned), pins=Pins(layouts={"actor.train": {"tp": 2}}))
     assert str(refused.value) == (
         "pin layouts.actor.train is tp2, but the torch engine runs data-parallel only"
     )

@@ -33,6 +33,7 @@ FAMILIES = (
     "llama",
     "llama-all-heads",
     "llama-tied",
+    "mistral",
     "qwen2",
     "qwen2-all-heads",
     "qwen2-tied",

@@ -151,6 +151,42 @@ def train(part: Part) -> None:
     part.keep("reward", reward.export_weights())
 
 
+def recomputed(part: Part) -> None:
+    """Three steps with activations kept, and computed again; how many numbers a forward keeps."""
+    batch = part.rows(load_batch(part.folder))
+    for name, again in (("kept", False), ("again", True)):
+        policy = part.policy(
+            "llama",
+            optimizer=OPTIMIZER,
+            micro_batch_tokens=100,
+            sequence_parallel=part.sizes["tensor_parallel"] > 1,
+            activation_checkpointing=again,
+        )
+        part.keep(f"{name}/metric", train_policy(policy, batch, range(3)))
+        part.keep(name, policy.export_weights())
+        part.found[f"{name}/saved"] = torch.tensor(numbers_saved(policy, batch["tokens"][:4]))
+
+
+def numbers_saved(policy: PolicyWorker, tokens: Tensor) -> int:
+    """Numbers kept for the backward pass of some rows, weights left out."""
+    weights = {tensor.data_ptr() for tensor in policy.local_tensors().values()}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in weights:
+            saved[tensor.data_ptr()] = tensor
+        return tensor
+
+    def compute(rows: Any) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = policy.network.outputs(rows.tokens, rows.tokens >= 0)
+        return outputs.values.sum() * 0
+
+    load: Any = lambda tokens: SimpleNamespace(tokens=tokens)  # noqa: E731
+    policy.network.run([tokens], load, compute, backward=True)
+    return sum(tensor.numel() for tensor in saved.values())
+
+
 def resume(part: Part) -> None:
     """Go on from states that others saved, after saving them once more."""
     batch = part.rows(load_batch(part.folder))
@@ -219,6 +255,7 @@ def refusals(part: Part) -> None:
     biased = ModelSpec(architecture=tiny("llama-biased"))
     odd = ModelSpec(architecture={**tiny("qwen2"), "vocab_size": 61})
     one_key = ModelSpec(architecture={**tiny("qwen2"), "num_key_value_heads": 1})
+    window = ModelSpec(architecture={**tiny("mistral"), "sliding_window": 8})
     gpt2 = ModelSpec(architecture=architecture("gpt2"))
     stretched = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
     yarn = ModelSpec(architecture={**tiny("llama"), "rope_parameters": stretched})
@@ -232,6 +269,7 @@ def refusals(part: Part) -> None:
         "sizes": lambda: part.build(biased, "actor", pipeline_parallel=2, tensor_parallel=1),
     }
     models = {"gpt2": gpt2, "biased": biased, "odd": odd, "one_key": one_key, "yarn": yarn}
+    models["window"] = window
     for name, model in models.items():
         attempts[name] = partial(part.build, model, "actor")
     said: dict[str, str] = {}
@@ -260,6 +298,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "train": train,
     "resume": resume,
     "half": half,
+    "recomputed": recomputed,
     "written": written,
     "disagree": disagree,
     "refusals": refusals,

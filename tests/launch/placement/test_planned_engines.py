@@ -340,7 +340,7 @@ def test_a_model_that_an_engine_does_not_compute_is_not_planned_for() -> None:
     run = config("megatron", "vllm")
     engines, others = run.engines.planned()
     step = STEPS[0]
-    model = shape("mistral", 8, 2)
+    model = shape("mistral", 8, 2).model_copy(update={"family": "gemma"})
     with pytest.raises(PlanError) as caught:
         plan_step(
             step,
@@ -353,6 +353,6 @@ def test_a_model_that_an_engine_does_not_compute_is_not_planned_for() -> None:
             others=others,
         )
     assert str(caught.value) == (
-        "'critic.value' of model 'mistral' cannot be planned: Megatron computes llama, qwen2, "
-        "qwen3 here, not 'mistral'\n    choose another engine, or another model"
+        "'critic.value' of model 'mistral' cannot be planned: Megatron computes llama, "
+        "mistral, qwen2, qwen3 here, not 'gemma'\n    choose another engine, or another model"
     )

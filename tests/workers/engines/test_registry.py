@@ -86,6 +86,7 @@ def test_what_is_not_installed_is_said_with_what_to_install() -> None:
         ("fsdp", "forward", Layout(dp=2)),
         ("megatron", "train", Layout(tp=2, pp=2, dp=2, zero=1, sequence_parallel=True)),
         ("megatron", "forward", Layout(pp=4)),
+        ("megatron", "train", Layout(dp=2, checkpointing=True)),
         ("vllm", "generate", Layout(tp=2, dp=2)),
     ],
 )
@@ -123,12 +124,6 @@ def test_what_an_engine_runs(engine: str, kind: CallKind, layout: Layout) -> Non
         ),
         ("megatron", "train", Layout(tp=4), "Megatron cannot divide 2 key heads by tp=4"),
         ("megatron", "train", Layout(dp=2, ep=2), "engine 'megatron' has no cp, ep and offload"),
-        (
-            "megatron",
-            "train",
-            Layout(checkpointing=True),
-            "engine 'megatron' keeps activations and does not compute them again",
-        ),
         ("vllm", "train", Layout(), "vLLM only generates"),
         ("vllm", "generate", Layout(pp=2), "vLLM has no pipeline stages here"),
         ("vllm", "generate", Layout(offload=True), "engine 'vllm' has no cp, ep and offload"),
@@ -142,8 +137,10 @@ def test_what_an_engine_does_not_run(
 
 def test_an_engine_knows_its_families() -> None:
     mistral = shape(model_type="mistral")
-    why = ENGINES["megatron"].why_not(Layout(), "train", mistral)
-    assert why == "Megatron computes llama, qwen2, qwen3 here, not 'mistral'"
+    assert ENGINES["megatron"].why_not(Layout(), "train", mistral) is None
+    other = mistral.model_copy(update={"family": "gemma"})
+    why = ENGINES["megatron"].why_not(Layout(), "train", other)
+    assert why == "Megatron computes llama, mistral, qwen2, qwen3 here, not 'gemma'"
     fsdp = ENGINES["fsdp"]
     assert fsdp.why_not(Layout(dp=2, zero=3), "train", mistral) is None
     assert fsdp.why_not(Layout(tp=2), "train", mistral) == (
@@ -158,6 +155,7 @@ def test_an_engine_knows_its_families() -> None:
         ("torch", Layout(dp=2, checkpointing=True), (1, 1), {"activation_checkpointing": True}),
         ("megatron", Layout(tp=2, pp=2, dp=2), (2, 2), {}),
         ("megatron", Layout(tp=2, sequence_parallel=True), (2, 1), {"sequence_parallel": True}),
+        ("megatron", Layout(checkpointing=True), (1, 1), {"activation_checkpointing": True}),
         ("fsdp", Layout(dp=4, zero=3), (4, 1), {"shards": 4}),
         ("fsdp", Layout(tp=2, dp=2, zero=3), (4, 1), {"shards": 2}),
         ("fsdp", Layout(tp=2, dp=2), (2, 1), {"shards": 1}),

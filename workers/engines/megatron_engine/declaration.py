@@ -13,7 +13,7 @@ from ..engine import Engine, Requirement, why_not_as_usual
 
 __all__ = ["FAMILIES", "MEGATRON"]
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """The `model_type`s that it computes."""
 
 _NAME = "megatron"
@@ -29,11 +29,16 @@ def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | 
             return f"Megatron computes {', '.join(FAMILIES)} here, not '{shape.family}'"
         if shape.num_key_heads % layout.tp:
             return f"Megatron cannot divide {shape.num_key_heads} key heads by tp={layout.tp}"
-    return why_not_as_usual(_NAME, layout, kind)
+    # It computes activations again.
+    return why_not_as_usual(_NAME, layout.model_copy(update={"checkpointing": False}), kind)
 
 
 def _options(layout: Layout) -> Mapping[str, Any]:
-    return {"sequence_parallel": True} if layout.sequence_parallel else {}
+    chosen = {
+        "sequence_parallel": layout.sequence_parallel,
+        "activation_checkpointing": layout.checkpointing,
+    }
+    return {name: True for name, value in chosen.items() if value}
 
 
 MEGATRON = Engine(

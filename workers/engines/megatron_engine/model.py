@@ -1,6 +1,6 @@
 """A megatron-core GPTModel for this process's part of a Hugging Face architecture.
 
-Llama, Qwen2 and Qwen3: rotary positions, RMS norms, gated feed-forward, grouped queries. Dropout is
+Llama, Mistral, Qwen2 and Qwen3: rotary positions, RMS norms, gated feed-forward, grouped queries. Dropout is
 off. Weights are left as they are allocated: they are loaded by `layout`'s description.
 
 Imported only after `cpu_shim.prepare_megatron`.
@@ -47,6 +47,7 @@ def supported_shape(config: Any, dtype: str) -> ModelShape:
         "mlp_bias": getattr(config, "mlp_bias", False) or None,
         "attention_bias": (getattr(config, "attention_bias", False) if kind != "qwen2" else False)
         or None,
+        "sliding_window": getattr(config, "sliding_window", None) if kind == "mistral" else None,
         "layer_types": next((name for name in layers if name != "full_attention"), None),
     }
     for field, value in wrong.items():

@@ -12,6 +12,7 @@ from ...models.spec import ModelSpec
 from ...training.data_parallel import worker_group
 from ...training.network import LanguageNetwork
 from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
+from ..sharded.divided_network import recompute_layers
 from .groups import join_groups
 from .layout import megatron_sharding
 
@@ -20,13 +21,15 @@ __all__ = ["MegatronOptions", "MegatronPolicySpec", "MegatronRewardSpec", "Megat
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronOptions:
-    """How this engine makes the network of any role: Llama, Qwen2 or Qwen3.
+    """How this engine makes the network of any role: Llama, Mistral, Qwen2 or Qwen3.
 
     The parallel sizes are the worker group's.
     """
 
     sequence_parallel: bool = False
     """Cut activations between tensor-parallel regions along the sequence."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass, which computes the rest again."""
     share_optimizer: bool = True
     """Share out the optimizer's state over data-parallel ranks (ZeRO stage 1)."""
 
@@ -47,6 +50,8 @@ class MegatronOptions:
         backbone = build_backbone(
             model.config, shape, context, head, sequence_parallel=self.sequence_parallel
         )
+        if self.activation_checkpointing:
+            recompute_layers(backbone.decoder.layers)
         network = MegatronNetwork(
             backbone,
             context,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
@@ -16,7 +18,7 @@ from ...training.network import Network, Outputs
 from ...training.stored_pieces import gather_weights
 from .vocabulary_parallel import vocabulary_logprob, vocabulary_top
 
-__all__ = ["DividedNetwork", "gathered_module", "join_processes"]
+__all__ = ["DividedNetwork", "gathered_module", "join_processes", "recompute_layers"]
 
 
 def join_processes(context: WorkerContext) -> None:
@@ -57,6 +59,18 @@ def gathered_module(network: Network, first: Callable[[], nn.Module]) -> nn.Modu
     if unknown or missing:
         raise RuntimeError(f"gathered weights do not fit: {sorted(missing)} missing, {unknown} new")
     return module
+
+
+def recompute_layers(layers: Iterable[nn.Module]) -> None:
+    """Have training keep what goes into each layer, and compute the rest again going backward.
+
+    Call it before anything else wraps the layers. They must have no dropout: no random state is
+    kept.
+    """
+    for layer in layers:
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
 
 
 class DividedNetwork:

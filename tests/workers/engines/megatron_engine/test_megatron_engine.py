@@ -58,11 +58,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_group(
         made,
         2,
-        "2,1,1:logits+tied+train+resume+half+written+disagree+refusals+frozen+ruin",
-        "1,1,2:logits+tied+train+resume+disagree+frozen+ruin",
+        "2,1,1:logits+tied+train+resume+half+written+disagree+refusals+frozen+ruin+recomputed",
+        "1,1,2:logits+tied+train+resume+disagree+frozen+ruin+recomputed",
         "1,2,1:logits+tied+train+resume+disagree+frozen+ruin",
     )
-    run_group(made, 4, "2,1,2:logits+tied+resume+written")
+    run_group(made, 4, "2,1,2:logits+tied+resume+written+recomputed")
     return made
 
 
@@ -247,6 +247,21 @@ def test_a_state_goes_on_in_another_layout(folder: Path, saved: str, layout: Lay
     assert_as_torch(found, policy.export_weights(), metrics)
 
 
+@pytest.mark.parametrize("layout", [TP2, PP2, BOTH])
+def test_activations_computed_again_change_nothing(folder: Path, layout: Layout):
+    # With sequence parallelism wherever tensor parallelism is 2.
+    for part in read_found(folder, *layout, "recomputed"):
+        kept, again = under(part, "kept"), under(part, "again")
+        saved = int(kept.pop("saved")), int(again.pop("saved"))
+        assert kept.keys() == again.keys()
+        for name in kept:
+            torch.testing.assert_close(
+                again[name], kept[name], atol=1e-5, rtol=1e-5, equal_nan=True, msg=name
+            )
+        # The last stage computes its outputs here: two or four layers and a head.
+        assert saved[1] < saved[0] / 3 if any(saved) else layout[2] == 2, saved
+
+
 @pytest.mark.parametrize("layout", ["tp2dp1pp1", "tp1dp1pp2", "tp1dp2pp1", "tp2dp1pp2"])
 def test_the_torch_engine_goes_on_with_a_megatron_state(folder: Path, layout: str):
     whole = resumable(folder)
@@ -326,8 +341,10 @@ REFUSALS = {
     "shape": "ValueError: weight 'model.norm.weight': expected shape [48], got [5]",
     "sizes": "ConfigError: 'actor' wants tensor, data and pipeline parallel sizes (1, 1, 2), but "
     "another Megatron role of this process has (2, 1, 1); roles of one group must share them",
-    "gpt2": "ConfigError: the Megatron engine has no model_type 'gpt2'; it has llama, qwen2, "
-    "qwen3. Train this model with engine=torch",
+    "gpt2": "ConfigError: the Megatron engine has no model_type 'gpt2'; it has llama, mistral, "
+    "qwen2, qwen3. Train this model with engine=torch",
+    "window": "ConfigError: the Megatron engine cannot compute a mistral model with "
+    "sliding_window=8; train it with engine=torch",
     "biased": "ConfigError: the Megatron engine cannot compute a llama model with mlp_bias=True; "
     "train it with engine=torch",
     "yarn": "ConfigError: the Megatron engine cannot compute rotary positions of type 'yarn'; it "

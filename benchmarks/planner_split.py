@@ -33,6 +33,7 @@ from penstock.launch.profile.profile import profile
 from penstock.launch.profile.show import calibration_text
 from penstock.launch.stages.checks import node_seconds
 from penstock.planner.cost.calibration import Calibration
+from penstock.planner.cost.engine_model import RoleEngines
 from penstock.planner.inputs.model_shape import ModelShape, shape_of
 from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.plan.plan import Plan
@@ -193,7 +194,7 @@ def planned(case: Case, calibration: Calibration, pins: Pins | None) -> Plan:
         case.workload,
         max_lag=0,
         constants=calibration.constants_for(models.values()),
-        engine=TORCH.planned,
+        engines=RoleEngines(TORCH.planned),
         pins=pins,
     )
 

@@ -3,18 +3,31 @@
 Which group works when is the scheduler's to decide (`Flow.sharing`). An executor hands the devices
 off: before it gives work to a group that sleeps, it puts the groups with its devices to sleep,
 which offload, and wakes it. A worker that has memory on the device to offload is a `Sleeper`.
+
+Inside a group a worker may sleep as well, whenever none of its calls runs: an `Offloaded` one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from .messages import LayoutWork, Work
 from .placement import DeviceGroup, sharing
 
-__all__ = ["HandOff", "Sleeper", "DeviceSharing", "needs_device", "sleep_workers", "wake_workers"]
+__all__ = [
+    "DeviceSharing",
+    "HandOff",
+    "Offloaded",
+    "Sleeper",
+    "needs_device",
+    "on_device",
+    "sleep_offloaded",
+    "sleep_workers",
+    "wake_workers",
+]
 
 
 @runtime_checkable
@@ -30,6 +43,16 @@ class Sleeper(Protocol):
 
     def wake(self) -> None:
         """Be as before `sleep`."""
+        ...
+
+
+@runtime_checkable
+class Offloaded(Sleeper, Protocol):
+    """A sleeper that may wait in host memory between its calls. Optional."""
+
+    @property
+    def offload(self) -> bool:
+        """Whether it does."""
         ...
 
 
@@ -88,7 +111,28 @@ def sleep_workers(workers: Iterable[object]) -> None:
 
 
 def wake_workers(workers: Iterable[object]) -> None:
-    """Wake those that can sleep."""
+    """Wake those that can sleep, but for those that wait in host memory for their next call."""
     for worker in workers:
-        if isinstance(worker, Sleeper):
+        if isinstance(worker, Sleeper) and not _waits(worker):
             worker.wake()
+
+
+def sleep_offloaded(workers: Iterable[object]) -> None:
+    """Put those to sleep that wait in host memory for their next call."""
+    sleep_workers(filter(_waits, workers))
+
+
+@contextmanager
+def on_device(workers: Iterable[object]) -> Generator[None]:
+    """While something is done with workers, have those on the device that wait in host memory."""
+    waiting = [w for w in workers if isinstance(w, Offloaded) and w.offload]
+    try:
+        for worker in waiting:
+            worker.wake()
+        yield
+    finally:
+        sleep_workers(waiting)
+
+
+def _waits(worker: object) -> bool:
+    return isinstance(worker, Offloaded) and worker.offload

@@ -130,6 +130,17 @@ class Host:
         )
         return Result(report, parts, weights)
 
+    def workers_of(self, work: Work) -> list[Role]:
+        """The workers here with whose weights a piece of work is done."""
+        match work:
+            case CallWork():
+                names = [read.role for read in self.graph[work.node].reads]
+            case SavePartWork() | LoadPartWork() | LayoutWork() | SetServedVersionWork():
+                names = []
+            case _:
+                names = [work.role]
+        return [self.roles[name] for name in dict.fromkeys(names) if name in self.roles]
+
     def _trainable(self, role: str) -> Trainable:
         worker = self.roles[role]
         if not isinstance(worker, Trainable):

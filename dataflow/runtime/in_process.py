@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from ..errors import PlanError
 from ..graph.role import Role
 from .call_context import DeadlineExceeded, deadline
-from .device_sharing import DeviceSharing, needs_device, sleep_workers, wake_workers
+from .device_sharing import (
+    DeviceSharing,
+    needs_device,
+    on_device,
+    sleep_offloaded,
+    sleep_workers,
+    wake_workers,
+)
 from .executor import Completion, Program, Restart, build_role, groups_of, methods_of
 from .host import Host
 from .messages import Handle, Part, Work
@@ -64,6 +71,7 @@ class InProcess:
         self._make_hosts(programs, roles)
         self._sharing = DeviceSharing(groups_of(programs))
         for name, built in self._roles.items():
+            sleep_offloaded(built)
             if self._sharing.shares(name):
                 sleep_workers(built)
 
@@ -124,7 +132,9 @@ class InProcess:
             with deadline(self._deadline_s):
                 if needs_device(work):
                     self._hand_off(group)
-                result = self._hosts[program, group].perform(work)
+                host = self._hosts[program, group]
+                with on_device(host.workers_of(work)):
+                    result = host.perform(work)
         except DeadlineExceeded:
             return []
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on

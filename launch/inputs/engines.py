@@ -26,6 +26,8 @@ __all__ = ["Engines", "engines_of", "refuse_engines"]
 def _why_not_own(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
     if layout.checkpointing and kind == "train":
         return "a worker of one's own is not told to compute activations again"
+    if layout.offload:
+        return "a worker of one's own is not told to wait in host memory"
     return DEFAULT.why_not(layout, kind, shape)
 
 

@@ -28,7 +28,7 @@ the engine lacks ("megatron has no cp"), or None if it runs it."""
 
 
 class EngineMemory(Protocol):
-    """Bytes that an engine holds on each device."""
+    """Bytes that an engine holds on each device; `Layout.offload` is the caller's business."""
 
     def resident(self, call: Call, layout: Layout) -> Parts:
         """What is held between calls for the role; `call` is its train call if it has one."""

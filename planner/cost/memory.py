@@ -127,16 +127,14 @@ def resident_parts(call: Call, layout: Layout) -> Parts:
     """What each device always holds for the call group that the call belongs to.
 
     The call groups of a frozen role and of a generation hold weights; that of a trained role holds
-    gradients (float32, as they are added up over micro-batches) and optimizer state too; an
-    offloaded one holds nothing. A generation that borrows the weights of the call group that trains
-    them holds nothing either: do not ask then.
+    gradients (float32, as they are added up over micro-batches) and optimizer state too. A
+    generation that borrows the weights of the call group that trains them holds nothing: do not ask
+    then. Whether they wait in host memory is not looked at.
 
     Args:
         call: Any call of the call group.
         layout: The call group's layout.
     """
-    if layout.offload:
-        return Parts()
     params = _params(call.model, call.head, layout)
     trained = call.trained and call.kind != "generate"
     return Parts(*_states(params, layout, call.model, trained=trained))
@@ -161,8 +159,7 @@ def transient_parts(
     if call.kind == "generate":
         weights = (params.dense + params.experts) * call.model.dtype_bytes
         # Its own weights are resident, unless they are fetched for this call.
-        fetched = layout.offload or borrows
-        copy = Parts(weights=weights if fetched else 0)
+        copy = Parts(weights=weights if borrows else 0)
         rows = rows_at_once(call, layout) if rows is None else rows
         running = copy.plus(_generating(call, layout, rows))
         sent = call.model.adapter_params * _FLOAT or weights
@@ -170,7 +167,7 @@ def transient_parts(
         # Weights move before the cache is allocated.
         moving = copy._replace(transfer=buckets)
         return running if running.total >= moving.total else moving
-    held = _loaded(call, layout, params)
+    held = _gathered(call, layout, params)
     if call.kind == "forward":
         tokens = _micro_batch(call, layout)[0]
         working = _working(call.model, layout, tokens)
@@ -180,22 +177,17 @@ def transient_parts(
     return held.plus(first if first.total > last.total else last)
 
 
-def _loaded(call: Call, layout: Layout, params: _Params) -> Parts:
-    """States that are there for this call only: offloaded ones, and what ZeRO gathers."""
-    number = call.model.dtype_bytes
-    weights = gradients = optimizer = 0
-    if layout.offload:
-        states = _states(params, layout, call.model, trained=call.trained)
-        weights = states[0]
-        if call.kind == "train":
-            gradients, optimizer = states[1:]
+def _gathered(call: Call, layout: Layout, params: _Params) -> Parts:
+    """What ZeRO gathers for this call."""
+    weights = gradients = 0
     if call.trained and layout.zero == 3 and layout.dp > 1:
-        weights += 2 * params.largest_layer * number  # the layer at hand and the next one
+        # The layer at hand and the next one.
+        weights = 2 * params.largest_layer * call.model.dtype_bytes
     if call.kind == "train" and layout.zero >= 2 and layout.dp > 1:
         adapters = -(-call.model.adapter_params // call.model.num_layers)
         # Until it is reduced and scattered.
-        gradients += (adapters or params.largest_layer) * _FLOAT
-    return Parts(weights, gradients, optimizer)
+        gradients = (adapters or params.largest_layer) * _FLOAT
+    return Parts(weights, gradients)
 
 
 def _micro_batch(call: Call, layout: Layout) -> tuple[int, int]:

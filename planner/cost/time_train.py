@@ -109,8 +109,9 @@ def forward_time(work: Work, layout: Layout, machine: Machine) -> CallTime:
     rows = -(-work.rows // layout.dp)
     time = _pipeline(work, layout, machine, rows, _FORWARD)
     gather = 0.0
-    if layout.zero == 3:
-        gather = _num_micro_batches(rows, layout) * gather_s(work, layout, machine)
+    if layout.zero >= 2:  # with stage 2 what is gathered is kept until the call ends
+        times = 1 if layout.zero == 2 else _num_micro_batches(rows, layout)
+        gather = times * gather_s(work, layout, machine)
     return time._replace(fixed_s=machine.call_s, weight_gather_s=gather)
 
 

@@ -55,6 +55,11 @@ class DeviceSpec(_Spec):
             )
         return self
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a share of a CPU, as its name says: "cpu"."""
+        return self.name.startswith("cpu")
+
     def stands_in(self, dtype: str) -> bool:
         """Whether float32's peak stands for that of a dtype, of which nothing is known."""
         return dtype not in self.flops_per_s and "float32" in self.flops_per_s

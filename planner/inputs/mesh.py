@@ -49,6 +49,11 @@ class Mesh:
         """What roles can use on the smallest device."""
         return min(g.device.memory_bytes - g.device.reserved_bytes for g, _ in self._used)
 
+    @cached_property
+    def is_cpu(self) -> bool:
+        """Whether its devices are shares of CPUs."""
+        return all(group.device.is_cpu for group, _ in self._used)
+
     def flops(self, dtype: str) -> float:
         """Peak of the slowest device, per second."""
         return min(group.device.flops(dtype) for group, _ in self._used)

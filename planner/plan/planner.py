@@ -171,7 +171,7 @@ class _Writer:
             max_lag=best.max_lag,
             target_s=best.step_time_s,
         )
-        kind = "cpu" if self.cluster.node_groups[0].device.name.startswith("cpu") else "cuda"
+        kind = "cpu" if self.cluster.node_groups[0].device.is_cpu else "cuda"
         layouts = {
             name: layout
             for option in best.options.values()

@@ -5,8 +5,9 @@ share weights share a layout, because the weights stay where they are; micro-bat
 own.
 
 What is tried for a layout's sizes: the engine's ZeRO stages, activations kept or computed again,
-the fastest micro-batch that fits and the one that needs least, and for frozen models, waiting in
-host memory. Of all that, only what the engine of each call runs (`EngineModel.why_not`).
+the fastest micro-batch that fits and the one that needs least, and for models whose weights nobody
+else takes, waiting in host memory. Of all that, only what the engine of each call runs
+(`EngineModel.why_not`).
 """
 
 from __future__ import annotations
@@ -178,6 +179,8 @@ class ModelTable:
         calls = self._calls[call_group]
         for layout in self._layouts(calls, mesh, only):
             held = sum(parts.total for parts in self._holds(calls, layout, with_source).values())
+            if layout.offload and only is None and self._is_slight(calls, layout, mesh):
+                continue
             if fitting and held > mesh.memory_bytes:
                 continue
             room = mesh.memory_bytes - held if fitting else None
@@ -187,6 +190,13 @@ class ModelTable:
             for count in range(max(map(len, per_call)) if all(per_call) else 0):
                 chosen = [plans[min(count, len(plans) - 1)] for plans in per_call]
                 yield held, {c.name: plan for c, plan in zip(calls, chosen, strict=True)}
+
+    def _is_slight(self, calls: Sequence[Call], layout: Layout, mesh: Mesh) -> bool:
+        """Whether there is too little to put away to matter, and nobody insists."""
+        if any("offload" in self._pins.get(call.name, {}) for call in calls):
+            return False
+        held = self.engine_of(calls[0]).memory.resident(calls[0], layout).total
+        return held <= _SLACK * mesh.memory_bytes
 
     def _layouts(
         self, calls: Sequence[Call], mesh: Mesh, only: Mapping[str, Layout] | None
@@ -204,18 +214,18 @@ class ModelTable:
             tp_across_nodes=self._tp_across_nodes,
         )
         for size in sizes:
-            for changes in self._variants(size, calls, trained):
+            for changes in self._variants(size, calls, trained, mesh):
                 layout = size.model_copy(update=changes)
                 if all(self._allowed(call, layout) for call in calls):
                     yield layout
 
     def _variants(
-        self, size: Layout, calls: Sequence[Call], trained: bool
+        self, size: Layout, calls: Sequence[Call], trained: bool, mesh: Mesh
     ) -> Iterator[dict[str, object]]:
         engine = self.engine_of(next((call for call in calls if call.kind != "generate"), calls[0]))
         cut = engine.sequence_parallel and size.tp > 1 and calls[0].kind != "generate"
         shares = size.dp > 1 and (trained or engine.shards_frozen)
-        may_offload = not any(call.trained or call.leader for call in calls)
+        may_offload = self._may_offload(calls, mesh)
         for zero in engine.zero_stages if shares else (0,):
             for again in (False, True) if trained else (False,):
                 for offload in (False, True) if may_offload else (False,):
@@ -225,6 +235,17 @@ class ModelTable:
                         "checkpointing": again,
                         "offload": offload,
                     }
+
+    def _may_offload(self, calls: Sequence[Call], mesh: Mesh) -> bool:
+        """Whether a call group may wait in host memory: not if others take weights from there.
+
+        A CPU's memory is its host's, so there it is for those who pin it.
+        """
+        role, *others = {call.role for call in calls}
+        if others or f"{role}.generate" in self._calls or any(call.leader for call in calls):
+            return False
+        pinned = any(self._pins.get(call.name, {}).get("offload") for call in calls)
+        return pinned or not mesh.is_cpu
 
     def _allowed(self, call: Call, layout: Layout) -> bool:
         pinned = self._pins.get(call.name, {})
@@ -270,7 +291,10 @@ class ModelTable:
         found: list[CallPlan] = []
         for size in wanted:
             sized = layout if size == 1 else layout.model_copy(update={"micro_batch": size})
-            held_then = self.engine_of(call).memory.transient(call, sized)
+            memory = self.engine_of(call).memory
+            held_then = memory.transient(call, sized)
+            if layout.offload:
+                held_then = held_then.plus(memory.resident(call, layout))
             if room is None or held_then.total <= room:
                 time = self._times[self.engine_of(call)].call_time(call, sized, mesh)
                 found.append(CallPlan(sized, time, self._load_s(call, layout, mesh), held_then))
@@ -300,8 +324,7 @@ class ModelTable:
     def _generations(
         self, call: Call, layout: Layout, mesh: Mesh, with_source: bool
     ) -> Iterator[CallPlan]:
-        move_s = self._load_s(call, layout, mesh)
-        engine = self.engine_of(call)
+        move_s, engine = 0.0, self.engine_of(call)
         borrows = with_source and (self._apart(call) or not engine.generates_in_place)
         if call.trained and (borrows or not with_source):
             size = call.model.sent_bytes(call.head)
@@ -317,9 +340,11 @@ class ModelTable:
             yield CallPlan(layout, time, move_s, held)
 
     def _load_s(self, call: Call, layout: Layout, mesh: Mesh) -> float:
+        """Fetching what waits in host memory, and putting back what may have changed."""
         if not layout.offload:
             return 0.0
-        return offload_time(self.engine_of(call).memory.resident(call, layout).weights, mesh)
+        held = self.engine_of(call).memory.resident(call, layout).total
+        return (2 if call.trained else 1) * offload_time(held, mesh)
 
 
 def _option(resident: int, plans: Mapping[str, CallPlan]) -> Option:

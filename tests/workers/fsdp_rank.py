@@ -26,6 +26,7 @@ from megatron_models import (
     LORA,
     OPTIMIZER,
     load_batch,
+    numbers_saved,
     optimizer_of,
     ruin,
     tiny,
@@ -36,6 +37,7 @@ from megatron_models import (
 )
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.runtime.device_sharing import on_device, sleep_offloaded
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.fsdp_engine.mesh import _mesh  # pyright: ignore[reportPrivateUsage]
 from penstock.workers.engines.fsdp_engine.specs import (
@@ -47,6 +49,7 @@ from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.data_parallel import _groups  # pyright: ignore[reportPrivateUsage]
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_models import architecture
 
 
@@ -127,6 +130,42 @@ def train(part: Part) -> None:
     policy.save_state(part.folder / f"state-{part.layout}")
     learn(part, "qwen2-tied", "coarse")
     learn(part, "qwen3", "qwen3", micro_batch_tokens=200)
+
+
+class _Gathers(TorchDispatchMode):
+    """Counts the gatherings of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "allgather" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def ways(part: Part) -> None:
+    """Three steps in each way to keep less; what a forward pass keeps, and how often it gathers."""
+    batch = load_batch(part.folder)
+    kept, again = {"reshard_after_forward": False}, {"activation_checkpointing": True}
+    for name, options in {
+        "plain": {}, "kept": kept, "again": again, "both": {**kept, **again},
+        "away": {"offload": True},
+    }.items():  # fmt: skip
+        policy = part.policy("qwen2-tied", optimizer=OPTIMIZER, micro_batch_tokens=60, **options)
+        found: dict[str, Tensor] = {}
+        with _Gathers() as gathers:
+            for step in range(3):
+                sleep_offloaded([policy])
+                if policy.offload:
+                    assert all(t.untyped_storage().nbytes() == 0 for t in policy.device_tensors())
+                with on_device([policy]):
+                    found = train_policy(policy, part.rows(batch), range(step, step + 1))
+        policy.wake()
+        part.keep(f"{name}/metric", found)
+        part.keep(name, policy.export_weights())
+        part.found[f"{name}/gathers"] = torch.tensor(gathers.count)
+        part.found[f"{name}/saved"] = torch.tensor(numbers_saved(policy, batch["tokens"][:4], 2))
 
 
 def roles(part: Part) -> None:
@@ -248,6 +287,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "frozen": frozen,
     "logits": logits,
     "train": train,
+    "ways": ways,
     "roles": roles,
     "gpt2": gpt2,
     "half": half,

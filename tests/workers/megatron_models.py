@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 import safetensors.torch
@@ -161,6 +162,34 @@ def train_policy(
         with call_scope(step, 0, staleness):
             found = policy.train(loss, columns, num_minibatches=2, temperature=0.9)
     return values_of(found)
+
+
+def numbers_saved(policy: Any, tokens: Tensor, num_parts: int = 1) -> int:
+    """Numbers kept for the backward pass of some rows, weights left out.
+
+    Args:
+        policy: A worker.
+        tokens: i64[rows, T].
+        num_parts: Processes that take micro-batches in turn: each gets these rows.
+    """
+    weights = {tensor.data_ptr() for tensor in policy.local_tensors().values()}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in weights:
+            saved[tensor.data_ptr()] = tensor
+        return tensor
+
+    def compute(rows: Any) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = policy.network.outputs(rows.tokens, rows.tokens >= 0)
+        return outputs.values.sum() * 0
+
+    def load(tokens: Tensor) -> Any:
+        return SimpleNamespace(tokens=tokens)
+
+    policy.network.run([tokens] * num_parts, load, compute, backward=True)
+    return sum(tensor.numel() for tensor in saved.values())
 
 
 def ruin(part: Any) -> None:

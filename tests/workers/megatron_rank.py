@@ -24,6 +24,7 @@ from megatron_models import (
     FROZEN,
     OPTIMIZER,
     load_batch,
+    numbers_saved,
     optimizer_of,
     read_weights,
     ruin,
@@ -165,26 +166,6 @@ def recomputed(part: Part) -> None:
         part.keep(f"{name}/metric", train_policy(policy, batch, range(3)))
         part.keep(name, policy.export_weights())
         part.found[f"{name}/saved"] = torch.tensor(numbers_saved(policy, batch["tokens"][:4]))
-
-
-def numbers_saved(policy: PolicyWorker, tokens: Tensor) -> int:
-    """Numbers kept for the backward pass of some rows, weights left out."""
-    weights = {tensor.data_ptr() for tensor in policy.local_tensors().values()}
-    saved: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in weights:
-            saved[tensor.data_ptr()] = tensor
-        return tensor
-
-    def compute(rows: Any) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = policy.network.outputs(rows.tokens, rows.tokens >= 0)
-        return outputs.values.sum() * 0
-
-    load: Any = lambda tokens: SimpleNamespace(tokens=tokens)  # noqa: E731
-    policy.network.run([tokens], load, compute, backward=True)
-    return sum(tensor.numel() for tensor in saved.values())
 
 
 def resume(part: Part) -> None:

@@ -25,7 +25,7 @@ from ...planner.inputs.calls import Call, CallKind
 from ...planner.inputs.layout import Layout
 from ...planner.inputs.model_shape import ModelShape
 
-__all__ = ["Engine", "MemorySaving", "Requirement", "why_not_as_usual"]
+__all__ = ["Engine", "MemorySaving", "Requirement", "usual_options", "why_not_as_usual"]
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,11 @@ def _one_process(layout: Layout) -> tuple[int, int]:
     return layout.tp, layout.pp
 
 
-def _no_options(layout: Layout) -> Mapping[str, Any]:
-    del layout
-    return {}
+def usual_options(layout: Layout) -> dict[str, Any]:
+    """Fields of a `Recipe` that every engine here has, as a layout says."""
+    # Of the calls of a role only training keeps activations: the layouts of others say nothing.
+    chosen = {"activation_checkpointing": layout.checkpointing, "offload": layout.offload}
+    return {name: True for name, value in chosen.items() if value}
 
 
 def _through_transformers(model: Any) -> str:
@@ -104,7 +106,7 @@ class Engine:
     division: Callable[[Layout], tuple[int, int]] = _one_process
     """Layout -> the processes that share one data-parallel rank's matrices, and its stages of
     layers: `tensor_parallel` and `pipeline_parallel` of the worker group that runs it."""
-    options: Callable[[Layout], Mapping[str, Any]] = _no_options
+    options: Callable[[Layout], Mapping[str, Any]] = usual_options
     """Layout -> fields of the workers' spec that it decides."""
     saving: MemorySaving | None = None
     """What these fields cost in memory; None if the engine cannot say."""
@@ -156,8 +158,8 @@ class Engine:
 
 def why_not_as_usual(name: str, layout: Layout, kind: CallKind) -> str | None:
     """Why an engine that knows tensor, pipeline and data parallelism cannot run a layout."""
-    if layout.cp > 1 or layout.ep > 1 or layout.offload:
-        return f"engine '{name}' has no cp, ep and offload"
-    if layout.checkpointing and kind == "train":
-        return f"engine '{name}' keeps activations and does not compute them again"
+    if layout.cp > 1 or layout.ep > 1:
+        return f"engine '{name}' has no cp and ep"
+    if layout.offload and kind == "generate":
+        return f"engine '{name}' keeps a model on the device that it generates with"
     return None

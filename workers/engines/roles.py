@@ -69,6 +69,8 @@ class Recipe:
     """None for a frozen model, such as a reference."""
     micro_batch_tokens: int = 4096
     """Tokens a process computes at once in evaluation and training, padding not counted."""
+    offload: bool = False
+    """Whether the model waits in host memory while none of its calls runs."""
 
     def __post_init__(self) -> None:
         check_range(self, "micro_batch_tokens", at_least=1)
@@ -106,7 +108,13 @@ class LanguageWorker(ModelWorker):
     def __init__(self, context: WorkerContext, head: Head, recipe: Recipe) -> None:
         self.network = recipe.make_network(recipe.model, context, head)
         recipe.model.check_weights(self.network.tensors(), context)
-        super().__init__(context, self.network, recipe.optimizer, recipe.micro_batch_tokens)
+        super().__init__(
+            context,
+            self.network,
+            recipe.optimizer,
+            recipe.micro_batch_tokens,
+            offload=recipe.offload,
+        )
         self.head = head
         self.model = recipe.model
 

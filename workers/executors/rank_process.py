@@ -21,7 +21,13 @@ import torch.distributed as dist
 from ...dataflow.errors import PenstockError, WorkerError
 from ...dataflow.file_errors import file_error
 from ...dataflow.graph.role import Role
-from ...dataflow.runtime.device_sharing import needs_device, sleep_workers, wake_workers
+from ...dataflow.runtime.device_sharing import (
+    needs_device,
+    on_device,
+    sleep_offloaded,
+    sleep_workers,
+    wake_workers,
+)
 from ...dataflow.runtime.executor import Program, build_role, methods_of
 from ...dataflow.runtime.host import Host
 from ...dataflow.runtime.messages import (
@@ -175,6 +181,7 @@ class RankProcess:
             for role, server in program.placement.serving(program.graph):
                 if server == self._group.name:
                     self._served_weights.add(role, program.graph.roles[role], self._roles[role])
+        sleep_offloaded(self._roles.values())
 
     def _served(self, program: Program) -> dict[str, ServedRole]:
         """The roles that others serve here."""
@@ -284,7 +291,12 @@ class RankProcess:
             raise WorkerError(
                 f"process {self._process} of group '{self._group.name}' sleeps; {self._sleeps}"
             )
-        host, start_s, traffic = self._hosts[program], time.time(), self._traffic
+        host = self._hosts[program]
+        with on_device(host.workers_of(work)):
+            return self._work(host, work)
+
+    def _work(self, host: Host, work: Work) -> Result:
+        start_s, traffic = time.time(), self._traffic
         answer: Any = None
         offer: Offer | None = None
         match work:

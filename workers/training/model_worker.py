@@ -40,13 +40,14 @@ O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
 
 
 class ModelWorker:
-    """A network, and a trainer unless it is frozen. Implements `Trainable` and `Sleeper`.
+    """A network, and a trainer unless it is frozen. Implements `Trainable` and `Offloaded`.
 
     Args:
         context: Where the worker lives.
         network: This process's part of the model.
         optimizer: None for a frozen model, which refuses `train` and keeps no optimizer state.
         micro_batch_tokens: Tokens computed at once, in evaluation and training.
+        offload: See `Offloaded`.
 
     Attributes:
         device: Where the weights lie.
@@ -59,8 +60,11 @@ class ModelWorker:
         network: Network,
         optimizer: OptimizerSpec | None,
         micro_batch_tokens: int,
+        *,
+        offload: bool = False,
     ) -> None:
         self.context = context
+        self.offload = offload
         self.device = network.device
         self.metrics: dict[str, Metric] = {}
         self._network = network
@@ -191,10 +195,12 @@ class ModelWorker:
     def sleep(self) -> None:
         """Move them to host memory; nothing to do if they are there.
 
-        On a CPU there is no other memory to move to, and nothing is done.
+        On a CPU there is no other memory to move to, and nothing is done, unless it is told to wait
+        there: then what a GPU would do is done.
         """
         if self._host_copy is None:
-            self._host_copy = HostCopy(self.device_tensors())
+            device = self.device.type if self.offload else "cuda"
+            self._host_copy = HostCopy(self.device_tensors(), device)
 
     def wake(self) -> None:
         """Move them back; nothing to do if they are on the device."""

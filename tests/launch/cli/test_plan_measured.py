@@ -45,7 +45,12 @@ def measured() -> Calibration:
 
 def test_a_measured_cluster_is_planned_for_with_its_own_constants(penstock: Penstock) -> None:
     measured().write(Path("calibration.json"))
-    words = ("cluster=measured", "plan.calibration=calibration.json", "engine=torch", "rollout=same")
+    words = (
+        "cluster=measured",
+        "plan.calibration=calibration.json",
+        "engine=torch",
+        "rollout=same",
+    )
     sizes = ("model=tiny", "model.architecture.vocab_size=20", "workload.prompt=8")
     said = penstock("plan", *words, *sizes, "workload.response=8")
     assert said.code == 0, said.err

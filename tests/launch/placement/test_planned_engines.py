@@ -189,7 +189,7 @@ def test_the_planner_divides_models_for_fsdp() -> None:
         constants=GPU_DEFAULTS,
         engines=engines,
         others=others,
-        pins=Pins(layouts={"actor.train": {"dp": 4}}),
+        pins=Pins(layouts={"actor.train": {"dp": 4, "zero": 3}}),
     )
     layout = plan.layouts["actor.train"]
     assert (layout.zero, layout.tp, layout.dp) == (3, 1, 4)

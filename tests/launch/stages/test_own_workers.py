@@ -210,10 +210,14 @@ def test_a_run_says_it_as_well_and_keeps_the_worker_data_parallel() -> None:
 def test_the_planner_does_not_have_it_compute_activations_again() -> None:
     run, stage = made(SHORTER, SLOW, "executor.memory_limit=6GiB")
     layout = Layout(checkpointing=True)
-    assert run.engines.others()["actor"].why_not(layout, "train", None) == (
+    engine = run.engines.planned()[1]["actor"].train
+    assert engine.why_not(layout, "train", None) == (
         "a worker of one's own is not told to compute activations again"
     )
-    assert run.engines.others()["actor"].why_not(Layout(dp=2), "train", None) is None
+    assert engine.why_not(Layout(offload=True), "forward", None) == (
+        "a worker of one's own is not told to wait in host memory"
+    )
+    assert engine.why_not(Layout(dp=2), "train", None) is None
     with pytest.raises(ConfigError) as caught:
         check_memory(run, stage, ())
     assert str(caught.value) == (

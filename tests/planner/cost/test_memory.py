@@ -114,17 +114,6 @@ def test_zero_leaves_frozen_roles_alone() -> None:
     assert resident_parts(call, Layout(tp=8, dp=2, zero=3)) == Parts(weights=2 * _AT_TP8)
 
 
-def test_an_offloaded_role_holds_nothing_and_comes_back_for_its_calls() -> None:
-    layout = Layout(tp=8, dp=16, zero=1, offload=True)
-    stays = layout.model_copy(update={"offload": False})
-    train, evaluate = make_call(), make_call("forward")
-    states = resident_parts(train, stays)
-    assert resident_parts(train, layout) == Parts()
-    assert transient_parts(train, layout) == transient_parts(train, stays).plus(states)
-    weights = Parts(weights=states.weights)
-    assert transient_parts(evaluate, layout) == transient_parts(evaluate, stays).plus(weights)
-
-
 def test_zero_3_gathers_two_layers_and_scatters_the_gradients_of_one() -> None:
     parts = transient_parts(make_call(), Layout(tp=8, dp=2, zero=3))
     assert (parts.weights, parts.gradients) == (2 * 2 * _LAYER, 4 * _LAYER)

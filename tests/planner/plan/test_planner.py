@@ -12,6 +12,7 @@ from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow import PlanError, build
 from penstock.planner.cost.constants import GPU_DEFAULTS
+from penstock.planner.cost.engine_model import RoleEngines
 from penstock.planner.inputs.calls import calls_of
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from penstock.planner.inputs.layout import Layout
@@ -200,7 +201,11 @@ def test_illegal_pins_are_refused(layouts: dict[str, dict[str, int]], message: s
 
 def test_a_pin_that_the_engine_does_not_run_is_refused() -> None:
     with pytest.raises(PlanError) as refused:
-        plan(h100(1), engines=RoleEngines(TORCH.planned), pins=Pins(layouts={"actor.train": {"tp": 2}}))
+        plan(
+            h100(1),
+            engines=RoleEngines(TORCH.planned),
+            pins=Pins(layouts={"actor.train": {"tp": 2}}),
+        )
     assert str(refused.value) == (
         "pin layouts.actor.train is tp2, but the torch engine runs data-parallel only"
     )

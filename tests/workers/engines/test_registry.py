@@ -104,8 +104,8 @@ def test_what_an_engine_runs(engine: str, kind: CallKind, layout: Layout) -> Non
         (
             "fsdp",
             "train",
-            Layout(dp=2, zero=2),
-            "FSDP shares all of a model's states (zero=3) or none",
+            Layout(dp=2, zero=1),
+            "FSDP shares a model's gradients and weights (zero=2 or 3) or nothing",
         ),
         (
             "fsdp",
@@ -114,7 +114,7 @@ def test_what_an_engine_runs(engine: str, kind: CallKind, layout: Layout) -> Non
             "FSDP does not cut activations along the sequence",
         ),
         ("fsdp", "forward", Layout(tp=4), "FSDP cannot divide 2 key heads by tp=4"),
-        ("fsdp", "forward", Layout(cp=2), "engine 'fsdp' has no cp, ep and offload"),
+        ("fsdp", "forward", Layout(cp=2), "engine 'fsdp' has no cp and ep"),
         ("megatron", "generate", Layout(), "Megatron does not generate here"),
         (
             "megatron",
@@ -123,10 +123,15 @@ def test_what_an_engine_runs(engine: str, kind: CallKind, layout: Layout) -> Non
             "Megatron shares no more than the optimizer's state",
         ),
         ("megatron", "train", Layout(tp=4), "Megatron cannot divide 2 key heads by tp=4"),
-        ("megatron", "train", Layout(dp=2, ep=2), "engine 'megatron' has no cp, ep and offload"),
+        ("megatron", "train", Layout(dp=2, ep=2), "engine 'megatron' has no cp and ep"),
         ("vllm", "train", Layout(), "vLLM only generates"),
         ("vllm", "generate", Layout(pp=2), "vLLM has no pipeline stages here"),
-        ("vllm", "generate", Layout(offload=True), "engine 'vllm' has no cp, ep and offload"),
+        (
+            "vllm",
+            "generate",
+            Layout(offload=True),
+            "engine 'vllm' keeps a model on the device that it generates with",
+        ),
     ],
 )
 def test_what_an_engine_does_not_run(

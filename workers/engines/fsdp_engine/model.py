@@ -27,6 +27,7 @@ from ....dataflow.errors import ConfigError, PlanError
 from ...models.heads import Head, HeadedModel
 from ...models.lora import LoraSpec, insert_adapters
 from ...models.spec import ModelSpec
+from ..sharded.divided_network import recompute_layers
 from ..torch_engine.backbone import is_lean
 from .mesh import FsdpMesh
 
@@ -46,6 +47,7 @@ class FsdpModel(nn.Module):
     Attributes:
         known: Whether the family is one whose parts may be computed apart.
         divided: Whether outputs are this process's part of the vocabulary.
+        keeps_gathered: Whether whole weights are kept from the first micro-batch of a call on.
     """
 
     def __init__(self, module: nn.Module, backbone: nn.Module, head: nn.Module | None) -> None:
@@ -53,7 +55,25 @@ class FsdpModel(nn.Module):
         self.module = module
         self.known = is_lean(backbone)
         self.divided = False
+        self.keeps_gathered = False
         self._parts: tuple[Any, Any] = (backbone, head)  # a tuple: they are registered in `module`
+
+    @property
+    def parts(self) -> list[FSDPModule]:
+        """What is gathered at once: each layer, and the rest."""
+        return [part for part in self.modules() if isinstance(part, FSDPModule)]
+
+    def keep_gathered(self) -> None:
+        """Keep whole weights until `reshard_all`, instead of gathering them in every pass."""
+        self.keeps_gathered = True
+        for part in self.parts:
+            part.set_reshard_after_forward(False)
+            part.set_reshard_after_backward(False)
+
+    def reshard_all(self) -> None:
+        """Keep this process's part of the weights alone."""
+        for part in self.parts:
+            part.reshard()
 
     def forward(self, tokens: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs after the tokens at `reads`.
@@ -81,7 +101,9 @@ class FsdpModel(nn.Module):
         return picked, states.reshape(-1)[0].float() * 0 + picked.sum().float() * 0
 
 
-def build_model(spec: ModelSpec, mesh: FsdpMesh, head: Head, lora: LoraSpec) -> FsdpModel:
+def build_model(
+    spec: ModelSpec, mesh: FsdpMesh, head: Head, lora: LoraSpec, *, again: bool = False
+) -> FsdpModel:
     """This process's part of a model, its weights not set.
 
     Args:
@@ -89,6 +111,7 @@ def build_model(spec: ModelSpec, mesh: FsdpMesh, head: Head, lora: LoraSpec) -> 
         mesh: Says which part this process computes.
         head: What it ends in.
         lora: Adapters to put in.
+        again: Whether training computes a layer's activations again going backward.
 
     Raises:
         ConfigError: If tensor parallelism is asked for and the family is not known, or adapters
@@ -105,6 +128,8 @@ def build_model(spec: ModelSpec, mesh: FsdpMesh, head: Head, lora: LoraSpec) -> 
             )
         _check_divisible(spec, model, mesh.tensor_size)
         _divide_products(model, mesh)
+    if again:
+        recompute_layers(_layers(model))
     _divide_rows(model, mesh)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     device = mesh.shards.device
@@ -198,20 +223,23 @@ def _divide_products(model: FsdpModel, mesh: FsdpMesh) -> None:
             head.weight = backbone.embed_tokens.weight
 
 
+def _layers(model: FsdpModel) -> list[nn.Module]:
+    """The modules that transformers says are never split: the layers of the backbone."""
+    backbone: Any = model._parts[0]  # pyright: ignore[reportPrivateUsage]
+    names: set[str] = set(getattr(backbone, "_no_split_modules", None) or ())
+    return [part for part in backbone.modules() if type(part).__name__ in names]
+
+
 def _divide_rows(model: FsdpModel, mesh: FsdpMesh) -> None:
     """Give each shard its rows of every parameter; layers are gathered one at a time."""
-    backbone: Any = model._parts[0]  # pyright: ignore[reportPrivateUsage]
-    layers: set[str] = set(getattr(backbone, "_no_split_modules", None) or ())
     options: dict[str, Any] = {
         "mesh": mesh.mesh["shard"],
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
     }
-    for part in list(backbone.modules()):
-        if type(part).__name__ in layers:
-            fully_shard(part, **options)
+    for layer in _layers(model):
+        fully_shard(layer, **options)
     fully_shard(model, **options)
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            # Losses are divided already, and gloo knows no mean.
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
+    for part in model.parts:
+        # Losses are divided already, and gloo knows no mean.
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)

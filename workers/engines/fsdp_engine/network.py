@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
@@ -157,8 +156,8 @@ class FsdpNetwork(DividedNetwork):
             total = compute(load(mine[at])) if at < len(mine) else self._idle()
             if backward:
                 total.backward()
-        if not backward:
-            self.weights_changed()
+        if not backward or self._model.keeps_gathered:
+            self._model.reshard_all()
 
     def together(self, result: Tensor) -> Tensor:
         """See `Network.together`."""
@@ -171,9 +170,7 @@ class FsdpNetwork(DividedNetwork):
 
     def weights_changed(self) -> None:
         """See `Network.weights_changed`: whole ones that FSDP2 keeps no longer hold."""
-        for part in self._model.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        self._model.reshard_all()
 
     def start_gradient(self) -> Tensor:
         """See `Network.start_gradient`."""

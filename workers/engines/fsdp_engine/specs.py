@@ -32,6 +32,11 @@ class FsdpOptions:
     shards: int | None = None
     """How many of the processes that share a model (`executor.tensor_parallel`) divide its weights
     by rows and share out a call's rows; tensor parallelism divides by the rest. By default all."""
+    reshard_after_forward: bool = True
+    """Whether a layer's gathered weights are given up after its forward pass and gathered again
+    going backward (ZeRO stage 3), or kept until the call ends (stage 2)."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass, which computes the rest again."""
     lora: LoraSpec = LoraSpec()
     """Adapters to train instead of the weights."""
 
@@ -48,7 +53,9 @@ class FsdpOptions:
             PlanError: If the model cannot be divided as the group is.
         """
         mesh = join_mesh(context, self.shards)
-        module = build_model(model, mesh, head, self.lora)
+        module = build_model(model, mesh, head, self.lora, again=self.activation_checkpointing)
+        if not self.reshard_after_forward:
+            module.keep_gathered()
         network = FsdpNetwork(module, mesh, context, model, head, self.lora)
         source = _source(model, module, head)
         if network.frozen is None:

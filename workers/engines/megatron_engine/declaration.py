@@ -9,7 +9,7 @@ from ....planner.cost.engine_model import EngineModel
 from ....planner.inputs.calls import CallKind
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
-from ..engine import Engine, Requirement, why_not_as_usual
+from ..engine import Engine, Requirement, usual_options, why_not_as_usual
 
 __all__ = ["FAMILIES", "MEGATRON"]
 
@@ -29,16 +29,12 @@ def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | 
             return f"Megatron computes {', '.join(FAMILIES)} here, not '{shape.family}'"
         if shape.num_key_heads % layout.tp:
             return f"Megatron cannot divide {shape.num_key_heads} key heads by tp={layout.tp}"
-    # It computes activations again.
-    return why_not_as_usual(_NAME, layout.model_copy(update={"checkpointing": False}), kind)
+    return why_not_as_usual(_NAME, layout, kind)
 
 
 def _options(layout: Layout) -> Mapping[str, Any]:
-    chosen = {
-        "sequence_parallel": layout.sequence_parallel,
-        "activation_checkpointing": layout.checkpointing,
-    }
-    return {name: True for name, value in chosen.items() if value}
+    cut = {"sequence_parallel": True} if layout.sequence_parallel else {}
+    return usual_options(layout) | cut
 
 
 MEGATRON = Engine(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ....planner.cost.engine_model import EngineModel
 from ....planner.inputs.calls import CallKind
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
-from ..engine import Engine
+from ..engine import Engine, why_not_as_usual
 from .costs import MICRO_BATCH_TOKENS, TorchMemory, TorchSaving
 
 __all__ = ["TORCH"]
@@ -19,14 +18,9 @@ def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | 
     del shape
     shares = layout.zero > 0 and kind != "generate"
     alone = layout.num_devices == layout.dp and layout.ep == 1
-    if not alone or shares or layout.offload:
+    if not alone or shares:
         return "the torch engine runs data-parallel only"
-    return None
-
-
-def _options(layout: Layout) -> Mapping[str, Any]:
-    # Of the calls of a role only training keeps activations: the layouts of others say nothing.
-    return {"activation_checkpointing": True} if layout.checkpointing else {}
+    return why_not_as_usual("torch", layout, kind)
 
 
 def _computes(model: Any) -> str:
@@ -54,7 +48,6 @@ TORCH = Engine(
     },
     rollout="penstock.workers.engines.torch_engine.specs:TorchGeneratorSpec",
     generates=True,
-    options=_options,
     saving=TorchSaving(),
     computes=_computes,
 )

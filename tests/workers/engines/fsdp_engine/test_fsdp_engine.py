@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_group(
         made,
         4,
-        "1,2,1:logits+train+roles+gpt2+half+frozen+adapters",
+        "1,2,1:logits+train+roles+gpt2+half+frozen+adapters+ways",
         "~1,1,2:logits+train+roles+refusals+frozen",
         "~2,1,1:train",
         "1,2,2:logits+train+resume+ruin",
@@ -98,6 +98,11 @@ def assert_as_torch(found: dict[str, Tensor], weights: Any, metrics: dict[str, T
     got = {n: value for n, value in found.items() if not n.startswith("metric/")}
     said = under(found, "metric")
     torch.testing.assert_close(got, weights, atol=1e-5, rtol=0)
+    assert_metrics(said, metrics)
+
+
+def assert_metrics(said: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
+    """Each within 1e-4 of itself."""
     assert said.keys() == metrics.keys()
     # Whether the clipped error is the larger one is decided by rounding where both are the same.
     for name in metrics.keys() - {"value_clip_fraction"}:
@@ -129,6 +134,31 @@ def test_logits_and_log_probabilities_equal_hugging_faces(folder: Path, layout: 
         top = under(part, f"{family}/top")
         assert_top_words(top["words"], top["logprob"], policy, batch)
         torch.testing.assert_close(part[f"{family}/words"], words, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("way", ["plain", "kept", "again", "both", "away"])
+def test_ways_to_keep_less_change_nothing(folder: Path, way: str) -> None:
+    """Gathered weights kept over a call, activations computed again, all in host memory between."""
+    policy = resumable(folder)
+    metrics = train_policy(policy, load_batch(folder), range(3))
+    numbers = ("gathers", "saved")
+    for process, found in enumerate(read_all(folder, SHARDS, "ways")):
+        got = {n: v for n, v in under(found, way).items() if n not in numbers}
+        if process:
+            got = {n: v for n, v in got.items() if n.startswith("metric/")}
+            assert_metrics(under(got, "metric"), metrics)
+        else:
+            assert_as_torch(got, policy.export_weights(), metrics)
+
+
+def test_ways_to_keep_less_keep_less(folder: Path) -> None:
+    for found in read_all(folder, SHARDS, "ways"):
+        saved = {way: int(found[f"{way}/saved"]) for way in ("plain", "kept", "again", "both")}
+        gathers = {way: int(found[f"{way}/gathers"]) for way in saved}
+        assert saved["again"] < saved["plain"] / 2
+        assert saved["both"] < saved["kept"] / 2
+        # Once for each update instead of twice for each of its micro-batches.
+        assert gathers["kept"] == gathers["both"] <= gathers["plain"] / 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -24,8 +24,7 @@ __all__ = ["MegatronOptions", "MegatronPolicySpec", "MegatronRewardSpec", "Megat
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronOptions:
-    """How this engine makes the network of any role: Llama, Mistral, Mixtral, Qwen2 and Qwen3, and
-    the mixtures of the latter two.
+    """How this engine makes the network of any role, of the `FAMILIES` in `declaration`.
 
     The other parallel sizes are the worker group's.
     """

@@ -182,7 +182,9 @@ def numbers_saved(policy: PolicyWorker, tokens: Tensor) -> int:
             outputs = policy.network.outputs(rows.tokens, rows.tokens >= 0)
         return outputs.values.sum() * 0
 
-    load: Any = lambda tokens: SimpleNamespace(tokens=tokens)  # noqa: E731
+    def load(tokens: Tensor) -> Any:
+        return SimpleNamespace(tokens=tokens)
+
     policy.network.run([tokens], load, compute, backward=True)
     return sum(tensor.numel() for tensor in saved.values())
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ...dataflow.errors import ConfigError
 from ...planner.resharding.box import Box
 from ..training.checkpoint_files import TensorSource
 
-__all__ = ["FusedExperts"]
+__all__ = ["FusedExperts", "as_in_files"]
 
 _MATRIX = re.compile(r"(.*\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(\w+)\.weight")
 _PLACES: Mapping[str, tuple[str, int]] = {
@@ -31,6 +31,32 @@ _PLACES: Mapping[str, tuple[str, int]] = {
     "w2": ("down_proj", 0),
 }
 """A matrix's name in files -> the module's parameter, and which of its blocks of rows it is."""
+
+
+_FUSED = re.compile(r"(.*)\.mlp\.(?:(gate)\.weight|experts\.(gate_up_proj|down_proj))")
+
+
+def as_in_files(tensors: Mapping[str, Tensor], model_type: str) -> Iterator[tuple[str, Tensor]]:
+    """A module's tensors as its files have them: views of each expert's matrices.
+
+    Args:
+        tensors: Whole parameters by the module's names.
+        model_type: Of a Hugging Face config.
+    """
+    mixtral = model_type == "mixtral"
+    block = "block_sparse_moe" if mixtral else "mlp"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name, tensor in tensors.items():
+        found = _FUSED.fullmatch(name)
+        if found is None:
+            yield name, tensor
+        elif found[2]:
+            yield f"{found[1]}.{block}.gate.weight", tensor
+        else:
+            words = (gate, up) if found[3] == "gate_up_proj" else (down,)
+            for expert, matrices in enumerate(tensor):
+                for word, matrix in zip(words, matrices.chunk(len(words)), strict=True):
+                    yield f"{found[1]}.{block}.experts.{expert}.{word}.weight", matrix
 
 
 def _module_name(name: str) -> str:

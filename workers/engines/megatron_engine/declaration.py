@@ -29,6 +29,8 @@ def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | 
             return f"Megatron computes {', '.join(FAMILIES)} here, not '{shape.family}'"
         if shape.num_key_heads % layout.tp:
             return f"Megatron cannot divide {shape.num_key_heads} key heads by tp={layout.tp}"
+        if layout.ep > 1 and not shape.num_experts:
+            return f"{shape.name} has no experts to divide by ep={layout.ep}"
     if layout.cp > 1:
         return "Megatron's own attention has no context parallelism without Transformer Engine"
     # It computes activations again, and divides experts.

@@ -162,13 +162,13 @@ class Mixture(nn.Module):
         dist.all_gather(every, counts, group)
         table = torch.stack(every).view(group.size(), group.size(), -1)
         to_me = table[:, group.rank()]  # [process, my experts]
-        sizes = table[group.rank()].sum(1).tolist(), to_me.sum(1).tolist()
-        received = _exchange(sent, *sizes, group)
+        leave, come = table[group.rank()].sum(1).tolist(), to_me.sum(1).tolist()
+        received = _exchange(sent, leave, come, group)
         mine = torch.arange(to_me.shape[1], device=sent.device).expand_as(to_me)
         order = mine.flatten().repeat_interleave(to_me.flatten()).argsort(stable=True)
         found = self.experts(received[order], to_me.sum(0).tolist())
         back = order.argsort()
-        return _exchange(found[back], *sizes[::-1], group)
+        return _exchange(found[back], come, leave, group)
 
 
 def _copied(hidden: Tensor) -> Tensor:

@@ -122,28 +122,29 @@ class MegatronNetwork(DividedNetwork):
 
     def make_optimizer(self, spec: OptimizerSpec) -> AdamW:
         """See `Network.make_optimizer`."""
+        data, split = self.flat.data, self._num_shared
         counted = self._spans(self._counted())
-        parts = [(self._num_shared, rank_group(self.context, self.device), [model_group()])]
-        if self._num_shared < len(self.flat.data):
-            groups = [model_group(), self._experts.group]
-            parts.append((len(self.flat.data) - self._num_shared, self.replicas, groups))
-        made: list[SharedAdamW] = []
-        begin = 0
-        for size, ranks, groups in parts:
-            own = [(max(a - begin, 0), min(b - begin, size)) for a, b in counted]
-            made.append(
-                SharedAdamW(
-                    self.flat.data[begin : begin + size],
-                    spec,
-                    ranks,
-                    counted=[span for span in own if span[0] < span[1]],
-                    model_groups=groups,
-                    shared=self._share_optimizer,
-                )
+
+        def stepped(
+            begin: int, end: int, ranks: RankGroup, groups: list[dist.ProcessGroup | None]
+        ) -> SharedAdamW:
+            own = [(max(a, begin) - begin, min(b, end) - begin) for a, b in counted]
+            return SharedAdamW(
+                data[begin:end],
+                spec,
+                ranks,
+                counted=[span for span in own if span[0] < span[1]],
+                model_groups=groups,
+                shared=self._share_optimizer,
             )
-            begin += size
-        sizes = [size for size, _, _ in parts]
-        return made[0] if len(made) == 1 else JoinedAdamW(self.flat.data, spec, made, sizes)
+
+        # What expert groups share, all of their processes hold alike.
+        shared = stepped(0, split, rank_group(self.context, self.device), [model_group()])
+        if split == len(data):
+            return shared
+        groups = [model_group(), self._experts.group]
+        experts = stepped(split, len(data), self.replicas, groups)
+        return JoinedAdamW(data, spec, [shared, experts], [split, len(data) - split])
 
     def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
         """See `Network.micro_batch_limit`: no expert group is left idle without need."""

@@ -63,6 +63,8 @@ def learn(part: MixturePart) -> None:
         stored = sum(tensor.numel() for tensor in policy.local_tensors().values())
         layout = policy.weights_layout()
         part.found[f"{family}/stored"] = torch.tensor([stored, layout.bytes_on[part.process] // 4])
+        held = policy.device_tensors()
+        part.found[f"{family}/held"] = torch.tensor([t.numel() * t.element_size() for t in held])
         if part.process == 0:
             (part.folder / f"layout-{family}-{part.layout}.json").write_text(layout.to_json())
 

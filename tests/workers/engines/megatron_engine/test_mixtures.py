@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,18 @@ from megatron_models import (
     load_batch,
     mixture_optimizer,
     run_group,
+    tiny,
     torch_policy,
     train_pairs,
     train_policy,
     write_models,
 )
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.planner.cost.memory import resident_parts
+from penstock.planner.inputs.calls import Call
+from penstock.planner.inputs.layout import Layout
+from penstock.planner.inputs.model_shape import shape_of
+from penstock.planner.inputs.workload import Lengths
 from penstock.planner.resharding.plan_transfer import plan_transfer
 from penstock.planner.resharding.sharding import Sharding, whole
 from penstock.workers.engines.roles import PolicyWorker
@@ -211,6 +218,32 @@ def test_what_is_sent_to_others_is_no_more_than_they_lack(folder: Path, layout: 
         if device.device in source.devices:
             assert device.kept_bytes == source.bytes_on[device.device]
     assert plan.devices[-1].received_bytes == plan.devices[-1].needed_bytes
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_holds_what_the_planner_says(folder: Path, layout: str, family: str):
+    tp, ep, dp, pp = (int(size) for size in re.findall(r"\d", layout))
+    zero = 0 if family == "qwen3_moe" else 1
+    config = ModelSpec(architecture=tiny(family)).config
+    shape = shape_of(config.to_dict(), dtype="float32")
+    planned = Layout.model_validate({"tp": tp, "pp": pp, "dp": dp * ep, "ep": ep, "zero": zero})
+    call = Call(
+        name="actor.train",
+        role="actor",
+        kind="train",
+        model=shape,
+        head="vocabulary",
+        trained=True,
+        num_sequences=24,
+        prompt=Lengths.constant(19),
+        response=Lengths.constant(20),
+    )
+    files = sorted(folder.glob(f"learn-{layout}-*.safetensors"))
+    assert len(files) == tp * ep * dp * pp
+    held = [int(safetensors.torch.load_file(file)[f"{family}/held"].sum()) for file in files]
+    # Parameters begin at multiples of 64 bytes, and the last rank's run of a state is shorter.
+    assert max(held) == pytest.approx(resident_parts(call, planned).total, rel=0.01)
 
 
 REFUSALS = {

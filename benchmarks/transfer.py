@@ -21,7 +21,7 @@ from bench import parser, report, spread, table
 from penstock.dataflow.runtime.placement import DeviceGroup
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.resharding.sharding import NOT_A_DIM, Sharding, shard
+from penstock.planner.resharding.sharding import Sharding, shard
 from penstock.planner.resharding.storage import concatenate, interleave_qkv
 from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
 from penstock.workers.executors.process_backend import Process, ProcessBackend, ProcessHome
@@ -90,7 +90,7 @@ def tensors(sharding: Sharding, device: int) -> dict[str, Tensor]:
             if piece.device == device:
                 shape = shapes.setdefault(param.tensor, [0] * len(param.dims))
                 for i, (dim, start) in enumerate(zip(param.dims, piece.start, strict=True)):
-                    length = 1 if dim == NOT_A_DIM else piece.box[dim][1] - piece.box[dim][0]
+                    length = piece.box[dim][1] - piece.box[dim][0]
                     shape[i] = max(shape[i], start + length)
     dtype = getattr(torch, sharding.dtype)
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}

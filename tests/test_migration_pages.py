@@ -12,6 +12,7 @@ import yaml
 from penstock.algorithms.roles import Sampling
 from penstock.launch.main import COMMANDS
 from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
+from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.engines.vllm_engine.generator import VllmPolicySpec
 
@@ -23,7 +24,7 @@ _ROW = re.compile(r"\| `([a-z_.]+)` \| (.*?) \|")
 _SPAN = re.compile(r"`([^`]+)`")
 
 OPTIONS = {
-    "engine.options": (TorchPolicySpec, FsdpPolicySpec),
+    "engine.options": (TorchPolicySpec, FsdpPolicySpec, MegatronPolicySpec),
     "rollout.options": (VllmPolicySpec,),
     "evaluation.sampling": (Sampling,),
 }

@@ -72,6 +72,8 @@ def _params(shape: ModelShape, head: Head, layout: Layout) -> _Params:
     feed_forward = 3 * hidden * -(-shape.intermediate_size // tp)
     if shape.num_experts:
         layer += hidden * shape.num_experts
+        if shape.shared_expert_size:
+            layer += 3 * hidden * -(-shape.shared_expert_size // tp) + hidden  # and its gate
         experts = -(-shape.num_experts // layout.ep) * feed_forward
     else:
         layer += feed_forward
@@ -230,7 +232,7 @@ def _saved_per_token(shape: ModelShape, layout: Layout) -> int:
 
     Inputs and outputs of both norms; queries, keys, values and attention's output with a float32
     sum per head; gate, up, the activated gate and the product (per chosen expert, with the
-    expert's own input and output).
+    expert's own input and output; of a shared expert, with its output).
     """
     tp, number = layout.tp, shape.dtype_bytes
     heads = -(-shape.num_heads // tp)
@@ -239,6 +241,8 @@ def _saved_per_token(shape: ModelShape, layout: Layout) -> int:
     hidden = _hidden(shape, layout)
     if shape.num_experts:
         inner = shape.experts_per_token * (inner + 2 * hidden) + shape.num_experts * _FLOAT
+        if shape.shared_expert_size:
+            inner += 4 * -(-shape.shared_expert_size // tp) * number + hidden
     return 4 * hidden + attention + inner
 
 
@@ -248,7 +252,8 @@ def _working(shape: ModelShape, layout: Layout, tokens: int) -> int:
     heads = -(-shape.num_heads // tp)
     mixing = (2 * heads + 2 * _key_heads(shape, tp)) * shape.head_dim * number
     chosen = shape.experts_per_token if shape.num_experts else 1
-    inner = 3 * chosen * -(-shape.intermediate_size // tp) * number
+    widths = chosen * -(-shape.intermediate_size // tp) + -(-shape.shared_expert_size // tp)
+    inner = 3 * widths * number
     return tokens * (2 * _hidden(shape, layout) + max(mixing, inner))
 
 

@@ -88,6 +88,8 @@ def _problem(
         return f"tp={tp} neither divides nor is a multiple of {shape.num_key_heads} key heads"
     if shape.intermediate_size % tp:
         return f"tp={tp} does not divide the feed-forward's {shape.intermediate_size}"
+    if shape.shared_expert_size % tp:
+        return f"tp={tp} does not divide the shared expert's {shape.shared_expert_size}"
     if shape.vocab_size % tp:
         return f"tp={tp} does not divide the vocabulary of {shape.vocab_size}"
     if shape.num_layers % pp:

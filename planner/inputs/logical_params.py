@@ -1,8 +1,8 @@
 """The logical parameters of a model: what its weights are called and how large each is.
 
-Names and shapes are those of a Hugging Face checkpoint, whatever an engine stores. Beside each
-stands how parallelism may cut it, so that `sharding.py` needs no list of names. Mixtures are named
-as in Qwen's checkpoints, one matrix per expert and projection.
+Names and shapes are those of a Hugging Face module, whatever an engine stores. Beside each stands
+how parallelism may cut it, so that `sharding.py` needs no list of names. All experts of a layer are
+one parameter, as in the module; in a checkpoint's files each has matrices of its own.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ class LogicalParam:
     """One weight.
 
     Attributes:
-        name: The checkpoint's name for it.
-        shape: As in the checkpoint: a projection is [outputs, inputs].
+        name: The module's name for it.
+        shape: As in the module: a projection is [outputs, inputs].
         cut_dim: The dimension that tensor parallelism cuts; None if every rank has all of it.
         num_units: Equal parts along `cut_dim` that are never cut: heads, or single rows.
+        num_blocks: Equal blocks along `cut_dim` of `num_units` each that are cut alike, so that a
+            rank has a part of each: gate and up projections in one matrix.
         place: Which pipeline stages hold it.
         layer: Its layer, if `place` is "layer".
-        expert: Its expert; None outside a mixture's experts.
+        by_expert: Whether its first dimension is a mixture's experts.
     """
 
     name: str
@@ -40,7 +42,8 @@ class LogicalParam:
     num_units: int = 1
     place: Place = "layer"
     layer: int = 0
-    expert: int | None = None
+    by_expert: bool = False
+    num_blocks: int = 1
 
     @property
     def num_elements(self) -> int:
@@ -78,7 +81,7 @@ def logical_params(model: ModelShape, head: Head = "vocabulary") -> tuple[Logica
 def adapter_params(model: ModelShape, rank: int, targets: Sequence[str] = ()) -> int:
     """Weights of low-rank adapters: A [rank, in] and B [out, rank] of each linear map.
 
-    Not counted: what peft adds to a mixture's experts, which are no linear maps in transformers.
+    Not counted: a mixture's experts and router, which are no linear maps in transformers.
 
     Args:
         model: What they are beside.
@@ -88,10 +91,7 @@ def adapter_params(model: ModelShape, rank: int, targets: Sequence[str] = ()) ->
     maps = [
         p
         for p in logical_params(model)
-        if p.place == "layer"
-        and len(p.shape) == 2
-        and p.expert is None
-        and not p.name.endswith(".mlp.gate.weight")
+        if p.place == "layer" and len(p.shape) == 2 and not p.name.endswith(".mlp.gate.weight")
     ]
     return sum(rank * sum(p.shape) for p in maps if _is_target(p.name, targets))
 
@@ -117,21 +117,30 @@ def _layer(model: ModelShape, layer: int) -> Iterator[LogicalParam]:
     yield LogicalParam(f"{prefix}.self_attn.o_proj.weight", shape, 1, model.num_heads, layer=layer)
     yield LogicalParam(f"{prefix}.post_attention_layernorm.weight", (hidden,), layer=layer)
     if not model.num_experts:
-        yield from _feed_forward(model, f"{prefix}.mlp", layer, None)
+        yield from _feed_forward(f"{prefix}.mlp", hidden, model.intermediate_size, layer)
         return
-    yield LogicalParam(f"{prefix}.mlp.gate.weight", (model.num_experts, hidden), layer=layer)
-    for expert in range(model.num_experts):
-        yield from _feed_forward(model, f"{prefix}.mlp.experts.{expert}", layer, expert)
+    yield from _mixture(model, f"{prefix}.mlp", layer)
 
 
-def _feed_forward(
-    model: ModelShape, prefix: str, layer: int, expert: int | None
-) -> Iterator[LogicalParam]:
-    hidden, inner = model.hidden_size, model.intermediate_size
+def _mixture(model: ModelShape, prefix: str, layer: int) -> Iterator[LogicalParam]:
+    number, hidden, inner = model.num_experts, model.hidden_size, model.intermediate_size
+    yield LogicalParam(f"{prefix}.gate.weight", (number, hidden), layer=layer)
+    fused, experts = (number, 2 * inner, hidden), f"{prefix}.experts"
+    yield LogicalParam(
+        f"{experts}.gate_up_proj", fused, 1, inner, layer=layer, by_expert=True, num_blocks=2
+    )
+    shape = (number, hidden, inner)
+    yield LogicalParam(f"{experts}.down_proj", shape, 2, inner, layer=layer, by_expert=True)
+    if model.shared_expert_size:
+        shared = f"{prefix}.shared_expert"
+        yield from _feed_forward(shared, hidden, model.shared_expert_size, layer)
+        yield LogicalParam(f"{shared}_gate.weight", (1, hidden), layer=layer)
+
+
+def _feed_forward(prefix: str, hidden: int, inner: int, layer: int) -> Iterator[LogicalParam]:
     for name, shape, dim in (
         ("gate_proj", (inner, hidden), 0),
         ("up_proj", (inner, hidden), 0),
         ("down_proj", (hidden, inner), 1),
     ):
-        full = f"{prefix}.{name}.weight"
-        yield LogicalParam(full, shape, dim, inner, layer=layer, expert=expert)
+        yield LogicalParam(f"{prefix}.{name}.weight", shape, dim, inner, layer=layer)

@@ -57,6 +57,9 @@ class ModelShape(BaseModel):
     """Experts per layer; 0 for a dense model."""
     experts_per_token: int = Field(default=0, ge=0)
     """Experts that compute each token."""
+    shared_expert_size: int = Field(default=0, ge=0)
+    """Width of the expert, with a gate of its own, that computes every token beside the chosen
+    ones; 0 if there is none."""
     dtype: str = "bfloat16"
     """Data type of weights and activations."""
     family: str = ""
@@ -84,18 +87,26 @@ class ModelShape(BaseModel):
         return 3 * self.hidden_size * self.intermediate_size
 
     @property
+    def shared_expert_params(self) -> int:
+        """Weights of the expert that every token meets, and of its gate."""
+        gate = 1 if self.shared_expert_size else 0
+        return self.hidden_size * (3 * self.shared_expert_size + gate)
+
+    @property
+    def _everyones_params(self) -> int:
+        """Weights of one layer that are not one of several experts."""
+        router = self.hidden_size * self.num_experts
+        return self.attention_params + self.shared_expert_params + router + 2 * self.hidden_size
+
+    @property
     def layer_params(self) -> int:
         """Weights of one layer, all experts, router and norms included."""
-        router = self.hidden_size * self.num_experts
-        experts = self.expert_params * max(self.num_experts, 1)
-        return self.attention_params + experts + router + 2 * self.hidden_size
+        return self._everyones_params + self.expert_params * max(self.num_experts, 1)
 
     @property
     def active_layer_params(self) -> int:
         """Weights of one layer that a token meets."""
-        router = self.hidden_size * self.num_experts
-        experts = self.expert_params * max(self.experts_per_token, 1)
-        return self.attention_params + experts + router + 2 * self.hidden_size
+        return self._everyones_params + self.expert_params * max(self.experts_per_token, 1)
 
     @property
     def embedding_params(self) -> int:
@@ -176,10 +187,11 @@ def shape_of(
         intermediate_size=size(width),
         vocab_size=size("vocab_size"),
         tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        qkv_bias=bool(fields.get("attention_bias", kind in _QKV_BIAS)),
+        qkv_bias=bool(fields.get("attention_bias", fields.get("qkv_bias", kind in _QKV_BIAS))),
         qk_norm=kind in _QK_NORM,
         num_experts=experts,
         experts_per_token=size("num_experts_per_tok") if experts else 0,
+        shared_expert_size=int(fields.get("shared_expert_intermediate_size") or 0),
         dtype=dtype,
         family=kind,
     )

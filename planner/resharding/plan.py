@@ -12,7 +12,6 @@ from functools import cached_property, lru_cache
 from pydantic import TypeAdapter
 
 from .box import Box
-from .sharding import NOT_A_DIM
 
 __all__ = ["DeviceTraffic", "Move", "MovedParam", "TransferPlan", "window"]
 
@@ -167,11 +166,10 @@ def _adapter() -> TypeAdapter[TransferPlan]:
     return TypeAdapter(TransferPlan)
 
 
-def window(box: Box, dims: Sequence[int], start: Sequence[int]) -> tuple[slice | int, ...]:
+def window(box: Box, dims: Sequence[int], start: Sequence[int]) -> tuple[slice, ...]:
     """Index of a box in an engine's tensor.
 
-    `tensor[window(...)]` has the box's elements with dimensions in the order of `dims`; an entry
-    that is `NOT_A_DIM` selects one index.
+    `tensor[window(...)]` has the box's elements with dimensions in the order of `dims`.
 
     Args:
         box: Indices of the logical parameter.
@@ -179,7 +177,7 @@ def window(box: Box, dims: Sequence[int], start: Sequence[int]) -> tuple[slice |
         start: Where the box begins in it.
     """
     return tuple(
-        begin if dim == NOT_A_DIM else slice(begin, begin + box[dim][1] - box[dim][0])
+        slice(begin, begin + box[dim][1] - box[dim][0])
         for dim, begin in zip(dims, start, strict=True)
     )
 

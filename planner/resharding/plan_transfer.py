@@ -15,7 +15,7 @@ from .box import Box, volume
 from .cost import Traffic, buckets_of, traffic_of
 from .overlay import Kept, Piece, kept_slices, kinds_of, pieces_of
 from .plan import DeviceTraffic, Move, MovedParam, TransferPlan
-from .sharding import NOT_A_DIM, Sharding, Slice
+from .sharding import Sharding, Slice
 from .sources import Send, choose_sources
 
 __all__ = ["plan_transfer"]
@@ -98,7 +98,7 @@ def _move(piece: Piece, send: Send, groups: dict[tuple[int, ...], int]) -> Move:
 def _start(box: Box, around: Slice, dims: Sequence[int]) -> tuple[int, ...]:
     """Where a part of a slice begins in the tensor that the slice lies in."""
     return tuple(
-        begin if dim == NOT_A_DIM else begin + box[dim][0] - around.box[dim][0]
+        begin + box[dim][0] - around.box[dim][0]
         for dim, begin in zip(dims, around.start, strict=True)
     )
 

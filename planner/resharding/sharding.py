@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations
@@ -24,7 +24,6 @@ from ..inputs.model_shape import DTYPE_BYTES, Head, ModelShape
 from .box import Box, intersection, volume
 
 __all__ = [
-    "NOT_A_DIM",
     "Pattern",
     "Rank",
     "Sharding",
@@ -34,10 +33,6 @@ __all__ = [
     "shard",
     "whole",
 ]
-
-NOT_A_DIM = -1
-"""In `StoredParam.dims`: a dimension of the engine's tensor that the parameter lacks, such as the
-expert in a stack of experts. A slice has one index there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +64,8 @@ class StoredParam:
         shape: In the checkpoint.
         pattern: Index into `Sharding.patterns`.
         tensor: The engine's name for the tensor that its slices lie in.
-        dims: For each dimension of that tensor, which of the parameter's dimensions it is, or
-            `NOT_A_DIM`. (0, 1) as in the checkpoint, (1, 0) transposed.
+        dims: For each dimension of that tensor, which of the parameter's dimensions it is:
+            (0, 1) as in the checkpoint, (1, 0) transposed.
     """
 
     name: str
@@ -229,11 +224,12 @@ def shard(
     """What a layout means for every weight, each parameter a tensor of its own.
 
     - tp cuts query, key, value, gate and up projections, embedding and head by rows, output and
-      down projections by columns; norms and routers are whole everywhere. With more ranks than
+      down projections by columns, experts as well; norms and routers are whole everywhere. Gate and
+      up rows that are one parameter are cut apart and lie end to end. With more ranks than
       key-value heads, neighboring ranks share a head.
     - pp gives each stage a run of layers, the first the embedding, the last norm and head.
     - ep deals experts in runs to the dp ranks `dp % ep`.
-    - `zero=3` cuts what a rank would hold once more, by rows, over its dp ranks, as
+    - `zero=3` cuts what a rank would hold once more, in the first dimension, over its dp ranks, as
       `torch.chunk` does: all pieces equal, the last ones smaller or empty. Experts are cut over
       the `dp // ep` ranks that share them.
     - cp, and dp without `zero=3`, repeat.
@@ -257,14 +253,15 @@ def shard(
     known: dict[Any, int] = {}
     params: list[StoredParam] = []
     for param in logical_params(model, head):
-        stages, owner = _stages(param, model, layout), _owner(param, model, layout)
-        key = (param.shape, param.cut_dim, param.num_units, stages, owner)
+        stages = _stages(param, model, layout)
+        key = (param.shape, param.cut_dim, param.num_units, stages, param.by_expert)
         if key not in known:
             pattern = tuple(
-                Slice(device, box, (0,) * len(box))
+                Slice(device, box, start)
                 for rank, device in ranks
-                if rank.pp in stages and owner in (None, rank.dp % layout.ep)
-                if volume(box := _box(param, layout, rank))
+                if rank.pp in stages
+                for box, start in _boxes(param, layout, rank)
+                if volume(box)
             )
             known[key] = patterns.setdefault(pattern, len(patterns))
         dims = tuple(range(len(param.shape)))
@@ -279,23 +276,36 @@ def _stages(param: LogicalParam, model: ModelShape, layout: Layout) -> tuple[int
     return {"first": (0,), "last": (last,), "ends": (0, last)}[param.place]
 
 
-def _owner(param: LogicalParam, model: ModelShape, layout: Layout) -> int | None:
-    """Which ep rank has an expert; None for what all have."""
-    return None if param.expert is None else param.expert * layout.ep // model.num_experts
-
-
-def _box(param: LogicalParam, layout: Layout, rank: Rank) -> Box:
+def _boxes(
+    param: LogicalParam, layout: Layout, rank: Rank
+) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """What a rank holds of a parameter, and where each box begins in its tensor."""
     box = [(0, size) for size in param.shape]
-    if param.cut_dim is not None:
-        unit = param.shape[param.cut_dim] // param.num_units
-        # More ranks than key-value heads: runs of ranks share a head.
-        first = rank.tp * param.num_units // layout.tp
-        count = max(param.num_units // layout.tp, 1)
-        box[param.cut_dim] = (first * unit, (first + count) * unit)
-    if layout.zero == 3:
-        shared = layout.ep if param.expert is not None else 1
-        start, stop = box[0]
-        size = -(-(stop - start) // (layout.dp // shared))
-        begin = start + rank.dp // shared * size
-        box[0] = (min(begin, stop), min(begin + size, stop))
-    return tuple(box)
+    shared = layout.ep if param.by_expert else 1
+    if param.by_expert:
+        count = param.shape[0] // layout.ep
+        first = rank.dp % layout.ep * count
+        box[0] = (first, first + count)
+    start = [0] * len(box)
+    # Blocks that are not cut are neighbors already.
+    blocks = param.num_blocks if layout.tp > 1 else 1
+    for block in range(blocks):
+        if (cut := param.cut_dim) is not None:
+            width = param.shape[cut] // blocks
+            unit = width * blocks // (param.num_units * param.num_blocks)
+            # More ranks than key-value heads: runs of ranks share a head.
+            first = rank.tp * param.num_units // layout.tp * unit
+            size = max(param.num_units // layout.tp, 1) * unit * (param.num_blocks // blocks)
+            box[cut] = (block * width + first, block * width + first + size)
+            start[cut] = block * size
+        yield _chunk(tuple(box), layout, rank.dp // shared, layout.dp // shared), tuple(start)
+
+
+def _chunk(box: Box, layout: Layout, place: int, places: int) -> Box:
+    """What ZeRO's third stage leaves of a box on one of some ranks."""
+    if layout.zero != 3:
+        return box
+    start, stop = box[0]
+    size = -(-(stop - start) // places)
+    begin = start + place * size
+    return ((min(begin, stop), min(begin + size, stop)), *box[1:])

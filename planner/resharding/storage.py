@@ -1,4 +1,4 @@
-"""Where slices lie in tensors that an engine fuses, interleaves, stacks or transposes.
+"""Where slices lie in tensors that an engine fuses, interleaves or transposes.
 
 None of this changes which indices a device holds, so it changes no byte of a transfer: it tells
 who carries the transfer out where to read and where to write.
@@ -6,17 +6,14 @@ who carries the transfer out where to read and where to write.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ...dataflow.errors import PlanError
-from .sharding import NOT_A_DIM, Pattern, Sharding, Slice, StoredParam
+from .sharding import Pattern, Sharding, Slice, StoredParam
 
-__all__ = ["concatenate", "interleave_qkv", "stack_experts", "transpose"]
-
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+__all__ = ["concatenate", "interleave_qkv", "transpose"]
 
 QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -145,31 +142,6 @@ def _interleaved(piece: Slice, length: int, offset: int, stride: int) -> list[Sl
         )
         for i, row in enumerate(range(first, stop, length))
     ]
-
-
-def stack_experts(sharding: Sharding) -> Sharding:
-    """Store a layer's experts in two tensors with an expert dimension in front.
-
-    `experts.gate_up_proj` [local experts, gate rows then up rows, hidden] and
-    `experts.down_proj` [local experts, hidden, inner]; a device's experts are numbered from 0.
-    """
-    made = _Patterns(sharding)
-    local: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
-    for param in sharding.params:
-        found = _EXPERT.fullmatch(param.name)
-        if found is None:
-            continue
-        prefix, expert, word = found[1], int(found[2]), found[3]
-        slices: list[Slice] = []
-        for piece in made.pattern(param.name):
-            seen = local[prefix, piece.device]
-            index = seen.setdefault(expert, len(seen))
-            above = _rows(piece) if word == "up_proj" else 0
-            start = (index, piece.start[0] + above, piece.start[1])
-            slices.append(replace(piece, start=start))
-        tensor = "down_proj" if word == "down_proj" else "gate_up_proj"
-        made.set(param.name, slices, f"{prefix}.{tensor}", (NOT_A_DIM, 0, 1))
-    return made.sharding()
 
 
 def transpose(sharding: Sharding, word: str) -> Sharding:

@@ -14,7 +14,6 @@ from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.resharding.box import Box
 from penstock.planner.resharding.plan import Move, TransferPlan, window
 from penstock.planner.resharding.sharding import (
-    NOT_A_DIM,
     Sharding,
     Slice,
     StoredParam,
@@ -24,7 +23,6 @@ from penstock.planner.resharding.sharding import (
 from penstock.planner.resharding.storage import (
     concatenate,
     interleave_qkv,
-    stack_experts,
     transpose,
 )
 
@@ -94,6 +92,7 @@ def models(draw: st.DrawFn) -> ModelShape:
         qk_norm=draw(st.booleans()),
         num_experts=experts,
         experts_per_token=min(experts, 1),
+        shared_expert_size=draw(st.sampled_from([0, 12])) if experts else 0,
     )
 
 
@@ -132,7 +131,7 @@ def store(made: Sharding, how: str, layout: Layout, model: ModelShape) -> Shardi
     """The same slices elsewhere in the engine's tensors."""
     if how == "fused":
         made = concatenate(made, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-        return stack_experts(made) if model.num_experts else _fuse_gate(made)
+        return made if model.num_experts else _fuse_gate(made)
     if how == "interleaved" and layout.zero != 3:
         return interleave_qkv(made, model.head_dim)
     return transpose(made, "down_proj") if how == "transposed" else made
@@ -162,7 +161,7 @@ class Tensors:
         for param, piece in _slices(sharding):
             shape = shapes.setdefault((piece.device, param.tensor), [0] * len(param.dims))
             for i, (dim, start) in enumerate(zip(param.dims, piece.start, strict=True)):
-                length = 1 if dim == NOT_A_DIM else piece.box[dim][1] - piece.box[dim][0]
+                length = piece.box[dim][1] - piece.box[dim][0]
                 shape[i] = max(shape[i], start + length)
         self.values = {key: np.full(shape, UNWRITTEN) for key, shape in shapes.items()}
 
@@ -170,15 +169,14 @@ class Tensors:
              start: tuple[int, ...]) -> Array:  # fmt: skip
         """A box in the order of the logical parameter's dimensions."""
         found = self.values[device, tensor][window(box, dims, start)]
-        return found.transpose(np.argsort([dim for dim in dims if dim != NOT_A_DIM]))
+        return found.transpose(np.argsort(dims))
 
     def write(self, device: int, tensor: str, box: Box, dims: tuple[int, ...],
               start: tuple[int, ...], values: Array) -> None:  # fmt: skip
         """Elements that nobody wrote before."""
         place = window(box, dims, start)
         assert (self.values[device, tensor][place] == UNWRITTEN).all(), "written twice"
-        order = [dim for dim in dims if dim != NOT_A_DIM]
-        self.values[device, tensor][place] = values.transpose(order)
+        self.values[device, tensor][place] = values.transpose(dims)
 
     def fill(self, values: Mapping[str, Array]) -> None:
         """Load every slice from logical parameters."""

@@ -59,10 +59,30 @@ MIXTURE: dict[str, Any] = {
     "num_local_experts": 4,
     "num_hidden_layers": 1,
 }
+SPARSE: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": MIXTURE,
+    "qwen2_moe": {
+        **BASE,
+        **SPARSE,
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_moe": {
+        **BASE,
+        **SPARSE,
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "head_dim": 16,
+    },
+}
 
 
 def architecture(name: str) -> dict[str, Any]:
-    return {**FAMILIES, **PLAIN, "mixtral": MIXTURE}[name]
+    return {**FAMILIES, **PLAIN, **MIXTURES}[name]
 
 
 def make_policy(

@@ -12,6 +12,7 @@ from ...planner.resharding.box import Box
 from ..training.checkpoint_files import FileTensors, TensorSource, WholeTensors
 from ..training.network import Network
 from ..training.stored_pieces import fill_weights
+from .experts import FusedExperts
 from .heads import Head
 from .model_folder import weight_files
 from .spec import ModelSpec
@@ -24,7 +25,7 @@ class _Backbone:
 
     _PREFIX = "model."
 
-    def __init__(self, files: FileTensors) -> None:
+    def __init__(self, files: TensorSource) -> None:
         self._files = files
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -51,7 +52,7 @@ def model_source(spec: ModelSpec, head: Head) -> TensorSource:
     if spec.folder is None:
         return WholeTensors(dict(spec.causal_lm("cpu").named_parameters()))
     spec.check(scalar_head=head.is_scalar)
-    files = FileTensors(weight_files(Path(spec.folder)), boxed=False)
+    files = FusedExperts(FileTensors(weight_files(Path(spec.folder)), boxed=False))
     return files if any(name.startswith("model.") for name in files.shapes()) else _Backbone(files)
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from ...planner.inputs.model_shape import DTYPE_BYTES
 from ...planner.resharding.box import Box, volume
 from ...planner.resharding.plan import Move, MovedParam, TransferPlan, window
-from ...planner.resharding.sharding import NOT_A_DIM
 from .version_tracker import WeightsError
 
 __all__ = [
@@ -203,8 +202,7 @@ def _view(
             f"engine has {len(tensors)}"
         )
     tensor = tensors[name].detach()
-    kept = [dim for dim in dims if dim != NOT_A_DIM]
-    lengths = [1 if dim == NOT_A_DIM else part.shape[dim] for dim in dims]
+    lengths = [part.shape[dim] for dim in dims]
     fits = len(tensor.shape) == len(dims) and all(
         begin + length <= size
         for begin, length, size in zip(start, lengths, tensor.shape, strict=True)
@@ -216,7 +214,7 @@ def _view(
             "this engine"
         )
     found = tensor[window(part.move.box, dims, start)]
-    return found.permute([kept.index(dim) for dim in range(len(kept))])
+    return found.permute([dims.index(dim) for dim in range(len(dims))])
 
 
 def _name(dtype: torch.dtype) -> str:

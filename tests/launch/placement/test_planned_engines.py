@@ -354,5 +354,6 @@ def test_a_model_that_an_engine_does_not_compute_is_not_planned_for() -> None:
         )
     assert str(caught.value) == (
         "'critic.value' of model 'mistral' cannot be planned: Megatron computes llama, "
-        "mistral, qwen2, qwen3 here, not 'gemma'\n    choose another engine, or another model"
+        "mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe here, not 'gemma'\n"
+        "    choose another engine, or another model"
     )

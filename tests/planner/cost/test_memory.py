@@ -90,6 +90,18 @@ def test_experts_are_shared_by_expert_parallel_ranks() -> None:
     assert whole - shared == experts * 3 // 4
 
 
+def test_a_shared_expert_is_on_every_rank() -> None:
+    beside = MIXTURE.model_copy(update={"shared_expert_size": 256})
+    layout = Layout(tp=2, dp=4, ep=4)
+    more = 4 * (3 * 1024 * 128 + 1024) * 2
+    without = weight_bytes(MIXTURE, "vocabulary", layout)
+    assert weight_bytes(beside, "vocabulary", layout) - without == more
+    kept = [
+        transient_parts(make_call(model=model), Layout()).activations for model in (MIXTURE, beside)
+    ]
+    assert kept[1] - kept[0] == 4 * 2048 * (4 * 256 + 1024) * 2
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_shares_optimizer_then_gradients_then_weights(stage: int) -> None:
     call = make_call()

@@ -14,8 +14,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -31,6 +33,13 @@ SIZES: dict[str, Any] = {
     "vocab_size": 20,
     "head_dim": 2,
     "pad_token_id": 0,
+}
+MIXTURE: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "shared_expert_intermediate_size": 10,
 }
 
 
@@ -48,10 +57,14 @@ def test_known_models_have_their_known_numbers() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig, Qwen2Config, Qwen3Config, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig],
+)
 def test_names_and_shapes_are_hugging_faces(config: type[PretrainedConfig], tied: bool) -> None:
     settings: dict[str, Any] = {**SIZES, "tie_word_embeddings": tied}
-    made = config(**settings)
+    mixture = {name: size for name, size in MIXTURE.items() if hasattr(config(), name)}
+    made = config(**settings, **(mixture if "num_experts_per_tok" in mixture else {}))
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(made).named_parameters()
     ours = logical_params(shape_of(made.to_dict()))

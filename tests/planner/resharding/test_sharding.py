@@ -26,7 +26,7 @@ def expected_copies(param: LogicalParam, layout: Layout, zero: bool) -> int:
     """By the roles of the axes: what cuts divides, what repeats multiplies."""
     whole = 1 if param.cut_dim is None else min(layout.tp, param.num_units)
     ends = 2 if param.place == "ends" and layout.pp > 1 else 1
-    shared = layout.ep if param.expert is not None else 1
+    shared = layout.ep if param.by_expert else 1
     return layout.tp // whole * ends * layout.cp * (1 if zero else layout.dp // shared)
 
 
@@ -88,8 +88,19 @@ def test_zero_3_cuts_rows_as_chunk_does() -> None:
 def test_experts_are_dealt_to_ranks_in_runs() -> None:
     model = TINY.model_copy(update={"num_experts": 4, "experts_per_token": 1})
     made = shard(model, Layout(dp=4, ep=2), range(4))
-    owners = [set(boxes(made, f"0.mlp.experts.{e}.up_proj.weight")) for e in range(4)]
-    assert owners == [{0, 2}, {0, 2}, {1, 3}, {1, 3}]
+    held = {device: box[0] for device, box in boxes(made, "0.mlp.experts.down_proj").items()}
+    assert held == {0: (0, 2), 1: (2, 4), 2: (0, 2), 3: (2, 4)}
+
+
+def test_gate_and_up_rows_of_experts_are_cut_apart() -> None:
+    """TINY's experts have 8 gate rows and 8 up rows: a rank of two has 4 of each, end to end."""
+    model = TINY.model_copy(update={"num_experts": 4, "experts_per_token": 1})
+    made = shard(model, Layout(tp=2, dp=2, ep=2), range(4))
+    fused = next(p for p in made.params if p.name.endswith("0.mlp.experts.gate_up_proj"))
+    assert [(p.box[:2], p.start) for p in made.patterns[fused.pattern] if p.device == 3] == [
+        (((2, 4), (4, 8)), (0, 0, 0)),
+        (((2, 4), (12, 16)), (0, 4, 0)),
+    ]
 
 
 def test_a_70b_model_divides_evenly() -> None:

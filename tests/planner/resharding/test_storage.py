@@ -12,12 +12,7 @@ from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.resharding.plan_transfer import plan_transfer
 from penstock.planner.resharding.sharding import Sharding, shard
-from penstock.planner.resharding.storage import (
-    concatenate,
-    interleave_qkv,
-    stack_experts,
-    transpose,
-)
+from penstock.planner.resharding.storage import concatenate, interleave_qkv, transpose
 
 from ..transfers import TINY, UNWRITTEN, Array, Tensors, logical_values, models, shardings
 
@@ -53,22 +48,6 @@ def test_interleaved_heads_come_group_by_group(tp: int) -> None:
             parts = [part.reshape(groups, -1, *part.shape[1:]) for part in (q, k, v)]
             expected = np.concatenate(parts, axis=1).reshape(-1, *q.shape[1:])
             assert np.array_equal(mixed[device, f"{ATTENTION}.qkv_proj.{kind}"], expected)
-
-
-def test_stacked_experts_have_a_dimension_of_their_own() -> None:
-    model = TINY.model_copy(update={"num_experts": 4, "experts_per_token": 1})
-    plain = shard(model, Layout(tp=2, dp=2, ep=2), range(4))
-    apart, stacked = loaded(plain), loaded(stack_experts(plain))
-    prefix = "model.layers.0.mlp.experts"
-    for device, experts in {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}.items():
-        up = [
-            np.concatenate([apart[device, f"{prefix}.{e}.{word}.weight"] for word in words])
-            for e in experts
-            for words in [("gate_proj", "up_proj")]
-        ]
-        down = [apart[device, f"{prefix}.{e}.down_proj.weight"] for e in experts]
-        assert np.array_equal(stacked[device, f"{prefix}.gate_up_proj"], np.stack(up))
-        assert np.array_equal(stacked[device, f"{prefix}.down_proj"], np.stack(down))
 
 
 def test_transposed_matrices_are_stored_inputs_first() -> None:

@@ -123,7 +123,13 @@ def test_what_an_engine_runs(engine: str, kind: CallKind, layout: Layout) -> Non
             "Megatron shares no more than the optimizer's state",
         ),
         ("megatron", "train", Layout(tp=4), "Megatron cannot divide 2 key heads by tp=4"),
-        ("megatron", "train", Layout(dp=2, ep=2), "engine 'megatron' has no cp and ep"),
+        (
+            "megatron",
+            "train",
+            Layout(cp=2),
+            "Megatron's own attention has no context parallelism without Transformer Engine",
+        ),
+        ("megatron", "train", Layout(dp=2, ep=2), "qwen2 has no experts to divide by ep=2"),
         ("vllm", "train", Layout(), "vLLM only generates"),
         ("vllm", "generate", Layout(pp=2), "vLLM has no pipeline stages here"),
         (
@@ -145,7 +151,13 @@ def test_an_engine_knows_its_families() -> None:
     assert ENGINES["megatron"].why_not(Layout(), "train", mistral) is None
     other = mistral.model_copy(update={"family": "gemma"})
     why = ENGINES["megatron"].why_not(Layout(), "train", other)
-    assert why == "Megatron computes llama, mistral, qwen2, qwen3 here, not 'gemma'"
+    assert why == (
+        "Megatron computes llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe here, "
+        "not 'gemma'"
+    )
+    mixture = shape(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    assert ENGINES["megatron"].why_not(Layout(dp=4, ep=2, zero=1), "train", mixture) is None
+    assert ENGINES["megatron"].why_not(Layout(dp=4, ep=2), "train") is None
     fsdp = ENGINES["fsdp"]
     assert fsdp.why_not(Layout(dp=2, zero=3), "train", mistral) is None
     assert fsdp.why_not(Layout(tp=2), "train", mistral) == (
@@ -161,6 +173,7 @@ def test_an_engine_knows_its_families() -> None:
         ("megatron", Layout(tp=2, pp=2, dp=2), (2, 2), {}),
         ("megatron", Layout(tp=2, sequence_parallel=True), (2, 1), {"sequence_parallel": True}),
         ("megatron", Layout(checkpointing=True), (1, 1), {"activation_checkpointing": True}),
+        ("megatron", Layout(tp=2, pp=2, dp=4, ep=2), (4, 2), {"expert_parallel": 2}),
         ("fsdp", Layout(dp=4, zero=3), (4, 1), {"shards": 4}),
         ("fsdp", Layout(tp=2, dp=2, zero=3), (4, 1), {"shards": 2}),
         ("fsdp", Layout(tp=2, dp=2), (2, 1), {"shards": 1}),

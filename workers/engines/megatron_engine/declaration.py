@@ -13,7 +13,7 @@ from ..engine import Engine, Requirement, usual_options, why_not_as_usual
 
 __all__ = ["FAMILIES", "MEGATRON"]
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """The `model_type`s that it computes."""
 
 _NAME = "megatron"
@@ -25,16 +25,28 @@ def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | 
     if layout.zero > 1:
         return "Megatron shares no more than the optimizer's state"
     if shape is not None:
-        if shape.num_experts or (shape.family and shape.family not in FAMILIES):
+        if shape.family and shape.family not in FAMILIES:
             return f"Megatron computes {', '.join(FAMILIES)} here, not '{shape.family}'"
         if shape.num_key_heads % layout.tp:
             return f"Megatron cannot divide {shape.num_key_heads} key heads by tp={layout.tp}"
-    return why_not_as_usual(_NAME, layout, kind)
+        if layout.ep > 1 and not shape.num_experts:
+            return f"{shape.name} has no experts to divide by ep={layout.ep}"
+    if layout.cp > 1:
+        return "Megatron's own attention has no context parallelism without Transformer Engine"
+    return why_not_as_usual(_NAME, layout.model_copy(update={"ep": 1}), kind)
+
+
+def _division(layout: Layout) -> tuple[int, int]:
+    """Those that divide experts share a model as those that divide its matrices do."""
+    return layout.tp * layout.ep, layout.pp
 
 
 def _options(layout: Layout) -> Mapping[str, Any]:
-    cut = {"sequence_parallel": True} if layout.sequence_parallel else {}
-    return usual_options(layout) | cut
+    own = {
+        "sequence_parallel": layout.sequence_parallel,
+        "expert_parallel": layout.ep if layout.ep > 1 else None,
+    }
+    return usual_options(layout) | {name: value for name, value in own.items() if value}
 
 
 MEGATRON = Engine(
@@ -45,6 +57,7 @@ MEGATRON = Engine(
         "reward_model": "penstock.workers.engines.megatron_engine.specs:MegatronRewardSpec",
     },
     needs=Requirement("megatron", "megatron-core", "penstock-rl[megatron]"),
+    division=_division,
     options=_options,
     computes=lambda model: "by Megatron",
 )

@@ -45,12 +45,12 @@ def megatron_sharding(
 
     - Query, key and value rows lie in `linear_qkv`, key-value head by key-value head: the queries
       that share it, its key, its value.
-    - Gate then up rows lie in `linear_fc1`.
+    - Gate then up rows lie in `linear_fc1`; experts lie as in the checkpoint's module.
     - A scalar head and its bias are whole on every tensor-parallel process of the last stage.
 
     Args:
         model: Sizes and dtype.
-        layout: Only tp, pp and dp may be above 1; optimizer states may be cut, weights may not.
+        layout: Only tp, pp, dp and ep may be above 1; optimizer states may be cut, weights may not.
         devices: One per process, in the order of `WorkerContext.process`.
         head: What the model ends in.
 
@@ -68,10 +68,14 @@ def megatron_sharding(
 
 
 def _check(model: ModelShape, layout: Layout) -> None:
-    if model.num_experts:
-        raise PlanError(f"the Megatron engine has no mixtures of experts (model '{model.name}')")
-    if layout.cp > 1 or layout.ep > 1 or layout.zero == 3:
-        raise PlanError(f"layout '{layout}': the Megatron engine knows tp, pp, dp and zero up to 2")
+    if layout.cp > 1 or layout.zero == 3:
+        raise PlanError(
+            f"layout '{layout}': the Megatron engine knows tp, pp, dp, ep and zero up to 2"
+        )
+    if layout.ep > 1 and not model.num_experts:
+        raise PlanError(
+            f"layout '{layout}' divides experts, and model '{model.name}' has none; take ep=1"
+        )
     if model.num_key_heads % layout.tp:
         raise PlanError(
             f"tp={layout.tp} does not divide {model.num_key_heads} key heads, as the Megatron "

@@ -1,7 +1,8 @@
 """A megatron-core GPTModel for this process's part of a Hugging Face architecture.
 
-Llama, Mistral, Qwen2 and Qwen3: rotary positions, RMS norms, gated feed-forward, grouped queries. Dropout is
-off. Weights are left as they are allocated: they are loaded by `layout`'s description.
+Rotary positions, RMS norms, gated feed-forward or a mixture of them, grouped queries: see
+`FAMILIES`. Dropout is off. Weights are left as they are allocated: they are loaded by `layout`'s
+description.
 
 Imported only after `cpu_shim.prepare_megatron`.
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,6 +28,7 @@ from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.inputs.model_shape import ModelShape, shape_of
 from ...models.heads import Head
 from .declaration import FAMILIES
+from .experts import Experts, Mixture
 
 __all__ = ["Backbone", "build_backbone", "supported_shape"]
 
@@ -47,7 +51,10 @@ def supported_shape(config: Any, dtype: str) -> ModelShape:
         "mlp_bias": getattr(config, "mlp_bias", False) or None,
         "attention_bias": (getattr(config, "attention_bias", False) if kind != "qwen2" else False)
         or None,
-        "sliding_window": getattr(config, "sliding_window", None) if kind == "mistral" else None,
+        "sliding_window": config.sliding_window if kind in ("mistral", "mixtral") else None,
+        "router_jitter_noise": getattr(config, "router_jitter_noise", 0.0) or None,
+        "decoder_sparse_step": _other(config, "decoder_sparse_step", 1),
+        "mlp_only_layers": getattr(config, "mlp_only_layers", None) or None,
         "layer_types": next((name for name in layers if name != "full_attention"), None),
     }
     for field, value in wrong.items():
@@ -57,6 +64,11 @@ def supported_shape(config: Any, dtype: str) -> ModelShape:
                 "train it with engine=torch"
             )
     return shape_of(config.to_dict(), name=kind, dtype=dtype)
+
+
+def _other(config: Any, field: str, usual: int) -> int | None:
+    value: int = getattr(config, field, usual)
+    return None if value == usual else value
 
 
 class _RmsNorm(nn.Module):
@@ -113,15 +125,17 @@ def build_backbone(
     head: Head,
     *,
     sequence_parallel: bool,
+    experts: dist.ProcessGroup | None = None,
 ) -> Backbone:
     """Allocate this process's part of a model; its weights are not set.
 
     Args:
         config: A Hugging Face config for which `supported_shape` gave `shape`.
         shape: Sizes of the model.
-        context: Says which part this process computes.
+        context: Says which part this process computes; see `join_groups`.
         head: A scalar one replaces the output layer by a plain linear map.
         sequence_parallel: Cut activations between tensor-parallel regions along the sequence.
+        experts: The processes that divide a mixture's experts; None if each has all of them.
     """
     first, last = context.stage == 0, context.stage == context.pipeline_parallel - 1
     own = _config(config, shape, context, sequence_parallel)
@@ -133,6 +147,8 @@ def build_backbone(
     attention.core_attention = _CausalAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
+    if shape.num_experts:
+        parts.mlp = IdentityOp  # until there is a layer to put another into
     layers = [layer] * (shape.num_layers // context.pipeline_parallel)
     scalar = head.is_scalar
     backbone = Backbone(
@@ -148,6 +164,11 @@ def build_backbone(
         position_embedding_type="rope",
     )
     device = torch.device(context.device)
+    if shape.num_experts:
+        tensor, normalizes = context.tensor_parallel, _normalizes(config)
+        part = Experts(shape, normalizes, tensor, own.sequence_parallel, experts)
+        for layer in cast(Any, backbone.decoder).layers:
+            layer.mlp = Mixture(part, dtype=own.params_dtype, device=device)
     frequencies: Any = backbone.rotary_pos_emb
     frequencies.inv_freq = _rotary_frequencies(config).to(device)
     ends: Any = backbone
@@ -156,6 +177,11 @@ def build_backbone(
     elif last:
         ends.output_layer.sequence_parallel = False  # it is given states that are whole already
     return backbone
+
+
+def _normalizes(config: Any) -> bool:
+    """Whether the chances of a token's experts are scaled to add up to 1; Mixtral always does."""
+    return bool(getattr(config, "norm_topk_prob", True))
 
 
 def _rotary_frequencies(config: Any) -> Tensor:
@@ -167,7 +193,7 @@ def _rotary_frequencies(config: Any) -> Tensor:
             f"the Megatron engine cannot compute rotary positions of type '{kind}'; it has "
             "default, linear and llama3. Train this model with engine=torch"
         )
-    rotary: Any = LlamaRotaryEmbedding(config)  # the three families share it
+    rotary: Any = LlamaRotaryEmbedding(config)  # the families share it
     return rotary.inv_freq.float().clone()
 
 

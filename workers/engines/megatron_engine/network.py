@@ -10,6 +10,7 @@ Imported only after `cpu_shim.prepare_megatron`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,15 +23,15 @@ from torch import Tensor, nn
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.resharding.sharding import Sharding
-from ...training.data_parallel import rank_group
+from ...training.data_parallel import RankGroup, rank_group, worker_group
 from ...training.flat_parameters import FlatParameters
 from ...training.network import Outputs
-from ...training.optimizer import OptimizerSpec
+from ...training.optimizer import AdamW, OptimizerSpec
 from ...training.stored_pieces import pieces_on
 from ..sharded.divided_network import DividedNetwork, gathered_module
-from .groups import model_group
+from .groups import expert_ranks, model_group
 from .model import Backbone
-from .optimizer import SharedAdamW
+from .optimizer import JoinedAdamW, SharedAdamW
 
 __all__ = ["MegatronNetwork"]
 
@@ -45,7 +46,8 @@ class MegatronNetwork(DividedNetwork):
 
     Args:
         backbone: The part.
-        context: Says which part this process computes.
+        context: Says which part this process computes; see `join_groups`.
+        replicas: The ranks: each has rows of its own, and holds the same weights.
         layout: Who in the group stores what.
         rank_layout: The same of this rank's processes alone.
         tied: Whether the head is the embedding.
@@ -62,6 +64,7 @@ class MegatronNetwork(DividedNetwork):
         self,
         backbone: Backbone,
         context: WorkerContext,
+        replicas: RankGroup,
         layout: Sharding,
         rank_layout: Sharding,
         *,
@@ -70,15 +73,20 @@ class MegatronNetwork(DividedNetwork):
     ) -> None:
         self.context = context
         self.layout, self.rank_layout = layout, rank_layout
-        self.flat = FlatParameters(backbone)
+        named = dict(backbone.named_parameters())
+        # Last what the processes of an expert group do not share.
+        self.flat = FlatParameters({name: named[name] for name in sorted(named, key=_is_expert)})
         self.device = self.flat.data.device
-        self.replicas = rank_group(context, self.device)
+        self.replicas = replicas
+        self._experts = expert_ranks(self.device)
         self.is_last = context.stage == context.pipeline_parallel - 1
         self._backbone: Any = backbone
         self._share_optimizer = share_optimizer
         self._tied_ends = tied and context.pipeline_parallel > 1
         self._offset = context.stage * len(self._backbone.decoder.layers)
         self._exact: Tensor | None = None
+        divided = [self.flat.span(name)[0] for name in self.flat.names if _is_expert(name)]
+        self._num_shared = min(divided, default=len(self.flat.data))
 
     @property
     def vocabulary_group(self) -> dist.ProcessGroup:
@@ -112,22 +120,37 @@ class MegatronNetwork(DividedNetwork):
     def weights_changed(self) -> None:
         """See `Network.weights_changed`: nothing here is derived from them."""
 
-    def make_optimizer(self, spec: OptimizerSpec) -> SharedAdamW:
+    def make_optimizer(self, spec: OptimizerSpec) -> AdamW:
         """See `Network.make_optimizer`."""
-        pieces = pieces_on(self.rank_layout, self.context.process)
-        return SharedAdamW(
-            self.flat.data,
-            spec,
-            self.replicas,
-            counted=self._spans({piece.tensor for piece in pieces if piece.first}),
-            model_group=model_group(),
-            shared=self._share_optimizer,
-        )
+        data, split = self.flat.data, self._num_shared
+        counted = self._spans(self._counted())
+
+        def stepped(
+            begin: int, end: int, ranks: RankGroup, groups: list[dist.ProcessGroup | None]
+        ) -> SharedAdamW:
+            own = [(max(a, begin) - begin, min(b, end) - begin) for a, b in counted]
+            return SharedAdamW(
+                data[begin:end],
+                spec,
+                ranks,
+                counted=[span for span in own if span[0] < span[1]],
+                model_groups=groups,
+                shared=self._share_optimizer,
+            )
+
+        # What expert groups share, all of their processes hold alike.
+        shared = stepped(0, split, rank_group(self.context, self.device), [model_group()])
+        if split == len(data):
+            return shared
+        groups = [model_group(), self._experts.group]
+        experts = stepped(split, len(data), self.replicas, groups)
+        return JoinedAdamW(data, spec, [shared, experts], [split, len(data) - split])
 
     def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
-        """See `Network.micro_batch_limit`: all stages see all micro-batches."""
-        del num_tokens
-        return limit
+        """See `Network.micro_batch_limit`: no expert group is left idle without need."""
+        if self._experts.alone:
+            return limit
+        return max(1, min(limit, -(-num_tokens // self._experts.num_ranks)))
 
     def states(self, tokens: Tensor) -> Tensor:
         """What this stage sends on, [T, rows, D]; tokens i64[rows, T] count in the first alone."""
@@ -170,34 +193,51 @@ class MegatronNetwork(DividedNetwork):
     ) -> None:
         """See `Network.run`; of several stages the last one alone computes outputs.
 
-        Micro-batches go through all stages: one forward, one backward in turn.
+        Micro-batches go through all stages: one forward, one backward in turn. Of n processes that
+        divide the experts each takes every n-th micro-batch, and all equally many.
         """
         if not parts:
             return
-        nothing = torch.zeros((), dtype=torch.int, device=self.flat.data.device)
+        ranks = self._experts
+        mine = list(parts[ranks.rank :: ranks.num_ranks])
+        rounds = -(-len(parts) // ranks.num_ranks)
+        nothing = torch.zeros((), dtype=torch.int, device=self.device)
 
         def forward_step(
             waiting: Iterator[M], model: nn.Module
         ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, None]]]:
             del model
-            rows: Any = load(next(waiting))
-            sent = compute(rows) if self.is_last else self.states(rows.tokens)
+            part = next(waiting, None)
+            if part is None:
+                sent = self._idle()
+            else:
+                rows: Any = load(part)
+                sent = compute(rows) if self.is_last else self.states(rows.tokens)
             return sent, lambda total: (total, nothing, None)
 
         # Widths vary, so the length here is not looked at; the rows are sent along as well.
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(parts),
+            data_iterator=iter(mine),
             model=self._backbone,
-            num_microbatches=len(parts),
+            num_microbatches=rounds,
             seq_length=self.context.tensor_parallel,
             micro_batch_size=1,
             forward_only=not backward,
         )
 
+    def _idle(self) -> Tensor:
+        """What is sent on of one token, where others compute: its experts may be elsewhere."""
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        if not self.is_last:
+            return self.states(token)
+        anchor = self.outputs(token, token > 0).anchor
+        assert anchor is not None
+        return anchor
+
     def together(self, result: Tensor) -> Tensor:
         """See `Network.together`: the last stage's processes have all of it."""
-        return result
+        return self._experts.sum_(result)
 
     def start_gradient(self) -> Tensor:
         """See `Network.start_gradient`."""
@@ -216,7 +256,7 @@ class MegatronNetwork(DividedNetwork):
         """See `Network.finish_gradient`.
 
         - Weights that a tensor-parallel process has whole but uses on a part: head norms on its
-          heads, all norms on its part of the sequence.
+          heads, routers for its part of experts, all norms on its part of the sequence.
         - The embedding and its copy under the last stage's head.
         """
         parts = [self.flat.view(grad, name) for name in self.flat.names if self._is_partial(name)]
@@ -233,7 +273,7 @@ class MegatronNetwork(DividedNetwork):
         return grad
 
     def _is_partial(self, name: str) -> bool:
-        if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+        if name.endswith(("q_layernorm.weight", "k_layernorm.weight", "gate.weight")):
             return True
         return bool(self._backbone.config.sequence_parallel) and name.endswith("layernorm.weight")
 
@@ -244,6 +284,20 @@ class MegatronNetwork(DividedNetwork):
         if self.context.stage == 0:
             return "embedding.word_embeddings.weight"
         return "output_layer.weight" if self.is_last else None
+
+    def _counted(self) -> set[str]:
+        """Of this process's tensors those that count in the gradient's norm.
+
+        Each has the same gradient in all processes that share it, so the first of those that share
+        a model counts.
+        """
+        ours = set(worker_group(self.context).processes(self.context.rank))
+        patterns = tuple(
+            tuple(piece for piece in pattern if piece.device in ours)
+            for pattern in self.rank_layout.patterns
+        )
+        held = pieces_on(replace(self.rank_layout, patterns=patterns), self.context.process)
+        return {piece.tensor for piece in held if piece.first}
 
     def _spans(self, tensors: set[str]) -> list[tuple[int, int]]:
         """Where some of the engine's tensors lie in the buffers, neighbors as one."""
@@ -257,6 +311,11 @@ class MegatronNetwork(DividedNetwork):
             else:
                 spans.append((start, stop))
         return spans
+
+
+def _is_expert(name: str) -> bool:
+    """Whether an expert group's processes have other numbers under this name."""
+    return ".mlp.experts." in name
 
 
 def _adds_to(view: Tensor) -> Callable[[Tensor], None]:

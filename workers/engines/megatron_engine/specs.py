@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from ....dataflow.option_checks import check_range
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.inputs.layout import Layout
 from ...models.first_weights import fill_first_weights, model_source
 from ...models.heads import Head
 from ...models.spec import ModelSpec
-from ...training.data_parallel import worker_group
+from ...training.data_parallel import rank_group, worker_group
 from ...training.network import LanguageNetwork
 from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
 from ..sharded.divided_network import recompute_layers
-from .groups import join_groups
+from .groups import expert_ranks, join_groups
 from .layout import megatron_sharding
 
 __all__ = ["MegatronOptions", "MegatronPolicySpec", "MegatronRewardSpec", "MegatronValueSpec"]
@@ -21,40 +24,55 @@ __all__ = ["MegatronOptions", "MegatronPolicySpec", "MegatronRewardSpec", "Megat
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronOptions:
-    """How this engine makes the network of any role: Llama, Mistral, Qwen2 or Qwen3.
+    """How this engine makes the network of any role, of the `FAMILIES` in `declaration`.
 
-    The parallel sizes are the worker group's.
+    The other parallel sizes are the worker group's.
     """
 
     sequence_parallel: bool = False
     """Cut activations between tensor-parallel regions along the sequence."""
+    expert_parallel: int = 1
+    """How many of the processes that share a model (`executor.tensor_parallel`) divide a mixture's
+    experts and share out a call's rows; tensor parallelism divides by the rest."""
     activation_checkpointing: bool = False
     """Keep only each layer's input for the backward pass, which computes the rest again."""
     share_optimizer: bool = True
     """Share out the optimizer's state over data-parallel ranks (ZeRO stage 1)."""
 
+    def check_options(self) -> None:
+        """See `Recipe.check_options`."""
+        check_range(self, "expert_parallel", at_least=1)
+
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> LanguageNetwork:
         """See `Recipe.make_network`."""
-        join_groups(context)  # before megatron-core is imported
+        beside = join_groups(context, self.expert_parallel)  # before megatron-core is imported
         from .model import build_backbone, supported_shape
         from .network import MegatronNetwork
 
         shape = supported_shape(model.config, model.dtype)
-        one = Layout(tp=context.tensor_parallel, pp=context.pipeline_parallel)
-        layout = one.model_copy(update={"dp": context.num_ranks})
+        experts = self.expert_parallel
+        tensor, stages = beside.tensor_parallel, beside.pipeline_parallel
+        one = Layout(tp=tensor, pp=stages, dp=experts, ep=experts)
+        layout = one.model_copy(update={"dp": beside.num_ranks})
         everyone = range(context.num_processes)
         ours = sorted(worker_group(context).processes(context.rank))
         # Before the backbone: megatron-core asserts what these explain.
         stored = megatron_sharding(shape, layout, everyone, head=head.name)
         rank_stored = megatron_sharding(shape, one, ours, head=head.name)
         backbone = build_backbone(
-            model.config, shape, context, head, sequence_parallel=self.sequence_parallel
+            model.config,
+            shape,
+            beside,
+            head,
+            sequence_parallel=self.sequence_parallel,
+            experts=expert_ranks(torch.device(context.device)).group if experts > 1 else None,
         )
         if self.activation_checkpointing:
             recompute_layers(backbone.decoder.layers)
         network = MegatronNetwork(
             backbone,
-            context,
+            beside,
+            rank_group(context, torch.device(context.device)),
             stored,
             rank_stored,
             tied=shape.tied_embeddings and not head.is_scalar,

@@ -16,6 +16,7 @@ from ....algorithms.roles.language import Sampling
 from ....dataflow.option_checks import check_range
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.architecture import empty_model
+from ...models.experts import as_in_files
 from ...models.lora import AdaptedModel, LoraSpec
 from ...models.model_folder import weight_files
 from ...models.spec import ModelSpec
@@ -310,7 +311,8 @@ def _model_folder(model: ModelSpec, scratch: Path) -> Path:
     config: Any = module.config
     config.architectures = [type(module).__name__]
     config.to_json_file(folder / "config.json")
-    write_tensors(folder / "model.safetensors", dict(module.named_parameters()))
+    weights = dict(module.named_parameters())
+    write_tensors(folder / "model.safetensors", dict(as_in_files(weights, config.model_type)))
     return folder
 
 

@@ -28,6 +28,8 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from ...models.experts import as_in_files
+
 __all__ = ["WholeTensors", "load_whole_tensors", "weight_transfer_config"]
 
 _NAME = "penstock"
@@ -61,6 +63,8 @@ class WholeTensors(WeightTransferEngine[_Start, _Update]):
 
     def start_weight_update(self) -> None:
         """Get every layer ready to be loaded again."""
+        if self.device.type == "cpu":
+            _forget_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -73,9 +77,10 @@ class WholeTensors(WeightTransferEngine[_Start, _Update]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: _Update) -> None:
-        """Give the tensors to the model's loader."""
+        """Give the tensors to the model's loader, which knows the names of files."""
         model: Any = self.model
-        model.load_weights(update_info.tensors.items())
+        kind: str = self.model_config.hf_config.model_type
+        model.load_weights(as_in_files(update_info.tensors, kind))
 
     def finish_weight_update(self) -> None:
         """Put the layers back in use; those that got nothing keep what they had."""
@@ -85,6 +90,18 @@ class WholeTensors(WeightTransferEngine[_Start, _Update]):
 
     def shutdown(self) -> None:
         """Nothing was opened."""
+
+
+def _forget_kernels(model: torch.nn.Module) -> None:
+    """Have a mixture's experts packed when they are loaded.
+
+    They are packed where their kernel is made, and a kernel that is there already is kept: it would
+    read what was loaded as if that were packed.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _pack_heads(model: torch.nn.Module) -> None:

@@ -40,6 +40,8 @@ SHAPES = st.builds(
     tied_embeddings=st.booleans(),
     qkv_bias=st.booleans(),
     qk_norm=st.booleans(),
+    num_experts=st.sampled_from([0, 4]),
+    experts_per_token=st.just(2),
 )
 LAYOUTS = st.builds(
     Layout,
@@ -64,6 +66,9 @@ def room(pieces: list[StoredPiece]) -> dict[str, Tensor]:
 def test_every_parameter_lies_whole_on_every_rank(
     model: ModelShape, layout: Layout, head: HeadName
 ):
+    if model.num_experts:
+        layout = layout.model_copy(update={"ep": layout.dp})
+        model = model.model_copy(update={"shared_expert_size": 6})
     sharding = megatron_sharding(model, layout, range(layout.num_devices), head=head)
     weights = {param.name: torch.randn(param.shape) for param in sharding.params}
     bias = 0 if head == "lm_head" else 1
@@ -123,6 +128,25 @@ def test_tensors_are_called_as_megatron_core_calls_them():
     )
 
 
+def test_experts_lie_as_in_the_module_and_the_shared_one_as_a_feed_forward():
+    model = shape(num_experts=4, experts_per_token=2, shared_expert_size=6, num_layers=1)
+    sharding = megatron_sharding(model, Layout(tp=2, dp=2, ep=2), range(4))
+    prefix = "decoder.layers.0.mlp."
+    held = {
+        piece.tensor.removeprefix(prefix): piece.box
+        for piece in pieces_on(sharding, 3)
+        if piece.tensor.startswith(prefix)
+    }
+    assert held == {
+        "gate.weight": ((0, 4), (0, 8)),
+        "experts.gate_up_proj": ((2, 4), (18, 24), (0, 8)),  # gate rows 6 to 12 stand before
+        "experts.down_proj": ((2, 4), (0, 8), (6, 12)),
+        "shared_expert.linear_fc1.weight": ((3, 6), (0, 8)),  # of gate rows, then of up rows
+        "shared_expert.down_proj.weight": ((0, 8), (3, 6)),
+        "shared_expert_gate.weight": ((0, 1), (0, 8)),
+    }
+
+
 def test_tied_embeddings_lie_at_both_ends():
     sharding = megatron_sharding(shape(tied_embeddings=True), Layout(pp=2, tp=2), range(4))
     held = {
@@ -148,14 +172,14 @@ def test_tied_embeddings_lie_at_both_ends():
             "tp that does",
         ),
         (
-            shape(num_experts=4, experts_per_token=2),
-            Layout(),
-            "the Megatron engine has no mixtures of experts (model 'tiny')",
+            shape(),
+            Layout(dp=2, ep=2),
+            "layout 'dp2 ep2' divides experts, and model 'tiny' has none; take ep=1",
         ),
         (
             shape(),
             Layout(cp=2),
-            "layout 'cp2': the Megatron engine knows tp, pp, dp and zero up to 2",
+            "layout 'cp2': the Megatron engine knows tp, pp, dp, ep and zero up to 2",
         ),
         (shape(vocab_size=15), Layout(tp=2), "tp=2 does not divide the vocabulary of 15"),
         (shape(num_layers=3), Layout(pp=2), "pp=2 does not divide 3 layers"),

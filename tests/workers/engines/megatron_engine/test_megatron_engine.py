@@ -339,10 +339,11 @@ REFUSALS = {
     "names": "ValueError: weights do not fit: missing none, unknown ['extra']; they must come from "
     "a model of the same architecture",
     "shape": "ValueError: weight 'model.norm.weight': expected shape [48], got [5]",
-    "sizes": "ConfigError: 'actor' wants tensor, data and pipeline parallel sizes (1, 1, 2), but "
-    "another Megatron role of this process has (2, 1, 1); roles of one group must share them",
+    "sizes": "ConfigError: 'actor' wants tensor, data, pipeline and expert parallel sizes "
+    "(1, 1, 2, 1), but another Megatron role of this process has (2, 1, 1, 1); roles of one group "
+    "must share them",
     "gpt2": "ConfigError: the Megatron engine has no model_type 'gpt2'; it has llama, mistral, "
-    "qwen2, qwen3. Train this model with engine=torch",
+    "mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe. Train this model with engine=torch",
     "window": "ConfigError: the Megatron engine cannot compute a mistral model with "
     "sliding_window=8; train it with engine=torch",
     "biased": "ConfigError: the Megatron engine cannot compute a llama model with mlp_bias=True; "

@@ -104,10 +104,12 @@ class Mixture(nn.Module):
     Args:
         experts: What of it is here.
         dtype: Of the weights.
-        device: Where they lie.
+        device: Where they lie; None for torch's default device.
     """
 
-    def __init__(self, experts: Experts, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, experts: Experts, *, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
         super().__init__()
         shape, tensor = experts.shape, experts.tensor
         self._part = experts

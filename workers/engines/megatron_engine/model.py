@@ -79,7 +79,7 @@ class _RmsNorm(nn.Module):
     ) -> None:
         super().__init__()
         del unused
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
         size = torch.empty(hidden_size, dtype=config.params_dtype, device=device)
         self.weight = nn.Parameter(size)
         self.eps = eps
@@ -164,16 +164,17 @@ def build_backbone(
         position_embedding_type="rope",
     )
     device = torch.device(context.device)
+    made_on = None if device.type == "cpu" else device  # as megatron-core makes its own
     if shape.num_experts:
         tensor, normalizes = context.tensor_parallel, _normalizes(config)
         part = Experts(shape, normalizes, tensor, own.sequence_parallel, experts)
         for layer in cast(Any, backbone.decoder).layers:
-            layer.mlp = Mixture(part, dtype=own.params_dtype, device=device)
+            layer.mlp = Mixture(part, dtype=own.params_dtype, device=made_on)
     frequencies: Any = backbone.rotary_pos_emb
     frequencies.inv_freq = _rotary_frequencies(config).to(device)
     ends: Any = backbone
     if last and scalar:
-        ends.output_layer = nn.Linear(shape.hidden_size, 1, device=device, dtype=own.params_dtype)
+        ends.output_layer = nn.Linear(shape.hidden_size, 1, device=made_on, dtype=own.params_dtype)
     elif last:
         ends.output_layer.sequence_parallel = False  # it is given states that are whole already
     return backbone
@@ -193,7 +194,8 @@ def _rotary_frequencies(config: Any) -> Tensor:
             f"the Megatron engine cannot compute rotary positions of type '{kind}'; it has "
             "default, linear and llama3. Train this model with engine=torch"
         )
-    rotary: Any = LlamaRotaryEmbedding(config)  # the families share it
+    with torch.device("cpu"):
+        rotary: Any = LlamaRotaryEmbedding(config)  # the families share it
     return rotary.inv_freq.float().clone()
 
 

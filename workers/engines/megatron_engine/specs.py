@@ -45,6 +45,14 @@ class MegatronOptions:
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> LanguageNetwork:
         """See `Recipe.make_network`."""
+        network = self.empty_network(model, context, head)
+        fill_first_weights(network, model_source(model, head), head, model, context)
+        return network
+
+    def empty_network(
+        self, model: ModelSpec, context: WorkerContext, head: Head
+    ) -> LanguageNetwork:
+        """The same with weights as they were allocated."""
         beside = join_groups(context, self.expert_parallel)  # before megatron-core is imported
         from .model import build_backbone, supported_shape
         from .network import MegatronNetwork
@@ -69,7 +77,7 @@ class MegatronOptions:
         )
         if self.activation_checkpointing:
             recompute_layers(backbone.decoder.layers)
-        network = MegatronNetwork(
+        return MegatronNetwork(
             backbone,
             beside,
             rank_group(context, torch.device(context.device)),
@@ -78,8 +86,6 @@ class MegatronOptions:
             tied=shape.tied_embeddings and not head.is_scalar,
             share_optimizer=self.share_optimizer,
         )
-        fill_first_weights(network, model_source(model, head), head, model, context)
-        return network
 
 
 @dataclass(frozen=True, kw_only=True)

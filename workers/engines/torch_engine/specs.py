@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.heads import Head
@@ -28,7 +29,24 @@ __all__ = [
     "TorchPolicySpec",
     "TorchRewardModelSpec",
     "TorchValueSpec",
+    "check_whole",
 ]
+
+
+def check_whole(context: WorkerContext) -> None:
+    """Require that every process has a model of its own.
+
+    Raises:
+        ConfigError: If several are to share one.
+    """
+    sharing = context.tensor_parallel * context.pipeline_parallel
+    if sharing > 1:
+        raise ConfigError(
+            f"'{context.role}' is on a group whose ranks are {sharing} processes each, and "
+            "engine=torch has every model whole in each process\n    leave "
+            "executor.tensor_parallel and executor.pipeline_parallel at 1, or set engine=fsdp or "
+            "engine=megatron"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +62,12 @@ class TorchModel:
     """Whether its weights, which nobody changes, may be those that adapters of others stand on."""
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> TorchNetwork:
-        """See `Recipe.make_network`."""
+        """See `Recipe.make_network`.
+
+        Raises:
+            ConfigError: If several processes are to share the model.
+        """
+        check_whole(context)
         keep_few_kernels()
         network = self._network(model, context, head)
         if self.activation_checkpointing:

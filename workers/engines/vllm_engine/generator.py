@@ -29,7 +29,14 @@ from ...training.flat_parameters import read_tensors, write_tensors
 from .engine import EngineOptions, Request, Sampled, VllmEngine
 from .engine_cache import engine_key, keep, take
 
-__all__ = ["VllmGenerator", "VllmPolicy", "VllmPolicySpec", "engine_options", "longest_sequence"]
+__all__ = [
+    "VllmGenerator",
+    "VllmPolicy",
+    "VllmPolicySpec",
+    "check_stages",
+    "engine_options",
+    "longest_sequence",
+]
 
 _LEAST_TEMPERATURE = 0.01
 """vLLM silently raises lower ones, but 0, to this."""
@@ -123,11 +130,7 @@ class VllmGenerator:
     name = "vLLM"
 
     def __init__(self, spec: VllmPolicySpec, context: WorkerContext) -> None:
-        if context.pipeline_parallel > 1:
-            raise ValueError(
-                f"'{context.role}' generates with vLLM on {context.pipeline_parallel} pipeline "
-                "stages; this engine divides a model by tensor parallelism only, set pp=1"
-            )
+        check_stages(context)
         self._spec = spec
         _check_folder(spec.model, context)
         config, self.shapes = _skeleton(spec.model)
@@ -198,6 +201,19 @@ class VllmGenerator:
     def close(self) -> None:
         """See `GenerationEngine.close`."""
         self.vllm.close()
+
+
+def check_stages(context: WorkerContext) -> None:
+    """Require that layers are not divided over processes.
+
+    Raises:
+        ValueError: If they are.
+    """
+    if context.pipeline_parallel > 1:
+        raise ValueError(
+            f"'{context.role}' generates with vLLM on {context.pipeline_parallel} pipeline "
+            "stages; this engine divides a model by tensor parallelism only, set pp=1"
+        )
 
 
 def engine_options(

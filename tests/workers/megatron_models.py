@@ -67,8 +67,9 @@ def mixture_optimizer(family: str) -> OptimizerSpec:
 
 
 def tiny(family: str) -> dict[str, Any]:
-    """Four layers and a vocabulary of 64, which two processes and two stages can share."""
-    return {**architecture(family), "vocab_size": 64, "num_hidden_layers": 4}
+    """Four layers (of mixtures two) and a vocabulary of 64, which two stages can share."""
+    layers = 2 if family in MIXTURES else 4
+    return {**architecture(family), "vocab_size": 64, "num_hidden_layers": layers}
 
 
 def torch_policy(model: ModelSpec, **options: Any) -> PolicyWorker:

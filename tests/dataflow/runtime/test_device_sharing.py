@@ -120,6 +120,7 @@ class Sleepy(Counter):
 
     name: str
     told: list[str] = field(default_factory=list[str])
+    offload: bool = False
     awake: bool = True
 
     def __post_init__(self) -> None:
@@ -142,13 +143,16 @@ class Sleepy(Counter):
 @dataclass(frozen=True)
 class SleepySpec:
     told: list[str]
+    offload: bool = False
 
     def build(self, context: WorkerContext) -> Sleepy:
-        return Sleepy("rollout" if context.methods == frozenset({"sample"}) else "main", self.told)
+        name = "rollout" if context.methods == frozenset({"sample"}) else "main"
+        return Sleepy(name, self.told, self.offload)
 
 
-def run(placement: Placement, told: list[str]) -> list[float]:
-    engine = Engine(COUNT, placement, workers={"model": SleepySpec(told)}, executor=InProcess())
+def run(placement: Placement, told: list[str], *, offload: bool = False) -> list[float]:
+    spec = SleepySpec(told, offload)
+    engine = Engine(COUNT, placement, workers={"model": spec}, executor=InProcess())
     with engine:
         return seen(list(engine.run(SOURCES, 2)))
 
@@ -169,6 +173,19 @@ def test_groups_on_one_device_sleep_in_turn_and_learn_the_same() -> None:
         "rollout sleeps",
         "main wakes",
     ]
+
+
+def test_who_waits_in_host_memory_is_on_the_device_for_its_own_work_alone() -> None:
+    told: list[str] = []
+    assert run(SPLIT, told, offload=True) == run(SPLIT, []) == [0.0, 1.0]
+    for name in ("main", "rollout"):
+        mine = [what.removeprefix(f"{name} ") for what in told if what.startswith(name)]
+        states = [what for what in mine if what != "samples"]
+        assert states == ["sleeps", *["wakes", "sleeps"] * (len(states) // 2)]
+    # A hand-over of the devices leaves it where it waits.
+    shared: list[str] = []
+    assert run(SHARED, shared, offload=True) == [0.0, 1.0]
+    assert shared[-1].endswith("sleeps")
 
 
 def test_nobody_sleeps_who_has_the_device_alone() -> None:

@@ -107,6 +107,62 @@ def test_one_engine_in_one_layout_is_left_alone(tmp_path: Path) -> None:
     assert divided(plan, graph, config.engines) is plan
 
 
+def test_a_role_may_have_engines_of_its_own(tmp_path: Path) -> None:
+    plan = Plan(
+        groups=(GroupPlan(name="all", devices=(0, 1)),),
+        layouts={
+            "actor.generate": Layout(dp=2),
+            "actor.train": Layout(tp=2),
+            "critic.value": Layout(dp=2, zero=3),
+            "critic.train": Layout(dp=2, zero=3),
+            "ref.logprob": Layout(tp=2),
+        },
+    )
+    words = ("algorithm.roles.critic.engine=fsdp", "algorithm.roles.actor.rollout=torch")
+    config = config_of(*BOTH, *words, written(tmp_path, plan))
+    placement = stages_of(config)[-1].placement
+    assert shapes(placement) == {
+        "all": (1, 2, 1),
+        "all-rollout": (2, 1, 1),
+        "all-fsdp-tp2pp1": (1, 2, 1),
+    }
+    assert placement.nodes["critic.train"] == "all-fsdp-tp2pp1"
+    assert config.engines.trainer("critic").name == "fsdp"
+    generator = config.engines.generator("actor")
+    assert generator is not None
+    assert generator.name == "torch"
+    # Options of the run's engine and rollout are for no other.
+    assert config.engines.options_of("actor") is config.engines.options
+    assert config.engines.options_of("critic") == config.engines.rollout_options_of("actor") == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            "algorithm.roles.critic.engine=jax",
+            "'algorithm.roles.critic.engine': 'jax' is no engine that trains\n    there are: "
+            "torch, fsdp, megatron, or module:ENGINE for one of your own",
+        ),
+        (
+            "algorithm.before.sft.roles.actor.engine=fsdp",
+            "'algorithm.before.sft.roles.actor.engine' is set, but the roles of an earlier stage "
+            "run on the engines that the main one's have\n    set algorithm.roles.actor.engine "
+            "instead",
+        ),
+        (
+            "algorithm.roles.reward.engine=fsdp algorithm.roles.reward.worker=own:spec",
+            "'algorithm.roles.reward' has a worker of your own and an engine\n    leave out "
+            "'engine' and 'rollout': the worker computes by itself",
+        ),
+    ],
+)
+def test_engines_that_a_role_cannot_have_are_refused(words: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(*BOTH, *words.split())
+    assert str(caught.value) == text
+
+
 @pytest.mark.parametrize(
     ("node", "layout", "problem"),
     [

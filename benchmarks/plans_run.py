@@ -23,7 +23,7 @@ from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
 from penstock.launch.placement.plan_request import SECTIONS, PlanRequest, plan_request
 from penstock.planner.inputs.calls import Call, calls_of
-from penstock.planner.inputs.layout import Layout
+from penstock.planner.inputs.layout import Layout, pinned_layout
 from penstock.planner.plan.plan import Plan
 from penstock.workers.engines.engine import Engine
 from penstock.workers.engines.registry import ENGINES
@@ -212,11 +212,9 @@ def _confirmed(case: Case, composed: Mapping[str, Any], said: str) -> Outcome:
     node = pin.removeprefix("plan.pins.layouts.").split("=")[0].rpartition(".")[0] if pin else ""
     if node and node in first:
         name, value = (pin or "").removeprefix(f"plan.pins.layouts.{node}.").split("=")
-        layout = Layout.model_validate({name: json.loads(value)})
+        layout = pinned_layout({name: json.loads(value)})
         generates = node.endswith(".generate") and case.rollout != "same"
         engine = ENGINES[case.rollout if generates else case.engine]
-        # Data-parallel ranks for what only they share.
-        layout = layout.model_copy(update={"dp": 2}) if name in ("zero", "ep") else layout
     elif "cannot be planned" in first:
         name, engine, layout = "", ENGINES[case.engine], Layout()
     else:

@@ -12,7 +12,7 @@ from ...dataflow.errors import ConfigError, PlanError
 from ...planner.formatting import ranges_text
 from ...planner.inputs.calls import Call
 from ...planner.inputs.cluster import ClusterSpec
-from ...planner.inputs.layout import Layout, check_layout
+from ...planner.inputs.layout import Layout, check_layout, pinned_layout
 from ...planner.search.pins import Pins
 
 __all__ = ["flat_layouts", "pins_of"]
@@ -124,7 +124,8 @@ def _layout(
     """The pinned fields of one call's layout, if the model and its devices can have it."""
     _known(name, [call.name for call in calls], "plan.pins.layouts", "node")
     call = next(call for call in calls if call.name == name)
-    layout = validated(Layout, fields, at)
+    validated(Layout, fields, at)
+    layout = pinned_layout(fields)
     node_size = max(group.devices_per_node for group in cluster.node_groups)
     check_layout(layout, call.model, node_size=node_size, where=f"'{at}'")
     devices = sizes.get(call.call_group, cluster.num_devices)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import gcd, isqrt
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...dataflow.errors import PlanError
 from .model_shape import ModelShape
 
-__all__ = ["Layout", "check_layout", "legal_layouts"]
+__all__ = ["Layout", "check_layout", "legal_layouts", "pinned_layout"]
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 
@@ -55,6 +56,20 @@ class Layout(BaseModel):
         marks += ["offload"] if self.offload else []
         marks += [f"mb{self.micro_batch}"] if self.micro_batch > 1 else []
         return " ".join([*(sizes or ["1 device"]), *marks])
+
+
+def pinned_layout(fields: Mapping[str, Any]) -> Layout:
+    """The smallest layout with these fields, for looking at fields that are fixed one by one.
+
+    Raises:
+        pydantic.ValidationError: If there is no such field or value.
+    """
+    fields = dict(fields)
+    if "ep" in fields:
+        fields.setdefault("dp", fields["ep"])
+    if "tp" not in fields:  # what it needs is not fixed, so it may be there
+        fields.pop("sequence_parallel", None)
+    return Layout.model_validate(fields)
 
 
 def check_layout(

@@ -15,7 +15,7 @@ from ..cost.engine_model import EngineModel, RoleEngines
 from ..cost.memory_ledger import Parts
 from ..inputs.calls import Call, calls_of
 from ..inputs.cluster import ClusterSpec
-from ..inputs.layout import Layout, check_layout
+from ..inputs.layout import Layout, check_layout, pinned_layout
 from ..inputs.model_shape import ModelShape
 from ..inputs.workload import Workload
 from ..search.option_table import CallPlan, ModelTable, call_nodes
@@ -114,7 +114,7 @@ def _check_pins(
             raise PlanError(
                 f"pin layouts names call '{name}'; the step's calls are {', '.join(named)}"
             )
-        layout = Layout.model_validate(dict(fields))
+        layout = pinned_layout(fields)
         check_layout(
             layout,
             named[name].model,

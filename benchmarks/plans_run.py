@@ -147,7 +147,7 @@ class Outcome:
         kind: "runnable", "refused" (by the engines as by the planner) or what went wrong.
         said: Why.
         redrawn: How often it did not fit.
-        weights: Bytes of weights that were planned and that were built, of each process built.
+        weights: Bytes of weights that were planned and that were built, of each call.
     """
 
     case: Case
@@ -191,6 +191,7 @@ def _built(case: Case, composed: Mapping[str, Any], request: PlanRequest, plan: 
     for call in calls_of(request.graph, request.workload, request.models):
         engine: Engine = engines.runs(request.graph, request.graph[call.name])
         layout = plan.layouts[call.name]
+        parts: list[int] = []
         for process in dict.fromkeys((0, layout.num_devices - 1)):
             try:
                 built = construct(
@@ -199,9 +200,10 @@ def _built(case: Case, composed: Mapping[str, Any], request: PlanRequest, plan: 
             except Exception as error:  # noqa: BLE001 - whatever it is, the plan does not run
                 said = f"{call.name} in {layout} on {engine.name}: {_line(error)}"
                 return Outcome(case, "planned but not built", said)
-            if built is not None and not layout.offload:
-                parts = engine.planned.memory.resident(call, layout)
-                weights.append((parts.weights, built))
+            parts += [] if built is None else [built]
+        if parts:  # of the stage that has most: the first or the last
+            planned = engine.planned.memory.resident(call, layout)
+            weights.append((planned.weights, max(parts)))
     return Outcome(case, "runnable", weights=tuple(weights))
 
 
@@ -270,7 +272,7 @@ def main() -> None:
             "refused": kinds["refused"],
             "other": {k: n for k, n in kinds.items() if k not in ("runnable", "refused")},
             "redrawn": sum(outcome.redrawn > 0 for outcome in outcomes),
-            "processes_built": len(pairs),
+            "calls_built": len(pairs),
             "largest_weight_error": max(off, default=0.0),
             "mean_weight_error": sum(off) / max(len(off), 1),
             "engines": Counter(outcome.case.engine for outcome in outcomes),

@@ -99,12 +99,12 @@ def _torch(
 
     del options, longest
     check_whole(context)
-    module: Any = empty_model(model.config)
+    dtype = getattr(torch, model.dtype)
+    module: Any = empty_model(model.config).to(dtype)
     if head.is_scalar:
         from penstock.workers.models.heads import HeadedModel
 
         linear = torch.nn.Linear(model.config.hidden_size, 1, device="meta")
-        dtype = getattr(torch, model.dtype)
         module = HeadedModel(module.base_model, head.name, linear).to(dtype)
     network = make_network(module, head, context)
     return network.layout.bytes_on[context.process]

@@ -1,3 +1,10 @@
+"""Layouts that somebody fixes in part."""
+
+from __future__ import annotations
+
+from penstock.planner.inputs.layout import Layout, pinned_layout
+
+
 def test_fields_that_are_fixed_one_by_one_make_a_layout() -> None:
     """What a field needs beside itself and nobody has fixed may still be there."""
     assert pinned_layout({"ep": 2}) == Layout(ep=2, dp=2)

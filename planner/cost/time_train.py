@@ -27,6 +27,10 @@ __all__ = [
 ]
 
 
+_GRADIENT_BYTES = 4
+"""Of a gradient: float32, whatever the weights are in."""
+
+
 class LayerTime(NamedTuple):
     """Seconds of one layer's forward pass on one rank."""
 
@@ -170,34 +174,45 @@ def _stage_params(work: Work, layout: Layout) -> tuple[float, float]:
     return dense, layers * work.expert_layer_params / layout.tp / layout.ep
 
 
-def gather_s(work: Work, layout: Layout, machine: Machine) -> float:
-    """All weights of a stage from the ranks that ZeRO has cut them over."""
+def gather_s(work: Work, layout: Layout, machine: Machine, *, size: int | None = None) -> float:
+    """A number for each weight of a stage, from the ranks that ZeRO has cut them over.
+
+    Args:
+        work: The call.
+        layout: How it is spread.
+        machine: What it runs on.
+        size: Bytes of a number; by default those of a weight.
+    """
+    size = work.dtype_bytes if size is None else size
     dense, experts = _stage_params(work, layout)
     ranks, block = layout.dp * layout.cp, layout.tp
-    time = all_gather_s(machine.links, dense * work.dtype_bytes, ranks, block)
+    time = all_gather_s(machine.links, dense * size, ranks, block)
     if experts:
-        num_bytes = experts * work.dtype_bytes
-        time += all_gather_s(machine.links, num_bytes, ranks // layout.ep, block * layout.ep)
+        ranks //= layout.ep
+        time += all_gather_s(machine.links, experts * size, ranks, block * layout.ep)
     return time
 
 
 def _update_comm(work: Work, layout: Layout, machine: Machine, rows: int) -> tuple[float, float]:
     """`(gradients' sum, weights' gathers)` of one update.
 
-    Gradients travel in the weights' dtype. A gather and a reduce-scatter take equally long; an
-    all-reduce is both (Rajbhandari et al., "ZeRO", 2020, section 7).
+    Gradients are summed in float32, as they are held (`memory.py`): that is what every engine
+    here does, and Megatron's default for weights of bfloat16. Weights travel in their own dtype. A
+    gather and a reduce-scatter take equally long; an all-reduce is both (Rajbhandari et al.,
+    "ZeRO", 2020, section 7).
     """
     if layout.dp * layout.cp == 1:
         return 0.0, 0.0
-    once = gather_s(work, layout, machine)
-    count = _num_micro_batches(rows, layout)
+    scatter = gather_s(work, layout, machine, size=_GRADIENT_BYTES)
     if layout.zero == 0:
-        return 2.0 * once, 0.0
+        return 2.0 * scatter, 0.0
+    once = gather_s(work, layout, machine)
     if layout.zero == 1:
-        return once, once
+        return scatter, once
+    count = _num_micro_batches(rows, layout)
     if layout.zero == 2:
-        return count * once, once
-    return count * once, 2.0 * count * once  # gathered for the forward and the backward pass
+        return count * scatter, once
+    return count * scatter, 2.0 * count * once  # gathered for the forward and the backward pass
 
 
 def optimizer_bytes(work: Work, layout: Layout) -> float:

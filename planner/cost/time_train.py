@@ -23,6 +23,7 @@ __all__ = [
     "head_matmul_s",
     "layer_time",
     "optimizer_bytes",
+    "pipeline_time",
     "train_time",
 ]
 
@@ -108,27 +109,51 @@ def hand_over_s(work: Work, layout: Layout, machine: Machine, tokens: float) -> 
     return point_to_point_s(machine.links, sent, layout.num_devices)
 
 
-def forward_time(work: Work, layout: Layout, machine: Machine) -> CallTime:
-    """A forward call: log-probabilities, values or scores of all rows."""
-    rows = -(-work.rows // layout.dp)
-    time = _pipeline(work, layout, machine, rows, _FORWARD)
+def pipeline_time(work: Work, layout: Layout, machine: Machine) -> CallTime:
+    """What a forward or train call computes and sends between the ranks of a model replica.
+
+    It is the same for every ZeRO stage, and whether the model waits in host memory.
+    """
+    if work.kind == "forward":
+        return _pipeline(work, layout, machine, _rows(work, layout), _FORWARD)
+    passes = _TRAIN_AGAIN if layout.checkpointing else _TRAIN
+    update = _pipeline(work, layout, machine, _rows(work, layout), passes)
+    return CallTime(*[work.updates * part for part in update])
+
+
+def forward_time(work: Work, layout: Layout, machine: Machine, pipeline: CallTime) -> CallTime:
+    """A forward call: log-probabilities, values or scores of all rows.
+
+    Args:
+        work: The call.
+        layout: How it is spread.
+        machine: What it runs on.
+        pipeline: Its `pipeline_time`.
+    """
     gather = 0.0
     if layout.zero == 3:
-        gather = _num_micro_batches(rows, layout) * gather_s(work, layout, machine)
-    return time._replace(fixed_s=machine.call_s, weight_gather_s=gather)
+        count = _num_micro_batches(_rows(work, layout), layout)
+        gather = count * gather_s(work, layout, machine)
+    return pipeline._replace(fixed_s=machine.call_s, weight_gather_s=gather)
 
 
-def train_time(work: Work, layout: Layout, machine: Machine) -> CallTime:
-    """A train call: all its updates."""
-    per_update = work.rows * work.passes
-    rows = -(-per_update // (work.updates * layout.dp))
-    passes = _TRAIN_AGAIN if layout.checkpointing else _TRAIN
-    time = _pipeline(work, layout, machine, rows, passes)
-    sync, gather = _update_comm(work, layout, machine, rows)
+def train_time(work: Work, layout: Layout, machine: Machine, pipeline: CallTime) -> CallTime:
+    """A train call: all its updates. The arguments are those of `forward_time`."""
+    sync, gather = _update_comm(work, layout, machine)
     step = optimizer_bytes(work, layout) / machine.memory_bytes_per_s
-    update = time._replace(grad_sync_s=sync, weight_gather_s=gather, optimizer_s=step)
-    all_updates = CallTime(*[work.updates * part for part in update])
-    return all_updates._replace(fixed_s=machine.call_s)
+    return pipeline._replace(
+        fixed_s=machine.call_s,
+        grad_sync_s=work.updates * sync,
+        weight_gather_s=work.updates * gather,
+        optimizer_s=work.updates * step,
+    )
+
+
+def _rows(work: Work, layout: Layout) -> int:
+    """Rows of one data-parallel rank: of a forward call, or of one update."""
+    if work.kind == "forward":
+        return -(-work.rows // layout.dp)
+    return -(-work.rows * work.passes // (work.updates * layout.dp))
 
 
 def _num_micro_batches(rows: int, layout: Layout) -> int:
@@ -193,7 +218,7 @@ def gather_s(work: Work, layout: Layout, machine: Machine, *, size: int | None =
     return time
 
 
-def _update_comm(work: Work, layout: Layout, machine: Machine, rows: int) -> tuple[float, float]:
+def _update_comm(work: Work, layout: Layout, machine: Machine) -> tuple[float, float]:
     """`(gradients' sum, weights' gathers)` of one update.
 
     Gradients are summed in float32, as they are held (`memory.py`): that is what every engine
@@ -209,7 +234,7 @@ def _update_comm(work: Work, layout: Layout, machine: Machine, rows: int) -> tup
     once = gather_s(work, layout, machine)
     if layout.zero == 1:
         return scatter, once
-    count = _num_micro_batches(rows, layout)
+    count = _num_micro_batches(_rows(work, layout), layout)
     if layout.zero == 2:
         return count * scatter, once
     return count * scatter, 2.0 * count * once  # gathered for the forward and the backward pass

@@ -222,10 +222,10 @@ def placements(engine: EngineModel) -> tuple[list[list[object]], list[dict[str, 
             published.step_time_s / other.step_time_s - 1 for other in (compared, best)
         )
         same = slower <= TIE
-        rows.append([case.figure, f"{case.actor}/{case.critic}", case.gpus]
-                    + [text for result in (published, compared, best)
-                       for text in (_shown(result.best), f"{result.step_time_s:.1f}")]
-                    + [f"{slower:.1%}", f"{behind:.1%}", "yes" if same else "no"])  # fmt: skip
+        found = [text for result in (published, compared, best)
+                 for text in (_shown(result.best), f"{result.step_time_s:.1f}")]  # fmt: skip
+        rows.append([case.figure, f"{case.actor}/{case.critic}", case.gpus, *found,
+                     f"{slower:.1%}", f"{behind:.1%}", "yes" if same else "no"])  # fmt: skip
         print(*rows[-1], flush=True)
         data.append({
             "figure": case.figure, "actor_b": case.actor, "critic_b": case.critic,

@@ -40,12 +40,18 @@ def call_time(
         PlanError: If a device has no peak at the model's dtype, or `kv_bytes` holds no row.
     """
     work, machine = Work.of(call), Machine.of(mesh, constants, call.model.dtype)
+    found = _without_states(work, layout, machine, kv_bytes)
+    return train_time(work, layout, machine, found) if work.kind == "train" else found
+
+
+def _without_states(
+    work: Work, layout: Layout, machine: Machine, kv_bytes: float | None
+) -> CallTime:
+    """All of a call but what ZeRO stages change about training."""
     if work.kind == "generate":
         return generate_time(work, layout, machine, kv_bytes)
     pipeline = pipeline_time(work, layout, machine)
-    if work.kind == "forward":
-        return forward_time(work, layout, machine, pipeline)
-    return train_time(work, layout, machine, pipeline)
+    return forward_time(work, layout, machine, pipeline) if work.kind == "forward" else pipeline
 
 
 class TimeModel:
@@ -68,7 +74,7 @@ class TimeModel:
         # Of the mesh that was asked for last.
         self._mesh: Mesh | None = None
         self._here: dict[int, tuple[Work, Machine]] = {}
-        self._kept: dict[tuple[int, ...], CallTime] = {}
+        self._kept: dict[tuple[float | None, ...], CallTime] = {}
 
     def call_time(
         self, call: Call, layout: Layout, mesh: Mesh, *, kv_bytes: float | None = None
@@ -83,20 +89,16 @@ class TimeModel:
             machine = Machine.of(mesh, self.constants, call.model.dtype)
             known = self._here[id(call)] = (self._work(call), machine)
         work, machine = known
-        if work.kind == "generate":
-            return generate_time(work, layout, machine, kv_bytes)
-        forward = work.kind == "forward"
-        # A forward pass is the same whatever training has chosen, but for gathered weights.
+        # A forward pass and a generation are the same whatever training has chosen, but for
+        # gathered weights; a pipeline of training is the same for every ZeRO stage.
+        train = work.kind == "train"
         key = (id(work), layout.tp, layout.pp, layout.dp, layout.cp, layout.ep,
-               layout.sequence_parallel, layout.micro_batch,
-               layout.zero == 3 if forward else layout.checkpointing)  # fmt: skip
+               layout.sequence_parallel, layout.micro_batch, kv_bytes,
+               layout.checkpointing if train else layout.zero == 3)  # fmt: skip
         found = self._kept.get(key)
         if found is None:
-            found = pipeline_time(work, layout, machine)
-            if forward:
-                found = forward_time(work, layout, machine, found)
-            self._kept[key] = found
-        return found if forward else train_time(work, layout, machine, found)
+            found = self._kept[key] = _without_states(work, layout, machine, kv_bytes)
+        return train_time(work, layout, machine, found) if train else found
 
     def kv_bytes_per_row(self, call: Call, layout: Layout) -> float:
         """Keys and values of a generation's row at its mean final length, on one device."""

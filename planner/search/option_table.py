@@ -334,9 +334,11 @@ class ModelTable:
             yield CallPlan(layout, time, move_s, held)
 
     def _load_s(self, call: Call, layout: Layout, mesh: Mesh) -> float:
+        """Fetching weights that wait in host memory."""
         if not layout.offload:
             return 0.0
-        return offload_time(self.engine_of(call).memory.resident(call, layout).weights, mesh)
+        there = layout.model_copy(update={"offload": False})
+        return offload_time(self.engine_of(call).memory.resident(call, there).weights, mesh)
 
 
 def _option(resident: int, plans: Mapping[str, CallPlan]) -> Option:

@@ -141,6 +141,10 @@ class ProfileConfig(Section):
     """The executor with which the cost of a call is measured."""
     widths: Annotated[list[Width], Field(min_length=1)] | None = None
     """Hidden sizes of the models that are timed; by default 64 to 512, or 512 to 4096 on CUDA."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of their weights, best that of the run's models; by default float32, or bfloat16 on CUDA."""
+    vocab_size: Annotated[int, Field(ge=2, le=1 << 20)] = 64
+    """Words of their vocabulary, best those of the run's models: few words make the head cheap."""
     rows: Annotated[int, Field(ge=1, le=1 << 16)] = 16
     """Rows of a timed training call; the others follow from it."""
     seconds: Annotated[float, Field(gt=0)] = 0.5

@@ -104,7 +104,8 @@ def choose(run: Resolved) -> Choice:
     plan = _best(run, models, workload, machine)
     threads = machine.calibration.num_threads if machine.calibration else None
     dtypes = (model.dtype for model in models.values() if model is not None)
-    said = (*inputs.left_out(models), *machine.cluster.notes(dtypes))
+    measured = machine.calibration.notes_for(models.values()) if machine.calibration else ()
+    said = (*inputs.left_out(models), *machine.cluster.notes(dtypes), *measured)
     notes = "".join(f"\nplacement: {note}" for note in said)
     return Choice(plan, threads, _said(graph, plan) + notes)
 

@@ -140,6 +140,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         notes=(
             *inputs.left_out(models),
             *cluster.notes(model.dtype for model in models.values() if model is not None),
+            *(calibration.notes_for(models.values()) if calibration is not None else ()),
         ),
         constants=default_constants(cluster)
         if calibration is None

@@ -32,7 +32,6 @@ __all__ = ["MICRO_BATCH_TOKENS", "ProfileCall", "architecture", "calls_of_width"
 MICRO_BATCH_TOKENS = 4096
 """Tokens that a worker computes at once, unless its options say otherwise."""
 
-_VOCABULARY = 64
 _LAYERS = 4
 _TOKENS = 32
 """Of a prompt, and of a response."""
@@ -53,6 +52,8 @@ class ProfileCall(BaseModel):
     """Prompts, with one response each."""
     dtype: str
     """Of its weights."""
+    vocab_size: AtLeastOne = 64
+    """Words that it knows."""
     updates: AtLeastOne = 1
     """Optimizer steps, if it trains: the rows are cut into so many minibatches."""
 
@@ -72,7 +73,7 @@ class ProfileCall(BaseModel):
             name=f"actor.{self.kind}",
             role="actor",
             kind=self.kind,
-            model=_shape(self.width, self.dtype),
+            model=_shape(self.width, self.dtype, self.vocab_size),
             head="vocabulary",
             trained=True,
             num_sequences=self.rows,
@@ -84,7 +85,7 @@ class ProfileCall(BaseModel):
     def prepared(self, policy: PolicyWorker) -> Callable[[], None]:
         """The call, ready to be made as often as one likes; its inputs are made here."""
         random = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, _VOCABULARY, (self.rows, 2 * _TOKENS), generator=random)
+        tokens = torch.randint(0, self.vocab_size, (self.rows, 2 * _TOKENS), generator=random)
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         mask[:, _TOKENS:] = True
         if self.kind == "generate":
@@ -111,7 +112,9 @@ def _scoped(method: Callable[..., Any], *arguments: Any, **options: Any) -> None
         method(*arguments, **options)
 
 
-def calls_of_width(width: int, rows: int, dtype: str) -> tuple[ProfileCall, ...]:
+def calls_of_width(
+    width: int, rows: int, dtype: str, vocab_size: int = 64
+) -> tuple[ProfileCall, ...]:
     """What is timed at one width: many tokens and few of them, for each kind of call.
 
     In the third call the optimizer's step weighs most: it takes one for each row.
@@ -126,17 +129,24 @@ def calls_of_width(width: int, rows: int, dtype: str) -> tuple[ProfileCall, ...]
         ("generate", 4 * rows, 1),
     )
     return tuple(
-        ProfileCall(kind=kind, width=width, rows=number, dtype=dtype, updates=updates)
+        ProfileCall(
+            kind=kind,
+            width=width,
+            rows=number,
+            dtype=dtype,
+            vocab_size=vocab_size,
+            updates=updates,
+        )
         for kind, number, updates in sizes
     )
 
 
-def architecture(width: int) -> dict[str, Any]:
+def architecture(width: int, vocab_size: int = 64) -> dict[str, Any]:
     """A Qwen2 of that width: four layers, heads of 32 or 64, a feed-forward three times as wide."""
     heads = max(1, width // (32 if width < 256 else 64))
     return {
         "model_type": "qwen2",
-        "vocab_size": _VOCABULARY,
+        "vocab_size": vocab_size,
         "hidden_size": width,
         "intermediate_size": 3 * width,
         "num_hidden_layers": _LAYERS,
@@ -147,16 +157,16 @@ def architecture(width: int) -> dict[str, Any]:
     }
 
 
-def _shape(width: int, dtype: str) -> ModelShape:
-    return shape_of(architecture(width), name=f"width {width}", dtype=dtype)
+def _shape(width: int, dtype: str, vocab_size: int) -> ModelShape:
+    return shape_of(architecture(width, vocab_size), name=f"width {width}", dtype=dtype)
 
 
-def make_policy(width: int, dtype: str, device: str) -> PolicyWorker:
+def make_policy(width: int, dtype: str, device: str, vocab_size: int = 64) -> PolicyWorker:
     """The policy of that width, trained and alone."""
     dtypes: Any = dtype
     spec = DEFAULT.spec("policy")(
-        model=ModelSpec(architecture=architecture(width), dtype=dtypes),
-        eos_token_id=_VOCABULARY,
+        model=ModelSpec(architecture=architecture(width, vocab_size), dtype=dtypes),
+        eos_token_id=vocab_size,
         optimizer=OptimizerSpec(lr=1e-6),
         micro_batch_tokens=MICRO_BATCH_TOKENS,
     )

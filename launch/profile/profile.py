@@ -52,7 +52,8 @@ def profile(config: ProfileConfig) -> Calibration:
     _check_device(config.device, num_ranks)
     threads = config.num_threads or threads_of(num_ranks)
     widths = sorted(set(config.widths or _WIDTHS[config.device]))
-    calls = [c for w in widths for c in calls_of_width(w, config.rows, _DTYPE[config.device])]
+    dtype = config.dtype or _DTYPE[config.device]
+    calls = [c for w in widths for c in calls_of_width(w, config.rows, dtype, config.vocab_size)]
     ranks = _measured(config, num_ranks, threads, calls)
     notes: list[str] = []
     cluster, constants = _cluster(config.device, ranks, notes)
@@ -67,6 +68,8 @@ def profile(config: ProfileConfig) -> Calibration:
         cluster=cluster,
         constants=fit.constants,
         matmul_efficiency=fit.matmul_efficiency,
+        dtype=dtype,
+        vocab_size=config.vocab_size,
         num_threads=threads,
         executor=executor,
         machine=machine,

@@ -201,12 +201,14 @@ def _host_s(together: Together, device: str) -> float:
 
 
 def _calls_s(request: RankRequest, device: str, together: Together) -> tuple[float, ...]:
-    """Median seconds of every call; a width's policy is made once."""
+    """Median seconds of every call; a policy is made once for the calls that follow each other."""
     seconds: list[float] = []
     policy, made = None, None
     for call in request.calls:
-        if policy is None or made != (call.width, call.dtype):
-            policy, made = make_policy(call.width, call.dtype, device), (call.width, call.dtype)
+        wanted = (call.width, call.dtype, call.vocab_size)
+        if policy is None or made != wanted:
+            policy = make_policy(call.width, call.dtype, device, call.vocab_size)
+            made = wanted
         seconds.append(together.median_s(call.prepared(policy)))
     return tuple(seconds)
 

@@ -65,6 +65,10 @@ class Calibration(BaseModel):
     matmul_efficiency: Mapping[int, Share] = Field(min_length=1)
     """Hidden size -> share of the peak that a model of that width reaches. Small products reach
     less, and what is no product at all weighs more beside them."""
+    dtype: str | None = None
+    """Of the weights of the models that were timed; None in files that do not say."""
+    vocab_size: int | None = None
+    """Words that these models know."""
     num_threads: Annotated[int, Field(ge=1)]
     """Torch threads of one rank while it was measured."""
     executor: str
@@ -89,6 +93,22 @@ class Calibration(BaseModel):
         """Mean absolute relative error of the model of time over the measured calls."""
         return sum(abs(call.error) for call in self.calls) / max(len(self.calls), 1)
 
+    def notes_for(self, models: Iterable[ModelShape | None]) -> tuple[str, ...]:
+        """What to say where the models that were timed are unlike those of a step.
+
+        A share of the peak is that of one dtype: what is no product takes as long in the others.
+        """
+        largest = _largest(models)
+        if largest is None or self.dtype is None or self.vocab_size is None:
+            return ()
+        if largest.dtype == self.dtype and largest.vocab_size <= 4 * self.vocab_size:
+            return ()
+        return (
+            f"the calibration is of models in {self.dtype} with {self.vocab_size:,} words, and "
+            f"'{largest.name}' is in {largest.dtype} with {largest.vocab_size:,}; measure such "
+            f"models with `penstock profile dtype={largest.dtype} vocab_size={largest.vocab_size}`",
+        )
+
     def constants_for(self, models: Iterable[ModelShape | None]) -> Constants:
         """The constants for a step with these models: the efficiency is that of the largest.
 
@@ -98,11 +118,10 @@ class Calibration(BaseModel):
         Args:
             models: The shapes of the step's models; None for a role without one.
         """
-        shapes = [shape for shape in models if shape is not None]
-        if not shapes:
+        largest = _largest(models)
+        if largest is None:
             return self.constants
-        width = max(shapes, key=ModelShape.num_params).hidden_size
-        return self.constants.replaced(matmul_efficiency=self._efficiency(width))
+        return self.constants.replaced(matmul_efficiency=self._efficiency(largest.hidden_size))
 
     def _efficiency(self, width: int) -> float:
         known = sorted(self.matmul_efficiency.items())
@@ -143,3 +162,8 @@ class Calibration(BaseModel):
     def write(self, file: Path) -> None:
         """Write it as JSON."""
         file.write_text(self.model_dump_json(indent=2) + "\n")
+
+
+def _largest(models: Iterable[ModelShape | None]) -> ModelShape | None:
+    shapes = [shape for shape in models if shape is not None]
+    return max(shapes, key=ModelShape.num_params, default=None)

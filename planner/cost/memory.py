@@ -61,8 +61,13 @@ class _Params(NamedTuple):
 
 def _params(shape: ModelShape, head: Head, layout: Layout) -> _Params:
     """Sizes of the pipeline stage that has most: the first has the embedding, the last the head."""
-    tp, hidden = layout.tp, shape.hidden_size
-    layers = -(-shape.num_layers // layout.pp)
+    return _stage_params(shape, head, layout.tp, layout.pp, layout.ep)
+
+
+@lru_cache(maxsize=4096)
+def _stage_params(shape: ModelShape, head: Head, tp: int, pp: int, ep: int) -> _Params:
+    hidden = shape.hidden_size
+    layers = -(-shape.num_layers // pp)
     heads = -(-shape.num_heads // tp)
     # With more tensor-parallel ranks than key heads each rank holds one, repeated.
     qkv = (heads + 2 * _key_heads(shape, tp)) * shape.head_dim
@@ -74,11 +79,11 @@ def _params(shape: ModelShape, head: Head, layout: Layout) -> _Params:
         layer += hidden * shape.num_experts
         if shape.shared_expert_size:
             layer += 3 * hidden * -(-shape.shared_expert_size // tp) + hidden  # and its gate
-        experts = -(-shape.num_experts // layout.ep) * feed_forward
+        experts = -(-shape.num_experts // ep) * feed_forward
     else:
         layer += feed_forward
     embedding = hidden * -(-shape.vocab_size // tp)
-    if layout.pp == 1:
+    if pp == 1:
         ends = embedding + hidden
         if head == "scalar":
             ends += hidden
@@ -169,18 +174,17 @@ def transient_parts(
         # Weights move before the cache is allocated.
         moving = copy._replace(transfer=buckets)
         return running if running.total >= moving.total else moving
-    held = _gathered(call, layout, params)
     if call.kind == "forward":
         tokens = _micro_batch(call, layout)[0]
-        working = _working(call.model, layout, tokens)
-        logits = _logits(call, layout, tokens)
-        return held._replace(activations=working, logits=logits)
-    first, last = _train(call, layout)
-    return held.plus(first if first.total > last.total else last)
+        working = tokens * _per_token(call.model, layout).working, _logits(call, layout, tokens)
+    else:
+        working = _train(call, layout)
+    weights, gradients = _gathered(call, layout, params)
+    return Parts(weights, gradients, 0, *working)
 
 
-def _gathered(call: Call, layout: Layout, params: _Params) -> Parts:
-    """What ZeRO gathers for this call."""
+def _gathered(call: Call, layout: Layout, params: _Params) -> tuple[int, int]:
+    """Weights and gradients that ZeRO gathers for this call."""
     weights = gradients = 0
     if call.trained and layout.zero == 3 and layout.dp > 1:
         # The layer at hand and the next one.
@@ -189,7 +193,7 @@ def _gathered(call: Call, layout: Layout, params: _Params) -> Parts:
         adapters = -(-call.model.adapter_params // call.model.num_layers)
         # Until it is reduced and scattered.
         gradients = (adapters or params.largest_layer) * _FLOAT
-    return Parts(weights, gradients)
+    return weights, gradients
 
 
 def _micro_batch(call: Call, layout: Layout) -> tuple[int, int]:
@@ -201,60 +205,61 @@ def _micro_batch(call: Call, layout: Layout) -> tuple[int, int]:
     return -(-size * call.tokens_longest // layout.cp), -(-rows // size)
 
 
-def _train(call: Call, layout: Layout) -> tuple[Parts, Parts]:
-    """Activations and logits of the first stage, which runs ahead furthest, and of the last."""
+def _train(call: Call, layout: Layout) -> tuple[int, int]:
+    """Activations and logits of the first stage, which runs ahead furthest, or of the last."""
     shape = call.model
     tokens, count = _micro_batch(call, layout)
     layers = -(-shape.num_layers // layout.pp)
-    layer = tokens * _saved_per_token(shape, layout)
+    token = _per_token(shape, layout)
+    layer = tokens * token.saved
     kept = layer
     again = 0
     if layout.checkpointing:
-        kept, again = tokens * _hidden(shape, layout), layer
+        kept, again = tokens * token.hidden, layer
     ahead = min(layout.pp, count) * layers * kept
     logits = _logits(call, layout, tokens)
     # The logits are gone when the last layer is computed again.
-    if again > logits:
-        last = Parts(activations=layers * kept + again)
-    else:
-        last = Parts(activations=layers * kept, logits=logits)
-    return (last if layout.pp == 1 else Parts(activations=ahead + again)), last
+    last = (layers * kept + again, 0) if again > logits else (layers * kept, logits)
+    return (ahead + again, 0) if layout.pp > 1 and ahead + again > sum(last) else last
 
 
-def _hidden(shape: ModelShape, layout: Layout) -> int:
-    """Bytes of a token's hidden state between tensor-parallel regions."""
-    size = shape.hidden_size * shape.dtype_bytes
-    return -(-size // layout.tp) if layout.sequence_parallel else size
+class _PerToken(NamedTuple):
+    """Bytes of a layer's activations for one token."""
+
+    hidden: int
+    """Its hidden state between tensor-parallel regions."""
+    saved: int
+    """What a layer saves for its backward pass: inputs and outputs of both norms; queries, keys,
+    values and attention's output with a float32 sum per head; gate, up, the activated gate and the
+    product (per chosen expert, with the expert's own input and output)."""
+    working: int
+    """Working set without gradients: input, norm, and the layer's widest block."""
 
 
-def _saved_per_token(shape: ModelShape, layout: Layout) -> int:
-    """Bytes that one layer saves per token for its backward pass.
-
-    Inputs and outputs of both norms; queries, keys, values and attention's output with a float32
-    sum per head; gate, up, the activated gate and the product (per chosen expert, with the
-    expert's own input and output; of a shared expert, with its output).
-    """
-    tp, number = layout.tp, shape.dtype_bytes
-    heads = -(-shape.num_heads // tp)
-    attention = (2 * heads + 2 * _key_heads(shape, tp)) * shape.head_dim * number + heads * _FLOAT
-    inner = 4 * -(-shape.intermediate_size // tp) * number
-    hidden = _hidden(shape, layout)
-    if shape.num_experts:
-        inner = shape.experts_per_token * (inner + 2 * hidden) + shape.num_experts * _FLOAT
-        if shape.shared_expert_size:
-            inner += 4 * -(-shape.shared_expert_size // tp) * number + hidden
-    return 4 * hidden + attention + inner
+def _per_token(shape: ModelShape, layout: Layout) -> _PerToken:
+    return _token_bytes(shape, layout.tp, layout.sequence_parallel)
 
 
-def _working(shape: ModelShape, layout: Layout, tokens: int) -> int:
-    """One layer's working set without gradients: input, norm, and its widest block."""
-    tp, number = layout.tp, shape.dtype_bytes
+@lru_cache(maxsize=4096)
+def _token_bytes(shape: ModelShape, tp: int, sequence_parallel: bool) -> _PerToken:
+    number = shape.dtype_bytes
+    whole = shape.hidden_size * number
+    hidden = -(-whole // tp) if sequence_parallel else whole
     heads = -(-shape.num_heads // tp)
     mixing = (2 * heads + 2 * _key_heads(shape, tp)) * shape.head_dim * number
+    width = -(-shape.intermediate_size // tp) * number
+    inner = 4 * width
+    if shape.num_experts:
+        inner = shape.experts_per_token * (inner + 2 * hidden) + shape.num_experts * _FLOAT
     chosen = shape.experts_per_token if shape.num_experts else 1
-    widths = chosen * -(-shape.intermediate_size // tp) + -(-shape.shared_expert_size // tp)
-    inner = 3 * widths * number
-    return tokens * (2 * _hidden(shape, layout) + max(mixing, inner))
+    shared = -(-shape.shared_expert_size // tp) * number
+    if shared:
+        inner += 4 * shared + hidden
+    return _PerToken(
+        hidden,
+        4 * hidden + mixing + heads * _FLOAT + inner,
+        2 * hidden + max(mixing, 3 * (chosen * width + shared)),
+    )
 
 
 def _logits(call: Call, layout: Layout, tokens: int) -> int:
@@ -274,7 +279,7 @@ def _generating(call: Call, layout: Layout, rows: int) -> Parts:
     vocab = -(-shape.vocab_size // layout.tp)
     return Parts(
         kv_cache=kv_bytes(call, layout, rows),
-        activations=_working(shape, layout, -(-tokens // layout.cp)),
+        activations=-(-tokens // layout.cp) * _per_token(shape, layout).working,
         logits=rows * vocab * (shape.dtype_bytes + 2 * _FLOAT),
     )
 

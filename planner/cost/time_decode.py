@@ -35,14 +35,13 @@ def rows_at_once(call: Call, layout: Layout, kv_bytes: float) -> int:
     return _rows_at_once(Work.of(call), layout, kv_bytes)
 
 
-def kv_bytes_per_row(call: Call, layout: Layout) -> float:
+def kv_bytes_per_row(work: Work, layout: Layout) -> float:
     """Keys and values of one row at its mean final length, on one device."""
-    work = Work.of(call)
     return kv_bytes_per_token(work, layout) * work.tokens
 
 
 def _rows_at_once(work: Work, layout: Layout, kv_bytes: float) -> int:
-    rows = kv_bytes / (kv_bytes_per_token(work, layout) * work.tokens)
+    rows = kv_bytes / kv_bytes_per_row(work, layout)
     return int(rows * (1.0 + 1e-9))  # a budget worked out for n rows must hold n
 
 
@@ -65,7 +64,7 @@ def generate_time(
     if kv_bytes is not None:
         at_once = _rows_at_once(work, layout, kv_bytes)
         if at_once < 1:
-            row = kv_bytes_per_token(work, layout) * work.tokens
+            row = kv_bytes_per_row(work, layout)
             raise PlanError(
                 f"a key-value cache of {kv_bytes:.3g} bytes per device holds no row of "
                 f"{work.tokens:.0f} tokens, which needs {row:.3g}; cut the heads or layers over "

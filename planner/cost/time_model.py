@@ -11,9 +11,9 @@ from ..inputs.layout import Layout
 from ..inputs.mesh import Mesh
 from .collectives import links_of
 from .constants import Constants
-from .time_decode import generate_time
+from .time_decode import generate_time, kv_bytes_per_row
 from .time_parts import CallTime, Machine, Work
-from .time_train import forward_time, train_time
+from .time_train import forward_time, pipeline_time, train_time
 
 __all__ = ["CallTime", "TimeModel", "call_time", "move_time", "offload_time"]
 
@@ -39,22 +39,26 @@ def call_time(
     Raises:
         PlanError: If a device has no peak at the model's dtype, or `kv_bytes` holds no row.
     """
-    machine = Machine.of(mesh, constants, call.model.dtype)
-    return _time(Work.of(call), layout, machine, kv_bytes)
+    work, machine = Work.of(call), Machine.of(mesh, constants, call.model.dtype)
+    found = _without_states(work, layout, machine, kv_bytes)
+    return train_time(work, layout, machine, found) if work.kind == "train" else found
 
 
-def _time(work: Work, layout: Layout, machine: Machine, kv_bytes: float | None) -> CallTime:
+def _without_states(
+    work: Work, layout: Layout, machine: Machine, kv_bytes: float | None
+) -> CallTime:
+    """All of a call but what ZeRO stages change about training."""
     if work.kind == "generate":
         return generate_time(work, layout, machine, kv_bytes)
-    if work.kind == "forward":
-        return forward_time(work, layout, machine)
-    return train_time(work, layout, machine)
+    pipeline = pipeline_time(work, layout, machine)
+    return forward_time(work, layout, machine, pipeline) if work.kind == "forward" else pipeline
 
 
 class TimeModel:
     """`call_time` for many layouts: keeps the numbers of each call and each mesh it has seen.
 
-    Calls and meshes are told apart by identity, so build each once and pass the same object.
+    Calls and meshes are told apart by identity, so build each once and pass the same object. Ask
+    for everything on a mesh before another one: what layouts have in common is kept for one mesh.
 
     Args:
         constants: What a program gets out of the devices.
@@ -66,22 +70,47 @@ class TimeModel:
         self.constants = constants
         self._shares_prompts = shares_prompts
         self._works: dict[int, tuple[Call, Work]] = {}
-        self._machines: dict[tuple[int, str], tuple[Mesh, Machine]] = {}
+        self._same: dict[Work, Work] = {}
+        # Of the mesh that was asked for last.
+        self._mesh: Mesh | None = None
+        self._here: dict[int, tuple[Work, Machine]] = {}
+        self._kept: dict[tuple[float | None, ...], CallTime] = {}
 
     def call_time(
         self, call: Call, layout: Layout, mesh: Mesh, *, kv_bytes: float | None = None
     ) -> CallTime:
         """See the function of this name."""
+        if self._mesh is not mesh:
+            self._mesh = mesh
+            self._here.clear()
+            self._kept.clear()
+        known = self._here.get(id(call))
+        if known is None:
+            machine = Machine.of(mesh, self.constants, call.model.dtype)
+            known = self._here[id(call)] = (self._work(call), machine)
+        work, machine = known
+        # A forward pass and a generation are the same whatever training has chosen, but for
+        # gathered weights; a pipeline of training is the same for every ZeRO stage.
+        train = work.kind == "train"
+        key = (id(work), layout.tp, layout.pp, layout.dp, layout.cp, layout.ep,
+               layout.sequence_parallel, layout.micro_batch, kv_bytes,
+               layout.checkpointing if train else layout.zero == 3)  # fmt: skip
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = _without_states(work, layout, machine, kv_bytes)
+        return train_time(work, layout, machine, found) if train else found
+
+    def kv_bytes_per_row(self, call: Call, layout: Layout) -> float:
+        """Keys and values of a generation's row at its mean final length, on one device."""
+        return kv_bytes_per_row(self._work(call), layout)
+
+    def _work(self, call: Call) -> Work:
         known = self._works.get(id(call))
         if known is None:
             work = Work.of(call, shares_prompts=self._shares_prompts)
-            known = self._works[id(call)] = (call, work)
-        key = (id(mesh), call.model.dtype)
-        on = self._machines.get(key)
-        if on is None:
-            machine = Machine.of(mesh, self.constants, call.model.dtype)
-            on = self._machines[key] = (mesh, machine)
-        return _time(known[1], layout, on[1], kv_bytes)
+            # Calls that differ by name alone share what is kept.
+            known = self._works[id(call)] = (call, self._same.setdefault(work, work))
+        return known[1]
 
 
 def offload_time(num_bytes: float, mesh: Mesh) -> float:

@@ -23,8 +23,13 @@ __all__ = [
     "head_matmul_s",
     "layer_time",
     "optimizer_bytes",
+    "pipeline_time",
     "train_time",
 ]
+
+
+_GRADIENT_BYTES = 4
+"""Of a gradient: float32, whatever the weights are in."""
 
 
 class LayerTime(NamedTuple):
@@ -104,28 +109,51 @@ def hand_over_s(work: Work, layout: Layout, machine: Machine, tokens: float) -> 
     return point_to_point_s(machine.links, sent, layout.num_devices)
 
 
-def forward_time(work: Work, layout: Layout, machine: Machine) -> CallTime:
-    """A forward call: log-probabilities, values or scores of all rows."""
-    rows = -(-work.rows // layout.dp)
-    time = _pipeline(work, layout, machine, rows, _FORWARD)
+def pipeline_time(work: Work, layout: Layout, machine: Machine) -> CallTime:
+    """What a forward or train call computes and sends between the ranks of a model replica.
+
+    It is the same for every ZeRO stage, and whether the model waits in host memory.
+    """
+    if work.kind == "forward":
+        return _pipeline(work, layout, machine, _rows(work, layout), _FORWARD)
+    passes = _TRAIN_AGAIN if layout.checkpointing else _TRAIN
+    update = _pipeline(work, layout, machine, _rows(work, layout), passes)
+    return CallTime(*[work.updates * part for part in update])
+
+
+def forward_time(work: Work, layout: Layout, machine: Machine, pipeline: CallTime) -> CallTime:
+    """A forward call: log-probabilities, values or scores of all rows.
+
+    Args:
+        work: The call.
+        layout: How it is spread.
+        machine: What it runs on.
+        pipeline: Its `pipeline_time`.
+    """
     gather = 0.0
     if layout.zero >= 2:  # with stage 2 what is gathered is kept until the call ends
-        times = 1 if layout.zero == 2 else _num_micro_batches(rows, layout)
+        times = 1 if layout.zero == 2 else _num_micro_batches(_rows(work, layout), layout)
         gather = times * gather_s(work, layout, machine)
-    return time._replace(fixed_s=machine.call_s, weight_gather_s=gather)
+    return pipeline._replace(fixed_s=machine.call_s, weight_gather_s=gather)
 
 
-def train_time(work: Work, layout: Layout, machine: Machine) -> CallTime:
-    """A train call: all its updates."""
-    per_update = work.rows * work.passes
-    rows = -(-per_update // (work.updates * layout.dp))
-    passes = _TRAIN_AGAIN if layout.checkpointing else _TRAIN
-    time = _pipeline(work, layout, machine, rows, passes)
-    sync, gather = _update_comm(work, layout, machine, rows)
+def train_time(work: Work, layout: Layout, machine: Machine, pipeline: CallTime) -> CallTime:
+    """A train call: all its updates. The arguments are those of `forward_time`."""
+    sync, gather = _update_comm(work, layout, machine)
     step = optimizer_bytes(work, layout) / machine.memory_bytes_per_s
-    update = time._replace(grad_sync_s=sync, weight_gather_s=gather, optimizer_s=step)
-    all_updates = CallTime(*[work.updates * part for part in update])
-    return all_updates._replace(fixed_s=machine.call_s)
+    return pipeline._replace(
+        fixed_s=machine.call_s,
+        grad_sync_s=work.updates * sync,
+        weight_gather_s=work.updates * gather,
+        optimizer_s=work.updates * step,
+    )
+
+
+def _rows(work: Work, layout: Layout) -> int:
+    """Rows of one data-parallel rank: of a forward call, or of one update."""
+    if work.kind == "forward":
+        return -(-work.rows // layout.dp)
+    return -(-work.rows * work.passes // (work.updates * layout.dp))
 
 
 def _num_micro_batches(rows: int, layout: Layout) -> int:
@@ -171,34 +199,45 @@ def _stage_params(work: Work, layout: Layout) -> tuple[float, float]:
     return dense, layers * work.expert_layer_params / layout.tp / layout.ep
 
 
-def gather_s(work: Work, layout: Layout, machine: Machine) -> float:
-    """All weights of a stage from the ranks that ZeRO has cut them over."""
+def gather_s(work: Work, layout: Layout, machine: Machine, *, size: int | None = None) -> float:
+    """A number for each weight of a stage, from the ranks that ZeRO has cut them over.
+
+    Args:
+        work: The call.
+        layout: How it is spread.
+        machine: What it runs on.
+        size: Bytes of a number; by default those of a weight.
+    """
+    size = work.dtype_bytes if size is None else size
     dense, experts = _stage_params(work, layout)
     ranks, block = layout.dp * layout.cp, layout.tp
-    time = all_gather_s(machine.links, dense * work.dtype_bytes, ranks, block)
+    time = all_gather_s(machine.links, dense * size, ranks, block)
     if experts:
-        num_bytes = experts * work.dtype_bytes
-        time += all_gather_s(machine.links, num_bytes, ranks // layout.ep, block * layout.ep)
+        ranks //= layout.ep
+        time += all_gather_s(machine.links, experts * size, ranks, block * layout.ep)
     return time
 
 
-def _update_comm(work: Work, layout: Layout, machine: Machine, rows: int) -> tuple[float, float]:
+def _update_comm(work: Work, layout: Layout, machine: Machine) -> tuple[float, float]:
     """`(gradients' sum, weights' gathers)` of one update.
 
-    Gradients travel in the weights' dtype. A gather and a reduce-scatter take equally long; an
-    all-reduce is both (Rajbhandari et al., "ZeRO", 2020, section 7).
+    Gradients are summed in float32, as they are held (`memory.py`): that is what every engine
+    here does, and Megatron's default for weights of bfloat16. Weights travel in their own dtype. A
+    gather and a reduce-scatter take equally long; an all-reduce is both (Rajbhandari et al.,
+    "ZeRO", 2020, section 7).
     """
     if layout.dp * layout.cp == 1:
         return 0.0, 0.0
-    once = gather_s(work, layout, machine)
-    count = _num_micro_batches(rows, layout)
+    scatter = gather_s(work, layout, machine, size=_GRADIENT_BYTES)
     if layout.zero == 0:
-        return 2.0 * once, 0.0
+        return 2.0 * scatter, 0.0
+    once = gather_s(work, layout, machine)
     if layout.zero == 1:
-        return once, once
+        return scatter, once
+    count = _num_micro_batches(_rows(work, layout), layout)
     if layout.zero == 2:
-        return count * once, once
-    return count * once, 2.0 * count * once  # gathered for the forward and the backward pass
+        return count * scatter, once
+    return count * scatter, 2.0 * count * once  # gathered for the forward and the backward pass
 
 
 def optimizer_bytes(work: Work, layout: Layout) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from ...dataflow.errors import PlanError
@@ -59,12 +60,12 @@ class Call:
     leader: str = ""
     after: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def tokens_mean(self) -> float:
         """Mean length of a row, prompt and response."""
         return self.prompt.mean + self.response.mean
 
-    @property
+    @cached_property
     def tokens_longest(self) -> int:
         """Longest row."""
         return self.prompt.longest + self.response.longest

@@ -26,10 +26,10 @@ _QKV_BIAS = {"qwen2", "qwen2_moe"}
 _QK_NORM = {"qwen3", "qwen3_moe"}
 
 
-class ModelShape(BaseModel):
+class ModelShape(BaseModel, frozen=True):
     """Sizes of a decoder-only transformer with gated feed-forward and RMS norms."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     name: str
     """What tables call it."""

@@ -157,10 +157,10 @@ class Choices:
         return tuple(reduced if self.every_choice else kept)
 
     def load(self, check: Callable[[], None]) -> None:
-        """Ask for everything; `check` is called in between and may raise."""
-        for call_group in self.calls_of:
-            for with_source in (False, True) if call_group in self.sources else (False,):
-                for index in self.indices:
+        """Ask for everything, mesh by mesh; `check` is called in between and may raise."""
+        for index in self.indices:
+            for call_group in self.calls_of:
+                for with_source in (False, True) if call_group in self.sources else (False,):
                     check()
                     self.options(call_group, index, with_source)
 

@@ -20,7 +20,6 @@ from ..cost.constants import Constants
 from ..cost.engine_model import EngineModel, RoleEngines
 from ..cost.memory import rows_at_once
 from ..cost.memory_ledger import Parts
-from ..cost.time_decode import kv_bytes_per_row
 from ..cost.time_model import CallTime, TimeModel, move_time, offload_time
 from ..inputs.calls import Call
 from ..inputs.layout import Layout, legal_layouts
@@ -184,9 +183,8 @@ class ModelTable:
             if fitting and held > mesh.memory_bytes:
                 continue
             room = mesh.memory_bytes - held if fitting else None
-            per_call = [
-                list(self._plans(call, layout, mesh, room, with_source, only)) for call in calls
-            ]
+            sized = {1: layout}
+            per_call = [self._plans(call, sized, mesh, room, with_source, only) for call in calls]
             for count in range(max(map(len, per_call)) if all(per_call) else 0):
                 chosen = [plans[min(count, len(plans) - 1)] for plans in per_call]
                 yield held, {c.name: plan for c, plan in zip(calls, chosen, strict=True)}
@@ -237,12 +235,15 @@ class ModelTable:
                     }
 
     def _may_offload(self, calls: Sequence[Call], mesh: Mesh) -> bool:
-        """Whether a call group may wait in host memory: not if others take weights from there.
+        """Whether a call group may wait in host memory: not if it generates, or another does so
+        with its weights.
 
         A CPU's memory is its host's, so there it is for those who pin it.
         """
         role, *others = {call.role for call in calls}
-        if others or f"{role}.generate" in self._calls or any(call.leader for call in calls):
+        if others or f"{role}.generate" in self._calls:
+            return False
+        if any(call.leader or call.kind == "generate" for call in calls):
             return False
         pinned = any(self._pins.get(call.name, {}).get("offload") for call in calls)
         return pinned or not mesh.is_cpu
@@ -277,34 +278,44 @@ class ModelTable:
     def _plans(
         self,
         call: Call,
-        layout: Layout,
+        sized: dict[int, Layout],
         mesh: Mesh,
         room: int | None,
         with_source: bool,
         only: Mapping[str, Layout] | None,
-    ) -> Iterator[CallPlan]:
-        """One call's ways in a layout of its weights, the fastest first."""
+    ) -> list[CallPlan]:
+        """One call's ways in a layout of its weights, the fastest first.
+
+        Args:
+            call: The call.
+            sized: The layout by micro-batch, for all calls of the group; made when needed.
+            mesh: The devices.
+            room: Bytes left; any number if None.
+            with_source: See `OptionTable.options`.
+            only: Call name -> the layout it must have.
+        """
+        layout, engine = sized[1], self.engine_of(call)
         if call.kind == "generate":
-            yield from self._generations(call, layout, mesh, with_source)
-            return
+            return list(self._generations(call, layout, mesh, with_source))
+        times, load_s = self._times[engine], self._load_s(call, layout, mesh)
         wanted = [only[call.name].micro_batch] if only else self._micro_batches(call, layout)
-        found: list[CallPlan] = []
+        found: list[tuple[float, int, CallPlan]] = []
         for size in wanted:
-            sized = layout if size == 1 else layout.model_copy(update={"micro_batch": size})
-            memory = self.engine_of(call).memory
-            held_then = memory.transient(call, sized)
+            if size not in sized:
+                sized[size] = layout.model_copy(update={"micro_batch": size})
+            held_then = engine.memory.transient(call, sized[size])
             if layout.offload:
-                held_then = held_then.plus(memory.resident(call, layout))
-            if room is None or held_then.total <= room:
-                time = self._times[self.engine_of(call)].call_time(call, sized, mesh)
-                found.append(CallPlan(sized, time, self._load_s(call, layout, mesh), held_then))
+                held_then = held_then.plus(engine.memory.resident(call, layout))
+            num_bytes = held_then.total
+            if room is None or num_bytes <= room:
+                time = times.call_time(call, sized[size], mesh)
+                plan = CallPlan(sized[size], time, load_s, held_then)
+                found.append((plan.duration_s, num_bytes, plan))
         if not found:
-            return
-        fastest = min(found, key=lambda plan: (plan.duration_s, plan.transient.total))
-        smallest = min(found, key=lambda plan: (plan.transient.total, plan.duration_s))
-        yield fastest
-        if smallest.transient.total < fastest.transient.total:
-            yield smallest
+            return []
+        fastest = min(found, key=lambda one: one[:2])
+        smallest = min(found, key=lambda one: (one[1], one[0]))
+        return [fastest[2], smallest[2]] if smallest[1] < fastest[1] else [fastest[2]]
 
     def micro_batch_tokens(self, call: Call, layout: Layout) -> int:
         """Tokens that a rank computes at once in a forward or train call of that layout."""
@@ -325,6 +336,7 @@ class ModelTable:
         self, call: Call, layout: Layout, mesh: Mesh, with_source: bool
     ) -> Iterator[CallPlan]:
         move_s, engine = 0.0, self.engine_of(call)
+        times = self._times[engine]
         borrows = with_source and (self._apart(call) or not engine.generates_in_place)
         if call.trained and (borrows or not with_source):
             size = call.model.sent_bytes(call.head)
@@ -334,8 +346,8 @@ class ModelTable:
             rows = -(-all_rows // waves)
             if waves > 1 and rows == -(-all_rows // (waves // 2)):
                 return
-            room = None if waves == 1 else (rows + 0.5) * kv_bytes_per_row(call, layout)
-            time = self._times[engine].call_time(call, layout, mesh, kv_bytes=room)
+            room = None if waves == 1 else (rows + 0.5) * times.kv_bytes_per_row(call, layout)
+            time = times.call_time(call, layout, mesh, kv_bytes=room)
             held = engine.memory.transient(call, layout, borrows=borrows, rows=rows)
             yield CallPlan(layout, time, move_s, held)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import le
 from typing import Protocol, TypeAlias
 
 from ..inputs.layout import Layout
@@ -79,27 +80,25 @@ def dominant(options: Sequence[Option], *, slack_bytes: int = 0) -> tuple[Option
     """Drop options that another one equals or beats in every duration and every size.
 
     Args:
-        options: What there is.
+        options: What there is, all of the same calls in the same order.
         slack_bytes: Sizes that differ by no more count as equal, except for the option that needs
             least: near misses multiply what a group must be searched for and change nothing.
     """
-    kept: list[Option] = []
     least = min((option.least_bytes for option in options), default=0)
+    kept: list[Option] = []
+    sizes: list[tuple[tuple[float, ...], tuple[int, ...]]] = []
     for option in sorted(options, key=lambda o: (sum(o.durations_s.values()), o.least_bytes)):
         slack = 0 if option.least_bytes == least else slack_bytes
-        if not any(_covers(better, option, slack) for better in kept):
+        seconds = tuple(option.durations_s.values())
+        most = (option.resident_bytes + slack,
+                *[size + slack for size in option.transient_bytes.values()])  # fmt: skip
+        if not any(
+            all(map(le, num_bytes, most)) and all(map(le, less_s, seconds))
+            for less_s, num_bytes in sizes
+        ):
             kept.append(option)
+            sizes.append((seconds, (option.resident_bytes, *option.transient_bytes.values())))
     return tuple(kept)
-
-
-def _covers(better: Option, option: Option, slack_bytes: int) -> bool:
-    return (
-        better.resident_bytes <= option.resident_bytes + slack_bytes
-        and all(better.durations_s[c] <= s for c, s in option.durations_s.items())
-        and all(
-            better.transient_bytes[c] <= b + slack_bytes for c, b in option.transient_bytes.items()
-        )
-    )
 
 
 Partition: TypeAlias = tuple[tuple[str, ...], ...]

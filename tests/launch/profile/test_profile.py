@@ -32,7 +32,8 @@ QUICK = ("widths=[16,32]", "rows=4", "seconds=0.001")
 
 @pytest.mark.slow
 def test_one_file_says_all_a_plan_needs(penstock: Penstock, tmp_path: Path) -> None:
-    said = penstock("profile", *QUICK, "num_ranks=2", "dispatch=in_process")
+    like = ("dtype=bfloat16", "vocab_size=100")
+    said = penstock("profile", *QUICK, *like, "num_ranks=2", "dispatch=in_process")
     assert said.code == 0, said.err
     calibration = Calibration.read(tmp_path / "runs" / "calibration.json")
     node = calibration.cluster.node_groups[0]
@@ -40,6 +41,7 @@ def test_one_file_says_all_a_plan_needs(penstock: Penstock, tmp_path: Path) -> N
     assert set(node.device.flops_per_s) == {"float32", "bfloat16"}
     assert list(calibration.matmul_efficiency) == [16, 32]
     assert calibration.constants.source.startswith("penstock profile, 2 x ")
+    assert (calibration.dtype, calibration.vocab_size) == ("bfloat16", 100)
     assert calibration.constants.call_s > 0
     assert [call.width for call in calibration.calls] == [16] * 6 + [32] * 6
     assert calibration.notes == ()
@@ -100,6 +102,14 @@ def test_what_is_timed_is_what_the_planner_is_asked_about() -> None:
     timed = calls[1].timed(0.5)
     assert (timed.call.updates, timed.call.num_sequences, timed.measured_s) == (4, 16, 0.5)
     assert timed.call.model == shape_of(architecture(64), name="width 64", dtype="float32")
+
+
+def test_the_models_that_are_timed_have_the_dtype_and_words_asked_for() -> None:
+    call = calls_of_width(16, 4, "bfloat16", 1000)[0]
+    model = call.timed(0.5).call.model
+    assert (model.dtype, model.vocab_size) == ("bfloat16", 1000)
+    policy = make_policy(call.width, call.dtype, "cpu", call.vocab_size)
+    call.prepared(policy)()
 
 
 def test_micro_batches_hold_no_more_tokens_than_a_worker_computes_at_once() -> None:

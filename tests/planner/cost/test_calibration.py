@@ -173,6 +173,22 @@ def test_a_step_without_models_has_the_constants_of_the_middle() -> None:
     assert calibration().constants_for([None]) == calibration().constants
 
 
+def test_models_unlike_those_that_were_timed_are_said() -> None:
+    there = calibration().model_copy(update={"dtype": "float32", "vocab_size": 64})
+    language = shape(256).model_copy(
+        update={"name": "smollm2", "dtype": "bfloat16", "vocab_size": 49152}
+    )
+    assert there.notes_for([shape(64), None]) == ()
+    assert there.notes_for([None]) == ()
+    assert calibration().notes_for([language]) == ()  # a file that does not say
+    assert there.notes_for([shape(64), language]) == (
+        "the calibration is of models in float32 with 64 words, and 'smollm2' is in bfloat16 with "
+        "49,152; measure such models with `penstock profile dtype=bfloat16 vocab_size=49152`",
+    )
+    few = language.model_copy(update={"dtype": "float32", "vocab_size": 256})
+    assert there.notes_for([few]) == ()
+
+
 def test_the_error_is_that_of_the_calls() -> None:
     assert calibration().calls[0].error == pytest.approx(0.25)
     assert calibration().error == pytest.approx(0.25)

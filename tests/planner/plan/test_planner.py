@@ -13,6 +13,7 @@ from penstock.algorithms.roles import Sampling
 from penstock.dataflow import PlanError, build
 from penstock.planner.cost.constants import GPU_DEFAULTS
 from penstock.planner.cost.engine_model import RoleEngines
+from penstock.planner.cost.memory import weight_bytes
 from penstock.planner.inputs.calls import calls_of
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from penstock.planner.inputs.layout import Layout
@@ -231,3 +232,18 @@ def test_an_option_can_be_explained(call_group: str) -> None:
         for layout in option.layouts.values():
             assert isinstance(layout, Layout)
             assert layout.num_devices == 8
+
+
+def test_a_model_that_waits_in_host_memory_is_loaded_before_each_call() -> None:
+    calls = calls_of(PPO_GRAPH, WORKLOAD, models(7, 7))
+    table = ModelTable(calls, GPU_DEFAULTS)
+    mesh = Mesh(h100(1), (8,))
+    loads_s: dict[tuple[bool, int, int], float] = {}
+    for option in table.options("ref", mesh, with_source=False):
+        _, plans = table.explain("ref", mesh, option, with_source=False)
+        layout = plans["ref.logprob"].layout
+        loads_s[layout.offload, layout.tp, layout.pp] = plans["ref.logprob"].move_s
+    assert {offload for offload, _, _ in loads_s} == {False, True}
+    for (offload, tp, pp), seconds in loads_s.items():
+        held = weight_bytes(llama(7), "vocabulary", Layout(tp=tp, pp=pp))
+        assert seconds == (held / mesh.host_bytes_per_s if offload else 0.0)

@@ -31,8 +31,8 @@ EXPERTS = (
 )  # fmt: skip
 ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "sft": ("algorithm=sft", "algorithm.per_step.demos=16"),
-    "dpo": ("algorithm=dpo", "algorithm.per_step.pairs=16", "algorithm.before={}"),
-    "grpo": ("algorithm=grpo", "algorithm.per_step.prompts=8", "algorithm.before={}"),
+    "dpo": ("algorithm=dpo", "algorithm.per_step.pairs=16", "~algorithm.before.sft"),
+    "grpo": ("algorithm=grpo", "algorithm.per_step.prompts=8", "~algorithm.before.sft"),
 }
 STEPS = (
     "algorithm.num_steps=2", "task.num_train=128", "task.num_held_out=8",

@@ -129,6 +129,11 @@ class ClusterSpec(_Spec):
         """In all nodes together."""
         return sum(group.num_devices for group in self.node_groups)
 
+    @property
+    def device_type(self) -> str:
+        """What torch calls its devices: "cpu" or "cuda"."""
+        return "cpu" if self.node_groups[0].device.name.startswith("cpu") else "cuda"
+
     def computes_faster(self, dtype: str) -> bool:
         """Whether the products of every device are faster in a dtype than in float32."""
         rates = [group.device.flops_per_s for group in self.node_groups]

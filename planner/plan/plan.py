@@ -105,6 +105,8 @@ class Plan(BaseModel):
     """The schedule that it was made for; none in particular if None."""
     cluster: ClusterSpec | str = ""
     """The cluster that it was made for, or its name."""
+    graph: str = ""
+    """The fingerprint of the graph that it was made for; it is not compared if empty."""
     prediction: Prediction | None = None
     """What it is expected to do."""
 
@@ -142,9 +144,10 @@ class Plan(BaseModel):
         """What the engine needs of this plan for one graph.
 
         Raises:
-            PlanError: If the plan names what the graph does not have, trains a role twice over, or
-                has a layout that leaves devices of its group unused.
+            PlanError: If the plan was made for another graph, names what this one does not have,
+                trains a role twice over, or has a layout that leaves devices of its group unused.
         """
+        self._check_graph(graph)
         roles = {node.role for node in graph.nodes if node.role}
         named = {node.name: node.role or "" for node in graph.nodes}
         nodes = {
@@ -163,6 +166,14 @@ class Plan(BaseModel):
         self._check_layouts(graph)
         self._check_micro_batches(graph)
         return placement
+
+    def _check_graph(self, graph: Graph) -> None:
+        if self.graph not in ("", graph.fingerprint):
+            raise PlanError(
+                f"the plan was made for another version of {graph.name}: its graph is "
+                f"{self.graph}, and this one is {graph.fingerprint}\n"
+                "    plan again: penstock plan ... output=FILE"
+            )
 
     def _on_nodes(self, group: DeviceGroup) -> DeviceGroup:
         """The group with the nodes of its devices, if the cluster is known."""

@@ -174,7 +174,6 @@ class _Writer:
             max_lag=best.max_lag,
             target_s=best.step_time_s,
         )
-        kind = "cpu" if self.cluster.node_groups[0].device.name.startswith("cpu") else "cuda"
         layouts = {
             name: layout
             for option in best.options.values()
@@ -182,7 +181,8 @@ class _Writer:
         }
         return Plan(
             groups=tuple(
-                _group(name, kind, group) for name, group in zip(names, best.groups, strict=True)
+                _group(name, self.cluster.device_type, group)
+                for name, group in zip(names, best.groups, strict=True)
             ),
             nodes=nodes,
             layouts={call.name: layouts[call.name] for call in self.calls},

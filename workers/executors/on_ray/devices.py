@@ -29,12 +29,15 @@ from ray.util.scheduling_strategies import (
 
 from ....dataflow.errors import PlanError
 from ....dataflow.runtime.placement import DeviceGroup
-from .assign import Device, NoRoom, RayNode, Share, assign, device_of, shares_of
+from ..assignment import Device, Machine, NoRoom, Share, assign, device_of, shares_of
 
 __all__ = ["RayDevices", "ray_nodes", "reserve"]
 
 _NODE_ID = "ray.io/node-id"
 """The label that Ray gives to every node."""
+_NAME_LABEL = "ray.io/accelerator-type"
+_NAMED = "accelerator_type:"
+"""What the resources begin with that Ray calls after a node's GPUs."""
 _TOGETHER_S = 10.0
 """How long all bundles may take that seemed free; afterwards another run has some of them."""
 _FIRST_PAUSE_S = 0.5
@@ -146,17 +149,25 @@ def _gpu_index() -> tuple[int, str]:
     return (int(name), "") if name.isdigit() else (-1, name)
 
 
-def ray_nodes() -> list[RayNode]:
+def _gpu_names(resources: Mapping[str, float], labels: Mapping[str, str]) -> tuple[str, ...]:
+    """Ray has a resource for each name of a node's GPUs, and a label for one of them."""
+    named = {name.removeprefix(_NAMED) for name in resources if name.startswith(_NAMED)}
+    named |= {labels[_NAME_LABEL]} if _NAME_LABEL in labels else set()
+    return tuple(sorted(named, key=lambda name: (-len(name), name)))
+
+
+def ray_nodes() -> list[Machine]:
     """Ray's nodes that are alive, this process's own first and the others by address."""
     own = ray.get_runtime_context().get_node_id()
     free = available_resources_per_node()
     alive = [
-        RayNode(
+        Machine(
             id=node["NodeID"],
             address=node["NodeManagerAddress"],
             total=node["Resources"],
             free=free.get(node["NodeID"], {}),
             labels=node["Labels"],
+            devices=_gpu_names(node["Resources"], node["Labels"]),
         )
         for node in ray.nodes()
         if node["Alive"]

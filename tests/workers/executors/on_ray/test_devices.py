@@ -123,7 +123,7 @@ def test_what_ray_has_not_is_refused_at_once(address: str) -> None:
     assert time.monotonic() - began_s < RESERVE_S / 4
     host = address.partition(":")[0]
     assert str(raised.value) == (
-        "node 1 of the plan needs 4 GPUs, which no node of Ray has\n"
+        "node 1 of the plan needs 4 GPUs, which no node has\n"
         f"    {host}: 3 GPUs\n"
         f"    {host}: 4 GPUs (is node 0 of the plan)\n"
         "    start Ray on more or larger nodes, or plan for those that there are: placement=auto"
@@ -138,7 +138,7 @@ def test_what_is_not_free_in_time_is_said(address: str) -> None:
     with pytest.raises(PlanError) as raised:
         RayBackend().reserve([second], 1.5)
     said = str(raised.value).splitlines()
-    assert said[0] == "node 1 of the plan needs 3 GPUs, which no node of Ray has free"
+    assert said[0] == "node 1 of the plan needs 3 GPUs, which no node has free"
     assert said[-1] == (
         "    it was not free within 1.5 s; wait until other runs have ended, or plan for fewer "
         "devices"

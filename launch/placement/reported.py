@@ -22,6 +22,9 @@ from .place import executor_kind
 
 __all__ = ["joined", "reported_cluster"]
 
+_ALIKE = 1.1
+"""How much more memory a node may have than another that is taken for its equal."""
+
 
 def joined(run: Resolved) -> Resolved:
     """The run with the cluster that its executor has joined, if it has and a device is known."""
@@ -37,7 +40,8 @@ def joined(run: Resolved) -> Resolved:
 def reported_cluster(machines: Sequence[Machine], device: str) -> ClusterSpec | None:
     """The machines as a cluster; None if what a GPU of them can do is not known.
 
-    Machines without such devices are left out. Neighbors that are equal are one group of nodes.
+    Machines without such devices are left out. Neighbors that are equal are one group of nodes, also
+    where Ray gives one a little less memory than the other.
 
     Args:
         machines: What the executor reports.
@@ -56,14 +60,31 @@ def reported_cluster(machines: Sequence[Machine], device: str) -> ClusterSpec | 
             return None
         node = _node(preset.node_groups[0], machine, number, device)
         links.append(preset.between)
-        if nodes and nodes[-1].model_copy(update={"num_nodes": 1}) == node:
-            nodes[-1] = node.model_copy(update={"num_nodes": nodes[-1].num_nodes + 1})
+        if nodes and (one := _smaller(nodes[-1], node)) is not None:
+            nodes[-1] = one.model_copy(update={"num_nodes": nodes[-1].num_nodes + 1})
         else:
             nodes.append(node)
     if not nodes:
         return None
     slowest = min(links, key=lambda link: link.bytes_per_s)
     return ClusterSpec(name="joined cluster", node_groups=tuple(nodes), between=slowest)
+
+
+def _smaller(one: NodeGroup, other: NodeGroup) -> NodeGroup | None:
+    """What both nodes have, if they differ by a little memory at most."""
+    low, high = sorted(node.device.memory_bytes for node in (one, other))
+    if high > _ALIKE * low:
+        return None
+    least, most = (
+        node.model_copy(
+            update={
+                "num_nodes": 1,
+                "device": node.device.model_copy(update={"memory_bytes": low}),
+            }
+        )
+        for node in (one, other)
+    )
+    return least if least == most else None
 
 
 def _node(preset: NodeGroup, machine: Machine, number: int, device: str) -> NodeGroup:

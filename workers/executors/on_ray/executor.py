@@ -66,7 +66,6 @@ def connect_ray() -> None:
         # Only a process in this mode shows the token that it has.
         if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
             os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # what is refused is said once
     else:
         # A Ray of our own shall listen on the loopback address only, as it does by itself on other
         # systems than Linux. The processes it starts read this.

@@ -22,8 +22,14 @@ CALL_S = 120.0
 
 
 @contextmanager
-def two_nodes(num_gpus: Sequence[int], num_cpus: int = 4) -> Generator[str]:
-    """Such a Ray, joined; its address."""
+def two_nodes(num_gpus: Sequence[int], num_cpus: int = 4, gpu: str = "") -> Generator[str]:
+    """Such a Ray, joined; its address.
+
+    Args:
+        num_gpus: GPUs of each node.
+        num_cpus: Cores of each.
+        gpu: What Ray is to call the GPUs; nothing if "".
+    """
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="two") as folder:  # sockets: a short path
         cluster = Cluster()
         try:
@@ -31,8 +37,11 @@ def two_nodes(num_gpus: Sequence[int], num_cpus: int = 4) -> Generator[str]:
                 head: dict[str, Any] = (
                     {"temp_dir": folder, "include_dashboard": False} if not number else {}
                 )
+                named = {f"accelerator_type:{gpu}": 1.0} if gpu else {}
                 labels = {"number": str(number)}
-                cluster.add_node(num_gpus=gpus, num_cpus=num_cpus, labels=labels, **head)
+                cluster.add_node(
+                    num_gpus=gpus, num_cpus=num_cpus, labels=labels, resources=named, **head
+                )
             os.environ["RAY_ADDRESS"] = str(cluster.address)
             try:
                 connect_ray()

@@ -40,8 +40,8 @@ def joined(run: Resolved) -> Resolved:
 def reported_cluster(machines: Sequence[Machine], device: str) -> ClusterSpec | None:
     """The machines as a cluster; None if what a GPU of them can do is not known.
 
-    Machines without such devices are left out. Neighbors that are equal are one group of nodes, also
-    where Ray gives one a little less memory than the other.
+    Machines without such devices are left out. Neighbors that are equal are one group of nodes,
+    also where Ray gives one a little less memory than the other.
 
     Args:
         machines: What the executor reports.

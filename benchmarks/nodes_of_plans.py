@@ -1,6 +1,6 @@
 """Whether every rank of random plans is on its planned node, on a Ray of two nodes on this machine.
 
-    python nodes_of_plans.py --json results/nodes_of_plans.json
+    python nodes_of_plans.py --json results/nodes_of_plans_cpu_DATE.json
 
 The nodes have four cores and four GPUs each, which Ray only counts. Half of the plans are for GPUs:
 each process says on which node it is and which GPU Ray gave it. Half are for CPUs: there the

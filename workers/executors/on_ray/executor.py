@@ -11,7 +11,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import socket
+import threading
 from typing import Any
 
 from ....dataflow.errors import ConfigError
@@ -88,6 +90,7 @@ def connect_ray() -> None:
         _SESSION.append(SessionFolder())
         atexit.register(shutdown_ray)
         own = {"_temp_dir": str(_SESSION[-1].path)}
+    terminated = signal.getsignal(signal.SIGTERM)
     # "local", because by default Ray joins whatever `ray start` has left on this machine.
     ray.init(
         **own,
@@ -96,6 +99,9 @@ def connect_ray() -> None:
         log_to_driver=True,
         logging_level=logging.ERROR,
     )
+    if threading.current_thread() is threading.main_thread():
+        # Ray has put others in its place, which end the process without a checkpoint.
+        signal.signal(signal.SIGTERM, terminated or signal.SIG_DFL)
 
 
 def _check_joins(address: str) -> None:

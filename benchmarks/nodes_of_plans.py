@@ -147,7 +147,7 @@ def faults(groups: Sequence[DeviceGroup], found: dict[tuple[str, int], At]) -> l
 
 def main() -> None:
     """Print a line for each plan, and how many of them are honored."""
-    asked = parser(__doc__)
+    asked = parser(__doc__ or "")
     asked.add_argument("--plans", type=int, default=20)
     options = asked.parse_args()
     rows: list[dict[str, Any]] = []

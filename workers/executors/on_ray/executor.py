@@ -113,7 +113,9 @@ def _check_joins(address: str) -> None:
     from ray._private.authentication.authentication_token_setup import (
         ensure_token_if_auth_enabled,
     )
-    from ray._raylet import GcsClient  # pyright: ignore[reportPrivateImportUsage]
+    from ray._raylet import (
+        GcsClient,  # pyright: ignore[reportAttributeAccessIssue] - it is compiled
+    )
     from ray.exceptions import AuthenticationError, RayError
 
     host, _, port = address.rpartition(":")

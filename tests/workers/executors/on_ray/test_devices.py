@@ -222,7 +222,11 @@ def test_two_runs_at_once_both_end(address: str) -> None:
         for run in runs:
             assert run.stdout is not None
             assert run.stdout.readline() == "ready\n"
-        said = [run.communicate("\n", timeout=150)[0].split() for run in runs]
+        for run in runs:
+            assert run.stdin is not None
+            run.stdin.write("\n")
+            run.stdin.flush()
+        said = [run.communicate(timeout=150)[0].split() for run in runs]
     finally:
         for run in runs:
             run.kill()

@@ -31,7 +31,7 @@ from typing import Any, TypeAlias
 from bench import parser, report, table
 from penstock.dataflow.errors import InfeasibleError
 from penstock.planner.cost.constants import GPU_DEFAULTS
-from penstock.planner.cost.engine_model import ANY, EngineModel
+from penstock.planner.cost.engine_model import ANY, EngineModel, RoleEngines
 from penstock.planner.cost.time_model import call_time
 from penstock.planner.inputs.calls import Call, CallKind
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
@@ -195,7 +195,7 @@ def _shown(assignment: Assignment) -> str:
 def _searched(case: Case, engine: EngineModel) -> tuple[SearchResult, SearchResult, SearchResult]:
     """The published placement, the best that the paper compares, and the best of all."""
     step = calls(case.actor, case.critic)
-    model = ModelTable(step, CONSTANTS, engine=engine)
+    model = ModelTable(step, CONSTANTS, engines=RoleEngines(engine))
     on = cluster(case.gpus)
 
     def found(pins: Pins) -> SearchResult:

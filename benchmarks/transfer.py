@@ -196,7 +196,8 @@ class Processes:
         self.all(every, "close")
         for process in every:
             self._backend.kill(process)
-        self._devices.release()
+        for group in (SENDERS.name, RECEIVERS.name):
+            self._devices.release(group)
 
 
 def measure(processes: Processes, case: Case, repeats: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -169,6 +170,12 @@ class Graph:
         )
         return "\n".join(lines)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of its nodes and edges, whatever constants they are given: 16 hexadecimal digits."""
+        wiring = json.dumps([_wiring(node) for node in self.nodes])
+        return hashlib.sha256(wiring.encode()).hexdigest()[:16]
+
     def to_json(self) -> str:
         """The graph as JSON text: nodes, edges, roles, sources, results. Stable across runs."""
         return json.dumps(
@@ -187,6 +194,13 @@ class Graph:
             },
             indent=2,
         )
+
+
+def _wiring(node: Node) -> list[Any]:
+    """What a plan depends on: what is called, on what it waits, and whose weights it reads."""
+    inputs = [[path, ref.node, ref.column] for path, ref in node.inputs]
+    reads = [[read.role, read.offset] for read in node.reads]
+    return [node.name, node.kind.value, node.scope, node.role, node.method, inputs, reads]
 
 
 def _node_json(node: Node) -> dict[str, Any]:

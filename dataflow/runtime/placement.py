@@ -17,6 +17,7 @@ from ..scheduler.flow import Flow, FlowNode
 from .remote_inference import remote_methods
 
 __all__ = [
+    "ClusterNode",
     "DeviceGroup",
     "Placement",
     "check_placement",
@@ -25,6 +26,20 @@ __all__ = [
     "one_group",
     "sharing",
 ]
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """A node of the cluster that a placement was made for.
+
+    Attributes:
+        number: Its number there. What has one number runs on one machine, and what has another
+            number on another.
+        labels: What a machine must be labeled with to stand for it.
+    """
+
+    number: int
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,7 @@ class DeviceGroup:
             turns. Empty for devices that no other group has.
         served: Role -> the group that serves it here: nodes that are given the role ask there,
             instead of a copy of their own. Rank r asks rank `r % num_ranks` of that group.
+        nodes: Which node of the cluster its processes are on, by process; empty if any will do.
 
     Raises:
         PlanError: If there are more or fewer devices than processes, or one has two of them.
@@ -56,6 +72,7 @@ class DeviceGroup:
     pipeline_parallel: int = 1
     devices: tuple[int, ...] = ()
     served: Mapping[str, str] = field(default_factory=dict[str, str])
+    nodes: tuple[ClusterNode, ...] = ()
 
     def __post_init__(self) -> None:
         if self.devices and len(set(self.devices)) != self.num_processes:
@@ -89,9 +106,14 @@ class DeviceGroup:
         return process // self.tensor_parallel % self.num_ranks
 
     def with_ranks(self, num_ranks: int) -> DeviceGroup:
-        """The group cut down to its first data-parallel ranks, on their devices."""
-        kept = tuple(d for p, d in enumerate(self.devices) if self.rank_of(p) < num_ranks)
-        return replace(self, num_ranks=num_ranks, devices=kept)
+        """The group cut down to its first data-parallel ranks, on their devices and nodes."""
+        kept = [p for p in range(self.num_processes) if self.rank_of(p) < num_ranks]
+        return replace(
+            self,
+            num_ranks=num_ranks,
+            devices=tuple(self.devices[p] for p in kept if self.devices),
+            nodes=tuple(self.nodes[p] for p in kept if self.nodes),
+        )
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,7 @@ def refuse_resume(composed: dict[str, Any], command: str) -> None:
 
 _OWN = {
     "run": ("resume",),
+    "dry_run": ("resume", "cluster"),
     "graph": ("resume", "format", "output"),
     "eval": ("resume", "run", "step", "output"),
     "plan": ("resume", "json", "html", "trace", "output"),

@@ -68,11 +68,12 @@ def _show(
     from ...planner.report.trace_report import to_trace
 
     graph = request.graph
+    kept = plan.model_copy(update={"graph": graph.fingerprint})
     made = {
         "json": lambda: json.dumps(to_json(graph, plan, simulation), indent=2) + "\n",
         "html": lambda: to_html(graph, plan, simulation),
         "trace": lambda: to_trace(graph, plan, simulation),
-        "output": lambda: plan.model_dump_json(indent=2, exclude_defaults=True) + "\n",
+        "output": lambda: kept.model_dump_json(indent=2, exclude_defaults=True) + "\n",
     }
     quiet = files["json"] == _TERMINAL
     if not quiet:

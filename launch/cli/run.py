@@ -27,11 +27,18 @@ if TYPE_CHECKING:
     from ..run_dir.trackers.registry import Trackers
     from ..stages.job import Job
 
-__all__ = ["run_command"]
+__all__ = ["DRY_RUN", "run_command"]
+
+DRY_RUN = "--dry-run"
+"""As an option of `penstock run`: check everything, and start nothing."""
 
 
 def run_command(arguments: list[str]) -> int:
     """Run the command; `arguments` are the words after `penstock run`."""
+    if DRY_RUN in arguments:
+        from .dry_run import dry_run_command
+
+        return dry_run_command([word for word in arguments if word != DRY_RUN])
     hydra_app("run", arguments, _run)
     return 0
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from ...configs.references import entry_or_own
 from ...configs.schema import (
     EvaluationConfig,
     ExecutorConfig,
@@ -26,8 +27,11 @@ from ...configs.validate import check_finite, validated
 from ...dataflow.errors import ConfigError
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.cost.calibration import Calibration
+from ...planner.inputs.cluster import ClusterSpec
 from ...planner.plan.plan import Plan
 from ...workers.data.task import TaskSpec
+from ...workers.executors.executor_kind import ExecutorKind
+from ...workers.executors.registry import EXECUTORS
 from ...workers.models.architecture import checked_config
 from .data import task_spec_of
 from .engines import Engines, engines_of, refuse_engines
@@ -59,12 +63,14 @@ class PlacementInputs:
         placement: `AUTO`, or the file of a plan.
         calibration: The file of what was measured of this machine, if one is named.
         runs: The folder of runs, where one is looked for that is not named.
+        cluster: What it is to run on, if that is described or was joined; otherwise this machine.
     """
 
     executor: ExecutorConfig
     placement: str
     calibration: str | None
     runs: Path
+    cluster: ClusterSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -160,22 +166,32 @@ def resolve(config: RunConfig) -> Resolved:
 
 
 def on_a_device(config: RunConfig) -> ExecutorConfig:
-    """The section with a device: that of a plan's file, the best one here, the CPU of perceptrons.
+    """The section with a device: that of a plan's file, the best one there, the CPU of perceptrons.
+
+    The best one is looked for on the cluster that the executor has joined, or else on this machine.
 
     Raises:
         PlanError: If the file of a plan cannot be read.
     """
-    import torch
-
     section = config.executor
     if section.device != AUTO:
         return section
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if config.model.architecture.get("model_type") == MODEL_TYPE:
-        device = "cpu"
     if config.placement != AUTO and not section.groups:
         device = Plan.read(Path(config.placement)).groups[0].device.partition(":")[0]
+    elif config.model.architecture.get("model_type") == MODEL_TYPE:
+        device = "cpu"
+    else:
+        device = _best_device(section)
     return section.model_copy(update={"device": device})
+
+
+def _best_device(section: ExecutorConfig) -> str:
+    import torch
+
+    kind = entry_or_own(section.kind, EXECUTORS, "executor.kind", "executor", ExecutorKind)
+    machines = kind.machines() if kind.is_installed else ()
+    gpus = [machine for machine in machines if machine.total.get("GPU", 0) >= 1]
+    return "cuda" if gpus or (not machines and torch.cuda.is_available()) else "cpu"
 
 
 def resolved(composed: Mapping[str, Any]) -> Resolved:

@@ -1,6 +1,7 @@
-"""`placement=auto`: the planner chooses where the main stage's nodes run on this machine.
+"""`placement=auto`: the planner chooses where the main stage's nodes run.
 
-The machine is what `penstock profile` found, or analytic defaults for its cores. What is chosen is
+That is on the cluster that the executor has joined or, if it has joined none, on this machine: as
+`penstock profile` found it, or by analytic defaults for its cores. What is chosen is
 which roles share devices, how many, and in which layouts their calls run, of those that the run's
 engines run. Calls of one group that need different processes take turns; see `divide.py`. Not all
 devices need be used: a step too short to be worth the ranks gets fewer.
@@ -22,7 +23,7 @@ from ...planner.cost.calibration import Calibration
 from ...planner.cost.constants import Constants, default_constants
 from ...planner.formatting import seconds_text
 from ...planner.inputs.calls import calls_of
-from ...planner.inputs.cluster import ClusterSpec
+from ...planner.inputs.cluster import ClusterSpec, NodeGroup
 from ...planner.inputs.model_shape import ModelShape
 from ...planner.inputs.workload import Workload
 from ...planner.plan.plan import Plan, one_group_plan
@@ -43,6 +44,12 @@ CALIBRATION = "calibration.json"
 
 _DEADLINE_S = 5.0
 """For all searches together; afterwards the best plan so far is taken."""
+
+
+_UNKNOWN_GPUS = (
+    "CUDA devices are not measured; `penstock profile device=cuda`, or `penstock plan` for a "
+    "cluster of them"
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def choose(run: Resolved) -> Choice:
     run.engines.check_generates(graph)
     machine = _machine(run.placement)
     if machine is None:
-        return _one_rank(section, "CUDA devices are not measured; `penstock profile device=cuda`")
+        return _one_rank(section, _UNKNOWN_GPUS)
     inputs = PlanInputs(run)
     try:
         models = inputs.models({})
@@ -127,6 +134,8 @@ def _machine(inputs: PlacementInputs) -> _Machine | None:
     """The machine as measured, or as it is by default; None if nothing is known of its devices."""
     kind = inputs.executor.device.partition(":")[0]
     named = inputs.calibration is not None
+    if inputs.cluster is not None and not named:
+        return _Machine(inputs.cluster, None)
     file = Path(inputs.calibration or inputs.runs / CALIBRATION)
     if named or file.is_file():
         calibration = Calibration.read(file)
@@ -199,10 +208,16 @@ def _halvings(number: int) -> list[int]:
 
 
 def _part(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
-    """The first devices of a cluster that is one node."""
-    (node,) = cluster.node_groups
-    smaller = node.model_copy(update={"num_nodes": 1, "devices_per_node": num_devices})
-    return cluster.model_copy(update={"node_groups": (smaller,)})
+    """The first devices of a cluster: whole nodes, and a part of the next."""
+    parts: list[NodeGroup] = []
+    left = num_devices
+    for group in cluster.node_groups:
+        nodes, rest = divmod(min(left, group.num_devices), group.devices_per_node)
+        left -= nodes * group.devices_per_node + rest
+        parts += [group.model_copy(update={"num_nodes": nodes})] if nodes else []
+        smaller = {"num_nodes": 1, "devices_per_node": rest}
+        parts += [group.model_copy(update=smaller)] if rest else []
+    return cluster.model_copy(update={"node_groups": tuple(parts)})
 
 
 @dataclass(frozen=True)

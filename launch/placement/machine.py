@@ -15,11 +15,12 @@ import psutil
 from ...configs.plan_schema import ClusterConfig
 from ...configs.references import option_file
 from ...configs.validate import validated
-from ...planner.inputs.cluster import ClusterSpec
+from ...planner.inputs.cluster import ClusterSpec, NodeGroup
 from .cluster_inputs import cluster_spec
 
 __all__ = [
     "analytic_cpus",
+    "cpu_node",
     "default_ranks",
     "has_fast_bfloat16",
     "machine_name",
@@ -78,17 +79,21 @@ def machine_name(device: str = "cpu") -> str:
     return platform.processor() or platform.machine() or "unknown"
 
 
+def cpu_node(preset: NodeGroup, cores: int, memory_bytes: int) -> NodeGroup:
+    """A node whose cores and memory are shared out evenly, from what `cluster=cpu` says of one."""
+    ranks = min(cores, _MOST_RANKS)
+    threads = cores // ranks
+    device = preset.device.model_copy(
+        update={
+            "memory_bytes": memory_bytes // ranks,
+            "flops_per_s": {k: threads * rate for k, rate in preset.device.flops_per_s.items()},
+        }
+    )
+    return preset.model_copy(update={"num_nodes": 1, "devices_per_node": ranks, "device": device})
+
+
 def analytic_cpus() -> ClusterSpec:
     """This machine's cores as `cluster=cpu` describes them: nothing is measured."""
     preset = cluster_spec(validated(ClusterConfig, option_file("cluster", "cpu"), "cluster"))
-    ranks = default_ranks("cpu")
-    node = preset.node_groups[0]
-    threads = threads_of(ranks)
-    device = node.device.model_copy(
-        update={
-            "memory_bytes": psutil.virtual_memory().total // ranks,
-            "flops_per_s": {k: threads * rate for k, rate in node.device.flops_per_s.items()},
-        }
-    )
-    own = node.model_copy(update={"devices_per_node": ranks, "device": device})
+    own = cpu_node(preset.node_groups[0], num_cores(), psutil.virtual_memory().total)
     return preset.model_copy(update={"name": "this machine", "node_groups": (own,)})

@@ -31,6 +31,7 @@ from .machine import threads_of
 
 __all__ = [
     "executor_kind",
+    "executor_of",
     "followed",
     "make_executor",
     "placement_of",
@@ -250,7 +251,8 @@ def with_threads(
     many = _has_processes(section)
     if given or not many or section.device != "cpu" or not isinstance(cluster, ClusterSpec):
         return section
-    threads = measured or threads_of(cluster.num_devices)
+    largest = max(group.devices_per_node for group in cluster.node_groups)
+    threads = measured or threads_of(largest)
     return section.model_copy(update={"num_threads": threads})
 
 
@@ -273,15 +275,38 @@ def make_executor(section: ExecutorConfig) -> Executor:
     Raises:
         ConfigError: If what it needs, or the device, is not there.
     """
-    if section.device.startswith("cuda"):
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"'executor.device' is '{section.device}', but torch finds no CUDA device here\n"
-                "    set executor.device=cpu"
-            )
     kind = executor_kind(section.kind, "executor.kind")
+    _check_device(section, kind)
+    return executor_of(section, kind)
+
+
+def _check_device(section: ExecutorConfig, kind: ExecutorKind) -> None:
+    """Refuse CUDA where there is none: on the cluster that was joined, or on this machine."""
+    if not section.device.startswith("cuda"):
+        return
+    machines = kind.machines() if kind.is_installed else ()
+    if machines:
+        if not any(machine.total.get("GPU", 0) >= 1 for machine in machines):
+            raise ConfigError(
+                f"'executor.device' is '{section.device}', but none of the {len(machines)} nodes "
+                "of the cluster that was joined has a GPU\n    set executor.device=cpu"
+            )
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"'executor.device' is '{section.device}', but torch finds no CUDA device here\n"
+            "    set executor.device=cpu"
+        )
+
+
+def executor_of(section: ExecutorConfig, kind: ExecutorKind) -> Executor:
+    """The same, whether the device is there or not.
+
+    Raises:
+        ConfigError: If what it needs is not there.
+    """
     if not kind.has_processes and section.transport != DEFAULT_TRANSPORT:
         raise ConfigError(
             f"'executor.transport' is '{section.transport}', but in one process no weights "

@@ -37,7 +37,14 @@ def settled(run: Resolved) -> Resolved:
     device = run.placement.executor.device
     in_float32 = any(map(averages, run.stages))
     model = local_model(run.model)
-    model = with_dtype(model, lambda: not in_float32 and has_fast_bfloat16(device))
+    cluster = run.placement.cluster if device.startswith("cuda") else None
+
+    def is_fast() -> bool:
+        if cluster is not None:
+            return cluster.computes_faster("bfloat16")
+        return has_fast_bfloat16(device)
+
+    model = with_dtype(model, lambda: not in_float32 and is_fast())
     return _with_starts(replace(run, model=model))
 
 

@@ -20,7 +20,15 @@ from ..inputs.env_specs import MODEL_TYPE
 from ..inputs.sizes import check_lengths, longest_sampled
 from ..inputs.tables import longest_rows, sources_of, statistics_of
 from ..placement.auto_place import choose
-from ..placement.place import make_executor, with_threads, written_plan
+from ..placement.described import check_devices
+from ..placement.place import (
+    executor_kind,
+    executor_of,
+    make_executor,
+    with_threads,
+    written_plan,
+)
+from ..placement.reported import joined
 from ..placement.settled import fetch_weights, settled
 from ..run_dir.evaluations import WHOLE
 from .env_evaluation import env_actors
@@ -98,25 +106,32 @@ class Job:
         return {folder for folder in named if folder}
 
 
-def prepare(run: Resolved, plan: Plan | None = None) -> Job:
+def prepare(run: Resolved, plan: Plan | None = None, *, dry: bool = False) -> Job:
     """Check a run through, place it and read its data.
 
     Args:
         run: The run.
         plan: Where the main stage's nodes run, if that has been decided before: a resumed run goes
             on where it ran.
+        dry: Whether it is not to be carried out: devices need not be here, and no weights are
+            downloaded.
 
     Raises:
         ConfigError: If a key, a role, a file or a size is wrong.
         FlowError: If a step's loss cannot correct for the schedule's lag.
         PlanError: If the placement does not fit.
     """
-    run = settled(run)
+    run = settled(run if dry else joined(run))
     stages = stages_of(run, plan)
     for stage in stages:
         check_options(stage, run)
-    make_executor(run.placement.executor)
+    section = run.placement.executor
+    if dry:
+        executor_of(section, executor_kind(section.kind, "executor.kind"))
+    else:
+        make_executor(section)
     run, plan, note = _placed(run, plan)
+    _check_cluster(run, plan, dry)
     stages = stages_of(run, plan)
     data = load_data(run.task, run.model)
     run = replace(run, model=_with_vocabulary(run.model, stages[-1], data))
@@ -131,7 +146,8 @@ def prepare(run: Resolved, plan: Plan | None = None) -> Job:
         _check_rule(data)
     suites = _suites(run, stages[-1], data)
     check_memory(run, stages[-1], suites)
-    fetch_weights(run)
+    if not dry:
+        fetch_weights(run)
     _check_lengths(run.model, stages, sources, suites, data)
     run = replace(run, longest_sequence=_longest_sampled(stages, sources, suites))
     return Job(run, plan, note, stages, data, sources, suites, tuple(reports))
@@ -149,6 +165,16 @@ def _placed(run: Resolved, plan: Plan | None) -> tuple[Resolved, Plan, str]:
         plan, threads, note = choice.plan, choice.num_threads, choice.note
     inputs = replace(inputs, executor=with_threads(section, plan, threads))
     return replace(run, placement=inputs), plan, note
+
+
+def _check_cluster(run: Resolved, plan: Plan, dry: bool) -> None:
+    """Refuse a plan for other devices than those of the cluster that was described or joined.
+
+    What CPUs are said to have is a share of a machine, so a run may have more if it is not dry.
+    """
+    cluster = run.placement.cluster
+    if cluster is not None and (dry or cluster.device_type == "cuda"):
+        check_devices(plan, cluster)
 
 
 def _refuse_engines(run: Resolved) -> None:

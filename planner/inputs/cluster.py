@@ -100,6 +100,9 @@ class NodeGroup(_Spec):
     """The kind of their devices."""
     within: LinkSpec
     """Between devices of one node."""
+    labels: Mapping[str, str] = Field(default_factory=dict[str, str])
+    """What a machine must be labeled with in Ray (`ray start --labels`) to stand for one of them:
+    `{ray.io/accelerator-type: H100}`."""
 
     @property
     def num_devices(self) -> int:
@@ -130,6 +133,11 @@ class ClusterSpec(_Spec):
     def num_devices(self) -> int:
         """In all nodes together."""
         return sum(group.num_devices for group in self.node_groups)
+
+    @property
+    def device_type(self) -> str:
+        """What torch calls its devices: "cpu" or "cuda"."""
+        return "cpu" if self.node_groups[0].device.is_cpu else "cuda"
 
     def computes_faster(self, dtype: str) -> bool:
         """Whether the products of every device are faster in a dtype than in float32."""
@@ -178,9 +186,16 @@ class ClusterSpec(_Spec):
 
     def spec_of(self, device: int) -> DeviceSpec:
         """What a device is."""
+        return self._group_of(device).device
+
+    def labels_of(self, device: int) -> Mapping[str, str]:
+        """The labels of the node that holds a device."""
+        return self._group_of(device).labels
+
+    def _group_of(self, device: int) -> NodeGroup:
         first = 0
         for group in self.node_groups:
             if first <= device < first + group.num_devices:
-                return group.device
+                return group
             first += group.num_devices
         raise PlanError(f"cluster '{self.name}' has no device {device}")

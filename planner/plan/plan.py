@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ...dataflow.errors import PlanError
 from ...dataflow.graph.graph import Graph, Node, NodeKind
-from ...dataflow.runtime.placement import DeviceGroup, Placement, check_placement
+from ...dataflow.runtime.placement import ClusterNode, DeviceGroup, Placement, check_placement
 from ..inputs.cluster import MOST_DEVICES, ClusterSpec
 from ..inputs.layout import Layout
 from .prediction import Prediction
@@ -104,6 +105,8 @@ class Plan(BaseModel):
     """The schedule that it was made for; none in particular if None."""
     cluster: ClusterSpec | str = ""
     """The cluster that it was made for, or its name."""
+    graph: str = ""
+    """The fingerprint of the graph that it was made for; it is not compared if empty."""
     prediction: Prediction | None = None
     """What it is expected to do."""
 
@@ -141,9 +144,10 @@ class Plan(BaseModel):
         """What the engine needs of this plan for one graph.
 
         Raises:
-            PlanError: If the plan names what the graph does not have, trains a role twice over, or
-                has a layout that leaves devices of its group unused.
+            PlanError: If the plan was made for another graph, names what this one does not have,
+                trains a role twice over, or has a layout that leaves devices of its group unused.
         """
+        self._check_graph(graph)
         roles = {node.role for node in graph.nodes if node.role}
         named = {node.name: node.role or "" for node in graph.nodes}
         nodes = {
@@ -154,7 +158,7 @@ class Plan(BaseModel):
         unknown = {
             name: group for name, group in self.nodes.items() if name not in named.keys() | roles
         }
-        groups = tuple(group.device_group for group in self.groups)
+        groups = tuple(self._on_nodes(group.device_group) for group in self.groups)
         num_chunks = self.chunks_per_rank * max(group.num_ranks for group in groups)
         placement = Placement(groups, {**nodes, **unknown}, num_chunks)
         check_placement(graph, placement)
@@ -162,6 +166,22 @@ class Plan(BaseModel):
         self._check_layouts(graph)
         self._check_micro_batches(graph)
         return placement
+
+    def _check_graph(self, graph: Graph) -> None:
+        if self.graph not in ("", graph.fingerprint):
+            raise PlanError(
+                f"the plan was made for another version of {graph.name}: its graph is "
+                f"{self.graph}, and this one is {graph.fingerprint}\n"
+                "    plan again: penstock plan ... output=FILE"
+            )
+
+    def _on_nodes(self, group: DeviceGroup) -> DeviceGroup:
+        """The group with the nodes of its devices, if the cluster is known."""
+        cluster = self.cluster
+        if not isinstance(cluster, ClusterSpec):
+            return group
+        nodes = (ClusterNode(cluster.node_of(d), cluster.labels_of(d)) for d in group.devices)
+        return replace(group, nodes=tuple(nodes))
 
     def _check_served(self, graph: Graph, placement: Placement) -> None:
         for group in self.groups:

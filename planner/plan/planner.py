@@ -171,7 +171,6 @@ class _Writer:
             max_lag=best.max_lag,
             target_s=best.step_time_s,
         )
-        kind = "cpu" if self.cluster.node_groups[0].device.is_cpu else "cuda"
         layouts = {
             name: layout
             for option in best.options.values()
@@ -179,7 +178,8 @@ class _Writer:
         }
         return Plan(
             groups=tuple(
-                _group(name, kind, group) for name, group in zip(names, best.groups, strict=True)
+                _group(name, self.cluster.device_type, group)
+                for name, group in zip(names, best.groups, strict=True)
             ),
             nodes=nodes,
             layouts={call.name: layouts[call.name] for call in self.calls},

@@ -8,7 +8,7 @@ line: `executor.kind=module:EXECUTOR`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.runtime.executor import Executor
 from ..weight_sync.registry import Transport
+from .assignment import Machine
 
 __all__ = ["ExecutorKind"]
 
@@ -36,6 +37,8 @@ class ExecutorKind:
             group of one rank, and no weights travel.
         package: What must be installed, as it is imported and as it is called; None if nothing.
         start: Starts what its processes live in, or joins it, as the first executor would.
+        machines: The machines of the cluster that its processes run on, those first that are taken
+            first; none if they run on this one.
         end: Ends what stopped executors of the kind have left running for the next.
     """
 
@@ -44,6 +47,7 @@ class ExecutorKind:
     has_processes: bool = True
     package: str | None = None
     start: Callable[[], None] = _nothing
+    machines: Callable[[], Sequence[Machine]] = tuple[Machine, ...]
     end: Callable[[], None] = _nothing
 
     @property

@@ -15,6 +15,7 @@ Whoever writes one keeps to this:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 from ...dataflow.runtime.placement import DeviceGroup
@@ -99,8 +100,8 @@ class ProcessHome(ObjectStore, Protocol):
 class Reservation(Protocol):
     """Devices that were set aside for the groups of an executor."""
 
-    def release(self) -> None:
-        """Give them back; idempotent."""
+    def release(self, group: str) -> None:
+        """Give back what a group has and no other; idempotent. Its processes have ended."""
         ...
 
 
@@ -115,11 +116,24 @@ class ProcessBackend(ObjectStore, Protocol):
         """False once all its processes have ended because the backend has."""
         ...
 
-    def reserve(self, groups: Sequence[DeviceGroup], timeout_s: float) -> Reservation:
-        """Set devices aside for the processes of these groups.
+    def reserve(
+        self,
+        groups: Sequence[DeviceGroup],
+        timeout_s: float,
+        training: AbstractSet[str] = frozenset(),
+        held: Sequence[Any] = (),
+    ) -> Reservation:
+        """Set devices aside for the processes of these groups: all of them, or none.
+
+        Args:
+            groups: The groups. Their processes are on the nodes that they name.
+            timeout_s: How long to wait for what others have.
+            training: Names of those that cannot do without each other; any other comes and goes.
+            held: What was reserved for groups that have stayed from before, and has not been given
+                back.
 
         Raises:
-            PlanError: If they are not there within `timeout_s` seconds.
+            PlanError: If they are not there; says which and where.
         """
         ...
 

@@ -57,6 +57,7 @@ class RankGroup:
         backend: What has started them.
         group: The group.
         processes: The processes, by number.
+        devices: What they run on; None before it is reserved.
         num_starts: How often they were started.
         is_warm: Whether they run since an executor before this one, and have no roles.
     """
@@ -72,6 +73,7 @@ class RankGroup:
         self.backend = backend
         self.group = group
         self.processes: list[Process] = []
+        self.devices: Reservation | None = None
         self.num_starts = 0
         self.is_warm = False
         self._num_threads = num_threads
@@ -83,7 +85,7 @@ class RankGroup:
         """Equal for groups whose processes can stand in for each other."""
         return self.backend, self.group, self._num_threads, self._deadline_s, self._hosted
 
-    def spawn(self, devices: Reservation, start_s: float) -> None:
+    def spawn(self, start_s: float) -> None:
         """Start the processes; comes back before they run."""
         self.num_starts += 1
         self.processes = [
@@ -92,7 +94,7 @@ class RankGroup:
                 (self.group, process, self._num_threads, self._deadline_s, start_s),
                 self.group,
                 process,
-                devices,
+                self.devices,
             )
             for process in range(self.group.num_processes)
         ]
@@ -115,7 +117,6 @@ class RankGroup:
 
 def start_groups(
     groups: Sequence[RankGroup],
-    devices: Reservation,
     hosted: Ref,
     seed: int,
     start_s: float,
@@ -127,8 +128,7 @@ def start_groups(
     memory of its devices free.
 
     Args:
-        groups: The groups to start, all of one backend.
-        devices: What was reserved for them.
+        groups: The groups to start, all of one backend; their devices are reserved.
         hosted: Programs, workers and the weight channel's name.
         seed: The run's.
         start_s: How long each phase may take.
@@ -142,7 +142,7 @@ def start_groups(
     for group in groups:
         group.is_warm = False
     for group in new:
-        group.spawn(devices, start_s)
+        group.spawn(start_s)
     backend = groups[0].backend
     several = [group for group in new if len(group.processes) > 1]
     listening = [group.call(0, "listen") for group in several]
@@ -218,7 +218,7 @@ def _all(backend: ProcessBackend, calls: Sequence[Ref], doing: str, start_s: flo
 
 
 def end_groups(groups: Sequence[RankGroup], *, closing: bool) -> None:
-    """End the processes of groups of one backend.
+    """End the processes of groups of one backend, and give their devices back.
 
     Args:
         groups: The groups to end.
@@ -233,6 +233,8 @@ def end_groups(groups: Sequence[RankGroup], *, closing: bool) -> None:
     finally:
         for group in groups:
             group.kill()
+            if group.devices is not None:
+                group.devices.release(group.group.name)
 
 
 def _wait(backend: ProcessBackend, calls: Sequence[Ref]) -> None:
@@ -266,6 +268,7 @@ def take_warm(backend: ProcessBackend, groups: Sequence[RankGroup]) -> None:
         found = next((other for other in warm if other.key == group.key), None)
         if found is not None and _answers(found, found.call_all("is_running")):
             group.processes, group.is_warm, group.num_starts = found.processes, True, 1
+            group.devices = found.devices
             warm.remove(found)
     end_groups(warm, closing=True)
 

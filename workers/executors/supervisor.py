@@ -30,7 +30,7 @@ from ...dataflow.runtime.messages import CallWork, Handle, ImportSlicesWork, Imp
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..weight_sync.channel import Offer
 from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport
-from .process_backend import BackendError, Process, ProcessBackend, ProcessDied, Ref, Reservation
+from .process_backend import BackendError, Process, ProcessBackend, ProcessDied, Ref
 from .rank_group import (
     LEAST_START_S,
     RankGroup,
@@ -105,13 +105,11 @@ class _Started:
 
     Attributes:
         backend: What provides the processes.
-        devices: Those of all groups.
         hosted: Programs, workers and the weight channel's name, stored.
         seed: The run's.
     """
 
     backend: ProcessBackend
-    devices: Reservation
     hosted: Ref
     seed: int
 
@@ -198,13 +196,25 @@ class Supervisor:
         self._restartable = _restartable(programs)
         every = list(self._groups.values())
         take_warm(backend, every)
-        devices = backend.reserve(groups, self._start_s)
+        self._reserve(backend, every)
         hosted = backend.put((dict(programs), dict(workers), self._transport))
-        self._started = _Started(backend, devices, hosted, seed)
+        self._started = _Started(backend, hosted, seed)
         asleep = frozenset(group.name for group in groups if self._sharing.shares(group.name))
-        start_groups(every, devices, hosted, seed, self._start_s, asleep)
+        start_groups(every, hosted, seed, self._start_s, asleep)
         if servers := servers_of(programs):
             connect_groups(every, servers, self._start_s)
+
+    def _reserve(self, backend: ProcessBackend, groups: Sequence[RankGroup]) -> None:
+        """Set devices aside for the groups that have none from before."""
+        new = [group for group in groups if not group.is_warm]
+        devices = backend.reserve(
+            [group.group for group in new],
+            self._start_s,
+            self._groups.keys() - self._restartable,
+            [group.devices for group in groups if group.devices is not None],
+        )
+        for group in new:
+            group.devices = devices
 
     @property
     def _here(self) -> _Started:
@@ -310,7 +320,7 @@ class Supervisor:
         group.kill()
         try:
             self._wait_asleep(job.group)
-            start_groups([group], here.devices, here.hosted, here.seed, self._start_s)
+            start_groups([group], here.hosted, here.seed, self._start_s)
         except PenstockError as error:
             self._pending.clear()
             return job.failed(f"{said}; it could not be started again: {error}")
@@ -353,9 +363,7 @@ class Supervisor:
         warm = [group for group in groups.values() if is_idle and self._may_stay_warm(group)]
         ending = [*(group for group in groups.values() if group not in warm), *keep_warm(warm)]
         end_groups(ending, closing=True)
-        started, self._started = self._started, None
-        if started is not None:
-            started.devices.release()
+        self._started = None
 
     def _may_stay_warm(self, group: RankGroup) -> bool:
         """Those that train nothing, and hold no part of a GPU that is given back."""

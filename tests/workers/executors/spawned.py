@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
@@ -188,7 +189,7 @@ def start_helpers() -> ForkServerContext:
 
 
 class _Devices:
-    def release(self) -> None:
+    def release(self, group: str) -> None:
         """This backend has no devices to share out."""
 
 
@@ -203,7 +204,13 @@ class SpawnedBackend(_Store):
         self.is_up = True
         self.processes: list[_Process] = []
 
-    def reserve(self, groups: Sequence[DeviceGroup], timeout_s: float) -> _Devices:
+    def reserve(
+        self,
+        groups: Sequence[DeviceGroup],
+        timeout_s: float,
+        training: AbstractSet[str] = frozenset(),
+        held: Sequence[_Devices] = (),
+    ) -> _Devices:
         return _Devices()
 
     def spawn(

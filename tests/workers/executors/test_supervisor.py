@@ -378,4 +378,4 @@ def test_ranks_meet_where_no_other_machine_can_reach_them(backend: Backend) -> N
     finally:
         for rank in ranks:
             there.kill(rank)
-        devices.release()
+        devices.release(group.name)

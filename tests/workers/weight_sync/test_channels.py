@@ -80,7 +80,8 @@ class Peers:
     def close(self) -> None:
         for process in self._all:
             self.backend.kill(process)
-        self._devices.release()
+        for group in GROUPS:
+            self._devices.release(group)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ environment that Ray reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from ....dataflow.runtime.placement import DeviceGroup
 from ..process_backend import BackendError, CallFailed, NotInTime, Process, ProcessDied
-from .devices import SharedDevices
+from .devices import RayDevices, reserve
 
 __all__ = ["RayBackend"]
 
@@ -70,11 +71,15 @@ class RayBackend(_Store):
         """Whether Ray runs."""
         return ray.is_initialized()
 
-    def reserve(self, groups: Sequence[DeviceGroup], timeout_s: float) -> SharedDevices:
+    def reserve(
+        self,
+        groups: Sequence[DeviceGroup],
+        timeout_s: float,
+        training: AbstractSet[str] = frozenset(),
+        held: Sequence[RayDevices] = (),
+    ) -> RayDevices:
         """See `ProcessBackend.reserve`."""
-        devices = SharedDevices(groups)
-        devices.reserve(timeout_s)
-        return devices
+        return reserve(groups, timeout_s, training, held)
 
     def spawn(
         self,
@@ -82,7 +87,7 @@ class RayBackend(_Store):
         arguments: tuple[Any, ...],
         group: DeviceGroup,
         process: int,
-        devices: SharedDevices,
+        devices: RayDevices,
     ) -> Process:
         """See `ProcessBackend.spawn`."""
         options = devices.options(group, process)

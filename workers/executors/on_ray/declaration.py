@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
 from ....dataflow.runtime.executor import Executor
 from ...weight_sync.registry import Transport
+from ..assignment import Machine
 from ..executor_kind import ExecutorKind
 
 __all__ = ["RAY"]
@@ -21,10 +25,23 @@ def _start() -> None:
     connect_ray()
 
 
+def _machines() -> Sequence[Machine]:
+    if not os.environ.get("RAY_ADDRESS"):
+        return ()
+    from .executor import connect_ray
+
+    connect_ray()
+    from .devices import ray_nodes
+
+    return ray_nodes()
+
+
 def _end() -> None:
     from .executor import shutdown_ray
 
     shutdown_ray()
 
 
-RAY = ExecutorKind(name="ray", create=_create, package="ray", start=_start, end=_end)
+RAY = ExecutorKind(
+    name="ray", create=_create, package="ray", start=_start, machines=_machines, end=_end
+)

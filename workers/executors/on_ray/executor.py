@@ -2,8 +2,8 @@
 
 Who can connect: a Ray that is started here listens on the loopback address only, and the processes
 of a group meet and talk on the address that Ray has on their machine. On a cluster that somebody
-else started Ray listens as it was told to, and neither it nor torch.distributed asks who connects:
-it belongs on a private network.
+else started Ray listens as it was told to. It may ask for a token; torch.distributed asks nobody
+who connects, so a cluster belongs on a private network.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
+import socket
+import threading
 from typing import Any
 
+from ....dataflow.errors import ConfigError
 from ...weight_sync.registry import DEFAULT_TRANSPORT, Transport
 from ..process_backend import ProcessBackend
 from ..rank_group import forget_warm
@@ -24,6 +28,9 @@ __all__ = ["RayExecutor", "connect_ray", "shutdown_ray"]
 _ON_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch for listening where other machines can connect; says what it does elsewhere."""
 
+
+_ANSWERS_S = 10.0
+"""How long the Ray that is to be joined may take to answer."""
 
 _SESSION: list[SessionFolder] = []
 """Where the Ray that was started here keeps its files, if one was."""
@@ -51,9 +58,17 @@ def _connected() -> ProcessBackend:
 
 
 def connect_ray() -> None:
-    """Join the cluster of `RAY_ADDRESS`, or start Ray here; nothing if that has been done."""
+    """Join the cluster of `RAY_ADDRESS`, or start Ray here; nothing if that has been done.
+
+    Raises:
+        ConfigError: If nobody answers there, or asks for a token that this process does not have.
+    """
     address = os.environ.get("RAY_ADDRESS")
-    if not address:
+    if address:
+        # Only a process in this mode shows the token that it has.
+        if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+    else:
         # A Ray of our own shall listen on the loopback address only, as it does by itself on other
         # systems than Linux. The processes it starts read this.
         os.environ.setdefault(_ON_NETWORK, "0")
@@ -65,7 +80,9 @@ def connect_ray() -> None:
 
     if ray.is_initialized():
         return
-    if not address:
+    if address:
+        _check_joins(address)
+    else:
         # Read when ray was imported, which may have been before.
         ray_constants.ENABLE_RAY_CLUSTER = os.environ[_ON_NETWORK] not in ("0", "false")
     own: dict[str, Any] = {}
@@ -73,6 +90,7 @@ def connect_ray() -> None:
         _SESSION.append(SessionFolder())
         atexit.register(shutdown_ray)
         own = {"_temp_dir": str(_SESSION[-1].path)}
+    terminated = signal.getsignal(signal.SIGTERM)
     # "local", because by default Ray joins whatever `ray start` has left on this machine.
     ray.init(
         **own,
@@ -81,6 +99,51 @@ def connect_ray() -> None:
         log_to_driver=True,
         logging_level=logging.ERROR,
     )
+    if threading.current_thread() is threading.main_thread():
+        # Ray has put others in its place, which end the process without a checkpoint.
+        signal.signal(signal.SIGTERM, terminated or signal.SIG_DFL)
+
+
+def _check_joins(address: str) -> None:
+    """Refuse at once an address at which Ray would try for a long time, and then not say why.
+
+    Raises:
+        ConfigError: See `connect_ray`.
+    """
+    from ray._private.authentication.authentication_token_setup import (
+        ensure_token_if_auth_enabled,
+    )
+    from ray._raylet import (
+        GcsClient,  # pyright: ignore[reportAttributeAccessIssue] - it is compiled
+    )
+    from ray.exceptions import AuthenticationError, RayError
+
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "/" in host:
+        return  # "auto", or Ray's client, which goes another way
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWERS_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"RAY_ADDRESS is {address}, where nobody answers: {error}\n    start Ray there with "
+            "`ray start --head`, or unset RAY_ADDRESS to start one on this machine"
+        ) from error
+    client: Any = GcsClient
+    try:
+        # Without it, Ray ends the process where a token is missing.
+        ensure_token_if_auth_enabled(create_token_if_missing=False)
+        client(address=address).check_alive([], timeout=_ANSWERS_S)
+    except AuthenticationError as error:
+        given = "another one" if os.environ.get("RAY_AUTH_MODE") == "token" else "none"
+        given = "none" if "no authentication token" in str(error) else given
+        raise ConfigError(
+            f"the Ray of RAY_ADDRESS={address} asks for its token, and was given {given}\n"
+            "    set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the token"
+        ) from error
+    except RayError as error:
+        raise ConfigError(
+            f"RAY_ADDRESS is {address}, where something answers that is no Ray: {error}"
+        ) from error
 
 
 def shutdown_ray() -> None:

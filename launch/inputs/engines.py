@@ -71,8 +71,14 @@ class Engines:
     @property
     def words(self) -> str:
         """As keys of the configuration: "engine=megatron rollout=vllm"."""
-        apart = "" if self.rollout is None else f" rollout={self.rollout_name}"
-        return f"engine={self.name}{apart}"
+        words = [f"engine={self.name}"]
+        words += [] if self.rollout is None else [f"rollout={self.rollout_name}"]
+        for role, pair in self.of_roles.items():
+            at = f"algorithm.roles.{role}"
+            words += [f"{at}.engine={pair.train.name}"] if pair.train is not self.train else []
+            if pair.rollout is not self.rollout:
+                words.append(f"{at}.rollout={pair.rollout.name if pair.rollout else SAME}")
+        return " ".join(words)
 
     def trainer(self, role: str) -> Engine:
         """What trains and evaluates a role."""

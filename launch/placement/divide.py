@@ -60,9 +60,11 @@ def check_layouts(plan: Plan, graph: Graph, engines: Engines, where: str) -> Non
             continue
         problem = engines.runs(graph, node).why_not(layout, CALL_KINDS[node.kind])
         if problem is not None:
+            other = plan.engines not in ("", engines.words)
+            given = f"give the run the engines of the plan: {plan.engines}; or " if other else ""
             raise PlanError(
                 f"{where}: node '{node.name}' has layout {layout}, but {problem}\n"
-                f"    plan for it: {engines.words}"
+                f"    {given}plan for it: {engines.words}"
             )
 
 

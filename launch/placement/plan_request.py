@@ -49,6 +49,7 @@ class PlanRequest:
         constants: Of the model of time.
         engines: What runs the calls.
         others: Role -> what runs its calls instead.
+        words: The same as keys of the configuration.
         pins: Parts that are fixed.
         deadline_s: When to stop.
         tp_across_nodes: Allow tensor parallelism over the network.
@@ -65,6 +66,7 @@ class PlanRequest:
     constants: Constants
     engines: RoleEngines
     others: Mapping[str, RoleEngines]
+    words: str
     pins: Pins
     deadline_s: float | None
     tp_across_nodes: bool = False
@@ -147,6 +149,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         else calibration.constants_for(models.values()),
         engines=engines,
         others=others,
+        words=found.engines.words,
         pins=pins_of(options.pins, calls_of(inputs.graph, workload, models), cluster),
         deadline_s=options.deadline_s,
         tp_across_nodes=options.tp_across_nodes,

@@ -107,6 +107,8 @@ class Plan(BaseModel):
     """The cluster that it was made for, or its name."""
     graph: str = ""
     """The fingerprint of the graph that it was made for; it is not compared if empty."""
+    engines: str = ""
+    """What it was made for runs its calls, as keys of a configuration; for messages."""
     prediction: Prediction | None = None
     """What it is expected to do."""
 

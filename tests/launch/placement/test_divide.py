@@ -127,6 +127,10 @@ def test_a_role_may_have_engines_of_its_own(tmp_path: Path) -> None:
         "all-fsdp-tp2pp1": (1, 2, 1),
     }
     assert placement.nodes["critic.train"] == "all-fsdp-tp2pp1"
+    assert config.engines.words == (
+        "engine=megatron rollout=vllm algorithm.roles.critic.engine=fsdp "
+        "algorithm.roles.actor.rollout=torch"
+    )
     assert config.engines.trainer("critic").name == "fsdp"
     generator = config.engines.generator("actor")
     assert generator is not None
@@ -180,6 +184,17 @@ def test_what_an_engine_does_not_run_is_refused(
     assert str(caught.value) == (
         f"plan file {tmp_path / 'plan.json'}: node '{node}' has layout {layout}, but {problem}\n"
         "    plan for it: engine=megatron rollout=vllm"
+    )
+
+
+def test_a_run_with_other_engines_than_its_plan_is_told_which_that_has(tmp_path: Path) -> None:
+    plan = ONE.model_copy(update={"engines": "engine=megatron rollout=vllm"})
+    with pytest.raises(PlanError) as caught:
+        placed("engine=torch", "rollout=same", written(tmp_path, plan))
+    assert str(caught.value) == (
+        f"plan file {tmp_path / 'plan.json'}: node 'critic.value' has layout pp2, but the torch "
+        "engine runs data-parallel only\n    give the run the engines of the plan: "
+        "engine=megatron rollout=vllm; or plan for it: engine=torch"
     )
 
 

@@ -214,3 +214,17 @@ def test_a_constant_prints_what_differs_from_its_defaults() -> None:
     assert str(Constant(ClippedPolicyLoss(eps_low=0.1))) == "ClippedPolicyLoss(eps_low=0.1)"
     assert str(Constant(len)) == "len"
     assert str(Constant("k1")) == "'k1'"
+
+
+def test_a_fingerprint_is_of_the_wiring_and_not_of_constants() -> None:
+    made = {
+        build(step, cfg=cfg).fingerprint for step, cfg in ((grpo_step, GRPO()), (ppo_step, PPO()))
+    }
+    assert len(made) == 2
+    longer = GRPO(sampling=Sampling(num_samples=2, max_new_tokens=99))
+    assert build(grpo_step, cfg=longer).fingerprint in made
+    graph = build(grpo_step, cfg=GRPO())
+    first, *others = graph.nodes
+    renamed = dataclasses.replace(others[-1], name="other")
+    changed = dataclasses.replace(graph, nodes=(first, *others[:-1], renamed), results=())
+    assert changed.fingerprint not in made

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+from penstock.configs.schema import ExecutorConfig
+from penstock.dataflow.errors import ConfigError
+from penstock.launch.placement import place
+from penstock.launch.placement.place import make_executor
 from penstock.launch.placement.reported import reported_cluster
 from penstock.planner.report.plan_texts import cluster_text
 from penstock.workers.executors.assignment import Machine
+from penstock.workers.executors.registry import EXECUTORS
 
 from ...workers.executors.on_ray.two_nodes import two_nodes
 from ..conftest import Penstock
@@ -55,6 +61,18 @@ def test_cores_and_memory_are_shared_out() -> None:
     first, second = (group.device for group in found.node_groups)
     assert (first.memory_bytes, second.memory_bytes) == (8 * 10**9, 4 * 10**9)
     assert first.flops("float32") == 4 * second.flops("float32")
+
+
+def test_a_device_that_no_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = (Machine("a", "", {"CPU": 4.0}, {}), Machine("b", "", {"CPU": 4.0}, {}))
+    far = replace(EXECUTORS["ray"], machines=lambda: machines)
+    monkeypatch.setattr(place, "EXECUTORS", {**EXECUTORS, "ray": far})
+    with pytest.raises(ConfigError) as raised:
+        make_executor(ExecutorConfig(kind="ray", device="cuda"))
+    assert str(raised.value) == (
+        "'executor.device' is 'cuda', but none of the 2 nodes of the cluster that was joined has a "
+        "GPU\n    set executor.device=cpu"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -102,8 +102,8 @@ class PlanOptions(Section):
     lags: Annotated[list[Count], Field(min_length=1)] = [0, 1]
     """What `schedule=auto` compares."""
     calibration: str | None = None
-    """A file that `penstock profile` wrote, for its constants and `cluster=measured`; analytic
-    defaults without one."""
+    """A file that `penstock profile` wrote, for its constants and `cluster=measured`; or the folder
+    of a run, for what it measured of its own plan. Analytic defaults without one."""
     pins: PinsConfig = PinsConfig()
     """Parts that are fixed."""
 

@@ -137,8 +137,8 @@ def resolve(config: RunConfig) -> Resolved:
         FlowError: If a step is no valid graph.
         PlanError: If the calibration cannot be read.
     """
-    if config.calibration is not None:
-        Calibration.read(Path(config.calibration))
+    if config.calibration is not None and not Path(config.calibration).is_dir():
+        Calibration.read(Path(config.calibration))  # a run's folder is read where it is used
     stages = recorded(config.algorithm, config.seed)
     check_architecture(config.model.architecture)
     for stage in stages[:-1]:

@@ -34,6 +34,7 @@ from ...planner.search.pins import Pins
 from ..inputs.compose import PlacementInputs, Resolved
 from ..inputs.sizes import train_items
 from .divide import divided
+from .learned import read_calibration
 from .machine import analytic_cpus
 from .plan_inputs import PlanInputs
 
@@ -138,7 +139,7 @@ def _machine(inputs: PlacementInputs) -> _Machine | None:
         return _Machine(inputs.cluster, None)
     file = Path(inputs.calibration or inputs.runs / CALIBRATION)
     if named or file.is_file():
-        calibration = Calibration.read(file)
+        calibration = read_calibration(file)
         if calibration.device == kind:
             return _Machine(calibration.cluster, calibration)
         if named:

@@ -12,7 +12,6 @@ from ...configs.validate import validated
 from ...dataflow.errors import ConfigError, FlowError
 from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph
-from ...planner.cost.calibration import Calibration
 from ...planner.cost.constants import Constants, default_constants
 from ...planner.cost.engine_model import RoleEngines
 from ...planner.inputs.calls import calls_of
@@ -24,6 +23,7 @@ from ...planner.plan.planner import plan_step
 from ...planner.search.pins import Pins
 from ..inputs.compose import resolved
 from .cluster_inputs import cluster_spec, named_devices
+from .learned import read_calibration
 from .pin_inputs import flat_layouts, pins_of
 from .plan_inputs import PlanInputs
 from .settled import local_model, with_dtype
@@ -111,7 +111,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     asked = validated(PlanConfig, own)
     options = asked.plan
     file = options.calibration
-    calibration = None if file is None else Calibration.read(Path(file))
+    calibration = None if file is None else read_calibration(Path(file))
     cluster = cluster_spec(asked.cluster, calibration and calibration.cluster)
     model = local_model(found.model)
     model = with_dtype(model, lambda: cluster.computes_faster("bfloat16"))

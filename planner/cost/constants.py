@@ -2,23 +2,26 @@
 
 A device's peaks and a link's bandwidth are what their makers promise. How much of that a program
 gets, and what each launch and each message costs, depends on the software as much as on the
-device; these seven numbers are all that the model of time knows of it. `penstock profile` measures
+device; these numbers are all that the model of time knows of it. `penstock profile` measures
 them on a machine; the defaults here are used where nobody has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...dataflow.errors import PlanError
+from ..inputs.calls import CallKind
 from ..inputs.cluster import ClusterSpec
 
 __all__ = ["CPU_DEFAULTS", "GPU_DEFAULTS", "PUBLISHED_H100", "Constants", "default_constants"]
 
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Constants(BaseModel):
@@ -49,6 +52,8 @@ class Constants(BaseModel):
     receive, and the schedule's own work."""
     call_s: Seconds
     """Any call at all: dispatch, gathering its rows, handing on its results."""
+    corrections: Mapping[CallKind, Positive] = Field(default_factory=dict[CallKind, float])
+    """Kind of call -> what its predicted seconds are multiplied by, as a run has measured them."""
     source: str
     """Where the numbers come from, for the plan to say: "analytic defaults", "fitted to ...", or
     the calibration file."""
@@ -97,7 +102,7 @@ CPU_DEFAULTS = Constants(
 
 def default_constants(cluster: ClusterSpec) -> Constants:
     """The analytic defaults for a cluster: those of CPUs if any of its devices is one."""
-    cpu = any(group.device.name.startswith("cpu") for group in cluster.node_groups)
+    cpu = any(group.device.is_cpu for group in cluster.node_groups)
     return CPU_DEFAULTS if cpu else GPU_DEFAULTS
 
 

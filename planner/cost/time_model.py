@@ -41,7 +41,12 @@ def call_time(
     """
     work, machine = Work.of(call), Machine.of(mesh, constants, call.model.dtype)
     found = _without_states(work, layout, machine, kv_bytes)
-    return train_time(work, layout, machine, found) if work.kind == "train" else found
+    found = train_time(work, layout, machine, found) if work.kind == "train" else found
+    return _corrected(found, constants.corrections.get(work.kind, 1.0))
+
+
+def _corrected(time: CallTime, factor: float) -> CallTime:
+    return time if factor == 1.0 else CallTime(*[factor * part for part in time])
 
 
 def _without_states(
@@ -94,11 +99,12 @@ class TimeModel:
         train = work.kind == "train"
         key = (id(work), layout.tp, layout.pp, layout.dp, layout.cp, layout.ep,
                layout.sequence_parallel, layout.micro_batch, kv_bytes,
-               layout.checkpointing if train else layout.zero == 3)  # fmt: skip
+               layout.checkpointing if train else max(layout.zero, 1))  # fmt: skip
         found = self._kept.get(key)
         if found is None:
             found = self._kept[key] = _without_states(work, layout, machine, kv_bytes)
-        return train_time(work, layout, machine, found) if train else found
+        found = train_time(work, layout, machine, found) if train else found
+        return _corrected(found, self.constants.corrections.get(work.kind, 1.0))
 
     def kv_bytes_per_row(self, call: Call, layout: Layout) -> float:
         """Keys and values of a generation's row at its mean final length, on one device."""

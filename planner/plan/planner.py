@@ -226,6 +226,7 @@ class _Writer:
             search_time_s=found.search_time_s,
             stopped_at_deadline=found.stopped_at_deadline,
             calibration=constants.source,
+            constants=constants,
             nodes={call.name: _node(times[call.name]) for call in self.calls},
             memory=memory,
             runner_up=runner_up(found.runner_up, found.best),

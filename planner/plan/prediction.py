@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..cost.constants import Constants
 from ..inputs.workload import Workload
 
 __all__ = ["GroupMemory", "NodePrediction", "OtherSchedule", "Prediction", "RunnerUp"]
@@ -100,6 +101,8 @@ class Prediction(_Data):
     """Whether the search ended before it had proved its plan the best."""
     calibration: str = "analytic defaults"
     """Where the constants of the model of time come from."""
+    constants: Constants | None = None
+    """These constants; None in plans that do not say."""
     nodes: Mapping[str, NodePrediction]
     """Calls by name; nodes that are not here take no time."""
     memory: Mapping[str, GroupMemory] = Field(default_factory=dict[str, GroupMemory])

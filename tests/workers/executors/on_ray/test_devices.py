@@ -87,18 +87,6 @@ def test_gpu_ranks_are_on_their_nodes_in_the_order_of_their_gpus(address: str) -
     assert of_rollout[2].gpus != of_train[3].gpus
 
 
-def test_cpu_ranks_are_on_their_nodes(address: str) -> None:
-    groups = [group("train", {0: 0, 2: 1}, "cpu"), group("rollout", {1: 0, 2: 1}, "cpu")]
-    devices = RayBackend().reserve(groups, RESERVE_S, {"train"})
-    try:
-        found = places(groups, devices)
-    finally:
-        give_back(groups, devices)
-    assert found["train", 0].node == found["rollout", 0].node
-    assert found["train", 1].node == found["rollout", 1].node
-    assert found["train", 0].node != found["train", 1].node
-
-
 def test_what_is_given_back_apart_is_a_replicas_own(address: str) -> None:
     """A warm group keeps its nodes, and the next run's node 1 is where it is."""
     train, rollout = group("train", {0: 0, 1: 0}), group("rollout", {4: 1, 5: 1})

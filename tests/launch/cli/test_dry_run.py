@@ -134,7 +134,8 @@ def test_devices_with_less_memory_than_predicted(penstock: Penstock, write: Writ
     }
     made = penstock(
         *("plan", "algorithm=grpo", "model=tiny", "cluster=h100", "cluster.devices_per_node=2"),
-        "plan.engine=torch",
+        "engine=torch",
+        "rollout=same",
         "output=plan.json",
     )
     assert made.code == 0, made.err

@@ -85,7 +85,7 @@ def test_folders_that_say_nothing_are_refused(tmp_path: Path) -> None:
     by_hand = run_of(tmp_path / "hand", one_group_plan(), {})
     idle = run_of(tmp_path / "idle", plan, {})
     for folder, said in {
-        empty: "it is no run's folder\n    give runs/ID, or a file",
+        empty: "it is no run's folder\n    give runs/ID, or the file of a profile",
         running: "the run has not ended\n    wait for it, or take another",
         by_hand: "its plan predicts nothing\n    take a run that was planned: executor=ray",
         idle: "no predicted call was measured\n    take a run that made a step",

@@ -97,7 +97,13 @@ def test_a_run_is_planned_for_all_that_ray_has(address: str, penstock: Penstock)
 def test_a_plan_for_more_than_ray_has_is_refused(address: str, penstock: Penstock) -> None:
     made = penstock(
         *("plan", "algorithm=grpo", "model=tiny", "cluster=h100", "cluster.devices_per_node=4"),
-        *("plan.engine=torch", "output=plan.json", "workload.prompt=8", "workload.response=8"),
+        *(
+            "engine=torch",
+            "rollout=same",
+            "output=plan.json",
+            "workload.prompt=8",
+            "workload.response=8",
+        ),
     )
     assert made.code == 0, made.err
     said = penstock("run", "executor=ray", "placement=plan.json")

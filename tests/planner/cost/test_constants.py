@@ -15,7 +15,7 @@ from .time_cases import mesh
 
 FIELDS = (
     "matmul_efficiency, memory_efficiency, network_efficiency, launch_s, hop_s, stage_s, call_s, "
-    "source"
+    "corrections, source"
 )
 
 

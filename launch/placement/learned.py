@@ -61,7 +61,9 @@ def read_calibration(path: Path) -> Calibration:
 
 def _plan(folder: RunFolder) -> Plan:
     if not folder.plan.is_file():
-        raise _unusable(folder.path, "it is no run's folder", "give runs/ID, or the file of a profile")
+        raise _unusable(
+            folder.path, "it is no run's folder", "give runs/ID, or the file of a profile"
+        )
     return Plan.read(folder.plan)
 
 

@@ -25,6 +25,7 @@ from megatron_models import (
     FROZEN,
     LORA,
     OPTIMIZER,
+    PADDED,
     load_batch,
     numbers_saved,
     optimizer_of,
@@ -200,6 +201,13 @@ def gpt2(part: Part) -> None:
     part.keep("weights", policy.export_weights())
 
 
+def padded(part: Part) -> None:
+    """The token that pads is a word as well."""
+    policy = part.build(ModelSpec(architecture=PADDED), optimizer=OPTIMIZER)
+    part.keep("metric", train_policy(policy, part.rows(load_batch(part.folder))))
+    part.keep("weights", policy.export_weights())
+
+
 def half(part: Part) -> None:
     """Weights in bfloat16 are stepped through a float32 copy."""
     policy = part.policy("qwen2-tied", dtype="bfloat16", optimizer=OPTIMIZER)
@@ -291,6 +299,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "roles": roles,
     "gpt2": gpt2,
     "half": half,
+    "padded": padded,
     "resume": resume,
     "refusals": refusals,
     "ruin": ruin,

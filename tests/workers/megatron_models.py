@@ -72,6 +72,9 @@ def tiny(family: str) -> dict[str, Any]:
     return {**architecture(family), "vocab_size": 64, "num_hidden_layers": layers}
 
 
+PADDED = {**tiny("qwen2-tied"), "pad_token_id": 5}
+
+
 def torch_policy(model: ModelSpec, **options: Any) -> PolicyWorker:
     spec = TorchPolicySpec(model=model, eos_token_id=EOS, **options)
     return spec.build(WorkerContext("actor", seed=7))

@@ -24,7 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...dataflow.errors import ConfigError, nearest
 
-__all__ = ["checked_config", "empty_model", "quiet_transformers"]
+__all__ = ["checked_config", "empty_model", "learn_padding", "quiet_transformers"]
 
 _LARGEST: Mapping[str, int] = {
     "vocab_size": 1 << 24,
@@ -247,6 +247,17 @@ def _made(fields: _Fields) -> Any:
             f"{fields.called('model_type')} is {kind!r}, and transformers makes no config of the "
             f"fields beside it: {' '.join(str(error).split()):.300}"
         ) from None
+
+
+def learn_padding(model: Any) -> None:
+    """Let the token that pads be learned as any other, wherever it is a word of a text.
+
+    transformers leaves its row of the embedding out of the gradient. Here the padding of rows is
+    never read, so it has no gradient anyway, and some tokenizers pad with a token that texts have.
+    """
+    embedding = model.get_input_embeddings()
+    if isinstance(embedding, torch.nn.Embedding):
+        embedding.padding_idx = None
 
 
 def empty_model(config: Any, folder: Path | None = None) -> Any:

@@ -20,7 +20,7 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..training.data_parallel import RankGroup
 from ..training.weight_checks import refuse_faults, some, unusable
-from .architecture import checked_config, empty_model, quiet_transformers
+from .architecture import checked_config, empty_model, learn_padding, quiet_transformers
 from .model_folder import check_tensors, folder_config, load_faults, owner_words
 
 __all__ = ["ModelSpec"]
@@ -85,6 +85,7 @@ class ModelSpec:
         return self._placed(model, device)
 
     def _placed(self, model: Any, device: str) -> transformers.PreTrainedModel:
+        learn_padding(model)
         return model.to(device=device, dtype=_DTYPES[self.dtype]).eval()
 
     @property

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.modules import module as nn_module
 
 from ....dataflow.errors import ConfigError, PlanError
+from ...models.architecture import learn_padding
 from ...models.heads import Head, HeadedModel
 from ...models.lora import LoraSpec, insert_adapters
 from ...models.spec import ModelSpec
@@ -145,6 +146,7 @@ def _skeleton(spec: ModelSpec, head: Head, lora: LoraSpec) -> FsdpModel:
     with _no_storage():
         config, dtype = spec.config, getattr(torch, spec.dtype)
         module: Any = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        learn_padding(module)
         backbone = module.base_model
         last = module.get_output_embeddings() if is_lean(backbone) else None
         if head.is_scalar:

@@ -21,6 +21,7 @@ from megatron_models import (
     FAMILIES,
     LORA,
     OPTIMIZER,
+    PADDED,
     assert_followed,
     assert_ruined_alike,
     frozen_policy,
@@ -66,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_group(
         made,
         4,
-        "1,2,1:logits+train+roles+gpt2+half+frozen+adapters+ways",
+        "1,2,1:logits+train+roles+gpt2+half+frozen+adapters+ways+padded",
         "~1,1,2:logits+train+roles+refusals+frozen",
         "~2,1,1:train",
         "1,2,2:logits+train+resume+ruin",
@@ -149,6 +150,17 @@ def test_ways_to_keep_less_change_nothing(folder: Path, way: str) -> None:
             assert_metrics(under(got, "metric"), metrics)
         else:
             assert_as_torch(got, policy.export_weights(), metrics)
+
+
+def test_the_token_that_pads_is_learned_where_it_is_a_word(folder: Path) -> None:
+    """transformers leaves it out of the embedding's gradient."""
+    batch = load_batch(folder)
+    assert bool((batch["tokens"] == PADDED["pad_token_id"]).any())
+    policy = torch_policy(ModelSpec(architecture=PADDED), optimizer=OPTIMIZER)
+    metrics = train_policy(policy, batch)
+    found = read_all(folder, SHARDS, "padded")[0]
+    got = under(found, "weights") | {f"metric/{n}": v for n, v in under(found, "metric").items()}
+    assert_as_torch(got, policy.export_weights(), metrics)
 
 
 def test_ways_to_keep_less_keep_less(folder: Path) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from .hydra_app import hydra_app, refuse_resume
 
 if TYPE_CHECKING:
-    from ...configs.schema import RunConfig
     from ...planner.inputs.cluster import ClusterSpec
     from ..placement.described import Seat
     from ..stages.job import Job
@@ -40,10 +39,7 @@ def _dry_run(composed: dict[str, Any]) -> None:
 
     refuse_resume(composed, "run --dry-run")
     cluster = _described(composed.pop("cluster", None))
-    config = run_config(composed)
-    if cluster is not None:
-        config = _on_device(config, cluster.device_type)
-    run = resolve(config)
+    run = resolve(run_config(composed), None if cluster is None else cluster.device_type)
     if cluster is not None or run.placement.placement != AUTO:
         run = replace(run, placement=replace(run.placement, cluster=cluster))
     else:
@@ -61,17 +57,6 @@ def _described(section: Any) -> ClusterSpec | None:
     if section is None:
         return None
     return cluster_spec(validated(ClusterConfig, named_devices(section), "cluster"))
-
-
-def _on_device(config: RunConfig, device: str) -> RunConfig:
-    """With the kind of device that the cluster has, if nothing else is configured."""
-    from ..inputs.compose import AUTO
-
-    section = config.executor
-    if section.device != AUTO or config.placement != AUTO:
-        return config
-    executor = section.model_copy(update={"device": device})
-    return config.model_copy(update={"executor": executor})
 
 
 def _text(job: Job, cluster: ClusterSpec | None) -> str:

@@ -24,7 +24,7 @@ from ...configs.schema import (
     TaskConfig,
 )
 from ...configs.validate import check_finite, validated
-from ...dataflow.errors import ConfigError
+from ...dataflow.errors import ConfigError, PlanError
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.cost.calibration import Calibration
 from ...planner.inputs.cluster import ClusterSpec
@@ -43,6 +43,7 @@ __all__ = [
     "on_a_device",
     "PlacementInputs",
     "Resolved",
+    "check_calibration",
     "check_model",
     "dumped",
     "resolve",
@@ -129,16 +130,20 @@ def run_config(composed: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def resolve(config: RunConfig) -> Resolved:
+def resolve(config: RunConfig, device: str | None = None) -> Resolved:
     """What follows from a run's configuration.
+
+    Args:
+        config: The configuration.
+        device: What the machines have on which it is to run; None to look.
 
     Raises:
         ConfigError: If a key, a role, a file or a size is wrong.
         FlowError: If a step is no valid graph.
         PlanError: If the calibration cannot be read.
     """
-    if config.calibration is not None and not Path(config.calibration).is_dir():
-        Calibration.read(Path(config.calibration))  # a run's folder is read where it is used
+    if config.calibration is not None:
+        check_calibration(Path(config.calibration))
     stages = recorded(config.algorithm, config.seed)
     check_architecture(config.model.architecture)
     for stage in stages[:-1]:
@@ -150,7 +155,7 @@ def resolve(config: RunConfig) -> Resolved:
         stages=stages,
         engines=engines_of(config.engine, config.rollout, config.algorithm),
         placement=PlacementInputs(
-            on_a_device(config), config.placement, config.calibration, Path(config.runs)
+            on_a_device(config, device), config.placement, config.calibration, Path(config.runs)
         ),
         model=config.model,
         task=config.task,
@@ -165,10 +170,25 @@ def resolve(config: RunConfig) -> Resolved:
     )
 
 
-def on_a_device(config: RunConfig) -> ExecutorConfig:
+def check_calibration(path: Path) -> None:
+    """Require the file of a profile, or a run's folder, which is read where it is used.
+
+    Raises:
+        PlanError: If it is neither.
+    """
+    if not path.is_dir():
+        Calibration.read(path)
+    elif not (path / "plan.json").is_file():
+        raise PlanError(
+            f"calibration {path}: it is no run's folder\n    give runs/ID, or the file of a profile"
+        )
+
+
+def on_a_device(config: RunConfig, there: str | None = None) -> ExecutorConfig:
     """The section with a device: that of a plan's file, the best one there, the CPU of perceptrons.
 
-    The best one is looked for on the cluster that the executor has joined, or else on this machine.
+    The best one is looked for on the cluster that the executor has joined, or else on this machine,
+    unless it is said what is `there`.
 
     Raises:
         PlanError: If the file of a plan cannot be read.
@@ -181,7 +201,7 @@ def on_a_device(config: RunConfig) -> ExecutorConfig:
     elif config.model.architecture.get("model_type") == MODEL_TYPE:
         device = "cpu"
     else:
-        device = _best_device(section)
+        device = there or _best_device(section)
     return section.model_copy(update={"device": device})
 
 

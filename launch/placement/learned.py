@@ -19,6 +19,8 @@ from ...planner.cost.calibration import Calibration
 from ...planner.inputs.calls import CallKind
 from ...planner.inputs.cluster import ClusterSpec
 from ...planner.plan.plan import Plan
+from ...workers.executors.registry import PARALLEL_EXECUTOR
+from ..inputs.compose import check_calibration
 from ..run_dir.run_folder import RunFolder
 from .machine import machine_name, threads_of
 
@@ -33,13 +35,12 @@ def read_calibration(path: Path) -> Calibration:
     """
     if not path.is_dir():
         return Calibration.read(path)
+    check_calibration(path)
     folder = RunFolder(path)
-    plan = _plan(folder)
+    plan = Plan.read(folder.plan)
     prediction, cluster = plan.prediction, plan.cluster
     if prediction is None or prediction.constants is None or not isinstance(cluster, ClusterSpec):
-        raise _unusable(
-            path, "its plan predicts nothing", "take a run that was planned: executor=ray"
-        )
+        raise _unusable(path, "its plan predicts nothing", "take a run that the planner has placed")
     constants = prediction.constants
     factors = _factors(prediction.durations_s, _measured(folder))
     if not factors:
@@ -53,18 +54,10 @@ def read_calibration(path: Path) -> Calibration:
         constants=learned,
         matmul_efficiency={1: constants.matmul_efficiency},
         num_threads=threads_of(first.devices_per_node),
-        executor="ray",
+        executor=PARALLEL_EXECUTOR.name,
         machine=machine_name(cluster.device_type),
         date=datetime.fromtimestamp(folder.summary.stat().st_mtime, UTC).date().isoformat(),
     )
-
-
-def _plan(folder: RunFolder) -> Plan:
-    if not folder.plan.is_file():
-        raise _unusable(
-            folder.path, "it is no run's folder", "give runs/ID, or the file of a profile"
-        )
-    return Plan.read(folder.plan)
 
 
 def _measured(folder: RunFolder) -> Mapping[str, float]:

@@ -87,7 +87,7 @@ def test_folders_that_say_nothing_are_refused(tmp_path: Path) -> None:
     for folder, said in {
         empty: "it is no run's folder\n    give runs/ID, or the file of a profile",
         running: "the run has not ended\n    wait for it, or take another",
-        by_hand: "its plan predicts nothing\n    take a run that was planned: executor=ray",
+        by_hand: "its plan predicts nothing\n    take a run that the planner has placed",
         idle: "no predicted call was measured\n    take a run that made a step",
     }.items():
         with pytest.raises(PlanError) as caught:

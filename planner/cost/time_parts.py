@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..inputs.calls import Call
+from ..inputs.calls import Call, CallKind
 from ..inputs.mesh import Mesh
 from .collectives import Links, links_of
 from .constants import Constants
@@ -97,7 +97,7 @@ class Machine(NamedTuple):
 class Work(NamedTuple):
     """A call as numbers. Sizes of layers are those of one layer on one device without any split."""
 
-    kind: str
+    kind: CallKind
     rows: int
     samples: int
     """Rows that share a prompt."""

@@ -20,7 +20,7 @@ import yaml
 from fuzz_case import Case, Commands
 from fuzz_keys import small_words
 from penstock.launch.cli.hydra_app import compose
-from penstock.planner.cost.calibration import Calibration, MeasuredCall
+from penstock.planner.cost.calibration import Calibration, DtypeConstants, MeasuredCall
 from penstock.planner.cost.constants import CPU_DEFAULTS
 from penstock.planner.inputs.cluster import ClusterSpec
 from transformers import AutoModelForCausalLM
@@ -135,18 +135,22 @@ def _plan_scenes(base: Path, made: Path) -> list[Scene]:
     cluster = ClusterSpec.model_validate_json(
         json.dumps({"name": "measured", "node_groups": [nodes], "between": links["between"]})
     )
+    constants = CPU_DEFAULTS.replaced(matmul_efficiency=0.5, source="measured")
+    found = DtypeConstants(constants=constants, matmul_efficiency={64: 0.2, 256: 0.6})
     calibration = Calibration(
         cluster=cluster,
-        constants=CPU_DEFAULTS.replaced(matmul_efficiency=0.5, source="measured"),
-        matmul_efficiency={64: 0.2, 256: 0.6},
+        constants=constants,
+        dtypes={"float32": found},
         num_threads=1,
         executor="ray",
         machine="2 x some processor",
         date="2026-11-21",
-        calls=(MeasuredCall(name="train", width=64, measured_s=2.0, predicted_s=2.5),),
+        calls=(
+            MeasuredCall(name="train", width=64, dtype="float32", measured_s=2.0, predicted_s=2.5),
+        ),
     )
     folder = _scene_folder(base, "plans", {"plan.json": json.dumps(whole, indent=1)})
-    calibration.write(folder / "c.json")
+    (folder / "c.json").write_text(calibration.model_dump_json())
     plan = ("plan", "model=tiny", "cluster=measured", "plan.deadline_s=2")
     return [
         Scene("plan.json", folder, _words("placement=plan.json"), ("plan.json",)),

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -31,6 +32,7 @@ from penstock.dataflow.runtime.placement import ClusterNode, DeviceGroup
 from penstock.workers.executors.on_ray.backend import RayBackend
 from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
 from penstock.workers.executors.rank_process import RankProcess
+from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 
 __all__ = ["main"]
@@ -60,6 +62,8 @@ class Rank(RankProcess):
 def two_nodes() -> Generator[None]:
     """Such a Ray, joined."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="two") as folder:  # sockets: a short path
+        # Ray notes its address in a folder that nothing has made on a fresh machine.
+        Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)
         cluster = Cluster()
         cluster.add_node(num_cpus=PER_NODE, num_gpus=PER_NODE, temp_dir=folder)
         for _ in range(NODES - 1):

@@ -97,11 +97,7 @@ def left_out(cases: Sequence[Case], start: Constants) -> list[dict[str, Any]]:
 def rounded(constants: Constants) -> Constants:
     """Three digits, as they are committed."""
     return constants.replaced(
-        **{
-            name: float(f"{value:.3g}")
-            for name, value in constants
-            if name not in ("source", "corrections")
-        }
+        **{name: float(f"{value:.3g}") for name, value in constants if isinstance(value, float)}
     )
 
 

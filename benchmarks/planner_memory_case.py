@@ -65,15 +65,21 @@ class Case:
     entropy: bool = False
     checkpointing: bool = False
     adapter_rank: int = 0
+    experts: tuple[int, int] = (0, 0)
+    """Of a mixture: how many there are, and how many compute a token."""
 
     @property
     def architecture(self) -> dict[str, Any]:
         """Of the Hugging Face config."""
+        number, chosen = self.experts
+        mixture = {"model_type": "mixtral", "num_local_experts": number,
+                   "num_experts_per_tok": chosen}  # fmt: skip
         return {
             "model_type": "qwen2", "vocab_size": self.vocab, "hidden_size": self.hidden,
             "intermediate_size": self.inner, "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads, "num_key_value_heads": self.key_heads,
             "max_position_embeddings": 2048, "tie_word_embeddings": self.tied,
+            **(mixture if number else {}),
         }  # fmt: skip
 
     @property
@@ -108,6 +114,10 @@ CASES = {
     "small, bfloat16, large vocabulary, adapters": Case(
         kind="train", hidden=192, layers=4, heads=3, key_heads=1, inner=512, vocab=40000, tied=True,
         dtype="bfloat16", rows=32, samples=8, prompt=(32,), response=(96,), adapter_rank=16,
+    ),
+    "small, experts": Case(
+        kind="train", hidden=192, layers=4, heads=6, key_heads=3, inner=256, vocab=500,
+        rows=32, prompt=(40,), response=(60,), experts=(8, 4),
     ),
     "train: adapters": Case(
         kind="train", hidden=256, layers=6, heads=8, key_heads=8, inner=704, vocab=1000,

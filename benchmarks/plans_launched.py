@@ -94,6 +94,8 @@ CASES = (
     Case("zero2", "sft", 2, "fsdp", _train(dp=2, zero=2)),
     Case("zero3 recompute", "sft", 2, "fsdp", _train(dp=2, zero=3, checkpointing=True)),
     Case("tp2 by FSDP", "sft", 2, "fsdp", _train(tp=2)),
+    Case("cp2", "sft", 2, "fsdp", _train(cp=2)),
+    Case("cp2 zero3", "dpo", 4, "fsdp", _train(cp=2, dp=2, zero=3)),
     Case("zero3 tp2", "dpo", 4, "fsdp", _train(dp=2, zero=3, tp=2)),
     Case(
         "offload", "dpo", 2, "torch",

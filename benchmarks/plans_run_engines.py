@@ -119,7 +119,7 @@ def _fsdp(
     from penstock.workers.models.lora import LoraSpec
 
     del longest
-    mesh = join_mesh(context, options["shards"])
+    mesh = join_mesh(context, options["shards"], options["context_parallel"])
     shards = dataclasses.replace(mesh.shards, device=torch.device("meta"))
     mesh = dataclasses.replace(mesh, shards=shards)
     again = options.get("activation_checkpointing", False)

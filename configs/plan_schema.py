@@ -106,6 +106,14 @@ class PlanOptions(Section):
     of a run, for what it measured of its own plan. Analytic defaults without one."""
     pins: PinsConfig = PinsConfig()
     """Parts that are fixed."""
+    compare: list[FileName] = Field(default_factory=list[str])
+    """YAML files with the keys of `plan.pins`: what the best plan under each takes, uses and
+    costs, beside the plan that is asked for. Or folders of runs, for what they took."""
+    target_s: Annotated[float, Field(gt=0)] | None = None
+    """Seconds in which a step is to be made: plan for the fewest nodes of the cluster that do, and
+    say what each number of nodes gives. Up to 16 nodes every number is tried, above that halves."""
+    sensitivity: bool = False
+    """Whether to say what a step takes with twice as much of each thing the hardware has."""
 
 
 class PlanSchedule(Section):
@@ -134,22 +142,23 @@ class ProfileConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """`cpu`: each device of the plan is a share of the cores. `cuda`: each is a CUDA device."""
     num_ranks: Annotated[int, Field(ge=1, le=64)] | None = None
-    """Devices; by default one per CUDA device, or one per core up to eight."""
+    """Devices, on a cluster those of each machine; by default one per CUDA device, or one per core
+    up to eight."""
     num_threads: AtLeastOne | None = None
     """Torch threads of each rank; by default the cores are shared out."""
     dispatch: str = PARALLEL_EXECUTOR.name
-    """The executor with which the cost of a call is measured."""
+    """The executor with which the cost of a call is measured. If it has joined a cluster
+    (`RAY_ADDRESS`), all machines of that are measured instead of this one."""
     widths: Annotated[list[Width], Field(min_length=1)] | None = None
     """Hidden sizes of the models that are timed; by default 64 to 512, or 512 to 4096 on CUDA."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Of their weights, best that of the run's models; by default float32, or bfloat16 on CUDA."""
-    vocab_size: Annotated[int, Field(ge=2, le=1 << 20)] = 64
-    """Words of their vocabulary, best those of the run's models: few words make the head cheap."""
+    dtypes: Annotated[list[Literal["float32", "bfloat16"]], Field(min_length=1)] | None = None
+    """Of their weights; by default bfloat16 on CUDA, and on a CPU float32 and, where the processor
+    computes it fast, bfloat16."""
     rows: Annotated[int, Field(ge=1, le=1 << 16)] = 16
     """Rows of a timed training call; the others follow from it."""
     seconds: Annotated[float, Field(gt=0)] = 0.5
     """How long each thing is repeated, about; longer is steadier."""
-    deadline_s: Annotated[float, Field(gt=0)] = 300.0
+    deadline_s: Annotated[float, Field(gt=0)] = 900.0
     """When to give up."""
 
     @field_validator("dispatch")

@@ -35,7 +35,7 @@ COMMANDS: Mapping[str, str] = {
     "plan": "say where each node should run, in which layout, and how long a step takes",
     "eval": "answer held-out problems with the policy of a run, or with any model",
     "export": "write a run's model at a checkpoint as a Hugging Face folder, or upload it",
-    "profile": "measure this machine, for plans and for runs that are planned",
+    "profile": "measure this machine or a cluster, for plans and for runs that are planned",
     "samples": "show what a run sampled, and what it earned",
     "doctor": "say what is installed and what this machine has, for a report of a fault",
 }

@@ -10,6 +10,8 @@ __all__ = [
     "bytes_of",
     "bytes_text",
     "bytes_unit",
+    "change_text",
+    "hours_text",
     "part_text",
     "percent_text",
     "ranges_text",
@@ -68,6 +70,20 @@ def percent_text(share: float) -> str:
     """A share of 1: "3.2 %", "57 %"."""
     percent = 100 * share
     return f"{percent:.0f} %" if percent >= 9.95 or percent < 0.05 else f"{percent:.1f} %"
+
+
+def change_text(share: float) -> str:
+    """A difference as a share of 1: "+3.2 %", "-57 %", "same"."""
+    if abs(share) < 0.0005:
+        return "same"
+    return f"{'+' if share > 0 else '-'}{percent_text(abs(share))}"
+
+
+def hours_text(hours: float) -> str:
+    """Three digits: "4.80", "1,234", "0.0123"."""
+    if 0 < hours < 0.0005:
+        return "<0.001"
+    return _digits(hours) if hours >= 0.995 or not hours else f"{hours:.3g}"
 
 
 def _digits(value: float) -> str:

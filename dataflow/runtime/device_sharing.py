@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 from .messages import LayoutWork, Work
 from .placement import DeviceGroup, sharing
@@ -125,7 +125,7 @@ def sleep_offloaded(workers: Iterable[object]) -> None:
 @contextmanager
 def on_device(workers: Iterable[object]) -> Generator[None]:
     """While something is done with workers, have those on the device that wait in host memory."""
-    waiting = [w for w in workers if isinstance(w, Offloaded) and w.offload]
+    waiting = [worker for worker in workers if _waits(worker)]
     try:
         for worker in waiting:
             worker.wake()
@@ -134,5 +134,5 @@ def on_device(workers: Iterable[object]) -> Generator[None]:
         sleep_workers(waiting)
 
 
-def _waits(worker: object) -> bool:
+def _waits(worker: object) -> TypeGuard[Offloaded]:
     return isinstance(worker, Offloaded) and worker.offload

@@ -198,7 +198,7 @@ _START = """
 import sys
 from penstock.workers.executors.registry import EXECUTORS
 kind = EXECUTORS[sys.argv[1]]
-kind.start()
+kind.connect()
 kind.end()
 """
 

@@ -1,7 +1,7 @@
 """`penstock plan`: where each node of a step runs, in which layout, and how long it takes.
 
 Builds no model, reads no data and needs none of the devices it plans for. What it writes with
-`output=` is a plan that a run can follow. `penstock profile` measures this machine, and writes what
+`output=` is a plan that a run can follow. `penstock profile` measures machines, and writes what
 was found for plans and runs.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from .hydra_app import chosen, hydra_app, refuse_resume
 
 if TYPE_CHECKING:
     from ...planner.plan.plan import Plan
-    from ...planner.plan.simulate import Simulation
+    from ...planner.report.comparison import Comparison
     from ..placement.plan_request import PlanRequest
 
 __all__ = ["OUTPUTS", "output_file", "plan_command", "profile_command", "write_output"]
@@ -40,15 +40,15 @@ def plan_command(arguments: list[str]) -> int:
 
 def _plan(composed: dict[str, Any]) -> None:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
-    from ...planner.plan.simulate import simulate_plan
     from ..placement.plan_request import plan_request
+    from ..placement.what_if import answered
 
     refuse_resume(composed, "plan")
     files = {key: output_file(key, composed.pop(key, None)) for key in OUTPUTS}
     request = plan_request(composed, chosen("model"))
     started_s = time.monotonic()
     try:
-        plan = request.plan()
+        plan, comparisons = answered(request)
     except InfeasibleError as error:
         _say_infeasible(files["json"], str(error), time.monotonic() - started_s)
         raise
@@ -56,28 +56,35 @@ def _plan(composed: dict[str, Any]) -> None:
         print(f"penstock: note: {note}", file=sys.stderr)
     for lag, why in request.refused_lags.items():
         print(f"penstock: note: max_lag={lag} was not considered: {why}", file=sys.stderr)
-    _show(request, plan, simulate_plan(request.graph, plan), files)
+    _show(request, plan, comparisons, files)
 
 
 def _show(
-    request: PlanRequest, plan: Plan, simulation: Simulation, files: Mapping[str, str | None]
+    request: PlanRequest,
+    plan: Plan,
+    comparisons: Sequence[Comparison],
+    files: Mapping[str, str | None],
 ) -> None:
+    from ...planner.plan.simulate import simulate_plan
+    from ...planner.report.comparison import comparison_text
     from ...planner.report.explain import explain
     from ...planner.report.html_report import to_html
     from ...planner.report.json_report import to_json
     from ...planner.report.trace_report import to_trace
 
     graph = request.graph
+    simulation = simulate_plan(graph, plan)
     kept = plan.model_copy(update={"graph": graph.fingerprint, "engines": request.words})
     made = {
-        "json": lambda: json.dumps(to_json(graph, plan, simulation), indent=2) + "\n",
-        "html": lambda: to_html(graph, plan, simulation),
+        "json": lambda: json.dumps(to_json(graph, plan, simulation, comparisons), indent=2) + "\n",
+        "html": lambda: to_html(graph, plan, simulation, comparisons),
         "trace": lambda: to_trace(graph, plan, simulation),
         "output": lambda: kept.model_dump_json(indent=2, exclude_defaults=True) + "\n",
     }
     quiet = files["json"] == _TERMINAL
     if not quiet:
-        print(explain(graph, plan, simulation))
+        tables = (comparison_text(graph, comparison) for comparison in comparisons)
+        print("\n\n".join([explain(graph, plan, simulation), *tables]))
     for key, make in made.items():
         file = files[key]
         if file is not None:
@@ -152,6 +159,7 @@ def _profile(composed: dict[str, Any]) -> None:
     from ...configs.validate import validated
     from ..profile.profile import profile
     from ..profile.show import calibration_text
+    from ..run_dir.atomic import write_text
 
     config = validated(ProfileConfig, composed)
     file = Path(config.output)
@@ -160,6 +168,6 @@ def _profile(composed: dict[str, Any]) -> None:
     began_s = time.monotonic()
     with _folder_of(file):
         calibration = profile(config)
-    calibration.write(file)
+        write_text(file, calibration.model_dump_json(indent=2) + "\n")
     print(calibration_text(calibration))
     print(f"wrote {file} after {time.monotonic() - began_s:.0f} s")

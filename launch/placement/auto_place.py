@@ -23,7 +23,8 @@ from ...planner.cost.calibration import Calibration
 from ...planner.cost.constants import Constants, default_constants
 from ...planner.formatting import seconds_text
 from ...planner.inputs.calls import calls_of
-from ...planner.inputs.cluster import ClusterSpec, NodeGroup
+from ...planner.inputs.cluster import ClusterSpec
+from ...planner.inputs.cluster_variants import halvings, part
 from ...planner.inputs.model_shape import ModelShape
 from ...planner.inputs.workload import Workload
 from ...planner.plan.plan import Plan, one_group_plan
@@ -168,14 +169,14 @@ def _best(
     pins = Pins(allows=_Divides(items, workload))
     found: list[Plan] = []
     refused: list[PlanError] = []
-    sizes = _halvings(machine.cluster.num_devices)
+    sizes = halvings(machine.cluster.num_devices)
     until_s = time.monotonic() + _DEADLINE_S
     for left, size in zip(range(len(sizes), 0, -1), sizes, strict=True):
         try:
             plan = plan_step(
                 graph,
                 models,
-                _part(machine.cluster, size),
+                part(machine.cluster, size),
                 workload,
                 max_lag=run.schedule.max_lag,
                 constants=machine.constants(models),
@@ -199,26 +200,6 @@ def _best(
 def _step_time_s(plan: Plan) -> float:
     assert plan.prediction is not None
     return plan.prediction.step_time_s
-
-
-def _halvings(number: int) -> list[int]:
-    sizes = [number]
-    while sizes[-1] > 1:
-        sizes.append(sizes[-1] // 2)
-    return sizes
-
-
-def _part(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
-    """The first devices of a cluster: whole nodes, and a part of the next."""
-    parts: list[NodeGroup] = []
-    left = num_devices
-    for group in cluster.node_groups:
-        nodes, rest = divmod(min(left, group.num_devices), group.devices_per_node)
-        left -= nodes * group.devices_per_node + rest
-        parts += [group.model_copy(update={"num_nodes": nodes})] if nodes else []
-        smaller = {"num_nodes": 1, "devices_per_node": rest}
-        parts += [group.model_copy(update=smaller)] if rest else []
-    return cluster.model_copy(update={"node_groups": tuple(parts)})
 
 
 @dataclass(frozen=True)

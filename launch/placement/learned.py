@@ -52,7 +52,6 @@ def read_calibration(path: Path) -> Calibration:
     return Calibration(
         cluster=cluster,
         constants=learned,
-        matmul_efficiency={1: constants.matmul_efficiency},
         num_threads=threads_of(first.devices_per_node),
         executor=PARALLEL_EXECUTOR.name,
         machine=machine_name(cluster.device_type),

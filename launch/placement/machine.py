@@ -24,6 +24,7 @@ __all__ = [
     "default_ranks",
     "has_fast_bfloat16",
     "machine_name",
+    "most_ranks",
     "num_cores",
     "threads_of",
 ]
@@ -57,7 +58,12 @@ def default_ranks(device: str) -> int:
         import torch
 
         return torch.cuda.device_count()
-    return min(num_cores(), _MOST_RANKS)
+    return most_ranks(num_cores())
+
+
+def most_ranks(cores: int) -> int:
+    """Ranks of a machine with so many cores: one per core up to eight."""
+    return min(cores, _MOST_RANKS)
 
 
 def threads_of(num_ranks: int) -> int:
@@ -81,7 +87,7 @@ def machine_name(device: str = "cpu") -> str:
 
 def cpu_node(preset: NodeGroup, cores: int, memory_bytes: int) -> NodeGroup:
     """A node whose cores and memory are shared out evenly, from what `cluster=cpu` says of one."""
-    ranks = min(cores, _MOST_RANKS)
+    ranks = most_ranks(cores)
     threads = cores // ranks
     device = preset.device.model_copy(
         update={
@@ -93,7 +99,8 @@ def cpu_node(preset: NodeGroup, cores: int, memory_bytes: int) -> NodeGroup:
 
 
 def analytic_cpus() -> ClusterSpec:
-    """This machine's cores as `cluster=cpu` describes them: nothing is measured."""
-    preset = cluster_spec(validated(ClusterConfig, option_file("cluster", "cpu"), "cluster"))
+    """This machine's cores as `cluster=cpu` or `cpu-bf16` describes them: nothing is measured."""
+    option = "cpu-bf16" if has_fast_bfloat16("cpu") else "cpu"
+    preset = cluster_spec(validated(ClusterConfig, option_file("cluster", option), "cluster"))
     own = cpu_node(preset.node_groups[0], num_cores(), psutil.virtual_memory().total)
     return preset.model_copy(update={"name": "this machine", "node_groups": (own,)})

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
+
+import yaml
 
 from ...configs.plan_schema import PinsConfig
 from ...configs.validate import nearest_key, validated
@@ -15,7 +19,7 @@ from ...planner.inputs.cluster import ClusterSpec
 from ...planner.inputs.layout import Layout, check_layout, pinned_layout
 from ...planner.search.pins import Pins
 
-__all__ = ["flat_layouts", "pins_of"]
+__all__ = ["flat_layouts", "pins_of", "pins_of_file"]
 
 _SIZES = ("tp", "pp", "dp", "cp")
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
@@ -82,6 +86,45 @@ def pins_of(config: PinsConfig, calls: Sequence[Call], cluster: ClusterSpec) -> 
     )
     _check_used(pins, call_groups, sizes, cluster, at)
     return pins
+
+
+def pins_of_file(file: str, calls: Sequence[Call], cluster: ClusterSpec) -> Pins:
+    """The pins of a YAML file, which has the keys of `plan.pins`.
+
+    Args:
+        file: Its name, as `plan.compare` has it.
+        calls: The step's calls.
+        cluster: What the plan is for.
+
+    Raises:
+        ConfigError: If it cannot be read, is no such file, or a pin names what is not there; or a
+            pinned layout or mesh is none that the model and the cluster can have.
+    """
+    at = f"'plan.compare': '{file}'"
+    path = Path(file)
+    try:
+        if path.is_char_device() or path.is_fifo():
+            raise OSError(0, "it is a device or a pipe, and may have no end")
+        # As JSON, because a YAML file can say more than keys can: dates, or a value inside itself.
+        text = json.dumps(yaml.safe_load(path.read_text()), default=str)
+    except OSError as error:
+        raise ConfigError(f"{at} cannot be read: {error.strerror}") from None
+    except (TypeError, ValueError, RecursionError, yaml.YAMLError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{at} is no YAML file: {said:.300}") from None
+    keys: Any = json.loads(text)
+    if not isinstance(keys, dict) or not keys:
+        raise ConfigError(
+            f"{at}: expected keys of plan.pins, got {text:.60}\n"
+            f"    its keys are: {', '.join(PinsConfig.model_fields)}"
+        )
+    keys = cast("dict[str, Any]", keys)
+    if "layouts" in keys:
+        keys["layouts"] = flat_layouts(keys["layouts"])
+    try:
+        return pins_of(validated(PinsConfig, keys, "plan.pins"), calls, cluster)
+    except (ConfigError, PlanError) as error:
+        raise ConfigError(f"{at}:\n{error}") from None
 
 
 def _known(name: str, known: Sequence[str], at: str, what: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,11 +20,13 @@ from ...planner.inputs.model_shape import ModelShape
 from ...planner.inputs.workload import Workload
 from ...planner.plan.plan import Plan
 from ...planner.plan.planner import plan_step
+from ...planner.report.comparison import Alternative
 from ...planner.search.pins import Pins
 from ..inputs.compose import resolved
 from .cluster_inputs import cluster_spec, named_devices
 from .learned import read_calibration
-from .pin_inputs import flat_layouts, pins_of
+from .measured_run import measured_run
+from .pin_inputs import flat_layouts, pins_of, pins_of_file
 from .plan_inputs import PlanInputs
 from .settled import local_model, with_dtype
 
@@ -52,6 +54,10 @@ class PlanRequest:
         words: The same as keys of the configuration.
         pins: Parts that are fixed.
         deadline_s: When to stop.
+        num_steps: Steps of the run, for what it costs.
+        compared: File -> pins with which the step is to be planned as well, or a run.
+        target_s: Plan for the fewest nodes on which a step takes no longer.
+        sensitivity: Whether to plan for better hardware as well.
         tp_across_nodes: Allow tensor parallelism over the network.
         max_cp: Most ranks that share a sequence.
     """
@@ -69,6 +75,12 @@ class PlanRequest:
     words: str
     pins: Pins
     deadline_s: float | None
+    num_steps: int | None = None
+    compared: Mapping[str, Pins | Alternative] = field(
+        default_factory=dict[str, "Pins | Alternative"]
+    )
+    target_s: float | None = None
+    sensitivity: bool = False
     tp_across_nodes: bool = False
     max_cp: int = 1
 
@@ -78,7 +90,7 @@ class PlanRequest:
         Raises:
             PlanError: If no plan fits.
         """
-        return plan_step(
+        plan = plan_step(
             self.graph,
             self.models,
             self.cluster,
@@ -92,6 +104,7 @@ class PlanRequest:
             tp_across_nodes=self.tp_across_nodes,
             max_cp=self.max_cp,
         )
+        return plan.model_copy(update={"num_steps": self.num_steps})
 
 
 def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanRequest:
@@ -117,21 +130,13 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     model = with_dtype(model, lambda: cluster.computes_faster("bfloat16"))
     inputs = PlanInputs(replace(found, model=model), model.hub or model_name)
     models = inputs.models(options.models)
-    if not any(models.values()):
-        raise ConfigError(
-            f"'{inputs.graph.name}' has no role with a language model, and the planner knows the "
-            "memory and time of no other\n    place its nodes by hand: placement=PLAN.json, or "
-            "executor.groups and executor.nodes; or say what a role computes: plan.models.ROLE"
-        )
+    _check_models(inputs.graph, models)
     _check_dtypes(models, options.models, cluster)
     workload = inputs.workload(asked.workload)
-    lags, refused = (found.schedule.max_lag,), dict[int, str]()
-    if _is_auto(composed):
-        lags, refused = _allowed(inputs.graph, options.lags)
-    else:
-        check_lag(inputs.graph, found.schedule.max_lag)
+    lags, refused = _lags(inputs.graph, found.schedule.max_lag, options.lags, composed)
     found.engines.check_generates(inputs.graph)
     engines, others = found.engines.planned()
+    calls = calls_of(inputs.graph, workload, models)
     return PlanRequest(
         graph=inputs.graph,
         models=models,
@@ -150,11 +155,29 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         engines=engines,
         others=others,
         words=found.engines.words,
-        pins=pins_of(options.pins, calls_of(inputs.graph, workload, models), cluster),
+        pins=pins_of(options.pins, calls, cluster),
+        compared={
+            name: measured_run(name, inputs.graph, workload)
+            if Path(name).is_dir()
+            else pins_of_file(name, calls, cluster)
+            for name in options.compare
+        },
+        target_s=options.target_s,
+        sensitivity=options.sensitivity,
         deadline_s=options.deadline_s,
+        num_steps=found.main.config.num_steps,
         tp_across_nodes=options.tp_across_nodes,
         max_cp=options.max_cp,
     )
+
+
+def _check_models(graph: Graph, models: Mapping[str, ModelShape | None]) -> None:
+    if not any(models.values()):
+        raise ConfigError(
+            f"'{graph.name}' has no role with a language model, and the planner knows the memory "
+            "and time of no other\n    place its nodes by hand: placement=PLAN.json, or "
+            "executor.groups and executor.nodes; or say what a role computes: plan.models.ROLE"
+        )
 
 
 def _check_dtypes(
@@ -204,6 +227,20 @@ def _split(composed: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 def _is_auto(composed: Mapping[str, Any]) -> bool:
     schedule = composed.get("schedule")
     return isinstance(schedule, Mapping) and schedule.get("max_lag") == "auto"
+
+
+def _lags(
+    graph: Graph, configured: int, compared: list[int], composed: Mapping[str, Any]
+) -> tuple[tuple[int, ...], dict[int, str]]:
+    """The lags to plan for, and why not others: the one configured, or those to compare.
+
+    Raises:
+        FlowError: If the step's losses cannot correct for the one.
+    """
+    if _is_auto(composed):
+        return _allowed(graph, compared)
+    check_lag(graph, configured)
+    return (configured,), {}
 
 
 def _allowed(graph: Graph, lags: list[int]) -> tuple[tuple[int, ...], dict[int, str]]:

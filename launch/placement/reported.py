@@ -6,7 +6,7 @@ describes them, each node's shared among at most eight ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +20,9 @@ from .cluster_inputs import cluster_spec
 from .machine import cpu_node
 from .place import executor_kind
 
-__all__ = ["joined", "reported_cluster"]
+__all__ = ["ALIKE", "joined", "labels_of", "option_of", "reported_cluster"]
 
-_ALIKE = 1.1
+ALIKE = 1.1
 """How much more memory a node may have than another that is taken for its equal."""
 
 
@@ -54,10 +54,10 @@ def reported_cluster(machines: Sequence[Machine], device: str) -> ClusterSpec | 
         number = int(machine.total.get("CPU" if device == "cpu" else "GPU", 0))
         if not number:
             continue
-        names = ("cpu",) if device == "cpu" else tuple(map(str.lower, machine.devices))
-        preset = next((presets[name] for name in names if name in presets), None)
-        if preset is None:
+        name = "cpu" if device == "cpu" else option_of(machine, presets)
+        if name is None:
             return None
+        preset = presets[name]
         node = _node(preset.node_groups[0], machine, number, device)
         links.append(preset.between)
         if nodes and (one := _smaller(nodes[-1], node)) is not None:
@@ -73,7 +73,7 @@ def reported_cluster(machines: Sequence[Machine], device: str) -> ClusterSpec | 
 def _smaller(one: NodeGroup, other: NodeGroup) -> NodeGroup | None:
     """What both nodes have, if they differ by a little memory at most."""
     low, high = sorted(node.device.memory_bytes for node in (one, other))
-    if high > _ALIKE * low:
+    if high > ALIKE * low:
         return None
     least, most = (
         node.model_copy(
@@ -91,8 +91,20 @@ def _node(preset: NodeGroup, machine: Machine, number: int, device: str) -> Node
     if device == "cpu":
         memory = int(machine.total.get("memory", 0)) or preset.device.memory_bytes
         return cpu_node(preset, number, memory)
-    labels = {key: value for key, value in machine.labels.items() if value in machine.devices}
-    return preset.model_copy(update={"num_nodes": 1, "devices_per_node": number, "labels": labels})
+    return preset.model_copy(
+        update={"num_nodes": 1, "devices_per_node": number, "labels": labels_of(machine)}
+    )
+
+
+def option_of(machine: Machine, options: Collection[str]) -> str | None:
+    """Which of the options of `cluster=` describes a machine's GPUs, if one does."""
+    names = map(str.lower, machine.devices)
+    return next((name for name in names if name in options), None)
+
+
+def labels_of(machine: Machine) -> Mapping[str, str]:
+    """The labels of a machine that name its GPUs."""
+    return {key: value for key, value in machine.labels.items() if value in machine.devices}
 
 
 def _presets() -> Mapping[str, ClusterSpec]:

@@ -33,8 +33,12 @@ MICRO_BATCH_TOKENS = 4096
 """Tokens that a worker computes at once, unless its options say otherwise."""
 
 _LAYERS = 4
-_TOKENS = 32
-"""Of a prompt, and of a response."""
+_PROMPT = 16
+_RESPONSE = 48
+"""Tokens of a row; `_LONG` times as many in a call for attention."""
+_LONG = 3
+_WORDS = 4096
+"""Of the vocabulary: the head is as large a share of these models as of small language models."""
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 
@@ -52,8 +56,8 @@ class ProfileCall(BaseModel):
     """Prompts, with one response each."""
     dtype: str
     """Of its weights."""
-    vocab_size: AtLeastOne = 64
-    """Words that it knows."""
+    long: bool = False
+    """Whether its rows are long ones."""
     updates: AtLeastOne = 1
     """Optimizer steps, if it trains: the rows are cut into so many minibatches."""
 
@@ -61,11 +65,19 @@ class ProfileCall(BaseModel):
     def name(self) -> str:
         """For a table."""
         updates = f", {self.updates} updates" if self.updates > 1 else ""
-        return f"{self.kind} {self.rows} x {2 * _TOKENS} tokens{updates}"
+        return f"{self.kind} {self.rows} x {self._prompt + self._response} tokens{updates}"
+
+    @property
+    def _prompt(self) -> int:
+        return _PROMPT * (_LONG if self.long else 1)
+
+    @property
+    def _response(self) -> int:
+        return _RESPONSE * (_LONG if self.long else 1)
 
     def timed(self, measured_s: float) -> Timed:
         """The same for the planner, with what was measured."""
-        at_once = min(self.rows, max(1, MICRO_BATCH_TOKENS // (2 * _TOKENS)))
+        at_once = min(self.rows, max(1, MICRO_BATCH_TOKENS // (self._prompt + self._response)))
         return Timed(self._call(), at_once, measured_s)
 
     def _call(self) -> Call:
@@ -73,27 +85,28 @@ class ProfileCall(BaseModel):
             name=f"actor.{self.kind}",
             role="actor",
             kind=self.kind,
-            model=_shape(self.width, self.dtype, self.vocab_size),
+            model=_shape(self.width, self.dtype),
             head="vocabulary",
             trained=True,
             num_sequences=self.rows,
-            prompt=Lengths.constant(_TOKENS),
-            response=Lengths.constant(_TOKENS),
+            prompt=Lengths.constant(self._prompt),
+            response=Lengths.constant(self._response),
             updates=self.updates,
         )
 
     def prepared(self, policy: PolicyWorker) -> Callable[[], None]:
         """The call, ready to be made as often as one likes; its inputs are made here."""
         random = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, self.vocab_size, (self.rows, 2 * _TOKENS), generator=random)
+        prompt, response = self._prompt, self._response
+        tokens = torch.randint(0, _WORDS, (self.rows, prompt + response), generator=random)
         mask = torch.zeros_like(tokens, dtype=torch.bool)
-        mask[:, _TOKENS:] = True
+        mask[:, prompt:] = True
         if self.kind == "generate":
             return lambda: _scoped(
                 policy.generate,
-                tokens[:, :_TOKENS],
+                tokens[:, :prompt],
                 torch.arange(self.rows),
-                Sampling(max_new_tokens=_TOKENS),
+                Sampling(max_new_tokens=response),
             )
         if self.kind == "forward":
             return lambda: _scoped(policy.logprob, tokens, mask)
@@ -112,61 +125,55 @@ def _scoped(method: Callable[..., Any], *arguments: Any, **options: Any) -> None
         method(*arguments, **options)
 
 
-def calls_of_width(
-    width: int, rows: int, dtype: str, vocab_size: int = 64
-) -> tuple[ProfileCall, ...]:
+def calls_of_width(width: int, rows: int, dtype: str) -> tuple[ProfileCall, ...]:
     """What is timed at one width: many tokens and few of them, for each kind of call.
 
-    In the third call the optimizer's step weighs most: it takes one for each row.
+    The first fills a micro-batch nearly, as most calls of a run do. In the third the optimizer's
+    step weighs most: it takes one for each row. In the fourth attention does.
     """
-    few = max(1, rows // 4)
-    sizes: tuple[tuple[CallKind, int, int], ...] = (
-        ("train", rows, 1),
-        ("train", rows, rows // few),
-        ("train", few, few),
-        ("forward", rows, 1),
-        ("generate", few, 1),
-        ("generate", 4 * rows, 1),
+    few, many = max(1, rows // 4), 3 * rows
+    sizes: tuple[tuple[CallKind, int, int, bool], ...] = (
+        ("train", many, 1, False),
+        ("train", rows, rows // few, False),
+        ("train", few, few, False),
+        ("train", few, 1, True),
+        ("forward", many, 1, False),
+        ("generate", rows, 1, False),
+        ("generate", rows, 1, True),
+        ("generate", 4 * rows, 1, False),
     )
     return tuple(
-        ProfileCall(
-            kind=kind,
-            width=width,
-            rows=number,
-            dtype=dtype,
-            vocab_size=vocab_size,
-            updates=updates,
-        )
-        for kind, number, updates in sizes
+        ProfileCall(kind=kind, width=width, rows=number, dtype=dtype, updates=updates, long=long)
+        for kind, number, updates, long in sizes
     )
 
 
-def architecture(width: int, vocab_size: int = 64) -> dict[str, Any]:
+def architecture(width: int) -> dict[str, Any]:
     """A Qwen2 of that width: four layers, heads of 32 or 64, a feed-forward three times as wide."""
     heads = max(1, width // (32 if width < 256 else 64))
     return {
         "model_type": "qwen2",
-        "vocab_size": vocab_size,
+        "vocab_size": _WORDS,
         "hidden_size": width,
         "intermediate_size": 3 * width,
         "num_hidden_layers": _LAYERS,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "max_position_embeddings": 4 * _TOKENS,
+        "max_position_embeddings": _LONG * (_PROMPT + _RESPONSE),
         "tie_word_embeddings": True,
     }
 
 
-def _shape(width: int, dtype: str, vocab_size: int) -> ModelShape:
-    return shape_of(architecture(width, vocab_size), name=f"width {width}", dtype=dtype)
+def _shape(width: int, dtype: str) -> ModelShape:
+    return shape_of(architecture(width), name=f"width {width}", dtype=dtype)
 
 
-def make_policy(width: int, dtype: str, device: str, vocab_size: int = 64) -> PolicyWorker:
+def make_policy(width: int, dtype: str, device: str) -> PolicyWorker:
     """The policy of that width, trained and alone."""
     dtypes: Any = dtype
     spec = DEFAULT.spec("policy")(
-        model=ModelSpec(architecture=architecture(width, vocab_size), dtype=dtypes),
-        eos_token_id=vocab_size,
+        model=ModelSpec(architecture=architecture(width), dtype=dtypes),
+        eos_token_id=_WORDS,
         optimizer=OptimizerSpec(lr=1e-6),
         micro_batch_tokens=MICRO_BATCH_TOKENS,
     )

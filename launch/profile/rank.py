@@ -1,11 +1,14 @@
-"""One rank of `penstock profile`: `python -m penstock.launch.profile.rank < request.json`.
+"""One rank of `penstock profile`, whoever has started its process.
 
 All ranks measure the same things at the same times, so each finds what it gets of the machine while
-the others work too: that is what a device of the plan will be. What is found is written to a file.
+the others work too: that is what a device of the plan will be. On this machine a rank is a process
+of its own (`python -m penstock.launch.profile.rank FOLDER < request.json`), which writes what it
+found to a file; on a cluster it is the object in a process of an executor's backend.
 """
 
 from __future__ import annotations
 
+import socket
 import statistics
 import sys
 import time
@@ -19,12 +22,15 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 
+from ...workers.executors.process_backend import ProcessHome
+from ...workers.executors.process_setup import Address, Store, meet
+from ..placement.machine import machine_name
 from .calls import ProfileCall, make_policy
-from .links import LinkTimes, link_times
+from .links import LinkTimes, across_nodes, link_times, within_nodes
 
-__all__ = ["RankRequest", "RankResult", "Together", "measured"]
+__all__ = ["ProfileRank", "RankRequest", "RankResult", "Together", "answer_file", "measured"]
 
-_FEWEST, _MOST = 3, 25
+_FEWEST, _MOST = 2, 25
 """Repeats of anything."""
 
 _MATRIX = {"cpu": 1024, "cuda": 8192}
@@ -41,25 +47,28 @@ class RankRequest(BaseModel):
 
     rank: Annotated[int, Field(ge=0)]
     """Which one it is."""
-    num_ranks: AtLeastOne
-    """How many there are."""
-    device: str
-    """`cpu`, or `cuda`: then rank r has device r."""
+    nodes: tuple[int, ...]
+    """Number of the node that each rank is on, by rank; there are as many ranks."""
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]
+    """`cpu`, or the CUDA device of this rank."""
     num_threads: AtLeastOne
     """Torch threads."""
-    folder: str
-    """Where the ranks meet, and where the result goes."""
     calls: tuple[ProfileCall, ...]
-    """Calls to time; those of one width stand together."""
+    """Calls to time; those of one dtype and width stand together."""
     seconds: Annotated[float, Field(gt=0)]
     """How long each is repeated, about."""
     deadline_s: Annotated[float, Field(gt=0)]
-    """Longest wait for another rank."""
+    """Longest time for all of it."""
 
     @property
-    def answer(self) -> Path:
-        """The file for the result."""
-        return Path(self.folder) / f"rank-{self.rank}.json"
+    def num_ranks(self) -> int:
+        """How many there are."""
+        return len(self.nodes)
+
+    @property
+    def kind(self) -> str:
+        """Of the device: "cpu" or "cuda"."""
+        return self.device.partition(":")[0]
 
 
 class RankResult(BaseModel):
@@ -68,7 +77,7 @@ class RankResult(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     device_name: str
-    """Of a CUDA device its maker's; else "cpu"."""
+    """Of a CUDA device its maker's; else the processor's."""
     memory_bytes: AtLeastOne
     """Of the device; on a CPU its share of the machine's."""
     reserved_bytes: Annotated[int, Field(ge=0)]
@@ -79,8 +88,10 @@ class RankResult(BaseModel):
     """A long copy, bytes read and bytes written together."""
     host_bytes_per_s: float
     """To host memory, one direction."""
-    links: LinkTimes | None
-    """None with a single rank."""
+    within: LinkTimes | None
+    """To the ranks of its node; None if it is the only one there."""
+    between: LinkTimes | None
+    """To ranks of other nodes; None if there are none."""
     calls_s: tuple[float, ...]
     """Median seconds of each call."""
 
@@ -130,35 +141,68 @@ class Together:
         return float(agreed)
 
 
-def measured(request: RankRequest) -> RankResult:
-    """Measure all that is asked for; every rank must do so at the same time."""
+class ProfileRank:
+    """A rank that lives in a process of an executor's backend.
+
+    Args:
+        home: What it has of the backend.
+        request: What it is to measure.
+    """
+
+    def __init__(self, home: ProcessHome, request: RankRequest) -> None:
+        self._host, self._request = home.host, request
+        self._listener: socket.socket | None = None
+
+    def listen(self) -> Address:
+        """The address of this process; that of rank 0 is where all meet."""
+        self._listener = socket.create_server((self._host, 0))
+        return self._listener.getsockname()
+
+    def measure(self, address: Address) -> RankResult:
+        """See `measured`.
+
+        Args:
+            address: What rank 0 said.
+        """
+        request = self._request
+        listener = self._listener if request.rank == 0 else None
+        return measured(
+            request, meet(address, listener, self._host, request.num_ranks, request.deadline_s)
+        )
+
+
+def measured(request: RankRequest, store: Store) -> RankResult:
+    """Measure all that is asked for; every rank must do so at the same time.
+
+    Args:
+        request: What is asked for.
+        store: Where the ranks find each other.
+    """
     torch.set_num_threads(request.num_threads)
-    cuda = request.device == "cuda"
-    device = f"cuda:{request.rank}" if cuda else "cpu"
+    cuda, device = request.kind == "cuda", request.device
     if cuda:
-        torch.cuda.set_device(request.rank)
+        torch.cuda.set_device(device)
     if request.num_ranks > 1:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{Path(request.folder).absolute() / 'store'}",
+            store=store,
             rank=request.rank,
             world_size=request.num_ranks,
             timeout=timedelta(seconds=request.deadline_s),
         )
     together = Together(request.num_ranks, device, request.seconds)
-    memory, reserved = _memory(request.num_ranks, cuda)
+    memory, reserved = _memory(request.nodes.count(request.nodes[request.rank]), cuda)
     copy = _copy_s(together, device)
-    size = _COPY_BYTES[request.device]
+    size = _COPY_BYTES[request.kind]
     result = RankResult(
-        device_name=torch.cuda.get_device_name(device) if cuda else "cpu",
+        device_name=machine_name(request.kind),
         memory_bytes=memory,
         reserved_bytes=reserved,
-        flops_per_s={name: _flops(together, device, name) for name in _DTYPES[request.device]},
+        flops_per_s={name: _flops(together, device, name) for name in _DTYPES[request.kind]},
         memory_bytes_per_s=2 * size / copy,
         host_bytes_per_s=size / (_host_s(together, device) if cuda else copy),
-        links=None
-        if request.num_ranks == 1
-        else link_times(request.rank, request.num_ranks, device, together.once_s),
+        within=link_times(within_nodes(request.nodes), request.rank, device, together.once_s),
+        between=link_times(across_nodes(request.nodes), request.rank, device, together.once_s),
         calls_s=_calls_s(request, device, together),
     )
     if request.num_ranks > 1:
@@ -167,12 +211,12 @@ def measured(request: RankRequest) -> RankResult:
     return result
 
 
-def _memory(num_ranks: int, cuda: bool) -> tuple[int, int]:
-    """Bytes that the device has, and those held already."""
+def _memory(sharing: int, cuda: bool) -> tuple[int, int]:
+    """Bytes that the device has, and those held already; ranks that share a node share its own."""
     if cuda:
         free, total = torch.cuda.mem_get_info()
         return total, total - free
-    return psutil.virtual_memory().total // num_ranks, psutil.Process().memory_info().rss
+    return psutil.virtual_memory().total // sharing, psutil.Process().memory_info().rss
 
 
 def _flops(together: Together, device: str, dtype: str) -> float:
@@ -205,18 +249,26 @@ def _calls_s(request: RankRequest, device: str, together: Together) -> tuple[flo
     seconds: list[float] = []
     policy, made = None, None
     for call in request.calls:
-        wanted = (call.width, call.dtype, call.vocab_size)
+        wanted = (call.width, call.dtype)
         if policy is None or made != wanted:
-            policy = make_policy(call.width, call.dtype, device, call.vocab_size)
+            policy = make_policy(call.width, call.dtype, device)
             made = wanted
         seconds.append(together.median_s(call.prepared(policy)))
     return tuple(seconds)
 
 
+def answer_file(folder: Path, rank: int) -> Path:
+    """Where a rank on this machine writes its result."""
+    return folder / f"rank-{rank}.json"
+
+
 def main() -> None:
     """Do what the request on standard input says."""
-    request = RankRequest.model_validate_json(sys.stdin.read())
-    request.answer.write_text(measured(request).model_dump_json())
+    request, folder = RankRequest.model_validate_json(sys.stdin.read()), Path(sys.argv[1])
+    file = str(folder / "store")
+    store = dist.FileStore(file, request.num_ranks)  # pyright: ignore[reportPrivateImportUsage] - torch documents it
+    result = measured(request, store)
+    answer_file(folder, request.rank).write_text(result.model_dump_json())
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ def check_memory(run: Resolved, stage: Stage, suites: Sequence[Suite]) -> None:
     if text is None:
         return
     asked = _Asked(run, stage, _works(run, stage, suites))
+    asked.refuse_offload()
     limit = bytes_of(text)
     if asked.total({}, {}) <= limit:
         return
@@ -159,6 +160,16 @@ class _Asked:
     run: Resolved
     stage: Stage
     works: Sequence[_Work]
+
+    def refuse_offload(self) -> None:
+        """On a CPU a model that waits in host memory waits in the memory that is limited.
+
+        Raises:
+            ConfigError: Naming the role.
+        """
+        for work in self.works:
+            if self._options(work, {}, {}).get("offload"):
+                raise _not_judged(f"'{work.call.role}' is offloaded to the memory that it limits")
 
     def total(self, train: _Options, rollout: _Options) -> int:
         """Bytes of all processes together; arguments are changes, as of `smaller`."""

@@ -244,7 +244,7 @@ def _spec(
         options["optimizer"] = _optimizer(stage, plan)
     spec = _spec_class(run.engines.trainer(role), plan.worker)
     known = get_type_hints(spec)
-    adapters = _adapters(stage, role, run)
+    adapters = _adapters(stage, role, run, waits=bool(options.get("offload")))
     options |= {key: value for key, value in adapters.items() if key in known}
     if "tokenizer" in known:
         options["tokenizer"] = data.tokenizer_spec
@@ -266,18 +266,19 @@ def _spec(
     return SplitPolicySpec(train=made, rollout=generator(**options))
 
 
-def _adapters(stage: Stage, role: str, run: Resolved) -> dict[str, Any]:
+def _adapters(stage: Stage, role: str, run: Resolved, *, waits: bool) -> dict[str, Any]:
     """What a role's spec says of adapters: its own, or that it is what those of others stand on.
 
     A role whose weights never change is the model as it was: the one below the adapters of whoever
-    starts from the same place, unless they go on from an adapter, of which it has a copy then.
+    starts from the same place, unless they go on from an adapter, of which it has a copy then. One
+    that `waits` in host memory has a copy as well: the others compute with theirs meanwhile.
     """
     lora = run.model.lora
     if not lora:
         return {}
     if role in _changed(stage) or lora.folder is not None:
         return {"lora": lora}
-    return {"shares_weights": True} if stage.roles[role].worker == "policy" else {}
+    return {"shares_weights": True} if stage.roles[role].worker == "policy" and not waits else {}
 
 
 def _changed(stage: Stage) -> set[str]:

@@ -21,7 +21,7 @@ from ..inputs.cluster import ClusterSpec
 from ..inputs.model_shape import ModelShape
 from .constants import Constants
 
-__all__ = ["Calibration", "MeasuredCall"]
+__all__ = ["Calibration", "DtypeConstants", "MeasuredCall"]
 
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -36,6 +36,8 @@ class MeasuredCall(BaseModel):
     """What was called, on how many rows of how many tokens."""
     width: Annotated[int, Field(ge=1)]
     """Hidden size of the model."""
+    dtype: str
+    """Of its weights."""
     measured_s: Seconds
     """Median over repeats, of the slowest rank."""
     predicted_s: Seconds
@@ -45,6 +47,36 @@ class MeasuredCall(BaseModel):
     def error(self) -> float:
         """Predicted over measured, less one."""
         return self.predicted_s / self.measured_s - 1.0
+
+
+class DtypeConstants(BaseModel):
+    """What the engine gets out of a device with models in one dtype."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    constants: Constants
+    """With the efficiency of products at the middle width."""
+    matmul_efficiency: Mapping[Annotated[int, Field(ge=1)], Share] = Field(min_length=1)
+    """Hidden size -> share of the peak that a model of that width reaches. Small products reach
+    less, and what is no product at all weighs more beside them."""
+
+    def at(self, width: int) -> Constants:
+        """The constants for a model of any width.
+
+        Between two measured widths the efficiency is interpolated over the logarithm of the width;
+        beyond them it is that of the nearest.
+        """
+        return self.constants.replaced(matmul_efficiency=self._efficiency(width))
+
+    def _efficiency(self, width: int) -> float:
+        known = sorted(self.matmul_efficiency.items())
+        if width <= known[0][0]:
+            return known[0][1]
+        for (low, at_low), (high, at_high) in pairwise(known):
+            if width <= high:
+                way = math.log(width / low) / math.log(high / low)
+                return at_low + way * (at_high - at_low)
+        return known[-1][1]
 
 
 class Calibration(BaseModel):
@@ -61,14 +93,10 @@ class Calibration(BaseModel):
     cluster: ClusterSpec
     """The devices: each is what one rank has."""
     constants: Constants
-    """Constants of the model of time; `matmul_efficiency` is that of the middle width."""
-    matmul_efficiency: Mapping[int, Share] = Field(min_length=1)
-    """Hidden size -> share of the peak that a model of that width reaches. Small products reach
-    less, and what is no product at all weighs more beside them."""
-    dtype: str | None = None
-    """Of the weights of the models that were timed; None in files that do not say."""
-    vocab_size: int | None = None
-    """Words that these models know."""
+    """Constants of the model of time, for a step of which no model is known."""
+    dtypes: Mapping[str, DtypeConstants] = Field(default_factory=dict[str, DtypeConstants])
+    """By the dtype of the models that were timed; where there are none, `constants` hold for every
+    model."""
     num_threads: Annotated[int, Field(ge=1)]
     """Torch threads of one rank while it was measured."""
     executor: str
@@ -85,8 +113,7 @@ class Calibration(BaseModel):
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """What kind of device was measured."""
-        name = self.cluster.node_groups[0].device.name
-        return "cpu" if name.startswith("cpu") else "cuda"
+        return "cpu" if self.cluster.node_groups[0].device.is_cpu else "cuda"
 
     @property
     def error(self) -> float:
@@ -94,44 +121,30 @@ class Calibration(BaseModel):
         return sum(abs(call.error) for call in self.calls) / max(len(self.calls), 1)
 
     def notes_for(self, models: Iterable[ModelShape | None]) -> tuple[str, ...]:
-        """What to say where the models that were timed are unlike those of a step.
+        """What to say where no model in the dtype of a step's models was timed.
 
         A share of the peak is that of one dtype: what is no product takes as long in the others.
         """
         largest = _largest(models)
-        if largest is None or self.dtype is None or self.vocab_size is None:
-            return ()
-        if largest.dtype == self.dtype and largest.vocab_size <= 4 * self.vocab_size:
+        if largest is None or not self.dtypes or largest.dtype in self.dtypes:
             return ()
         return (
-            f"the calibration is of models in {self.dtype} with {self.vocab_size:,} words, and "
-            f"'{largest.name}' is in {largest.dtype} with {largest.vocab_size:,}; measure such "
-            f"models with `penstock profile dtype={largest.dtype} vocab_size={largest.vocab_size}`",
+            f"the calibration is of models in {' and '.join(self.dtypes)}, and "
+            f"'{largest.name}' is in {largest.dtype}; measure such models too: `penstock profile "
+            f"dtypes=[{','.join((*self.dtypes, largest.dtype))}]`",
         )
 
     def constants_for(self, models: Iterable[ModelShape | None]) -> Constants:
-        """The constants for a step with these models: the efficiency is that of the largest.
-
-        Between two measured widths it is interpolated over the logarithm of the width; beyond them
-        it is that of the nearest.
+        """The constants for a step with these models: those of the largest.
 
         Args:
             models: The shapes of the step's models; None for a role without one.
         """
         largest = _largest(models)
-        if largest is None:
+        if largest is None or not self.dtypes:
             return self.constants
-        return self.constants.replaced(matmul_efficiency=self._efficiency(largest.hidden_size))
-
-    def _efficiency(self, width: int) -> float:
-        known = sorted(self.matmul_efficiency.items())
-        if width <= known[0][0]:
-            return known[0][1]
-        for (low, at_low), (high, at_high) in pairwise(known):
-            if width <= high:
-                way = math.log(width / low) / math.log(high / low)
-                return at_low + way * (at_high - at_low)
-        return known[-1][1]
+        found = self.dtypes.get(largest.dtype) or next(iter(self.dtypes.values()))
+        return found.at(largest.hidden_size)
 
     @staticmethod
     def read(file: Path) -> Calibration:
@@ -158,10 +171,6 @@ class Calibration(BaseModel):
                 f"calibration file {file}: {key}: {first['msg']} (got {first['input']!r:.80}); "
                 f"`penstock profile output={file}` writes a new one"
             ) from None
-
-    def write(self, file: Path) -> None:
-        """Write it as JSON."""
-        file.write_text(self.model_dump_json(indent=2) + "\n")
 
 
 def _largest(models: Iterable[ModelShape | None]) -> ModelShape | None:

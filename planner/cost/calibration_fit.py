@@ -1,32 +1,37 @@
 """Finding the constants with which the model of time comes closest to calls that were timed.
 
-Three of the constants are found here: what share of the peak products reach, what share of the
-memory's bandwidth, and what a layer's launches take. Products reach another share at every width,
-the other two belong to the machine. The mean square of the logarithm of predicted over measured is
-made as small as can be, so that 20 % too much and 20 % too little weigh the same, and a short call
-as much as a long one.
+What share of the peak products reach is another one at every width; the other constants are those
+of all models in one dtype: what share attention reaches, what shares of the memory's bandwidth are
+reached, what a layer's launches and an optimizer step take, and what a backward pass is. The mean
+square of the logarithm of predicted over measured is made as small as can be, so that 20 % too
+much and 20 % too little weigh the same, and a short call as much as a long one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..inputs.calls import Call
 from ..inputs.cluster import ClusterSpec
 from ..inputs.layout import Layout
 from ..inputs.mesh import Mesh
+from .calibration import DtypeConstants
 from .constants import Constants
+from .engine_model import ANY, EngineModel
 from .time_model import TimeModel
 
 __all__ = ["Fit", "Timed", "fit_constants"]
 
-_LEAST, _MOST = 1e-3, 1.0
+_SHARES = (1e-3, 1.0)
 """Between which an efficiency is looked for."""
 
-_LEAST_LAUNCH_S, _MOST_LAUNCH_S = 1e-6, 0.1
-"""Between which the launches of a layer are looked for."""
+_LAUNCHES_S = (1e-6, 0.1)
+"""Between which the launches of a layer are looked for, and the costs of an optimizer step."""
+
+_BACKWARD = (1.0, 10.0)
+"""Between which a backward pass is looked for, in forward passes."""
 
 _FINE = 1e-4
 """The search ends when steps of this size, in logarithms, no longer help."""
@@ -60,37 +65,40 @@ class Fit:
     """What was found.
 
     Attributes:
-        constants: With the efficiency of the middle width.
-        matmul_efficiency: Width -> efficiency.
+        found: The constants.
         predicted_s: What each call takes with them, in the order given.
     """
 
-    constants: Constants
-    matmul_efficiency: Mapping[int, float]
+    found: DtypeConstants
     predicted_s: tuple[float, ...]
 
 
-def fit_constants(timed: Sequence[Timed], cluster: ClusterSpec, start: Constants) -> Fit:
+def fit_constants(
+    timed: Sequence[Timed], cluster: ClusterSpec, start: Constants, engine: EngineModel = ANY
+) -> Fit:
     """Find the constants of one device's computation.
 
     Args:
-        timed: Calls of one device, some of them for every width.
+        timed: Calls of one device with models in one dtype, some of them for every width.
         cluster: The peaks.
         start: Where to begin; network constants and `call_s` are kept as they are. The calls were
             made directly, so `call_s` is no part of them.
+        engine: What computed them.
 
     Raises:
-        PlanError: If a device has no peak at a model's dtype.
+        PlanError: If a device has no peak at the models' dtype.
     """
     widths = sorted({one.width for one in timed})
-    model = _Model(timed, widths, Mesh(cluster, _one_device(cluster)), start)
-    found = _descended(model)
-    constants = [model.constants(found, width) for width in widths]
-    return Fit(
-        constants[len(widths) // 2],
-        {width: made.matmul_efficiency for width, made in zip(widths, constants, strict=True)},
-        tuple(model.predicted_s(found)),
+    model = _Model(timed, widths, Mesh(cluster, _one_device(cluster)), start, engine)
+    point = _descended(model)
+    constants = [model.constants(point, width) for width in widths]
+    found = DtypeConstants(
+        constants=constants[len(widths) // 2].replaced(call_s=start.call_s),
+        matmul_efficiency={
+            width: made.matmul_efficiency for width, made in zip(widths, constants, strict=True)
+        },
     )
+    return Fit(found, tuple(model.predicted_s(point)))
 
 
 def _one_device(cluster: ClusterSpec) -> tuple[int, ...]:
@@ -98,37 +106,51 @@ def _one_device(cluster: ClusterSpec) -> tuple[int, ...]:
 
 
 class _Model:
-    """Constants as a list of logarithms: memory efficiency, launch, then an efficiency per width.
+    """Constants as a list of logarithms: those of all widths, then an efficiency per width.
 
     The bounds keep them within what `Constants` allows.
     """
 
     def __init__(
-        self, timed: Sequence[Timed], widths: Sequence[int], mesh: Mesh, start: Constants
+        self,
+        timed: Sequence[Timed],
+        widths: Sequence[int],
+        mesh: Mesh,
+        start: Constants,
+        engine: EngineModel,
     ) -> None:
-        self._timed, self._widths, self._mesh = timed, widths, mesh
-        self._start = start.replaced(call_s=0.0)
+        self._timed, self._widths, self._mesh, self._engine = timed, widths, mesh, engine
+        self._start = start.replaced(call_s=0.0)  # of a direct call, nothing is dispatched
         self._layouts = [Layout(micro_batch=one.micro_batch) for one in timed]
-        self.call_s = start.call_s
-        efficiencies = [math.log(start.matmul_efficiency)] * len(widths)
-        launch = math.log(max(start.launch_s, _LEAST_LAUNCH_S))
-        self.start = [math.log(start.memory_efficiency), launch, *efficiencies]
-        share, seconds = (_LEAST, _MOST), (_LEAST_LAUNCH_S, _MOST_LAUNCH_S)
-        bounds = [share, seconds, *(share for _ in widths)]
-        self.bounds = [(math.log(low), math.log(high)) for low, high in bounds]
+        points = [
+            (start.attention_efficiency or start.matmul_efficiency, _SHARES),
+            (start.memory_efficiency, _SHARES),
+            (start.read_efficiency or start.memory_efficiency, _SHARES),
+            (start.launch_s, _LAUNCHES_S),
+            (start.update_s, _LAUNCHES_S),
+            (start.backward, _BACKWARD),
+        ]
+        self._common = len(points)
+        points += [(start.matmul_efficiency, _SHARES) for _ in widths]
+        self.start = [math.log(max(value, low)) for value, (low, _) in points]
+        self.bounds = [(math.log(low), math.log(high)) for _, (low, high) in points]
 
-    def constants(self, point: Sequence[float], width: int, *, direct: bool = False) -> Constants:
-        """The constants at a point for one width; of a direct call, nothing is dispatched."""
+    def constants(self, point: Sequence[float], width: int) -> Constants:
+        """The constants of a direct call at a point, for one width."""
+        attention, memory, read, launch_s, update_s, backward = map(math.exp, point[: self._common])
         return self._start.replaced(
-            memory_efficiency=min(1.0, math.exp(point[0])),
-            launch_s=math.exp(point[1]),
-            matmul_efficiency=min(1.0, math.exp(point[2 + self._widths.index(width)])),
-            call_s=0.0 if direct else self.call_s,
+            attention_efficiency=min(1.0, attention),
+            memory_efficiency=min(1.0, memory),
+            read_efficiency=min(1.0, read),
+            launch_s=launch_s,
+            update_s=update_s,
+            backward=min(_BACKWARD[1], backward),
+            matmul_efficiency=min(1.0, math.exp(point[self._common + self._widths.index(width)])),
         )
 
     def predicted_s(self, point: Sequence[float]) -> list[float]:
         """Seconds of every call at a point."""
-        models = {w: TimeModel(self.constants(point, w, direct=True)) for w in self._widths}
+        models = {w: TimeModel(self.constants(point, w), self._engine) for w in self._widths}
         return [
             models[one.width].call_time(one.call, layout, self._mesh).total_s
             for one, layout in zip(self._timed, self._layouts, strict=True)

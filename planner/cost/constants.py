@@ -37,8 +37,14 @@ class Constants(BaseModel):
     matmul_efficiency: Share
     """Share of the device's peak that large matrix products reach in training and forward passes,
     everything else that grows with the number of tokens (norms, softmax, losses) included."""
+    attention_efficiency: Share | None = None
+    """The same of attention's scores and of the sums that they weigh, softmax included; None if it
+    is that of the other products, as with fused kernels."""
     memory_efficiency: Share
-    """Share of the memory bandwidth that reading weights, caches and optimizer states reaches."""
+    """Share of the memory bandwidth that optimizer steps and copies reach."""
+    read_efficiency: Share | None = None
+    """The same of the weights, keys and values that products read; None if it is that of the
+    rest."""
     network_efficiency: Share
     """Share of a link's bandwidth that a long message reaches."""
     launch_s: Seconds
@@ -52,6 +58,11 @@ class Constants(BaseModel):
     receive, and the schedule's own work."""
     call_s: Seconds
     """Any call at all: dispatch, gathering its rows, handing on its results."""
+    update_s: Seconds = 0.0
+    """An optimizer step beyond what it computes: picking its rows, the loss, norms, metrics."""
+    backward: Annotated[float, Field(ge=1, le=10, allow_inf_nan=False)] = 2.0
+    """A backward pass through a layer, in forward passes. Its products are two; what is no product
+    may be more."""
     corrections: Mapping[CallKind, Positive] = Field(default_factory=dict[CallKind, float])
     """Kind of call -> what its predicted seconds are multiplied by, as a run has measured them."""
     source: str
@@ -89,12 +100,14 @@ GPU_DEFAULTS = Constants(
 
 CPU_DEFAULTS = Constants(
     matmul_efficiency=0.5,
+    attention_efficiency=0.2,
     memory_efficiency=0.6,
     network_efficiency=0.5,
     launch_s=5.0e-4,
     hop_s=1.0e-4,
     stage_s=2.0e-4,
     call_s=5.0e-3,
+    update_s=5.0e-3,
     source="analytic defaults for CPUs",
 )
 """PyTorch on one core a rank, messages through the kernel's sockets."""

@@ -91,6 +91,15 @@ class EngineModel:
     are a number of rows, which the plan chooses."""
     shares_prompts: bool = False
     """Whether it computes a prompt once for all of its rows in a minibatch."""
+    reads_responses: bool = False
+    """Whether the head is computed only where a token of a response is predicted."""
+    head_products: int = 3
+    """Products of a head's weights in training, as large as that of a forward pass: 3, or 4 if
+    logits are not kept but made again."""
+    draws_minibatches: bool = False
+    """Whether a rank computes those of its own rows that are drawn for an update, whose number is
+    not the same on all data-parallel ranks; else each has equally many. Ranks that share experts
+    deal their rows out among themselves."""
     generates_in_place: bool = False
     """Whether it generates with the very weights that it trains, where both are on the same
     devices; else a generation has a copy while it runs."""

@@ -250,11 +250,13 @@ def _token_bytes(shape: ModelShape, tp: int, sequence_parallel: bool) -> _PerTok
     width = -(-shape.intermediate_size // tp) * number
     inner = 4 * width
     if shape.num_experts:
-        inner = shape.experts_per_token * (inner + 2 * hidden) + shape.num_experts * _FLOAT
+        # Under sequence parallelism each rank has all tokens, gathered for the layer.
+        inner = shape.experts_per_token * (inner + 2 * whole) + shape.num_experts * _FLOAT
+        inner += whole - hidden
     chosen = shape.experts_per_token if shape.num_experts else 1
     shared = -(-shape.shared_expert_size // tp) * number
     if shared:
-        inner += 4 * shared + hidden
+        inner += 4 * shared + whole
     return _PerToken(
         hidden,
         4 * hidden + mixing + heads * _FLOAT + inner,

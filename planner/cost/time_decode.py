@@ -1,9 +1,9 @@
 """Time of generation: prompts once, then one token after another.
 
 A decode step reads every weight and every row's keys and values, waits for the launches of its
-kernels where they take longer, and adds the latency of two all-reduces per layer. With a pipeline
-the rows go round in as many groups as there are stages, and a token takes a full round. Rows that
-do not fit into the key-value cache at once run in waves.
+kernels where they take longer (on a CPU it waits for all of them), and adds the latency of two
+all-reduces per layer. With a pipeline the rows go round in as many groups as there are stages, and
+a token takes a full round. Rows that do not fit into the key-value cache at once run in waves.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def _prefill_s(work: Work, layout: Layout, machine: Machine, prompts: float) -> 
     layers = -(-work.num_layers // layout.pp)
     stage = layers * sum(layer_time(work, layout, machine, tokens, squares))
     stage += hand_over_s(work, layout, machine, tokens)
-    head = max(head_matmul_s(work, layout, machine, size * work.samples), machine.launch_s)
+    head = head_matmul_s(work, layout, machine, size * work.samples)
+    head += machine.waits_s(machine.launch_s, head)
     gather = gather_s(work, layout, machine) if layout.zero == 3 else 0.0
     return (groups + layout.pp - 1) * stage + groups * head + gather
 
@@ -128,15 +129,13 @@ def _stage(
         missed = (1.0 - work.experts_per_token / work.num_experts) ** (rows * ep)
         experts *= 1.0 - missed
     read = (work.dense_layer_params + experts) * work.dtype_bytes / tp
-    matmul = layers * max(
-        read / machine.memory_bytes_per_s, rows * work.layer_flops / tp / machine.flops_per_s
-    )
+    matmul = layers * machine.product_s(rows * work.layer_flops / tp, read)
     attended = rows * context / cp
-    attention = max(
-        attended * kv_bytes_per_token(work, layout) * cp / machine.memory_bytes_per_s,
-        layers * attended * work.context_flops / tp / machine.flops_per_s,
+    attention = machine.both_s(
+        attended * kv_bytes_per_token(work, layout) * cp / machine.read_bytes_per_s,
+        layers * attended * work.context_flops / tp / machine.attention_flops_per_s,
     )
-    launch = max(layers * machine.launch_s - matmul - attention, 0.0)
+    launch = machine.waits_s(layers * machine.launch_s, matmul + attention)
     sent = rows * work.hidden_size * work.dtype_bytes
     tp_comm = layers * 2.0 * all_reduce_s(links, sent, tp) if tp > 1 else 0.0
     cp_comm = layers * all_reduce_s(links, sent / tp, cp, tp) if cp > 1 else 0.0
@@ -152,7 +151,7 @@ def _stage(
 def _head(work: Work, layout: Layout, machine: Machine, rows: float) -> tuple[float, ...]:
     """Embedding, head and sampling of `rows` tokens; launched like one more layer."""
     matmul = head_matmul_s(work, layout, machine, rows)
-    launch = max(machine.launch_s - matmul, 0.0)
+    launch = machine.waits_s(machine.launch_s, matmul)
     tp_comm = 0.0
     if layout.tp > 1:
         embedded = rows * work.hidden_size * work.dtype_bytes

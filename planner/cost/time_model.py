@@ -11,6 +11,7 @@ from ..inputs.layout import Layout
 from ..inputs.mesh import Mesh
 from .collectives import links_of
 from .constants import Constants
+from .engine_model import ANY, EngineModel
 from .time_decode import generate_time, kv_bytes_per_row
 from .time_parts import CallTime, Machine, Work
 from .time_train import forward_time, pipeline_time, train_time
@@ -67,13 +68,12 @@ class TimeModel:
 
     Args:
         constants: What a program gets out of the devices.
-        shares_prompts: Whether the engine computes a prompt once for all of its rows that it has in
-            one minibatch.
+        engine: What computes the calls.
     """
 
-    def __init__(self, constants: Constants, *, shares_prompts: bool = False) -> None:
+    def __init__(self, constants: Constants, engine: EngineModel = ANY) -> None:
         self.constants = constants
-        self._shares_prompts = shares_prompts
+        self._engine = engine
         self._works: dict[int, tuple[Call, Work]] = {}
         self._same: dict[Work, Work] = {}
         # Of the mesh that was asked for last.
@@ -113,7 +113,7 @@ class TimeModel:
     def _work(self, call: Call) -> Work:
         known = self._works.get(id(call))
         if known is None:
-            work = Work.of(call, shares_prompts=self._shares_prompts)
+            work = Work.of(call, self._engine)
             # Calls that differ by name alone share what is kept.
             known = self._works[id(call)] = (call, self._same.setdefault(work, work))
         return known[1]

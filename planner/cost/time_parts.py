@@ -12,6 +12,7 @@ from ..inputs.calls import Call, CallKind
 from ..inputs.mesh import Mesh
 from .collectives import Links, links_of
 from .constants import Constants
+from .engine_model import ANY, EngineModel
 
 __all__ = ["CallTime", "Machine", "Work"]
 
@@ -67,14 +68,25 @@ class Machine(NamedTuple):
 
     flops_per_s: float
     """Matrix products of one device."""
+    attention_flops_per_s: float
+    """Attention of one device."""
     memory_bytes_per_s: float
     """Device memory."""
+    read_bytes_per_s: float
+    """Device memory, of what products read: weights, keys and values."""
     host_bytes_per_s: float
     """To and from host memory, per device."""
     launch_s: float
     """Kernels of one layer's forward pass."""
     call_s: float
     """Any call."""
+    update_s: float
+    """Any optimizer step."""
+    backward: float
+    """Passes of a backward pass."""
+    overlaps: bool
+    """Whether kernels are launched, and weights read, while others compute; a CPU does one after
+    the other."""
     links: Links
 
     @staticmethod
@@ -84,14 +96,33 @@ class Machine(NamedTuple):
         Raises:
             PlanError: If a device of the mesh has no peak at that dtype.
         """
+        peak, attention = mesh.flops(dtype), constants.attention_efficiency
+        memory, read = constants.memory_efficiency, constants.read_efficiency
         return Machine(
-            mesh.flops(dtype) * constants.matmul_efficiency,
-            mesh.memory_bytes_per_s * constants.memory_efficiency,
+            peak * constants.matmul_efficiency,
+            peak * (constants.matmul_efficiency if attention is None else attention),
+            mesh.memory_bytes_per_s * memory,
+            mesh.memory_bytes_per_s * (memory if read is None else read),
             mesh.host_bytes_per_s,
             constants.launch_s,
             constants.call_s,
+            constants.update_s,
+            constants.backward,
+            not mesh.is_cpu,
             links_of(mesh, constants),
         )
+
+    def both_s(self, compute_s: float, read_s: float) -> float:
+        """Seconds of a kernel that computes and reads."""
+        return max(compute_s, read_s) if self.overlaps else compute_s + read_s
+
+    def product_s(self, flops: float, read_bytes: float) -> float:
+        """Seconds of a matrix product that reads so many bytes of weights."""
+        return self.both_s(flops / self.flops_per_s, read_bytes / self.read_bytes_per_s)
+
+    def waits_s(self, launch_s: float, busy_s: float) -> float:
+        """Seconds of launches that are not hidden by `busy_s` of work."""
+        return max(launch_s - busy_s, 0.0) if self.overlaps else launch_s
 
 
 class Work(NamedTuple):
@@ -113,6 +144,12 @@ class Work(NamedTuple):
     """Mean length of a row."""
     tokens_square: float
     """Mean square of the length of a row."""
+    reads: float
+    """Tokens of a row that the head computes in forward and train calls."""
+    head_products: int
+    """Products of the head in a train call, as large as that of a forward pass."""
+    draws_minibatches: bool
+    """Whether ranks have unequal numbers of an update's rows."""
     prompt: float
     """Mean length of a prompt."""
     prompt_square: float
@@ -129,6 +166,8 @@ class Work(NamedTuple):
     """Attention, router and norms; of a dense model the feed-forward too."""
     expert_layer_params: int
     """Experts of a layer; 0 for a dense model."""
+    adapter_params: int
+    """Weights that are trained instead of all others; 0 if those are."""
     embedding_params: int
     head_params: int
     """Weights a head has of its own."""
@@ -138,15 +177,14 @@ class Work(NamedTuple):
     """Key-value cache of one token in one layer and one key head."""
 
     @staticmethod
-    def of(call: Call, *, shares_prompts: bool = False) -> Work:
+    def of(call: Call, engine: EngineModel = ANY) -> Work:
         """Work it out.
 
         Args:
             call: What is computed.
-            shares_prompts: Whether a prompt is computed once for all of its rows that a forward or
-                train call computes together.
+            engine: What computes it; with which tokens depends on it.
         """
-        share = _prompts_per_row(call) if shares_prompts else 1.0
+        share = _prompts_per_row(call) if engine.shares_prompts else 1.0
         model, head = call.model, call.head
         mixture = model.num_experts > 0
         experts = model.expert_params * model.num_experts
@@ -168,6 +206,9 @@ class Work(NamedTuple):
             tokens_square=share * prompt.mean_square
             + 2 * prompt.mean * response.mean
             + response.mean_square,
+            reads=response.mean + (0.0 if engine.reads_responses else share * prompt.mean),
+            head_products=engine.head_products,
+            draws_minibatches=engine.draws_minibatches,
             prompt=prompt.mean,
             prompt_square=prompt.mean_square,
             decode=_decode_bins(call),
@@ -176,6 +217,7 @@ class Work(NamedTuple):
             context_flops=4.0 * attended,
             dense_layer_params=model.layer_params - (experts if mixture else 0),
             expert_layer_params=experts,
+            adapter_params=model.adapter_params,
             embedding_params=model.embedding_params,
             head_params=model.head_params(head),
             head_columns=model.vocab_size if head == "vocabulary" else 1,

@@ -3,12 +3,16 @@
 A stage's time per micro-batch is that of its layers, their collectives and the hand-over to the
 next stage. m micro-batches through p stages take m + p - 1 of these (Narayanan et al., "Efficient
 large-scale language model training on GPU clusters using Megatron-LM", 2021, section 2.2); the
-backward pass costs two forward passes, and with checkpointing a third one is done again. Nothing
+backward pass costs `Constants.backward` forward passes, about two, and with checkpointing a forward
+pass is done again. A head has three or four products of its own. Nothing
 is taken to overlap: neither gathers with computation nor the gradients' sum with the backward pass.
 """
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+from statistics import NormalDist
 from typing import NamedTuple
 
 from ..inputs.layout import Layout
@@ -46,17 +50,20 @@ class LayerTime(NamedTuple):
 class _Passes(NamedTuple):
     """How often a call does each thing of a forward pass."""
 
-    compute: int
+    compute: float
+    """Products, attention and launches; of a train call without the backward pass, in which
+    `Machine.backward` of them are done."""
     collectives: int
     """All-reduces of tensor parallelism, all-to-alls of experts."""
     keys: int
-    """Rings of keys and values; the backward pass sends them and their gradients."""
+    """Gathers of keys and values; the backward pass scatters their gradients, and gathers again if
+    it computes again."""
     hand_overs: int
 
 
 _FORWARD = _Passes(compute=1, collectives=1, keys=1, hand_overs=1)
-_TRAIN = _Passes(compute=3, collectives=2, keys=3, hand_overs=2)
-_TRAIN_AGAIN = _Passes(compute=4, collectives=3, keys=4, hand_overs=2)
+_TRAIN = _Passes(compute=1, collectives=2, keys=2, hand_overs=2)
+_TRAIN_AGAIN = _Passes(compute=2, collectives=3, keys=3, hand_overs=2)
 
 
 def layer_time(
@@ -73,11 +80,9 @@ def layer_time(
     """
     tp, cp, ep, links = layout.tp, layout.cp, layout.ep, machine.links
     read = (work.dense_layer_params + work.expert_layer_params / ep) * work.dtype_bytes / tp
-    matmul = max(
-        tokens * work.layer_flops / tp / machine.flops_per_s, read / machine.memory_bytes_per_s
-    )
-    attention = squares * work.square_flops / tp / machine.flops_per_s
-    launch = max(machine.launch_s - matmul - attention, 0.0)
+    matmul = machine.product_s(tokens * work.layer_flops / tp, read)
+    attention = squares * work.square_flops / tp / machine.attention_flops_per_s
+    launch = machine.waits_s(machine.launch_s, matmul + attention)
     sent = tokens * work.hidden_size * work.dtype_bytes
     tp_comm = 2.0 * all_reduce_s(links, sent, tp) if tp > 1 else 0.0
     cp_comm = ep_comm = 0.0
@@ -85,18 +90,16 @@ def layer_time(
         keys = tokens * max(work.key_heads / tp, 1.0) * work.kv_layer_bytes
         cp_comm = all_gather_s(links, keys * cp, cp, tp)
     if ep > 1:
-        routed = sent * work.experts_per_token / (tp if layout.sequence_parallel else 1)
-        ep_comm = 2.0 * all_to_all_s(links, routed, ep, tp * cp)
+        # Of every tensor-parallel rank, under sequence parallelism too: each has all tokens then,
+        # gathered for the layer, and sends them to its part of their experts.
+        ep_comm = 2.0 * all_to_all_s(links, sent * work.experts_per_token, ep, tp * cp)
     return LayerTime(matmul, attention, launch, tp_comm, cp_comm, ep_comm)
 
 
 def head_matmul_s(work: Work, layout: Layout, machine: Machine, tokens: float) -> float:
     """The head's forward pass over some tokens."""
     weights = work.head_columns * work.hidden_size / layout.tp
-    return max(
-        2.0 * tokens * weights / machine.flops_per_s,
-        weights * work.dtype_bytes / machine.memory_bytes_per_s,
-    )
+    return machine.product_s(2.0 * tokens * weights, weights * work.dtype_bytes)
 
 
 def hand_over_s(work: Work, layout: Layout, machine: Machine, tokens: float) -> float:
@@ -117,6 +120,7 @@ def pipeline_time(work: Work, layout: Layout, machine: Machine) -> CallTime:
     if work.kind == "forward":
         return _pipeline(work, layout, machine, _rows(work, layout), _FORWARD)
     passes = _TRAIN_AGAIN if layout.checkpointing else _TRAIN
+    passes = passes._replace(compute=passes.compute + machine.backward)
     update = _pipeline(work, layout, machine, _rows(work, layout), passes)
     return CallTime(*[work.updates * part for part in update])
 
@@ -142,32 +146,56 @@ def train_time(work: Work, layout: Layout, machine: Machine, pipeline: CallTime)
     sync, gather = _update_comm(work, layout, machine)
     step = optimizer_bytes(work, layout) / machine.memory_bytes_per_s
     return pipeline._replace(
-        fixed_s=machine.call_s,
+        fixed_s=machine.call_s + work.updates * machine.update_s,
         grad_sync_s=work.updates * sync,
         weight_gather_s=work.updates * gather,
         optimizer_s=work.updates * step,
     )
 
 
-def _rows(work: Work, layout: Layout) -> int:
-    """Rows of one data-parallel rank: of a forward call, or of one update."""
+def _rows(work: Work, layout: Layout) -> float:
+    """Rows of the data-parallel rank that has most: of a forward call, or of one update."""
     if work.kind == "forward":
         return -(-work.rows // layout.dp)
+    if work.draws_minibatches:
+        drawn = work.rows * work.passes / work.updates
+        return max(_most_drawn(work.rows, drawn, layout.dp // layout.ep) / layout.ep, 1.0)
     return -(-work.rows * work.passes // (work.updates * layout.dp))
 
 
-def _num_micro_batches(rows: int, layout: Layout) -> int:
-    return -(-rows // layout.micro_batch)
+@lru_cache(maxsize=1 << 12)
+def _most_drawn(rows: int, drawn: float, ranks: int) -> float:
+    """The most that one rank has of rows drawn at random, where all have equally many to draw from.
+
+    Of `drawn` rows a rank has a hypergeometric number. The largest of several is its mean and as
+    many of its standard deviations as the largest of as many normal numbers is expected to be
+    (Blom, "Statistical estimates and transformed beta-variables", 1958).
+    """
+    own = rows / ranks
+    if ranks == 1 or rows == 1:
+        return drawn
+    share = 1.0 / ranks
+    variance = drawn * share * (1.0 - share) * max(rows - drawn, 0.0) / (rows - 1)
+    largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return min(math.ceil(own), max(drawn * share + largest * math.sqrt(variance), 1.0))
 
 
-def _pipeline(work: Work, layout: Layout, machine: Machine, rows: int, passes: _Passes) -> CallTime:
+def _num_micro_batches(rows: float, layout: Layout) -> int:
+    return math.ceil(rows / layout.micro_batch)
+
+
+def _pipeline(
+    work: Work, layout: Layout, machine: Machine, rows: float, passes: _Passes
+) -> CallTime:
     """Rows through layers and head in micro-batches; a last, smaller one counts its share."""
     size = min(layout.micro_batch, rows)
     count = rows / size
     tokens = size * work.tokens / layout.cp
     layer = layer_time(work, layout, machine, tokens, size * work.tokens_square / layout.cp)
     layers = -(-work.num_layers // layout.pp)
-    matmul = passes.compute * layers * layer.matmul
+    # Weights below adapters have no gradient: one product less in the backward pass.
+    fewer = 1.0 if work.adapter_params and work.kind == "train" else 0.0
+    matmul = (passes.compute - fewer) * layers * layer.matmul
     attention = passes.compute * layers * layer.attention
     launch = passes.compute * layers * layer.launch
     tp_comm = passes.collectives * layers * layer.tp_comm
@@ -175,9 +203,9 @@ def _pipeline(work: Work, layout: Layout, machine: Machine, rows: int, passes: _
     ep_comm = passes.collectives * layers * layer.ep_comm
     p2p = passes.hand_overs * hand_over_s(work, layout, machine, tokens)
     stage = matmul + attention + launch + tp_comm + cp_comm + ep_comm + p2p
-    head = head_matmul_s(work, layout, machine, tokens)
-    head_passes = min(passes.compute, 3)  # its activations are never computed again
-    head_launch = max(machine.launch_s - head, 0.0)
+    head = head_matmul_s(work, layout, machine, size * work.reads / layout.cp)
+    head_passes = 1.0 if work.kind == "forward" else work.head_products - fewer
+    head_launch = machine.waits_s(machine.launch_s, head)
     return CallTime(
         matmul_s=count * (matmul + head_passes * head),
         attention_s=count * attention,
@@ -199,17 +227,21 @@ def _stage_params(work: Work, layout: Layout) -> tuple[float, float]:
     return dense, layers * work.expert_layer_params / layout.tp / layout.ep
 
 
-def gather_s(work: Work, layout: Layout, machine: Machine, *, size: int | None = None) -> float:
-    """A number for each weight of a stage, from the ranks that ZeRO has cut them over.
+def _trained_params(work: Work, layout: Layout) -> tuple[float, float]:
+    """The same of what is trained. Adapters are never cut by tensor parallelism."""
+    if work.adapter_params:
+        return work.adapter_params / layout.pp, 0.0
+    return _stage_params(work, layout)
 
-    Args:
-        work: The call.
-        layout: How it is spread.
-        machine: What it runs on.
-        size: Bytes of a number; by default those of a weight.
-    """
-    size = work.dtype_bytes if size is None else size
-    dense, experts = _stage_params(work, layout)
+
+def gather_s(work: Work, layout: Layout, machine: Machine) -> float:
+    """All weights of a stage, from the ranks that ZeRO has cut them over."""
+    return _gathered_s(_stage_params(work, layout), work.dtype_bytes, layout, machine)
+
+
+def _gathered_s(params: tuple[float, float], size: int, layout: Layout, machine: Machine) -> float:
+    """A number of `size` bytes for each dense and each expert weight of a stage."""
+    dense, experts = params
     ranks, block = layout.dp * layout.cp, layout.tp
     time = all_gather_s(machine.links, dense * size, ranks, block)
     if experts:
@@ -228,7 +260,7 @@ def _update_comm(work: Work, layout: Layout, machine: Machine) -> tuple[float, f
     """
     if layout.dp * layout.cp == 1:
         return 0.0, 0.0
-    scatter = gather_s(work, layout, machine, size=_GRADIENT_BYTES)
+    scatter = _gathered_s(_trained_params(work, layout), _GRADIENT_BYTES, layout, machine)
     if layout.zero == 0:
         return 2.0 * scatter, 0.0
     once = gather_s(work, layout, machine)
@@ -244,10 +276,11 @@ def optimizer_bytes(work: Work, layout: Layout) -> float:
     """What Adam's step reads and writes on one device.
 
     Of each weight: the float32 master, both moments (read and written) and the gradient (read);
-    the copy in a 16-bit dtype is written too.
+    the copy in a 16-bit dtype is written too, but of adapters, which have none.
     """
-    dense, experts = _stage_params(work, layout)
+    dense, experts = _trained_params(work, layout)
     if layout.zero:
         ranks = layout.dp * layout.cp
         dense, experts = dense / ranks, experts / (ranks // layout.ep)
-    return (dense + experts) * (3 * 2 * 4 + 4 + (work.dtype_bytes if work.dtype_bytes < 4 else 0))
+    copy = work.dtype_bytes if work.dtype_bytes < 4 and not work.adapter_params else 0
+    return (dense + experts) * (3 * 2 * 4 + 4 + copy)

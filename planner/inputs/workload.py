@@ -89,3 +89,8 @@ class Workload(BaseModel):
     """Optimizer steps of one train call; by default the graph's `epochs * num_minibatches`."""
     passes_per_train: AtLeastOne | None = None
     """Times a train call goes over its rows; by default the graph's `epochs`."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a step, as far as it is said here."""
+        return self.num_prompts * (self.samples_per_prompt or 1)

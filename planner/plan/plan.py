@@ -109,6 +109,8 @@ class Plan(BaseModel):
     """The fingerprint of the graph that it was made for; it is not compared if empty."""
     engines: str = ""
     """What it was made for runs its calls, as keys of a configuration; for messages."""
+    num_steps: int | None = Field(default=None, ge=1)
+    """Steps of the run that it was made for; not known if None."""
     prediction: Prediction | None = None
     """What it is expected to do."""
 
@@ -121,6 +123,13 @@ class Plan(BaseModel):
     def num_devices(self) -> int:
         """Devices of all groups together."""
         return len({device for group in self.groups for device in group.devices})
+
+    @property
+    def device_hours(self) -> float:
+        """Hours of all devices together that a step is expected to take, idle or not."""
+        step_s = self.prediction.step_time_s if self.prediction else 0.0
+        ranks = sum(group.num_ranks for group in self.groups)
+        return step_s * (self.num_devices or ranks) / 3600
 
     @property
     def memory_bytes_per_device(self) -> dict[int, int]:

@@ -122,6 +122,20 @@ class Prediction(_Data):
         return max(0.0, 1.0 - self.lower_bound_s / self.step_time_s)
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of prompts and responses by the time of a step; None if they are not known."""
+        if self.workload is None:
+            return None
+        work = self.workload
+        return work.num_rows * (work.prompt.mean + work.response.mean) / self.step_time_s
+
+    @property
+    def fullest(self) -> GroupMemory | None:
+        """Memory of the group of which the largest share is used; None if none is predicted."""
+        held = self.memory.values()
+        return max(held, key=lambda one: one.peak_bytes / one.capacity_bytes, default=None)
+
+    @property
     def durations_s(self) -> dict[str, float]:
         """Call -> seconds."""
         return {name: node.duration_s for name, node in self.nodes.items()}

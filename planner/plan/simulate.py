@@ -9,7 +9,7 @@ them take no time of their own.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...dataflow.errors import PlanError
@@ -23,7 +23,7 @@ from ...dataflow.scheduler.simulate import Span, dry_run
 from .critical_path import PathItem, critical_path
 from .plan import Plan
 
-__all__ = ["Simulation", "simulate", "simulate_plan"]
+__all__ = ["Simulation", "idle_of", "simulate", "simulate_plan"]
 
 _SAME = 1e-9
 """Two durations that differ by less than this share are equal: sums of floats in other orders."""
@@ -139,7 +139,7 @@ def simulate(
         end_s=end_s,
         completed_s=tuple(completed),
         spans=tasks,
-        idle_share={name: _idle(tasks, name, start_s, end_s) for name in names},
+        idle_share={name: idle_of(tasks, name, start_s, end_s) for name in names},
         critical_path=critical_path(
             graph,
             placement,
@@ -225,7 +225,8 @@ def _alike(
     return one.keys() == other.keys() and all(abs(one[k] - other[k]) <= same_s for k in one)
 
 
-def _idle(spans: tuple[TaskSpan, ...], group: str, start_s: float, end_s: float) -> float:
+def idle_of(spans: Sequence[TaskSpan], group: str, start_s: float, end_s: float) -> float:
+    """The share of some seconds in which a group computes nothing."""
     busy = sum(
         max(0.0, min(span.end_s, end_s) - max(span.start_s, start_s))
         for span in spans

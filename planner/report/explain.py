@@ -7,11 +7,19 @@ from collections.abc import Mapping
 
 from ...dataflow.graph.graph import Graph
 from ...dataflow.runtime.executor import TaskSpan
-from ..formatting import aligned, bytes_text, part_text, percent_text, ranges_text, seconds_text
+from ..formatting import (
+    aligned,
+    bytes_text,
+    hours_text,
+    part_text,
+    percent_text,
+    ranges_text,
+    seconds_text,
+)
 from ..plan.plan import Plan
 from ..plan.prediction import GroupMemory, Prediction
 from ..plan.simulate import Simulation, simulate_plan
-from .plan_texts import cluster_text, roles_by_group, workload_text
+from .plan_texts import cluster_text, cost_text, roles_by_group, workload_text
 
 __all__ = ["explain"]
 
@@ -55,6 +63,7 @@ def _summary(plan: Plan, prediction: Prediction, simulation: Simulation) -> list
                      f"takes {seconds_text(simulation.step_time_s)}"]]  # fmt: skip
     if prediction.workload is not None:
         rows.insert(0, ["workload", workload_text(prediction.workload)])
+    rows.append(["cost", f"{hours_text(plan.device_hours)} {cost_text(plan)}"])
     rows.append(["bound", _bound(prediction)])
     stopped = ", stopped at its deadline" if prediction.stopped_at_deadline else ""
     rows.append(["search", seconds_text(prediction.search_time_s) + stopped])

@@ -52,21 +52,38 @@ def round_text(text: str) -> str:
     return (number.rstrip("0").rstrip(".") if "." in number else number) + blank + unit
 
 
-def gantt(graph: Graph, plan: Plan, simulation: Simulation) -> str:
+def gantt(
+    graph: Graph,
+    plan: Plan,
+    simulation: Simulation,
+    *,
+    cycles: int | None = None,
+    axis_s: float | None = None,
+    name: str = "gantt",
+) -> str:
     """Lanes as high as their groups have devices, bars as wide as calls take.
 
-    Two cycles are shown if steps overlap, one if they do not. Every bar carries its seconds from
-    the left edge as `data-start-s` and `data-end-s`, and what it stands for as `data-tip`.
+    Every bar carries its seconds from the left edge as `data-start-s` and `data-end-s`, and what
+    it stands for as `data-tip`.
+
+    Args:
+        graph: The step.
+        plan: With a prediction.
+        simulation: The plan played through.
+        cycles: How many are shown; by default two if steps overlap, and one if they do not.
+        axis_s: Seconds from the left edge to the right one; as many as are shown by default. More
+            of them put the chart on one axis with that of a slower plan.
+        name: Of the chart on its page.
     """
-    cycle_s = simulation.end_s - simulation.start_s
-    length_s = cycle_s * (2 if plan.max_lag else 1)
+    length_s = (simulation.end_s - simulation.start_s) * (cycles or (2 if plan.max_lag else 1))
+    axis_s = axis_s or length_s
     from_s = simulation.end_s - length_s
     parts: list[str] = []
     y = _TOP
     roles = roles_by_group(graph, plan)
     heights = {group.name: _height(group, plan) for group in plan.groups}
     bottom = _TOP + sum(heights.values()) + _GAP * (len(heights) - 1)
-    parts += [_tick(at_s, length_s, bottom) for at_s in ticks(length_s)]
+    parts += [_tick(at_s, axis_s, bottom) for at_s in ticks(axis_s)]
     for group in plan.groups:
         height = heights[group.name]
         parts += _lane(plan, group, roles[group.name], simulation, y, height)
@@ -76,14 +93,16 @@ def gantt(graph: Graph, plan: Plan, simulation: Simulation) -> str:
                 and span.end_s > from_s
                 and span.start_s < from_s + length_s
             ):
-                parts.append(_bar(graph, plan, simulation, span, (from_s, length_s), y, height))
+                window = (from_s, length_s, axis_s)
+                parts.append(_bar(graph, plan, simulation, span, window, y, height))
         y += height + _GAP
     for end_s in simulation.completed_s:
-        if from_s + 1e-9 * length_s < end_s < from_s + length_s * (1 - 1e-9):
-            parts.append(_edge((end_s - from_s) / length_s, bottom))
+        at_s = end_s - from_s
+        if 1e-9 * axis_s < at_s <= length_s * (1 + 1e-9) and at_s < axis_s * (1 - 1e-9):
+            parts.append(_edge(at_s / axis_s, bottom))
     return (
         f'<svg viewBox="0 0 {WIDTH} {bottom + 28}" role="img" '
-        f'aria-label="Devices over time" id="gantt">{"".join(parts)}</svg>'
+        f'aria-label="Devices over time" id="{name}">{"".join(parts)}</svg>'
     )
 
 
@@ -161,16 +180,16 @@ def _bar(
     plan: Plan,
     simulation: Simulation,
     span: TaskSpan,
-    window: tuple[float, float],
+    window: tuple[float, float, float],
     y: int,
     height: int,
 ) -> str:
-    from_s, length_s = window
+    from_s, length_s, axis_s = window
     start_s = max(span.start_s, from_s) - from_s
     end_s = min(span.end_s, from_s + length_s) - from_s
     if end_s - start_s <= 1e-9 * length_s:
         return ""
-    x, right = _x(start_s / length_s), _x(end_s / length_s)
+    x, right = _x(start_s / axis_s), _x(end_s / axis_s)
     width = round(max(1.0, right - x - 1), 2)
     color = role_colors(graph)[graph[span.node].role or ""]
     on_path = any(item.node == span.node for item in simulation.critical_path)

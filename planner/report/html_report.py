@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from ...dataflow.graph.graph import Graph
-from ..formatting import part_text, percent_text, seconds_text
+from ..formatting import hours_text, part_text, percent_text, seconds_text
 from ..plan.plan import Plan
 from ..plan.prediction import Prediction
 from ..plan.simulate import Simulation, simulate_plan
+from .comparison import Comparison
+from .comparison_page import comparison_sections
 from .gantt import gantt, role_colors
 from .memory_chart import memory_bars, memory_legend
-from .plan_texts import cluster_text, placement_text, workload_text
+from .plan_texts import cluster_text, cost_text, placement_text, workload_text
 from .style import SCRIPT, STYLE
 
 __all__ = ["to_html"]
@@ -24,13 +27,19 @@ _WAITED = {
 }
 
 
-def to_html(graph: Graph, plan: Plan, simulation: Simulation | None = None) -> str:
+def to_html(
+    graph: Graph,
+    plan: Plan,
+    simulation: Simulation | None = None,
+    comparisons: Sequence[Comparison] = (),
+) -> str:
     """The page. It is well-formed XML, loads nothing, and follows the reader's light or dark theme.
 
     Args:
         graph: The step that the plan is for.
         plan: With a prediction.
         simulation: The plan played through, if that was done already.
+        comparisons: Plans beside it.
 
     Raises:
         PlanError: If the plan has no prediction or does not fit the graph.
@@ -42,6 +51,7 @@ def to_html(graph: Graph, plan: Plan, simulation: Simulation | None = None) -> s
         _head(graph, plan, found),
         _tiles(plan, found, simulation),
         _timeline(graph, plan, simulation),
+        comparison_sections(graph, comparisons),
         _memory(plan),
         _nodes(graph, plan, found),
         _why(graph, plan, found),
@@ -66,10 +76,8 @@ def _head(graph: Graph, plan: Plan, found: Prediction) -> str:
 
 def _tiles(plan: Plan, found: Prediction, simulation: Simulation) -> str:
     tiles = [(seconds_text(found.step_time_s), "per step")]
-    rows = found.workload and found.workload.num_prompts * (found.workload.samples_per_prompt or 1)
-    if found.workload is not None and rows:
-        tokens = rows * (found.workload.prompt.mean + found.workload.response.mean)
-        tiles.append((f"{tokens / found.step_time_s:,.0f}", "tokens per second"))
+    if found.tokens_per_s is not None:
+        tiles.append((f"{found.tokens_per_s:,.0f}", "tokens per second"))
     if found.gap < 5e-5:
         tiles.append(("best", "proved: no plan is faster"))
     elif not found.lower_bound_s:
@@ -80,9 +88,10 @@ def _tiles(plan: Plan, found: Prediction, simulation: Simulation) -> str:
     total = sum(group.num_ranks for group in plan.groups)
     idle = sum(simulation.idle_share.get(g.name, 1.0) * g.num_ranks for g in plan.groups) / total
     tiles.append((percent_text(idle), f"of device time idle, {total} devices"))
-    if found.memory:
-        fullest = max(m.peak_bytes / m.capacity_bytes for m in found.memory.values())
-        tiles.append((percent_text(fullest), "of memory used on the fullest device"))
+    if (held := found.fullest) is not None:
+        share = percent_text(held.peak_bytes / held.capacity_bytes)
+        tiles.append((share, "of memory used on the fullest device"))
+    tiles.append((hours_text(plan.device_hours), cost_text(plan)))
     shown = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
         for value, label in tiles

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ...dataflow.graph.graph import Graph
 from ..inputs.cluster import ClusterSpec
 from ..plan.plan import Plan
 from ..plan.simulate import Simulation, simulate_plan
+from .comparison import Comparison, comparison_json
 from .plan_texts import roles_by_group
 
 __all__ = ["infeasible", "to_json"]
 
 
-def to_json(graph: Graph, plan: Plan, simulation: Simulation | None = None) -> dict[str, Any]:
+def to_json(
+    graph: Graph,
+    plan: Plan,
+    simulation: Simulation | None = None,
+    comparisons: Sequence[Comparison] = (),
+) -> dict[str, Any]:
     """What is known of a plan, as plain data; keys keep their meaning between versions.
 
     Args:
         graph: The step that the plan is for.
         plan: With a prediction.
         simulation: The plan played through, if that was done already.
+        comparisons: Plans beside it, each question under the key that asked it.
 
     Raises:
         PlanError: If the plan has no prediction or does not fit the graph.
@@ -35,6 +43,9 @@ def to_json(graph: Graph, plan: Plan, simulation: Simulation | None = None) -> d
         "search_time_s": found.search_time_s,
         "stopped_at_deadline": found.stopped_at_deadline,
         "simulated_step_time_s": simulation.step_time_s,
+        "device_hours_per_step": plan.device_hours,
+        "num_steps": plan.num_steps,
+        "device_hours": plan.num_steps and plan.num_steps * plan.device_hours,
         "max_lag": plan.max_lag,
         "calibration": found.calibration,
         "cluster": _cluster(plan),
@@ -50,6 +61,7 @@ def to_json(graph: Graph, plan: Plan, simulation: Simulation | None = None) -> d
         ],
         "runner_up": None if found.runner_up is None else found.runner_up.model_dump(mode="json"),
         "other_schedule": _other_schedule(plan),
+        **{one.key: comparison_json(graph, one) for one in comparisons},
     }
 
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from ...dataflow.graph.graph import Graph, NodeKind
+from ..formatting import hours_text
 from ..inputs.cluster import ClusterSpec
 from ..inputs.workload import Lengths, Workload
 from ..plan.plan import Plan
 
-__all__ = ["cluster_text", "lengths_text", "placement_text", "roles_by_group", "workload_text"]
+__all__ = [
+    "cluster_text",
+    "cost_text",
+    "lengths_text",
+    "placement_text",
+    "roles_by_group",
+    "workload_text",
+]
 
 
 def lengths_text(lengths: Lengths) -> str:
@@ -36,6 +44,18 @@ def cluster_text(cluster: ClusterSpec | str) -> str:
         for g in cluster.node_groups
     )
     return f"{cluster.name}: {groups} = {cluster.num_devices} devices"
+
+
+def cost_text(plan: Plan) -> str:
+    """What follows the device-hours of a step: the unit, and those of the run if it is known."""
+    text = "device-hours per step"
+    if plan.num_steps is None or plan.prediction is None:
+        return text
+    whole, hours = plan.num_steps * plan.device_hours, plan.prediction.step_time_s / 3600
+    return (
+        f"{text}; {hours_text(whole)} for the {plan.num_steps:,} steps of the run, which take "
+        f"{hours_text(plan.num_steps * hours)} h"
+    )
 
 
 def roles_by_group(graph: Graph, plan: Plan) -> dict[str, list[str]]:

@@ -229,10 +229,10 @@ def shard(
       key-value heads, neighboring ranks share a head.
     - pp gives each stage a run of layers, the first the embedding, the last norm and head.
     - ep deals experts in runs to the dp ranks `dp % ep`.
-    - `zero=3` cuts what a rank would hold once more, in the first dimension, over its dp ranks, as
-      `torch.chunk` does: all pieces equal, the last ones smaller or empty. Experts are cut over
-      the `dp // ep` ranks that share them.
-    - cp, and dp without `zero=3`, repeat.
+    - `zero=3` cuts what a rank would hold once more, in the first dimension, over its dp x cp
+      ranks, as `torch.chunk` does: all pieces equal, the last ones smaller or empty. Experts are
+      cut over the `dp // ep` x cp ranks that share them.
+    - dp and cp without `zero=3` repeat.
 
     Args:
         model: Sizes and dtype.
@@ -298,7 +298,8 @@ def _boxes(
             size = max(param.num_units // layout.tp, 1) * unit * (param.num_blocks // blocks)
             box[cut] = (block * width + first, block * width + first + size)
             start[cut] = block * size
-        yield _chunk(tuple(box), layout, rank.dp // shared, layout.dp // shared), tuple(start)
+        place = rank.cp + layout.cp * (rank.dp // shared)
+        yield _chunk(tuple(box), layout, place, layout.cp * layout.dp // shared), tuple(start)
 
 
 def _chunk(box: Box, layout: Layout, place: int, places: int) -> Box:

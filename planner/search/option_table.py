@@ -96,7 +96,7 @@ class ModelTable:
         self._constants = constants
         self._engines, self._others = engines, dict(others or {})
         self._times = {
-            own: TimeModel(constants, shares_prompts=own.shares_prompts)
+            own: TimeModel(constants, own)
             for pair in (engines, *self._others.values())
             for own in (pair.train, pair.rollout)
             if own is not None
@@ -204,11 +204,12 @@ class ModelTable:
             yield only[calls[0].name].model_copy(update={"micro_batch": 1})
             return
         trained = any(call.kind == "train" for call in calls)
+        pinned = [self._pins.get(call.name, {}).get("cp") for call in calls]
         sizes = legal_layouts(
             calls[0].model,
             mesh.num_devices,
             node_size=mesh.node_size,
-            max_cp=self._max_cp,
+            max_cp=max([self._max_cp, *(cp for cp in pinned if isinstance(cp, int))]),
             tp_across_nodes=self._tp_across_nodes,
         )
         for size in sizes:
@@ -222,7 +223,7 @@ class ModelTable:
     ) -> Iterator[dict[str, object]]:
         engine = self.engine_of(next((call for call in calls if call.kind != "generate"), calls[0]))
         cut = engine.sequence_parallel and size.tp > 1 and calls[0].kind != "generate"
-        shares = size.dp > 1 and (trained or engine.shards_frozen)
+        shares = size.dp * size.cp > 1 and (trained or engine.shards_frozen)
         may_offload = self._may_offload(calls, mesh)
         for zero in engine.zero_stages if shares else (0,):
             for again in (False, True) if trained else (False,):
@@ -319,7 +320,8 @@ class ModelTable:
 
     def micro_batch_tokens(self, call: Call, layout: Layout) -> int:
         """Tokens that a rank computes at once in a forward or train call of that layout."""
-        return self.engine_of(call).packs_tokens or layout.micro_batch * call.tokens_longest
+        rows = layout.micro_batch * call.tokens_longest
+        return self.engine_of(call).packs_tokens or -(-rows // layout.cp)
 
     def _micro_batches(self, call: Call, layout: Layout) -> list[int]:
         packed = self.engine_of(call).packs_tokens

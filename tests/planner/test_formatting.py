@@ -9,6 +9,8 @@ from penstock.planner.formatting import (
     aligned,
     bytes_of,
     bytes_text,
+    change_text,
+    hours_text,
     percent_text,
     ranges_text,
     seconds_text,
@@ -99,6 +101,21 @@ def test_placements() -> None:
 
 def test_columns_stand_under_each_other() -> None:
     assert aligned([["a", "1"], ["bcd", "20"]], right=[1]) == ["a     1", "bcd  20"]
+
+
+@pytest.mark.parametrize(
+    ("hours", "text"),
+    [(0.0, "0.00"), (1e-5, "<0.001"), (0.01234, "0.0123"), (4.8, "4.80"), (1234.4, "1,234")],
+)
+def test_hours(hours: float, text: str) -> None:
+    assert hours_text(hours) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.0004, "same"), (0.2, "+20 %"), (-0.5, "-50 %"), (-0.0321, "-3.2 %")]
+)
+def test_changes(share: float, text: str) -> None:
+    assert change_text(share) == text
 
 
 @pytest.mark.parametrize(

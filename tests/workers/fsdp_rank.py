@@ -1,9 +1,9 @@
 """One process of `test_fsdp_engine`: `python fsdp_rank.py PROCESS SIZE FOLDER LAYOUT...`.
 
-A LAYOUT is "RANKS,SHARDS,TENSOR:PART+PART"; they are taken on one after another. One that needs
-half of the processes is for the first half, and if "~" is before it for the second, at the same
-time. FOLDER holds models and a batch; what a part finds is written to it, named by part, layout and
-process.
+A LAYOUT is "RANKS,SHARDS,TENSOR:PART+PART", or "RANKS,SHARDS,TENSOR,CONTEXT:PART+PART" where shards
+share rows; they are taken on one after another. One that needs half of the processes is for the
+first half, and if "~" is before it for the second, at the same time. FOLDER holds models and a
+batch; what a part finds is written to it, named by part, layout and process.
 """
 
 from __future__ import annotations
@@ -40,13 +40,17 @@ from penstock.algorithms.roles import Sampling
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.device_sharing import on_device, sleep_offloaded
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.fsdp_engine.mesh import _mesh  # pyright: ignore[reportPrivateUsage]
+from penstock.workers.engines.fsdp_engine.context_parallel import CutOutputs
+from penstock.workers.engines.fsdp_engine.mesh import (
+    _cut_mesh,  # pyright: ignore[reportPrivateUsage]
+    _mesh,  # pyright: ignore[reportPrivateUsage]
+)
 from penstock.workers.engines.fsdp_engine.specs import (
     FsdpPolicySpec,
     FsdpRewardSpec,
     FsdpValueSpec,
 )
-from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.roles import PolicyWorker, last_masked
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.data_parallel import _groups  # pyright: ignore[reportPrivateUsage]
 from torch import Tensor
@@ -57,10 +61,14 @@ from torch_models import architecture
 class Part:
     """What a process was started with, and what it found."""
 
-    def __init__(self, process: int, ranks: int, shards: int, tensor: int, folder: Path) -> None:
+    def __init__(self, process: int, sizes: list[int], folder: Path) -> None:
         self.folder = folder
-        self.ranks, self.shards, self.tensor = ranks, shards, tensor
+        self.ranks, self.shards, self.tensor = ranks, shards, tensor = sizes[:3]
+        self.divided: dict[str, Any] = {"shards": shards}
         self.layout = f"r{ranks}s{shards}t{tensor}"
+        if len(sizes) > 3:
+            self.divided["context_parallel"] = sizes[3]
+            self.layout += f"c{sizes[3]}"
         self.process = process
         self.found: dict[str, Tensor] = {}
 
@@ -80,7 +88,7 @@ class Part:
         return self.build(spec, **options)
 
     def build(self, model: ModelSpec, **options: Any) -> PolicyWorker:
-        spec = FsdpPolicySpec(model=model, eos_token_id=2, shards=self.shards, **options)
+        spec = FsdpPolicySpec(model=model, eos_token_id=2, **self.divided, **options)
         return spec.build(self.context("actor"))
 
     def rows(self, batch: Any) -> Any:
@@ -103,10 +111,14 @@ def logits(part: Part) -> None:
             part.found[f"{family}/{name}"] = found
         top = policy.top_words(batch["tokens"], batch["mask"], num_words=40)
         part.keep(f"{family}/top", vars(top))
+        last = last_masked(batch["mask"][:1])  # of whoever shares the row one has nothing to read
+        part.found[f"{family}/last"] = policy.logprob(batch["tokens"][:1], last)
         rows = batch["tokens"][:3]
         with torch.no_grad():
             outputs = policy.network.outputs(rows, rows >= 0)
-            part.found[f"{family}/logits"] = outputs.values
+            cut = isinstance(outputs, CutOutputs)
+            values = outputs.rows.whole(outputs.values) if cut else outputs.values
+            part.found[f"{family}/logits"] = values
             words = torch.arange(5).expand(int((rows >= 0).sum()), 5)
             part.found[f"{family}/words"], _ = policy.network.token_logprob(
                 outputs, words, 0.7, needs_entropy=False
@@ -149,10 +161,10 @@ def ways(part: Part) -> None:
     """Three steps in each way to keep less; what a forward pass keeps, and how often it gathers."""
     batch = load_batch(part.folder)
     kept, again = {"reshard_after_forward": False}, {"activation_checkpointing": True}
-    for name, options in {
-        "plain": {}, "kept": kept, "again": again, "both": {**kept, **again},
-        "away": {"offload": True},
-    }.items():  # fmt: skip
+    ways: dict[str, dict[str, Any]] = {"plain": {}, "kept": kept, "again": again}
+    if "context_parallel" not in part.divided:
+        ways |= {"both": {**kept, **again}, "away": {"offload": True}}
+    for name, options in ways.items():
         policy = part.policy("qwen2-tied", optimizer=OPTIMIZER, micro_batch_tokens=60, **options)
         found: dict[str, Tensor] = {}
         with _Gathers() as gathers:
@@ -175,7 +187,7 @@ def roles(part: Part) -> None:
         "model": ModelSpec(folder=str(part.folder / "qwen2-tied")),
         "optimizer": OPTIMIZER,
         "micro_batch_tokens": 90,
-        "shards": part.shards,
+        **part.divided,
     }
     critic = FsdpValueSpec(zero_init_head=False, **options).build(part.context("critic"))
     part.found["value/before"] = critic.value(batch["tokens"], batch["mask"])
@@ -233,6 +245,10 @@ def refusals(part: Part) -> None:
     odd = ModelSpec(architecture={**tiny("qwen2"), "vocab_size": 61})
     other = ModelSpec(architecture=architecture("gpt2"))
     spec = FsdpPolicySpec(model=odd, eos_token_id=2, shards=3)
+    three, two = (
+        FsdpPolicySpec(model=model, eos_token_id=2, shards=2, context_parallel=size)
+        for model, size in ((odd, 3), (other, 2))
+    )
     attempts: dict[str, Callable[[], object]] = {
         "generate": lambda: policy.generate(none, none[:, 0], Sampling()),
         "train": lambda: train_policy(policy, load_batch(part.folder)),
@@ -240,6 +256,8 @@ def refusals(part: Part) -> None:
         "gpt2": lambda: part.build(other),
         "adapters": lambda: part.policy("qwen2", lora=LORA),
         "shards": lambda: spec.build(part.context("actor")),
+        "context": lambda: three.build(part.context("actor")),
+        "gpt2 context": lambda: two.build(part.context("actor")),
         "stages": lambda: spec.build(part.context("actor", tensor_parallel=3, pipeline_parallel=2)),
     }
     said: dict[str, str] = {}
@@ -279,7 +297,7 @@ def adapters(part: Part) -> None:
         "model": ModelSpec(folder=str(part.folder / "qwen2-tied")),
         "optimizer": OPTIMIZER,
         "lora": LORA,
-        "shards": part.shards,
+        **part.divided,
     }
     critic = FsdpValueSpec(zero_init_head=False, **options).build(part.context("critic"))
     part.keep("value/metric", train_value(critic, batch))
@@ -309,6 +327,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
 def join(process: int, size: int, folder: Path, name: str) -> None:
     """Make these processes torch.distributed's; meshes of others are forgotten."""
     _mesh.cache_clear()
+    _cut_mesh.cache_clear()
     _groups.cache_clear()
     dist.init_process_group(
         "gloo",
@@ -322,8 +341,7 @@ def join(process: int, size: int, folder: Path, name: str) -> None:
 def take_on(layout: str, process: int, folder: Path) -> None:
     """Work off the parts of a layout."""
     sizes, parts = layout.split(":")
-    ranks, shards, tensor = (int(number) for number in sizes.split(","))
-    part = Part(process, ranks, shards, tensor, folder)
+    part = Part(process, [int(number) for number in sizes.split(",")], folder)
     for name in parts.split("+"):
         part.found = {}
         PARTS[name](part)
@@ -350,7 +368,8 @@ def main(process: int, size: int, folder: Path, layouts: list[str]) -> None:
 
 def needed(layout: str) -> int:
     """Processes of a layout."""
-    return prod(int(number) for number in layout.removeprefix("~").split(":")[0].split(","))
+    sizes = layout.removeprefix("~").split(":")[0].split(",")
+    return prod(int(number) for number in sizes[:3])
 
 
 if __name__ == "__main__":

@@ -107,7 +107,8 @@ class Engine:
     """Layout -> the processes that share one data-parallel rank's matrices, and its stages of
     layers: `tensor_parallel` and `pipeline_parallel` of the worker group that runs it."""
     options: Callable[[Layout], Mapping[str, Any]] = usual_options
-    """Layout -> fields of the workers' spec that it decides."""
+    """Layout -> fields of the workers' spec that it decides; an engine whose workers lack those of
+    `usual_options` refuses the layouts that need them."""
     saving: MemorySaving | None = None
     """What these fields cost in memory; None if the engine cannot say."""
     computes: Callable[[Any], str] = _through_transformers

@@ -17,6 +17,7 @@ from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.runtime.executor import Executor
 from ..weight_sync.registry import Transport
 from .assignment import Machine
+from .process_backend import ProcessBackend
 
 __all__ = ["ExecutorKind"]
 
@@ -36,7 +37,8 @@ class ExecutorKind:
         has_processes: Whether groups and ranks are processes of their own; otherwise there is one
             group of one rank, and no weights travel.
         package: What must be installed, as it is imported and as it is called; None if nothing.
-        start: Starts what its processes live in, or joins it, as the first executor would.
+        connect: Starts what its processes live in, or joins it, as the first executor would; what
+            provides them, or None if nobody else can use it.
         machines: The machines of the cluster that its processes run on, those first that are taken
             first; none if they run on this one.
         end: Ends what stopped executors of the kind have left running for the next.
@@ -46,7 +48,7 @@ class ExecutorKind:
     create: Callable[[int | None, Transport], Executor]
     has_processes: bool = True
     package: str | None = None
-    start: Callable[[], None] = _nothing
+    connect: Callable[[], ProcessBackend | None] = _nothing
     machines: Callable[[], Sequence[Machine]] = tuple[Machine, ...]
     end: Callable[[], None] = _nothing
 

@@ -35,7 +35,6 @@ def measured() -> Calibration:
     return Calibration(
         cluster=cluster,
         constants=CPU_DEFAULTS.replaced(source="penstock profile, here"),
-        matmul_efficiency={64: 0.25, 256: 0.5},
         num_threads=1,
         executor="in_process",
         machine="here",
@@ -44,7 +43,7 @@ def measured() -> Calibration:
 
 
 def test_a_measured_cluster_is_planned_for_with_its_own_constants(penstock: Penstock) -> None:
-    measured().write(Path("calibration.json"))
+    Path("calibration.json").write_text(measured().model_dump_json())
     words = (
         "cluster=measured",
         "plan.calibration=calibration.json",
@@ -70,8 +69,12 @@ def test_a_calibration_file_that_does_not_exist(penstock: Penstock) -> None:
 @pytest.mark.parametrize(("off", "warned"), [(0.15, False), (0.25, True)])
 def test_a_measurement_that_predicts_badly_should_be_repeated(off: float, warned: bool) -> None:
     calls = (
-        MeasuredCall(name="train", width=64, measured_s=1.0, predicted_s=1.0 + off),
-        MeasuredCall(name="generate", width=64, measured_s=1.0, predicted_s=1.0 - off),
+        MeasuredCall(
+            name="train", width=64, dtype="float32", measured_s=1.0, predicted_s=1.0 + off
+        ),
+        MeasuredCall(
+            name="generate", width=64, dtype="float32", measured_s=1.0, predicted_s=1.0 - off
+        ),
     )
     text = calibration_text(measured().model_copy(update={"calls": calls}))
     warning = (

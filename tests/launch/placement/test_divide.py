@@ -200,7 +200,7 @@ def test_a_run_with_other_engines_than_its_plan_is_told_which_that_has(tmp_path:
 
 def test_the_planner_places_both_engines(tmp_path: Path) -> None:
     file = tmp_path / "measured.json"
-    calibration(num_devices=2).write(file)
+    file.write_text(calibration(num_devices=2).model_dump_json())
     config = config_of(*BOTH, f"calibration={file}")
     assert written_plan(config.placement, config.engines) is None
     plan = choose(config).plan

@@ -72,7 +72,7 @@ def test_the_next_plan_predicts_what_the_last_run_measured(tmp_path: Path) -> No
 
 
 def test_a_calibration_that_is_a_file_is_read_as_one(tmp_path: Path) -> None:
-    calibration(2).write(tmp_path / "measured.json")
+    (tmp_path / "measured.json").write_text(calibration(2).model_dump_json())
     assert read_calibration(tmp_path / "measured.json") == calibration(2)
 
 

@@ -55,7 +55,6 @@ def calibration(
     return Calibration(
         cluster=made.model_copy(update={"node_groups": (own,)}),
         constants=CPU_DEFAULTS.replaced(source="measured"),
-        matmul_efficiency={64: 0.5},
         num_threads=threads,
         executor="ray",
         machine="some machine",
@@ -65,7 +64,7 @@ def calibration(
 
 def planned(tmp_path: Path, made: Calibration, *words: str) -> tuple[Resolved, Choice]:
     file = tmp_path / "measured.json"
-    made.write(file)
+    file.write_text(made.model_dump_json())
     config = config_of(*PPO, f"calibration={file}", *words)
     return config, choose(config)
 
@@ -119,7 +118,7 @@ def test_a_calibration_is_found_in_the_folder_of_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
-    calibration().write(Path("runs/calibration.json"))
+    Path("runs/calibration.json").write_text(calibration().model_dump_json())
     config = config_of(*PPO)
     assert choose(config).note.endswith("predicted (measured)")
 
@@ -325,7 +324,7 @@ def test_without_a_prediction_there_is_no_table() -> None:
 def test_a_planned_run_says_what_was_predicted(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     file = tmp_path / "measured.json"
-    calibration(num_devices=1, threads=1).write(file)
+    file.write_text(calibration(num_devices=1, threads=1).model_dump_json())
     words = (*PPO, f"calibration={file}", "evaluation.num_prompts=0", "algorithm.num_steps=2")
     ended = subprocess.run(
         [

@@ -128,6 +128,7 @@ def shape(family: str, key_heads: int, layers: int) -> ModelShape:
     key_heads=st.sampled_from([1, 2, 8]),
     layers=st.sampled_from([2, 6]),
     step=st.sampled_from(STEPS),
+    max_cp=st.sampled_from([1, 2]),
 )
 def test_a_plan_is_one_that_its_engines_run(
     pair: tuple[str, str],
@@ -138,6 +139,7 @@ def test_a_plan_is_one_that_its_engines_run(
     key_heads: int,
     layers: int,
     step: Graph,
+    max_cp: int,
 ) -> None:
     run = config(*pair)
     model = shape(family, key_heads, layers)
@@ -153,6 +155,7 @@ def test_a_plan_is_one_that_its_engines_run(
             constants=GPU_DEFAULTS,
             engines=engines,
             others=others,
+            max_cp=max_cp,
             deadline_s=2.0,
         )
     except PlanError:
@@ -204,9 +207,45 @@ def test_the_planner_divides_models_for_fsdp() -> None:
     assert groups["actor.generate"].tensor_parallel == 1
 
 
+def test_rows_are_shared_where_that_is_asked_for() -> None:
+    """A pin is enough; `max_cp` says what is tried without one."""
+    run = config("fsdp", "torch")
+    step = STEPS[0]
+    engines, others = run.engines.planned()
+    plan = plan_step(
+        step,
+        models_of(step, shape("qwen2", 8, 6)),
+        cluster(1, 4, 96),
+        Workload(num_prompts=8, prompt=Lengths.constant(32), response=Lengths.constant(32)),
+        max_lag=0,
+        constants=GPU_DEFAULTS,
+        engines=engines,
+        others=others,
+        pins=Pins(layouts={"actor.train": {"cp": 2, "dp": 2, "micro_batch": 2}}),
+    )
+    layout = plan.layouts["actor.train"]
+    assert (layout.tp, layout.dp, layout.cp) == (1, 2, 2)
+    assert layout.zero in ENGINES["fsdp"].planned.zero_stages
+    options = planned_options(plan, replace(run.main, graph=step), run.engines)["actor"]
+    assert (options["shards"], options["context_parallel"]) == (4, 2)
+    # Two rows of 64 tokens, of which a process computes half.
+    assert plan.micro_batch_tokens["actor.train"] == 64
+    placement = divided(plan, step, run.engines).placement(step)
+    group = placement.group(placement.nodes["actor.train"])
+    assert (group.num_ranks, group.tensor_parallel) == (1, 4)
+    with pytest.raises(PlanError) as caught:
+        check_layouts(
+            Plan(groups=plan.groups, layouts={"critic.train": Layout(cp=2)}),
+            step,
+            config("torch", "torch").engines,
+            "the plan",
+        )
+    assert "the torch engine runs data-parallel only" in str(caught.value)
+
+
 def test_placement_auto_places_fsdp(tmp_path: Path) -> None:
     file = tmp_path / "measured.json"
-    calibration(num_devices=2).write(file)
+    file.write_text(calibration(num_devices=2).model_dump_json())
     run = config("fsdp", "torch", f"calibration={file}")
     plan = choose(run).plan
     assert plan.prediction is not None
@@ -225,10 +264,10 @@ def written(tmp_path: Path, **layouts: Layout) -> str:
 
 
 def test_a_layout_reaches_the_workers(tmp_path: Path) -> None:
-    own = written(tmp_path, actor_train=Layout(tp=2), critic_train=Layout(dp=2, zero=3))
+    own = written(tmp_path, actor_train=Layout(cp=2), critic_train=Layout(dp=2, zero=3))
     main = stages_of(config("fsdp", "torch", own))[-1]
-    assert main.planned_options["actor"] == {"shards": 1}
-    assert main.planned_options["critic"] == {"shards": 2}
+    assert main.planned_options["actor"] == {"shards": 2, "context_parallel": 2}
+    assert main.planned_options["critic"] == {"shards": 2, "context_parallel": 1}
 
 
 def test_calls_of_a_role_that_need_different_workers_are_refused(tmp_path: Path) -> None:

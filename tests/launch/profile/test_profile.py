@@ -15,35 +15,49 @@ from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.worker_protocol import drain_metrics
 from penstock.launch.profile.calls import ProfileCall, architecture, calls_of_width, make_policy
 from penstock.launch.profile.dispatch import call_seconds
-from penstock.launch.profile.links import LinkTimes, link_constants
+from penstock.launch.profile.links import (
+    LinkTimes,
+    across_nodes,
+    link_constants,
+    link_of,
+    within_nodes,
+)
+from penstock.launch.profile.measured_cluster import (
+    MeasuredNode,
+    alike,
+    machine_text,
+    measured_cluster,
+)
 from penstock.launch.profile.profile import profile
-from penstock.launch.profile.rank import Together
+from penstock.launch.profile.rank import RankResult, Together
 from penstock.launch.profile.show import calibration_text
 from penstock.planner.cost.calibration import Calibration
 from penstock.planner.cost.collectives import all_reduce_s, links_of
-from penstock.planner.cost.constants import CPU_DEFAULTS
+from penstock.planner.cost.constants import CPU_DEFAULTS, GPU_DEFAULTS
 from penstock.planner.inputs.mesh import Mesh
 from penstock.planner.inputs.model_shape import shape_of
 
 from ..conftest import Penstock
 
-QUICK = ("widths=[16,32]", "rows=4", "seconds=0.001")
+QUICK = ("widths=[16]", "rows=2", "seconds=0.001")
 
 
 @pytest.mark.slow
 def test_one_file_says_all_a_plan_needs(penstock: Penstock, tmp_path: Path) -> None:
-    like = ("dtype=bfloat16", "vocab_size=100")
-    said = penstock("profile", *QUICK, *like, "num_ranks=2", "dispatch=in_process")
+    like = "dtypes=[bfloat16,float32]"
+    said = penstock("profile", *QUICK, like, "num_ranks=2", "dispatch=in_process")
     assert said.code == 0, said.err
     calibration = Calibration.read(tmp_path / "runs" / "calibration.json")
     node = calibration.cluster.node_groups[0]
     assert (node.devices_per_node, node.device.name) == (2, "cpu")
     assert set(node.device.flops_per_s) == {"float32", "bfloat16"}
-    assert list(calibration.matmul_efficiency) == [16, 32]
+    assert list(calibration.dtypes) == ["bfloat16", "float32"]
+    assert list(calibration.dtypes["float32"].matmul_efficiency) == [16]
+    assert calibration.constants == calibration.dtypes["bfloat16"].constants
     assert calibration.constants.source.startswith("penstock profile, 2 x ")
-    assert (calibration.dtype, calibration.vocab_size) == ("bfloat16", 100)
     assert calibration.constants.call_s > 0
-    assert [call.width for call in calibration.calls] == [16] * 6 + [32] * 6
+    assert [call.width for call in calibration.calls] == [16] * 16
+    assert [call.dtype for call in calibration.calls] == ["bfloat16"] * 8 + ["float32"] * 8
     assert calibration.notes == ()
     assert calibration_text(calibration) in said.out
     assert "wrote runs/calibration.json after " in said.out
@@ -51,9 +65,17 @@ def test_one_file_says_all_a_plan_needs(penstock: Penstock, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_single_rank_has_no_links_to_measure() -> None:
-    config = ProfileConfig(widths=[16], rows=2, seconds=1e-3, num_ranks=1, dispatch="in_process")
+    config = ProfileConfig(
+        widths=[16, 32],
+        dtypes=["float32"],
+        rows=1,
+        seconds=1e-3,
+        num_ranks=1,
+        dispatch="in_process",
+    )
     made = profile(config)
     assert made.notes == ("links: analytic defaults, because there is one rank only",)
+    assert list(made.dtypes["float32"].matmul_efficiency) == [16, 32]
     assert made.constants.network_efficiency == CPU_DEFAULTS.network_efficiency
 
 
@@ -92,11 +114,13 @@ def test_a_key_that_does_not_exist(penstock: Penstock) -> None:
 def test_what_is_timed_is_what_the_planner_is_asked_about() -> None:
     calls = calls_of_width(64, 16, "float32")
     assert [call.name for call in calls] == [
-        "train 16 x 64 tokens",
+        "train 48 x 64 tokens",
         "train 16 x 64 tokens, 4 updates",
         "train 4 x 64 tokens, 4 updates",
-        "forward 16 x 64 tokens",
-        "generate 4 x 64 tokens",
+        "train 4 x 192 tokens",
+        "forward 48 x 64 tokens",
+        "generate 16 x 64 tokens",
+        "generate 16 x 192 tokens",
         "generate 64 x 64 tokens",
     ]
     timed = calls[1].timed(0.5)
@@ -104,11 +128,10 @@ def test_what_is_timed_is_what_the_planner_is_asked_about() -> None:
     assert timed.call.model == shape_of(architecture(64), name="width 64", dtype="float32")
 
 
-def test_the_models_that_are_timed_have_the_dtype_and_words_asked_for() -> None:
-    call = calls_of_width(16, 4, "bfloat16", 1000)[0]
-    model = call.timed(0.5).call.model
-    assert (model.dtype, model.vocab_size) == ("bfloat16", 1000)
-    policy = make_policy(call.width, call.dtype, "cpu", call.vocab_size)
+def test_the_models_that_are_timed_have_the_dtype_asked_for() -> None:
+    call = calls_of_width(16, 4, "bfloat16")[0]
+    assert call.timed(0.5).call.model.dtype == "bfloat16"
+    policy = make_policy(call.width, call.dtype, "cpu")
     call.prepared(policy)()
 
 
@@ -122,14 +145,14 @@ def test_responses_have_their_full_length() -> None:
     policy = make_policy(16, "float32", "cpu")
     ProfileCall(kind="generate", width=16, rows=8, dtype="float32").prepared(policy)()
     length = drain_metrics(policy)["response_length_min"]
-    assert length.value == 32
+    assert length.value == 48
 
 
 def test_something_is_repeated_for_as_long_as_asked() -> None:
     done: list[None] = []
     together = Together(1, "cpu", seconds=1e-9)
     assert together.median_s(lambda: done.append(None)) > 0
-    assert len(done) == 1 + 3  # once to warm up, then at least three times
+    assert len(done) == 1 + 2  # once to warm up, then at least twice
 
 
 def test_a_call_costs_something() -> None:
@@ -166,6 +189,89 @@ def test_sums_that_are_faster_than_messages_set_the_link() -> None:
     assert constants.network_efficiency == 1.0
     assert constants.hop_s == 0.0
     assert link.bytes_per_s == pytest.approx(2**24 / 9.9e-3)
+
+
+def test_the_link_between_nodes_predicts_the_sums_it_was_found_from() -> None:
+    """With the constants of the link within: there is one share, and one software, for both."""
+    within, constants = link_constants(WITHIN, CPU_DEFAULTS)
+    between = link_of(BETWEEN, constants)
+    made = links_of(_mesh(3, within), constants)._replace(
+        within_bytes_per_s=between.bytes_per_s * constants.network_efficiency,
+        within_hop_s=between.latency_s + constants.hop_s,
+    )
+    assert all_reduce_s(made, 0, 3) == pytest.approx(BETWEEN.short_sum_s)
+    assert all_reduce_s(made, BETWEEN.long_bytes, 3) == pytest.approx(BETWEEN.long_sum_s)
+
+
+def test_ranks_of_a_node_and_ranks_across_nodes() -> None:
+    assert within_nodes((0, 0, 1, 1, 1)) == [[0, 1], [2, 3, 4]]
+    assert across_nodes((0, 0, 1, 1, 1)) == [[0, 2], [1, 3], [4]]
+    assert across_nodes((0, 0)) == [[0], [1]]
+
+
+WITHIN = LinkTimes(
+    num_ranks=2,
+    long_bytes=2**24,
+    short_message_s=1e-4,
+    long_message_s=1.1e-2,
+    short_sum_s=3e-3,
+    long_sum_s=5e-2,
+)
+BETWEEN = WITHIN.model_copy(update={"num_ranks": 3, "short_sum_s": 9e-3, "long_sum_s": 2e-1})
+
+
+def found(name: str, speed: float, within: LinkTimes | None = WITHIN) -> RankResult:
+    return RankResult(
+        device_name=name,
+        memory_bytes=80 * 10**9,
+        reserved_bytes=10**9,
+        flops_per_s={"bfloat16": speed},
+        memory_bytes_per_s=speed,
+        host_bytes_per_s=speed,
+        within=within,
+        between=BETWEEN,
+        calls_s=(),
+    )
+
+
+def test_nodes_with_other_devices_are_groups_of_their_own() -> None:
+    fast = [MeasuredNode([found("H100", s), found("H100", 9.0)], "h100") for s in (5.0, 4.0)]
+    slow = MeasuredNode([found("A100", 2.0), found("A100", 2.0)], labels={"rack": "b"})
+    kinds = alike([fast[0], slow, fast[1]])
+    notes: list[str] = []
+    cluster, constants = measured_cluster("joined cluster", "cuda", kinds, notes)
+    assert machine_text(kinds) == "2 nodes of 2 x H100 + 1 node of 2 x A100"
+    first, second = cluster.node_groups
+    assert (first.num_nodes, first.devices_per_node, first.device.name) == (2, 2, "h100")
+    assert (second.num_nodes, second.device.name, dict(second.labels)) == (1, "A100", {"rack": "b"})
+    assert first.device.flops_per_s == {"bfloat16": 4.0}  # of the slowest
+    assert first.within == second.within == link_constants(WITHIN, constants)[0]
+    assert cluster.between == link_of(BETWEEN, constants)
+    assert notes == [
+        "calls: of the h100 of the first kind of node; devices of other kinds are taken to reach "
+        "the same shares of their peaks"
+    ]
+
+
+def test_nodes_of_one_device_have_the_link_between_them_alone() -> None:
+    nodes = [MeasuredNode([found("H100", 1.0, within=None)]) for _ in range(3)]
+    notes: list[str] = []
+    cluster, constants = measured_cluster("joined cluster", "cuda", alike(nodes), notes)
+    assert (cluster.between, constants) == link_constants(BETWEEN, GPU_DEFAULTS)
+    assert notes == []
+
+
+def test_a_cluster_where_nobody_answers(
+    penstock: Penstock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    said = penstock("profile")
+    assert said.code == 2
+    assert said.err == (
+        "penstock: RAY_ADDRESS is 127.0.0.1:9, where nobody answers: [Errno 111] Connection "
+        "refused\n    start Ray there with `ray start --head`, or unset RAY_ADDRESS to start one "
+        "on this machine\n"
+    )
 
 
 def _mesh(num_devices: int, link: object) -> Mesh:

@@ -39,6 +39,12 @@ def test_a_reference_stands_on_the_weights_below_the_adapters() -> None:
     assert (reference.lora.rank, reference.shares_weights) == (0, True)
 
 
+def test_a_reference_that_waits_in_host_memory_has_weights_of_its_own() -> None:
+    """What it gives up between its calls is what the actor computes with."""
+    reference = specs("algorithm.roles.ref.options.offload=true")["ref"]
+    assert (reference.offload, reference.shares_weights) == (True, False)
+
+
 @pytest.mark.parametrize("rollout", ["torch", "vllm"])
 def test_other_engines_get_adapters_where_they_are_trained_and_sampled_with(rollout: str) -> None:
     made = specs("engine=fsdp", f"rollout={rollout}", "executor=ray_split")

@@ -122,6 +122,11 @@ def test_processes_add_up() -> None:
             "'executor.memory_limit' is set, but 'actor.train' runs on engine=fsdp, which is not "
             "predicted\n    leave it out",
         ),
+        (
+            ("algorithm.roles.actor.options.offload=true",),
+            "'executor.memory_limit' is set, but 'actor' is offloaded to the memory that it "
+            "limits\n    leave it out",
+        ),
     ],
 )
 def test_what_cannot_be_predicted(words: tuple[str, ...], message: str) -> None:

@@ -14,8 +14,8 @@ from penstock.planner.inputs.cluster import ClusterSpec
 from .time_cases import mesh
 
 FIELDS = (
-    "matmul_efficiency, memory_efficiency, network_efficiency, launch_s, hop_s, stage_s, call_s, "
-    "corrections, source"
+    "matmul_efficiency, attention_efficiency, memory_efficiency, read_efficiency, "
+    "network_efficiency, launch_s, hop_s, stage_s, call_s, update_s, backward, corrections, source"
 )
 
 

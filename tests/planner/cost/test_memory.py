@@ -206,6 +206,17 @@ def test_chosen_experts_save_their_own_inputs() -> None:
     assert mixed - single == 4 * 2048 * more
 
 
+def test_experts_have_all_tokens_under_sequence_parallelism() -> None:
+    whole, cut = (
+        transient_parts(make_call(model=MIXTURE), Layout(tp=2, sequence_parallel=on)).activations
+        for on in (False, True)
+    )
+    hidden = 1024 * 2
+    # Four states of the layer are halved, but what is gathered of them for the experts is not, nor
+    # what these take in and give out.
+    assert whole - cut == 4 * 2048 * (4 - 1) * hidden // 2
+
+
 # --- generation -----------------------------------------------------------------------------------
 
 

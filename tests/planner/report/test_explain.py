@@ -16,6 +16,7 @@ GOLDEN = """\
 plan of ppo on h100: 2 nodes x 8 h100 = 16 devices, max_lag 0
   workload     1,024 prompts x 1 response; prompt 1,024 tokens, response 1,024 tokens
   step         30.0 s; the scheduler, played through with these times, takes 30.0 s
+  cost         0.133 device-hours per step
   bound        at most 2.0 % could be gained: no plan takes less than 29.4 s
   search       1.25 s
   runner-up    {actor, critic, ref, reward} on 16: 34.5 s, 1.15 x as long
@@ -65,6 +66,14 @@ memory of each device of b: 53.1 of 71.7 GiB (74 %)
 
 def test_a_plan_is_explained() -> None:
     assert explain(ppo(), split_plan()) + "\n" == GOLDEN
+
+
+def test_the_cost_of_a_run_is_told_with_its_steps() -> None:
+    text = explain(ppo(), split_plan().model_copy(update={"num_steps": 1200}))
+    assert (
+        "  cost         0.133 device-hours per step; 160 for the 1,200 steps of the run, which "
+        "take 10.0 h\n"
+    ) in text
 
 
 def test_lag_shows_calls_of_two_steps_in_one_timeline() -> None:

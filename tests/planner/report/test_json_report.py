@@ -18,6 +18,8 @@ def test_what_is_promised_is_there() -> None:
     assert shown["gap"] == pytest.approx(0.02)
     assert shown["search_time_s"] == 1.25
     assert shown["simulated_step_time_s"] == 30.0
+    assert shown["device_hours_per_step"] == pytest.approx(16 * 30 / 3600)
+    assert (shown["num_steps"], shown["device_hours"]) == (None, None)
     assert shown["max_lag"] == 0
     assert list(shown["nodes"]) == list(CALLS)
     train = shown["nodes"]["actor.train"]

@@ -27,7 +27,7 @@ def expected_copies(param: LogicalParam, layout: Layout, zero: bool) -> int:
     whole = 1 if param.cut_dim is None else min(layout.tp, param.num_units)
     ends = 2 if param.place == "ends" and layout.pp > 1 else 1
     shared = layout.ep if param.by_expert else 1
-    return layout.tp // whole * ends * layout.cp * (1 if zero else layout.dp // shared)
+    return layout.tp // whole * ends * (1 if zero else layout.cp * layout.dp // shared)
 
 
 @given(st.data(), models(), st.sampled_from(["vocabulary", "scalar"]), st.booleans())

@@ -84,6 +84,8 @@ def test_what_is_not_installed_is_said_with_what_to_install() -> None:
         ("fsdp", "train", Layout(dp=4, zero=3)),
         ("fsdp", "train", Layout(tp=2, dp=2, zero=3)),
         ("fsdp", "forward", Layout(dp=2)),
+        ("fsdp", "train", Layout(tp=2, cp=2, dp=2, zero=3, checkpointing=True)),
+        ("fsdp", "forward", Layout(cp=2)),
         ("megatron", "train", Layout(tp=2, pp=2, dp=2, zero=1, sequence_parallel=True)),
         ("megatron", "forward", Layout(pp=4)),
         ("megatron", "train", Layout(dp=2, checkpointing=True)),
@@ -111,10 +113,10 @@ def test_what_an_engine_runs(engine: str, kind: CallKind, layout: Layout) -> Non
             "fsdp",
             "train",
             Layout(tp=2, sequence_parallel=True),
-            "FSDP does not cut activations along the sequence",
+            "FSDP does not cut activations between tensor-parallel regions",
         ),
         ("fsdp", "forward", Layout(tp=4), "FSDP cannot divide 2 key heads by tp=4"),
-        ("fsdp", "forward", Layout(cp=2), "engine 'fsdp' has no cp and ep"),
+        ("fsdp", "forward", Layout(dp=2, ep=2), "FSDP does not divide a mixture's experts"),
         ("megatron", "generate", Layout(), "Megatron does not generate here"),
         (
             "megatron",
@@ -163,6 +165,9 @@ def test_an_engine_knows_its_families() -> None:
     assert fsdp.why_not(Layout(tp=2), "train", mistral) == (
         "FSDP has tensor parallelism for llama, qwen2, qwen3, not for 'mistral'"
     )
+    assert fsdp.why_not(Layout(cp=2), "train", mistral) == (
+        "FSDP has context parallelism for llama, qwen2, qwen3, not for 'mistral'"
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,9 +179,11 @@ def test_an_engine_knows_its_families() -> None:
         ("megatron", Layout(tp=2, sequence_parallel=True), (2, 1), {"sequence_parallel": True}),
         ("megatron", Layout(checkpointing=True), (1, 1), {"activation_checkpointing": True}),
         ("megatron", Layout(tp=2, pp=2, dp=4, ep=2), (4, 2), {"expert_parallel": 2}),
-        ("fsdp", Layout(dp=4, zero=3), (4, 1), {"shards": 4}),
-        ("fsdp", Layout(tp=2, dp=2, zero=3), (4, 1), {"shards": 2}),
-        ("fsdp", Layout(tp=2, dp=2), (2, 1), {"shards": 1}),
+        ("fsdp", Layout(dp=4, zero=3), (4, 1), {"shards": 4, "context_parallel": 1}),
+        ("fsdp", Layout(tp=2, dp=2, zero=3), (4, 1), {"shards": 2, "context_parallel": 1}),
+        ("fsdp", Layout(tp=2, dp=2), (2, 1), {"shards": 1, "context_parallel": 1}),
+        ("fsdp", Layout(cp=2, dp=2, zero=3), (4, 1), {"shards": 4, "context_parallel": 2}),
+        ("fsdp", Layout(tp=2, cp=3), (6, 1), {"shards": 3, "context_parallel": 3}),
         ("vllm", Layout(tp=2, dp=2), (2, 1), {}),
     ],
 )

@@ -6,6 +6,8 @@ group, of `tp x dp` processes, `dp` of which are shards (see `mesh.py`). With st
 gathered of a layer it keeps until the call ends: gathering once takes the place of gathering in
 each micro-batch's forward and backward pass. With stage 0 each of them is a rank that holds
 everything.
+
+Processes that share every row (context parallelism) divide the weights with any stage.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ from ....planner.cost.memory_ledger import Parts
 from ....planner.inputs.calls import Call, CallKind
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
-from ..engine import Engine, usual_options, why_not_as_usual
+from ..engine import Engine, usual_options
 
 __all__ = ["DIVIDED_FAMILIES", "FSDP"]
 
 DIVIDED_FAMILIES = ("llama", "qwen2", "qwen3")
-"""The `model_type`s whose matrix products it divides; it divides the weights of any by rows."""
+"""The `model_type`s whose matrix products and rows it divides; it divides the weights of any."""
 
 _NAME = "fsdp"
+_FAMILIES = ", ".join(DIVIDED_FAMILIES)
 
 
 def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
@@ -37,21 +40,28 @@ def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | 
         return "FSDP has no pipeline stages"
     if layout.zero == 1:
         return "FSDP shares a model's gradients and weights (zero=2 or 3) or nothing"
+    if layout.ep > 1:
+        return "FSDP does not divide a mixture's experts"
     if layout.sequence_parallel:
-        return "FSDP does not cut activations along the sequence"
+        return "FSDP does not cut activations between tensor-parallel regions"
+    if shape is not None and layout.cp > 1 and not _divides(shape):
+        return f"FSDP has context parallelism for {_FAMILIES}, not for '{shape.family}'"
     if shape is not None and layout.tp > 1:
         if shape.adapter_params:
             return "FSDP does not divide the matrix products of adapters"
-        if shape.num_experts or (shape.family and shape.family not in DIVIDED_FAMILIES):
-            families = ", ".join(DIVIDED_FAMILIES)
-            return f"FSDP has tensor parallelism for {families}, not for '{shape.family}'"
+        if not _divides(shape):
+            return f"FSDP has tensor parallelism for {_FAMILIES}, not for '{shape.family}'"
         if shape.num_key_heads % layout.tp:
             return f"FSDP cannot divide {shape.num_key_heads} key heads by tp={layout.tp}"
-    return why_not_as_usual(_NAME, layout, kind)
+    return None
+
+
+def _divides(shape: ModelShape) -> bool:
+    return not shape.num_experts and (not shape.family or shape.family in DIVIDED_FAMILIES)
 
 
 def _shards(layout: Layout) -> int:
-    return layout.dp if layout.zero >= 2 else 1
+    return layout.cp * (layout.dp if layout.zero >= 2 else 1)
 
 
 def _division(layout: Layout) -> tuple[int, int]:
@@ -60,7 +70,8 @@ def _division(layout: Layout) -> tuple[int, int]:
 
 def _options(layout: Layout) -> Mapping[str, Any]:
     keeps = {"reshard_after_forward": False} if layout.zero == 2 else {}
-    return {**usual_options(layout), "shards": _shards(layout), **keeps}
+    divided = {"shards": _shards(layout), "context_parallel": layout.cp}
+    return {**usual_options(layout), **divided, **keeps}
 
 
 class FsdpMemory(ShardedMemory):
@@ -68,24 +79,45 @@ class FsdpMemory(ShardedMemory):
 
     def resident(self, call: Call, layout: Layout) -> Parts:
         """See `EngineMemory`; what stage 2 gathers is not held between calls."""
-        held = super().resident(call, _stage_3(layout))
-        if call.trained or layout.zero < 2:
+        shared = _by_rows(layout)
+        held = super().resident(call, shared)
+        if call.trained or shared.zero < 2:
             return held
-        return held._replace(weights=-(-held.weights // layout.dp))
+        return held._replace(weights=-(-held.weights // shared.dp))
 
     def transient(
         self, call: Call, layout: Layout, *, borrows: bool = False, rows: int | None = None
     ) -> Parts:
         """See `EngineMemory`; a frozen layer is gathered while it is computed, as others are."""
         gathering = replace(call, trained=True)
-        adds = super().transient(gathering, _stage_3(layout), borrows=borrows, rows=rows)
+        adds = super().transient(gathering, _by_rows(layout), borrows=borrows, rows=rows)
+        if layout.cp > 1:
+            cut = super().transient(gathering, layout)
+            activations = cut.activations + _others_keys(call, layout)
+            adds = adds._replace(activations=activations, logits=cut.logits)
         if layout.zero != 2 or call.kind == "generate":
             return adds
         return adds._replace(weights=weight_bytes(call.model, call.head, layout))
 
 
-def _stage_3(layout: Layout) -> Layout:
+def _by_rows(layout: Layout) -> Layout:
+    """A layout of stage 3 with what all processes together hold that divide weights by rows."""
+    if layout.cp > 1:
+        return layout.model_copy(update={"zero": 3, "dp": _shards(layout), "cp": 1})
     return layout.model_copy(update={"zero": 3}) if layout.zero == 2 else layout
+
+
+def _others_keys(call: Call, layout: Layout) -> int:
+    """Bytes of keys and values of the tokens of a row that other processes compute.
+
+    Training keeps those of every layer for the backward pass, unless that computes them again.
+    """
+    model = call.model
+    heads = -(-model.num_key_heads // layout.tp)
+    layers = model.num_layers if call.kind == "train" and not layout.checkpointing else 1
+    tokens = layout.micro_batch * call.tokens_longest
+    others = tokens - tokens // layout.cp
+    return layers * others * 2 * heads * model.head_dim * model.dtype_bytes
 
 
 FSDP = Engine(
@@ -97,6 +129,7 @@ FSDP = Engine(
         zero_stages=(2, 3),
         shards_frozen=True,
         sequence_parallel=False,
+        reads_responses=True,
     ),
     roles={
         "policy": "penstock.workers.engines.fsdp_engine.specs:FsdpPolicySpec",

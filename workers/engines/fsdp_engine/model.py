@@ -30,6 +30,8 @@ from ...models.lora import LoraSpec, insert_adapters
 from ...models.spec import ModelSpec
 from ..sharded.divided_network import recompute_layers
 from ..torch_engine.backbone import is_lean
+from .context_parallel import ATTENTION, attend
+from .declaration import DIVIDED_FAMILIES
 from .mesh import FsdpMesh
 
 __all__ = ["FsdpModel", "build_model"]
@@ -76,13 +78,14 @@ class FsdpModel(nn.Module):
         for part in self.parts:
             part.reshard()
 
-    def forward(self, tokens: Tensor, reads: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, reads: Tensor, **placed: Any) -> tuple[Tensor, Tensor]:
         """Outputs after the tokens at `reads`.
 
         Args:
             tokens: i64[rows, T], right padded with -1. What follows a token does not change its
                 output, so padding needs no mask.
             reads: bool[rows, T].
+            placed: Where these tokens stand in their rows, if others have the rest.
 
         Returns:
             f[n, width], this process's part of the vocabulary, or [n, 1]; and a zero of shape []
@@ -95,7 +98,7 @@ class FsdpModel(nn.Module):
             whole: Any = self.module
             picked = whole(input_ids=rows, use_cache=False).logits[reads]
             return picked, picked.sum().float() * 0
-        states = backbone(input_ids=rows, use_cache=False).last_hidden_state
+        states = backbone(input_ids=rows, use_cache=False, **placed).last_hidden_state
         picked = head(states[reads].to(head.weight.dtype))
         if self.divided:
             picked = picked.clone()  # FSDP2 warns of outputs that are views, as a local part is
@@ -115,11 +118,18 @@ def build_model(
         again: Whether training computes a layer's activations again going backward.
 
     Raises:
-        ConfigError: If tensor parallelism is asked for and the family is not known, or adapters
-            as well; or adapters cannot be made.
+        ConfigError: If tensor or context parallelism is asked for and the family is not known, or
+            tensor parallelism and adapters; or adapters cannot be made.
         PlanError: If the model cannot be divided as the mesh is.
     """
-    model = _skeleton(spec, head, lora)
+    model = _skeleton(spec, head, lora, cut=mesh.context is not None)
+    family = spec.config.model_type
+    if mesh.context is not None and not model.known:
+        raise ConfigError(
+            f"engine=fsdp has context parallelism for {', '.join(DIVIDED_FAMILIES)}, where every "
+            f"layer attends to whole rows, not for this '{family}'\n    leave "
+            "engine.options.context_parallel out"
+        )
     if mesh.tensor is not None:
         if lora:
             raise ConfigError(
@@ -140,12 +150,18 @@ def build_model(
     return model
 
 
-def _skeleton(spec: ModelSpec, head: Head, lora: LoraSpec) -> FsdpModel:
-    """The whole module in evaluation mode, with parameters on the meta device."""
+def _skeleton(spec: ModelSpec, head: Head, lora: LoraSpec, *, cut: bool) -> FsdpModel:
+    """The whole module in evaluation mode, with parameters on the meta device.
+
+    Its attention is over cut rows, if they are `cut`.
+    """
     auto: Any = transformers.AutoModelForCausalLM
+    if cut:
+        transformers.AttentionInterface.register(ATTENTION, attend)
+    attention = ATTENTION if cut else "sdpa"
     with _no_storage():
         config, dtype = spec.config, getattr(torch, spec.dtype)
-        module: Any = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        module: Any = auto.from_config(config, dtype=dtype, attn_implementation=attention)
         learn_padding(module)
         backbone = module.base_model
         last = module.get_output_embeddings() if is_lean(backbone) else None

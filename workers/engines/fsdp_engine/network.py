@@ -19,6 +19,7 @@ from ...training.network import Outputs
 from ...training.optimizer import OptimizerSpec
 from ...training.stored_pieces import gather_weights, pieces_on
 from ..sharded.divided_network import DividedNetwork, gathered_module
+from .context_parallel import CutOutputs
 from .mesh import FsdpMesh
 from .model import FsdpModel
 from .optimizer import FsdpAdamW
@@ -130,12 +131,47 @@ class FsdpNetwork(DividedNetwork):
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
         """See `FsdpModel.forward`; every shard must come here equally often."""
         del shared
-        values, anchor = self._model(tokens, reads)
-        return Outputs(values, anchor=anchor)
+        context = self._mesh.context
+        if context is None:
+            values, anchor = self._model(tokens, reads)
+            return Outputs(values, anchor=anchor)
+        rows = context.cut(tokens, reads)
+        placed = {"position_ids": rows.position, "context": context}
+        values, anchor = self._model(rows.tokens, rows.reads, **placed)
+        if self._head.is_scalar:
+            return Outputs(rows.whole(values), anchor=anchor)
+        return CutOutputs(values, anchor=anchor, rows=rows)
+
+    def token_logprob(
+        self, outputs: Outputs, target: Tensor, temperature: float, *, needs_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `LanguageNetwork.token_logprob`: of context parallelism too."""
+        if not isinstance(outputs, CutOutputs):
+            return super().token_logprob(outputs, target, temperature, needs_entropy=needs_entropy)
+        rows = outputs.rows
+        logprob, entropy = super().token_logprob(
+            outputs, target[rows.number], temperature, needs_entropy=needs_entropy
+        )
+        return rows.whole(logprob), None if entropy is None else rows.whole(entropy)
+
+    def top_words(
+        self, outputs: Outputs, num_words: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `LanguageNetwork.top_words`: likewise."""
+        found = super().top_words(outputs, num_words, temperature)
+        if not isinstance(outputs, CutOutputs):
+            return found
+        logprob, words = found
+        return outputs.rows.whole(logprob), outputs.rows.whole(words)
 
     def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
-        """See `Network.micro_batch_limit`: no shard is left idle without need."""
-        return max(1, min(limit, -(-num_tokens // self._mesh.shards.num_ranks)))
+        """See `Network.micro_batch_limit`: no shard is left idle without need.
+
+        A process computes its part alone of the rows that it shares.
+        """
+        rows = self._mesh.rows.num_ranks
+        limit *= self._mesh.shards.num_ranks // rows
+        return max(1, min(limit, -(-num_tokens // rows)))
 
     def run(
         self,
@@ -147,11 +183,11 @@ class FsdpNetwork(DividedNetwork):
     ) -> None:
         """See `Network.run`: of n shards each takes every n-th micro-batch, and all equally many.
 
-        `compute` must call `outputs` once.
+        Those that share rows take the same ones. `compute` must call `outputs` once.
         """
-        shards = self._mesh.shards
-        rounds = -(-len(parts) // shards.num_ranks)
-        mine = list(parts[shards.rank :: shards.num_ranks])
+        rows = self._mesh.rows
+        rounds = -(-len(parts) // rows.num_ranks)
+        mine = list(parts[rows.rank :: rows.num_ranks])
         for at in range(rounds):
             total = compute(load(mine[at])) if at < len(mine) else self._idle()
             if backward:
@@ -161,12 +197,14 @@ class FsdpNetwork(DividedNetwork):
 
     def together(self, result: Tensor) -> Tensor:
         """See `Network.together`."""
-        return self._mesh.shards.sum_(result)
+        return self._mesh.rows.sum_(result)
 
     def _idle(self) -> Tensor:
         """A zero from one token, where others compute: gathering weights takes all shards."""
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        return self._model(token, token == 0)[1]
+        anchor = self.outputs(token, token == 0).anchor
+        assert anchor is not None
+        return anchor
 
     def weights_changed(self) -> None:
         """See `Network.weights_changed`: whole ones that FSDP2 keeps no longer hold."""

@@ -32,6 +32,9 @@ class FsdpOptions:
     shards: int | None = None
     """How many of the processes that share a model (`executor.tensor_parallel`) divide its weights
     by rows and share out a call's rows; tensor parallelism divides by the rest. By default all."""
+    context_parallel: int = 1
+    """How many shards share every row, each computing a part of its tokens; divides `shards`. For
+    Llama, Qwen2 and Qwen3."""
     reshard_after_forward: bool = True
     """Whether a layer's gathered weights are given up after its forward pass and gathered again
     going backward (ZeRO stage 3), or kept until the call ends (stage 2)."""
@@ -44,6 +47,7 @@ class FsdpOptions:
         """See `Recipe.check_options`."""
         if self.shards is not None:
             check_range(self, "shards", at_least=1)
+        check_range(self, "context_parallel", at_least=1)
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> FsdpNetwork:
         """See `Recipe.make_network`.
@@ -52,7 +56,7 @@ class FsdpOptions:
             ConfigError: If the group's processes cannot be divided as asked.
             PlanError: If the model cannot be divided as the group is.
         """
-        mesh = join_mesh(context, self.shards)
+        mesh = join_mesh(context, self.shards, self.context_parallel)
         module = build_model(model, mesh, head, self.lora, again=self.activation_checkpointing)
         if not self.reshard_after_forward:
             module.keep_gathered()

@@ -50,7 +50,9 @@ def _options(layout: Layout) -> Mapping[str, Any]:
 
 
 MEGATRON = Engine(
-    planned=EngineModel(name=_NAME, why_not=_why_not, zero_stages=(1,)),
+    planned=EngineModel(
+        name=_NAME, why_not=_why_not, zero_stages=(1,), reads_responses=True, draws_minibatches=True
+    ),
     roles={
         "policy": "penstock.workers.engines.megatron_engine.specs:MegatronPolicySpec",
         "value": "penstock.workers.engines.megatron_engine.specs:MegatronValueSpec",

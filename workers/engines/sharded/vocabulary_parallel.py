@@ -31,7 +31,7 @@ def vocabulary_logprob(
     Returns:
         f32 of the shape of `target`, and f32[n]; in nats.
     """
-    words = target.view(len(target), -1)
+    words = target if target.ndim > 1 else target[:, None]
     both: tuple[Tensor, Tensor] = _Statistics.apply(logits, words, group)  # type: ignore[assignment]
     return both[0].view(target.shape), both[1]
 

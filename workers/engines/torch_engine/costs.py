@@ -12,8 +12,9 @@ tensor alive at the peak of real calls on a CPU:
 - Generation holds the cache of all rows of a wave at their greatest length. A row that ends leaves
   the batch when a fifth of the rows has ended; the old and the smaller cache then exist together.
 
-Not modeled: architectures that run through the Hugging Face forward, buffers inside libraries, and
-devices other than CPUs where training's attention is a library's.
+Not modeled: of architectures that run through the Hugging Face forward anything but a mixture's
+experts, buffers inside libraries, and devices other than CPUs where training's attention is a
+library's.
 
 Shapes: N packed tokens, U positions that are read, M rows of a wave.
 """
@@ -180,7 +181,9 @@ class _Sizes(NamedTuple):
     keys: int
     """Keys, or values."""
     inner: int
-    """Gate, up, or their product."""
+    """Gate, up, or their product; of all experts that compute the token."""
+    routed: int
+    """A hidden state for each of these experts, if the model is a mixture."""
     adapted: bool
     """Whether adapters are trained, whose inputs are kept: a normed state, and the product."""
 
@@ -191,19 +194,27 @@ class _Sizes(NamedTuple):
 
     @property
     def feed_forward(self) -> int:
-        """Its input, gate and up."""
+        """Its input, gate and up.
+
+        A mixture's are transformers' own (`grouped_mm_experts_forward`), which keeps the activated
+        gate and the product too, and what goes into and comes out of each expert.
+        """
         kept = self.hidden + 2 * self.inner
+        if self.routed:
+            kept += 2 * self.inner + 2 * self.routed
         return kept + self.hidden + self.inner if self.adapted else kept
 
 
 def _sizes(shape: ModelShape) -> _Sizes:
-    number = shape.dtype_bytes
+    number, chosen = shape.dtype_bytes, shape.experts_per_token
+    inner = max(chosen, 1) * shape.intermediate_size + shape.shared_expert_size
     return _Sizes(
         number=number,
         hidden=shape.hidden_size * number,
         heads=shape.num_heads * shape.head_dim * number,
         keys=shape.num_key_heads * shape.head_dim * number,
-        inner=shape.intermediate_size * number,
+        inner=inner * number,
+        routed=chosen * shape.hidden_size * number,
         adapted=shape.adapter_params > 0,
     )
 
@@ -271,9 +282,11 @@ def _train(call: Call, pack: PackSizes, checkpointing: bool) -> list[Parts]:
 def _feed_forward_back(shape: ModelShape, tokens: int) -> int:
     """What the backward pass through a layer's feed-forward adds to what was kept of it."""
     s = _sizes(shape)
-    weight = 0 if shape.adapter_params else shape.hidden_size * s.inner
+    # All experts of a layer are one parameter, and have one gradient.
+    params = max(shape.num_experts, 1) * shape.hidden_size * shape.intermediate_size
+    weight = 0 if shape.adapter_params else params * s.number
     ending = _handed_over(2 * weight, s.number)  # in the place of gate and up
-    return tokens * s.hidden + max(tokens * 4 * s.inner + weight, ending)
+    return tokens * s.hidden + max(tokens * (4 * s.inner + s.routed) + weight, ending)
 
 
 def _handed_over(gradient: int, number: int) -> int:
@@ -318,7 +331,8 @@ def _layer(shape: ModelShape, pack: PackSizes) -> int:
     ending = p.queries * s.heads + p.tokens * s.heads
     attention = outputs + gathered + max(ending, rows * queries * s.heads + _scores(shape, p))
     tokens = p.tokens if shape.num_layers > 1 else p.reads
-    return held + max(attention, p.tokens * s.heads + tokens * (2 * s.hidden + 3 * s.inner))
+    feed_forward = tokens * (2 * (s.hidden + s.routed) + 3 * s.inner)
+    return held + max(attention, p.tokens * s.heads + feed_forward)
 
 
 # --- generation -----------------------------------------------------------------------------------
@@ -345,7 +359,7 @@ def _generate(call: Call, rows: int, max_rows: int) -> list[Parts]:
     attention = live * positions * shape.num_heads * 3 * _FLOAT
     if s.number != _FLOAT:  # matrix products of 16 bits copy what is not contiguous
         attention += live * positions * s.keys
-    step = live * (2 * s.hidden + 3 * s.heads + 4 * s.keys + 4 * s.inner)
+    step = live * (2 * (s.hidden + s.routed) + 3 * s.heads + 4 * s.keys + 4 * s.inner)
     # The logits that follow the prompt live as long as the cache.
     logits = 2 * cells * s.number
     moments = [

@@ -38,6 +38,9 @@ TORCH = Engine(
         sequence_parallel=False,
         packs_tokens=MICRO_BATCH_TOKENS,
         shares_prompts=True,
+        reads_responses=True,
+        draws_minibatches=True,
+        head_products=4,
         generates_in_place=True,
     ),
     roles={

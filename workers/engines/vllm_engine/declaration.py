@@ -1,4 +1,8 @@
-"""vLLM as configuration, placement and planner know it."""
+"""vLLM as configuration, placement and planner know it.
+
+A layout's data-parallel ranks are engines that know nothing of each other; each has the processes
+of its tensor parallelism alone.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ environment that Ray reads.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from ....dataflow.errors import WorkerError
 from ....dataflow.runtime.placement import DeviceGroup
 from ..process_backend import BackendError, CallFailed, NotInTime, Process, ProcessDied
 from .devices import RayDevices, reserve
@@ -22,6 +24,14 @@ from .devices import RayDevices, reserve
 __all__ = ["RayBackend"]
 
 _Ref = ray.ObjectRef[Any]
+
+_NO_IMPORT = (
+    "failed to import on the worker",
+    "input arguments for this task could not be computed",
+)
+"""In what Ray says if a machine cannot import the class of an actor, or of what it is made of."""
+_ADDRESS = re.compile(r"\bip=([^,\s)]+)")
+"""In the same: the machine's."""
 
 
 class _Store:
@@ -114,6 +124,19 @@ class RayBackend(_Store):
         ray.kill(process)
 
 
+def _cannot_import(error: RayError) -> WorkerError | None:
+    """That a machine has no Penstock, or another version, if this is what Ray says."""
+    said = str(error)
+    if all(text not in said for text in _NO_IMPORT):
+        return None
+    where = _ADDRESS.search(said)
+    (why,) = [line for line in said.splitlines() if line.strip()][-1:]
+    return WorkerError(
+        f"the machine {where[1] if where else 'of a process'} cannot import what runs there: "
+        f"{why}\n    install the same versions of Penstock and of its requirements on every machine"
+    )
+
+
 @contextmanager
 def _told_apart() -> Generator[None]:
     """Ray's errors as ours."""
@@ -124,6 +147,8 @@ def _told_apart() -> Generator[None]:
     except RayTaskError as error:
         raise CallFailed(str(error), error.cause) from error
     except RayActorError as error:
+        if (missing := _cannot_import(error)) is not None:
+            raise CallFailed(str(error), missing) from error
         raise ProcessDied(str(error).splitlines()[0]) from error
     except RayError as error:
         raise BackendError(str(error)) from error

@@ -9,6 +9,7 @@ from ....dataflow.runtime.executor import Executor
 from ...weight_sync.registry import Transport
 from ..assignment import Machine
 from ..executor_kind import ExecutorKind
+from ..process_backend import ProcessBackend
 
 __all__ = ["RAY"]
 
@@ -19,10 +20,10 @@ def _create(num_threads: int | None, transport: Transport) -> Executor:
     return RayExecutor(num_threads, transport=transport)
 
 
-def _start() -> None:
-    from .executor import connect_ray
+def _connect() -> ProcessBackend:
+    from .executor import ray_backend
 
-    connect_ray()
+    return ray_backend()
 
 
 def _machines() -> Sequence[Machine]:
@@ -43,5 +44,5 @@ def _end() -> None:
 
 
 RAY = ExecutorKind(
-    name="ray", create=_create, package="ray", start=_start, machines=_machines, end=_end
+    name="ray", create=_create, package="ray", connect=_connect, machines=_machines, end=_end
 )

@@ -23,7 +23,7 @@ from ..rank_group import forget_warm
 from ..supervisor import Supervisor
 from .session_folder import SessionFolder
 
-__all__ = ["RayExecutor", "connect_ray", "shutdown_ray"]
+__all__ = ["RayExecutor", "connect_ray", "ray_backend", "shutdown_ray"]
 
 _ON_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch for listening where other machines can connect; says what it does elsewhere."""
@@ -47,10 +47,15 @@ class RayExecutor(Supervisor):
     def __init__(
         self, num_threads: int | None = None, *, transport: Transport = DEFAULT_TRANSPORT
     ) -> None:
-        super().__init__("Ray", _connected, num_threads, transport=transport)
+        super().__init__("Ray", ray_backend, num_threads, transport=transport)
 
 
-def _connected() -> ProcessBackend:
+def ray_backend() -> ProcessBackend:
+    """Ray's processes, on the cluster that was joined or the Ray that was started here.
+
+    Raises:
+        ConfigError: See `connect_ray`.
+    """
     connect_ray()
     from .backend import RayBackend
 

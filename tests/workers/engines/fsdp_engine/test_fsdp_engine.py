@@ -1,8 +1,8 @@
 """Real processes on gloo: what the FSDP engine computes and learns, against the torch engine.
 
 Four processes are started, once: two of them are two shards, the others two tensor-parallel
-processes and then two ranks; afterwards they are two shards of two, and two ranks of two. Each test
-looks at a part of what they found.
+processes, then two ranks, then two that share every row; afterwards they are two shards of two, and
+two ranks of two. Each test looks at a part of what they found.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from penstock.planner.inputs.layout import Layout as PlannedLayout
 from penstock.planner.inputs.model_shape import shape_of
 from penstock.planner.resharding.sharding import shard
 from penstock.workers.engines.fsdp_engine.layout import fsdp_sharding
-from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.roles import PolicyWorker, last_masked
 from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec, TorchValueSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.checkpoint_files import open_state, read_state_json, read_whole
@@ -52,6 +52,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RANK = Path(__file__).parents[2] / "fsdp_rank.py"
 SHARDS, TENSOR, RANKS, BOTH = "r1s2t1", "r1s1t2", "r2s1t1", "r1s2t2"
+CONTEXT, CONTEXT_TENSOR, CONTEXT_SHARDS = "r1s2t1c2", "r1s2t2c2", "r1s4t1c2"
 TRAINED = ("qwen2-tied", "coarse", "qwen3")
 FAMILY = {"coarse": "qwen2-tied"}
 
@@ -70,7 +71,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "1,2,1:logits+train+roles+gpt2+half+frozen+adapters+ways+padded",
         "~1,1,2:logits+train+roles+refusals+frozen",
         "~2,1,1:train",
+        "~1,2,1,2:logits+train+roles+adapters+ways",
         "1,2,2:logits+train+resume+ruin",
+        "1,2,2,2:train",
+        "1,4,1,2:train+roles+resume",
         "2,2,1:resume+frozen+adapters",
         "2,1,2:resume+ruin",
         script=RANK,
@@ -111,7 +115,7 @@ def assert_metrics(said: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", [SHARDS, TENSOR, BOTH])
+@pytest.mark.parametrize("layout", [SHARDS, TENSOR, BOTH, CONTEXT])
 def test_logits_and_log_probabilities_equal_hugging_faces(folder: Path, layout: str, family: str):
     batch = load_batch(folder)
     found = read_all(folder, layout, "logits")
@@ -123,7 +127,7 @@ def test_logits_and_log_probabilities_equal_hugging_faces(folder: Path, layout: 
         ).logits[rows >= 0]
     words = torch.log_softmax(expected / 0.7, -1)[:, :5]
     # Every tensor-parallel process has its own part of the vocabulary and no more.
-    tensor = int(layout[-1])
+    tensor = int(layout[layout.index("t") + 1])
     for begin in range(0, len(found), tensor):
         parts = [part[f"{family}/logits"] for part in found[begin : begin + tensor]]
         torch.testing.assert_close(torch.cat(parts, dim=-1), expected, atol=1e-5, rtol=0)
@@ -131,19 +135,28 @@ def test_logits_and_log_probabilities_equal_hugging_faces(folder: Path, layout: 
         expected = policy.logprob(batch["tokens"], batch["mask"], temperature=temperature)
         for part in found:
             torch.testing.assert_close(part[f"{family}/{name}"], expected, atol=1e-5, rtol=0)
+    last = last_masked(batch["mask"][:1])
+    expected = policy.logprob(batch["tokens"][:1], last)
     for part in found:
+        torch.testing.assert_close(part[f"{family}/last"], expected, atol=1e-5, rtol=0)
         top = under(part, f"{family}/top")
         assert_top_words(top["words"], top["logprob"], policy, batch)
         torch.testing.assert_close(part[f"{family}/words"], words, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("way", ["plain", "kept", "again", "both", "away"])
-def test_ways_to_keep_less_change_nothing(folder: Path, way: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    [
+        *itertools.product([SHARDS], ["plain", "kept", "again", "both", "away"]),
+        *itertools.product([CONTEXT], ["plain", "kept", "again"]),
+    ],
+)
+def test_ways_to_keep_less_change_nothing(folder: Path, layout: str, way: str) -> None:
     """Gathered weights kept over a call, activations computed again, all in host memory between."""
     policy = resumable(folder)
     metrics = train_policy(policy, load_batch(folder), range(3))
     numbers = ("gathers", "saved")
-    for process, found in enumerate(read_all(folder, SHARDS, "ways")):
+    for process, found in enumerate(read_all(folder, layout, "ways")):
         got = {n: v for n, v in under(found, way).items() if n not in numbers}
         if process:
             got = {n: v for n, v in got.items() if n.startswith("metric/")}
@@ -173,8 +186,16 @@ def test_ways_to_keep_less_keep_less(folder: Path) -> None:
         assert gathers["kept"] == gathers["both"] <= gathers["plain"] / 3
 
 
+def test_a_process_keeps_its_part_of_a_row(folder: Path) -> None:
+    """Of two rows' halves as much as of one row, and the keys and values of the other halves."""
+    for shared, alone in zip(
+        read_all(folder, CONTEXT, "ways"), read_all(folder, SHARDS, "ways"), strict=True
+    ):
+        assert int(shared["plain/saved"]) < 1.25 * int(alone["plain/saved"])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", [SHARDS, TENSOR, BOTH])
+@pytest.mark.parametrize("layout", [SHARDS, TENSOR, BOTH, CONTEXT])
 def test_weights_are_divided_and_exported_whole(folder: Path, layout: str, family: str):
     weights = torch_policy(ModelSpec(folder=str(folder / family))).export_weights()
     total = sum(weight.numel() for weight in weights.values())
@@ -218,8 +239,9 @@ def expected(folder: Path) -> dict[str, tuple[dict[str, Tensor], dict[str, Tenso
 @pytest.mark.parametrize(
     ("layout", "role"),
     [
-        *itertools.product([SHARDS, TENSOR, RANKS, BOTH], TRAINED),
-        *itertools.product([SHARDS, TENSOR], ["value", "reward"]),
+        *itertools.product([SHARDS, TENSOR, RANKS, BOTH, CONTEXT], TRAINED),
+        *itertools.product([CONTEXT_TENSOR, CONTEXT_SHARDS], TRAINED),
+        *itertools.product([SHARDS, TENSOR, CONTEXT, CONTEXT_SHARDS], ["value", "reward"]),
     ],
 )
 def test_four_steps_learn_what_the_torch_engine_learns(
@@ -261,7 +283,7 @@ def test_frozen_parameters_stay_and_the_others_learn_as_in_the_torch_engine(
 
 @pytest.mark.parametrize(
     ("saved", "layout"),
-    list(itertools.product(["torch", SHARDS, TENSOR], [BOTH, "r2s2t1", "r2s1t2"])),
+    list(itertools.product(["torch", SHARDS, TENSOR], [BOTH, "r2s2t1", "r2s1t2", CONTEXT_SHARDS])),
 )
 def test_a_state_goes_on_in_another_layout(folder: Path, saved: str, layout: str):
     policy = resumable(folder)
@@ -271,7 +293,7 @@ def test_a_state_goes_on_in_another_layout(folder: Path, saved: str, layout: str
     assert_as_torch(found, policy.export_weights(), metrics)
 
 
-@pytest.mark.parametrize("layout", [SHARDS, TENSOR, RANKS, BOTH])
+@pytest.mark.parametrize("layout", [SHARDS, TENSOR, RANKS, BOTH, CONTEXT, CONTEXT_TENSOR])
 def test_the_torch_engine_goes_on_with_a_saved_state(folder: Path, layout: str):
     whole = resumable(folder)
     train_policy(whole, load_batch(folder), range(3))
@@ -279,6 +301,19 @@ def test_the_torch_engine_goes_on_with_a_saved_state(folder: Path, layout: str):
     policy.load_state(folder / f"state-{layout}")
     train_policy(policy, load_batch(folder), range(2, 3))
     torch.testing.assert_close(policy.export_weights(), whole.export_weights(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", [CONTEXT, CONTEXT_TENSOR, CONTEXT_SHARDS])
+def test_gradients_are_those_of_whole_rows(folder: Path, layout: str):
+    """Adam's first moment is a mean of the gradients of four steps."""
+    found, expected = (
+        read_whole(open_state(saved, read_state_json(saved), "optimizer"))
+        for saved in (folder / f"state-{layout}", folder / "state-torch")
+    )
+    moments = {name: value for name, value in expected.items() if name.startswith("first/")}
+    assert moments
+    for name, moment in moments.items():
+        assert float((found[name] - moment).norm()) <= 1e-5 * float(moment.norm()), name
 
 
 def test_bfloat16_weights_learn_through_a_float32_copy(folder: Path):
@@ -301,7 +336,7 @@ def test_bfloat16_weights_learn_through_a_float32_copy(folder: Path):
         assert torch.equal(state[f"master/{name}"].bfloat16(), weight), name
 
 
-@pytest.mark.parametrize("layout", [SHARDS, "r2s2t1"])
+@pytest.mark.parametrize("layout", [SHARDS, "r2s2t1", CONTEXT])
 def test_adapters_learn_what_they_learn_in_the_torch_engine(folder: Path, layout: str):
     batch, model = load_batch(folder), ModelSpec(folder=str(folder / "qwen2-tied"))
     found = read_all(folder, layout, "adapters")
@@ -376,8 +411,11 @@ def test_folders_are_hugging_faces(folder: Path, layout: str):
         assert torch.equal(critic[name], weight), name
 
 
-@pytest.mark.parametrize(("shards", "tensor"), [(2, 1), (1, 2), (2, 2), (5, 2)])
-def test_the_planner_describes_it_the_same(shards: int, tensor: int):
+@pytest.mark.parametrize(
+    ("shards", "tensor", "context"),
+    [(2, 1, 1), (1, 2, 1), (2, 2, 1), (5, 2, 1), (2, 1, 2), (6, 2, 3)],
+)
+def test_the_planner_describes_it_the_same(shards: int, tensor: int, context: int):
     policy = torch_policy(ModelSpec(architecture=architecture("qwen3") | {"vocab_size": 64}))
     config = module_of(policy).config
     shape = shape_of(config.to_dict(), name="tiny", dtype="float32")
@@ -388,7 +426,7 @@ def test_the_planner_describes_it_the_same(shards: int, tensor: int):
         tensor=tensor,
         dtype="float32",
     )
-    layout = PlannedLayout(tp=tensor, dp=shards, zero=3)
+    layout = PlannedLayout(tp=tensor, dp=shards // context, cp=context, zero=3)
     planned = shard(shape, layout, range(shards * tensor))
     boxes = {p.name: set(planned.patterns[p.pattern]) for p in planned.params}
     assert {p.name: set(ours.patterns[p.pattern]) for p in ours.params} == boxes
@@ -409,6 +447,11 @@ REFUSALS = {
     "the model divide it by rows",
     "shards": "ConfigError: 'actor' has shards=3, which does not divide the 2 processes that "
     "share its model\n    set executor.tensor_parallel to a multiple of shards",
+    "context": "ConfigError: 'actor' has context_parallel=3, which does not divide the 2 processes "
+    "that share its model\n    set executor.tensor_parallel to a multiple of it",
+    "gpt2 context": "ConfigError: engine=fsdp has context parallelism for llama, qwen2, qwen3, "
+    "where every layer attends to whole rows, not for this 'gpt2'\n    leave "
+    "engine.options.context_parallel out",
     "stages": "ConfigError: 'actor' is on a group of 2 pipeline stages, which engine=fsdp does "
     "not have\n    set executor.pipeline_parallel to 1, or engine=megatron",
 }

@@ -46,6 +46,17 @@ def test_several_words_of_each_distribution():
     assert torch.equal(top, best.indices)
 
 
+def test_a_process_may_have_no_distributions():
+    logits = torch.zeros(0, 9, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.int64)
+    logprob, entropy = vocabulary_logprob(logits, none, None)
+    assert logprob.shape == entropy.shape == (0,)
+    assert vocabulary_logprob(logits, none.view(0, 4), None)[0].shape == (0, 4)
+    (grad,) = torch.autograd.grad(logprob.sum() + entropy.sum(), logits)
+    assert grad.shape == (0, 9)
+    assert vocabulary_top(logits.detach(), 4, None)[1].shape == (0, 4)
+
+
 def test_large_logits_do_not_overflow():
     logits = torch.tensor([[1e4, 0.0, -1e4], [3e38, 3e38, 0.0]])
     logprob, entropy = vocabulary_logprob(logits, torch.tensor([0, 1]), None)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.planner.cost.memory_ledger import Parts
 from penstock.planner.inputs.calls import Call, CallKind
 from penstock.planner.inputs.layout import Layout
+from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.inputs.workload import Lengths
 from penstock.workers.engines.torch_engine.costs import (
     TorchMemory,
@@ -120,6 +121,41 @@ def test_checkpointing_keeps_what_goes_into_a_layer() -> None:
     assert TorchMemory().transient(call, layout) == again
 
 
+def test_every_expert_of_a_token_counts() -> None:
+    one = TINY.model_copy(update={"num_experts": 8, "experts_per_token": 1, "num_layers": 64})
+    two = one.model_copy(update={"experts_per_token": 2})
+    tokens = 64 * 63 + 64  # aligned
+    # The token itself, gate, up, the activated gate, the product, and what the expert says.
+    expert = tokens * (2 * TINY.hidden_size + 4 * TINY.intermediate_size) * 4
+
+    def activations(shape: ModelShape, kind: CallKind, *, checkpointing: bool = False) -> int:
+        call = make_call(kind, model=shape, head="scalar", **rows(64, 32, 32))
+        return torch_transient_parts(call, checkpointing=checkpointing).activations
+
+    more = activations(two, "train") - activations(one, "train")
+    assert more == pytest.approx(64 * expert, rel=0.02)
+    # Computed again, or without gradients, one layer's experts are there at a time.
+    again = activations(two, "train", checkpointing=True)
+    assert again - activations(one, "train", checkpointing=True) >= expert
+    wide = {"intermediate_size": 8 * TINY.intermediate_size}  # more than attention needs
+    one, two = one.model_copy(update=wide), two.model_copy(update=wide)
+    assert activations(two, "forward") - activations(one, "forward") == (
+        tokens * (2 * TINY.hidden_size + 3 * one.intermediate_size) * 4
+    )
+    generated = [
+        torch_transient_parts(make_call("generate", model=shape, **rows(64, 20, 2)))
+        for shape in (one, two)
+    ]
+    assert generated[1].total > generated[0].total
+
+
+def test_the_gradient_of_all_experts_is_one() -> None:
+    mixture = TINY.model_copy(update={"num_experts": 64, "experts_per_token": 1})
+    call = make_call(model=mixture, head="scalar", **rows(1, 2, 2))
+    down = 64 * TINY.hidden_size * TINY.intermediate_size * 4
+    assert torch_transient_parts(call).activations > 2 * down
+
+
 def test_a_shared_prompt_is_computed_once() -> None:
     alone = make_call(model=TINY, head="scalar", **rows(32, 64, 16))
     shared = dataclasses.replace(alone, samples_per_prompt=8)
@@ -207,6 +243,7 @@ def test_activations_grow_with_the_micro_batch(kind: CallKind) -> None:
         "small",
         "small, bfloat16, large vocabulary, checkpointing",
         "small, bfloat16, large vocabulary, adapters",
+        "small, experts",
     ],
 )
 def test_a_live_call_needs_what_is_predicted(case: str, tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.executors.on_ray.executor import connect_ray
+
+from .two_nodes import ray_folder
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +42,7 @@ except ConfigError as error:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="tok") as folder:
+    with ray_folder() as folder:
         head = subprocess.Popen(
             [sys.executable, "-c", HEAD, folder],
             env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN},
@@ -52,6 +53,9 @@ def address() -> Iterator[str]:
         assert head.stdout is not None
         yield head.stdout.readline().strip()
         head.communicate("\n", timeout=60)
+
+
+PROFILE = "import sys; from penstock.launch.main import main; sys.exit(main(['profile']))"
 
 
 def join(address: str, **variables: str) -> str:
@@ -75,6 +79,23 @@ def test_a_protected_cluster(address: str, tmp_path: Path) -> None:
     assert join(address, RAY_AUTH_TOKEN=TOKEN[::-1]) == f"{asks}another one\n{fix}"
     home = str(tmp_path)  # where no token is
     assert join(address, RAY_AUTH_MODE="token", HOME=home) == f"{asks}none\n{fix}"
+
+
+@pytest.mark.nightly
+def test_a_protected_cluster_is_not_measured_without_its_token(address: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROFILE],
+        env={**os.environ, "RAY_ADDRESS": address},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        f"penstock: the Ray of RAY_ADDRESS={address} asks for its token, and was given none\n"
+        "    set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the token\n"
+    )
 
 
 def test_an_address_at_which_nobody_is(monkeypatch: pytest.MonkeyPatch) -> None:

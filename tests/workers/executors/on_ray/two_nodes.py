@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,11 +15,24 @@ from penstock.dataflow.runtime.placement import DeviceGroup
 from penstock.workers.executors.on_ray.backend import RayBackend
 from penstock.workers.executors.on_ray.devices import RayDevices
 from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 
-__all__ = ["At", "Where", "places", "two_nodes"]
+__all__ = ["At", "Where", "places", "ray_folder", "two_nodes"]
 
 CALL_S = 120.0
+
+
+@contextmanager
+def ray_folder() -> Generator[str]:
+    """Where a test's `Cluster` is to lie: its sockets need a short path.
+
+    The cluster notes its address in Ray's own folder whatever folder it is given, and on a machine
+    where no Ray has run yet nothing has made that one.
+    """
+    Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="two") as folder:
+        yield folder
 
 
 @contextmanager
@@ -30,7 +44,7 @@ def two_nodes(num_gpus: Sequence[int], num_cpus: int = 4, gpu: str = "") -> Gene
         num_cpus: Cores of each.
         gpu: What Ray is to call the GPUs; nothing if "".
     """
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="two") as folder:  # sockets: a short path
+    with ray_folder() as folder:
         cluster = Cluster()
         try:
             for number, gpus in enumerate(num_gpus):

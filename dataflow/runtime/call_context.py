@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Literal, TypeAlias
 
 from ..errors import FlowError
 from ..graph.tracer import is_recording
@@ -24,7 +25,9 @@ from ..graph.tracer import is_recording
 __all__ = [
     "CallKey",
     "DeadlineExceeded",
+    "Piece",
     "call_key",
+    "call_piece",
     "call_scope",
     "call_staleness",
     "current_step",
@@ -41,11 +44,16 @@ class CallKey:
     ordinal: int
 
 
+Piece: TypeAlias = Literal["whole", "part", "last"]
+"""What a train call is given of its batch: all of it, some of its rows, or the last of them."""
+
+
 @dataclass
 class _Scope:
     step: int
     ordinal: int | None = None
     staleness: int | None = None
+    piece: Piece = "whole"
     counts: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
 
 
@@ -68,7 +76,7 @@ def step_scope(step: int) -> AbstractContextManager[None]:
 
 
 def call_scope(
-    step: int, ordinal: int, staleness: int | None = None
+    step: int, ordinal: int, staleness: int | None = None, piece: Piece = "whole"
 ) -> AbstractContextManager[None]:
     """Context manager: the one role call made inside is call number `ordinal` of `step`.
 
@@ -76,8 +84,19 @@ def call_scope(
         step: The run's step.
         ordinal: The call's number among those of its method.
         staleness: See `call_staleness`.
+        piece: See `call_piece`.
     """
-    return _entered(_Scope(step=step, ordinal=ordinal, staleness=staleness))
+    return _entered(_Scope(step=step, ordinal=ordinal, staleness=staleness, piece=piece))
+
+
+def call_piece() -> Piece:
+    """What the train call being served is given of its batch.
+
+    Of a batch that comes in pieces, each call but the last only adds its rows' gradient, and
+    returns no metrics; the last adds its own, takes the optimizer's step and returns those of all.
+    """
+    scope = _SCOPE.get()
+    return "whole" if scope is None else scope.piece
 
 
 def call_staleness() -> int | None:

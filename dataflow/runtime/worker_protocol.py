@@ -8,10 +8,10 @@ from a spec is closed by who had it built; a live object is its owner's to close
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ __all__ = [
     "CLOSE_S",
     "Closable",
     "Stateful",
+    "Streamed",
+    "Streams",
     "Trainable",
     "WorkerContext",
     "WorkerSpec",
@@ -139,6 +141,41 @@ class Trainable(Protocol):
 
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote, bit for bit."""
+        ...
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """The answer to one of several calls that are served together.
+
+    Attributes:
+        call: Which of them.
+        returned: What the method returns.
+        size: Tokens of its longest row.
+    """
+
+    call: int
+    returned: Any
+    size: int
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """A worker that serves several calls of a method together, each answered when it is ready.
+
+    Optional. Of one that cannot, the engine makes one call after another.
+    """
+
+    def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed]:
+        """Serve calls of one node in one step.
+
+        What is answered, and in which order, is a function of the calls and the weights: in order
+        of (size, call), whatever the timing.
+
+        Args:
+            method: Name of the method.
+            calls: The arguments of each, by name.
+        """
         ...
 
 

@@ -7,7 +7,7 @@ knows a model. Another engine of the same role trains it and publishes its weigh
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -29,6 +29,7 @@ from ...dataflow.runtime.call_context import call_key
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from ...planner.resharding.sharding import Sharding, whole
 from ..weight_sync.weight_buffer import ReceivedWeights
+from .ended import Begun, Ended
 from .responses import Responses, check_logprobs, check_prompts, report_responses, to_rollout
 from .sampling import SampleStreams
 
@@ -82,6 +83,26 @@ class GenerationEngine(Protocol):
 
         Returns:
             On the CPU, the samples of a prompt adjacent.
+        """
+        ...
+
+    def stream(
+        self,
+        prompt: Tensor,
+        streams: SampleStreams,
+        sampling: Sampling,
+        begun: Begun | None = None,
+    ) -> Iterator[Ended]:
+        """Sample responses, and give each as soon as it has ended; the rest as `generate`.
+
+        Every row is given once. Rows that are not given yet are given up if the caller stops.
+
+        Args:
+            prompt: i64[P, T], right padded with -1, checked.
+            streams: The random numbers of each of the P * num_samples responses.
+            sampling: How responses are sampled.
+            begun: What there is of them already; nothing by default. Token t of a response has the
+                same random number in whatever call it is sampled.
         """
         ...
 

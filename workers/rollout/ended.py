@@ -1,0 +1,43 @@
+"""Responses as they end: what an engine that samples many at once tells while it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .responses import Responses
+
+__all__ = ["Begun", "Ended"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Some responses to which this call adds nothing more.
+
+    Attributes:
+        rows: i64[n]; which, ascending.
+        responses: All that was sampled of each of them, in this call and before.
+        at_least: What every response still to come has at its end: at least so many tokens.
+    """
+
+    rows: Tensor
+    responses: Responses
+    at_least: int
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What earlier calls have sampled of some responses, and how far this one may take them.
+
+    Attributes:
+        token: i64[rows, max_new]; -1 after what there is.
+        logprob: f32[rows, max_new]; 0 after it.
+        ended: bool[rows]; nothing more is sampled of these.
+        most_new: Tokens by which this call may lengthen a response.
+    """
+
+    token: Tensor
+    logprob: Tensor
+    ended: Tensor
+    most_new: int

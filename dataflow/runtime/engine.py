@@ -69,6 +69,7 @@ class Engine:
     ) -> None:
         self.schedule = schedule or Schedule()
         check_lag(graph, self.schedule.max_lag)
+        placement = placement.streamed(self.schedule.streaming)
         self.programs = {"main": Program(graph, placement), **(also or {})}
         self._watch = watch
         if watch is not None:

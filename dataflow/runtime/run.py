@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import ConfigError, StateError, WorkerError
 from ..graph.graph import Node, NodeKind
@@ -28,6 +28,7 @@ from ..scheduler.events import (
     Release,
     Restarted,
     RunCall,
+    RunStream,
     RunTrain,
     SaveCheckpoint,
     SourceReady,
@@ -41,6 +42,7 @@ from ..scheduler.events import (
 )
 from ..scheduler.schedule import Schedule
 from ..scheduler.scheduler import Scheduler
+from .call_context import Piece
 from .checkpoint import (
     CheckpointFolder,
     Interval,
@@ -53,6 +55,8 @@ from .checkpoint import (
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
 from .executor import Executor, Program, Restart, TaskSpan
 from .messages import (
+    AnswerWork,
+    BeginStreamWork,
     CallWork,
     Handle,
     LoadPartWork,
@@ -141,7 +145,7 @@ class Run:
         self.place: SaveCheckpoint | None = None
         self._saved: int | None = None
         self._graph, self._placement = program.graph, program.placement
-        self._flow = flow_of(program.graph, program.placement)
+        self._flow = flow_of(program.graph, program.placement, streams=schedule.streaming > 0)
         self._name = name
         self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
         self._sources = sources
@@ -156,6 +160,7 @@ class Run:
         self._snapshots: dict[tuple[str, int], Handle] = {}
         self._done_by_step: dict[int, list[_Done]] = {}
         self._versions: dict[NodeTask, Versions] = {}
+        self._streams: dict[NodeTask, set[NodeTask]] = {}
         self._failed: tuple[Task, BaseException | None] | None = None
         self._publication = Publication(
             dispatcher, moves_slices=executor.moves_slices, deadline_s=schedule.deadline_s
@@ -229,6 +234,8 @@ class Run:
                 return self._admit(instruction.step)
             case RunCall() | RunTrain():
                 self._run_node(instruction)
+            case RunStream():
+                self._run_stream(instruction)
             case Publish():
                 role, version = instruction.role, instruction.version
                 work = self._publication.export(role, version)
@@ -282,11 +289,37 @@ class Run:
             chunks = range(self._flow.num_chunks) if task.chunk is None else [task.chunk]
             works = {instruction.rank: self._call(node, task, chunks)}
         else:
-            self._look(node, task)
+            if instruction.last:
+                self._look(node, task)
             self._note_trained(node.role or "")
-            shares = _shares(self._flow.num_chunks, len(instruction.ranks))
-            works = {rank: self._call(node, task, shares[rank]) for rank in instruction.ranks}
+            works = self._train_works(node, instruction)
         self._submit(task, self._placement.nodes[node.name], works)
+
+    def _train_works(self, node: Node, instruction: RunTrain) -> dict[int, Work]:
+        """What each rank is given: its share of all chunks, or one, to be added to those before."""
+        task, ranks = instruction.task, instruction.ranks
+        if instruction.part is None:
+            shares = _shares(self._flow.num_chunks, len(ranks))
+            return {rank: self._call(node, task, shares[rank]) for rank in ranks}
+        piece: Piece = "last" if instruction.last else "part"
+        chunks = zip(ranks, instruction.chunks, strict=True)
+        return {rank: replace(self._call(node, task, [c]), piece=piece) for rank, c in chunks}
+
+    def _run_stream(self, instruction: RunStream) -> None:
+        """Have a rank begin some chunks together, and ask for their answers, one after another.
+
+        Which of the tasks an answer is of is known when it comes.
+        """
+        node, tasks = self._graph[instruction.node], instruction.tasks
+        group, rank = self._placement.nodes[node.name], instruction.rank
+        left = set(tasks)
+        for task in tasks:
+            self._versions[task] = instruction.versions
+            self._streams[task] = left
+        calls = tuple(self._call(node, task, [task.chunk or 0]) for task in tasks)
+        self._dispatcher.submit(None, self._name, group, {rank: BeginStreamWork(calls)})
+        for number, task in enumerate(tasks):
+            self._submit(task, group, {rank: AnswerWork(node.name, task.step, number)})
 
     def _call(self, node: Node, task: NodeTask, chunks: Sequence[int]) -> CallWork:
         inputs = {
@@ -350,6 +383,8 @@ class Run:
             return self.scheduler.handle(Restarted(submission.group, now))
         task = submission.task
         assert task is not None, "a dispatcher keeps other answers from its run"
+        if isinstance(task, NodeTask) and task in self._streams:
+            task = self._answered_task(task, submission)
         if submission.failed is not None:
             self._failed = (task, submission.failed.error)
             text = describe(submission.failed)
@@ -358,8 +393,19 @@ class Run:
             self._snapshots[task.role, task.version] = submission.first.weights
         elif isinstance(task, NodeTask):
             self._keep(task, submission)
-        rows = submission.first.report.num_rows if submission.first.report else ()
-        return self.scheduler.handle(TaskDone(task, now, rows or None))
+        report = submission.first.report
+        rows, size = (report.num_rows, report.size) if report else ((), 0)
+        return self.scheduler.handle(TaskDone(task, now, rows or None, size))
+
+    def _answered_task(self, asked: NodeTask, submission: Submission) -> NodeTask:
+        """Of which task of a stream an answer is; a failure is of the first that is left."""
+        left = self._streams.pop(asked)
+        first = min(left, key=lambda task: task.chunk or 0)
+        if submission.failed is not None or submission.first.report is None:
+            return first
+        task = replace(asked, chunk=submission.first.report.chunk)
+        left.remove(task)
+        return task
 
     def _keep(self, task: NodeTask, submission: Submission) -> None:
         done = self._done_by_step.setdefault(task.step, [])

@@ -6,7 +6,7 @@ forward. So it is right by inspection, and slow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
+from penstock.workers.rollout.ended import Begun, Ended, collected
 from penstock.workers.rollout.generator_policy import GeneratorPolicy
 from penstock.workers.rollout.response_sampler import ResponseSampler
 from penstock.workers.rollout.responses import Responses, check_stop
@@ -53,6 +54,15 @@ class SlowEngine:
         check_stop(sampling, has_tokenizer=self._tokenizer is not None)
 
     def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
+        return collected(self.stream(prompt, streams, sampling), sampling.max_new_tokens)
+
+    def stream(
+        self,
+        prompt: Tensor,
+        streams: SampleStreams,
+        sampling: Sampling,
+        begun: Begun | None = None,
+    ) -> Iterator[Ended]:
         uniform = streams.uniforms(sampling.max_new_tokens)
         sampler = ResponseSampler(
             prompt,
@@ -61,18 +71,16 @@ class SlowEngine:
             eos_token_id=self._eos_token_id,
             vocab_size=self.vocab_size,
             tokenizer=self._tokenizer,
+            begun=begun,
         )
-        rows = [row[row >= 0] for row in prompt for _ in range(sampling.num_samples)]
-        for at, ids in enumerate(rows):
-            row, live = torch.tensor([at]), torch.tensor([True])
-            for place in range(sampling.max_new_tokens):
+        for row in torch.arange(len(uniform))[:, None]:
+            live = sampler.open[row]
+            while bool(live):
                 with torch.no_grad():
-                    logits = self._module(input_ids=ids[None], use_cache=False).logits[:, -1]
-                sampled, live = sampler.sample(logits, row, live, place)
-                ids = torch.cat([ids, sampled])
-                if not bool(live):
-                    break
-        return sampler.responses()
+                    ids = sampler.texts(row)[0]
+                    logits = self._module(input_ids=ids, use_cache=False).logits[:, -1]
+                live = sampler.sample(logits, row, live)[1]
+            yield sampler.end(row)
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         with torch.no_grad():

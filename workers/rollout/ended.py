@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .responses import Responses
 
-__all__ = ["Begun", "Ended"]
+__all__ = ["Begun", "Ended", "collected"]
 
 
 @dataclass(frozen=True)
@@ -41,3 +43,23 @@ class Begun:
     logprob: Tensor
     ended: Tensor
     most_new: int
+
+
+def collected(stream: Iterable[Ended], max_new: int) -> Responses:
+    """All responses of a stream, in the order of their rows.
+
+    Args:
+        stream: Gives every row once.
+        max_new: Longest response, the width of the columns.
+    """
+    parts = list(stream)
+    none = torch.zeros(0, dtype=torch.int64)
+    empty = Responses(none.view(0, max_new), torch.zeros(0, max_new), none, none.bool())
+    order = torch.cat([none, *(part.rows for part in parts)]).argsort()
+    given = [empty, *(part.responses for part in parts)]
+    return Responses(
+        torch.cat([one.token for one in given])[order],
+        torch.cat([one.logprob for one in given])[order],
+        torch.cat([one.length for one in given])[order],
+        torch.cat([one.finished for one in given])[order],
+    )

@@ -35,14 +35,14 @@ def filtered_logits(
         sampling: The options. At temperature 0 the logits are not divided, and not truncated,
             which would not move the likeliest token.
         seen: bool[rows, V]: tokens of the prompt and the response so far. None without a penalty.
-        barred: i64[n]: tokens that must not come yet; None if all may.
+        barred: bool[rows, V]: tokens that must not come yet; None if all may.
 
     Returns:
         f32[rows, V]; -inf where a token is left out.
     """
     logits = logits.float().clone()
     if barred is not None:
-        logits[:, barred] = -math.inf
+        logits = logits.masked_fill_(barred, -math.inf)
     if seen is not None:
         logits = penalized(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:

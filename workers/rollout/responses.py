@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,19 +37,6 @@ class Responses:
     logprob: Tensor
     length: Tensor
     finished: Tensor
-
-    @staticmethod
-    def joined(waves: Sequence[Responses], max_new: int) -> Responses:
-        """The responses of waves sampled one after another, on the CPU."""
-        if not waves:
-            none = torch.zeros(0, dtype=torch.int64)
-            return Responses(none.view(0, max_new), torch.zeros(0, max_new), none, none.bool())
-        return Responses(
-            torch.cat([wave.token for wave in waves]).cpu(),
-            torch.cat([wave.logprob for wave in waves]).cpu(),
-            torch.cat([wave.length for wave in waves]).cpu(),
-            torch.cat([wave.finished for wave in waves]).cpu(),
-        )
 
 
 def check_prompts(

@@ -81,6 +81,8 @@ class SampleStreams:
         key: The call that is served.
         prompt_id: i64[P]; which prompts.
         num_samples: Responses to each; rows of one prompt are adjacent.
+        steps: i64[P]; the step in which each prompt's responses began, whose streams they go on
+            with. None if all begin in the step of `key`.
     """
 
     seed: int
@@ -88,22 +90,35 @@ class SampleStreams:
     key: CallKey
     prompt_id: Tensor
     num_samples: int
+    steps: Tensor | None = None
 
     def uniforms(self, count: int) -> Tensor:
         """See `row_uniforms`: f64[P * num_samples, count]."""
         prompt_id = self.prompt_id.repeat_interleave(self.num_samples).cpu().numpy()
         sample = torch.arange(self.num_samples).repeat(len(self.prompt_id)).numpy()
-        stream = stream_key(self.seed, self.role, _PURPOSE, self.key)
-        return row_uniforms(stream, prompt_id, sample, count)
+        if self.steps is None:
+            return row_uniforms(self._stream(self.key), prompt_id, sample, count)
+        began = self.steps.repeat_interleave(self.num_samples).cpu()
+        numbers = torch.empty(len(prompt_id), count, dtype=torch.float64)
+        for step in began.unique().tolist():
+            rows = began == step
+            stream, its = self._stream(CallKey(step, self.key.ordinal)), rows.numpy()
+            numbers[rows] = row_uniforms(stream, prompt_id[its], sample[its], count)
+        return numbers
 
     def seeds(self) -> list[int]:
         """63 bits for each response."""
+        ids = self.prompt_id.tolist()
+        steps = [self.key.step] * len(ids) if self.steps is None else self.steps.tolist()
         words = (
-            stream_key(self.seed, self.role, _PURPOSE, self.key, prompt_id, sample)
-            for prompt_id in self.prompt_id.tolist()
+            self._stream(CallKey(step, self.key.ordinal), prompt_id, sample)
+            for step, prompt_id in zip(steps, ids, strict=True)
             for sample in range(self.num_samples)
         )
         return [int(word[0] >> np.uint64(1)) for word in words]
+
+    def _stream(self, key: CallKey, *more: int) -> NDArray[np.uint64]:
+        return stream_key(self.seed, self.role, _PURPOSE, key, *more)
 
 
 def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

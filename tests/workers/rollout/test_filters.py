@@ -119,7 +119,7 @@ def test_the_order_is_vllms():
     either = Sampling(min_p=0.2, top_p=0.83)
     assert kept(filtered_logits(logits, either, seen=None, barred=None)) == [[0, 1]]
     assert kept(keep_min_p(keep_top_p(logits, 0.83), 0.2)) == [[0, 1, 2]]  # the other order
-    barred = filtered_logits(logits, either, seen=None, barred=torch.tensor([0]))
+    barred = filtered_logits(logits, either, seen=None, barred=torch.arange(4)[None] == 0)
     assert kept(barred) == [[1, 2]]
 
 

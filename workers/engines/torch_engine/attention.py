@@ -24,6 +24,11 @@ __all__ = ["MOST_SCORES", "attend_cache", "attend_packed"]
 
 MOST_SCORES = 1 << 20
 """Scores computed at once, which are 4 MiB: about what a core's cache holds."""
+_ADDED_AT_ONCE = {torch.float32: 128, torch.bfloat16: 1024, torch.float16: 1024}
+"""Positions of a cache whose values one product on the CPU adds up. Of more, it adds up parts whose
+bounds depend on their number: a row's result would depend on how far the longest row goes."""
+_FEW_QUERIES = 3
+"""Of so few queries per key a float32 product adds one value after another, however many."""
 _LEAST_QUERIES = 16
 """Queries of one row that are computed together, whatever the number of scores."""
 
@@ -230,5 +235,19 @@ def attend_cache(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale:
     grouped = (query * scale).view(rows * keys, heads // keys, size)
     scores = torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2))
     weight = (scores.view(rows, heads, -1).float() + bias).softmax(-1).to(value.dtype)
-    mixed = torch.bmm(weight.view(rows * keys, heads // keys, -1), value.flatten(0, 1))
+    mixed = _added_up(weight.view(rows * keys, heads // keys, -1), value.flatten(0, 1))
     return mixed.view(rows, -1)
+
+
+def _added_up(weight: Tensor, value: Tensor) -> Tensor:
+    """[n, g, E] of [n, g, S] and [n, S, E]; positions of no weight change no bit on the CPU."""
+    _, queries, span = weight.shape
+    at_once = _ADDED_AT_ONCE[value.dtype]
+    few = queries <= _FEW_QUERIES and value.dtype == torch.float32
+    if weight.device.type != "cpu" or few or span <= at_once:
+        return torch.bmm(weight, value)
+    parts = zip(weight.split(at_once, 2), value.split(at_once, 1), strict=True)
+    total = torch.bmm(*next(parts)).float()
+    for part in parts:
+        total += torch.bmm(*part)
+    return total.to(value.dtype)

@@ -1,119 +1,212 @@
 """Generation with a key-value cache for the families of `LeanBackbone`.
 
-Every prompt is computed once and its cache copied to its samples; finished rows leave the batch.
+A response that ends leaves its row to one that waits. Rows enter some at a time: their texts are
+computed together, that of a prompt's samples once, and the cache copied to each. Once none waits,
+rows that ended leave the batch.
 
 A sample's tokens and log-probabilities do not depend, bit for bit, on the rows that share its
-batch. On the CPU this rests on four things, all tested: the number of rows of every matrix
-product is a multiple of 16 (other numbers may choose another kernel); attention is two batched
-products and a softmax over a length that is a multiple of 16, and at least long enough that the
-products never fall below the size at which torch switches kernels; a prompt's attention is as
-wide as its own length demands; and every token has its own random number. On CUDA the same code
-runs, but cuBLAS may choose kernels by the number of rows, so there only equal batches are
-promised to give equal bits; other batches agree up to rounding, which can change a token whose
-sample lies on a boundary.
+batch, nor on when it entered. On the CPU this rests on four things, all tested: the number of rows
+of every matrix product is a multiple of 16 (other numbers may choose another kernel); attention is
+two batched products and a softmax over a length that is a multiple of 16, at least long enough that
+the products never fall below the size at which torch switches kernels, and long sums are divided
+alike whatever the length (`attend_cache`); a text's attention is as wide as its own length demands;
+and every token has its own random number. On CUDA the same code runs, but cuBLAS may choose kernels
+by the number of rows, so there only equal batches are promised to give equal bits; other batches
+agree up to rounding, which can change a token whose sample lies on a boundary.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...rollout.response_sampler import ResponseSampler
-from ...rollout.responses import Responses
 from .attention import attend_cache
 from .network import LeanNetwork
 from .packing import pack_rows
 
-__all__ = ["decode"]
+__all__ = ["PREFILL_TOKENS", "decode"]
 
+PREFILL_TOKENS = 1 << 14
+"""Tokens of texts that are computed at once; more if one text has more."""
 _ALIGN = 16  # rows and cache positions; see the module's docstring
 _SMALL_PRODUCT = 400  # torch uses another kernel for batched products below this many multiplies
 _SHRINK = 0.8  # leave finished rows in the batch until it would shrink to this fraction
 
 
-def decode(network: LeanNetwork, sampler: ResponseSampler) -> Responses:
-    """Sample the responses of `sampler`.
+def decode(network: LeanNetwork, sampler: ResponseSampler, max_rows: int) -> Iterator[Tensor]:
+    """Sample the responses that are open.
 
     Args:
         network: The policy.
-        sampler: Its prompts, no wider than the longest, and how tokens are sampled.
+        sampler: The prompts, and how tokens are sampled.
+        max_rows: Responses sampled at once.
+
+    Yields:
+        The responses that have ended in a step, i64[n], ascending.
     """
-    state = _Decoder(network, sampler.prompt, sampler.num_samples, sampler.max_new)
-    row = state.row  # which response each live row is; spare rows repeat some finished one
-    live = state.live
-    logits = state.prompt_logits
-    for t in range(sampler.max_new):
-        sampled, live = sampler.sample(logits, row, live, t)
-        count = int(live.sum())
-        if count == 0 or t + 1 == sampler.max_new:
-            break
-        if _padded(count) <= _SHRINK * len(row):
-            keep = _keep(live, count)
-            row, live, sampled = row[keep], live[keep], sampled[keep]
-            state.keep(keep)
-        logits = state.step(sampled)
-    return sampler.responses()
+    waiting = torch.nonzero(sampler.open)[:, 0]
+    if not len(waiting):
+        return
+    batch = _Batch(network, sampler, min(len(waiting), max_rows))
+    while len(waiting) or batch.num_live:
+        count = _entering(waiting, max_rows - batch.num_live, max_rows, sampler.num_samples)
+        batch.enter(waiting[:count])
+        waiting = waiting[count:]
+        sampled, live = sampler.sample(batch.logits, batch.row, batch.live)
+        ended = batch.row[batch.live & ~live]
+        if len(ended):
+            batch.end(live)
+            yield ended.sort().values
+        if batch.num_live:
+            if not len(waiting):
+                sampled = batch.shrink(sampled)
+            batch.step(sampled)
+
+
+def _entering(waiting: Tensor, room: int, max_rows: int, num_samples: int) -> int:
+    """How many of the responses that wait are to enter now, in their order.
+
+    They enter at least 16 at a time, or an eighth of the batch, so that the fixed cost of computing
+    a few texts is divided; and a prompt's samples together where that can be.
+    """
+    if len(waiting) <= room or not len(waiting):
+        return len(waiting)
+    least = max(min(_ALIGN, max_rows // 8), min(num_samples, max_rows // 4), 1)
+    if room < least:
+        return 0
+    prompt = waiting[: room + 1] // num_samples
+    apart = torch.nonzero(prompt[1:] != prompt[:-1])[:, 0] + 1
+    return int(apart[-1]) if len(apart) else room
 
 
 def _padded(count: int) -> int:
     return -(-count // _ALIGN) * _ALIGN
 
 
-def _keep(live: Tensor, count: int) -> Tensor:
-    """Indices of the live rows, then of as many finished ones as fill a multiple of 16."""
-    order = torch.argsort((~live).to(torch.int8), stable=True)
-    return order[: _padded(count)]
+class _Batch:
+    """The rows that are computed together. M rows, K key heads, S positions, E size.
 
+    Args:
+        network: The policy.
+        sampler: Knows the texts.
+        most: Responses that are live at once; there are rows for a multiple of 16.
 
-class _Decoder:
-    """Cache and positions of the rows in the batch. M rows, K key heads, S positions, E size."""
+    Attributes:
+        row: i64[M]; which response each row is of; any for those that are not live.
+        live: bool[M].
+        num_live: How many.
+        logits: [M, V], of the next token; none while it is computed.
+    """
 
-    def __init__(
-        self, network: LeanNetwork, prompt: Tensor, num_samples: int, max_new: int
-    ) -> None:
+    def __init__(self, network: LeanNetwork, sampler: ResponseSampler, most: int) -> None:
         self._network = network
-        backbone = self._backbone = network.backbone
-        device = prompt.device
-        length = (prompt >= 0).sum(1)
-        last = torch.arange(prompt.shape[1], device=device) == length[:, None] - 1
-        pack = pack_rows(prompt, last, width_unit=_ALIGN)
-        shape = (len(pack.tokens), backbone.num_key_heads, backbone.head_dim)
-        dtype = backbone.embedding.dtype
-        packed = [
-            (
-                torch.empty(shape, dtype=dtype, device=device),
-                torch.empty(shape, dtype=dtype, device=device),
-            )
-            for _ in backbone.layers
-        ]
-        logits = network.head(backbone.states(pack, packed))
+        self._backbone = network.backbone
+        self._sampler = sampler
+        self._device = network.device
+        self.row = torch.zeros(_padded(most), dtype=torch.int64, device=self._device)
+        self.live = torch.zeros(len(self.row), dtype=torch.bool, device=self._device)
+        self.num_live = 0
+        self._position = torch.zeros_like(self.row)  # of the next token; 0 where none comes
+        self._longest = 0  # position of a live row
+        self.logits = self._new(0)
+        self._cache: list[tuple[Tensor, Tensor]] = []
+        self._capacity = 0
 
-        rows = len(prompt) * num_samples
-        spare = _padded(rows) - rows
-        self.row = torch.cat(
-            [
-                torch.arange(rows, device=device),
-                torch.zeros(spare, dtype=torch.int64, device=device),
-            ]
-        )
-        self.live = torch.arange(len(self.row), device=device) < rows
-        owner = self.row // num_samples
-        self.prompt_logits = logits[pack.entry[owner]]
-        self.position = length[owner]
-        self._longest = int(length.max())
-        self._capacity = self._span(self._longest + max_new - 1)
-        cos, sin = backbone.rope(self._longest + max_new)
-        self._cos, self._sin = cos, sin
+    # --- rows that enter
+
+    def enter(self, row: Tensor) -> None:
+        """Compute the texts of responses, i64[n], and give each a row that is free."""
+        if not len(row):
+            return
+        row = row.to(self._device)
+        self._reserve(self._span(self._sampler.longest(row) - 1))
+        texts, text = self._sampler.texts(row)
+        length = (texts >= 0).sum(1)
+        free = torch.nonzero(~self.live)[: len(row), 0]
+        self.row[free] = row
+        self.live[free] = True
+        self._position[free] = length[text]
+        part = (length.cumsum(0) - 1) // PREFILL_TOKENS
+        for number in part.unique().tolist():
+            some = part == number
+            mine = some[text]
+            width = int(length[some].max())
+            index = (some.cumsum(0) - 1)[text[mine]]
+            self._compute(texts[some, :width], length[some], index, free[mine])
+        self._count()
+
+    def _compute(self, texts: Tensor, length: Tensor, text: Tensor, into: Tensor) -> None:
+        """Logits and cache of some rows, i64[n], from the texts that they go on from."""
+        backbone = self._backbone
+        column = torch.arange(texts.shape[1], device=self._device)
+        pack = pack_rows(texts, column == length[:, None] - 1, width_unit=_ALIGN)
+        shape = (len(pack.tokens), backbone.num_key_heads, backbone.head_dim)
+        packed = [(self._new(*shape), self._new(*shape)) for _ in backbone.layers]
+        logits = self._network.head(backbone.states(pack, packed))[pack.entry[text]]
+        if len(into) == len(self.row):
+            self.logits = logits
+        else:
+            if not len(self.logits):
+                self.logits = logits.new_zeros(len(self.row), logits.shape[1])
+            self.logits[into] = logits
         start = length.cumsum(0) - length
-        column = torch.arange(prompt.shape[1], device=device)
         index = (start[:, None] + column).where(column < length[:, None], len(pack.tokens) - 1)
-        self._cache = [
-            (self._fill(key, index, owner), self._fill(value, index, owner))
-            for key, value in packed
-        ]
+        for caches, found in zip(self._cache, packed, strict=True):
+            for cache, of_tokens in zip(caches, found, strict=True):
+                cache[into, :, : len(column)] = of_tokens[index].transpose(1, 2)[text]
+                cache[into, :, len(column) :] = 0  # it is multiplied, by 0, before it is written
+
+    def _new(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._backbone.embedding.dtype, device=self._device)
+
+    def _reserve(self, capacity: int) -> None:
+        """Have room for so many positions."""
+        if capacity <= self._capacity:
+            return
+        backbone = self._backbone
+        shape = (len(self.row), backbone.num_key_heads, capacity, backbone.head_dim)
+        if not self._cache:
+            self._cache = [
+                (self._new(*shape).zero_(), self._new(*shape).zero_()) for _ in backbone.layers
+            ]
+        else:
+            for layer, pair in enumerate(self._cache):
+                wider = (self._new(*shape).zero_(), self._new(*shape).zero_())
+                for new, old in zip(wider, pair, strict=True):
+                    new[:, :, : self._capacity] = old
+                self._cache[layer] = wider
+        self._capacity = capacity
+
+    # --- rows that leave
+
+    def end(self, live: Tensor) -> None:
+        """Rows of which no token comes any more are free, or leave with `shrink`."""
+        self.live = live
+        self._position = self._position.where(live, 0)
+        self._count()
+
+    def shrink(self, sampled: Tensor) -> Tensor:
+        """Have free rows leave if enough of them do; `sampled`, i64[M], of those that stay."""
+        size = _padded(self.num_live)
+        if size > _SHRINK * len(self.row):
+            return sampled
+        keep = torch.argsort((~self.live).to(torch.int8), stable=True)[:size]
+        self.row, self.live = self.row[keep], self.live[keep]
+        self._position = self._position[keep]
+        for layer, (key, value) in enumerate(self._cache):
+            self._cache[layer] = key[keep], value[keep]
+        return sampled[keep]
+
+    def _count(self) -> None:
+        self.num_live = int(self.live.sum())
+        self._longest = int(self._position.max())
+
+    # --- tokens
 
     def _span(self, length: int) -> int:
         """How many cache positions to attend over for rows of at most `length` tokens."""
@@ -122,29 +215,17 @@ class _Decoder:
         least = math.ceil(_SMALL_PRODUCT / (group * backbone.head_dim))
         return _padded(max(length, least))
 
-    def _fill(self, packed: Tensor, index: Tensor, owner: Tensor) -> Tensor:
-        """A cache [M, K, S, E] that begins with each row's prompt."""
+    def step(self, token: Tensor) -> None:
+        """Append one token to every row; the logits after it are those of the next."""
         backbone = self._backbone
-        shape = (len(owner), backbone.num_key_heads, self._capacity, backbone.head_dim)
-        cache = packed.new_zeros(shape)
-        cache[:, :, : index.shape[1]] = packed[index].transpose(1, 2)[owner]
-        return cache
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all rows but `rows`."""
-        self.position = self.position[rows]
-        self._cache = [(key[rows], value[rows]) for key, value in self._cache]
-
-    def step(self, token: Tensor) -> Tensor:
-        """Append one token to every row; the logits after it, [M, V]."""
-        backbone = self._backbone
-        position = self.position
+        position = self._position
+        self.logits = self._new(0)
         self._longest += 1
         span = self._span(self._longest)
         bias = torch.zeros(len(token), 1, span, device=token.device).masked_fill_(
             torch.arange(span, device=token.device) > position[:, None, None], -math.inf
         )
-        cos, sin = self._cos[position], self._sin[position]
+        cos, sin = (table[position] for table in backbone.rope(self._longest))
         heads = torch.arange(len(token) * backbone.num_key_heads, device=token.device)
         where = heads * self._capacity + position.repeat_interleave(backbone.num_key_heads)
         x = F.embedding(token, backbone.embedding)
@@ -156,6 +237,6 @@ class _Decoder:
                 query, key_cache[:, :, :span], value_cache[:, :, :span], bias, backbone.scale
             )
             x = backbone.finish(x, mixed, layer)
-        self.position = position + 1
+        self._position = torch.where(self.live, position + 1, 0)
         states = F.rms_norm(x, (x.shape[-1],), backbone.final_norm, backbone.eps)
-        return self._network.head(states)
+        self.logits = self._network.head(states)

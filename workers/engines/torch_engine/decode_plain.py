@@ -1,10 +1,10 @@
 """Generation through the Hugging Face forward, for architectures `decode.py` does not know.
 
-Prompts of equal length go together, so no architecture needs to understand padding. Sampling uses
-the same random numbers as the fast path.
+Texts of equal length, a prompt and what there is of its response, go together, so no architecture
+needs to understand padding. Sampling uses the same random numbers as the fast path.
 
 A sample's tokens and log-probabilities do not depend, bit for bit, on the rows that share its batch
-here either. On the CPU every prompt is read alone; responses are sampled in batches of one length
+here either. On the CPU every text is read alone; responses are sampled in batches of one length
 and a multiple of 16 rows; and then attention is two batched products and a softmax, as in
 `decode.py`. What an expert of a mixture multiplies depends on all rows of a batch, so such a model
 samples one response at a time, and so does one whose attention cannot be chosen. On CUDA all go
@@ -27,7 +27,6 @@ from transformers.modeling_utils import AttentionInterface
 
 from ...models.architecture import quiet_transformers
 from ...rollout.response_sampler import ResponseSampler
-from ...rollout.responses import Responses
 from .attention import attend_cache
 
 __all__ = ["decode_plain"]
@@ -38,60 +37,65 @@ _ROWS_ALIKE = "penstock_rows_alike"
 
 @dataclass(frozen=True)
 class _Read:
-    """What a model made of prompts of one length: which they are, their caches, the next logits."""
+    """What a model made of texts of one length: their caches, the next logits."""
 
-    prompts: Tensor
     caches: list[Any]
     logits: Tensor
 
-    def of(self, owner: Tensor) -> tuple[Any, Tensor]:
-        """A cache of their own, and logits, for rows that answer the prompts `owner`."""
-        place = torch.searchsorted(self.prompts, owner)
-        if len(place) == 1 < len(self.caches):
-            own = _Read(self.prompts[place], [self.caches[int(place)]], self.logits[place])
-            return own.of(owner)
+    def of(self, text: Tensor) -> tuple[Any, Tensor]:
+        """A cache of their own, and logits, for rows that go on from texts: i64[n]."""
+        if len(text) == 1 < len(self.caches):
+            own = _Read([self.caches[int(text)]], self.logits[text])
+            return own.of(torch.zeros_like(text))
         cache = copy.deepcopy(self.caches[0])
         for index, layer in enumerate(cache.layers):
             layers = [part.layers[index] for part in self.caches]
-            layer.keys = torch.cat([part.keys for part in layers])[place]
-            layer.values = torch.cat([part.values for part in layers])[place]
-        return cache, self.logits[place]
+            layer.keys = torch.cat([part.keys for part in layers])[text]
+            layer.values = torch.cat([part.values for part in layers])[text]
+        return cache, self.logits[text]
 
 
-def decode_plain(module: Any, sampler: ResponseSampler) -> Responses:
-    """Sample the responses of `sampler`; see `decode.decode`."""
-    num_samples, max_new = sampler.num_samples, sampler.max_new
-    reads = _reads(module, sampler.prompt)
+def decode_plain(module: Any, sampler: ResponseSampler, max_rows: int) -> Iterator[Tensor]:
+    """Sample the responses that are open; see `decode.decode`.
+
+    Rows whose texts have one length are sampled from beginning to end before any others.
+    """
+    waiting = torch.nonzero(sampler.open)[:, 0].to(module.device)
+    if not len(waiting):
+        return
+    texts, text = sampler.texts(waiting)
+    length = (texts >= 0).sum(1)[text]
+    for size in length.unique().tolist():
+        for rows in waiting[length == size].split(max_rows):
+            _sample(module, sampler, rows)
+            yield rows
+
+
+def _sample(module: Any, sampler: ResponseSampler, rows: Tensor) -> None:
+    """Sample responses whose texts have one length: i64[n], ascending."""
+    texts, text = sampler.texts(rows)
+    read = _read(module, texts)
     with _rows_alike(module) as unit:
-        for read in reads:
-            sample = torch.arange(num_samples, device=sampler.prompt.device)
-            of_prompts = (read.prompts[:, None] * num_samples + sample).view(-1)
-            for row, live in _batches(of_prompts, unit):
-                cache, logits = read.of(row // num_samples)
-                for t in range(max_new):
-                    sampled, live = sampler.sample(logits, row, live, t)
-                    if t + 1 == max_new or not bool(live.any()):
-                        break
-                    out = module(input_ids=sampled[:, None], past_key_values=cache, use_cache=True)
-                    logits = out.logits[:, -1]
-    return sampler.responses()
+        for place, live in _batches(torch.arange(len(rows), device=rows.device), unit):
+            cache, logits = read.of(text[place])
+            while True:
+                sampled, live = sampler.sample(logits, rows[place], live)
+                if not bool(live.any()):
+                    break
+                out = module(input_ids=sampled[:, None], past_key_values=cache, use_cache=True)
+                logits = out.logits[:, -1]
 
 
-def _reads(module: Any, prompt: Tensor) -> list[_Read]:
-    """Read prompts, those of one length after another: on the CPU each of them alone."""
-    lengths = (prompt >= 0).sum(1)
-    reads: list[_Read] = []
-    for length in lengths.unique().tolist():
-        prompts = torch.nonzero(lengths == length)[:, 0]
-        parts = prompts.split(1) if prompt.device.type == "cpu" else [prompts]
-        outs = [module(input_ids=prompt[part, :length], use_cache=True) for part in parts]
-        logits = torch.cat([out.logits[:, -1] for out in outs])
-        reads.append(_Read(prompts, [out.past_key_values for out in outs], logits))
-    return reads
+def _read(module: Any, texts: Tensor) -> _Read:
+    """Read texts of one length: on the CPU each of them alone."""
+    parts = texts.split(1) if texts.device.type == "cpu" else [texts]
+    outs = [module(input_ids=part, use_cache=True) for part in parts]
+    logits = torch.cat([out.logits[:, -1] for out in outs])
+    return _Read([out.past_key_values for out in outs], logits)
 
 
 def _batches(rows: Tensor, unit: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Row numbers of each batch, i64[n], and which are to be sampled; spare ones repeat the first.
+    """Rows of each batch, i64[n], and which are to be sampled; spare ones repeat the first.
 
     Args:
         rows: i64[n].

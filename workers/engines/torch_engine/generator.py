@@ -6,7 +6,7 @@ forward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ....algorithms.roles.language import Sampling
 from ...models.tokenizer import TokenizerSpec
+from ...rollout.ended import Begun, Ended, collected
 from ...rollout.response_sampler import ResponseSampler
 from ...rollout.responses import Responses, check_stop
 from ...rollout.sampling import SampleStreams
@@ -62,32 +63,40 @@ class TorchGenerator:
 
     def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
         """See `GenerationEngine.generate`."""
-        count = sampling.num_samples
-        uniform = streams.uniforms(sampling.max_new_tokens)
-        waves: list[Responses] = []
-        per_wave = max(1, self._max_rows // count)
-        with torch.no_grad():
-            for begin in range(0, len(prompt), per_wave):
-                end = min(begin + per_wave, len(prompt))
-                rows = uniform[begin * count : end * count]
-                waves.append(self._decode(prompt[begin:end], rows, sampling))
-        give_back_freed(self.network.device)
-        return Responses.joined(waves, sampling.max_new_tokens)
+        return collected(self.stream(prompt, streams, sampling), sampling.max_new_tokens)
 
-    def _decode(self, prompt: Tensor, uniform: Tensor, sampling: Sampling) -> Responses:
+    @torch.no_grad()  # only while it computes, not while its caller does
+    def stream(
+        self,
+        prompt: Tensor,
+        streams: SampleStreams,
+        sampling: Sampling,
+        begun: Begun | None = None,
+    ) -> Iterator[Ended]:
+        """See `GenerationEngine.stream`: what this call adds nothing to comes first."""
         device = self.network.device
-        width = int((prompt >= 0).sum(1).max())
         sampler = ResponseSampler(
-            prompt[:, :width].to(device),
-            uniform.to(device),
+            prompt.to(device),
+            streams.uniforms(sampling.max_new_tokens).to(device),
             sampling,
             eos_token_id=self._eos_token_id,
             vocab_size=self.vocab_size,
             tokenizer=self._tokenizer,
+            begun=begun,
         )
+        given = torch.nonzero(~sampler.open)[:, 0]
+        if len(given):
+            yield sampler.end(given)
+        try:
+            for rows in self._decode(sampler):
+                yield sampler.end(rows)
+        finally:
+            give_back_freed(device)
+
+    def _decode(self, sampler: ResponseSampler) -> Iterator[Tensor]:
         if isinstance(self.network, LeanNetwork):
-            return decode(self.network, sampler)
-        return decode_plain(self._module, sampler)
+            return decode(self.network, sampler, self._max_rows)
+        return decode_plain(self._module, sampler, self._max_rows)
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """See `GenerationEngine.load`; nothing is kept of what was computed before."""

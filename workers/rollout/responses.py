@@ -40,11 +40,17 @@ class Responses:
     finished: Tensor
 
     @staticmethod
+    def none_yet(num_rows: int, max_new: int) -> Responses:
+        """Responses without any token, on the CPU."""
+        length = torch.zeros(num_rows, dtype=torch.int64)
+        token = torch.full((num_rows, max_new), -1, dtype=torch.int64)
+        return Responses(token, torch.zeros(num_rows, max_new), length, length.bool())
+
+    @staticmethod
     def joined(waves: Sequence[Responses], max_new: int) -> Responses:
         """The responses of waves sampled one after another, on the CPU."""
         if not waves:
-            none = torch.zeros(0, dtype=torch.int64)
-            return Responses(none.view(0, max_new), torch.zeros(0, max_new), none, none.bool())
+            return Responses.none_yet(0, max_new)
         return Responses(
             torch.cat([wave.token for wave in waves]).cpu(),
             torch.cat([wave.logprob for wave in waves]).cpu(),

@@ -9,7 +9,9 @@ numpy's implementation, whose raw stream numpy guarantees across versions.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -96,13 +98,17 @@ class SampleStreams:
         stream = stream_key(self.seed, self.role, _PURPOSE, self.key)
         return row_uniforms(stream, prompt_id, sample, count)
 
-    def seeds(self) -> list[int]:
-        """63 bits for each response."""
-        words = (
-            stream_key(self.seed, self.role, _PURPOSE, self.key, prompt_id, sample)
-            for prompt_id in self.prompt_id.tolist()
-            for sample in range(self.num_samples)
-        )
+    def seeds(self, lengths: Sequence[int] | None = None) -> list[int]:
+        """63 bits for each response.
+
+        Args:
+            lengths: Tokens of each that have been sampled before, 0 by default. One that goes on
+                gets another seed than it began with, or it would meet the same numbers again.
+        """
+        rows = list(product(self.prompt_id.tolist(), range(self.num_samples)))
+        if lengths is not None:
+            rows = [(*row, n) if n else row for row, n in zip(rows, lengths, strict=True)]
+        words = (stream_key(self.seed, self.role, _PURPOSE, self.key, *row) for row in rows)
         return [int(word[0] >> np.uint64(1)) for word in words]
 
 

@@ -114,30 +114,30 @@ def _completed(
     """
     order = OrderedAnswers(num_rows)
     bounds = list(pairwise(accumulate(num_rows, initial=0)))
-    total = sum(num_rows)
-    token = torch.full((total, max_new), -1, dtype=torch.int64)
-    logprob = torch.zeros(total, max_new)
-    length = torch.zeros(total, dtype=torch.int64)
-    finished = torch.zeros(total, dtype=torch.bool)
+    every = Responses.none_yet(sum(num_rows), max_new)
     # Calls without any row may be answered before anything has been sampled.
-    nothing = Ended(length[:0], Responses.joined([], max_new), 0)
+    nothing = Ended(every.length[:0], Responses.none_yet(0, max_new), 0)
     for ended in chain([nothing], steps):
-        rows, new = ended.rows, ended.responses
-        token[rows], logprob[rows] = new.token, new.logprob
-        length[rows], finished[rows] = new.length, new.finished
-        for size, call in order.ended(rows.tolist(), new.length.tolist(), ended.at_least):
-            own = slice(*bounds[call])
-            # An answer must not hold on to the columns of all others.
-            yield (
-                size,
-                call,
-                Responses(token[own], logprob[own], length[own], finished[own].clone()),
-            )
+        ended.put_into(every)
+        lengths = ended.responses.length.tolist()
+        for size, call in order.ended(ended.rows.tolist(), lengths, ended.at_least):
+            yield size, call, _rows_of(every, *bounds[call])
     if order.num_missing:
         raise RuntimeError(
-            f"{engine.name} stopped with {order.num_missing} of {total} responses not given; its "
-            "`stream` must give every one"
+            f"{engine.name} stopped with {order.num_missing} of {sum(num_rows)} responses not "
+            "given; its `stream` must give every one"
         )
+
+
+def _rows_of(every: Responses, begin: int, end: int) -> Responses:
+    """Some rows, which do not hold on to the others."""
+    own = slice(begin, end)
+    return Responses(
+        every.token[own].clone(),
+        every.logprob[own].clone(),
+        every.length[own].clone(),
+        every.finished[own].clone(),
+    )
 
 
 def _checked_streams(

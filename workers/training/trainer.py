@@ -6,9 +6,8 @@ the size of micro-batches or the number of ranks beyond rounding; on several ran
 part in every collective, whether or not it holds rows of the minibatch.
 
 A batch may come in pieces, each in a call of its own: gradient, loss and totals of their rows add
-up, and what has been added up is divided by the totals of all, once the last piece is there. Ranks
-have equally many pieces, and talk to each other about the last one only; what is shared within a
-rank's model goes through it with each.
+up apart, and are divided once the last piece is there. Every rank gets the same number of pieces,
+with rows or without; ranks add up over each other in the last one only.
 """
 
 from __future__ import annotations

@@ -35,6 +35,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2-tied": {**BASE, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**BASE, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
 }
+FOUR_QUERIES: dict[str, Any] = {
+    **BASE,
+    "model_type": "qwen3",
+    "head_dim": 64,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+}
+"""Four queries per key, and a head as long as a real one's: see `attend_cache`."""
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
     "vocab_size": VOCAB,
@@ -82,7 +90,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 def architecture(name: str) -> dict[str, Any]:
-    return {**FAMILIES, **PLAIN, **MIXTURES}[name]
+    return {**FAMILIES, **PLAIN, **MIXTURES, "four-queries": FOUR_QUERIES}[name]
 
 
 def make_policy(

@@ -33,8 +33,8 @@ SMOLLM2 = (
 """SmolLM2-135M's shape, on 12 prompts x 8 samples x 512 tokens."""
 
 PREDICTED = (
-    "'executor.memory_limit' is {limit}, but the planner predicts a peak of 5.20 GiB\n"
-    "    in 'actor.generate': kv cache 1.81 GiB, optimizer 1.50 GiB, gradients 513 MiB; and "
+    "'executor.memory_limit' is {limit}, but the planner predicts a peak of 4.81 GiB\n"
+    "    in 'actor.train': optimizer 1.50 GiB, activations 1.35 GiB, gradients 567 MiB; and "
     "620 MiB of each process without models\n"
 )
 """What is said of it before it says what to set."""
@@ -60,7 +60,7 @@ def test_a_limit_that_the_plain_path_cannot_hold() -> None:
     said = refusal(*SMOLLM2, "executor.memory_limit=4.5GiB")
     assert said == PREDICTED.format(limit="4.50 GiB") + (
         "    set engine.options.activation_checkpointing=true "
-        "algorithm.roles.actor.options.max_decode_rows=32, for 3.92 GiB"
+        "algorithm.roles.actor.options.max_decode_rows=64, for 4.16 GiB"
     )
     # It is held with what the message says.
     keys = re.findall(r"(\S+=[^ ,]+)", said.splitlines()[2])
@@ -78,7 +78,7 @@ def test_generation_is_bounded_by_rows() -> None:
     said = refusal(*SMOLLM2, "executor.memory_limit=3.8GiB")
     assert said == PREDICTED.format(limit="3.80 GiB") + (
         "    set engine.options.activation_checkpointing=true "
-        "algorithm.roles.actor.options.max_decode_rows=16, for 3.63 GiB"
+        "algorithm.roles.actor.options.max_decode_rows=32, for 3.76 GiB"
     )
     keys = re.findall(r"(\S+=[^ ,]+)", said.splitlines()[2])
     prepare(config_of(*SMOLLM2, "executor.memory_limit=3.8GiB", *keys))

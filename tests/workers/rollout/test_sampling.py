@@ -100,3 +100,19 @@ def test_temperature_zero_is_greedy():
     token, logprob = sample_token(logits, torch.tensor([0.99, 0.99], dtype=torch.float64), 0.0)
     assert token.tolist() == [1, 0]
     assert logprob.tolist() == [0.0, 0.0]
+
+
+def test_prompts_that_began_in_other_steps_keep_their_streams():
+    ids = torch.tensor([5, 9, 5, 7])
+    steps = torch.tensor([2, 3, 3, 1])
+    streams = SampleStreams(1, "actor", CallKey(3, 0), ids, 2, steps)
+    numbers, seeds = streams.uniforms(6), streams.seeds()
+    for at, step in enumerate(steps.tolist()):
+        own = SampleStreams(1, "actor", CallKey(step, 0), ids[at : at + 1], 2)
+        assert torch.equal(numbers[2 * at : 2 * at + 2], own.uniforms(6))
+        assert seeds[2 * at : 2 * at + 2] == own.seeds()
+    assert len({row[0] for row in numbers.tolist()}) == len(set(seeds)) == 8
+    now = SampleStreams(1, "actor", CallKey(3, 0), ids, 2)
+    again = SampleStreams(1, "actor", CallKey(3, 0), ids, 2, torch.full((4,), 3))
+    assert torch.equal(now.uniforms(6), again.uniforms(6))
+    assert now.seeds() == again.seeds()

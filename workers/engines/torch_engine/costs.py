@@ -51,6 +51,7 @@ MICRO_BATCH_TOKENS = 4096
 _DECODE_ROWS = 512  # the generator's own default of `max_decode_rows`
 _LEAST_TOKENS, _LEAST_ROWS = 256, 8  # what is suggested where memory is short
 _SHRINK = 0.8  # the share of rows that is left when finished ones leave the batch
+_PREFILL_TOKENS = 1 << 14  # prompts are computed in parts of about so many tokens
 _SMALL_PRODUCT = 400  # a row's attention is at least this many multiplies
 _FLOAT = 4
 _INDEX = 8
@@ -342,8 +343,9 @@ def _generate(call: Call, rows: int, max_rows: int) -> list[Parts]:
     """Moments of a generation that may be its peak."""
     shape, s = call.model, _sizes(call.model)
     samples = call.samples_per_prompt
-    prompts = max(1, min(-(-rows // samples), max_rows // samples))
-    live = aligned(prompts * samples)
+    at_once = min(rows, max_rows)
+    prompts = max(1, -(-at_once // samples))
+    live = aligned(at_once)
     group = shape.num_heads // shape.num_key_heads
     least = math.ceil(_SMALL_PRODUCT / (group * shape.head_dim))
     positions = aligned(max(call.tokens_longest - 1, least))
@@ -351,7 +353,8 @@ def _generate(call: Call, rows: int, max_rows: int) -> list[Parts]:
     cells = live * shape.vocab_size
 
     lengths = spread(call.prompt, prompts, Random(0))
-    pack = prompt_pack(lengths)
+    parts = -(-sum(lengths) // _PREFILL_TOKENS)
+    pack = prompt_pack(lengths[: -(-prompts // parts)])
     packed = pack.tokens * shape.num_layers * 2 * s.keys
     head = pack.reads * shape.vocab_size * s.number
     # One layer's keys in the order of the prompts, then of the rows.
@@ -360,8 +363,7 @@ def _generate(call: Call, rows: int, max_rows: int) -> list[Parts]:
     if s.number != _FLOAT:  # matrix products of 16 bits copy what is not contiguous
         attention += live * positions * s.keys
     step = live * (2 * (s.hidden + s.routed) + 3 * s.heads + 4 * s.keys + 4 * s.inner)
-    # The logits that follow the prompt live as long as the cache.
-    logits = 2 * cells * s.number
+    logits = cells * s.number
     moments = [
         Parts(kv_cache=packed, activations=_layer(shape, pack)),
         Parts(kv_cache=packed + cache, activations=filling, logits=head + cells * s.number),
@@ -369,7 +371,12 @@ def _generate(call: Call, rows: int, max_rows: int) -> list[Parts]:
         # Log-probabilities are float32, probabilities and their running sum float64.
         Parts(kv_cache=cache, logits=logits + 20 * cells),
     ]
-    if len(call.response.tokens) > 1:
+    if parts > 1 or rows > max_rows:  # texts are computed while a cache is there
+        moments.append(
+            Parts(kv_cache=packed + cache, activations=_layer(shape, pack), logits=logits)
+        )
+    if len(call.response.tokens) > 1:  # rows that leave: one layer's cache is copied at a time
         left = int(_SHRINK * live) // ALIGN * ALIGN
-        moments.append(Parts(kv_cache=cache + cache * left // live, logits=logits))
+        copied = cache * left // live // shape.num_layers
+        moments.append(Parts(kv_cache=cache + copied, logits=logits))
     return moments

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,12 +30,11 @@ from .attention import attend_cache
 from .network import LeanNetwork
 from .packing import pack_rows
 
-__all__ = ["PREFILL_TOKENS", "decode"]
+__all__ = ["decode"]
 
-PREFILL_TOKENS = 1 << 14
-"""Tokens of texts that are computed at once; more if one text has more."""
 _ALIGN = 16  # rows and cache positions; see the module's docstring
 _SMALL_PRODUCT = 400  # torch uses another kernel for batched products below this many multiplies
+_PREFILL_TOKENS = 1 << 14  # of texts that are computed at once, about; see costs.py
 _SHRINK = 0.8  # leave finished rows in the batch until it would shrink to this fraction
 
 
@@ -88,6 +88,19 @@ def _padded(count: int) -> int:
     return -(-count // _ALIGN) * _ALIGN
 
 
+class _Computed(NamedTuple):
+    """What the model makes of n texts, N tokens in all."""
+
+    packed: list[tuple[Tensor, Tensor]]
+    """Of each layer the keys and values, [N, K, E]."""
+    place: Tensor
+    """i64[n, T]; which tokens are a text's."""
+    logits: Tensor
+    """[U, V]."""
+    entry: Tensor
+    """i64[n]; which of them follow a text."""
+
+
 class _Batch:
     """The rows that are computed together. M rows, K key heads, S positions, E size.
 
@@ -124,42 +137,50 @@ class _Batch:
         if not len(row):
             return
         row = row.to(self._device)
-        self._reserve(self._span(self._sampler.longest(row) - 1))
         texts, text = self._sampler.texts(row)
         length = (texts >= 0).sum(1)
         free = torch.nonzero(~self.live)[: len(row), 0]
         self.row[free] = row
         self.live[free] = True
         self._position[free] = length[text]
-        part = (length.cumsum(0) - 1) // PREFILL_TOKENS
+        capacity = self._span(self._sampler.longest(row) - 1)
+        part = (length.cumsum(0) - 1) // _PREFILL_TOKENS
         for number in part.unique().tolist():
             some = part == number
             mine = some[text]
-            width = int(length[some].max())
             index = (some.cumsum(0) - 1)[text[mine]]
-            self._compute(texts[some, :width], length[some], index, free[mine])
+            found = self._computed(texts[some], length[some])
+            self._reserve(capacity)  # no earlier: computing texts takes memory as well
+            self._fill(found, index, free[mine])
         self._count()
 
-    def _compute(self, texts: Tensor, length: Tensor, text: Tensor, into: Tensor) -> None:
-        """Logits and cache of some rows, i64[n], from the texts that they go on from."""
+    def _computed(self, texts: Tensor, length: Tensor) -> _Computed:
+        """What the model makes of texts, i64[n, T], right padded with -1."""
         backbone = self._backbone
-        column = torch.arange(texts.shape[1], device=self._device)
-        pack = pack_rows(texts, column == length[:, None] - 1, width_unit=_ALIGN)
+        column = torch.arange(int(length.max()), device=self._device)
+        last = column == length[:, None] - 1
+        pack = pack_rows(texts[:, : len(column)], last, width_unit=_ALIGN)
         shape = (len(pack.tokens), backbone.num_key_heads, backbone.head_dim)
         packed = [(self._new(*shape), self._new(*shape)) for _ in backbone.layers]
-        logits = self._network.head(backbone.states(pack, packed))[pack.entry[text]]
+        logits = self._network.head(backbone.states(pack, packed))
+        start = length.cumsum(0) - length
+        place = (start[:, None] + column).where(column < length[:, None], len(pack.tokens) - 1)
+        return _Computed(packed, place, logits, pack.entry)
+
+    def _fill(self, found: _Computed, text: Tensor, into: Tensor) -> None:
+        """Have some rows, i64[n], go on from texts."""
+        width = found.place.shape[1]
+        for caches, packed in zip(self._cache, found.packed, strict=True):
+            for cache, of_tokens in zip(caches, packed, strict=True):
+                cache[into, :, :width] = of_tokens[found.place].transpose(1, 2)[text]
+                cache[into, :, width:] = 0  # it is multiplied, by 0, before it is written
+        logits = found.logits[found.entry[text]]
         if len(into) == len(self.row):
             self.logits = logits
-        else:
-            if not len(self.logits):
-                self.logits = logits.new_zeros(len(self.row), logits.shape[1])
-            self.logits[into] = logits
-        start = length.cumsum(0) - length
-        index = (start[:, None] + column).where(column < length[:, None], len(pack.tokens) - 1)
-        for caches, found in zip(self._cache, packed, strict=True):
-            for cache, of_tokens in zip(caches, found, strict=True):
-                cache[into, :, : len(column)] = of_tokens[index].transpose(1, 2)[text]
-                cache[into, :, len(column) :] = 0  # it is multiplied, by 0, before it is written
+            return
+        if not len(self.logits):
+            self.logits = logits.new_zeros(len(self.row), logits.shape[1])
+        self.logits[into] = logits
 
     def _new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._backbone.embedding.dtype, device=self._device)

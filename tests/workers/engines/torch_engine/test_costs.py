@@ -175,18 +175,27 @@ def test_the_cache_has_whole_rows_and_positions_of_16() -> None:
     assert torch_transient_parts(call).kv_cache == (64 * 224 + packed) * layers
 
 
-def test_a_wave_bounds_the_rows_decoded_at_once() -> None:
+def test_the_rows_decoded_at_once_bound_the_cache() -> None:
     call = make_call("generate", model=TINY, **rows(64, 20, 400))
+    layers = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, size, bytes
     whole, half = (torch_transient_parts(call, max_decode_rows=size) for size in (64, 32))
-    assert half.kv_cache == pytest.approx(whole.kv_cache / 2, rel=0.01)
+    assert whole.kv_cache == 64 * 432 * layers
+    # The prompts of the second half are computed while the cache of the first is there.
+    assert half.kv_cache == (32 * 432 + 704) * layers
 
 
-def test_rows_that_leave_are_copied_while_the_old_cache_is_there() -> None:
-    constant = make_call("generate", model=TINY, **rows(160, 20, 200))
-    mixed = dataclasses.replace(constant, response=Lengths(tokens=(20, 200)))
-    cache = 160 * 224 * 2 * 2 * 2 * 16 * 4
-    assert torch_transient_parts(mixed).kv_cache == cache + cache * 128 // 160
-    assert torch_transient_parts(constant).kv_cache < cache * 1.2
+def test_texts_are_computed_beside_the_cache_where_rows_wait_or_in_parts() -> None:
+    layers = 2 * 2 * 2 * 16 * 4
+    for prompt, waits in ((100, True), (300, False)):  # 64 prompts of 300 are more than 2^14 tokens
+        few, many = (
+            torch_transient_parts(
+                make_call("generate", model=TINY, **rows(num, prompt, 4)), max_decode_rows=64
+            )
+            for num in (64, 128)
+        )
+        cache = 64 * (prompt // 16 * 16 + 16) * layers
+        assert many.kv_cache - few.kv_cache == (cache if waits else 0)
+        assert many.kv_cache > cache
 
 
 def test_the_generic_model_asks_the_torch_engine() -> None:

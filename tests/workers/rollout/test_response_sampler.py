@@ -92,7 +92,8 @@ def test_segments_make_what_one_call_makes(
     shape = (len(PROMPT) * num_samples, MOST)
     token, logprob = torch.full(shape, -1), torch.zeros(shape)
     over = torch.zeros(shape[0], dtype=torch.bool)
-    for most_new in [*segments, MOST]:
+    rows = torch.arange(shape[0])
+    for most_new in [*(n if n % 2 else rows % (n + 1) for n in segments), MOST]:
         begun = Begun(token, logprob, over, most_new)
         before = (token >= 0).sum(1)
         given_ = sampled(sampler_of(sampling, begun))

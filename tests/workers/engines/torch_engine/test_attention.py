@@ -61,3 +61,16 @@ def test_outputs_and_gradients_are_those_of_torch(
     torchs = found(attention._attend_sdpa(query, key, value, pack, 0.5))  # pyright: ignore[reportPrivateUsage]
     for one, other in zip(ours, torchs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_few_short_rows_are_not_padded_to_a_long_one() -> None:
+    def widths(*lengths: int) -> list[tuple[int, int]]:
+        tokens = torch.full((len(lengths), max(lengths)), -1)
+        for row, length in enumerate(lengths):
+            tokens[row, :length] = 5
+        pack = pack_rows(tokens, tokens >= 0)
+        return sorted((block.query.shape[0], block.query.shape[1]) for block in pack.blocks)
+
+    # The spare tokens, up to 16, are a sequence as well.
+    assert widths(20, 24, 400, 30) == [(1, 400), (4, 32)]
+    assert widths(20, 24, 40, 30) == [(5, 48)]

@@ -45,6 +45,7 @@ from penstock.workers.executors.on_ray.executor import RayExecutor, shutdown_ray
 
 GENERATE, TRAIN = "actor.generate", "actor.train"
 WARM_UP = 2
+PARTS = NUM_PROMPTS // 2
 SYNCHRONOUS, STREAMING = "synchronous", "streaming"
 
 
@@ -276,7 +277,7 @@ def main() -> None:
     options.add_argument("--engine", choices=[*CASES, "both"], default="both")
     options.add_argument("--steps", type=int, default=6, help="timed steps of a turn")
     options.add_argument("--rounds", type=int, default=4, help="turns of each schedule")
-    options.add_argument("--parts", type=int, default=NUM_PROMPTS, help="in which a step streams")
+    options.add_argument("--parts", type=int, default=PARTS, help="in which a step streams")
     options.add_argument("--timeline", action="store_true", help="print a step of each schedule")
     args = options.parse_args()
     engines = list(CASES) if args.engine == "both" else [args.engine]

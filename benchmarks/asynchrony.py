@@ -29,7 +29,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -148,7 +148,7 @@ class Comparison:
     """
 
     def __init__(self, case: Case, chosen: dict[str, Schedule]) -> None:
-        graph = build(grpo_step, cfg=case.grpo)
+        self._case, graph = case, build(grpo_step, cfg=case.grpo)
         self._engines = {
             name: Engine(
                 graph,
@@ -167,7 +167,8 @@ class Comparison:
             for engine in self._engines.values():
                 stack.enter_context(engine)
             for number in range(num_rounds):
-                source = NumberedPrompts(number * (WARM_UP + num_steps))
+                first = number * (WARM_UP + num_steps)
+                source = NumberedPrompts(self._case.prompt_tokens, first)
                 for name, engine in self._engines.items():
                     found[name].append(_turn(engine, source, WARM_UP + num_steps))
                     print(_line(number, name, found[name][-1]), flush=True)
@@ -262,13 +263,7 @@ def measure(args: argparse.Namespace, engine: str) -> dict[str, Any]:
             print(f"\n{name}\n{timeline(own[-1])}")
     result = summed_up(turns)
     show(engine, result)
-    return {
-        **result,
-        "parts": args.parts,
-        "mean_tokens": case.mean_tokens,
-        "hidden": case.hidden,
-        "layers": case.layers,
-    }
+    return {**result, "parts": args.parts, "case": asdict(case)}
 
 
 def main() -> None:

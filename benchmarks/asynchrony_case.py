@@ -40,7 +40,6 @@ deviations above the middle: exp(2.59 sigma - sigma^2 / 2) = 8 times the mean.""
 LONGEST = 16
 """Times the mean; a length above it, one of 1,800, is cut to it."""
 VOCABULARY, EOS = 512, 0
-PROMPT_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,14 @@ class Case:
 
     Attributes:
         engine: Which one samples: "torch" or "vllm".
+        prompt_tokens: Length of every prompt.
         mean_tokens: Mean length of a response.
         hidden: Width of the model.
         layers: Its layers.
     """
 
     engine: str
+    prompt_tokens: int
     mean_tokens: int
     hidden: int
     layers: int
@@ -77,7 +78,7 @@ class Case:
                 "num_hidden_layers": self.layers,
                 "num_attention_heads": self.hidden // 32,
                 "num_key_value_heads": self.hidden // 64,
-                "max_position_embeddings": PROMPT_TOKENS + LONGEST * self.mean_tokens,
+                "max_position_embeddings": self.prompt_tokens + LONGEST * self.mean_tokens,
                 "tie_word_embeddings": True,
             }
         )
@@ -98,8 +99,8 @@ class Case:
 
 
 CASES = {
-    "torch": Case("torch", mean_tokens=24, hidden=320, layers=4),
-    "vllm": Case("vllm", mean_tokens=24, hidden=256, layers=4),
+    "torch": Case("torch", prompt_tokens=192, mean_tokens=48, hidden=128, layers=4),
+    "vllm": Case("vllm", prompt_tokens=16, mean_tokens=48, hidden=256, layers=4),
 }
 
 
@@ -180,15 +181,17 @@ class NumberedPrompts:
     """Random prompts, numbered through all steps of a round and all rounds.
 
     Attributes:
+        num_tokens: Length of each.
         first_step: Steps in the rounds before.
     """
 
+    num_tokens: int
     first_step: int
 
     def batch(self, step: int) -> Prompts:
         """See `Source.batch`."""
         number = self.first_step + step
         random = torch.Generator().manual_seed(number)
-        prompt = torch.randint(1, VOCABULARY, (NUM_PROMPTS, PROMPT_TOKENS), generator=random)
+        prompt = torch.randint(1, VOCABULARY, (NUM_PROMPTS, self.num_tokens), generator=random)
         prompt_id = number * NUM_PROMPTS + torch.arange(NUM_PROMPTS)
         return Prompts(prompt=prompt, prompt_id=prompt_id)

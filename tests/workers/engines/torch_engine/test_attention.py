@@ -61,3 +61,25 @@ def test_outputs_and_gradients_are_those_of_torch(
     torchs = found(attention._attend_sdpa(query, key, value, pack, 0.5))  # pyright: ignore[reportPrivateUsage]
     for one, other in zip(ours, torchs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 3, 4, 8])
+def test_a_row_does_not_see_how_long_the_cache_is(heads: int, dtype: torch.dtype) -> None:
+    """Bit for bit, wherever torch's own product would add up in other parts."""
+    random = torch.Generator().manual_seed(0)
+    query = torch.randn(2, heads, 64, generator=random).to(dtype)
+    cache = torch.randn(2, 1, 1424, 64, generator=random).to(dtype)
+    for length in (1, 120, 200, 300, 500, 1000):
+        least = -(-length // 16) * 16
+        seen: list[Tensor] = []
+        for span in (least, least + 16, least + 192, least + 400):
+            bias = torch.zeros(2, 1, span)
+            bias[:, :, length:] = -torch.inf
+            some = cache[:, :, :span]
+            seen.append(attention.attend_cache(query, some, some, bias, 0.125))
+        assert all(torch.equal(seen[0], other) for other in seen), length
+        weight = (query.float() @ cache[:, 0, :length].float().mT * 0.125).softmax(-1)
+        expected = (weight @ cache[:, 0, :length].float()).view(2, -1)
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(seen[0].float(), expected, atol=tolerance, rtol=tolerance)

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import StateError, WorkerError, no_exit
+from ..errors import ConfigError, StateError, WorkerError, no_exit
 from ..file_errors import writing
 from ..graph.axes import Spec
 from ..graph.graph import Argument, Constant, Graph, Node, NodeKind, OutputColumn, Ref, RoleRef
@@ -49,7 +49,8 @@ from .messages import (
 )
 from .ragged import Packed, concatenate, lengths_of, pack, split, unpack
 from .remote_inference import ServedRole, ServedWeights
-from .worker_protocol import Stateful, Streamed, Trainable, drain_metrics
+from .table_parts import pack_table, unpack_table
+from .worker_protocol import Continues, Stateful, Streamed, Trainable, drain_metrics
 
 __all__ = ["Host", "cut_table", "even_cuts"]
 
@@ -183,7 +184,7 @@ class Host:
         node = self.graph[work.node]
         columns, versions = self._columns(work), dict(work.versions)
         arguments = {name: self._bind(arg, columns, versions) for name, arg in node.arguments}
-        with call_scope(work.step, node.ordinal, work.staleness, work.piece):
+        with self._scope(node, work):
             if node.function is not None:
                 with torch.no_grad():
                     returned = node.function(**arguments)
@@ -198,29 +199,54 @@ class Host:
         stored = self._store(node, columns, returned, work.chunk)
         return stored, {**metrics, **_reported(self.graph, node, stored)}
 
-    def _begin_stream(self, work: BeginStreamWork) -> None:
-        """Note calls that are served together; the worker begins with the first answer."""
-        first = work.calls[0]
-        node = self.graph[first.node]
-        self._streams[node.name] = CallStream(
-            work.calls,
-            lambda: call_scope(first.step, node.ordinal, first.staleness),
-            lambda: self._serve(node, work.calls),
+    def _scope(self, node: Node, work: CallWork) -> AbstractContextManager[None]:
+        """What the worker may ask about the call while it serves it."""
+        version = dict(work.versions).get(node.role or "", 0)
+        own = [read.offset for read in node.reads if read.role == node.role]
+        per_step = self.graph.trains_per_step.get(node.role or "", 0)
+        current = work.step * per_step + (own[0] if own and per_step else 0)
+        return call_scope(
+            work.step,
+            node.ordinal,
+            work.staleness,
+            work.piece,
+            version=version,
+            lag=current - version,
         )
 
-    def _serve(self, node: Node, calls: Sequence[CallWork]) -> Iterator[Streamed]:
-        columns = [self._columns(work) for work in calls]
+    def _begin_stream(self, work: BeginStreamWork) -> None:
+        """Note calls that are served together; the worker begins with the first answer."""
+        node = self.graph[work.calls[0].node]
+        self._streams[node.name] = CallStream(
+            work.calls, lambda: self._scope(node, work.calls[0]), lambda: self._serve(node, work)
+        )
+
+    def _serve(self, node: Node, work: BeginStreamWork) -> Iterator[Streamed]:
+        columns = [self._columns(call) for call in work.calls]
         arguments = [
-            {name: self._bind(arg, own, dict(work.versions)) for name, arg in node.arguments}
-            for work, own in zip(calls, columns, strict=True)
+            {name: self._bind(arg, own, dict(call.versions)) for name, arg in node.arguments}
+            for call, own in zip(work.calls, columns, strict=True)
         ]
+        worker, method = self.roles[node.role or ""], node.method or ""
+        if work.segment is not None:
+            if not isinstance(worker, Continues):
+                raise ConfigError(
+                    f"'{node.name}' is to go on in later steps (Schedule.segment_tokens), which "
+                    f"{type(worker).__name__} cannot\n    set schedule.segment_tokens=0, or give "
+                    f"'{node.role}' a worker with `stream_segment`"
+                )
+            begun = [
+                None if handle is None else unpack_table(worker.unfinished, self._fetch(handle))
+                for handle in work.begun
+            ]
+            return worker.stream_segment(method, arguments, begun, work.segment)
 
         def size(call: int, returned: Any) -> int:
             dense = _returned_columns(node, returned)
             lengths = _output_lengths(node, columns[call], dense).values()
             return max((int(n.max()) for n in lengths if n is not None and len(n)), default=0)
 
-        return one_by_one(self.roles[node.role or ""], node.method or "", arguments, size)
+        return one_by_one(worker, method, arguments, size)
 
     def _answer(
         self, work: AnswerWork
@@ -230,9 +256,12 @@ class Host:
         found = stream.answer(work)
         call = stream.calls[found.call]
         stored = self._store(node, self._columns(call), found.returned, call.chunk)
+        if found.unfinished is not None:
+            stored = (*stored, pack_table(found.unfinished))
         metrics = drain_metrics(self.roles[node.role or ""])
         stream.since_s = time.time()
-        return stored, {**metrics, **_reported(self.graph, node, stored)}, call.chunk, found.size
+        reported = _reported(self.graph, node, stored[:1])
+        return stored, {**metrics, **reported}, call.chunk, found.size
 
     def _columns(self, work: CallWork) -> _Columns:
         return _Columns(self.graph, {n: self._parts(h) for n, h in work.inputs.items()})

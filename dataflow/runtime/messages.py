@@ -79,9 +79,13 @@ class BeginStreamWork:
 
     Attributes:
         calls: One for each chunk, in the order of the chunks.
+        segment: How far each row may grow; None if calls are served to their end.
+        begun: What is unfinished of each chunk since the step before; None if nothing is.
     """
 
     calls: tuple[CallWork, ...]
+    segment: int | None = None
+    begun: tuple[Handle | None, ...] = ()
 
 
 @dataclass(frozen=True)

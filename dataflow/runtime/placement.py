@@ -304,20 +304,25 @@ def follow(graph: Graph, main: Graph, placement: Placement) -> Placement:
     return Placement(placement.groups, nodes, placement.num_chunks)
 
 
-def flow_of(graph: Graph, placement: Placement, *, streams: bool = False) -> Flow:
+def flow_of(
+    graph: Graph, placement: Placement, *, streams: bool = False, segments: bool = False
+) -> Flow:
     """The graph and its placement as the scheduler sees them.
 
     Args:
         graph: The step.
         placement: Where its nodes run.
         streams: Whether what can stream does; see `Schedule.streaming`.
+        segments: Whether rollouts go on in later steps; see `Schedule.segment_tokens`.
 
     Raises:
         PlanError: If a node has no group, a group is unknown, or one role trains in two groups.
     """
     check_placement(graph, placement)
     homes = {role: placement.home(graph, role) or "" for role in graph.trains_per_step}
-    able = streaming(graph) if streams else Streaming(frozenset(), {}, {})
+    able = streaming(graph) if streams or segments else Streaming(frozenset(), {}, {})
+    if not streams:
+        able = replace(able, order_of={})
     return Flow(
         name=graph.name,
         nodes=tuple(_flow_node(graph, node, placement, able) for node in graph.nodes),

@@ -74,6 +74,9 @@ from .watch import WATCH, Watch
 
 __all__ = ["Run", "StepResult", "Trained"]
 
+_UNFINISHED = "/unfinished"
+"""After a node's name: what of its rows goes on in the next step. No node is named so."""
+
 Trained = dict[str, tuple[str, str]]
 """Role -> (program, group) where it was trained last: its newest weights."""
 
@@ -145,7 +148,13 @@ class Run:
         self.place: SaveCheckpoint | None = None
         self._saved: int | None = None
         self._graph, self._placement = program.graph, program.placement
-        self._flow = flow_of(program.graph, program.placement, streams=schedule.streaming > 0)
+        self._segment = schedule.segment_tokens or None
+        self._flow = flow_of(
+            program.graph,
+            program.placement,
+            streams=schedule.streaming > 0,
+            segments=schedule.segment_tokens > 0,
+        )
         self._name = name
         self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
         self._sources = sources
@@ -212,6 +221,7 @@ class Run:
                     self.place = instruction.place
                     return
                 elif isinstance(instruction, Finished):
+                    self._executor.release(list(self._store.values()))
                     return
                 else:
                     todo.extend(self._carry_out(instruction))
@@ -298,12 +308,21 @@ class Run:
     def _train_works(self, node: Node, instruction: RunTrain) -> dict[int, Work]:
         """What each rank is given: its share of all chunks, or one, to be added to those before."""
         task, ranks = instruction.task, instruction.ranks
-        if instruction.part is None:
-            shares = _shares(self._flow.num_chunks, len(ranks))
-            return {rank: self._call(node, task, shares[rank]) for rank in ranks}
-        piece: Piece = "last" if instruction.last else "part"
-        chunks = zip(ranks, instruction.chunks, strict=True)
-        return {rank: replace(self._call(node, task, [c]), piece=piece) for rank, c in chunks}
+        piece: Piece = "whole"
+        shares = _shares(self._flow.num_chunks, len(ranks))
+        if instruction.part is not None:
+            piece = "last" if instruction.last else "part"
+            shares = [[chunk] for chunk in instruction.chunks]
+        if instruction.last and self._segment and not self._has_rows(node, task.step):
+            piece = "none"
+        return {r: replace(self._call(node, task, shares[r]), piece=piece) for r in ranks}
+
+    def _has_rows(self, node: Node, step: int) -> bool:
+        """Whether anything that a node takes has a row in this step, as far as is known."""
+        rows, index = self.scheduler.steps[step].rows, self.scheduler.index
+        names = {ref.node for _, ref in node.inputs}
+        counts = [rows.get((index.index[name], c), 1) for name in names for c in index.chunks]
+        return any(counts)
 
     def _run_stream(self, instruction: RunStream) -> None:
         """Have a rank begin some chunks together, and ask for their answers, one after another.
@@ -317,7 +336,9 @@ class Run:
             self._versions[task] = instruction.versions
             self._streams[task] = left
         calls = tuple(self._call(node, task, [task.chunk or 0]) for task in tasks)
-        self._dispatcher.submit(None, self._name, group, {rank: BeginStreamWork(calls)})
+        begun = tuple(self._store.get(_unfinished(task, before=1)) for task in tasks)
+        work = BeginStreamWork(calls, self._segment, begun)
+        self._dispatcher.submit(None, self._name, group, {rank: work})
         for number, task in enumerate(tasks):
             self._submit(task, group, {rank: AnswerWork(node.name, task.step, number)})
 
@@ -395,6 +416,8 @@ class Run:
             self._keep(task, submission)
         report = submission.first.report
         rows, size = (report.num_rows, report.size) if report else ((), 0)
+        if report is not None and report.chunk is not None:
+            rows = rows[:1]  # without what is unfinished
         return self.scheduler.handle(TaskDone(task, now, rows or None, size))
 
     def _answered_task(self, asked: NodeTask, submission: Submission) -> NodeTask:
@@ -413,8 +436,19 @@ class Run:
         for completion in submission.completions:
             if completion.report:
                 done.append(_Done(task, completion.rank, completion.report, versions))
-            for index, part in enumerate(completion.parts):
+            parts = completion.parts
+            if completion.report and completion.report.chunk is not None:
+                parts = self._keep_unfinished(task, parts)
+            for index, part in enumerate(parts):
                 self._store[Output(task.node, task.step, (task.chunk or 0) + index)] = part
+
+    def _keep_unfinished(self, task: NodeTask, parts: Sequence[Handle]) -> Sequence[Handle]:
+        """Keep what goes on in the next step, in place of what went on in this; the other parts."""
+        before = self._store.pop(_unfinished(task, before=1), None)
+        if before is not None:
+            self._executor.release([before])
+        self._store.update({_unfinished(task): part for part in parts[1:]})
+        return parts[:1]
 
     def _result(self, completed: StepCompleted) -> StepResult:
         done = self._done_by_step.pop(completed.step, [])
@@ -520,6 +554,8 @@ class Run:
         if self._checkpoints is None:
             return
         with self._checkpoints.write(instruction.step) as folder:
+            unfinished = (output for output in self._store if output.node.endswith(_UNFINISHED))
+            instruction = replace(instruction, live=(*instruction.live, *unfinished))
             saved = SavedRun(self._graph, self._seed, instruction)
             for role, group in self._state_homes.items():
                 (folder / role).mkdir()
@@ -541,6 +577,11 @@ class Run:
             work = LoadPartWork(output.node, str(file))
             done = self._now(self._group_of(output.node), {0: work})
             self._store[output] = done.first.parts[0]
+
+
+def _unfinished(task: NodeTask, before: int = 0) -> Output:
+    """What a task, or the same of a step before, leaves to the next step."""
+    return Output(f"{task.node}{_UNFINISHED}", task.step - before, task.chunk or 0)
 
 
 def _shares(num_chunks: int, num_ranks: int) -> list[list[int]]:

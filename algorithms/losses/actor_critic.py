@@ -43,6 +43,10 @@ class ActorLoss(Loss[ActorCriticBatch, PolicyOutput]):
         moments = torch.stack([advantage.sum(), advantage.square().sum()])
         return torch.cat([self.policy.totals(batch), moments])
 
+    def divisor(self, totals: Tensor) -> Tensor | None:
+        """The policy loss's; None if advantages are normalized, by moments of all of them."""
+        return None if self.normalize_advantages else self.policy.divisor(totals)
+
     def __call__(self, output: PolicyOutput, batch: ActorCriticBatch, totals: Tensor) -> LossSum:
         """These rows' share of the minibatch's loss."""
         if self.normalize_advantages:

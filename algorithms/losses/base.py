@@ -1,4 +1,4 @@
-"""What losses over tokens share: how tokens become a number, as a loss and as a metric."""
+"""What losses share: how tokens become a number, as a loss and as a metric, and means of units."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..ops.reductions import (
     zero_where_masked_out,
 )
 
-__all__ = ["TokenAggregation", "token_metric"]
+__all__ = ["CountedMean", "TokenAggregation", "token_metric"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,15 @@ class TokenAggregation:
                 "aggregation_length to the longest response in tokens"
             )
 
+    def divisor(self, totals: Tensor) -> Tensor | None:
+        """See `Loss.divisor`: the mode's denominator, at least 1."""
+        return aggregation_denominator(
+            totals,
+            self.aggregation,
+            length=self.aggregation_length,
+            count_empty_rows=self.count_empty_rows,
+        ).clamp(min=1)
+
     def reduce(self, token_loss: Tensor, mask: Tensor, totals: Tensor) -> Tensor:
         """These rows' share of the minibatch's mean: f32 scalar."""
         return aggregate(
@@ -58,6 +67,14 @@ class TokenAggregation:
             count_empty_rows=self.count_empty_rows,
         )
         return aggregation_numerator(token_loss, mask, self.aggregation).detach(), weight
+
+
+class CountedMean:
+    """A mean over pairs, or responses: whatever the first of the loss's totals counts."""
+
+    def divisor(self, totals: Tensor) -> Tensor:
+        """See `Loss.divisor`: how many there are, at least 1."""
+        return totals[0].clamp(min=1)
 
 
 def token_metric(column: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,10 @@ class MacroPolicyLoss(Loss[MacroPolicyBatch, PolicyOutput]):
         """f64[3], `aggregation_totals` with macro actions for tokens."""
         return aggregation_totals(macro_mask(batch.macro_id))
 
+    def divisor(self, totals: Tensor) -> Tensor | None:
+        """The policy loss's."""
+        return self.policy.divisor(totals)
+
     def __call__(self, output: PolicyOutput, batch: MacroPolicyBatch, totals: Tensor) -> LossSum:
         """These rows' share of the minibatch's loss."""
         inside = (batch.macro_id >= 0).to(batch.advantage)

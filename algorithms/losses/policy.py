@@ -294,6 +294,10 @@ class ReferenceKLPolicyLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
         """f64[3], see `aggregation_totals`."""
         return aggregation_totals(batch.mask)
 
+    def divisor(self, totals: Tensor) -> Tensor | None:
+        """The policy loss's: the KL is aggregated alike."""
+        return self.policy.divisor(totals)
+
     def __call__(
         self, output: PolicyOutput, batch: ReferencePolicyBatch, totals: Tensor
     ) -> LossSum:

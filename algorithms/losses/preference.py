@@ -34,6 +34,7 @@ from ..roles.language import (
     ScoredPairBatch,
     ScoreOutput,
 )
+from .base import CountedMean
 from .preference_formulas import DPOLossType, IPOLength, cost_model_loss, dpo_loss, kto_loss
 from .token_formulas import bradley_terry_loss
 
@@ -41,7 +42,7 @@ __all__ = ["BradleyTerryLoss", "CostModelLoss", "DPOLoss", "KTOLoss", "MarginLos
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOLoss(Loss[ReferencePairBatch, PolicyOutput]):
+class DPOLoss(CountedMean, Loss[ReferencePairBatch, PolicyOutput]):
     """Direct preference optimization and its kin, averaged over pairs; see `dpo_loss`.
 
     By default `-log sigmoid(beta h)`, where h is the chosen response's log-ratio of policy to
@@ -110,11 +111,11 @@ class DPOLoss(Loss[ReferencePairBatch, PolicyOutput]):
         count = used.sum()
         metrics = {name: (torch.where(used, c, 0.0).sum(), count) for name, c in columns.items()}
         metrics["used_fraction"] = (count, torch.full_like(count, len(used)))
-        return LossSum(loss / totals[0].clamp(min=1).to(loss), metrics)
+        return LossSum(loss / self.divisor(totals).to(loss), metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KTOLoss(Loss[FeedbackBatch, PolicyOutput]):
+class KTOLoss(CountedMean, Loss[FeedbackBatch, PolicyOutput]):
     """Loss of responses that people liked or did not, averaged over responses; see `kto_loss`."""
 
     tolerates_lag: ClassVar[bool] = True
@@ -154,11 +155,11 @@ class KTOLoss(Loss[FeedbackBatch, PolicyOutput]):
             "desirable_reward": (torch.where(liked, reward, 0.0).sum(), liked.sum()),
             "undesirable_reward": (torch.where(disliked, reward, 0.0).sum(), disliked.sum()),
         }
-        return LossSum(per_row.sum() / totals[0].clamp(min=1).to(per_row), metrics)
+        return LossSum(per_row.sum() / self.divisor(totals).to(per_row), metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BradleyTerryLoss(Loss[PairBatch, ScoreOutput]):
+class BradleyTerryLoss(CountedMean, Loss[PairBatch, ScoreOutput]):
     """Logistic loss on pairs of scores, averaged over pairs; see `bradley_terry_loss`."""
 
     unit: ClassVar[Literal["row", "group"]] = "group"
@@ -183,11 +184,11 @@ class BradleyTerryLoss(Loss[PairBatch, ScoreOutput]):
         Raises:
             ValueError: If a pair does not have exactly one chosen and one rejected row here.
         """
-        return _of_scores(output, batch, totals, self.margin, self.centering_coef)
+        return _of_scores(output, batch, self.divisor(totals), self.margin, self.centering_coef)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MarginLoss(Loss[ScoredPairBatch, ScoreOutput]):
+class MarginLoss(CountedMean, Loss[ScoredPairBatch, ScoreOutput]):
     """As `BradleyTerryLoss`, where the chosen response should win by what the data says.
 
     Touvron et al., "Llama 2", 2023, equation 2.
@@ -216,13 +217,13 @@ class MarginLoss(Loss[ScoredPairBatch, ScoreOutput]):
         """
         chosen, rejected = pair_rows(batch.pair_id, batch.chosen)
         margin = self.margin_coef * (batch.score[chosen] - batch.score[rejected])
-        return _of_scores(output, batch, totals, margin, self.centering_coef)
+        return _of_scores(output, batch, self.divisor(totals), margin, self.centering_coef)
 
 
 def _of_scores(
     output: ScoreOutput,
     batch: PairBatch,
-    totals: Tensor,
+    divisor: Tensor,
     margin: Tensor | float,
     centering_coef: float,
 ) -> LossSum:
@@ -235,18 +236,18 @@ def _of_scores(
         margin=margin,
         centering_coef=centering_coef,
     ).sum()
-    pairs = totals.new_tensor(float(len(chosen_row)))
+    pairs = divisor.new_tensor(float(len(chosen_row)))
     gap = (chosen_score - rejected_score).detach()
     metrics = {
         "accuracy": ((gap > 0).sum(), pairs),
         "margin": (gap.sum(), pairs),
         "score_mean": (output.score.detach().sum(), 2 * pairs),
     }
-    return LossSum(loss / totals[0].clamp(min=1).to(loss), metrics)
+    return LossSum(loss / divisor.to(loss), metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostModelLoss(Loss[ScoredPairBatch, ScoreOutput]):
+class CostModelLoss(CountedMean, Loss[ScoredPairBatch, ScoreOutput]):
     """Loss of a cost model on labeled pairs, averaged over pairs; see `cost_model_loss`.
 
     `chosen` is the safer response of a pair; one whose score is below `safe_from` is unsafe.
@@ -289,4 +290,4 @@ class CostModelLoss(Loss[ScoredPairBatch, ScoreOutput]):
             "margin": (gap.sum(), pairs),
             "unsafe_accuracy": ((cost.detach() * sign > 0).sum(), 2 * pairs),
         }
-        return LossSum(loss / totals[0].clamp(min=1).to(loss), metrics)
+        return LossSum(loss / self.divisor(totals).to(loss), metrics)

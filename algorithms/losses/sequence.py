@@ -26,7 +26,7 @@ from ..roles.language import (
     TokenIds,
     TokenMask,
 )
-from .base import token_metric
+from .base import CountedMean, token_metric
 from .sequence_formulas import (
     ALoLRatio,
     EtaForm,
@@ -89,6 +89,10 @@ class SequenceLoss(Loss[PolicyBatch, PolicyOutput]):
         """f64[3], see `aggregation_totals`."""
         return aggregation_totals(batch.mask)
 
+    def divisor(self, totals: Tensor) -> Tensor:
+        """Responses with a sampled token, at least 1."""
+        return totals[1].clamp(min=1)
+
     def __call__(self, output: PolicyOutput, batch: PolicyBatch, totals: Tensor) -> LossSum:
         """These rows' share of the minibatch's mean over responses."""
         loss = self.row_loss(output, batch).sum()
@@ -96,7 +100,7 @@ class SequenceLoss(Loss[PolicyBatch, PolicyOutput]):
             "policy_loss": (loss.detach(), aggregation_totals(batch.mask)[1]),
             **_movement(output, batch),
         }
-        return LossSum(loss / totals[1].clamp(min=1).to(loss), metrics)
+        return LossSum(loss / self.divisor(totals).to(loss), metrics)
 
     def row_loss(self, output: PolicyOutput, batch: PolicyBatch) -> Tensor:
         """f32[rows]; 0 for a row without sampled tokens."""
@@ -184,7 +188,7 @@ def _of_row(column: Tensor, mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairLoss(Loss[ComparedPairBatch, PolicyOutput]):
+class PairLoss(CountedMean, Loss[ComparedPairBatch, PolicyOutput]):
     """What losses of two responses to one prompt share."""
 
     unit: ClassVar[Literal["row", "group"]] = "group"
@@ -220,7 +224,7 @@ class PairLoss(Loss[ComparedPairBatch, PolicyOutput]):
             "score_gap": ((score[:, 0] - score[:, 1]).abs().sum(), pairs),
             **_movement(output, batch),
         }
-        return LossSum(loss / totals[0].clamp(min=1).to(loss), metrics)
+        return LossSum(loss / self.divisor(totals).to(loss), metrics)
 
     def pair_loss(self, logprob: Tensor, behavior_logprob: Tensor, score: Tensor) -> Tensor:
         """f32[pairs] from log-probabilities of whole responses and scores, f32[pairs, 2]."""

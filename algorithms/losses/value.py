@@ -40,6 +40,10 @@ class ClippedValueLoss(TokenAggregation, Loss[ValueBatch, ValueOutput]):
         moments = [target.sum(), target.square().sum(), error.sum(), error.square().sum()]
         return torch.cat([aggregation_totals(batch.mask), torch.stack(moments)])
 
+    def divisor(self, totals: Tensor) -> None:
+        """None: the explained variance is of the whole minibatch's moments."""
+        del totals
+
     def __call__(self, output: ValueOutput, batch: ValueColumns, totals: Tensor) -> LossSum:
         """These rows' share of the minibatch's loss."""
         mask = batch.mask

@@ -217,7 +217,8 @@ class Loss(Generic[B, O]):
 
     A training engine first adds `totals(batch)` over every micro-batch and rank of the minibatch,
     then calls the loss on each micro-batch with that sum, adds the results and sums the gradients.
-    So neither micro-batch size, padding nor data-parallel size can change the loss.
+    So neither micro-batch size, padding nor data-parallel size can change the loss. Where a batch
+    comes in pieces, a loss with a `divisor` is divided once all of its rows are there.
 
     Attributes:
         unit: "group" if rows of one group must meet in one micro-batch (pairs), else "row".
@@ -245,3 +246,25 @@ class Loss(Generic[B, O]):
     def __call__(self, output: O, batch: B, totals: Tensor) -> LossSum:
         """The contribution of these rows to the minibatch's loss, given the global `totals`."""
         raise NotImplementedError
+
+    def divisor(self, totals: Tensor) -> Tensor | None:
+        """What the rows' sum is divided by, if that is all that `totals` are for.
+
+        A batch may then be trained on in pieces, before its totals are known: the loss is called
+        with totals of one, and what has been added up is divided at the end. So for all rows
+
+            loss(output, batch, totals).total * divisor(totals)
+                == loss(output, batch, ones).total * divisor(ones)
+
+        up to rounding, and metrics do not depend on `totals`.
+
+        Args:
+            totals: f64[K], or more numbers after those of `totals`.
+
+        Returns:
+            Positive scalar, f64; or None if totals enter in another way, as where advantages are
+            normalized, so that a batch must be whole. Which of the two depends on the loss's
+            options alone, so that it can be asked before there is a batch.
+        """
+        del totals
+        return None

@@ -27,9 +27,11 @@ __all__ = [
     "DeadlineExceeded",
     "Piece",
     "call_key",
+    "call_lag",
     "call_piece",
     "call_scope",
     "call_staleness",
+    "call_version",
     "current_step",
     "deadline",
     "step_scope",
@@ -44,8 +46,9 @@ class CallKey:
     ordinal: int
 
 
-Piece: TypeAlias = Literal["whole", "part", "last"]
-"""What a train call is given of its batch: all of it, some of its rows, or the last of them."""
+Piece: TypeAlias = Literal["whole", "part", "last", "none"]
+"""What a train call is given of its batch: all of it, some of its rows, the last of them, or none
+where a step has no rows at all."""
 
 
 @dataclass
@@ -54,6 +57,8 @@ class _Scope:
     ordinal: int | None = None
     staleness: int | None = None
     piece: Piece = "whole"
+    version: int = 0
+    lag: int = 0
     counts: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
 
 
@@ -76,7 +81,13 @@ def step_scope(step: int) -> AbstractContextManager[None]:
 
 
 def call_scope(
-    step: int, ordinal: int, staleness: int | None = None, piece: Piece = "whole"
+    step: int,
+    ordinal: int,
+    staleness: int | None = None,
+    piece: Piece = "whole",
+    *,
+    version: int = 0,
+    lag: int = 0,
 ) -> AbstractContextManager[None]:
     """Context manager: the one role call made inside is call number `ordinal` of `step`.
 
@@ -85,8 +96,10 @@ def call_scope(
         ordinal: The call's number among those of its method.
         staleness: See `call_staleness`.
         piece: See `call_piece`.
+        version: See `call_version`.
+        lag: See `call_lag`.
     """
-    return _entered(_Scope(step=step, ordinal=ordinal, staleness=staleness, piece=piece))
+    return _entered(_Scope(step, ordinal, staleness, piece, version, lag))
 
 
 def call_piece() -> Piece:
@@ -94,6 +107,7 @@ def call_piece() -> Piece:
 
     Of a batch that comes in pieces, each call but the last only adds its rows' gradient, and
     returns no metrics; the last adds its own, takes the optimizer's step and returns those of all.
+    Of none there is nothing to learn: only schedules go on.
     """
     scope = _SCOPE.get()
     return "whole" if scope is None else scope.piece
@@ -106,6 +120,21 @@ def call_staleness() -> int | None:
     """
     scope = _SCOPE.get()
     return None if scope is None else scope.staleness
+
+
+def call_version() -> int:
+    """The version of the role's own weights with which the call being served is made.
+
+    The first of a run is 0, and every train call makes the next; 0 outside of any step.
+    """
+    scope = _SCOPE.get()
+    return 0 if scope is None else scope.version
+
+
+def call_lag() -> int:
+    """How many versions older these weights are than those current at the call's own step."""
+    scope = _SCOPE.get()
+    return 0 if scope is None else scope.lag
 
 
 def current_step() -> int:

@@ -123,6 +123,7 @@ def write_run_state(folder: Path, saved: SavedRun) -> None:
         "step": resume.step,
         "history_sha256": resume.history_sha256,
         "done": [[task.node, task.step, task.chunk] for task in sorted(resume.done, key=str)],
+        "sizes": [[task.node, task.step, task.chunk, size] for task, size in resume.sizes],
         "live": [
             [output.node, output.step, output.chunk, file.name]
             for output, file in saved.part_files(folder)
@@ -155,4 +156,6 @@ def read_resume_point(store: CheckpointFolder, graph: Graph, seed: int) -> Resum
     parts = tuple(
         (Output(node, step, chunk), folder / name) for node, step, chunk, name in state["live"]
     )
-    return ResumePoint(folder, ResumeState(state["step"], done, state["history_sha256"]), parts)
+    sizes = tuple((NodeTask(*task), size) for *task, size in state.get("sizes", ()))
+    resume = ResumeState(state["step"], done, state["history_sha256"], sizes)
+    return ResumePoint(folder, resume, parts)

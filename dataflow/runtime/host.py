@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import StateError, WorkerError, no_exit
+from ..errors import ConfigError, StateError, WorkerError, no_exit
 from ..file_errors import writing
 from ..graph.axes import Spec
 from ..graph.graph import Argument, Constant, Graph, Node, NodeKind, OutputColumn, Ref, RoleRef
 from ..graph.role import Metric, Role
 from .call_context import call_scope
+from .call_stream import CallStream, one_by_one
 from .messages import (
+    AnswerWork,
+    BeginStreamWork,
     CallMethodWork,
     CallWork,
     ExportSlicesWork,
@@ -46,7 +49,8 @@ from .messages import (
 )
 from .ragged import Packed, concatenate, lengths_of, pack, split, unpack
 from .remote_inference import ServedRole, ServedWeights
-from .worker_protocol import Stateful, Trainable, drain_metrics
+from .table_parts import pack_table, unpack_table
+from .worker_protocol import Continues, Stateful, Streamed, Trainable, drain_metrics
 
 __all__ = ["Host", "cut_table", "even_cuts"]
 
@@ -80,6 +84,7 @@ class Host:
         self._fetch = fetch
         self._served = served or {}
         self._served_weights = served_weights or ServedWeights("this group")
+        self._streams: dict[str, CallStream] = {}
 
     def perform(self, work: Work) -> Result:
         """Do one piece of work.
@@ -97,9 +102,15 @@ class Host:
         parts: tuple[Part, ...] = ()
         weights: Weights | None = None
         answer: Any = None
+        chunk, size = None, 0
         match work:
             case CallWork():
                 parts, metrics = self._call(work)
+            case BeginStreamWork():
+                self._begin_stream(work)
+            case AnswerWork():
+                start_s = self._streams[work.node].since_s
+                parts, metrics, chunk, size = self._answer(work)
             case ExportWork():
                 weights = self._trainable(work.role).export_weights()
             case ImportWork():
@@ -127,15 +138,23 @@ class Host:
             tuple(part[0].num_rows if part else 0 for part in parts),
             sum(column.num_bytes for part in parts for column in part),
             answer,
+            chunk,
+            size,
         )
         return Result(report, parts, weights)
 
     def workers_of(self, work: Work) -> list[Role]:
         """The workers here with whose weights a piece of work is done."""
         match work:
-            case CallWork():
+            case CallWork() | AnswerWork():
                 names = [read.role for read in self.graph[work.node].reads]
-            case SavePartWork() | LoadPartWork() | LayoutWork() | SetServedVersionWork():
+            case (
+                SavePartWork()
+                | LoadPartWork()
+                | LayoutWork()
+                | SetServedVersionWork()
+                | BeginStreamWork()
+            ):
                 names = []
             case _:
                 names = [work.role]
@@ -163,10 +182,9 @@ class Host:
 
     def _call(self, work: CallWork) -> tuple[tuple[Part, ...], Mapping[str, Metric]]:
         node = self.graph[work.node]
-        columns = _Columns(self.graph, {n: self._parts(h) for n, h in work.inputs.items()})
-        versions = dict(work.versions)
+        columns, versions = self._columns(work), dict(work.versions)
         arguments = {name: self._bind(arg, columns, versions) for name, arg in node.arguments}
-        with call_scope(work.step, node.ordinal, work.staleness):
+        with self._scope(node, work):
             if node.function is not None:
                 with torch.no_grad():
                     returned = node.function(**arguments)
@@ -180,6 +198,73 @@ class Host:
             return (), {**metrics, **returned.metrics}
         stored = self._store(node, columns, returned, work.chunk)
         return stored, {**metrics, **_reported(self.graph, node, stored)}
+
+    def _scope(self, node: Node, work: CallWork) -> AbstractContextManager[None]:
+        """What the worker may ask about the call while it serves it."""
+        version = dict(work.versions).get(node.role or "", 0)
+        own = [read.offset for read in node.reads if read.role == node.role]
+        per_step = self.graph.trains_per_step.get(node.role or "", 0)
+        current = work.step * per_step + (own[0] if own and per_step else 0)
+        return call_scope(
+            work.step,
+            node.ordinal,
+            work.staleness,
+            work.piece,
+            version=version,
+            lag=current - version,
+        )
+
+    def _begin_stream(self, work: BeginStreamWork) -> None:
+        """Note calls that are served together; the worker begins with the first answer."""
+        node = self.graph[work.calls[0].node]
+        self._streams[node.name] = CallStream(
+            work.calls, lambda: self._scope(node, work.calls[0]), lambda: self._serve(node, work)
+        )
+
+    def _serve(self, node: Node, work: BeginStreamWork) -> Iterator[Streamed]:
+        columns = [self._columns(call) for call in work.calls]
+        arguments = [
+            {name: self._bind(arg, own, dict(call.versions)) for name, arg in node.arguments}
+            for call, own in zip(work.calls, columns, strict=True)
+        ]
+        worker, method = self.roles[node.role or ""], node.method or ""
+        if work.segment is not None:
+            if not isinstance(worker, Continues):
+                raise ConfigError(
+                    f"'{node.name}' is to go on in later steps (Schedule.segment_tokens), which "
+                    f"{type(worker).__name__} cannot\n    set schedule.segment_tokens=0, or give "
+                    f"'{node.role}' a worker with `stream_segment`"
+                )
+            begun = [
+                None if handle is None else unpack_table(worker.unfinished, self._fetch(handle))
+                for handle in work.begun
+            ]
+            return worker.stream_segment(method, arguments, begun, work.segment)
+
+        def size(call: int, returned: Any) -> int:
+            dense = _returned_columns(node, returned)
+            lengths = _output_lengths(node, columns[call], dense).values()
+            return max((int(n.max()) for n in lengths if n is not None and len(n)), default=0)
+
+        return one_by_one(worker, method, arguments, size)
+
+    def _answer(
+        self, work: AnswerWork
+    ) -> tuple[tuple[Part, ...], Mapping[str, Metric], int | None, int]:
+        """The next answer: its part, metrics, chunk and size."""
+        node, stream = self.graph[work.node], self._streams[work.node]
+        found = stream.answer(work)
+        call = stream.calls[found.call]
+        stored = self._store(node, self._columns(call), found.returned, call.chunk)
+        if found.unfinished is not None:
+            stored = (*stored, pack_table(found.unfinished))
+        metrics = drain_metrics(self.roles[node.role or ""])
+        stream.since_s = time.time()
+        reported = _reported(self.graph, node, stored[:1])
+        return stored, {**metrics, **reported}, call.chunk, found.size
+
+    def _columns(self, work: CallWork) -> _Columns:
+        return _Columns(self.graph, {n: self._parts(h) for n, h in work.inputs.items()})
 
     def _changing(self, node: Node, versions: Mapping[str, int]) -> AbstractContextManager[None]:
         """While a node trains, nobody is served what it changes."""

@@ -13,9 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from ..graph.role import Metric
+from .call_context import Piece
 from .ragged import Packed
 
 __all__ = [
+    "AnswerWork",
+    "BeginStreamWork",
     "CallMethodWork",
     "CallWork",
     "ExportSlicesWork",
@@ -58,6 +61,7 @@ class CallWork:
         inputs: Producing node -> handles of its parts, in chunk order.
         versions: Trained role -> version of its weights that the call must see.
         staleness: See `call_staleness`.
+        piece: See `call_piece`.
     """
 
     node: str
@@ -66,6 +70,38 @@ class CallWork:
     inputs: Mapping[str, tuple[Handle, ...]]
     versions: tuple[tuple[str, int], ...] = ()
     staleness: int | None = None
+    piece: Piece = "whole"
+
+
+@dataclass(frozen=True)
+class BeginStreamWork:
+    """Begin calls of one node in one step that are served together; `AnswerWork` follows for each.
+
+    Attributes:
+        calls: One for each chunk, in the order of the chunks.
+        segment: How far each row may grow; None if calls are served to their end.
+        begun: What is unfinished of each chunk since the step before; None if nothing is.
+    """
+
+    calls: tuple[CallWork, ...]
+    segment: int | None = None
+    begun: tuple[Handle | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class AnswerWork:
+    """Go on with the calls that were begun until one more of them is answered.
+
+    Attributes:
+        node: Name of the node.
+        step: The step.
+        number: How many are answered before it. Which calls these are follows from the calls alone,
+            so that a process that had to begin again gives the same.
+    """
+
+    node: str
+    step: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -195,6 +231,8 @@ class CallMethodWork:
 
 Work = (
     CallWork
+    | BeginStreamWork
+    | AnswerWork
     | CallMethodWork
     | ExportWork
     | ImportWork
@@ -220,6 +258,8 @@ class Report:
         num_rows: Rows in each stored part.
         num_bytes: Bytes of the stored parts.
         answer: What a `CallMethodWork` returned.
+        chunk: Which of the calls an `AnswerWork` has answered.
+        size: Tokens of its longest row.
     """
 
     start_s: float
@@ -228,6 +268,8 @@ class Report:
     num_rows: tuple[int, ...] = ()
     num_bytes: int = 0
     answer: Any = None
+    chunk: int | None = None
+    size: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import lcm
 
 from ..errors import PlanError
 from ..graph.graph import Graph, Node, NodeKind
 from ..graph.proxies import nearest
+from ..graph.streaming import Streaming, streaming
 from ..kinds import WeightRead
 from ..scheduler.flow import Flow, FlowNode
 from .remote_inference import remote_methods
@@ -130,6 +132,16 @@ class Placement:
     groups: tuple[DeviceGroup, ...]
     nodes: Mapping[str, str]
     num_chunks: int = 1
+
+    def streamed(self, num_parts: int) -> Placement:
+        """With rows that flow on in at least so many parts, equally many for every rank; 0: as is.
+
+        See `Schedule.streaming`.
+        """
+        if num_parts == 0:
+            return self
+        ranks = lcm(*(group.num_ranks for group in self.groups))
+        return replace(self, num_chunks=-(-num_parts // ranks) * ranks)
 
     def group(self, name: str) -> DeviceGroup:
         """The group of that name."""
@@ -292,17 +304,28 @@ def follow(graph: Graph, main: Graph, placement: Placement) -> Placement:
     return Placement(placement.groups, nodes, placement.num_chunks)
 
 
-def flow_of(graph: Graph, placement: Placement) -> Flow:
+def flow_of(
+    graph: Graph, placement: Placement, *, streams: bool = False, segments: bool = False
+) -> Flow:
     """The graph and its placement as the scheduler sees them.
+
+    Args:
+        graph: The step.
+        placement: Where its nodes run.
+        streams: Whether what can stream does; see `Schedule.streaming`.
+        segments: Whether rollouts go on in later steps; see `Schedule.segment_tokens`.
 
     Raises:
         PlanError: If a node has no group, a group is unknown, or one role trains in two groups.
     """
     check_placement(graph, placement)
     homes = {role: placement.home(graph, role) or "" for role in graph.trains_per_step}
+    able = streaming(graph) if streams or segments else Streaming(frozenset(), {}, {})
+    if not streams:
+        able = replace(able, order_of={})
     return Flow(
         name=graph.name,
-        nodes=tuple(_flow_node(graph, node, placement) for node in graph.nodes),
+        nodes=tuple(_flow_node(graph, node, placement, able) for node in graph.nodes),
         groups={group.name: group.num_ranks for group in placement.groups},
         homes=homes,
         trains_per_step=graph.trains_per_step,
@@ -311,7 +334,7 @@ def flow_of(graph: Graph, placement: Placement) -> Flow:
     )
 
 
-def _flow_node(graph: Graph, node: Node, placement: Placement) -> FlowNode:
+def _flow_node(graph: Graph, node: Node, placement: Placement, able: Streaming) -> FlowNode:
     trained = graph.trains_per_step
     return FlowNode(
         name=node.name,
@@ -321,6 +344,8 @@ def _flow_node(graph: Graph, node: Node, placement: Placement) -> FlowNode:
         inputs=tuple(dict.fromkeys(ref.node for _, ref in node.inputs)),
         reads=tuple(_read(node, read, placement) for read in node.reads if read.role in trained),
         trains=node.role if node.kind is NodeKind.TRAIN else None,
+        streams=node.name in able.rollouts,
+        order_of=able.order_of.get(node.name, ""),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import ConfigError, StateError, WorkerError
 from ..graph.graph import Node, NodeKind
@@ -28,6 +28,7 @@ from ..scheduler.events import (
     Release,
     Restarted,
     RunCall,
+    RunStream,
     RunTrain,
     SaveCheckpoint,
     SourceReady,
@@ -41,6 +42,7 @@ from ..scheduler.events import (
 )
 from ..scheduler.schedule import Schedule
 from ..scheduler.scheduler import Scheduler
+from .call_context import Piece
 from .checkpoint import (
     CheckpointFolder,
     Interval,
@@ -53,6 +55,8 @@ from .checkpoint import (
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
 from .executor import Executor, Program, Restart, TaskSpan
 from .messages import (
+    AnswerWork,
+    BeginStreamWork,
     CallWork,
     Handle,
     LoadPartWork,
@@ -69,6 +73,9 @@ from .source import Source, read_source
 from .watch import WATCH, Watch
 
 __all__ = ["Run", "StepResult", "Trained"]
+
+_UNFINISHED = "/unfinished"
+"""After a node's name: what of its rows goes on in the next step. No node is named so."""
 
 Trained = dict[str, tuple[str, str]]
 """Role -> (program, group) where it was trained last: its newest weights."""
@@ -141,7 +148,13 @@ class Run:
         self.place: SaveCheckpoint | None = None
         self._saved: int | None = None
         self._graph, self._placement = program.graph, program.placement
-        self._flow = flow_of(program.graph, program.placement)
+        self._segment = schedule.segment_tokens or None
+        self._flow = flow_of(
+            program.graph,
+            program.placement,
+            streams=schedule.streaming > 0,
+            segments=schedule.segment_tokens > 0,
+        )
         self._name = name
         self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
         self._sources = sources
@@ -156,6 +169,7 @@ class Run:
         self._snapshots: dict[tuple[str, int], Handle] = {}
         self._done_by_step: dict[int, list[_Done]] = {}
         self._versions: dict[NodeTask, Versions] = {}
+        self._streams: dict[NodeTask, set[NodeTask]] = {}
         self._failed: tuple[Task, BaseException | None] | None = None
         self._publication = Publication(
             dispatcher, moves_slices=executor.moves_slices, deadline_s=schedule.deadline_s
@@ -207,6 +221,7 @@ class Run:
                     self.place = instruction.place
                     return
                 elif isinstance(instruction, Finished):
+                    self._executor.release(list(self._store.values()))
                     return
                 else:
                     todo.extend(self._carry_out(instruction))
@@ -229,6 +244,8 @@ class Run:
                 return self._admit(instruction.step)
             case RunCall() | RunTrain():
                 self._run_node(instruction)
+            case RunStream():
+                self._run_stream(instruction)
             case Publish():
                 role, version = instruction.role, instruction.version
                 work = self._publication.export(role, version)
@@ -282,11 +299,48 @@ class Run:
             chunks = range(self._flow.num_chunks) if task.chunk is None else [task.chunk]
             works = {instruction.rank: self._call(node, task, chunks)}
         else:
-            self._look(node, task)
+            if instruction.last:
+                self._look(node, task)
             self._note_trained(node.role or "")
-            shares = _shares(self._flow.num_chunks, len(instruction.ranks))
-            works = {rank: self._call(node, task, shares[rank]) for rank in instruction.ranks}
+            works = self._train_works(node, instruction)
         self._submit(task, self._placement.nodes[node.name], works)
+
+    def _train_works(self, node: Node, instruction: RunTrain) -> dict[int, Work]:
+        """What each rank is given: its share of all chunks, or one, to be added to those before."""
+        task, ranks = instruction.task, instruction.ranks
+        piece: Piece = "whole"
+        shares = _shares(self._flow.num_chunks, len(ranks))
+        if instruction.part is not None:
+            piece = "last" if instruction.last else "part"
+            shares = [[chunk] for chunk in instruction.chunks]
+        if instruction.last and self._segment and not self._has_rows(node, task.step):
+            piece = "none"
+        return {r: replace(self._call(node, task, shares[r]), piece=piece) for r in ranks}
+
+    def _has_rows(self, node: Node, step: int) -> bool:
+        """Whether anything that a node takes has a row in this step, as far as is known."""
+        rows, index = self.scheduler.steps[step].rows, self.scheduler.index
+        names = {ref.node for _, ref in node.inputs}
+        counts = [rows.get((index.index[name], c), 1) for name in names for c in index.chunks]
+        return any(counts)
+
+    def _run_stream(self, instruction: RunStream) -> None:
+        """Have a rank begin some chunks together, and ask for their answers, one after another.
+
+        Which of the tasks an answer is of is known when it comes.
+        """
+        node, tasks = self._graph[instruction.node], instruction.tasks
+        group, rank = self._placement.nodes[node.name], instruction.rank
+        left = set(tasks)
+        for task in tasks:
+            self._versions[task] = instruction.versions
+            self._streams[task] = left
+        calls = tuple(self._call(node, task, [task.chunk or 0]) for task in tasks)
+        begun = tuple(self._store.get(_unfinished(task, before=1)) for task in tasks)
+        work = BeginStreamWork(calls, self._segment, begun)
+        self._dispatcher.submit(None, self._name, group, {rank: work})
+        for number, task in enumerate(tasks):
+            self._submit(task, group, {rank: AnswerWork(node.name, task.step, number)})
 
     def _call(self, node: Node, task: NodeTask, chunks: Sequence[int]) -> CallWork:
         inputs = {
@@ -350,6 +404,8 @@ class Run:
             return self.scheduler.handle(Restarted(submission.group, now))
         task = submission.task
         assert task is not None, "a dispatcher keeps other answers from its run"
+        if isinstance(task, NodeTask) and task in self._streams:
+            task = self._answered_task(task, submission)
         if submission.failed is not None:
             self._failed = (task, submission.failed.error)
             text = describe(submission.failed)
@@ -358,8 +414,21 @@ class Run:
             self._snapshots[task.role, task.version] = submission.first.weights
         elif isinstance(task, NodeTask):
             self._keep(task, submission)
-        rows = submission.first.report.num_rows if submission.first.report else ()
-        return self.scheduler.handle(TaskDone(task, now, rows or None))
+        report = submission.first.report
+        rows, size = (report.num_rows, report.size) if report else ((), 0)
+        if report is not None and report.chunk is not None:
+            rows = rows[:1]  # without what is unfinished
+        return self.scheduler.handle(TaskDone(task, now, rows or None, size))
+
+    def _answered_task(self, asked: NodeTask, submission: Submission) -> NodeTask:
+        """Of which task of a stream an answer is; a failure is of the first that is left."""
+        left = self._streams.pop(asked)
+        first = min(left, key=lambda task: task.chunk or 0)
+        if submission.failed is not None or submission.first.report is None:
+            return first
+        task = replace(asked, chunk=submission.first.report.chunk)
+        left.remove(task)
+        return task
 
     def _keep(self, task: NodeTask, submission: Submission) -> None:
         done = self._done_by_step.setdefault(task.step, [])
@@ -367,8 +436,19 @@ class Run:
         for completion in submission.completions:
             if completion.report:
                 done.append(_Done(task, completion.rank, completion.report, versions))
-            for index, part in enumerate(completion.parts):
+            parts = completion.parts
+            if completion.report and completion.report.chunk is not None:
+                parts = self._keep_unfinished(task, parts)
+            for index, part in enumerate(parts):
                 self._store[Output(task.node, task.step, (task.chunk or 0) + index)] = part
+
+    def _keep_unfinished(self, task: NodeTask, parts: Sequence[Handle]) -> Sequence[Handle]:
+        """Keep what goes on in the next step, in place of what went on in this; the other parts."""
+        before = self._store.pop(_unfinished(task, before=1), None)
+        if before is not None:
+            self._executor.release([before])
+        self._store.update({_unfinished(task): part for part in parts[1:]})
+        return parts[:1]
 
     def _result(self, completed: StepCompleted) -> StepResult:
         done = self._done_by_step.pop(completed.step, [])
@@ -474,6 +554,8 @@ class Run:
         if self._checkpoints is None:
             return
         with self._checkpoints.write(instruction.step) as folder:
+            unfinished = (output for output in self._store if output.node.endswith(_UNFINISHED))
+            instruction = replace(instruction, live=(*instruction.live, *unfinished))
             saved = SavedRun(self._graph, self._seed, instruction)
             for role, group in self._state_homes.items():
                 (folder / role).mkdir()
@@ -495,6 +577,11 @@ class Run:
             work = LoadPartWork(output.node, str(file))
             done = self._now(self._group_of(output.node), {0: work})
             self._store[output] = done.first.parts[0]
+
+
+def _unfinished(task: NodeTask, before: int = 0) -> Output:
+    """What a task, or the same of a step before, leaves to the next step."""
+    return Output(f"{task.node}{_UNFINISHED}", task.step - before, task.chunk or 0)
 
 
 def _shares(num_chunks: int, num_ranks: int) -> list[list[int]]:

@@ -21,6 +21,7 @@ from .call_context import DeadlineExceeded, deadline
 __all__ = [
     "CLOSE_S",
     "Closable",
+    "Continues",
     "Stateful",
     "Streamed",
     "Streams",
@@ -151,12 +152,14 @@ class Streamed:
     Attributes:
         call: Which of them.
         returned: What the method returns.
-        size: Tokens of its longest row.
+        size: Length of its longest row.
+        unfinished: What goes on in a later step; see `Continues`.
     """
 
     call: int
     returned: Any
     size: int
+    unfinished: Any = None
 
 
 @runtime_checkable
@@ -175,6 +178,39 @@ class Streams(Protocol):
         Args:
             method: Name of the method.
             calls: The arguments of each, by name.
+        """
+        ...
+
+
+@runtime_checkable
+class Continues(Protocol):
+    """A worker whose rows may go on in a later step, under newer weights. Optional.
+
+    Attributes:
+        unfinished: Table of what has been begun: a frozen dataclass of annotated columns.
+    """
+
+    unfinished: type
+
+    def stream_segment(
+        self,
+        method: str,
+        calls: Sequence[Mapping[str, Any]],
+        begun: Sequence[Any | None],
+        length: int,
+    ) -> Iterator[Streamed]:
+        """Serve calls as `Streams.stream` does, each for a segment only.
+
+        A call goes on with the groups that are unfinished, and begins its own. It returns the rows
+        of the groups all of whose rows have ended, and gives the others as `Streamed.unfinished`.
+        Answers come by (size, call), the size being how far the segment has taken a row.
+
+        Args:
+            method: Name of the method.
+            calls: The arguments of each, by name.
+            begun: What the same call of the step before has left unfinished; None before there is
+                one.
+            length: By how much a row may grow.
         """
         ...
 

@@ -35,9 +35,10 @@ def _why_not_started(scheduler: SchedulerState, task: NodeTask) -> str:
     i, state = scheduler.index.index[task.node], scheduler.steps[task.step]
     if not state.has_source:
         return "waiting for the step's batch"
-    missing = state.missing[i][task.chunk or 0]
-    if missing:
-        return f"waiting for {missing} input part(s)"
+    if i in state.parts and state.waits(i, task):
+        return "waiting for its turn, or for its inputs"
+    if state.waits(i, task):
+        return f"waiting for {state.missing[i][task.chunk or 0]} input part(s)"
     for rule in scheduler.weights.rules_of[i]:
         instance = scheduler.weights.instances[rule.role, rule.group]
         lowest = rule.lowest(task.step)
@@ -149,7 +150,8 @@ def _hung_task(scheduler: SchedulerState, task: Task, run: Running, running_s: f
     frozen = [read.role for read in node.reads if read.role not in scheduler.flow.homes]
     versions = versions_text(run.versions)
     roles = (*([versions] if versions else []), *frozen)
-    chunks = scheduler.index.chunks if task.chunk is None else (task.chunk,)
+    i, state = scheduler.index.index[task.node], scheduler.steps[task.step]
+    chunks = tuple(state.chunks_of(i, task))
     num_rows = _rows(scheduler, task, chunks)
     return HungTask(
         task.node, task.step, roles, ranks, running_s, num_rows, _missing(scheduler, task)
@@ -158,7 +160,7 @@ def _hung_task(scheduler: SchedulerState, task: Task, run: Running, running_s: f
 
 def _missing(scheduler: SchedulerState, task: NodeTask) -> str:
     i, state = scheduler.index.index[task.node], scheduler.steps[task.step]
-    if task.chunk is None:
+    if task.chunk is None or i in state.parts:
         return ""
     tasks = scheduler.index.tasks(i, task.step)
     chunks = tuple(t.chunk for t in tasks if t not in state.done and t.chunk is not None)

@@ -29,6 +29,7 @@ __all__ = [
     "Restarted",
     "ResumeState",
     "RunCall",
+    "RunStream",
     "RunTrain",
     "SaveCheckpoint",
     "SourceReady",
@@ -39,7 +40,6 @@ __all__ = [
     "TaskFailed",
     "Tick",
     "Versions",
-    "run_instruction",
 ]
 
 Versions: TypeAlias = tuple[tuple[str, int], ...]
@@ -51,7 +51,11 @@ Versions: TypeAlias = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class NodeTask:
-    """One execution of a node; `chunk` is None for barriers, train nodes and sources."""
+    """One execution of a node; `chunk` is None for barriers and sources.
+
+    A train node has one per step, without a chunk; one that takes chunks in the order in which they
+    were sampled has one for each time that its ranks take some, and `chunk` counts these.
+    """
 
     node: str
     step: int
@@ -117,11 +121,13 @@ class ResumeState:
         done: Finished tasks of later steps, sources included (`NodeTask(source, step)`).
         history_sha256: `schedule_sha256` of the completed steps; carried so that a resumed run
             ends with the hash of one that was never stopped.
+        sizes: Those of the finished tasks that have one; see `TaskDone`.
     """
 
     step: int
     done: frozenset[NodeTask] = frozenset()
     history_sha256: str = ""
+    sizes: tuple[tuple[NodeTask, int], ...] = ()
 
 
 # --- events: the shell tells
@@ -138,11 +144,15 @@ class SourceReady:
 
 @dataclass(frozen=True, slots=True)
 class TaskDone:
-    """`task` finished on all its ranks; rows it made, one number per chunk made, if known."""
+    """`task` finished on all its ranks; rows it made, one number per chunk made, if known.
+
+    `size` is the length in tokens of the longest response, of a task of a node that streams.
+    """
 
     task: Task
     at_s: float
     num_rows: tuple[int, ...] | None = None
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,19 +225,49 @@ class RunCall:
 
 
 @dataclass(frozen=True, slots=True)
+class RunStream:
+    """Run several chunks of a node together on one rank; `TaskDone` comes for each, by its size."""
+
+    node: str
+    step: int
+    chunks: tuple[int, ...]
+    rank: int
+    versions: Versions = ()
+
+    @property
+    def tasks(self) -> tuple[NodeTask, ...]:
+        """The tasks to name in `TaskDone`."""
+        return tuple(NodeTask(self.node, self.step, chunk) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
 class RunTrain:
-    """Run a train node on all ranks of its group, in place."""
+    """Run a train node on all ranks of its group, in place.
+
+    Attributes:
+        node: Its name.
+        step: The step.
+        ranks: All ranks.
+        versions: What it reads.
+        makes_version: What the role's weights are once the node is done in this step.
+        part: Which of its parts, of a node that takes chunks as they come; None for all at once.
+        chunks: One for each rank then.
+        last: Whether the optimizer takes its step with these.
+    """
 
     node: str
     step: int
     ranks: tuple[int, ...]
     versions: Versions
     makes_version: int
+    part: int | None = None
+    chunks: tuple[int, ...] = ()
+    last: bool = True
 
     @property
     def task(self) -> NodeTask:
         """The task to name in `TaskDone`."""
-        return NodeTask(self.node, self.step, None)
+        return NodeTask(self.node, self.step, self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +335,7 @@ class Abort:
 Instruction: TypeAlias = (
     AdmitStep
     | RunCall
+    | RunStream
     | RunTrain
     | Publish
     | Load
@@ -306,12 +347,3 @@ Instruction: TypeAlias = (
     | Finished
     | Abort
 )
-
-
-def run_instruction(
-    task: NodeTask, ranks: tuple[int, ...], versions: Versions, trains: str | None
-) -> RunCall | RunTrain:
-    """The instruction to run a node's task; `trains` is the role the node trains, if any."""
-    if trains is None:
-        return RunCall(task.node, task.step, task.chunk, ranks[0], versions)
-    return RunTrain(task.node, task.step, ranks, versions, dict(versions)[trains] + 1)

@@ -37,6 +37,10 @@ class FlowNode:
         inputs: Names of the nodes whose outputs it takes.
         reads: Weights it reads. A train node's read of its own role is implied.
         trains: The role whose next version it makes; only for kind "train".
+        streams: True for a rollout that streams: a rank samples all its chunks of a step together,
+            and answers each when it is ready, by (size, chunk).
+        order_of: The streaming rollout in whose answers' order a train node takes the chunks, one
+            per rank at a time; "" if it takes them all at once.
     """
 
     name: str
@@ -46,6 +50,8 @@ class FlowNode:
     inputs: tuple[str, ...] = ()
     reads: tuple[WeightRead, ...] = ()
     trains: str | None = None
+    streams: bool = False
+    order_of: str = ""
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,7 @@ def _check_node(flow: Flow, node: FlowNode, seen: Mapping[str, FlowNode]) -> Non
             f"{where} trains '{node.trains}': it must not be chunked and must run on "
             f"'{flow.homes[node.trains]}'; got chunked={node.chunked}, group '{node.group}'"
         )
+    _check_streaming(flow, node, seen)
     if len(set(node.inputs)) != len(node.inputs):
         raise ValueError(f"{where} names an input twice: {', '.join(node.inputs)}")
     for name in node.inputs:
@@ -149,6 +156,26 @@ def _check_node(flow: Flow, node: FlowNode, seen: Mapping[str, FlowNode]) -> Non
             raise ValueError(f"{where} takes '{name}', which is not a node before it")
         if seen[name].kind == "train":
             raise ValueError(f"{where} takes '{name}': a train call yields metrics, not columns")
+
+
+def _check_streaming(flow: Flow, node: FlowNode, seen: Mapping[str, FlowNode]) -> None:
+    where = f"node '{node.name}'"
+    if node.streams and not (node.kind == "rollout" and node.chunked):
+        raise ValueError(f"{where} streams; only a chunked rollout can")
+    if node.streams and any(seen[name].kind != "source" for name in node.inputs if name in seen):
+        raise ValueError(f"{where} streams; its inputs must all be sources")
+    if not node.order_of:
+        return
+    if node.trains is None or node.order_of not in seen or not seen[node.order_of].streams:
+        raise ValueError(
+            f"{where} has order_of='{node.order_of}': it must be a train node, and that one a "
+            "streaming rollout before it"
+        )
+    if flow.num_chunks % flow.groups[node.group]:
+        raise ValueError(
+            f"{where} takes chunks one by one on {flow.groups[node.group]} ranks; their number, "
+            f"{flow.num_chunks}, must be a multiple of the ranks"
+        )
 
 
 def _check_reads(flow: Flow, node: FlowNode, trained: Mapping[str, int]) -> None:

@@ -35,24 +35,38 @@ def violations(scheduler: SchedulerState) -> list[str]:
 
 def _ranks_exclusive(scheduler: SchedulerState) -> Iterator[str]:
     busy = {
-        (group, rank): task
+        (group, rank): tasks
         for group, state in scheduler.ranks.groups.items()
-        for rank, task in enumerate(state.running)
-        if task is not None
+        for rank, tasks in enumerate(state.running)
+        if tasks
     }
-    claimed = Counter((run.group, rank) for run in scheduler.running.values() for rank in run.ranks)
-    for place, count in claimed.items():
-        if count > 1:
-            yield f"{count} tasks run on {place}"
+    for place, tasks in busy.items():
+        if len(tasks) > 1 and not _together(scheduler, tasks):
+            yield f"{len(tasks)} tasks run on {place}"
+    claimed = 0
     for task, run in scheduler.running.items():
+        claimed += len(run.ranks)
         for rank in run.ranks:
-            if busy.get((run.group, rank)) != task:
+            if task not in busy.get((run.group, rank), ()):
                 yield f"{task} runs on {run.group}[{rank}], which has another task or none"
-    if len(busy) != sum(claimed.values()):
-        yield f"{len(busy)} ranks are busy, but running tasks claim {sum(claimed.values())}"
+    held = sum(map(len, busy.values()))
+    if held != claimed:
+        yield f"ranks are busy with {held} tasks, but running tasks claim {claimed}"
     for group, state in scheduler.ranks.groups.items():
-        if state.num_free != state.running.count(None):
+        if state.num_free != sum(not tasks for tasks in state.running):
             yield f"group {group} counts {state.num_free} free ranks, not the true number"
+
+
+def _together(scheduler: SchedulerState, tasks: list[Task]) -> bool:
+    """Whether tasks on one rank are all of one streaming node in one step."""
+    first = tasks[0]
+    if not isinstance(first, NodeTask):
+        return False
+    streams = scheduler.flow.nodes[scheduler.index.index[first.node]].streams
+    return streams and all(
+        isinstance(task, NodeTask) and (task.node, task.step) == (first.node, first.step)
+        for task in tasks
+    )
 
 
 def _devices_exclusive(scheduler: SchedulerState) -> Iterator[str]:
@@ -88,7 +102,9 @@ def _counts(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
         left = sum(task not in state.done for task in tasks)
         if state.left[i] != left:
             yield f"step {state.step}: {node.name} counts {state.left[i]} tasks left, not {left}"
-        for slot, task in enumerate(tasks):
+        if i in state.parts:
+            yield from _parts(scheduler, state, i)
+        for slot, task in enumerate(tasks if i not in state.parts else ()):
             missing = sum(not made for made in _inputs_made(scheduler, state, i, task))
             if state.missing[i][slot] != missing:
                 yield f"{task} counts {state.missing[i][slot]} missing inputs, not {missing}"
@@ -99,6 +115,27 @@ def _counts(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
             yield f"{node.name} is done in step {state.step}, its frontier"
         if left and frontier > state.step:
             yield f"{node.name} is not done in step {state.step}, before its frontier {frontier}"
+
+
+def _parts(scheduler: SchedulerState, state: StepState, i: int) -> Iterator[str]:
+    """A node that takes chunks in the order of their sizes takes them in that order, each once."""
+    index, name = scheduler.index, scheduler.flow.nodes[i].name
+    consumption = state.consumption[index.order_of[i] or 0]
+    sizes, order = consumption.sizes, consumption.order
+    if order != sorted(sizes, key=lambda chunk: (sizes[chunk], chunk))[: len(order)]:
+        yield f"step {state.step}: {name} takes chunks {order}, whose sizes are {sizes}"
+    if len(sizes) == len(index.chunks) and len(order) < len(sizes):
+        yield f"step {state.step}: all chunks are sampled, but {name} knows the places of {order}"
+    tasks = index.tasks(i, state.step)
+    for number, task in enumerate(tasks):
+        chunks = state.chunks_of(i, task)
+        full = len(chunks) == index.per_part[i]
+        made = all(_made(scheduler, state, p, c) for p in index.inputs[i] for c in chunks)
+        before = number == 0 or number <= state.parts[i]
+        if (number < state.parts[i]) != (full and made and before):
+            yield f"{task} takes chunks {list(chunks)}, but {state.parts[i]} parts may run"
+        if number >= state.parts[i] and (task in state.done or task in scheduler.running):
+            yield f"{task} ran without its inputs"
 
 
 def _inputs_made(
@@ -120,13 +157,8 @@ def _outputs(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
     index = scheduler.index
     for i, node in enumerate(scheduler.flow.nodes):
         for chunk in index.chunks:
-            users = [
-                NodeTask(
-                    scheduler.flow.nodes[c].name, state.step, chunk if index.chunked[c] else None
-                )
-                for c in index.consumers[i]
-            ]
-            open_users = [task for task in users if task not in state.done]
+            users = index.consumers[i]
+            open_users = [c for c in users if not _has_taken(scheduler, state, c, chunk)]
             if state.refs[i][chunk] != len(open_users):
                 yield f"{node.name} chunk {chunk} counts {state.refs[i][chunk]} users"
             made = node.kind != "train" and _made(scheduler, state, i, chunk)
@@ -134,6 +166,14 @@ def _outputs(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
             stored = Output(node.name, state.step, chunk) in state.stored
             if stored != (made and needed):
                 yield f"{node.name} step {state.step} chunk {chunk}: stored is {stored}"
+
+
+def _has_taken(scheduler: SchedulerState, state: StepState, i: int, chunk: int) -> bool:
+    """Whether node `i` is done with a chunk of its inputs."""
+    return any(
+        task in state.done and chunk in state.chunks_of(i, task)
+        for task in scheduler.index.tasks(i, state.step)
+    )
 
 
 def _every_task_in_one_place(scheduler: SchedulerState) -> Iterator[str]:
@@ -147,8 +187,8 @@ def _every_task_in_one_place(scheduler: SchedulerState) -> Iterator[str]:
         for i, node in enumerate(scheduler.flow.nodes):
             if node.kind == "source":
                 continue
-            for slot, task in enumerate(scheduler.index.tasks(i, state.step)):
-                waits = not state.has_source or state.missing[i][slot] > 0
+            for task in scheduler.index.tasks(i, state.step):
+                waits = state.waits(i, task)
                 places = (
                     int(waits) + queued[task] + blocked[task]
                     + (task in scheduler.running) + (task in state.done)
@@ -168,9 +208,9 @@ def _queue_order(scheduler: SchedulerState) -> Iterator[str]:
     for name, group in scheduler.ranks.groups.items():
         if scheduler.ranks.waits_for_turn(name):
             continue
-        for rank, task in enumerate(group.running):
+        for rank, tasks in enumerate(group.running):
             heap = group.single[rank]
-            if task is None and heap and not (group.whole and group.whole[0] < heap[0]):
+            if not tasks and heap and not (group.whole and group.whole[0] < heap[0]):
                 yield f"{name}[{rank}] is idle while {heap[0][2]} is ready"
         if group.whole and group.num_free == len(group.running):
             yield f"group {name} is idle while {group.whole[0][2]} is ready"
@@ -212,13 +252,15 @@ def _instances(scheduler: SchedulerState) -> Iterator[str]:
         if load is not None and not instance.holds < load.version <= instance.ceiling:
             yield f"{what} loads {load.version}, holds {instance.holds}, may {instance.ceiling}"
     for task in running:
-        trains = isinstance(task, NodeTask) and _trains(scheduler, task)
+        trains = isinstance(task, NodeTask) and _overwrites(scheduler, task)
         if trains and (trains in weights.publishing or _readers_left(scheduler, trains)):
             yield f"{task} overwrites weights that are still needed"
 
 
-def _trains(scheduler: SchedulerState, task: NodeTask) -> str | None:
-    return scheduler.flow.nodes[scheduler.index.index[task.node]].trains
+def _overwrites(scheduler: SchedulerState, task: NodeTask) -> str | None:
+    """The role whose weights a task changes."""
+    i = scheduler.index.index[task.node]
+    return scheduler.flow.nodes[i].trains if scheduler.index.is_last(i, task) else None
 
 
 def _readers_left(scheduler: SchedulerState, role: str) -> bool:

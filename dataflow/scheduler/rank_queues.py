@@ -1,6 +1,7 @@
 """Ranks and the tasks that wait for them: who runs next.
 
-A rank runs one task at a time. A task takes one rank of a group or, for SPMD work, all of them.
+A rank runs one task at a time, or all that it has of a node that streams. A task takes one rank of
+a group or, for SPMD work, all of them.
 Each rank serves its waiting tasks by priority; an SPMD task that is first in its group keeps the
 group's ranks from starting anything behind it, so it runs as soon as the running tasks end.
 
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from .events import Task, Versions
+from .events import NodeTask, Task, Versions
 
 __all__ = ["Priority", "RankPool", "Running"]
 
@@ -38,7 +39,7 @@ class Running:
 
 @dataclass(slots=True)
 class _Group:
-    running: list[Task | None]
+    running: list[list[Task]]
     num_free: int
     single: list[list[_Entry]]
     whole: list[_Entry] = field(default_factory=list[_Entry])
@@ -50,6 +51,7 @@ class RankPool:
     Args:
         groups: Group -> number of ranks.
         sharing: Group -> groups that have some of its devices.
+        together: Nodes of which a rank runs all its tasks of a step together.
 
     Attributes:
         groups: Group -> its ranks and queues.
@@ -57,11 +59,16 @@ class RankPool:
     """
 
     def __init__(
-        self, groups: Mapping[str, int], sharing: Mapping[str, frozenset[str]] | None = None
+        self,
+        groups: Mapping[str, int],
+        sharing: Mapping[str, frozenset[str]] | None = None,
+        together: frozenset[str] = frozenset(),
     ) -> None:
         self.groups = {
-            name: _Group([None] * n, n, [[] for _ in range(n)]) for name, n in groups.items()
+            name: _Group([[] for _ in range(n)], n, [[] for _ in range(n)])
+            for name, n in groups.items()
         }
+        self._together = together
         self.held: list[tuple[Priority, Task, str, int | None]] = []
         self._sharing = sharing or {}
         self._in_turn: set[str] = set()
@@ -78,13 +85,14 @@ class RankPool:
         if rank is not None:
             touched.add(rank)
 
-    def free(self, group: str, ranks: tuple[int, ...]) -> None:
-        """The task running on `ranks` has ended."""
+    def free(self, task: Task, group: str, ranks: tuple[int, ...]) -> None:
+        """`task`, running on `ranks`, has ended."""
         state = self.groups[group]
         for rank in ranks:
-            state.running[rank] = None
-        state.num_free += len(ranks)
-        self._touched.setdefault(group, set()).update(ranks)
+            state.running[rank].remove(task)
+            if not state.running[rank]:
+                state.num_free += 1
+                self._touched.setdefault(group, set()).add(rank)
 
     def reconsider(self) -> None:
         """What may start has changed: look at every rank again, at the tasks held back too."""
@@ -96,16 +104,19 @@ class RankPool:
 
     def dispatch(
         self, may_start: Callable[[Task], bool]
-    ) -> list[tuple[Task, str, tuple[int, ...]]]:
-        """Start what can start; returns `(task, group, ranks)` in order of start."""
-        started: list[tuple[Task, str, tuple[int, ...]]] = []
+    ) -> list[tuple[list[Task], str, tuple[int, ...]]]:
+        """Start what can start; returns `(tasks, group, ranks)` in order of start.
+
+        They are several where a rank is to run tasks together.
+        """
+        started: list[tuple[list[Task], str, tuple[int, ...]]] = []
         touched, self._touched = self._touched, {}
         for name in self._by_turn(touched):
             if self.waits_for_turn(name):
                 self._touched[name] = touched[name]
                 continue
-            for task, on in self._dispatch_group(name, touched[name], may_start):
-                started.append((task, name, on))
+            for tasks, on in self._dispatch_group(name, touched[name], may_start):
+                started.append((tasks, name, on))
                 if name in self._sharing:
                     self._in_turn.add(name)
                     self._in_turn -= self._sharing[name]
@@ -130,20 +141,29 @@ class RankPool:
 
     def _dispatch_group(
         self, name: str, ranks: set[int], may_start: Callable[[Task], bool]
-    ) -> list[tuple[Task, tuple[int, ...]]]:
-        state, started = self.groups[name], list[tuple[Task, tuple[int, ...]]]()
+    ) -> list[tuple[list[Task], tuple[int, ...]]]:
+        state, started = self.groups[name], list[tuple[list[Task], tuple[int, ...]]]()
         whole = self._first(state.whole, name, None, may_start)
         for rank in sorted(ranks):
-            if state.running[rank] is not None:
+            if state.running[rank]:
                 continue
             own = self._first(state.single[rank], name, rank, may_start)
             if own is not None and (whole is None or own < whole):
-                heapq.heappop(state.single[rank])
-                started.append(self._occupy(state, own[2], (rank,)))
+                tasks = self._pop_with(state.single[rank])
+                started.append(self._occupy(state, tasks, (rank,)))
         if whole is not None and state.num_free == len(state.running):
             heapq.heappop(state.whole)
-            started.append(self._occupy(state, whole[2], tuple(range(state.num_free))))
+            started.append(self._occupy(state, [whole[2]], tuple(range(state.num_free))))
         return started
+
+    def _pop_with(self, heap: list[_Entry]) -> list[Task]:
+        """The first task, and those that are to run with it."""
+        _, _, task = heapq.heappop(heap)
+        tasks = [task]
+        if isinstance(task, NodeTask) and task.node in self._together:
+            while heap and _is_with(heap[0][2], task):
+                tasks.append(heapq.heappop(heap)[2])
+        return tasks
 
     def _first(
         self, heap: list[_Entry], group: str, rank: int | None, may_start: Callable[[Task], bool]
@@ -156,12 +176,12 @@ class RankPool:
         return None
 
     def _occupy(
-        self, state: _Group, task: Task, ranks: tuple[int, ...]
-    ) -> tuple[Task, tuple[int, ...]]:
+        self, state: _Group, tasks: list[Task], ranks: tuple[int, ...]
+    ) -> tuple[list[Task], tuple[int, ...]]:
         for rank in ranks:
-            state.running[rank] = task
+            state.running[rank] = list(tasks)
         state.num_free -= len(ranks)
-        return task, ranks
+        return tasks, ranks
 
     def queued(self) -> list[Task]:
         """Every task that waits for ranks, held back or not."""
@@ -170,3 +190,8 @@ class RankPool:
             for heap in (state.whole, *state.single):
                 tasks += [task for _, _, task in heap]
         return tasks
+
+
+def _is_with(task: Task, first: NodeTask) -> bool:
+    """Whether a task is of the same node and step."""
+    return isinstance(task, NodeTask) and (task.node, task.step) == (first.node, first.step)

@@ -26,6 +26,14 @@ class Schedule:
     order: Literal["step", "arrival"] = "step"
     """"step": which weights a call reads follows from its step alone, whatever the timing.
     "arrival": it reads whatever its device holds within the bound; not reproducible, a control."""
+    streaming: int = 0
+    """Parts in which a step's groups flow on as they end: a part is scored, evaluated and trained
+    on while others are still sampled. At best as many as there are prompts in a step; 0: a step's
+    rows go on together."""
+    segment_tokens: int = 0
+    """By how many tokens a response may grow in one step; one that is not done goes on in the next
+    under newer weights, and its group counts for the step in which its last response ends. 0: a
+    response is sampled in one step."""
     deadline_s: float = 600.0
     """Longest time a single task, or a wait with nothing running, may take."""
 
@@ -34,6 +42,12 @@ class Schedule:
             raise ValueError(
                 f"Schedule.max_lag must be 0 to {MOST_LAG}, got {self.max_lag}; the samples of as "
                 "many steps are kept at once"
+            )
+        if self.streaming < 0:
+            raise ValueError(f"Schedule.streaming must be at least 0 parts, got {self.streaming}")
+        if self.segment_tokens < 0:
+            raise ValueError(
+                f"Schedule.segment_tokens must be at least 0, got {self.segment_tokens}"
             )
         if self.order not in ("step", "arrival"):
             raise ValueError(f"Schedule.order must be 'step' or 'arrival', got {self.order!r}")

@@ -39,6 +39,9 @@ from .events import (
     Release,
     Restarted,
     ResumeState,
+    RunCall,
+    RunStream,
+    RunTrain,
     SaveCheckpoint,
     SourceReady,
     StepCompleted,
@@ -48,7 +51,6 @@ from .events import (
     TaskFailed,
     Tick,
     Versions,
-    run_instruction,
 )
 from .flow import Flow
 from .invariants import violations
@@ -61,6 +63,7 @@ from .steps import StepState
 
 __all__ = ["Scheduler"]
 
+_NO_VERSIONS: Versions = ()
 _TOLD = 50
 """Transitions told with an error that concerns no task in particular."""
 
@@ -199,11 +202,11 @@ class Scheduler(SchedulerState):
         run = self.running.pop(task, None)
         if run is None:
             raise self._impossible(f"TaskDone for '{task}', which is {state_of(self, task)}", task)
-        self.ranks.free(run.group, run.ranks)
+        self.ranks.free(task, run.group, run.ranks)
         self._note("done", task, run)
         match task:
             case NodeTask():
-                self._node_done(task, run, event.num_rows)
+                self._node_done(task, run, event)
             case Publish():
                 ready, dropped = self.weights.published(task)
                 self._out += dropped
@@ -213,17 +216,20 @@ class Scheduler(SchedulerState):
                 self._out += dropped
                 self._consider(ready)
 
-    def _node_done(self, task: NodeTask, run: Running, num_rows: tuple[int, ...] | None) -> None:
+    def _node_done(self, task: NodeTask, run: Running, event: TaskDone) -> None:
         i, state = self.index.index[task.node], self.steps[task.step]
-        if num_rows is not None:
-            state.note_rows(i, task.chunk, num_rows)
-        ready, freed = state.finish(i, task)
+        node = self.flow.nodes[i]
+        if event.num_rows is not None and not node.order_of:
+            state.note_rows(i, task.chunk, event.num_rows)
+        ready, freed = state.finish(i, task, event.size)
+        if node.streams:
+            self._begin_again(run)
         self._release(freed)
         self._consider(ready)
         if state.left[i] == 0:
             self._consider(self._move_frontier(i))
-        role = self.flow.nodes[i].trains
-        if role is not None:
+        role = node.trains
+        if role is not None and state.left[i] == 0:
             self._consider(self.weights.trained(role, dict(run.versions)[role] + 1, self._now))
 
     def _source_ready(self, event: SourceReady) -> None:
@@ -270,9 +276,18 @@ class Scheduler(SchedulerState):
         """The time of what the group has running begins anew, and the oldest is listed first."""
         for task, run in list(self.running.items()):
             if run.group == group:
-                del self.running[task]
-                again = self.running[task] = replace(run, since_s=self._now)
-                self._note("start again", task, again)
+                self._note("start again", task, self._since_now(task, run))
+
+    def _since_now(self, task: Task, run: Running) -> Running:
+        del self.running[task]
+        again = self.running[task] = replace(run, since_s=self._now)
+        return again
+
+    def _begin_again(self, answered: Running) -> None:
+        """A rank has answered one of the tasks that it runs together: it is alive."""
+        for task, run in list(self.running.items()):
+            if (run.group, run.ranks) == (answered.group, answered.ranks):
+                self._since_now(task, run)
 
     def _stop(self) -> None:
         if self.done or self.checkpoints.stopping:
@@ -298,7 +313,7 @@ class Scheduler(SchedulerState):
                     self.ranks.push((-1, 1, 0), task, task.group, None)
                 case NodeTask():
                     i = self.index.index[task.node]
-                    if not self.weights.gate(i, task):
+                    if not self.weights.gate(i, task, overwrites=self.index.is_last(i, task)):
                         self._note("wait for weights", task)
                         continue
                     self._push(i, task)
@@ -326,8 +341,8 @@ class Scheduler(SchedulerState):
             self._finish()
             return
         self._advance_steps()
-        for task, group, ranks in self.ranks.dispatch(self.checkpoints.may_start):
-            self._start(task, group, ranks)
+        for tasks, group, ranks in self.ranks.dispatch(self.checkpoints.may_start):
+            self._start(tasks, group, ranks)
         if self.running or self.awaited or self.done:
             return
         if self.checkpoints.draining:
@@ -383,18 +398,40 @@ class Scheduler(SchedulerState):
             self._note("admit", "step", step=step)
             self._out.append(AdmitStep(step))
 
-    def _start(self, task: Task, group: str, ranks: tuple[int, ...]) -> None:
-        versions: Versions = ()
+    def _start(self, tasks: list[Task], group: str, ranks: tuple[int, ...]) -> None:
+        """Start a task, or those of a node that a rank runs together."""
+        task, versions = tasks[0], _NO_VERSIONS
         match task:
             case NodeTask():
                 i = self.index.index[task.node]
                 versions = self.weights.versions(i)
-                self.steps[task.step].note_reads(task, self.weights.rules_of[i], versions)
-                self._out.append(run_instruction(task, ranks, versions, self.flow.nodes[i].trains))
+                self._out.append(self._run(i, [t for t in tasks if isinstance(t, NodeTask)], ranks))
+                for one in tasks:
+                    if isinstance(one, NodeTask):
+                        rules = self.weights.rules_of[i]
+                        self.steps[one.step].note_reads(one, rules, versions)
             case _:
                 self._out.append(task)
-        run = self.running[task] = Running(group, ranks, self._now, versions)
-        self._note("start", task, run)
+        for one in tasks:
+            run = self.running[one] = Running(group, ranks, self._now, versions)
+            self._note("start", one, run)
+
+    def _run(
+        self, i: int, tasks: list[NodeTask], ranks: tuple[int, ...]
+    ) -> RunCall | RunStream | RunTrain:
+        """The instruction to run tasks of node `i`: one, unless it streams."""
+        node, task, versions = self.flow.nodes[i], tasks[0], self.weights.versions(i)
+        if node.streams:
+            chunks = tuple(one.chunk or 0 for one in tasks)
+            return RunStream(task.node, task.step, chunks, ranks[0], versions)
+        if node.trains is None:
+            return RunCall(task.node, task.step, task.chunk, ranks[0], versions)
+        makes = dict(versions)[node.trains] + 1
+        if not node.order_of:
+            return RunTrain(task.node, task.step, ranks, versions, makes)
+        chunks = tuple(self.steps[task.step].chunks_of(i, task))
+        last = self.index.is_last(i, task)
+        return RunTrain(task.node, task.step, ranks, versions, makes, task.chunk, chunks, last)
 
     def _release(self, outputs: Iterable[Output]) -> None:
         released = tuple(outputs)
@@ -419,7 +456,8 @@ class Scheduler(SchedulerState):
         step, states = self.completed, [self.steps[s] for s in sorted(self.steps)]
         live = tuple(output for state in states for output in state.stored)
         done = frozenset(task for state in states for task in state.done)
-        return SaveCheckpoint(step, live, ResumeState(step, done, self._history))
+        sizes = tuple(pair for state in states for pair in state.sizes())
+        return SaveCheckpoint(step, live, ResumeState(step, done, self._history, sizes))
 
     # --- small things
 

@@ -24,6 +24,7 @@ from .events import (
     Pause,
     Publish,
     RunCall,
+    RunStream,
     RunTrain,
     SaveCheckpoint,
     SourceReady,
@@ -35,7 +36,7 @@ from .scheduler import Scheduler
 
 __all__ = ["Simulation", "Span", "dry_run"]
 
-_Work: TypeAlias = RunCall | RunTrain | Publish | Load | AdmitStep | SaveCheckpoint
+_Work: TypeAlias = RunCall | RunStream | RunTrain | Publish | Load | AdmitStep | SaveCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,17 @@ def dry_run(
     *,
     after_event: Callable[[Scheduler, Event], None] | None = None,
     replace: Callable[[Event], Event] = lambda event: event,
+    size: Callable[[NodeTask], int] = lambda task: 0,
 ) -> Simulation:
     """Run `scheduler` to its end with every piece of work taking `duration_s(work)` seconds.
 
     Args:
         scheduler: Not started yet.
-        duration_s: How long a piece of work takes.
+        duration_s: How long a piece of work takes; of a `RunStream`, asked once for every chunk,
+            how long after the one before it is answered.
         after_event: Called after every event, for checks.
         replace: May turn an event into another: a `TaskDone` into a `TaskFailed`.
+        size: Tokens of the longest response of a task of a node that streams.
 
     Raises:
         StateError: The scheduler waits for nothing and is not finished.
@@ -97,17 +101,19 @@ def dry_run(
         simulation.instructions += instructions
         for instruction in instructions:
             if isinstance(instruction, _Work):
-                count += 1
-                now_s = simulation.end_s
-                end_s = now_s + duration_s(instruction)
-                heapq.heappush(pending, (end_s, count, instruction, now_s))
+                begin_s = simulation.end_s
+                for work in _one_by_one(instruction, size):
+                    count += 1
+                    end_s = begin_s + duration_s(instruction)
+                    heapq.heappush(pending, (end_s, count, work, begin_s))
+                    begin_s = end_s
         if any(isinstance(i, Finished | Pause | Abort) for i in instructions):
             return simulation
         if not pending:
             raise StateError(f"nothing is pending\n{scheduler.describe()}", scheduler.story())
         end_s, _, work, start_s = heapq.heappop(pending)
         simulation.end_s = end_s
-        event = replace(_event(work, end_s))
+        event = replace(_event(work, end_s, size))
         if isinstance(event, TaskDone):
             versions = work.versions if isinstance(work, RunCall | RunTrain) else ()
             simulation.spans.append(Span(event.task, start_s, end_s, versions))
@@ -116,13 +122,25 @@ def dry_run(
             after_event(scheduler, event)
 
 
-def _event(work: _Work, at_s: float) -> Event:
+def _one_by_one(work: _Work, size: Callable[[NodeTask], int]) -> list[_Work]:
+    """What ends apart, in the order in which it ends: the chunks of a stream."""
+    if not isinstance(work, RunStream):
+        return [work]
+    tasks = sorted(work.tasks, key=lambda task: (size(task), task.chunk or 0))
+    return [RunCall(t.node, t.step, t.chunk, work.rank, work.versions) for t in tasks]
+
+
+def _event(work: _Work, at_s: float, size: Callable[[NodeTask], int]) -> Event:
     match work:
         case AdmitStep():
             return SourceReady(work.step, at_s)
         case SaveCheckpoint():
             return CheckpointSaved(work.step, at_s)
-        case RunCall() | RunTrain():
+        case RunCall():
+            return TaskDone(work.task, at_s, size=size(work.task))
+        case RunTrain():
             return TaskDone(work.task, at_s)
+        case RunStream():
+            raise StateError(f"{work} ends one chunk after another")
         case _:
             return TaskDone(work, at_s)

@@ -57,7 +57,8 @@ class SchedulerState:
         self.one_at_a_time = one_at_a_time
         self.index = FlowIndex(flow)
         self.weights = Weights(flow, schedule, num_steps, resume.step)
-        self.ranks = RankPool(flow.groups, flow.sharing)
+        together = frozenset(node.name for node in flow.nodes if node.streams)
+        self.ranks = RankPool(flow.groups, flow.sharing, together)
         self.log = EventLog(flow.groups, max_log)
         self.checkpoints = Checkpoints(
             self.index, self.weights, schedule, num_steps, checkpoint_every, resume.step, pauses

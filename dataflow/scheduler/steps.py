@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import StateError
+from .consumption import Consumption
 from .events import NodeTask, Output, ResumeState, Versions
 from .flow import Flow
 from .read_rules import ReadRule
@@ -21,6 +22,9 @@ class FlowIndex:
         index: Node name -> index.
         inputs: Per node, the indices of its inputs.
         consumers: Per node, the indices of the nodes that take its output.
+        chunked: Per node, whether it runs once per chunk.
+        order_of: Per node, the one in whose order it takes chunks one by one; None for others.
+        per_part: Per node of that kind, how many at a time: one for each rank.
         num_tasks: Per node, its tasks per step (a source counts as one).
         chunks: All chunk numbers.
         runnable: Names of the nodes that run on ranks: all but the sources.
@@ -35,23 +39,40 @@ class FlowIndex:
             for i in range(len(flow.nodes))
         )
         self.chunked = tuple(node.chunked and node.kind != "source" for node in flow.nodes)
-        self.num_tasks = tuple(flow.num_chunks if chunked else 1 for chunked in self.chunked)
+        self.order_of = tuple(self.index.get(node.order_of) for node in flow.nodes)
+        self.per_part = tuple(flow.groups.get(node.group, 1) for node in flow.nodes)
+        self.num_tasks = tuple(self._num_tasks(i) for i in range(len(flow.nodes)))
         self.chunks = tuple(range(flow.num_chunks))
         self.runnable = frozenset(node.name for node in flow.nodes if node.kind != "source")
+
+    def _num_tasks(self, index: int) -> int:
+        if self.order_of[index] is not None:
+            return self.flow.num_chunks // self.per_part[index]
+        return self.flow.num_chunks if self.chunked[index] else 1
+
+    def takes_chunks(self, index: int) -> bool:
+        """Whether a node's input is complete chunk by chunk."""
+        return self.chunked[index] or self.order_of[index] is not None
+
+    def is_last(self, index: int, task: NodeTask) -> bool:
+        """Whether a task of a node is the one that ends it: the only one, or the last in order."""
+        return self.order_of[index] is None or task.chunk == self.num_tasks[index] - 1
 
     def tasks(self, index: int, step: int) -> list[NodeTask]:
         """All tasks of a node in a step."""
         name = self.flow.nodes[index].name
-        if not self.chunked[index]:
+        if not self.takes_chunks(index):
             return [NodeTask(name, step, None)]
-        return [NodeTask(name, step, chunk) for chunk in self.chunks]
+        return [NodeTask(name, step, number) for number in range(self.num_tasks[index])]
 
     def knows(self, task: NodeTask) -> bool:
         """Whether the flow has such a task, whatever the step."""
         i = self.index.get(task.node)
         if i is None:
             return False
-        return task.chunk in self.chunks if self.chunked[i] else task.chunk is None
+        if not self.takes_chunks(i):
+            return task.chunk is None
+        return task.chunk in range(self.num_tasks[i])
 
 
 class StepState:
@@ -60,7 +81,9 @@ class StepState:
     Attributes:
         step: The step's index.
         has_source: Whether the batch is stored.
-        missing: Per node and task slot, the input parts that are not stored yet.
+        missing: Per node and chunk (or once, of a barrier), input parts that are not stored yet.
+        consumption: Streaming rollout -> the order of its chunks, by node index.
+        parts: Node that takes chunks in such an order -> how many of its tasks may run.
         left: Per node, tasks not done.
         remaining: Tasks not done in the whole step.
         done: The tasks done.
@@ -77,11 +100,16 @@ class StepState:
         self.has_source = False
         num_chunks = len(index.chunks)
         self.missing = [
-            [len(inputs) * (1 if chunked else num_chunks)] * num_tasks
-            for inputs, chunked, num_tasks in zip(
-                index.inputs, index.chunked, index.num_tasks, strict=True
-            )
+            [len(inputs)] * num_chunks if index.takes_chunks(i) else [len(inputs) * num_chunks]
+            for i, inputs in enumerate(index.inputs)
         ]
+        nodes = list(enumerate(index.flow.nodes))
+        self.consumption = {
+            i: Consumption(num_chunks, index.flow.groups[node.group])
+            for i, node in nodes
+            if node.streams
+        }
+        self.parts = dict.fromkeys((i for i, node in nodes if node.order_of), 0)
         self.left = list(index.num_tasks)
         self.remaining = sum(self.left)
         self.done: set[NodeTask] = set()
@@ -98,35 +126,67 @@ class StepState:
         for i, node in enumerate(self._index.flow.nodes):
             if node.kind == "source":
                 ready += self.finish(i, NodeTask(node.name, self.step))[0]
-            elif not self._index.inputs[i]:
+            elif not self._index.inputs[i] and i not in self.parts:
                 ready += self._index.tasks(i, self.step)
         return ready, []
 
-    def finish(self, i: int, task: NodeTask) -> tuple[list[NodeTask], list[Output]]:
-        """Mark `task` of node `i` done.
+    def chunks_of(self, i: int, task: NodeTask) -> Sequence[int]:
+        """Which chunks a task of node `i` takes."""
+        if task.chunk is None:
+            return self._index.chunks
+        order_of, count = self._index.order_of[i], self._index.per_part[i]
+        if order_of is None:
+            return (task.chunk,)
+        return self.consumption[order_of].order[task.chunk * count : (task.chunk + 1) * count]
+
+    def waits(self, i: int, task: NodeTask) -> bool:
+        """Whether a task's input is not complete."""
+        if i in self.parts:
+            return (task.chunk or 0) >= self.parts[i]
+        return not self.has_source or self.missing[i][task.chunk or 0] > 0
+
+    def finish(self, i: int, task: NodeTask, size: int = 0) -> tuple[list[NodeTask], list[Output]]:
+        """Mark `task` of node `i` done, whose longest response has `size` tokens.
 
         Returns:
             Tasks that now have all their inputs, and input parts nobody needs any more.
         """
-        index, nodes = self._index, self._index.flow.nodes
+        nodes = self._index.flow.nodes
         self.done.add(task)
         self.left[i] -= 1
         self.remaining -= 1
-        chunks = index.chunks if task.chunk is None else (task.chunk,)
+        chunks = self.chunks_of(i, task)
         if nodes[i].kind != "train":
             for chunk in chunks:
                 self.stored[Output(task.node, self.step, chunk)] = None
-        return self._newly_ready(i, chunks), self._newly_free(i, chunks)
+        if i in self.consumption:
+            self.consumption[i].answered(chunks[0], size)
+        ready = self._newly_ready(i, chunks)
+        for part in self.parts:
+            ready += self._next_parts(part)
+        return ready, self._newly_free(i, chunks)
+
+    def _next_parts(self, i: int) -> list[NodeTask]:
+        """Tasks of a node that takes chunks in order which now may run, one after another."""
+        ready: list[NodeTask] = []
+        for number in range(self.parts[i], self._index.num_tasks[i]):
+            task = NodeTask(self._index.flow.nodes[i].name, self.step, number)
+            chunks = self.chunks_of(i, task)
+            if len(chunks) < self._index.per_part[i] or any(self.missing[i][c] for c in chunks):
+                break
+            ready.append(task)
+        self.parts[i] += len(ready)
+        return ready
 
     def _newly_ready(self, i: int, chunks: Iterable[int]) -> list[NodeTask]:
         index, ready = self._index, list[NodeTask]()
         for consumer in index.consumers[i]:
             missing = self.missing[consumer]
-            chunked = index.chunked[consumer]
+            chunked = index.takes_chunks(consumer)
             for chunk in chunks:
                 slot = chunk if chunked else 0
                 missing[slot] -= 1
-                if missing[slot] == 0:
+                if missing[slot] == 0 and consumer not in self.parts:
                     name = index.flow.nodes[consumer].name
                     ready.append(NodeTask(name, self.step, chunk if chunked else None))
         return ready
@@ -143,8 +203,12 @@ class StepState:
             del self.stored[output]
         return freed
 
-    def restore(self, done: Iterable[NodeTask]) -> None:
+    def restore(self, done: Iterable[NodeTask], sizes: Mapping[NodeTask, int]) -> None:
         """Mark tasks done that a checkpoint says are done.
+
+        Args:
+            done: The tasks.
+            sizes: Of those that have one.
 
         Raises:
             ValueError: A task is unknown, or is done while one of its inputs is not.
@@ -153,11 +217,16 @@ class StepState:
         for task in done:
             if not index.knows(task):
                 raise ValueError(f"'{task}' is not a task of flow '{index.flow.name}'")
-        for task in sorted(done, key=lambda task: (index.index[task.node], task.chunk or 0)):
+
+        def place(task: NodeTask) -> tuple[int, int, int]:
+            return index.index[task.node], sizes.get(task, 0), task.chunk or 0
+
+        self.has_source = True  # which is checked below
+        for task in sorted(done, key=place):
             i = index.index[task.node]
-            if self.missing[i][task.chunk or 0]:
+            if self.waits(i, task):
                 raise ValueError(f"'{task}' is said to be done, but not all of its inputs are")
-            self.finish(i, task)
+            self.finish(i, task, sizes.get(task, 0))
         sources = [n.name for n in index.flow.nodes if n.kind == "source"]
         self.has_source = all(NodeTask(name, self.step) in self.done for name in sources)
         if not self.has_source:
@@ -170,8 +239,17 @@ class StepState:
         return [
             task
             for i in range(len(self.missing))
-            for slot, task in enumerate(self._index.tasks(i, self.step))
-            if self.missing[i][slot] == 0 and task not in self.done
+            for task in self._index.tasks(i, self.step)
+            if not self.waits(i, task) and task not in self.done
+        ]
+
+    def sizes(self) -> list[tuple[NodeTask, int]]:
+        """Every task that has a size, with it."""
+        nodes = self._index.flow.nodes
+        return [
+            (NodeTask(nodes[i].name, self.step, chunk), size)
+            for i, consumption in self.consumption.items()
+            for chunk, size in sorted(consumption.sizes.items())
         ]
 
     def note_reads(self, task: NodeTask, rules: Sequence[ReadRule], versions: Versions) -> None:
@@ -222,9 +300,10 @@ def restored_steps(
             f"step(s) {', '.join(map(str, sorted(by_step)))} done"
         )
     states: dict[int, StepState] = {}
+    sizes = dict(resume.sizes)
     for step in expected:
         state = states[step] = StepState(index, step)
-        state.restore(by_step[step])
+        state.restore(by_step[step], sizes)
         for task in state.done:
             if task.node in index.runnable:
                 rules = rules_of[index.index[task.node]]

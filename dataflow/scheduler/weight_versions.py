@@ -119,8 +119,14 @@ class Weights:
         """The instance where `role` is trained."""
         return self.instances[role, self._flow.homes[role]]
 
-    def gate(self, index: int, task: NodeTask) -> bool:
-        """Whether every instance `task` reads holds the right version; parks it otherwise."""
+    def gate(self, index: int, task: NodeTask, *, overwrites: bool) -> bool:
+        """Whether every instance `task` reads holds the right version; parks it otherwise.
+
+        Args:
+            index: Its node.
+            task: The task.
+            overwrites: Whether it changes the weights, if it trains.
+        """
         for rule in self.rules_of[index]:
             instance = self.instances[rule.role, rule.group]
             lowest = rule.lowest(task.step)
@@ -128,7 +134,7 @@ class Weights:
                 instance.blocked.setdefault(lowest, []).append(task)
                 return False
         trains = self._flow.nodes[index].trains
-        if trains is not None and not self._may_train(self.home(trains)):
+        if trains is not None and overwrites and not self._may_train(self.home(trains)):
             self.home(trains).blocked_trains.append(task)
             return False
         return True

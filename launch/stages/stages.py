@@ -131,7 +131,7 @@ def _stage(run: Resolved, algorithm: Recorded, placement: Placement, earlier: li
             )
     roles = {role: _role(run.model, algorithm, role, earlier) for role in graph.roles}
     flow_of(graph, placement)
-    check_lag(graph, run.schedule.max_lag)
+    check_lag(graph, run.schedule.max_lag, run.schedule.segment_tokens)
     check_tables(graph, at)
     check_sizes(graph, placement, section.per_step, at)
     return Stage(algorithm.name, at, section, graph, algorithm.seed, placement, roles)

@@ -15,15 +15,16 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss
-from penstock.algorithms.roles import PairBatch, Sampling
+from penstock.algorithms.roles import PairBatch, PolicyBatch, Rollout, Sampling
 from penstock.algorithms.roles.environment import ActionSpace
 from penstock.dataflow.errors import WorkerError
-from penstock.dataflow.runtime.call_context import call_scope
+from penstock.dataflow.runtime.call_context import Piece, call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.models.spec import ModelSpec
+from penstock.workers.training.microbatch import take_rows
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 from torch_models import architecture, make_policy, make_prompts, to_batch
@@ -62,6 +63,28 @@ def selected(context: WorkerContext, part: slice) -> Mapping[str, Tensor]:
     return saved
 
 
+def in_pieces(context: WorkerContext, batch: PolicyBatch) -> Mapping[str, Tensor]:
+    """Weights and metrics of a policy given its rows in three rounds, or whole if it is alone.
+
+    Rank 0 has no row in the first round, rank 1 none in the last.
+    """
+    optimizer = OptimizerSpec(lr=1e-3, eps=1e-5)
+    policy = make_policy(optimizer=optimizer, context=dataclasses.replace(context, role="streamed"))
+    rows = torch.arange(len(batch.tokens))
+    rounds: list[tuple[Piece, Tensor]] = [("whole", rows)]
+    if context.num_ranks > 1:
+        cuts = (0, len(rows) // 4) if context.rank == 0 else (len(rows) // 3, len(rows))
+        kinds: tuple[Piece, ...] = ("part", "part", "last")
+        rounds = list(zip(kinds, rows.tensor_split(cuts), strict=True))
+    saved: dict[str, Tensor] = {}
+    for step in range(2):
+        for piece, mine in rounds:
+            with call_scope(step, 0, piece=piece):
+                found = policy.train(ClippedPolicyLoss(), take_rows(batch, mine)).metrics
+            saved |= {f"metric/streamed/{n}": torch.tensor(m.value) for n, m in found.items()}
+    return saved | {f"streamed/{name}": weight for name, weight in policy.export_weights().items()}
+
+
 def main(rank: int, num_ranks: int, folder: Path, split: int) -> None:
     if num_ranks > 1:
         dist.init_process_group(
@@ -83,12 +106,11 @@ def main(rank: int, num_ranks: int, folder: Path, split: int) -> None:
     if num_ranks > 1:
         part = slice(0, split) if rank == 0 else slice(split, NUM_PROMPTS)
     metrics: dict[str, float] = {}
-    tokens = torch.zeros(0, 0, dtype=torch.int64)
+    rolls: list[Rollout] = []
     for step in range(3):
         with call_scope(step, 0):
             roll = policy.generate(prompt[part], prompt_id[part], SAMPLING)
-        if step == 0:
-            tokens = roll.tokens
+        rolls.append(roll)
         number = torch.arange(NUM_PROMPTS).repeat_interleave(SAMPLING.num_samples)[
             part.start * SAMPLING.num_samples : part.stop * SAMPLING.num_samples
         ]
@@ -116,6 +138,8 @@ def main(rank: int, num_ranks: int, folder: Path, split: int) -> None:
     saved |= {f"reward/{n}": w for n, w in reward.export_weights().items()}
     saved |= {f"metric/{n}": torch.tensor(v, dtype=torch.float64) for n, v in metrics.items()}
     saved |= selected(context, part)
+    saved |= in_pieces(context, to_batch(rolls[0]))
+    tokens = rolls[0].tokens
     saved["tokens"] = torch.nn.functional.pad(tokens, (0, 40 - tokens.shape[1]), value=-1)
     safetensors.torch.save_file(saved, folder / f"{num_ranks}-{rank}.safetensors")
     if num_ranks > 1:

@@ -31,6 +31,7 @@ from megatron_models import (
     optimizer_of,
     ruin,
     tiny,
+    train_in_pieces,
     train_pairs,
     train_policy,
     train_value,
@@ -206,6 +207,15 @@ def roles(part: Part) -> None:
     policy.save_pretrained(part.folder / f"policy-{part.layout}")
 
 
+def pieces(part: Part) -> None:
+    """Rows in three rounds, of which rank 0 has none in the first."""
+    policy = part.policy("qwen2-tied", optimizer=OPTIMIZER, micro_batch_tokens=60)
+    first = part.process < part.shards * part.tensor
+    rows = part.rows(load_batch(part.folder))
+    part.keep("metric", train_in_pieces(policy, rows, (0, 3) if first else (2, 5)))
+    part.found |= policy.export_weights()
+
+
 def gpt2(part: Part) -> None:
     """A family without a plan of its own is divided by rows."""
     policy = part.build(ModelSpec(architecture=architecture("gpt2")), optimizer=OPTIMIZER)
@@ -318,6 +328,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "gpt2": gpt2,
     "half": half,
     "padded": padded,
+    "pieces": pieces,
     "resume": resume,
     "refusals": refusals,
     "ruin": ruin,

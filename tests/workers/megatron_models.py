@@ -18,13 +18,14 @@ import torch
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss, ClippedValueLoss
 from penstock.algorithms.roles import PairBatch, PolicyBatch, TrainMetrics, ValueBatch
 from penstock.dataflow.errors import ConfigError, WorkerError
-from penstock.dataflow.runtime.call_context import call_scope
+from penstock.dataflow.runtime.call_context import Piece, call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.lora import LoraSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.host_memory import HostCopy
+from penstock.workers.training.microbatch import take_rows
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 from torch_models import architecture, make_prompts
@@ -40,6 +41,7 @@ FAMILIES = (
     "qwen2-tied",
     "qwen3",
 )
+POLICY_LOSS = ClippedPolicyLoss(report_entropy=True, entropy_coef=0.01)
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 # A larger eps than usual; see `test_trainer`. A small bound on the norm, so that clipping counts.
 OPTIMIZER = OptimizerSpec(lr=1e-3, weight_decay=0.01, eps=1e-5, max_grad_norm=0.3)
@@ -168,13 +170,33 @@ def train_policy(
     policy: Any, batch: dict[str, Tensor], steps: range = range(2), staleness: int | None = None
 ) -> dict[str, Tensor]:
     """Calls of GRPO's and PPO's policy loss, two minibatches each; metrics of the last."""
-    names = ("tokens", "mask", "behavior_logprob", "advantage")
-    columns = PolicyBatch(**{name: batch[name] for name in names})
-    loss = ClippedPolicyLoss(report_entropy=True, entropy_coef=0.01)
     found = TrainMetrics({})
     for step in steps:
         with call_scope(step, 0, staleness):
-            found = policy.train(loss, columns, num_minibatches=2, temperature=0.9)
+            found = policy.train(
+                POLICY_LOSS, policy_batch(batch), num_minibatches=2, temperature=0.9
+            )
+    return values_of(found)
+
+
+def policy_batch(batch: Mapping[str, Tensor]) -> PolicyBatch:
+    """What a policy loss reads of a batch."""
+    names = ("tokens", "mask", "behavior_logprob", "advantage")
+    return PolicyBatch(**{name: batch[name] for name in names})
+
+
+def train_in_pieces(
+    policy: Any, batch: dict[str, Tensor], cuts: Sequence[int] = ()
+) -> dict[str, Tensor]:
+    """Two calls of one step each on rows that come in pieces, cut there, or whole; its metrics."""
+    rows = torch.arange(len(batch["tokens"])).tensor_split(tuple(cuts))
+    found = TrainMetrics({})
+    for step in range(2):
+        for number, mine in enumerate(rows):
+            piece: Piece = "part" if number < len(cuts) else "last" if cuts else "whole"
+            given = take_rows(policy_batch(batch), mine)
+            with call_scope(step, 0, piece=piece):
+                found = policy.train(POLICY_LOSS, given, temperature=0.9)
     return values_of(found)
 
 

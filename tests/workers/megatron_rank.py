@@ -29,6 +29,7 @@ from megatron_models import (
     read_weights,
     ruin,
     tiny,
+    train_in_pieces,
     train_pairs,
     train_policy,
     train_value,
@@ -150,6 +151,14 @@ def train(part: Part) -> None:
     part.found["reward/before"] = reward.score(batch["tokens"], batch["mask"], rows)
     part.keep("reward/metric", train_pairs(reward, batch))
     part.keep("reward", reward.export_weights())
+
+
+def pieces(part: Part) -> None:
+    """Rows in three rounds, of which one is empty."""
+    policy = part.policy("qwen2-tied", optimizer=OPTIMIZER, micro_batch_tokens=60)
+    rows = part.rows(load_batch(part.folder))
+    part.keep("metric", train_in_pieces(policy, rows, (3, 3)))
+    part.found |= policy.export_weights()
 
 
 def recomputed(part: Part) -> None:
@@ -279,6 +288,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "train": train,
     "resume": resume,
     "half": half,
+    "pieces": pieces,
     "recomputed": recomputed,
     "written": written,
     "disagree": disagree,

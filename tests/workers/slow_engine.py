@@ -54,7 +54,11 @@ class SlowEngine:
         check_stop(sampling, has_tokenizer=self._tokenizer is not None)
 
     def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
-        return collected(self.stream(prompt, streams, sampling), sampling.max_new_tokens)
+        return collected(
+            self.stream(prompt, streams, sampling),
+            len(prompt) * sampling.num_samples,
+            sampling.max_new_tokens,
+        )
 
     def stream(
         self,

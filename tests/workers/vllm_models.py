@@ -9,6 +9,7 @@ from penstock.algorithms.roles import Policy, Rollout, Sampling
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.vllm_engine.generator import VllmPolicy, VllmPolicySpec
+from penstock.workers.engines.vllm_engine.requests import Request, Sampled
 from penstock.workers.models.spec import ModelSpec
 from torch import Tensor
 from torch_models import EOS, VOCAB, architecture
@@ -59,6 +60,19 @@ def generate(
 ) -> Rollout:
     with call_scope(step, 0):
         return policy.generate(prompt, prompt_id, sampling)
+
+
+def sample_seeds(
+    policy: VllmPolicy, ids: list[int], seeds: range, sampling: Sampling
+) -> list[Sampled]:
+    """A response to a prompt for each seed, by vLLM's engine itself."""
+    requests = {
+        n: Request(ids, seed, sampling.longest_response(len(ids))) for n, seed in enumerate(seeds)
+    }
+    ended: dict[int, Sampled] = {}
+    for step in policy.vllm.stream(requests, sampling, eos_token_id=EOS):
+        ended |= step.ended
+    return [ended[number] for number in sorted(ended)]
 
 
 def by_sample(roll: Rollout, num_samples: int) -> Responses:

@@ -7,7 +7,7 @@ own options, which say how its network is made; what stands in both may be set b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,10 +30,11 @@ from ...algorithms.roles.language import (
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Loss, Metric, add_metrics
 from ...dataflow.option_checks import check_range
-from ...dataflow.runtime.worker_protocol import WorkerContext
+from ...dataflow.runtime.worker_protocol import Streamed, WorkerContext
 from ..models.heads import Head
 from ..models.spec import ModelSpec
-from ..rollout.generator_policy import GenerationEngine, sample
+from ..rollout.generate_calls import sample, sample_streamed
+from ..rollout.generation_engine import GenerationEngine
 from ..training.logprob_mismatch import MismatchLimits
 from ..training.model_worker import ModelWorker, check_columns
 from ..training.network import LanguageNetwork
@@ -166,12 +167,24 @@ class PolicyWorker(LanguageWorker, Policy):
         Raises:
             ConfigError: If the engine does not generate.
         """
+        engine = self._generating()
+        return sample(engine, self.context, prompt, prompt_id, sampling, self.metrics)
+
+    def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed]:
+        """See `Streams` and `sample_streamed`.
+
+        Raises:
+            ConfigError: If the engine does not generate.
+        """
+        return sample_streamed(self._generating(), self.context, method, calls, self.metrics)
+
+    def _generating(self) -> GenerationEngine:
         if self._generator is None:
             raise ConfigError(
                 f"'{self.context.role}' is trained by {self.network.engine}, which does not "
                 "generate; give it a rollout engine (rollout=)"
             )
-        return sample(self._generator, self.context, prompt, prompt_id, sampling, self.metrics)
+        return self._generator
 
     def logprob(self, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
         """See `Policy.logprob`."""

@@ -31,6 +31,7 @@ from ...dataflow.runtime.device_sharing import (
 from ...dataflow.runtime.executor import Program, build_role, methods_of
 from ...dataflow.runtime.host import Host
 from ...dataflow.runtime.messages import (
+    BeginStreamWork,
     CallWork,
     ExportSlicesWork,
     ImportSlicesWork,
@@ -317,6 +318,10 @@ class RankProcess:
                     traffic.write(work.role, worker, work.source, packets, work.version)
             case CallWork():
                 for role, version in work.versions:
+                    traffic.check(role, version)
+                return host.perform(work)
+            case BeginStreamWork():
+                for role, version in work.calls[0].versions:
                     traffic.check(role, version)
                 return host.perform(work)
             case _:

@@ -26,7 +26,16 @@ from ...dataflow.errors import ConfigError, PenstockError, StateError, WorkerErr
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.device_sharing import DeviceSharing, needs_device
 from ...dataflow.runtime.executor import Completion, Program, Restart, groups_of, servers_of
-from ...dataflow.runtime.messages import CallWork, Handle, ImportSlicesWork, ImportWork, Part, Work
+from ...dataflow.runtime.messages import (
+    AnswerWork,
+    BeginStreamWork,
+    CallWork,
+    Handle,
+    ImportSlicesWork,
+    ImportWork,
+    Part,
+    Work,
+)
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..weight_sync.channel import Offer
 from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport
@@ -161,6 +170,7 @@ class Supervisor:
         self._asleep: dict[str, list[Ref]] = {}
         self._restartable: set[str] = set()
         self._loaded: dict[tuple[str, int, str], _Job] = {}
+        self._begun: dict[tuple[str, int], _Job] = {}
         self._pending: dict[Ref, tuple[_Job, int]] = {}
         self._started: _Started | None = None
         self._controller_bytes = 0
@@ -252,8 +262,8 @@ class Supervisor:
         job.processes.update(processes)
         for process in processes:
             leads = process == processes[0]
-            if leads and job.group in self._restartable and isinstance(job.work, CallWork):
-                count = 1 if job.work.chunk is not None else self._num_chunks(job)
+            count = self._num_parts(job)
+            if leads and job.group in self._restartable and count:
                 arguments = job.program, job.work, count
                 answer, *job.parts = group.backend.call(
                     group.processes[process], "perform_apart", arguments, 1 + count
@@ -262,8 +272,16 @@ class Supervisor:
                 answer = group.call(process, "perform", job.program, job.work, leads)
             self._pending[answer] = (job, process)
 
-    def _num_chunks(self, job: _Job) -> int:
-        return self._programs[job.program].placement.num_chunks
+    def _num_parts(self, job: _Job) -> int:
+        """Outputs that work may have."""
+        match job.work:
+            case AnswerWork():
+                return 2  # rows, and what goes on in the next step
+            case CallWork():
+                num_chunks = self._programs[job.program].placement.num_chunks
+                return num_chunks if job.work.chunk is None else 1
+            case _:
+                return 0
 
     def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
         """See `Executor.wait`."""
@@ -297,6 +315,8 @@ class Supervisor:
         completion = job.complete()
         if completion is not None and isinstance(job.work, (ImportWork, ImportSlicesWork)):
             self._loaded[job.group, job.rank, job.work.role] = job
+        if completion is not None and isinstance(job.work, BeginStreamWork):
+            self._begun[job.group, job.rank] = job
         return completion
 
     def _watch(self, offer: Offer) -> None:
@@ -325,6 +345,16 @@ class Supervisor:
             self._pending.clear()
             return job.failed(f"{said}; it could not be started again: {error}")
         before = [a for (name, _, _), a in self._loaded.items() if name == job.group]
+        # A stream that was begun goes on from what was answered; one that is owed is begun anyway.
+        answers = {(a.rank, a.work.step) for a in owed if isinstance(a.work, AnswerWork)}
+        before += [
+            a
+            for (name, rank), a in self._begun.items()
+            if name == job.group
+            and isinstance(a.work, BeginStreamWork)
+            and (rank, a.work.calls[0].step) in answers
+            and a not in owed
+        ]
         for again in (*before, *owed):
             again.processes.clear()
             again.answers.clear()
@@ -358,6 +388,7 @@ class Supervisor:
         is_idle = not self._pending
         self._pending.clear()
         self._loaded.clear()
+        self._begun.clear()
         self._asleep.clear()
         groups, self._groups = self._groups, {}
         warm = [group for group in groups.values() if is_idle and self._may_stay_warm(group)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .responses import Responses
@@ -18,7 +17,7 @@ class Ended:
     """Some responses to which this call adds nothing more.
 
     Attributes:
-        rows: i64[n]; which, ascending.
+        rows: i64[n]; which, ascending. None, if only `at_least` has grown.
         responses: All that was sampled of each of them, in this call and before.
         at_least: What every response still to come has at its end: at least so many tokens.
     """
@@ -26,6 +25,26 @@ class Ended:
     rows: Tensor
     responses: Responses
     at_least: int
+
+    def put_into(self, responses: Responses) -> None:
+        """Fill these rows in where those of all rows are."""
+        rows, new = self.rows, self.responses
+        responses.token[rows], responses.logprob[rows] = new.token, new.logprob
+        responses.length[rows], responses.finished[rows] = new.length, new.finished
+
+
+def collected(steps: Iterable[Ended], num_rows: int, max_new: int) -> Responses:
+    """All responses, in the order of their rows, once the last has ended.
+
+    Args:
+        steps: What `GenerationEngine.stream` gives.
+        num_rows: Responses.
+        max_new: Longest response.
+    """
+    responses = Responses.none_yet(num_rows, max_new)
+    for ended in steps:
+        ended.put_into(responses)
+    return responses
 
 
 @dataclass(frozen=True)
@@ -43,23 +62,3 @@ class Begun:
     logprob: Tensor
     ended: Tensor
     most_new: int
-
-
-def collected(stream: Iterable[Ended], max_new: int) -> Responses:
-    """All responses of a stream, in the order of their rows.
-
-    Args:
-        stream: Gives every row once.
-        max_new: Longest response, the width of the columns.
-    """
-    parts = list(stream)
-    none = torch.zeros(0, dtype=torch.int64)
-    empty = Responses(none.view(0, max_new), torch.zeros(0, max_new), none, none.bool())
-    order = torch.cat([none, *(part.rows for part in parts)]).argsort()
-    given = [empty, *(part.responses for part in parts)]
-    return Responses(
-        torch.cat([one.token for one in given])[order],
-        torch.cat([one.logprob for one in given])[order],
-        torch.cat([one.length for one in given])[order],
-        torch.cat([one.finished for one in given])[order],
-    )

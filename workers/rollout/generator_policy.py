@@ -7,12 +7,11 @@ knows a model. Another engine of the same role trains it and publishes its weigh
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from ...algorithms.roles.language import (
@@ -25,143 +24,17 @@ from ...algorithms.roles.language import (
 )
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Loss, Metric, Role, add_metrics
-from ...dataflow.runtime.call_context import call_key
-from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
+from ...dataflow.runtime.worker_protocol import Streamed, WorkerContext, WorkerSpec
 from ...planner.resharding.sharding import Sharding, whole
 from ..weight_sync.weight_buffer import ReceivedWeights
-from .ended import Begun, Ended
-from .responses import Responses, check_logprobs, check_prompts, report_responses, to_rollout
-from .sampling import SampleStreams
+from .generate_calls import sample, sample_streamed
+from .generation_engine import GenerationEngine
 
-__all__ = ["GenerationEngine", "GeneratorPolicy", "SplitPolicySpec", "sample"]
+__all__ = ["GeneratorPolicy", "SplitPolicySpec"]
 
 B = TypeVar("B")
 
 _ROLLOUT = frozenset({"generate"})
-
-
-class GenerationEngine(Protocol):
-    """Samples responses from a language model in this process.
-
-    Attributes:
-        name: For messages: "vLLM".
-        dtype: Data type of the weights: "float32" or "bfloat16".
-        vocab_size: Tokens that the model knows.
-    """
-
-    name: str
-    dtype: str
-    vocab_size: int
-
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Parameter -> its shape, by Hugging Face name; tied weights appear once."""
-        ...
-
-    @property
-    def num_positions(self) -> int | None:
-        """The longest sequence, prompt and response; None if unknown."""
-        ...
-
-    def check(self, sampling: Sampling) -> None:
-        """Refuse what this engine would do otherwise than asked.
-
-        Raises:
-            ValueError: Saying what, and what to ask for instead.
-        """
-        ...
-
-    def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
-        """Sample responses.
-
-        A response depends on its prompt, its stream and the weights, not on the other rows.
-
-        Args:
-            prompt: i64[P, T], right padded with -1, checked.
-            streams: The random numbers of each of the P * num_samples responses.
-            sampling: How responses are sampled.
-
-        Returns:
-            On the CPU, the samples of a prompt adjacent.
-        """
-        ...
-
-    def stream(
-        self,
-        prompt: Tensor,
-        streams: SampleStreams,
-        sampling: Sampling,
-        begun: Begun | None = None,
-    ) -> Iterator[Ended]:
-        """Sample responses, and give each as soon as it has ended; the rest as `generate`.
-
-        Every row is given once. Rows that are not given yet are given up if the caller stops.
-
-        Args:
-            prompt: i64[P, T], right padded with -1, checked.
-            streams: The random numbers of each of the P * num_samples responses.
-            sampling: How responses are sampled.
-            begun: What there is of them already; nothing by default. Token t of a response has the
-                same random number in whatever call it is sampled.
-        """
-        ...
-
-    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Replace all weights; what was computed with the old ones is void."""
-        ...
-
-    def sleep(self) -> int:
-        """Give device memory to others until `wake`; nothing to do if it sleeps.
-
-        Returns:
-            Bytes given back.
-        """
-        ...
-
-    def wake(self) -> None:
-        """Take the memory back; nothing to do if it is awake."""
-        ...
-
-    def close(self) -> None:
-        """End the engine; nothing is asked of it afterwards."""
-        ...
-
-
-def sample(
-    engine: GenerationEngine,
-    context: WorkerContext,
-    prompt: Tensor,
-    prompt_id: Tensor,
-    sampling: Sampling,
-    metrics: dict[str, Metric],
-) -> Rollout:
-    """Answer a role's call to `generate`.
-
-    Args:
-        engine: Samples the tokens.
-        context: The role, and the run's seed.
-        prompt: i64[P, T], right padded with -1.
-        prompt_id: i64[P].
-        sampling: How many responses, how long, how hot.
-        metrics: Lengths and truncation are added to it.
-
-    Returns:
-        Rows of one prompt are adjacent, in the order of the prompts.
-
-    Raises:
-        ValueError: If a prompt cannot be answered, or the engine cannot sample so.
-        WorkerError: If the model's logits are not finite.
-    """
-    check_prompts(
-        prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
-    )
-    engine.check(sampling)
-    key = call_key(context.role, "generate")
-    streams = SampleStreams(context.seed, context.role, key, prompt_id, sampling.num_samples)
-    responses = engine.generate(prompt, streams, sampling)
-    check_logprobs(responses, context.role)
-    report_responses(metrics, responses)
-    return to_rollout(prompt.cpu(), prompt_id.repeat_interleave(sampling.num_samples), responses)
 
 
 class GeneratorPolicy(Policy):
@@ -192,6 +65,15 @@ class GeneratorPolicy(Policy):
         """
         self._weights.check()
         return sample(self.engine, self.context, prompt, prompt_id, sampling, self.metrics)
+
+    def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed]:
+        """See `Streams` and `sample_streamed`.
+
+        Raises:
+            WeightsError: If the weights are partial or not of the expected version.
+        """
+        self._weights.check()
+        return sample_streamed(self.engine, self.context, method, calls, self.metrics)
 
     # --- what is a training engine's
 

@@ -38,6 +38,13 @@ class Responses:
     length: Tensor
     finished: Tensor
 
+    @staticmethod
+    def none_yet(num_rows: int, max_new: int) -> Responses:
+        """Responses without any token, on the CPU."""
+        length = torch.zeros(num_rows, dtype=torch.int64)
+        token = torch.full((num_rows, max_new), -1, dtype=torch.int64)
+        return Responses(token, torch.zeros(num_rows, max_new), length, length.bool())
+
 
 def check_prompts(
     prompt: Tensor, sampling: Sampling, *, num_positions: int | None, vocab_size: int

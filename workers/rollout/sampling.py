@@ -9,7 +9,9 @@ numpy's implementation, whose raw stream numpy guarantees across versions.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -106,14 +108,20 @@ class SampleStreams:
             numbers[rows] = row_uniforms(stream, prompt_id[its], sample[its], count)
         return numbers
 
-    def seeds(self) -> list[int]:
-        """63 bits for each response."""
+    def seeds(self, lengths: Sequence[int] | None = None) -> list[int]:
+        """63 bits for each response.
+
+        Args:
+            lengths: Tokens of each that have been sampled before, 0 by default. One that goes on
+                gets another seed than it began with, or it would meet the same numbers again.
+        """
         ids = self.prompt_id.tolist()
         steps = [self.key.step] * len(ids) if self.steps is None else self.steps.tolist()
+        rows = list(product(zip(steps, ids, strict=True), range(self.num_samples)))
+        had = [0] * len(rows) if lengths is None else lengths
         words = (
-            self._stream(CallKey(step, self.key.ordinal), prompt_id, sample)
-            for step, prompt_id in zip(steps, ids, strict=True)
-            for sample in range(self.num_samples)
+            self._stream(CallKey(step, self.key.ordinal), prompt_id, sample, *([n] if n else []))
+            for ((step, prompt_id), sample), n in zip(rows, had, strict=True)
         )
         return [int(word[0] >> np.uint64(1)) for word in words]
 

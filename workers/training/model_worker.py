@@ -19,7 +19,7 @@ from torch import Tensor
 from ...algorithms.roles.language import TrainMetrics
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Loss, Metric
-from ...dataflow.runtime.call_context import call_key
+from ...dataflow.runtime.call_context import call_key, call_piece
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.resharding.sharding import Sharding
 from .checkpoint_files import WholeTensors, box_key, open_state, read_state_json, state_file
@@ -91,6 +91,7 @@ class ModelWorker:
         """Tell network and optimizer that weights were written from outside."""
         self._network.weights_changed()
         if self._trainer is not None:
+            self._trainer.discard_pieces()
             self._trainer.optimizer.refresh()
 
     def export_weights(self) -> dict[str, Tensor]:
@@ -121,7 +122,12 @@ class ModelWorker:
 
         A model that one process has whole is written in format 1 of `checkpoint_files`, a divided
         one in format 2: each process of data-parallel rank 0 writes what none before it has.
+
+        Raises:
+            StateError: If pieces of a batch wait for its last one: their gradient would be lost.
         """
+        if self._trainer is not None:
+            self._trainer.refuse_pieces("its state was to be saved")
         optimizer = None if self._trainer is None else self._trainer.optimizer
         moments = {} if optimizer is None else optimizer.state()  # every rank must ask
         if self.context.rank != 0:
@@ -259,7 +265,7 @@ class ModelWorker:
         num_minibatches: int,
         limits: MismatchLimits | None = None,
     ) -> TrainMetrics:
-        """Train in the call being served.
+        """Train in the call being served, on all of a batch or on a piece; see `Trainer.train`.
 
         Raises:
             RuntimeError: If the worker is frozen.
@@ -269,6 +275,9 @@ class ModelWorker:
                 f"'{self.context.role}' is frozen and cannot train; give its spec an optimizer= "
                 "(OptimizerSpec)"
             )
+        if call_piece() == "none":
+            self._trainer.discard_pieces()
+            return self._trainer.skip()
         metrics = self._trainer.train(
             forward,
             loss,
@@ -277,6 +286,7 @@ class ModelWorker:
             num_minibatches=num_minibatches,
             key=call_key(self.context.role, "train"),
             limits=limits,
+            piece=call_piece(),
         )
         give_back_freed(self.device)
         return metrics

@@ -96,11 +96,11 @@ class Network(Protocol):
         ...
 
     def start_gradient(self) -> Tensor:
-        """A zeroed f32[size] buffer, to which `run` adds gradients."""
+        """A zeroed f32[size] buffer, to which each `run` adds gradients until it is asked again."""
         ...
 
     def finish_gradient(self, grad: Tensor) -> Tensor:
-        """Add what other processes computed of the same weights' gradients.
+        """Add what other processes computed of the same weights' gradients, once, after all runs.
 
         What the optimizer adds itself is not added here.
         """

@@ -4,13 +4,16 @@ It knows losses and batches, no model and no algorithm. What it guarantees: the 
 call depend on (seed, role, step, ordinal, epoch) alone; the loss and its gradient do not depend on
 the size of micro-batches or the number of ranks beyond rounding; on several ranks every rank takes
 part in every collective, whether or not it holds rows of the minibatch.
+
+A batch may come in pieces, each in a call of its own: gradient, loss and totals of their rows add
+up apart, and are divided once the last piece is there. Every rank gets the same number of pieces,
+with rows or without; ranks add up over each other in the last one only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from ...algorithms.roles.language import TrainMetrics
 from ...dataflow.graph.role import Loss, LossSum, Metric
-from ...dataflow.runtime.call_context import CallKey, call_staleness
+from ...dataflow.runtime.call_context import CallKey, Piece, call_staleness
 from ..rollout.sampling import stream_generator
 from .data_parallel import RankGroup, rank_group
 from .frozen import frozen_names, frozen_spans
@@ -26,42 +29,16 @@ from .logprob_mismatch import Mismatch, MismatchLimits, check_mismatch
 from .microbatch import Minibatches, columns, micro_batches, on_device, row_sizes, take_rows
 from .network import Network
 from .optimizer import OptimizerSpec
+from .sums import Pieces, Sums, divisor, num_masked, num_rows, one_step
 from .weight_checks import not_finite, some, stopped, unusable
 
-__all__ = ["Forward", "Sums", "Trainer", "num_masked"]
+__all__ = ["Forward", "Trainer"]
 
 B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
 
 Forward = Callable[[Any, bool], O]
 """A batch's rows on the model's device, and whether entropies are wanted, to the model output."""
-
-
-@dataclass
-class Sums:
-    """Additive results of a train call: name -> (sum, weight), still on the device."""
-
-    entries: dict[str, tuple[Tensor, Tensor]] = field(
-        default_factory=dict[str, tuple[Tensor, Tensor]]
-    )
-
-    def add(self, name: str, total: Tensor, weight: Tensor) -> None:
-        """Add scalars to what is there under `name`."""
-        total, weight = total.detach().double(), weight.detach().double()
-        if name in self.entries:
-            before = self.entries[name]
-            total, weight = before[0] + total, before[1] + weight
-        self.entries[name] = (total, weight)
-
-    def merged(self, group: RankGroup) -> dict[str, Metric]:
-        """Added up over ranks; every rank gets the same."""
-        names = group.union(list(self.entries))
-        table = torch.zeros(len(names), 2, dtype=torch.float64, device=group.device)
-        for row, name in enumerate(names):
-            if name in self.entries:
-                table[row] = torch.stack([part.to(table.device) for part in self.entries[name]])
-        values: list[list[float]] = group.sum_(table).tolist()
-        return {name: Metric.mean(*pair) for name, pair in zip(names, values, strict=True)}
 
 
 class Trainer(Generic[O]):
@@ -91,6 +68,7 @@ class Trainer(Generic[O]):
         self._everyone = RankGroup(place.process, place.num_processes, network.device)
         self._mismatch: Mismatch | None = None
         self._compared = False
+        self._pieces: Pieces | None = None
         self._frozen = frozen_names(network, spec.frozen, network.context.role)
         self.optimizer = network.make_optimizer(spec)
         self.calls = 0
@@ -105,40 +83,91 @@ class Trainer(Generic[O]):
         num_minibatches: int,
         key: CallKey,
         limits: MismatchLimits | None = None,
+        piece: Piece = "whole",
     ) -> TrainMetrics:
         """Take `epochs * num_minibatches` steps on this rank's part of a batch.
 
+        Given a piece of it, add its gradient to those before, and with the last one take the step:
+        the same as on the whole batch beyond rounding. All but the last return no metrics.
+
         Raises:
-            ValueError: If the batch cannot be cut as asked.
+            ValueError: If the batch cannot be cut as asked, or no piece of it has a row.
+            ConfigError: If a piece cannot be learned from by itself, because of the loss or because
+                there is to be more than one step.
+            StateError: If the pieces before are of another call.
             MismatchError: If another model must have sampled it; nothing has been changed.
             WorkerError: If a gradient, the loss or the new weights are not finite; on all
                 processes.
         """
         if epochs < 1:
             raise ValueError(f"epochs is {epochs}; expected at least 1")
+        limits = limits or MismatchLimits()
+        if piece != "whole":
+            one_step(self._context.role, epochs, num_minibatches)
+            pieces = self._add_piece(forward, loss, batch, key, limits)
+            if piece == "last":
+                return self._end_pieces(loss, pieces, limits)
+            self._pieces = pieces
+            return TrainMetrics({})
+        self.refuse_pieces("it was given a whole batch")
         cut = Minibatches(batch, loss.unit, num_minibatches, self._network.replicas)
-        lr = self._spec.lr_at(self.calls)
-        if self._spec.restart_every_call:
-            self.optimizer.restart()
-        if self._frozen:  # not when it is made: a copy that only generates has no gradient
-            self.optimizer.freeze(frozen_spans(self._network, self._frozen))
-            self._frozen = frozenset[str]()
+        self._begin(key, limits)
         sums = Sums()
         norms: list[float] = []
-        limits = limits or MismatchLimits()
-        if not self._compared or key.step % limits.every == 0:
-            self._mismatch = Mismatch(self._context, self._device)
         agreed: dict[str, Metric] = {}
         for epoch in range(epochs):
             random = stream_generator(
                 self._context.seed, self._context.role, "minibatches", key, epoch
             )
             for rows in cut.epoch(random):
-                grad = self._gradient(forward, loss, batch, rows, sums)
+                local = take_rows(batch, rows)
+                totals = self._network.replicas.sum_(self._totals(loss, local))
+                grad = self._network.start_gradient()
+                self._add_gradient(forward, loss, local, totals, sums)
+                grad = self._network.finish_gradient(grad)
                 agreed |= self._end_comparing(key, limits)  # the next see other weights
-                norms.append(self._step(grad, lr, take_rows(batch, rows), sums, key))
+                norms.append(self._step(grad, [local], sums, key))
+        return self._end(sums, norms, agreed, epochs, key)
+
+    def refuse_pieces(self, what: str) -> None:
+        """Require that no pieces of a batch wait for its last one.
+
+        Args:
+            what: What came in place of it: "its state was to be saved".
+
+        Raises:
+            StateError: If some do.
+        """
+        if self._pieces is not None:
+            raise self._pieces.unfinished(what)
+
+    def discard_pieces(self) -> None:
+        """Forget pieces of a batch that wait for its last one: the weights are others now."""
+        if self._pieces is not None:
+            self._pieces = self._mismatch = None
+
+    def _begin(self, key: CallKey, limits: MismatchLimits) -> None:
+        """What a call does before its first gradient."""
+        if self._spec.restart_every_call:
+            self.optimizer.restart()
+        if self._frozen:  # not when it is made: a copy that only generates has no gradient
+            self.optimizer.freeze(frozen_spans(self._network, self._frozen))
+            self._frozen = frozenset[str]()
+        if not self._compared or key.step % limits.every == 0:
+            self._mismatch = Mismatch(self._context, self._device)
+
+    def _end(
+        self,
+        sums: Sums,
+        norms: list[float],
+        agreed: Mapping[str, Metric],
+        epochs: int,
+        key: CallKey,
+    ) -> TrainMetrics:
+        """What a call does after its last step, and its metrics."""
+        lr = self._spec.lr_at(self.calls)
         self.calls += 1
-        metrics = sums.merged(self._group) | agreed
+        metrics = sums.merged(self._group) | dict(agreed)
         self._check_result(metrics, key)
         steps = float(len(norms))
         metrics["loss"] = (
@@ -150,6 +179,39 @@ class Trainer(Generic[O]):
         metrics["lr"] = Metric.mean(lr, 1.0)
         metrics["tokens"] = Metric.mean(metrics["tokens"].total, float(epochs))
         return TrainMetrics(metrics)
+
+    def _add_piece(
+        self, forward: Forward[O], loss: Loss[B, O], batch: B, key: CallKey, limits: MismatchLimits
+    ) -> Pieces:
+        """Add a piece to those before; they are forgotten if this one fails."""
+        pieces, self._pieces = self._pieces, None
+        rows = take_rows(batch, torch.arange(num_rows(batch)))
+        totals = self._totals(loss, rows)
+        ones = torch.ones_like(totals)
+        divisor(loss, ones, self._context.role)
+        if pieces is None:
+            self._begin(key, limits)
+            pieces = Pieces(self._context.role, key, self._network.start_gradient())
+        pieces.add(rows, totals, key)
+        self._add_gradient(forward, loss, rows, ones, pieces.sums)
+        return pieces
+
+    def _end_pieces(
+        self, loss: Loss[Any, O], pieces: Pieces, limits: MismatchLimits
+    ) -> TrainMetrics:
+        """Divide what has been added up by what the loss divides by, and take the step."""
+        totals = pieces.totals(self._network.replicas)
+        ones, role = torch.ones_like(totals), self._context.role
+        share = float(divisor(loss, ones, role) / divisor(loss, totals, role))
+        grad = self._network.finish_gradient(pieces.grad).mul_(share)
+        pieces.sums.scale("loss", share)
+        agreed = self._end_comparing(pieces.key, limits)
+        norm = self._step(grad, pieces.rows, pieces.sums, pieces.key)
+        return self._end(pieces.sums, [norm], agreed, 1, pieces.key)
+
+    def _totals(self, loss: Loss[B, O], rows: B) -> Tensor:
+        """f64[K], on the device: the loss's totals of this rank's rows."""
+        return loss.totals(rows).double().to(self._device)
 
     def skip(self) -> TrainMetrics:
         """Serve a train call that has nothing to learn from: only the schedule goes on."""
@@ -165,16 +227,17 @@ class Trainer(Generic[O]):
             }
         )
 
-    def _step(self, grad: Tensor, lr: float, rows: object, sums: Sums, key: CallKey) -> float:
-        """One optimizer step, and the gradient's norm.
+    def _step(self, grad: Tensor, rows: Sequence[object], sums: Sums, key: CallKey) -> float:
+        """One optimizer step on the gradient of some rows, and its norm.
 
         Raises:
             WorkerError: If that is not finite, on all processes.
         """
         try:
-            return self.optimizer.step(grad, lr)
+            return self.optimizer.step(grad, self._spec.lr_at(self.calls))
         except FloatingPointError as error:
-            bad = [f"column '{name}' of its batch" for name in not_finite(columns(rows))]
+            names = {name for part in rows for name in not_finite(columns(part))}
+            bad = [f"column '{name}' of its batch" for name in names]
             if "loss" in sums.entries and not bool(sums.entries["loss"][0].isfinite()):
                 bad.append("the loss")
             bad += self._weights_found()
@@ -206,29 +269,34 @@ class Trainer(Generic[O]):
         check_mismatch(found, limits, self._context.role, key.step, call_staleness())
         return found
 
-    def _gradient(
-        self, forward: Forward[O], loss: Loss[B, O], batch: B, rows: Tensor, sums: Sums
-    ) -> Tensor:
-        """The minibatch's gradient, f32[size], from this rank's `rows`; adds to `sums`."""
+    def _add_gradient(
+        self, forward: Forward[O], loss: Loss[B, O], rows: B, totals: Tensor, sums: Sums
+    ) -> None:
+        """Add the gradient of this rank's rows to the network's, and what is reported to `sums`.
+
+        Args:
+            forward: See `Forward`.
+            loss: The loss.
+            rows: This rank's part of a minibatch, or of a piece.
+            totals: f64[K]; what the loss is given.
+            sums: What is reported.
+        """
         network, device = self._network, self._device
-        local = take_rows(batch, rows)
-        totals = network.replicas.sum_(loss.totals(local).double().to(device))
-        limit = network.micro_batch_limit(self._micro_batch_tokens, int(row_sizes(local).sum()))
-        parts = micro_batches(batch, rows, loss.unit, limit, sort_by_length=network.sort_by_length)
+        limit = network.micro_batch_limit(self._micro_batch_tokens, int(row_sizes(rows).sum()))
+        every = torch.arange(num_rows(rows))
+        parts = micro_batches(rows, every, loss.unit, limit, sort_by_length=network.sort_by_length)
         one = torch.ones((), device=device)
         sums.add("tokens", torch.zeros_like(one), one)  # for a process without any
 
         def load(part: Tensor) -> B:
-            whole = part is rows  # one micro-batch: its rows have been taken already
-            return on_device(local, device) if whole else take_rows(batch, part, device)
+            # One micro-batch has been taken already.
+            return on_device(rows, device) if part is every else take_rows(rows, part, device)
 
         def compute(micro: B) -> Tensor:
             sums.add("tokens", num_masked(micro).to(device), one)
             return self._loss(forward, loss, micro, totals, sums)
 
-        grad = network.start_gradient()
         network.run(list(parts), load, compute, backward=True)
-        return network.finish_gradient(grad)
 
     def _loss(
         self, forward: Forward[O], loss: Loss[B, O], micro: B, totals: Tensor, sums: Sums
@@ -251,9 +319,3 @@ class Trainer(Generic[O]):
         for name, (total, weight) in result.metrics.items():
             sums.add(name, total, weight)
         return result.total
-
-
-def num_masked(batch: object) -> Tensor:
-    """Trained tokens of a batch; 0 if it has no mask."""
-    mask = columns(batch).get("mask")
-    return torch.zeros(()) if mask is None else mask.sum()

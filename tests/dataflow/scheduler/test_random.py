@@ -7,7 +7,7 @@ ranks, stored outputs and weights, and `expected_reads` says by arithmetic what 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -28,6 +28,7 @@ from penstock.dataflow.scheduler.events import (
     Publish,
     Release,
     RunCall,
+    RunStream,
     RunTrain,
     SaveCheckpoint,
     SourceReady,
@@ -57,11 +58,12 @@ def flows(draw: st.DrawFn) -> Flow:
     kinds: list[str] = ["call"] * draw(st.integers(1, 6))
     kinds += [role for role, count in trains.items() for _ in range(count)]
     nodes, trained = list(sources), dict.fromkeys(homes, 0)
+    num_chunks = draw(st.integers(1, 3))
     for i, kind in enumerate(draw(st.permutations(kinds))):
-        nodes.append(draw(_node(i, kind, nodes, homes, names, trained)))
+        node = draw(_node(i, kind, nodes, homes, names, trained))
+        nodes.append(draw(_streaming(node, nodes, groups, num_chunks)))
         if kind in homes:
             trained[kind] += 1
-    num_chunks = draw(st.integers(1, 3))
     pairs = [(a, b) for a in names for b in names if a < b and draw(st.booleans())]
     sharing = {a: frozenset(x for p in pairs if a in p for x in p if x != a) for a in names}
     return Flow("random", tuple(nodes), groups, homes, trains, num_chunks, sharing)
@@ -90,6 +92,27 @@ def _node(
     reads = tuple(WeightRead(r, trained.get(r, 0), kind == "rollout", draw(served)) for r in read)
     group, chunked = draw(st.sampled_from(groups)), draw(st.booleans())
     return FlowNode(f"n{i}", kind, chunked, group, inputs, reads if kind != "op" else ())
+
+
+@st.composite
+def _streaming(
+    draw: st.DrawFn, node: FlowNode, before: list[FlowNode], groups: dict[str, int], chunks: int
+) -> FlowNode:
+    """The node, or the same streaming, where it can."""
+    if draw(st.booleans()):
+        return node
+    by_source = all(name.startswith("source") for name in node.inputs)
+    if node.kind == "rollout" and node.chunked and by_source:
+        return replace(node, streams=True)
+    streams = [other.name for other in before if other.streams]
+    if node.kind == "train" and streams and chunks % groups[node.group] == 0:
+        return replace(node, order_of=draw(st.sampled_from(streams)))
+    return node
+
+
+def size(task: NodeTask) -> int:
+    """Of every task of a node that streams; some are equal."""
+    return random.Random(f"{task}").randrange(4)
 
 
 def timing(seed: int) -> Callable[[object], float]:
@@ -132,10 +155,16 @@ def expected_reads(flow: Flow, schedule: Schedule, num_steps: int) -> dict[NodeT
                 versions[node.trains] = step * n + trained[node.trains]
                 trained[node.trains] += 1
             if node.kind != "source":
-                chunks = range(flow.num_chunks) if node.chunked else (None,)
-                for chunk in chunks:
+                for chunk in task_numbers(flow, node):
                     reads[NodeTask(node.name, step, chunk)] = tuple(sorted(versions.items()))
     return reads
+
+
+def task_numbers(flow: Flow, node: FlowNode) -> tuple[int | None, ...]:
+    """`NodeTask.chunk` of a node's tasks in a step."""
+    if node.order_of:
+        return tuple(range(flow.num_chunks // flow.groups[node.group]))
+    return tuple(range(flow.num_chunks)) if node.chunked else (None,)
 
 
 class Recorded(Scheduler):
@@ -161,8 +190,9 @@ class Shell:
     def __init__(self, flow: Flow, schedule: Schedule, first_step: int = 0) -> None:
         self.flow, self.schedule = flow, schedule
         self.nodes = {node.name: node for node in flow.nodes}
-        self.busy: dict[tuple[str, int], Task] = {}
-        self.runs: dict[Task, RunCall | RunTrain | Publish | Load] = {}
+        self.busy: dict[tuple[str, int], set[Task]] = {}
+        self.runs: dict[Task, RunCall | RunStream | RunTrain | Publish | Load] = {}
+        self.trained: dict[tuple[str, int], list[int]] = {}
         self.stored: set[Output] = set()
         self.snapshots: set[tuple[str, int]] = set()
         self.holds = {
@@ -183,14 +213,19 @@ class Shell:
             self.stored.add(Output(node, step, part))
 
     def occupy(
-        self, group: str, ranks: range, task: Task, work: RunCall | RunTrain | Publish | Load
+        self,
+        group: str,
+        ranks: range,
+        tasks: Sequence[Task],
+        work: RunCall | RunStream | RunTrain | Publish | Load,
     ) -> None:
-        assert task not in self.runs
-        assert task not in self.ended
+        for task in tasks:
+            assert task not in self.runs
+            assert task not in self.ended
+            self.runs[task] = work
         for rank in ranks:
-            assert (group, rank) not in self.busy
-            self.busy[group, rank] = task
-        self.runs[task] = work
+            assert not self.busy.get((group, rank))
+            self.busy[group, rank] = set(tasks)
 
     def on_AdmitStep(self, message: AdmitStep) -> None:
         assert message.step <= self.completed + self.schedule.max_lag
@@ -200,10 +235,12 @@ class Shell:
             if node.kind == "source":
                 self.store(node.name, message.step, None)
 
-    def check_inputs(self, task: NodeTask, versions: Versions) -> None:
+    def check_inputs(
+        self, task: NodeTask, versions: Versions, chunks: Sequence[int] | None
+    ) -> None:
         node = self.nodes[task.node]
         for name in node.inputs:
-            for part in range(self.flow.num_chunks) if task.chunk is None else (task.chunk,):
+            for part in range(self.flow.num_chunks) if chunks is None else chunks:
                 assert Output(name, task.step, part) in self.stored
         self.check_held(node, versions)
 
@@ -218,34 +255,67 @@ class Shell:
         expected = (message.chunk or 0) % self.flow.groups[node.group]
         assert message.rank == expected
         assert node.chunked == (message.chunk is not None)
-        self.check_inputs(message.task, message.versions)
-        self.occupy(node.group, range(expected, expected + 1), message.task, message)
+        assert not node.streams
+        chunks = None if message.chunk is None else (message.chunk,)
+        self.check_inputs(message.task, message.versions, chunks)
+        self.occupy(node.group, range(expected, expected + 1), [message.task], message)
+
+    def on_RunStream(self, message: RunStream) -> None:
+        node = self.nodes[message.node]
+        num_ranks = self.flow.groups[node.group]
+        assert node.streams
+        assert message.chunks == tuple(range(message.rank, self.flow.num_chunks, num_ranks))
+        self.check_inputs(message.tasks[0], message.versions, message.chunks)
+        self.occupy(node.group, range(message.rank, message.rank + 1), message.tasks, message)
 
     def on_RunTrain(self, message: RunTrain) -> None:
         node = self.nodes[message.node]
         assert message.ranks == tuple(range(self.flow.groups[node.group]))
-        self.check_inputs(message.task, message.versions)
-        self.occupy(node.group, range(len(message.ranks)), message.task, message)
+        if node.order_of:
+            self.check_order(node, message)
+        else:
+            assert message.last
+        chunks = message.chunks if node.order_of else None
+        self.check_inputs(message.task, message.versions, chunks)
+        self.occupy(node.group, range(len(message.ranks)), [message.task], message)
+
+    def check_order(self, node: FlowNode, message: RunTrain) -> None:
+        """Chunks are taken by (size, chunk), one for each rank, and the last part ends the step."""
+        step, num_ranks = message.step, self.flow.groups[node.group]
+        every = range(self.flow.num_chunks)
+        order = sorted(every, key=lambda c: (size(NodeTask(node.order_of, step, c)), c))
+        taken = self.trained.setdefault((node.name, step), [])
+        assert message.part == len(taken) // num_ranks
+        assert list(message.chunks) == order[len(taken) :][:num_ranks]
+        taken.extend(message.chunks)
+        assert message.last == (len(taken) == len(every))
 
     def on_Publish(self, message: Publish) -> None:
         home = self.flow.homes[message.role]
         assert self.holds[message.role, home] == message.version
-        self.occupy(home, range(1), message, message)
+        self.occupy(home, range(1), [message], message)
 
     def on_Load(self, message: Load) -> None:
         assert (message.role, message.version) in self.snapshots
         assert self.flow.homes[message.role] != message.group
         assert self.holds[message.role, message.group] < message.version
-        self.occupy(message.group, range(self.flow.groups[message.group]), message, message)
+        self.occupy(message.group, range(self.flow.groups[message.group]), [message], message)
 
     def on_TaskDone(self, message: TaskDone) -> None:
         work = self.runs.pop(message.task)
-        self.busy = {place: task for place, task in self.busy.items() if task != message.task}
+        for tasks in self.busy.values():
+            tasks.discard(message.task)
         self.ended.append(message.task)
         match work:
             case RunCall():
                 self.check_held(self.nodes[work.node], work.versions)
                 self.store(work.node, work.step, work.chunk)
+            case RunStream():
+                assert isinstance(message.task, NodeTask)
+                self.check_held(self.nodes[work.node], work.versions)
+                self.store(work.node, work.step, message.task.chunk)
+            case RunTrain() if not work.last:
+                self.check_held(self.nodes[work.node], work.versions)
             case RunTrain():
                 role = self.nodes[work.node].trains
                 assert role is not None
@@ -289,7 +359,7 @@ def run(
 ) -> tuple[Recorded, dict[NodeTask, Versions]]:
     """Rehearse a whole run and act it out; returns what was read."""
     scheduler = Recorded(flow, schedule, num_steps, checkpoint_every=checkpoint_every)
-    simulation = dry_run(scheduler, timing(seed))
+    simulation = dry_run(scheduler, timing(seed), size=size)
     shell = Shell(flow, schedule)
     for message in scheduler.trace:
         shell.take(message)
@@ -373,7 +443,7 @@ def test_a_resumed_run_does_exactly_what_is_left(
     stored = [output for step in resumed.steps.values() for output in step.stored]
     assert set(stored) == set(save.live)
 
-    rest = dry_run(resumed, timing(seed + 1)).reads
+    rest = dry_run(resumed, timing(seed + 1), size=size).reads
     shell = Shell(flow, schedule, save.step)
     shell.stored = set(save.live)
     for message in resumed.trace:
@@ -410,7 +480,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(
     whole, reads = run(flow, schedule, num_steps, seed)
     stopped = Interrupted(flow, schedule, num_steps, checkpoint_every=every)
     stopped.events_left = nth
-    first = dry_run(stopped, timing(seed))
+    first = dry_run(stopped, timing(seed), size=size)
     assert stopped.done
     assert not stopped.running
     told = [i for i, message in enumerate(stopped.trace) if isinstance(message, Stop)]
@@ -426,7 +496,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(
     assert save.step == max(trained[0], default=-1) + 1 or not trained[0]
     resumed = Recorded(flow, schedule, num_steps, checkpoint_every=every, resume=save.resume)
     assert {o for step in resumed.steps.values() for o in step.stored} == set(save.live)
-    rest = dry_run(resumed, timing(seed + 1)).reads
+    rest = dry_run(resumed, timing(seed + 1), size=size).reads
     assert rest == {t: reads[t] for t in reads if t.step >= save.step and t not in save.resume.done}
     assert resumed.schedule_sha256() == whole.schedule_sha256()
 
@@ -447,7 +517,7 @@ def test_a_failure_aborts_once_and_for_good(
         return event
 
     scheduler = Recorded(flow, Schedule(max_lag=max_lag), num_steps)
-    simulation = dry_run(scheduler, timing(seed), replace=fail_nth)
+    simulation = dry_run(scheduler, timing(seed), replace=fail_nth, size=size)
     ends = [i for i in simulation.instructions if isinstance(i, Abort | Finished)]
     assert len(ends) == 1
     if isinstance(ends[0], Abort):
@@ -473,7 +543,7 @@ def test_whatever_stops_answering_is_noticed(
         count += 1
         return event if count <= nth else Tick(event.at_s + 60.1)
 
-    simulation = dry_run(scheduler, timing(seed), replace=go_silent)
+    simulation = dry_run(scheduler, timing(seed), replace=go_silent, size=size)
     if count > nth:
         assert isinstance(simulation.instructions[-1], Abort)
         assert count == nth + 1

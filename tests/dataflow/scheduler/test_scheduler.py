@@ -343,7 +343,7 @@ def test_a_waiting_training_is_not_starved(drivers: list[Driver]) -> None:
     assert d.ready(1) == [call("log", 1, 0, 0), call("log", 1, 1, 1)]
     assert d.ready(0) == []
     assert d.done("log", 1, 1) == []
-    assert d.scheduler.ranks.groups["a"].running[1] is None
+    assert d.scheduler.ranks.groups["a"].running[1] == []
     assert d.done("log", 1, 0)[-1] == train(0, 0, ranks=(0, 1))
 
 

@@ -35,6 +35,21 @@ def test_the_stream_never_changes():
     assert shuffle.tolist() == EXPECTED_SHUFFLE
 
 
+def test_a_seed_changes_where_a_response_goes_on():
+    streams = SampleStreams(7, "actor", CallKey(3, 0), torch.tensor([40, 41]), 2)
+    fresh = streams.seeds()
+    assert fresh == [  # written down once
+        4973046992985111131,
+        4808012244145249564,
+        4222883562587726133,
+        3475369444154642879,
+    ]
+    assert streams.seeds([0, 0, 0, 0]) == fresh
+    old, first, other, second = streams.seeds([0, 1, 0, 2])
+    assert [old, other] == [fresh[0], fresh[2]]
+    assert len({*fresh, first, second, *streams.seeds([0, 2, 0, 1])}) == 8
+
+
 def test_a_row_is_its_own_stream():
     whole = uniforms([5, 5, 9, -1], [0, 1, 0, 0], 8)
     assert uniforms([9], [0], 3)[0] == whole[2][:3]

@@ -63,7 +63,11 @@ class TorchGenerator:
 
     def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
         """See `GenerationEngine.generate`."""
-        return collected(self.stream(prompt, streams, sampling), sampling.max_new_tokens)
+        return collected(
+            self.stream(prompt, streams, sampling),
+            len(prompt) * sampling.num_samples,
+            sampling.max_new_tokens,
+        )
 
     @torch.no_grad()  # only while it computes, not while its caller does
     def stream(

@@ -3,10 +3,10 @@
 `LLMEngine` with its core in the process is chosen over `AsyncLLM`. Both run the same scheduler and
 model runner with continuous batching. `AsyncLLM` has its core in a further process, and which
 requests share a batch there depends on when messages arrive; a worker is given all prompts of a
-call at once, so waiting asynchronously would gain nothing, and the batches (and with them the last
-bits of log-probabilities) would vary from run to run. In this process weights are handed
-over by reference, an abort takes effect before the next forward pass, and whoever kills the worker
-kills the engine.
+call, or of all calls of a step, at once, so waiting asynchronously would gain nothing, and the
+batches (and with them the last bits of log-probabilities) would vary from run to run. In this
+process weights are handed over by reference, responses leave with the step that ends them, an abort
+takes effect before the next forward pass, and whoever kills the worker kills the engine.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import os
 import queue
 import random
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,11 @@ from torch import Tensor
 
 from ....algorithms.roles.language import Sampling
 from ....dataflow.errors import PenstockError
+from .requests import Progress, Request, RequestBatch, Sampled
 
 __all__ = [
-    "Sampled",
     "EngineOptions",
     "GenerationAbortedError",
-    "Request",
     "VllmEngine",
     "engine_arguments",
 ]
@@ -81,36 +80,6 @@ class EngineOptions:
     process: int
 
 
-@dataclass(frozen=True)
-class Request:
-    """One response to sample.
-
-    Attributes:
-        prompt: Token ids.
-        seed: Seed of this response's random numbers; 63 bits.
-    """
-
-    prompt: list[int]
-    seed: int
-
-
-@dataclass
-class Sampled:
-    """A response as far as it was sampled.
-
-    Attributes:
-        tokens: Sampled token ids, the one that ended it included.
-        logprobs: Log-probability of each token, of the distribution it was sampled from.
-        finished: Whether an end-of-sequence token or a stop string ended it.
-        cached_tokens: Tokens of the prompt that were found in the prefix cache.
-    """
-
-    tokens: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    finished: bool = False
-    cached_tokens: int = 0
-
-
 class VllmEngine:
     """A model in vLLM.
 
@@ -143,74 +112,57 @@ class VllmEngine:
             self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         VllmEngine._running = True
 
-    def generate(
+    def stream(
         self,
-        requests: Sequence[Request],
+        requests: Mapping[int, Request],
         sampling: Sampling,
         *,
         eos_token_id: int,
         completes: Callable[[int, int], bool] | None = None,
-    ) -> list[Sampled]:
-        """Sample a response to every request; equal prompts share their keys and values.
+    ) -> Iterator[Progress]:
+        """Sample responses, and tell which have ended and how far the others are.
 
-        `completes`, given the index of a request and its next token, says whether the response ends
-        with it though the token alone does not end one: whether it completes a stop string.
+        Equal prompts share their keys and values. A response depends on its prompt, its seed and
+        the weights, not on the other requests, up to the rounding of sums: where two tokens are
+        equally good to the last bits, a batch of another shape may choose the other one.
 
-        A response depends on its prompt, its seed and the weights, not on the other requests, up to
-        the rounding of sums: where two tokens are equally good to the last bits, a batch of another
-        shape may choose the other one.
+        Whoever does not read to the end closes the iterator, which aborts what is left.
+
+        Args:
+            requests: By a number of the caller's choice.
+            sampling: How responses are sampled.
+            eos_token_id: Ends a response.
+            completes: See `RequestBatch`.
 
         Raises:
             GenerationAbortedError: If `abort` was called without naming requests.
-            RuntimeError: If the engine sleeps.
+            RuntimeError: If the engine sleeps, or another stream was not read to its end.
         """
         if self._asleep:
             raise RuntimeError("the vLLM engine sleeps; call wake() before generating")
+        self._require_idle("generate")
         self._forget_aborts()
-        params = _sampling_params(sampling, eos_token_id)
         self._calls += 1
-        names = {f"{self._calls}/{index}": index for index in range(len(requests))}
-        sampled = [Sampled() for _ in requests]
+        batch = RequestBatch(
+            self._engine, str(self._calls), requests, sampling, eos_token_id, completes
+        )
+        known = 0
         try:
-            for name, request in zip(names, requests, strict=True):
-                own = params.clone()
-                own.seed = request.seed
-                own.max_tokens = sampling.longest_response(len(request.prompt))
-                prompt = {"type": "token", "prompt_token_ids": request.prompt}
-                self._engine.add_request(name, prompt, own)
-            while self._engine.has_unfinished_requests():
-                self._serve_aborts(names)
-                for output in self._engine.step():
-                    index = names[output.request_id]
-                    new = _append(sampled[index], output)
-                    if completes and not sampled[index].finished:
-                        self._end_where(completes, output.request_id, index, sampled[index], new)
-        except BaseException:
-            self._engine.abort_request(list(names))
-            raise
-        return sampled
-
-    def _end_where(
-        self,
-        completes: Callable[[int, int], bool],
-        name: str,
-        index: int,
-        sampled: Sampled,
-        new: Sequence[int],
-    ) -> None:
-        """End a request with the first of its new tokens that completes a stop string."""
-        for place, token in enumerate(new, start=len(sampled.tokens) - len(new) + 1):
-            if completes(index, token):
-                del sampled.tokens[place:], sampled.logprobs[place:]
-                sampled.finished = True
-                self._engine.abort_request([name])
-                return
+            while len(batch):
+                ended = self._serve_aborts(batch)
+                if len(batch):
+                    ended |= batch.step()
+                if ended or batch.at_least > known:
+                    known = batch.at_least
+                    yield Progress(ended, known)
+        finally:
+            batch.give_up()
 
     def abort(self, requests: Iterable[int] | None = None) -> None:
         """Cut requests of the call being served short, before its next token. From any thread.
 
         Args:
-            requests: Their indices; what they have so far is kept. None for the whole call, which
+            requests: Their numbers; what they have so far is kept. None for the whole call, which
                 then raises.
         """
         self._aborted.put(None if requests is None else frozenset(requests))
@@ -219,12 +171,21 @@ class VllmEngine:
         while not self._aborted.empty():
             self._aborted.get_nowait()
 
-    def _serve_aborts(self, names: Mapping[str, int]) -> None:
+    def _serve_aborts(self, batch: RequestBatch) -> dict[int, Sampled]:
+        ended: dict[int, Sampled] = {}
         while not self._aborted.empty():
-            indices = self._aborted.get_nowait()
-            if indices is None:
+            numbers = self._aborted.get_nowait()
+            if numbers is None:
                 raise GenerationAbortedError("generation was aborted; nothing was kept of the call")
-            self._engine.abort_request([n for n, index in names.items() if index in indices])
+            ended |= batch.cut(numbers)
+        return ended
+
+    def _require_idle(self, what: str) -> None:
+        if self._engine.has_unfinished_requests():
+            raise RuntimeError(
+                f"the vLLM engine cannot {what}: it is sampling for a stream that was not read to "
+                "its end; close that one first"
+            )
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Replace all weights; caches of the old ones are emptied."""
@@ -246,9 +207,13 @@ class VllmEngine:
 
         Returns:
             Bytes given back.
+
+        Raises:
+            RuntimeError: If a stream was not read to its end.
         """
         if self._asleep:
             return 0
+        self._require_idle("sleep")
         self._asleep = True
         if self._on_cpu:
             self._engine.reset_prefix_cache()
@@ -373,38 +338,6 @@ def _starting(options: EngineOptions) -> Generator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _sampling_params(sampling: Sampling, eos_token_id: int) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=sampling.temperature,
-        max_tokens=sampling.max_new_tokens,
-        min_tokens=sampling.min_new_tokens,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        logprobs=0,  # of the sampled token alone
-        ignore_eos=True,  # the model's own; the caller's ends a response
-        stop_token_ids=[eos_token_id, *sampling.stop_token_ids],
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
-
-
-def _append(sampled: Sampled, output: Any) -> Sequence[int]:
-    """Add what one step brought, and return the new tokens."""
-    (part,) = output.outputs
-    sampled.tokens += part.token_ids
-    sampled.logprobs += [
-        entry[token].logprob for token, entry in zip(part.token_ids, part.logprobs, strict=True)
-    ]
-    sampled.finished = part.finish_reason == "stop"
-    sampled.cached_tokens = max(sampled.cached_tokens, output.num_cached_tokens or 0)
-    return part.token_ids
 
 
 def _free_kv_cache(worker: Any) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,13 +21,16 @@ from ...models.lora import AdaptedModel, LoraSpec
 from ...models.model_folder import weight_files
 from ...models.spec import ModelSpec
 from ...models.tokenizer import TokenizerSpec
+from ...rollout.ended import Begun, Ended, collected
 from ...rollout.generator_policy import GeneratorPolicy
 from ...rollout.responses import Responses, check_stop
 from ...rollout.sampling import SampleStreams
 from ...rollout.stop_strings import StopStrings
 from ...training.flat_parameters import read_tensors, write_tensors
-from .engine import EngineOptions, Request, Sampled, VllmEngine
+from .engine import EngineOptions, VllmEngine
 from .engine_cache import engine_key, keep, take
+from .request_rows import as_columns, as_requests
+from .requests import Progress
 
 __all__ = [
     "VllmGenerator",
@@ -99,8 +102,9 @@ class VllmPolicy(GeneratorPolicy):
         """Cut responses of the call being served short, before their next token. From any thread.
 
         Args:
-            rows: Rows of the rollout; each keeps what it has so far and counts as cut off. None for
-                the whole call, which then raises `GenerationAbortedError`.
+            rows: Rows of the rollout, numbered on through calls that are served together; each
+                keeps what it has so far and counts as cut off. None for all that is being served,
+                which then raises `GenerationAbortedError`.
         """
         self.vllm.abort(rows)
 
@@ -172,18 +176,39 @@ class VllmGenerator:
         Raises:
             GenerationAbortedError: If the call was aborted meanwhile.
         """
-        rows = [[token for token in row if token >= 0] for row in prompt.tolist()]
-        repeated = [row for row in rows for _ in range(sampling.num_samples)]
-        stops = None
+        steps = self.stream(prompt, streams, sampling)
+        return collected(steps, len(prompt) * sampling.num_samples, sampling.max_new_tokens)
+
+    def stream(
+        self,
+        prompt: Tensor,
+        streams: SampleStreams,
+        sampling: Sampling,
+        begun: Begun | None = None,
+    ) -> Iterator[Ended]:
+        """See `GenerationEngine.stream`.
+
+        A response that goes on has other random numbers from there than if it had not been
+        interrupted: vLLM's own begin anew with each request, here at a seed that says how many
+        tokens there are already.
+
+        Raises:
+            GenerationAbortedError: If the call was aborted meanwhile.
+        """
+        stops, eos_token_id = None, self._spec.eos_token_id
         if sampling.stop and self._spec.tokenizer is not None:
             stops = StopStrings(self._spec.tokenizer, sampling, prompt)
-        sampled = self.vllm.generate(
-            [Request(row, seed) for row, seed in zip(repeated, streams.seeds(), strict=True)],
-            sampling,
-            eos_token_id=self._spec.eos_token_id,
-            completes=None if stops is None else stops.complete,
+        completes = None if stops is None else stops.complete
+        ends = {eos_token_id, *sampling.stop_token_ids}
+        requests, over = as_requests(
+            prompt, streams, sampling, begun, ends=ends, completes=completes
         )
-        return _responses(sampled, sampling)
+        if over:
+            yield as_columns(Progress(over, 0), sampling)
+        for step in self.vllm.stream(
+            requests, sampling, eos_token_id=eos_token_id, completes=completes
+        ):
+            yield as_columns(step, sampling)
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """See `GenerationEngine.load`."""
@@ -336,17 +361,3 @@ def _started(model: ModelSpec, options: EngineOptions) -> VllmEngine:
     """An engine with the model's first weights."""
     with TemporaryDirectory(prefix="penstock-vllm-") as scratch:
         return VllmEngine(_model_folder(model, Path(scratch)), options)
-
-
-def _responses(sampled: list[Sampled], sampling: Sampling) -> Responses:
-    """As columns, padded to the longest allowed response."""
-    shape = (len(sampled), sampling.max_new_tokens)
-    token = torch.full(shape, -1, dtype=torch.int64)
-    logprob = torch.zeros(shape, dtype=torch.float32)
-    for row, one in enumerate(sampled):
-        token[row, : len(one.tokens)] = torch.tensor(one.tokens, dtype=torch.int64)
-        if sampling.temperature > 0:  # a likeliest token is certain
-            logprob[row, : len(one.tokens)] = torch.tensor(one.logprobs)
-    length = torch.tensor([len(one.tokens) for one in sampled], dtype=torch.int64)
-    finished = torch.tensor([one.finished for one in sampled], dtype=torch.bool)
-    return Responses(token, logprob, length, finished)

@@ -21,6 +21,7 @@ from ....algorithms.roles.replay import QNetwork
 from ....dataflow.errors import ConfigError
 from ....dataflow.graph.role import Loss, Metric
 from ....dataflow.option_checks import check_range
+from ....dataflow.runtime.call_context import call_piece
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...training.data_parallel import rank_group
 from ...training.microbatch import columns
@@ -164,7 +165,16 @@ class TorchQNetwork(ModelWorker, QNetwork):
         As long as the batch has no step that counts, on any rank, no optimizer step is taken: the
         first of them is not to find moments that have been averaged over nothing. The call counts
         all the same, so schedules of learning rate and exploration go on.
+
+        Raises:
+            ConfigError: If the batch comes in pieces.
         """
+        if call_piece() != "whole":
+            raise ConfigError(
+                f"role '{self.context.role}' is given its batch in pieces, but a Q-network skips a "
+                "batch without steps, so it must see all of it\n"
+                "    have the step wait for the whole batch"
+            )
 
         def forward(rows: Any, needs_entropy: bool) -> ValueOutput:
             del needs_entropy

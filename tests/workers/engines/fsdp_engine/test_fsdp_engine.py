@@ -31,6 +31,7 @@ from megatron_models import (
     read_weights,
     run_group,
     torch_policy,
+    train_in_pieces,
     train_pairs,
     train_policy,
     train_value,
@@ -75,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "1,2,2:logits+train+resume+ruin",
         "1,2,2,2:train",
         "1,4,1,2:train+roles+resume",
-        "2,2,1:resume+frozen+adapters",
+        "2,2,1:resume+frozen+adapters+pieces",
         "2,1,2:resume+ruin",
         script=RANK,
     )
@@ -266,6 +267,15 @@ def test_a_family_without_a_plan_learns_the_same(folder: Path):
     found = read_all(folder, SHARDS, "gpt2")[0]
     torch.testing.assert_close(under(found, "weights"), policy.export_weights(), atol=1e-5, rtol=0)
     torch.testing.assert_close(under(found, "metric"), metrics, atol=2e-6, rtol=1e-4)
+
+
+def test_rows_in_pieces_teach_what_the_whole_batch_teaches(folder: Path):
+    policy = resumable(folder)
+    metrics = train_in_pieces(policy, load_batch(folder))
+    for found in read_all(folder, "r2s2t1", "pieces"):
+        said = {name: value for name, value in found.items() if name.startswith("metric/")}
+        assert_metrics(under(said, "metric"), metrics)
+    assert_as_torch(read_all(folder, "r2s2t1", "pieces")[0], policy.export_weights(), metrics)
 
 
 @pytest.mark.parametrize("layout", [SHARDS, TENSOR, "r2s2t1"])

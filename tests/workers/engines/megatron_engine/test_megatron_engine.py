@@ -27,6 +27,7 @@ from megatron_models import (
     read_weights,
     run_group,
     torch_policy,
+    train_in_pieces,
     train_pairs,
     train_policy,
     train_value,
@@ -58,9 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_group(
         made,
         2,
-        "2,1,1:logits+tied+train+resume+half+written+disagree+refusals+frozen+ruin+recomputed",
-        "1,1,2:logits+tied+train+resume+disagree+frozen+ruin+recomputed",
-        "1,2,1:logits+tied+train+resume+disagree+frozen+ruin",
+        "2,1,1:logits+tied+train+resume+half+written+disagree+refusals+frozen+ruin+recomputed+pieces",
+        "1,1,2:logits+tied+train+resume+disagree+frozen+ruin+recomputed+pieces",
+        "1,2,1:logits+tied+train+resume+disagree+frozen+ruin+pieces",
     )
     run_group(made, 4, "2,1,2:logits+tied+resume+written+recomputed")
     return made
@@ -101,6 +102,13 @@ def assert_as_torch(found: dict[str, Tensor], weights: Any, metrics: dict[str, T
     loose = {"value_clip_fraction"}
     for name in metrics.keys() - loose:
         torch.testing.assert_close(said[name], metrics[name], atol=2e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2, DP2])
+def test_rows_in_pieces_teach_what_the_whole_batch_teaches(folder: Path, layout: Layout):
+    policy = resumable(folder)
+    metrics = train_in_pieces(policy, load_batch(folder))
+    assert_as_torch(lead(folder, layout, "pieces"), policy.export_weights(), metrics)
 
 
 @pytest.mark.parametrize("layout", [TP2, PP2, DP2])

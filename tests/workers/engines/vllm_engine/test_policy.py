@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,11 @@ import pytest
 import torch
 from penstock.algorithms.roles import Rollout, Sampling
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.runtime.call_context import CallKey, call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.vllm_engine.engine import (
     EngineOptions,
     GenerationAbortedError,
-    Request,
     engine_arguments,
 )
 from penstock.workers.engines.vllm_engine.generator import (
@@ -34,20 +35,28 @@ from penstock.workers.engines.vllm_engine.generator import (
     longest_sequence,
 )
 from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.tokenizer import TokenizerSpec
+from penstock.workers.rollout.ended import Begun, Ended, collected
+from penstock.workers.rollout.responses import Responses, to_rollout
+from penstock.workers.rollout.sampling import SampleStreams
 from penstock.workers.training.flat_parameters import read_tensors, write_tensors
+from torch import Tensor
 from torch_models import EOS, architecture, make_policy, make_prompts
 from vllm_models import (
     CONTEXT,
+    by_sample,
     generate,
     hugging_face_logprob,
     long_prompts,
     model_spec,
     random_weights,
+    sample_seeds,
     set_weights,
     start,
 )
 
 SAMPLING = Sampling(num_samples=3, max_new_tokens=20)
+TOKENIZER = TokenizerSpec(alphabet="".join(map(chr, range(65, 65 + 57))))  # ids 4 to 60
 CHANGED: dict[str, Any] = {}
 """What of the process differed after the engine's start."""
 
@@ -64,7 +73,7 @@ def module() -> Any:
 def policy(module: Any) -> Generator[VllmPolicy]:
     before = dict(os.environ), torch.set_num_threads, random.random, torch.random.get_rng_state()
     seeds = random.getstate(), np.random.get_state()[1].tolist()  # pyright: ignore
-    made = start("qwen2-tied")
+    made = start("qwen2-tied", tokenizer=TOKENIZER)
     # A second engine in a process gives another value to what vLLM keeps there for itself.
     others = {n: v for n, v in before[0].items() if n != "VLLM_DIST_IDENT"}
     CHANGED["environment"] = {n for n, v in others.items() if os.environ.get(n) != v}
@@ -84,9 +93,113 @@ def test_starting_leaves_the_process_as_it_was(policy: VllmPolicy):
 
 def test_a_group_computes_its_prompt_once(policy: VllmPolicy):
     prompt, _ = long_prompts(1, 70)
-    requests = [Request(prompt[0].tolist(), seed) for seed in range(4)]
-    sampled = policy.vllm.generate(requests, Sampling(max_new_tokens=4), eos_token_id=EOS)
+    sampled = sample_seeds(policy, prompt[0].tolist(), range(4), Sampling(max_new_tokens=4))
     assert [one.cached_tokens for one in sampled][1:] == [64, 64, 64]  # whole blocks of 32
+
+
+# --- streaming
+
+
+def streams_of(prompt_id: Tensor, sampling: Sampling) -> SampleStreams:
+    return SampleStreams(CONTEXT.seed, CONTEXT.role, CallKey(0, 0), prompt_id, sampling.num_samples)
+
+
+def test_responses_leave_as_they_end(policy: VllmPolicy):
+    prompt, prompt_id = make_prompts(8)
+    sampling = Sampling(num_samples=3, max_new_tokens=80)
+    whole = generate(policy, prompt, prompt_id, sampling)
+    steps: list[Ended] = []
+    for ended in policy.engine.stream(prompt, streams_of(prompt_id, sampling), sampling):
+        assert all(bool((ended.responses.length >= one.at_least).all()) for one in steps)
+        steps.append(ended)
+    rows = torch.cat([step.rows for step in steps])
+    lengths = whole.mask.sum(1)
+    assert rows.tolist() == sorted(range(24), key=lambda row: (int(lengths[row]), row))
+    assert len({step.at_least for step in steps}) > 10
+    responses = collected(steps, 24, sampling.max_new_tokens)
+    assert responses.token[responses.token >= 0].tolist() == whole.tokens[whole.mask].tolist()
+    assert responses.finished.tolist() == whole.finished.tolist()
+    # Calls for some of the prompts each are answered in the order of their longest responses.
+    calls = [
+        {"prompt": prompt[part], "prompt_id": prompt_id[part], "sampling": sampling}
+        for part in torch.arange(8).split([1, 2, 1, 3, 1])
+    ]
+    with call_scope(0, 0):
+        answers = list(policy.stream("generate", calls))
+    assert [(a.size, a.call) for a in answers] == sorted((a.size, a.call) for a in answers)
+    assert [a.call for a in answers] != list(range(5))
+    expected = by_sample(whole, 3)
+    found = {key: row for a in answers for key, row in by_sample(a.returned, 3).items()}
+    assert {key: tokens for key, (tokens, _) in found.items()} == {
+        key: tokens for key, (tokens, _) in expected.items()
+    }
+    # One that is not read to its end keeps the engine from anything else until it is closed.
+    left = policy.engine.stream(prompt, streams_of(prompt_id, sampling), sampling)
+    next(left)
+    for change, what in (
+        (lambda: generate(policy, prompt, prompt_id, sampling), "generate"),
+        (policy.sleep, "sleep"),
+    ):
+        with pytest.raises(RuntimeError) as error:
+            change()
+        assert str(error.value) == (
+            f"the vLLM engine cannot {what}: it is sampling for a stream that was not read to its "
+            "end; close that one first"
+        )
+    left.close()  # pyright: ignore[reportAttributeAccessIssue] - it is a generator
+    assert generate(policy, prompt, prompt_id, sampling).tokens.tolist() == whole.tokens.tolist()
+
+
+FRESH_WORDS = Sampling(temperature=0, max_new_tokens=30, repetition_penalty=1e4)
+GOING_ON = {
+    "sampled": Sampling(num_samples=3, max_new_tokens=20),
+    "stopped": replace(FRESH_WORDS, stop=("Jb", "UMZ", "aTx", "ca")),
+    "constrained": replace(
+        FRESH_WORDS, max_total_tokens=34, min_new_tokens=8, stop_token_ids=(23, 36)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOING_ON)
+def test_responses_go_on_where_earlier_calls_have_left_them(
+    policy: VllmPolicy, module: Any, name: str
+):
+    prompt, prompt_id = make_prompts(12)
+    sampling = GOING_ON[name]
+    rows, most = 12 * sampling.num_samples, sampling.max_new_tokens
+    limits = torch.tensor([sampling.longest_response(n) for n in (prompt >= 0).sum(1).tolist()])
+    limits = limits.repeat_interleave(sampling.num_samples)
+    streams = streams_of(prompt_id, sampling)
+    whole = collected(policy.engine.stream(prompt, streams, sampling), rows, most)
+
+    def segments() -> list[Responses]:
+        """What there is after each segment of 5 tokens."""
+        found = [Responses.none_yet(rows, most)]
+        while not bool((is_over := found[-1].finished | (found[-1].length >= limits)).all()):
+            begun = Begun(found[-1].token, found[-1].logprob, is_over, most_new=5)
+            steps = list(policy.engine.stream(prompt, streams, sampling, begun))
+            if bool(is_over.any()):
+                assert steps[0].rows.tolist() == torch.nonzero(is_over)[:, 0].tolist()
+            found.append(collected(steps, rows, most))
+        return found[1:]
+
+    after = segments()
+    last = after[-1]
+    assert len(after) == -(-int(last.length.max()) // 5) > 2
+    for number, now in enumerate(after, start=1):
+        assert now.length.tolist() == last.length.clamp(max=5 * number).tolist()
+        assert torch.equal(now.token[:, : 5 * number], last.token[:, : 5 * number])
+    assert torch.equal(after[0].token[:, :5], whole.token[:, :5])
+    assert torch.equal(segments()[-1].token, last.token)
+    assert 0 < int(last.finished.sum()) < rows
+    if not sampling.temperature:
+        assert torch.equal(last.token, whole.token)
+        assert torch.equal(last.finished, whole.finished)
+        return
+    assert not torch.equal(last.token, whole.token)  # other random numbers, the same distribution
+    roll = to_rollout(prompt, prompt_id.repeat_interleave(sampling.num_samples), last)
+    expected = hugging_face_logprob(module, roll)
+    torch.testing.assert_close(roll.behavior_logprob, expected, atol=1e-5, rtol=0)
 
 
 # --- abort

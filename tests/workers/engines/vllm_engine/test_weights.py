@@ -13,7 +13,6 @@ from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.planner.resharding.plan_transfer import plan_transfer
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
-from penstock.workers.engines.vllm_engine.engine import Request
 from penstock.workers.engines.vllm_engine.generator import VllmPolicy
 from penstock.workers.training.checkpoint_files import open_state, read_state_json, read_whole
 from penstock.workers.weight_sync.version_tracker import WeightsError
@@ -27,6 +26,7 @@ from vllm_models import (
     long_prompts,
     model_spec,
     random_weights,
+    sample_seeds,
     set_weights,
     start,
 )
@@ -90,16 +90,15 @@ def test_logprobs_are_hugging_faces_after_0_1_2_and_50_updates(policy: VllmPolic
 
 def test_the_prefix_cache_is_void_after_an_update(policy: VllmPolicy, module: Any):
     prompt, prompt_id = long_prompts(2, 70)
-    request = [Request(prompt[0].tolist(), 1)]
-    two = Sampling(max_new_tokens=2)
+    ids, two = prompt[0].tolist(), Sampling(max_new_tokens=2)
     deliver(policy, random_weights(module, 60))
-    policy.vllm.generate(request, two, eos_token_id=EOS)
-    (again,) = policy.vllm.generate(request, two, eos_token_id=EOS)
+    sample_seeds(policy, ids, range(1), two)
+    (again,) = sample_seeds(policy, ids, range(1), two)
     assert again.cached_tokens == 64
     old = generate(policy, prompt, prompt_id, SAMPLING)
     weights = random_weights(module, 61)
     deliver(policy, weights)
-    (fresh,) = policy.vllm.generate(request, two, eos_token_id=EOS)
+    (fresh,) = sample_seeds(policy, ids, range(1), two)
     assert fresh.cached_tokens == 0
     set_weights(module, weights)
     new = generate(policy, prompt, prompt_id, SAMPLING)

@@ -11,7 +11,7 @@ import torch
 from penstock.algorithms.dqn import TemporalDifferenceLoss, bellman_target
 from penstock.algorithms.roles.replay import QBatch
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.runtime.call_context import step_scope
+from penstock.dataflow.runtime.call_context import call_scope, step_scope
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import one_group
@@ -106,6 +106,18 @@ def test_the_first_optimizer_step_is_the_same_whenever_it_comes() -> None:
             q.train(TemporalDifferenceLoss(), batch(8))
         learned.append(weights_of(q))
     assert learned[0] == learned[1]
+
+
+def test_it_refuses_a_batch_in_pieces() -> None:
+    q = built()
+    before = weights_of(q)
+    with pytest.raises(ConfigError) as error, call_scope(0, 0, piece="part"):
+        q.train(TemporalDifferenceLoss(), batch(8))
+    assert str(error.value) == (
+        "role 'q' is given its batch in pieces, but a Q-network skips a batch without steps, so it "
+        "must see all of it\n    have the step wait for the whole batch"
+    )
+    assert weights_of(q) == before
 
 
 def test_a_large_error_counts_linearly_with_huber() -> None:

@@ -75,9 +75,9 @@ def test_a_protected_cluster(address: str, tmp_path: Path) -> None:
     assert join(address, RAY_AUTH_TOKEN_PATH=str(tmp_path / "token")) == "joined\n"
     fix = "    set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the token\n"
     asks = f"the Ray of RAY_ADDRESS={address} asks for its token, and was given "
-    assert join(address) == f"{asks}none\n{fix}"
-    assert join(address, RAY_AUTH_TOKEN=TOKEN[::-1]) == f"{asks}another one\n{fix}"
     home = str(tmp_path)  # where no token is
+    assert join(address, HOME=home) == f"{asks}none\n{fix}"
+    assert join(address, RAY_AUTH_TOKEN=TOKEN[::-1]) == f"{asks}another one\n{fix}"
     assert join(address, RAY_AUTH_MODE="token", HOME=home) == f"{asks}none\n{fix}"
 
 

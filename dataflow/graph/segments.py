@@ -1,0 +1,55 @@
+"""What a step must be like for its rollouts to go on in later steps.
+
+With `Schedule.segment_tokens` a rollout's rows of a step are those of the groups that end in it,
+whichever step began them. Whatever is computed of them must hang on the rollout alone: the step's
+own prompts, and what is made of these, are other rows.
+"""
+
+from __future__ import annotations
+
+from ..errors import FlowError
+from .graph import Graph
+from .nodes import Node, NodeKind
+from .streaming import streaming
+
+__all__ = ["check_segments"]
+
+
+def check_segments(graph: Graph) -> None:
+    """Require that rollouts may go on in later steps.
+
+    Raises:
+        FlowError: Names the node that keeps them from it.
+    """
+    found = streaming(graph)
+    for node in graph.nodes:
+        if node.kind is NodeKind.ROLLOUT and node.name in found.why_not:
+            raise FlowError(
+                f"'{node.name}' cannot go on in a later step (Schedule.segment_tokens): "
+                f"{found.why_not[node.name]}",
+                where=node.where,
+                fix="set Schedule(segment_tokens=0), or give it the step's own prompts",
+            )
+    after: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.name in found.rollouts:
+            after[node.name] = node.name
+            continue
+        rollouts = {after[ref.node] for _, ref in node.inputs if ref.node in after}
+        if not rollouts:
+            continue
+        after[node.name] = next(iter(sorted(rollouts)))
+        others = [str(ref) for _, ref in node.inputs if ref.node not in after]
+        if others or len(rollouts) > 1:
+            raise _mixed(node, sorted(rollouts), others)
+
+
+def _mixed(node: Node, rollouts: list[str], others: list[str]) -> FlowError:
+    beside = f"'{others[0]}'" if others else f"those of '{rollouts[1]}'"
+    return FlowError(
+        f"'{node.name}' takes {beside} beside rows of '{rollouts[0]}', which with "
+        "Schedule.segment_tokens are of groups that ended in this step, whichever began them",
+        where=node.where,
+        fix=f"take all of its columns from '{rollouts[0]}' (ids say which rows they are), or set "
+        "Schedule(segment_tokens=0)",
+    )

@@ -1,0 +1,60 @@
+"""In which order a step's chunks are trained on, where each is as soon as it can be.
+
+Chunks are consumed by (size, chunk), the size being the length of the longest response. That is an
+order of lengths alone, so the result of a run does not depend on timing; and because short
+responses end first, hardly any chunk waits for another. A rank answers the chunks that it samples
+together in this order. So the next chunk of a rank sorts after the last one that it answered, and
+a chunk has its place as soon as no rank can still answer one that sorts before it.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from ..errors import StateError
+
+__all__ = ["Consumption"]
+
+_Key = tuple[int, int]
+_FIRST: _Key = (-1, -1)
+
+
+class Consumption:
+    """The order of one step's chunks, as far as it is known.
+
+    Args:
+        num_chunks: Chunks of the step.
+        num_ranks: Ranks that sample them; rank r has chunks r, r + num_ranks, ...
+
+    Attributes:
+        order: The chunks whose places are known, in order.
+        sizes: Chunk -> its size, of every chunk answered.
+    """
+
+    def __init__(self, num_chunks: int, num_ranks: int) -> None:
+        self.order: list[int] = []
+        self.sizes: dict[int, int] = {}
+        self._unplaced: list[_Key] = []
+        self._left = [len(range(rank, num_chunks, num_ranks)) for rank in range(num_ranks)]
+        self._last: list[_Key] = [_FIRST] * num_ranks
+
+    def answered(self, chunk: int, size: int) -> None:
+        """Note that a chunk has been sampled.
+
+        Raises:
+            StateError: If its rank answered one before that sorts after it.
+        """
+        rank, key = chunk % len(self._last), (size, chunk)
+        if key <= self._last[rank]:
+            raise StateError(
+                f"chunk {chunk} of size {size} was answered after chunk {self._last[rank][1]} of "
+                f"size {self._last[rank][0]}; a rank answers by (size, chunk)"
+            )
+        self.sizes[chunk] = size
+        self._last[rank] = key
+        self._left[rank] -= 1
+        heapq.heappush(self._unplaced, key)
+        open_ranks = [last for last, left in zip(self._last, self._left, strict=True) if left]
+        known = min(open_ranks, default=None)
+        while self._unplaced and (known is None or self._unplaced[0] <= known):
+            self.order.append(heapq.heappop(self._unplaced)[1])

@@ -1,0 +1,189 @@
+"""The requests of one call to vLLM's engine: what is asked of it, and how far each has come.
+
+A response that goes on is a request whose prompt ends with what there is of it: its keys and values
+are computed anew, at once, as those of any prompt. vLLM counts tokens of the prompt and of the
+response alike for the repetition penalty, so that one goes on as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ....algorithms.roles.language import Sampling
+
+__all__ = ["Progress", "Request", "RequestBatch", "Sampled"]
+
+
+@dataclass
+class Sampled:
+    """A response as far as it was sampled.
+
+    Attributes:
+        tokens: Sampled token ids, the one that ended it included.
+        logprobs: Log-probability of each token, of the distribution it was sampled from.
+        finished: Whether an end-of-sequence token or a stop string ended it.
+        cached_tokens: Tokens of the prompt that were found in the prefix cache.
+    """
+
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    finished: bool = False
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample.
+
+    Attributes:
+        prompt: Token ids.
+        seed: Seed of this response's random numbers; 63 bits.
+        max_new_tokens: By which it may grow.
+        so_far: What there is of it; new tokens are added to it.
+    """
+
+    prompt: list[int]
+    seed: int
+    max_new_tokens: int
+    so_far: Sampled = field(default_factory=Sampled)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one step of the engine brought.
+
+    Attributes:
+        ended: Number of the request -> its response, of those that have ended.
+        at_least: Tokens that each of the others has, or more.
+    """
+
+    ended: dict[int, Sampled]
+    at_least: int
+
+
+class RequestBatch:
+    """Requests that are sampled together.
+
+    Args:
+        engine: An `LLMEngine`.
+        call: A name that no other batch has.
+        requests: By number.
+        sampling: How responses are sampled.
+        eos_token_id: Ends a response, as `sampling.stop_token_ids` do.
+        completes: Given the number of a request and its next token, says whether the response ends
+            with it though the token alone does not end one: whether it completes a stop string.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        call: str,
+        requests: Mapping[int, Request],
+        sampling: Sampling,
+        eos_token_id: int,
+        completes: Callable[[int, int], bool] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._completes = completes
+        self._open = {f"{call}/{number}": number for number in requests}
+        self._names = {number: name for name, number in self._open.items()}
+        self._sampled = {number: request.so_far for number, request in requests.items()}
+        params = _sampling_params(sampling, eos_token_id)
+        try:
+            for number, request in requests.items():
+                self._add(number, request, params, sampling.min_new_tokens)
+        except BaseException:
+            self.give_up()
+            raise
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    @property
+    def at_least(self) -> int:
+        """Tokens that each open request has, or more; 0 if there is none."""
+        open_ = (len(self._sampled[number].tokens) for number in self._open.values())
+        return min(open_, default=0)
+
+    def step(self) -> dict[int, Sampled]:
+        """Have the next tokens sampled; the requests that end with them."""
+        ended: dict[int, Sampled] = {}
+        for output in self._engine.step():
+            number = self._open[output.request_id]
+            sampled = self._sampled[number]
+            new = _append(sampled, output)
+            if self._completes and not sampled.finished:
+                self._end_where(self._completes, number, new)
+            if output.finished or sampled.finished:
+                del self._open[output.request_id]
+                ended[number] = sampled
+        return ended
+
+    def cut(self, numbers: Iterable[int]) -> dict[int, Sampled]:
+        """End some requests with what they have; those of them that had not ended."""
+        wanted = set(numbers)
+        names = {name: number for name, number in self._open.items() if number in wanted}
+        self._engine.abort_request(list(names))
+        for name in names:
+            del self._open[name]
+        return {number: self._sampled[number] for number in names.values()}
+
+    def give_up(self) -> None:
+        """End all requests."""
+        self._engine.abort_request(list(self._open))
+        self._open.clear()
+
+    def _add(self, number: int, request: Request, params: Any, min_new_tokens: int) -> None:
+        own = params.clone()
+        own.seed = request.seed
+        own.max_tokens = request.max_new_tokens
+        least = min_new_tokens - len(request.so_far.tokens)
+        own.min_tokens = min(max(least, 0), request.max_new_tokens)
+        ids = [*request.prompt, *request.so_far.tokens]
+        prompt = {"type": "token", "prompt_token_ids": ids}
+        self._engine.add_request(self._names[number], prompt, own)
+
+    def _end_where(
+        self, completes: Callable[[int, int], bool], number: int, new: Sequence[int]
+    ) -> None:
+        """End a request with the first of its new tokens that completes a stop string."""
+        sampled = self._sampled[number]
+        for place, token in enumerate(new, start=len(sampled.tokens) - len(new) + 1):
+            if completes(number, token):
+                del sampled.tokens[place:], sampled.logprobs[place:]
+                sampled.finished = True
+                self._engine.abort_request([self._names[number]])
+                return
+
+
+def _sampling_params(sampling: Sampling, eos_token_id: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        logprobs=0,  # of the sampled token alone
+        ignore_eos=True,  # the model's own; the caller's ends a response
+        stop_token_ids=[eos_token_id, *sampling.stop_token_ids],
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _append(sampled: Sampled, output: Any) -> Sequence[int]:
+    """Add what one step brought, and return the new tokens."""
+    (part,) = output.outputs
+    sampled.tokens += part.token_ids
+    sampled.logprobs += [
+        entry[token].logprob for token, entry in zip(part.token_ids, part.logprobs, strict=True)
+    ]
+    sampled.finished = part.finish_reason == "stop"
+    sampled.cached_tokens = max(sampled.cached_tokens, output.num_cached_tokens or 0)
+    return part.token_ids

@@ -1,0 +1,104 @@
+"""What samples tokens for a policy, whatever it computes them with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...algorithms.roles.language import Sampling
+from .ended import Begun, Ended
+from .responses import Responses
+from .sampling import SampleStreams
+
+__all__ = ["GenerationEngine"]
+
+
+class GenerationEngine(Protocol):
+    """Samples responses from a language model in this process.
+
+    Attributes:
+        name: For messages: "vLLM".
+        dtype: Data type of the weights: "float32" or "bfloat16".
+        vocab_size: Tokens that the model knows.
+    """
+
+    name: str
+    dtype: str
+    vocab_size: int
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Parameter -> its shape, by Hugging Face name; tied weights appear once."""
+        ...
+
+    @property
+    def num_positions(self) -> int | None:
+        """The longest sequence, prompt and response; None if unknown."""
+        ...
+
+    def check(self, sampling: Sampling) -> None:
+        """Refuse what this engine would do otherwise than asked.
+
+        Raises:
+            ValueError: Saying what, and what to ask for instead.
+        """
+        ...
+
+    def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
+        """Sample responses.
+
+        A response depends on its prompt, its stream and the weights, not on the other rows.
+
+        Args:
+            prompt: i64[P, T], right padded with -1, checked.
+            streams: The random numbers of each of the P * num_samples responses.
+            sampling: How responses are sampled.
+
+        Returns:
+            On the CPU, the samples of a prompt adjacent.
+        """
+        ...
+
+    def stream(
+        self,
+        prompt: Tensor,
+        streams: SampleStreams,
+        sampling: Sampling,
+        begun: Begun | None = None,
+    ) -> Iterator[Ended]:
+        """Sample responses, and give each as soon as it has ended; the rest as `generate`.
+
+        Every row is given once. Rows that are not given yet are given up if the caller stops.
+
+        Args:
+            prompt: i64[P, T], right padded with -1, checked.
+            streams: The random numbers of each of the P * num_samples responses.
+            sampling: How responses are sampled.
+            begun: What there is of them already; nothing by default. Token t of a response has the
+                same random number in whatever call it is sampled, if the engine takes `uniforms`;
+                one with random numbers of its own begins them anew, at a seed of that length.
+        """
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Replace all weights; what was computed with the old ones is void."""
+        ...
+
+    def sleep(self) -> int:
+        """Give device memory to others until `wake`; nothing to do if it sleeps.
+
+        Returns:
+            Bytes given back.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Take the memory back; nothing to do if it is awake."""
+        ...
+
+    def close(self) -> None:
+        """End the engine; nothing is asked of it afterwards."""
+        ...

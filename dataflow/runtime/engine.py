@@ -21,8 +21,9 @@ from .executor import Executor, Program, check_workers
 from .in_process import InProcess
 from .messages import CallMethodWork
 from .placement import Placement, flow_of
-from .run import Run, StepResult, Trained
+from .run import Run, Trained
 from .source import Source
+from .step_result import StepResult
 from .watch import WATCH, Watch
 from .worker_protocol import WorkerSpec
 

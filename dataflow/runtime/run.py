@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ..errors import ConfigError, StateError, WorkerError
 from ..graph.graph import Node, NodeKind
-from ..graph.role import Metric, add_metrics
 from ..scheduler.events import (
     Abort,
     AdmitStep,
@@ -53,7 +52,7 @@ from .checkpoint import (
     write_run_state,
 )
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
-from .executor import Executor, Program, Restart, TaskSpan
+from .executor import Executor, Program, Restart
 from .messages import (
     AnswerWork,
     BeginStreamWork,
@@ -61,7 +60,6 @@ from .messages import (
     Handle,
     LoadPartWork,
     LoadStateWork,
-    Report,
     SavePartWork,
     SaveStateWork,
     SetServedVersionWork,
@@ -70,46 +68,16 @@ from .messages import (
 from .placement import flow_of
 from .publication import Publication
 from .source import Source, read_source
+from .step_result import Done, StepResult, step_result
 from .watch import WATCH, Watch
 
-__all__ = ["Run", "StepResult", "Trained"]
+__all__ = ["Run", "Trained"]
 
 _UNFINISHED = "/unfinished"
 """After a node's name: what of its rows goes on in the next step. No node is named so."""
 
 Trained = dict[str, tuple[str, str]]
 """Role -> (program, group) where it was trained last: its newest weights."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one completed step reports.
-
-    Attributes:
-        step: Index of the step.
-        metrics: `node/name` -> value, merged over chunks and ranks.
-        spans: When and where each of its tasks ran.
-        lag: (versions behind, number of rollout tasks) pairs.
-        num_rows: Node -> rows it made.
-        controller_bytes: Bytes that passed through the controller since the step before.
-    """
-
-    step: int
-    metrics: Mapping[str, float]
-    spans: tuple[TaskSpan, ...]
-    lag: tuple[tuple[int, int], ...] = ()
-    num_rows: Mapping[str, int] = field(default_factory=dict[str, int])
-    controller_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class _Done:
-    """One rank's share of a finished task."""
-
-    task: NodeTask
-    rank: int
-    report: Report
-    versions: Versions
 
 
 class Run:
@@ -167,7 +135,7 @@ class Run:
         self._held: dict[int, list[Output]] = {}
         self._store: dict[Output, Handle] = dict(suspended.outputs) if suspended else {}
         self._snapshots: dict[tuple[str, int], Handle] = {}
-        self._done_by_step: dict[int, list[_Done]] = {}
+        self._done_by_step: dict[int, list[Done]] = {}
         self._versions: dict[NodeTask, Versions] = {}
         self._streams: dict[NodeTask, set[NodeTask]] = {}
         self._failed: tuple[Task, BaseException | None] | None = None
@@ -435,7 +403,7 @@ class Run:
         versions = self._versions.pop(task)
         for completion in submission.completions:
             if completion.report:
-                done.append(_Done(task, completion.rank, completion.report, versions))
+                done.append(Done(task, completion.rank, completion.report, versions))
             parts = completion.parts
             if completion.report and completion.report.chunk is not None:
                 parts = self._keep_unfinished(task, parts)
@@ -454,41 +422,7 @@ class Run:
         done = self._done_by_step.pop(completed.step, [])
         passed = self._executor.controller_bytes - self._bytes_before
         self._bytes_before += passed
-        rows: dict[str, int] = {}
-        for one in done:
-            rows[one.task.node] = rows.get(one.task.node, 0) + sum(one.report.num_rows)
-        return StepResult(
-            completed.step,
-            {name: metric.value for name, metric in sorted(self._merged(done).items())},
-            tuple(self._span(one) for one in done),
-            completed.lag,
-            rows,
-            passed,
-        )
-
-    def _merged(self, done: Sequence[_Done]) -> dict[str, Metric]:
-        """Metrics added over chunks; a train call's are merged over ranks already."""
-        merged: dict[str, Metric] = {}
-        for one in done:
-            if one.rank and self._graph[one.task.node].kind is NodeKind.TRAIN:
-                continue
-            found = one.report.metrics.items()
-            add_metrics(merged, {f"{one.task.node}/{name}": metric for name, metric in found})
-        return merged
-
-    def _span(self, done: _Done) -> TaskSpan:
-        task, report = done.task, done.report
-        group = self._placement.nodes[task.node]
-        return TaskSpan(
-            task.node,
-            task.step,
-            task.chunk,
-            group,
-            done.rank,
-            report.start_s,
-            report.end_s,
-            done.versions,
-        )
+        return step_result(self._graph, self._placement, completed, done, passed)
 
     def _failure(self, abort: Abort) -> WorkerError:
         """The report, headed by the line of the step function that made the node."""

@@ -1,4 +1,4 @@
-"""Tables as parts: any frozen dataclass of annotated columns, as it travels and is stored.
+"""Parts beside calls: tables as parts, as they travel, and parts as files.
 
 The outputs of nodes are packed by their nodes, which know where lengths come from. Here a table
 stands alone, so that each of its ragged axes needs a column of ids that says how long rows are.
@@ -6,17 +6,22 @@ stands alone, so that each of its ragged axes needs a column of ids that says ho
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from ..file_errors import writing
 from ..graph.axes import Spec, spec_of
 from .messages import Part
-from .ragged import lengths_of, pack, unpack
+from .ragged import Packed, lengths_of, pack, unpack
 
-__all__ = ["pack_table", "unpack_table"]
+__all__ = ["load_part", "pack_table", "save_part", "unpack_table"]
 
 T = TypeVar("T")
 
@@ -53,3 +58,30 @@ def _specs(kind: type) -> Iterator[tuple[str, Spec]]:
         if spec is None:
             raise TypeError(f"{kind.__name__}.{field.name} is no annotated column")
         yield field.name, spec
+
+
+def save_part(part: Part, file: Path) -> None:
+    """Write a part to a safetensors file."""
+    # Cloned, because columns of one table share their lengths and safetensors refuses to write
+    # memory that is shared.
+    tensors: dict[str, Tensor] = {}
+    for index, column in enumerate(part):
+        tensors[f"{index}.values"] = column.values.clone()
+        if column.lengths is not None:
+            tensors[f"{index}.lengths"] = column.lengths.clone()
+    with writing(file):
+        save_file(tensors, file, metadata={"columns": json.dumps(len(part))})
+
+
+def load_part(file: Path) -> Part:
+    """Read what `save_part` wrote."""
+    with safe_open(file, "pt") as stored:  # pyright: ignore[reportUnknownVariableType]
+        names = set(stored.keys())
+        count = json.loads(stored.metadata()["columns"])
+        return tuple(
+            Packed(
+                stored.get_tensor(f"{index}.values"),
+                stored.get_tensor(f"{index}.lengths") if f"{index}.lengths" in names else None,
+            )
+            for index in range(count)
+        )

@@ -350,6 +350,8 @@ def test_lengths_are_reported(case: Case):
         "response_length_max": float(lengths.max()),
         "truncated": pytest.approx(1 - float(roll.finished.float().mean())),
         "new_tokens": float(lengths.sum()),
+        "token_lag": 0.0,
+        "token_lag_max": 0.0,
     }
 
 

@@ -6,8 +6,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,10 @@ class SlowSpec:
 
     def build(self, context: WorkerContext) -> Role:
         worker = self.spec.build(context)
-        wait, stream = random.Random(f"{self.seed} {context.rank}"), worker.stream
-        mark = Path(self.folder)
+        wait, mark = random.Random(f"{self.seed} {context.rank}"), Path(self.folder)
 
-        def slow(method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed]:
-            for answer in stream(method, calls):
+        def slow(answers: Callable[..., Iterator[Streamed]], *given: Any) -> Iterator[Streamed]:
+            for answer in answers(*given):
                 time.sleep(wait.choice([0.0, 0.02, 0.1]))
                 count = len(list(mark.iterdir()))
                 (mark / f"answer-{count}").touch()
@@ -52,7 +52,8 @@ class SlowSpec:
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield answer
 
-        worker.stream = slow
+        worker.stream = partial(slow, worker.stream)
+        worker.stream_segment = partial(slow, worker.stream_segment)
         return worker
 
 
@@ -155,7 +156,7 @@ def test_the_gradient_is_that_of_the_whole_batch() -> None:
 def test_two_trainers_take_one_group_each(spawned: Backend) -> None:
     run = runs.make("grpo")
     _, alone = finish(run, one_group(run.graph), InProcess())
-    _, steps = finish(run, replace(apart(run, trainers=2)), spawned.executor())
+    _, steps = finish(run, apart(run, trainers=2), spawned.executor())
     for one, two in zip(alone, steps, strict=True):
         expected = one.metrics["actor.train/grad_norm"]
         assert two.metrics["actor.train/grad_norm"] == pytest.approx(expected, rel=1e-3)

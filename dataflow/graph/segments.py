@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..errors import FlowError
 from .graph import Graph
-from .nodes import Node, NodeKind
+from .nodes import Constant, Node, NodeKind
 from .streaming import streaming
 
 __all__ = ["check_segments"]
@@ -30,6 +30,8 @@ def check_segments(graph: Graph) -> None:
                 where=node.where,
                 fix="set Schedule(segment_tokens=0), or give it the step's own prompts",
             )
+        if node.kind is NodeKind.TRAIN:
+            _check_minibatches(node)
     after: dict[str, str] = {}
     for node in graph.nodes:
         if node.name in found.rollouts:
@@ -42,6 +44,18 @@ def check_segments(graph: Graph) -> None:
         others = [str(ref) for _, ref in node.inputs if ref.node not in after]
         if others or len(rollouts) > 1:
             raise _mixed(node, sorted(rollouts), others)
+
+
+def _check_minibatches(node: Node) -> None:
+    """Few groups may end in a step, be it none."""
+    given = {name: a.value for name, a in node.arguments if isinstance(a, Constant)}
+    if given.get("num_minibatches", 1) != 1:
+        raise FlowError(
+            f"'{node.name}' cuts its rows into {given['num_minibatches']} minibatches, and with "
+            "Schedule.segment_tokens a step may have fewer rows than that",
+            where=node.where,
+            fix="set num_minibatches=1, or Schedule(segment_tokens=0)",
+        )
 
 
 def _mixed(node: Node, rollouts: list[str], others: list[str]) -> FlowError:

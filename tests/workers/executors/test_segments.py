@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.dataflow.errors import FlowError
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.executor import Executor
 from penstock.dataflow.runtime.in_process import InProcess
@@ -121,11 +120,14 @@ def test_a_resumed_run_goes_on_with_what_was_begun(
     assert finish(run, in_process(run), InProcess(), **options)[0] == here[case]
 
 
-def test_what_hangs_on_the_steps_own_prompts_is_refused() -> None:
+def test_steps_without_a_row_are_trained_on_too() -> None:
+    """Of a step with more nodes: what is left out, and what is no row for any of them."""
     run = runs.make("ppo")
-    schedule = Schedule(segment_tokens=2)
-    with pytest.raises(FlowError) as refused:
-        Engine(run.graph, one_group(run.graph), workers=run.workers, schedule=schedule)
-    assert "which with Schedule.segment_tokens are of groups that ended in this step" in str(
-        refused.value
-    )
+    run = replace(run, cfg=replace(run.cfg, num_minibatches=1))
+    schedule = Schedule(segment_tokens=1, streaming=2)
+    engine = Engine(run.graph, in_process(run), workers=run.workers, schedule=schedule)
+    with engine:
+        steps = list(engine.run(run.sources, NUM_STEPS))
+    assert steps[0].num_rows["actor.generate"] == 0
+    assert steps[0].metrics["actor.train/tokens"] == 0
+    assert steps[-1].metrics["critic.train/tokens"] > 0

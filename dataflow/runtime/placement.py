@@ -317,7 +317,7 @@ def flow_of(graph: Graph, placement: Placement, *, streams: bool = False) -> Flo
     """
     check_placement(graph, placement)
     homes = {role: placement.home(graph, role) or "" for role in graph.trains_per_step}
-    able = streaming(graph) if streams else Streaming(frozenset(), {}, {})
+    able = streaming(graph) if streams else Streaming()
     return Flow(
         name=graph.name,
         nodes=tuple(_flow_node(graph, node, placement, able) for node in graph.nodes),

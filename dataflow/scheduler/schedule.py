@@ -27,9 +27,9 @@ class Schedule:
     """"step": which weights a call reads follows from its step alone, whatever the timing.
     "arrival": it reads whatever its device holds within the bound; not reproducible, a control."""
     streaming: int = 0
-    """Parts in which a step's groups flow on as they end: a part is scored, evaluated and trained
-    on while others are still sampled. At best as many as there are prompts in a step; 0: a step's
-    rows go on together."""
+    """Parts in which a step's rows go on as they end, so that one is scored and trained on while
+    others are still sampled; rounded up to a multiple of every group's ranks, and at most one
+    for each item of data that a step takes. 0: a step's rows go on together."""
     deadline_s: float = 600.0
     """Longest time a single task, or a wait with nothing running, may take."""
 

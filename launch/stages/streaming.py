@@ -50,19 +50,23 @@ def check_streams(stages: Sequence[Recorded], schedule: Schedule) -> None:
     Raises:
         ConfigError: Saying of each stage why not.
     """
-    able = [(stage.name, streaming(stage.graph)) for stage in stages]
-    if schedule.streaming == 0 or any(found.rollouts for _, found in able):
+    if schedule.streaming == 0 or any(streaming(stage.graph).rollouts for stage in stages):
         return
-    lines = [
-        f"    {name}: {line}"
-        for name, found in able
-        for line in str(found).splitlines() or ["nothing is sampled or trained"]
-    ]
+    lines = [f"    {stage.name}: {reason}" for stage in stages for reason in _why_not(stage.graph)]
     raise ConfigError(
         f"'{_KEY}' is {schedule.streaming}, but nothing that this run samples can stream\n"
         + "\n".join(lines)
         + "\n    leave it out"
     )
+
+
+def _why_not(graph: Graph) -> list[str]:
+    reasons = [
+        f"{name} cannot stream: {reason}"
+        for name, reason in streaming(graph).why_not.items()
+        if graph[name].kind is NodeKind.ROLLOUT
+    ]
+    return reasons or ["it samples nothing"]
 
 
 def check_parts(
@@ -131,26 +135,25 @@ def streaming_lines(
 
 
 def _idle(graph: Graph, placement: Placement, able: Streaming, rollout: str) -> str:
-    """Why nothing that follows a rollout can overlap it; "" if something can."""
+    """Which nodes cannot begin with a part of a rollout's rows, though they could; "" if none."""
     group = placement.nodes[rollout]
     same = {group, *sharing(placement.groups).get(group, ())}
-    following = _following(graph, able, rollout)
-    if not following:
-        return f"nothing that follows {rollout} takes parts, so nothing overlaps it"
-    if any(placement.nodes[name] not in same for name in following):
-        return ""
-    return (
-        f"{rollout} shares the devices of group '{group}' with all that takes its parts, so "
-        "nothing overlaps it; place it on a group of its own"
-    )
-
-
-def _following(graph: Graph, able: Streaming, rollout: str) -> list[str]:
-    """Nodes that can take a part of a rollout's rows before the others are there."""
-    found = [rollout]
+    early, late, blocked = {rollout}, set[str](), list[str]()
     for node in graph.nodes:
+        inputs = {ref.node for _, ref in node.inputs}
+        if node.kind is NodeKind.SOURCE or not inputs & (early | late):
+            continue
         takes = node.scope != "batch" or able.order_of.get(node.name) == rollout
-        is_new = node.kind is not NodeKind.SOURCE and node.name != rollout
-        if takes and is_new and any(ref.node in found for _, ref in node.inputs):
-            found.append(node.name)
-    return found[1:]
+        if not takes or inputs & late:
+            late.add(node.name)
+        elif placement.nodes[node.name] in same:
+            late.add(node.name)
+            blocked.append(node.name)
+        else:
+            early.add(node.name)
+    if not blocked:
+        return "" if len(early) > 1 else f"nothing that follows {rollout} can begin with a part"
+    return (
+        f"{' and '.join(blocked)} could begin with a part, but must wait for the devices of "
+        f"{rollout} (group '{group}'); use another group"
+    )

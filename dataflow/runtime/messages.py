@@ -259,7 +259,7 @@ class Report:
         num_bytes: Bytes of the stored parts.
         answer: What a `CallMethodWork` returned.
         chunk: Which of the calls an `AnswerWork` has answered.
-        size: Tokens of its longest row.
+        size: Length of its longest row.
     """
 
     start_s: float

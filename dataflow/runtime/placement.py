@@ -320,7 +320,7 @@ def flow_of(
     """
     check_placement(graph, placement)
     homes = {role: placement.home(graph, role) or "" for role in graph.trains_per_step}
-    able = streaming(graph) if streams or segments else Streaming(frozenset(), {}, {})
+    able = streaming(graph) if streams or segments else Streaming()
     if not streams:
         able = replace(able, order_of={})
     return Flow(

@@ -148,7 +148,7 @@ class SourceReady:
 class TaskDone:
     """`task` finished on all its ranks; rows it made, one number per chunk made, if known.
 
-    `size` is the length in tokens of the longest response, of a task of a node that streams.
+    `size` is the length of the longest row, of a task of a node that streams.
     """
 
     task: Task

@@ -27,13 +27,13 @@ class Schedule:
     """"step": which weights a call reads follows from its step alone, whatever the timing.
     "arrival": it reads whatever its device holds within the bound; not reproducible, a control."""
     streaming: int = 0
-    """Parts in which a step's groups flow on as they end: a part is scored, evaluated and trained
-    on while others are still sampled. At best as many as there are prompts in a step; 0: a step's
-    rows go on together."""
+    """Parts in which a step's rows go on as they end, so that one is scored and trained on while
+    others are still sampled; rounded up to a multiple of every group's ranks, and at most one
+    for each item of data that a step takes. 0: a step's rows go on together."""
     segment_tokens: int = 0
-    """By how many tokens a response may grow in one step; one that is not done goes on in the next
-    under newer weights, and its group counts for the step in which its last response ends. 0: a
-    response is sampled in one step."""
+    """By how many tokens a row may grow in one step; one that is not done goes on in the next under
+    newer weights, and its group counts for the step in which its last row ends. 0: every row is
+    made in one step."""
     deadline_s: float = 600.0
     """Longest time a single task, or a wait with nothing running, may take."""
 

@@ -146,7 +146,7 @@ class StepState:
         return not self.has_source or self.missing[i][task.chunk or 0] > 0
 
     def finish(self, i: int, task: NodeTask, size: int = 0) -> tuple[list[NodeTask], list[Output]]:
-        """Mark `task` of node `i` done, whose longest response has `size` tokens.
+        """Mark `task` of node `i` done, whose longest row is `size` long.
 
         Returns:
             Tasks that now have all their inputs, and input parts nobody needs any more.

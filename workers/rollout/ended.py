@@ -55,10 +55,10 @@ class Begun:
         token: i64[rows, max_new]; -1 after what there is.
         logprob: f32[rows, max_new]; 0 after it.
         ended: bool[rows]; nothing more is sampled of these.
-        most_new: Tokens by which this call may lengthen a response.
+        most_new: Tokens by which this call may lengthen a response: the same for all, or i64[rows].
     """
 
     token: Tensor
     logprob: Tensor
     ended: Tensor
-    most_new: int
+    most_new: int | Tensor

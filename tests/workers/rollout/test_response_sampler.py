@@ -56,7 +56,8 @@ def sampled(sampler: ResponseSampler) -> list[Ended]:
 
 
 def once(sampling: Sampling) -> Responses:
-    return collected(sampled(sampler_of(sampling)), sampling.max_new_tokens)
+    rows = len(PROMPT) * sampling.num_samples
+    return collected(sampled(sampler_of(sampling)), rows, sampling.max_new_tokens)
 
 
 @settings(max_examples=60, deadline=None)
@@ -92,14 +93,15 @@ def test_segments_make_what_one_call_makes(
     shape = (len(PROMPT) * num_samples, MOST)
     token, logprob = torch.full(shape, -1), torch.zeros(shape)
     over = torch.zeros(shape[0], dtype=torch.bool)
-    for most_new in [*segments, MOST]:
+    rows = torch.arange(shape[0])
+    for most_new in [*(n if n % 2 else rows % (n + 1) for n in segments), MOST]:
         begun = Begun(token, logprob, over, most_new)
         before = (token >= 0).sum(1)
         given_ = sampled(sampler_of(sampling, begun))
         for place, ended in enumerate(given_):
             later = [one.responses.length for one in given_[place + 1 :]]
             assert all(bool((lengths >= ended.at_least).all()) for lengths in later)
-        made = collected(given_, MOST)
+        made = collected(given_, shape[0], MOST)
         assert bool((made.length - before <= most_new).all())
         assert torch.equal(made.finished, expected.finished & (made.length == expected.length))
         token, logprob = made.token, made.logprob
@@ -136,7 +138,7 @@ def test_rows_may_stand_at_different_places():
         torch.zeros(3, dtype=torch.bool),
         MOST,
     )
-    made = collected(sampled(sampler_of(sampling, begun)), MOST)
+    made = collected(sampled(sampler_of(sampling, begun)), 3, MOST)
     assert torch.equal(made.token, expected.token)
     assert torch.equal(made.logprob, expected.logprob)
 

@@ -39,16 +39,17 @@ def as_requests(
     rows = [[token for token in row if token >= 0] for row in prompt.tolist()]
     rows = [row for row in rows for _ in range(sampling.num_samples)]
     if begun is None:
-        before, is_over, most_new = [Sampled() for _ in rows], [False] * len(rows), None
+        before, is_over = [Sampled() for _ in rows], [False] * len(rows)
+        most_new = [sampling.max_new_tokens] * len(rows)
     else:
         before = _before(begun, ends, completes)
-        is_over, most_new = begun.ended.tolist(), begun.most_new
+        is_over = begun.ended.tolist()
+        most_new = torch.as_tensor(begun.most_new).expand(len(rows)).tolist()
     seeds = streams.seeds([len(one.tokens) for one in before])
     requests: dict[int, Request] = {}
     over: dict[int, Sampled] = {}
     for row, (ids, one) in enumerate(zip(rows, before, strict=True)):
-        rest = sampling.longest_response(len(ids)) - len(one.tokens)
-        rest = rest if most_new is None else min(rest, most_new)
+        rest = min(sampling.longest_response(len(ids)) - len(one.tokens), most_new[row])
         if is_over[row] or rest <= 0:
             over[row] = one
         else:

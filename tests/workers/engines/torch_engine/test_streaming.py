@@ -54,7 +54,8 @@ def stream(
 
 
 def whole(engine: TorchGenerator, prompts: tuple[Tensor, Tensor], sampling: Sampling) -> Responses:
-    return collected(stream(engine, prompts, sampling), sampling.max_new_tokens)
+    rows = len(prompts[0]) * sampling.num_samples
+    return collected(stream(engine, prompts, sampling), rows, sampling.max_new_tokens)
 
 
 def alone(engine: TorchGenerator, prompts: tuple[Tensor, Tensor], sampling: Sampling) -> Responses:
@@ -102,8 +103,9 @@ def test_a_response_does_not_depend_on_when_it_entered(
     sampling = Sampling(num_samples=num_samples, max_new_tokens=max_new)
     prompts = make_prompts(num_prompts, longest, seed)
     given_ = list(stream(generator(max_rows=max_rows), prompts, sampling))
-    check_promises(given_, num_prompts * num_samples)
-    assert_same(collected(given_, max_new), alone(generator(), prompts, sampling))
+    rows = num_prompts * num_samples
+    check_promises(given_, rows)
+    assert_same(collected(given_, rows, max_new), alone(generator(), prompts, sampling))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -188,7 +190,7 @@ def in_segments(
         check_promises(given_, rows)
         if bool(ended.any()):
             assert given_[0].rows.tolist() == torch.nonzero(ended)[:, 0].tolist()
-        now = collected(given_, sampling.max_new_tokens)
+        now = collected(given_, rows, sampling.max_new_tokens)
         grown = now.length - (0 if made is None else made.length)
         assert bool((grown <= most_new).all())
         assert bool((grown[~ended] >= 1).all())
@@ -242,13 +244,14 @@ def test_what_goes_on_does_not_depend_on_its_batch_either():
     token, logprob = first.token.where(kept, -1), first.logprob.where(kept, 0)
     ended = (token >= 0).sum(1) == first.length
     begun = Begun(token, logprob, ended, 30)
-    every = collected(stream(generator(max_rows=5), (prompt, prompt_id), sampling, begun), 30)
+    steps = stream(generator(max_rows=5), (prompt, prompt_id), sampling, begun)
+    every = collected(steps, 18, 30)
     assert every.token.tolist() == first.token.tolist()
     for at in range(9):
         own = slice(2 * at, 2 * at + 2)
         part = Begun(token[own], logprob[own], ended[own], 30)
         pair = prompt[at : at + 1], prompt_id[at : at + 1]
-        few = collected(stream(generator(), pair, sampling, part), 30)
+        few = collected(stream(generator(), pair, sampling, part), 2, 30)
         assert few.token.tolist() == every.token[own].tolist()
         assert few.logprob.tolist() == every.logprob[own].tolist()
 

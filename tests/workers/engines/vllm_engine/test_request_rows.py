@@ -9,6 +9,7 @@ from penstock.workers.engines.vllm_engine.request_rows import as_columns, as_req
 from penstock.workers.engines.vllm_engine.requests import Progress, Request, Sampled
 from penstock.workers.rollout.ended import Begun
 from penstock.workers.rollout.sampling import SampleStreams
+from torch import Tensor
 
 EOS = 2
 PROMPT = torch.tensor([[5, 6, 7], [8, -1, -1], [9, 9, -1]])
@@ -27,7 +28,7 @@ def requests(sampling: Sampling, begun: Begun | None, *completing: tuple[int, in
     return (*asked, told)
 
 
-def so_far(*rows: list[int], ended: tuple[int, ...] = (), most_new: int = 3) -> Begun:
+def so_far(*rows: list[int], ended: tuple[int, ...] = (), most_new: int | Tensor = 3) -> Begun:
     token = torch.full((6, 6), -1)
     for row, tokens in enumerate(rows):
         token[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
@@ -59,6 +60,12 @@ def test_a_response_goes_on_by_what_is_left_and_no_further_than_this_call_may():
     assert old[2] == fresh[2]
     assert not {old[0], old[3]} & set(fresh)
     assert requests(SAMPLING, so_far(*[[4]] * 6, most_new=0))[0] == {}
+
+
+def test_each_response_may_have_a_length_of_its_own():
+    asked, over, _ = requests(SAMPLING, so_far(most_new=torch.tensor([1, 4, 9, 2, 0, 3])))
+    assert {row: one.max_new_tokens for row, one in asked.items()} == {0: 1, 1: 4, 2: 6, 3: 2, 5: 3}
+    assert list(over) == [4]
 
 
 def test_stop_strings_are_told_of_what_there_is():

@@ -1,8 +1,8 @@
 """What a step must be like for its rollouts to go on in later steps.
 
-With `Schedule.segment_tokens` a rollout's rows of a step are those of the groups that end in it,
-whichever step began them. Whatever is computed of them must hang on the rollout alone: the step's
-own prompts, and what is made of these, are other rows.
+A rollout's rows of a step are then those of the groups that end in it, whichever step began them.
+Whatever is computed of them must hang on the rollout alone: the step's own data, and what is made
+of these, are other rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_segments(graph: Graph) -> None:
                 f"'{node.name}' cannot go on in a later step (Schedule.segment_tokens): "
                 f"{found.why_not[node.name]}",
                 where=node.where,
-                fix="set Schedule(segment_tokens=0), or give it the step's own prompts",
+                fix="set Schedule(segment_tokens=0), or have it begin with the step's own data",
             )
         if node.kind is NodeKind.TRAIN:
             _check_minibatches(node)

@@ -117,12 +117,7 @@ class Run:
         self._saved: int | None = None
         self._graph, self._placement = program.graph, program.placement
         self._segment = schedule.segment_tokens or None
-        self._flow = flow_of(
-            program.graph,
-            program.placement,
-            streams=schedule.streaming > 0,
-            segments=schedule.segment_tokens > 0,
-        )
+        self._flow = flow_of(program.graph, program.placement, schedule)
         self._name = name
         self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
         self._sources = sources

@@ -31,9 +31,9 @@ class Schedule:
     others are still sampled; rounded up to a multiple of every group's ranks, and at most one
     for each item of data that a step takes. 0: a step's rows go on together."""
     segment_tokens: int = 0
-    """By how many tokens a row may grow in one step; one that is not done goes on in the next under
-    newer weights, and its group counts for the step in which its last row ends. 0: every row is
-    made in one step."""
+    """How far a row may grow in one step. One that is not done goes on in the next, under newer
+    weights, and its group counts for the step in which its last row ends. 0: every row is made in
+    one step."""
     deadline_s: float = 600.0
     """Longest time a single task, or a wait with nothing running, may take."""
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Graph, NodeKind
+from ...dataflow.graph.segments import check_segments
 from ...dataflow.graph.streaming import Streaming, streaming
 from ...dataflow.runtime.placement import Placement, flow_of, sharing
 from ...dataflow.scheduler.flow import Flow
@@ -23,10 +24,11 @@ _KEY = "schedule.streaming"
 
 
 def stage_schedule(graph: Graph, schedule: Schedule) -> Schedule:
-    """The run's schedule as it is for one stage: without parts if nothing in it streams."""
-    if schedule.streaming == 0 or streaming(graph).rollouts:
-        return schedule
-    return replace(schedule, streaming=0)
+    """The run's schedule as it is for one stage: without what concerns rollouts if it has none."""
+    if any(node.kind is NodeKind.ROLLOUT for node in graph.nodes):
+        parts = schedule.streaming if streaming(graph).rollouts else 0
+        return replace(schedule, streaming=parts)
+    return replace(schedule, streaming=0, segment_tokens=0)
 
 
 def stage_flow(graph: Graph, placement: Placement, schedule: Schedule) -> Flow:
@@ -38,10 +40,13 @@ def stage_flow(graph: Graph, placement: Placement, schedule: Schedule) -> Flow:
         schedule: The run's.
 
     Raises:
+        FlowError: If rollouts are to go on in later steps, and cannot.
         PlanError: If the placement does not fit the graph.
     """
-    parts = stage_schedule(graph, schedule).streaming
-    return flow_of(graph, placement.streamed(parts), streams=parts > 0)
+    schedule = stage_schedule(graph, schedule)
+    if schedule.segment_tokens:
+        check_segments(graph)
+    return flow_of(graph, placement.streamed(schedule.streaming), schedule)
 
 
 def check_streams(stages: Sequence[Recorded], schedule: Schedule) -> None:

@@ -123,10 +123,8 @@ class Run:
         self._sources = sources
         self._deadline_s = schedule.deadline_s
         self._executor, self._dispatcher, self._trained = executor, dispatcher, trained
-        self._seed = seed
-        self._checkpoints = checkpoints
-        self._stop = stop
-        self._watch = watch
+        self._seed, self._checkpoints = seed, checkpoints
+        self._stop, self._watch = stop, watch
         self._held: dict[int, list[Output]] = {}
         self._store: dict[Output, Handle] = dict(suspended.outputs) if suspended else {}
         self._snapshots: dict[tuple[str, int], Handle] = {}

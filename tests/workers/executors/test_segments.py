@@ -28,7 +28,7 @@ def finish(
     run: runs.Run, placement: Placement, executor: Executor, **options: Any
 ) -> tuple[dict[str, str], list[int], list[float]]:
     """Weights, and of every step the rows that ended in it and those left unfinished."""
-    asked = {"max_lag": 0, "streaming": 0, "segment_tokens": SEGMENT, **options.pop("asked", {})}
+    asked: dict[str, Any] = {"segment_tokens": SEGMENT, **options.pop("asked", {})}
     num_steps = options.pop("num_steps", NUM_STEPS)
     engine = Engine(
         run.graph,

@@ -109,6 +109,7 @@ def run(
             begun[answer.streamed.call] = answer.left
         found += answers
         step += 1
+        assert step <= len(nums) + sampling.max_new_tokens, "something is never returned"
     return found
 
 

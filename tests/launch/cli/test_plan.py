@@ -457,3 +457,13 @@ def test_a_step_without_language_models_is_not_planned(penstock: Penstock) -> No
         "and time of no other\n    place its nodes by hand: placement=PLAN.json, or "
         "executor.groups and executor.nodes; or say what a role computes: plan.models.ROLE\n"
     )
+
+
+def test_streaming_is_not_predicted_and_it_says_so(penstock: Penstock) -> None:
+    said = penstock("plan", "algorithm=grpo", "model=tiny", "schedule=streaming", "json=-")
+    assert said.code == 0, said.err
+    assert "step_time_s" in json.loads(said.out)
+    assert said.err == (
+        "penstock: note: schedule.streaming is not predicted; steps are those of rows that go on "
+        "together\n"
+    )

@@ -8,6 +8,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from penstock.launch.cli.hydra_app import compose
+from penstock.launch.cli.plan import OUTPUTS
+from penstock.launch.placement.plan_request import plan_request
 from penstock.launch.run_dir.trace import read_trace
 from penstock.planner.plan.plan import Plan
 
@@ -459,11 +462,15 @@ def test_a_step_without_language_models_is_not_planned(penstock: Penstock) -> No
     )
 
 
-def test_streaming_is_not_predicted_and_it_says_so(penstock: Penstock) -> None:
-    said = penstock("plan", "algorithm=grpo", "model=tiny", "schedule=streaming", "json=-")
-    assert said.code == 0, said.err
-    assert "step_time_s" in json.loads(said.out)
-    assert said.err == (
-        "penstock: note: schedule.streaming is not predicted; steps are those of rows that go on "
-        "together\n"
+def test_streaming_is_not_predicted_and_it_says_so() -> None:
+    words = ["algorithm=grpo", "model=tiny"]
+    plain, streamed = (
+        plan_request(
+            {k: v for k, v in compose("plan", given).items() if k not in ("resume", *OUTPUTS)}
+        ).notes
+        for given in (words, [*words, "schedule=streaming"])
+    )
+    assert streamed == (
+        *plain,
+        "schedule.streaming is not predicted; steps are those of rows that go on together",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import WorkerError
@@ -13,7 +14,7 @@ from ..graph.graph import Graph, Node, OutputColumn, Ref
 from .messages import Part
 from .ragged import Packed, concatenate, lengths_of, unpack
 
-__all__ = ["CallColumns", "length_key", "output_lengths", "returned_columns"]
+__all__ = ["CallColumns", "empty_part", "length_key", "output_lengths", "returned_columns"]
 
 
 class CallColumns:
@@ -47,6 +48,17 @@ class CallColumns:
             self._dense[ref] = unpack(self.packed(ref), output.spec.dtype)
         return self._dense[ref]
 
+    def no_rows(self) -> bool:
+        """Whether the call is given rows, and not one of them."""
+        counts = [
+            part[index].num_rows
+            for node, parts in self._parts.items()
+            for index, output in enumerate(self._graph[node].outputs)
+            if output.spec.row_axis is not None
+            for part in parts
+        ]
+        return bool(counts) and not any(counts)
+
     def lengths(self, rows: str, spec: Spec) -> Tensor | None:
         """Row lengths of `rows`, from any input column that has them."""
         for node in self._parts:
@@ -67,6 +79,15 @@ class CallColumns:
 def length_key(spec: Spec) -> str | None:
     """Equal for ragged columns whose rows are equally long if they are the same rows."""
     return f"{spec.row_axis},{spec.ragged_axis}" if spec.ragged_axis is not None else None
+
+
+def empty_part(node: Node) -> Part:
+    """What a node makes of no rows."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return tuple(
+        Packed(none.to(o.spec.dtype.torch), none if o.spec.ragged_axis is not None else None)
+        for o in node.outputs
+    )
 
 
 def returned_columns(node: Node, returned: Any) -> list[Tensor]:

@@ -19,7 +19,7 @@ from ..errors import ConfigError, StateError, WorkerError, no_exit
 from ..file_errors import writing
 from ..graph.graph import Argument, Constant, Graph, Node, NodeKind, Ref, RoleRef
 from ..graph.role import Metric, Role
-from .call_columns import CallColumns, length_key, output_lengths, returned_columns
+from .call_columns import CallColumns, empty_part, length_key, output_lengths, returned_columns
 from .call_context import call_scope
 from .call_stream import CallStream, one_by_one
 from .cuts import cut
@@ -180,6 +180,8 @@ class Host:
     def _call(self, work: CallWork) -> tuple[tuple[Part, ...], Mapping[str, Metric]]:
         node = self.graph[work.node]
         columns, versions = self._columns(work), dict(work.versions)
+        if _makes_nothing(node, columns):
+            return (empty_part(node),) * (1 if work.chunk is not None else self.num_chunks), {}
         arguments = {name: self._bind(arg, columns, versions) for name, arg in node.arguments}
         with self._scope(node, work):
             if node.function is not None:
@@ -309,6 +311,12 @@ class Host:
                     f"like its inputs from '{output.rows}', got {column.num_rows}; declare the op "
                     "with makes_rows=True if it changes rows"
                 )
+
+
+def _makes_nothing(node: Node, columns: CallColumns) -> bool:
+    """Whether a call need not be made: it is given no row, and makes nothing else."""
+    only_rows = all(output.spec.row_axis is not None for output in node.outputs)
+    return bool(node.outputs) and only_rows and columns.no_rows()
 
 
 def _reported(graph: Graph, node: Node, parts: Sequence[Part]) -> dict[str, Metric]:

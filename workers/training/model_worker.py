@@ -288,7 +288,8 @@ class ModelWorker:
             limits=limits,
             piece=call_piece(),
         )
-        give_back_freed(self.device)
+        if call_piece() != "part":  # the next one takes it again
+            give_back_freed(self.device)
         return metrics
 
     def _evaluate(

@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 from ....planner.inputs.calls import Call
 from ....planner.inputs.workload import Lengths
-from .packing import padded_tokens, padded_width
+from .packing import joins_next, padded_tokens, padded_width
 
 __all__ = ["ALIGN", "PackSizes", "aligned", "expected_packs", "prompt_pack", "spread"]
 
 ALIGN = 16
 """Decoded rows and cache positions come in multiples of it."""
 
-_FEW = 8  # fewer sequences than this of one size join the next larger size
 _SIMULATED = 256  # rows sampled to see how micro-batches differ
 
 _Rectangle = tuple[int, int, int]
@@ -140,17 +139,20 @@ def _packed(rows: Sequence[_Row]) -> PackSizes:
 def _rectangles(lengths: Iterable[int], unit: int) -> list[_Rectangle]:
     """The rectangles that sequences of these lengths attend to themselves in."""
     ordered = sorted(length for length in lengths if length)
-    few = 1 if unit else _FEW
+    ends = [
+        end
+        for end in range(1, len(ordered) + 1)
+        if end == len(ordered) or _rounded(ordered[end], unit) != _rounded(ordered[end - 1], unit)
+    ]
     made: list[_Rectangle] = []
     begin = 0
-    for end in range(1, len(ordered) + 1):
-        last = end == len(ordered)
-        if last or _rounded(ordered[end], unit) != _rounded(ordered[end - 1], unit):
-            if end - begin < few and not last:
-                continue
-            widest = padded_width(ordered[end - 1], unit)
-            made.append((end - begin, widest, widest))
-            begin = end
+    for end, after in zip(ends, [*ends[1:], 0], strict=True):
+        longest = ordered[end - 1]
+        if after and not unit and joins_next(end - begin, longest, ordered[after - 1]):
+            continue
+        widest = padded_width(longest, unit)
+        made.append((end - begin, widest, widest))
+        begin = end
     return made
 
 

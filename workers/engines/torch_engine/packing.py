@@ -22,9 +22,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "HeadRows", "Pack", "pack_rows", "padded_tokens", "padded_width"]
+__all__ = ["Block", "HeadRows", "Pack", "joins_next", "pack_rows", "padded_tokens", "padded_width"]
 
-_FEW = 8  # sequences; fewer than this of one size join the next larger size
+_FEW = 8
+_FEW_PAIRS = 1 << 13
+"""Pairs of a query and a key that cost about as much as a rectangle more."""
 
 
 @dataclass(frozen=True)
@@ -310,21 +312,36 @@ class _Builder:
 def _by_length(lengths: Tensor, unit: int) -> list[Tensor]:
     """Row indices of the non-empty sequences, in groups of similar length.
 
-    Sizes grow by about a third from one to the next, so that at most a quarter of a rectangle
-    is padding unless the group is small.
+    Sizes grow by about a third from one to the next, so that at most a quarter of a rectangle's
+    side is padding unless the group is small; see `joins_next`.
     """
     order = torch.argsort(lengths, stable=True)
     ordered = lengths[order]
     size = -(-ordered // unit) if unit else _rounded(ordered)
-    few = 1 if unit else _FEW
     groups: list[Tensor] = []
     begin = int((ordered == 0).sum())
     ends = (torch.nonzero(size[1:] != size[:-1])[:, 0] + 1).tolist() + [len(order)]
-    for end in ends:
-        if end > begin and (end - begin >= few or end == len(order)):
+    for end, after in zip(ends, [*ends[1:], 0], strict=True):
+        if end <= begin:
+            continue
+        joins = after and not unit
+        if not joins or not joins_next(end - begin, int(ordered[end - 1]), int(ordered[after - 1])):
             groups.append(order[begin:end])
             begin = end
     return groups
+
+
+def joins_next(count: int, longest: int, wider: int) -> bool:
+    """Whether sequences of one size join those of the next larger one in their rectangle.
+
+    They do if they are few and it pads them little: fewer than 8, and by 8,192 pairs of tokens.
+
+    Args:
+        count: How many.
+        longest: Tokens of the longest of them.
+        wider: Tokens of the longest of the next larger size.
+    """
+    return count < _FEW and count * (wider**2 - longest**2) < _FEW_PAIRS
 
 
 def _rounded(lengths: Tensor) -> Tensor:

@@ -83,3 +83,16 @@ def test_a_row_does_not_see_how_long_the_cache_is(heads: int, dtype: torch.dtype
         expected = ((grouped @ inside.mT * 0.125).softmax(-1) @ inside).view(16, -1)
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(seen[0].float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_few_short_rows_are_not_padded_to_a_long_one() -> None:
+    def widths(*lengths: int) -> list[tuple[int, int]]:
+        tokens = torch.full((len(lengths), max(lengths)), -1)
+        for row, length in enumerate(lengths):
+            tokens[row, :length] = 5
+        pack = pack_rows(tokens, tokens >= 0)
+        return sorted((block.query.shape[0], block.query.shape[1]) for block in pack.blocks)
+
+    # The spare tokens, up to 16, are a sequence as well.
+    assert widths(20, 24, 400, 30) == [(1, 400), (4, 32)]
+    assert widths(20, 24, 40, 30) == [(5, 48)]

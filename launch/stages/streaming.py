@@ -50,11 +50,17 @@ def stage_flow(graph: Graph, placement: Placement, schedule: Schedule) -> Flow:
 
 
 def check_streams(stages: Sequence[Recorded], schedule: Schedule) -> None:
-    """Refuse to stream in a run where nothing can.
+    """Refuse to stream, or to go on in later steps, in a run where nothing can.
 
     Raises:
         ConfigError: Saying of each stage why not.
     """
+    kinds = {node.kind for stage in stages for node in stage.graph.nodes}
+    if schedule.segment_tokens and NodeKind.ROLLOUT not in kinds:
+        raise ConfigError(
+            f"'schedule.segment_tokens' is {schedule.segment_tokens}, but this run samples nothing "
+            "that could go on in a later step\n    leave it out"
+        )
     if schedule.streaming == 0 or any(streaming(stage.graph).rollouts for stage in stages):
         return
     lines = [f"    {stage.name}: {reason}" for stage in stages for reason in _why_not(stage.graph)]

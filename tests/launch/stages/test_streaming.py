@@ -103,6 +103,17 @@ def test_a_run_in_which_nothing_streams_is_refused() -> None:
     )
 
 
+def test_a_run_in_which_nothing_is_sampled_has_no_segments() -> None:
+    schedule = Schedule(segment_tokens=4)
+    check_streams([stage(SFT_GRAPH), stage(GRPO_GRAPH)], schedule)
+    with pytest.raises(ConfigError) as caught:
+        check_streams([stage(SFT_GRAPH)], schedule)
+    assert str(caught.value) == (
+        "'schedule.segment_tokens' is 4, but this run samples nothing that could go on in a later "
+        "step\n    leave it out"
+    )
+
+
 STREAMS = [
     "  actor.generate streams: a part goes on when its last row has ended",
     "  actor.train streams: it takes the parts of actor.generate one by one, by the length of "

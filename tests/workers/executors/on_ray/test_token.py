@@ -82,10 +82,12 @@ def test_a_protected_cluster(address: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_protected_cluster_is_not_measured_without_its_token(address: str) -> None:
+def test_a_protected_cluster_is_not_measured_without_its_token(
+    address: str, tmp_path: Path
+) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROFILE],
-        env={**os.environ, "RAY_ADDRESS": address},
+        env={**os.environ, "RAY_ADDRESS": address, "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=120,

@@ -148,6 +148,7 @@ def kept_groups(roll: Rollout, *, score: PerSample, mixed: PerSample) -> ScoredR
         mask=roll.mask[kept],
         behavior_logprob=roll.behavior_logprob[kept],
         finished=roll.finished[kept],
+        version=roll.version[kept],
         score=score[kept],
     )
 
@@ -197,6 +198,7 @@ def joined(first: ScoredRollout, second: ScoredRollout) -> ScoredRollout:
         mask=both(first.mask, second.mask, False),
         behavior_logprob=both(first.behavior_logprob, second.behavior_logprob, 0.0),
         finished=torch.cat([first.finished, second.finished]),
+        version=both(first.version, second.version, -1),
         score=torch.cat([first.score, second.score]),
     )
 

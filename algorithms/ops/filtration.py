@@ -173,5 +173,6 @@ def _kept(roll: Rollout, score: PerSample, rows: PromptId) -> FilteredRollout:
         mask=roll.mask[rows],
         behavior_logprob=roll.behavior_logprob[rows],
         finished=roll.finished[rows],
+        version=roll.version[rows],
         score=score[rows],
     )

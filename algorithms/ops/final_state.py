@@ -44,10 +44,10 @@ def with_final_state(roll: Rollout) -> RolloutWithFinalState:
         Token columns [rows, T + 1]. A row without sampled tokens has no state of its own.
     """
     lengths = (roll.tokens >= 0).sum(dim=1, keepdim=True)
-    tokens = F.pad(roll.tokens, (0, 1), value=-1)
+    tokens, version = (F.pad(ids, (0, 1), value=-1) for ids in (roll.tokens, roll.version))
     if roll.tokens.shape[1]:
         last = roll.tokens.gather(1, (lengths - 1).clamp(min=0))
-        tokens = tokens.scatter(1, lengths, last)
+        tokens, version = tokens.scatter(1, lengths, last), version.scatter(1, lengths, 0)
     mask = F.pad(roll.mask, (0, 1))
     return RolloutWithFinalState(
         prompt_id=roll.prompt_id,
@@ -55,6 +55,7 @@ def with_final_state(roll: Rollout) -> RolloutWithFinalState:
         mask=mask,
         behavior_logprob=F.pad(roll.behavior_logprob, (0, 1)),
         finished=roll.finished,
+        version=version,
         states=mask | _after_last(mask),
     )
 

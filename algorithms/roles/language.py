@@ -14,11 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from ...dataflow.graph.axes import Axis, Behavior, GroupId, boolean, f32, i64
+from ...dataflow.graph.proxies import standins_in
 from ...dataflow.graph.role import Loss, Metric, Role, call
 from ...dataflow.option_checks import check_range
+from ...dataflow.runtime.call_context import call_version
 
 PROMPT = Axis("prompt")
 SAMPLE = Axis("sample", within=PROMPT)
@@ -44,6 +47,8 @@ PerToken = Annotated[Tensor, f32(SAMPLE, TOKEN)]
 """One number per token; meaningful where the mask is True."""
 BehaviorLogprob = Annotated[Tensor, f32(SAMPLE, TOKEN), Behavior()]
 """Log-probability of each sampled token under the weights and temperature that sampled it."""
+TokenVersion = Annotated[Tensor, i64(SAMPLE, TOKEN)]
+"""Version of the weights that sampled each token; 0 on other tokens of a row, -1 on padding."""
 WordIds = Annotated[Tensor, i64(SAMPLE, TOKEN, WORD)]
 """Several words per token; -1 where the mask is False."""
 PerWord = Annotated[Tensor, f32(SAMPLE, TOKEN, WORD)]
@@ -173,6 +178,10 @@ class Prompts:
     prompt_id: PromptKey
 
 
+_OF_THE_CALL = torch.empty(0, dtype=torch.int64)
+"""Stands for a column that nobody gave."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
     """Sampled responses with the log-probabilities they were sampled with.
@@ -189,6 +198,42 @@ class Rollout:
     """Under the weights and the temperature that sampled each token."""
     finished: SampleFlag
     """True if the response ended with the end-of-sequence token, False if it was cut off."""
+    version: TokenVersion = _OF_THE_CALL
+    """By default that of the weights with which the call being served is made. An op, which is
+    served with none, passes on its input's."""
+
+    def __post_init__(self) -> None:
+        # While a step is recorded there is nothing to take it from, and it must be given.
+        if self.version is _OF_THE_CALL and next(standins_in(self.mask), None) is None:
+            version = torch.where(self.mask, call_version(), 0).where(self.tokens >= 0, -1)
+            object.__setattr__(self, "version", version)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfinished:
+    """Groups with a response that goes on in a later step, and what there is of their responses.
+
+    Responses to a prompt are adjacent, in the order of the prompts, and as many to each. Their
+    columns are of the response alone, without the prompt.
+
+    Example:
+        A prompt of step 3, whose first response has ended; its second goes on:
+        `prompt = [[5, 6]]`, `began = [3]`, `response = [[8, 2, -1], [9, 4, 7]]`,
+        `version = [[3, 3, -1], [3, 3, 4]]`, `ended = [T, F]`, `finished = [T, F]`.
+    """
+
+    prompt: PromptTokenIds
+    prompt_id: PromptKey
+    began: Annotated[Tensor, i64(PROMPT)]
+    """The step whose prompt it is; its responses go on with that step's random numbers."""
+    response: Annotated[Tensor, i64(SAMPLE, TOKEN)]
+    """Tokens so far, padded on the right with -1; a row may have none yet."""
+    behavior_logprob: BehaviorLogprob
+    version: TokenVersion
+    ended: SampleFlag
+    """True where nothing more is sampled."""
+    finished: SampleFlag
+    """True if a token ended the response, False if it goes on or is as long as it may be."""
 
 
 @dataclass(frozen=True, kw_only=True)

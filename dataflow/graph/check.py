@@ -268,15 +268,24 @@ def check_unused(graph: Graph) -> None:
             )
 
 
-def check_lag(graph: Graph, max_lag: int) -> None:
-    """With `max_lag` above 0 a loss on a role's own rollouts must read how they were made.
+def check_lag(graph: Graph, max_lag: int, segment_tokens: int = 0) -> None:
+    """Where rollouts may be of older weights, a loss on a role's own must read how they were made.
+
+    Args:
+        graph: The step.
+        max_lag: See `Schedule.max_lag`.
+        segment_tokens: See `Schedule.segment_tokens`.
 
     Raises:
         FlowError: If a train call is fed by a rollout of the same role, its loss does not tolerate
             lag, and none of its inputs is the rollout's behavior log-probability.
     """
-    if max_lag == 0:
+    if max_lag == 0 and segment_tokens == 0:
         return
+    old = f"up to {max_lag} optimizer step(s) old (Schedule.max_lag={max_lag})"
+    if segment_tokens:
+        old = f"begun under older weights (Schedule.segment_tokens={segment_tokens})"
+    key = "segment_tokens" if segment_tokens else "max_lag"
     for node in graph.nodes:
         if node.kind is not NodeKind.TRAIN or _tolerates_lag(node):
             continue
@@ -286,12 +295,11 @@ def check_lag(graph: Graph, max_lag: int) -> None:
             columns = [output.name for output in rollout.outputs if output.behavior]
             name = columns[0] if columns else "behavior_logprob"
             raise FlowError(
-                f"'{node.name}' may see samples up to {max_lag} optimizer step(s) old "
-                f"(Schedule.max_lag={max_lag}) but reads no '{name}', so the update "
+                f"'{node.name}' may see samples {old} but reads no '{name}', so the update "
                 "cannot correct for it.",
                 where=node.where,
                 fix=f"Pass {name} from '{rollout.name}', annotated as Behavior() in every table "
-                "it goes through, or set Schedule(max_lag=0).",
+                f"it goes through, or set Schedule({key}=0).",
             )
 
 

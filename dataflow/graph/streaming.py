@@ -1,20 +1,20 @@
 """Which nodes of a step may stream: begin to be consumed before all of their rows are there.
 
-A rollout streams if its prompts are the step's own: a rank samples all of its rows together, and
-those of a prompt flow on when the last has ended. A train call streams if it can take such groups
-one by one: each gives its gradient, and the optimizer's step comes with the last. Everything else
-follows from the scopes of the ops in between; one that needs the whole batch is a barrier.
+A rollout streams if its rows come from a source: a rank samples all that it has of a step together,
+and a part of them goes on when its last row has ended. A train call streams if it can take such
+parts one by one: each gives its gradient, and the optimizer's step comes with the last. Everything
+else follows from the scopes of the ops in between; one that needs the whole batch is a barrier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from .graph import Graph
-from .nodes import Constant, Node, NodeKind
+from .nodes import Constant, Node, NodeKind, RoleRef
 from .role import Loss
 
 __all__ = ["Streaming", "streaming"]
@@ -25,27 +25,34 @@ _MOST_TOTALS = 64
 
 @dataclass(frozen=True)
 class Streaming:
-    """What streams in a step.
+    """What streams in a step; everything is in program order.
 
     Attributes:
         rollouts: Nodes that stream.
-        order_of: Train node that takes groups one by one -> the rollout in whose order.
+        order_of: Train node that takes parts one by one -> the rollout in whose order.
         why_not: Rollout or train node that does not stream -> why, and what to change.
+        nodes: All rollouts and train nodes.
     """
 
-    rollouts: frozenset[str]
-    order_of: Mapping[str, str]
-    why_not: Mapping[str, str]
+    rollouts: tuple[str, ...] = ()
+    order_of: Mapping[str, str] = field(default_factory=dict[str, str])
+    why_not: Mapping[str, str] = field(default_factory=dict[str, str])
+    nodes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """One line per rollout and train node."""
-        lines = [f"{name} streams: each group flows on when it has ended" for name in self.rollouts]
-        lines += [
-            f"{name} streams: takes groups of {rollout} by their longest response"
-            for name, rollout in self.order_of.items()
-        ]
-        lines += [f"{name} cannot stream: {reason}" for name, reason in self.why_not.items()]
-        return "\n".join(sorted(lines))
+        return "\n".join(self._line(name) for name in self.nodes)
+
+    def _line(self, name: str) -> str:
+        if name in self.why_not:
+            return f"{name} cannot stream: {self.why_not[name]}"
+        if name in self.order_of:
+            rollout = self.order_of[name]
+            return (
+                f"{name} streams: it takes the parts of {rollout} one by one, by the length of "
+                "their longest rows"
+            )
+        return f"{name} streams: a part goes on when its last row has ended"
 
 
 def streaming(graph: Graph) -> Streaming:
@@ -53,49 +60,55 @@ def streaming(graph: Graph) -> Streaming:
     rollouts: list[str] = []
     order_of: dict[str, str] = {}
     why_not: dict[str, str] = {}
-    for node in graph.nodes:
+    nodes = [node for node in graph.nodes if node.kind in (NodeKind.ROLLOUT, NodeKind.TRAIN)]
+    for node in nodes:
         if node.kind is NodeKind.ROLLOUT:
             reason = _rollout_why_not(graph, node)
             if not reason:
                 rollouts.append(node.name)
-        elif node.kind is NodeKind.TRAIN:
+        else:
             sampled = [name for name in _before(graph, node) if name in rollouts]
             reason = _train_why_not(graph, node, sampled)
             if not reason:
                 order_of[node.name] = sampled[0]
-        else:
-            continue
         if reason:
             why_not[node.name] = reason
-    return Streaming(frozenset(rollouts), order_of, why_not)
+    return Streaming(tuple(rollouts), order_of, why_not, tuple(node.name for node in nodes))
 
 
 def _rollout_why_not(graph: Graph, node: Node) -> str:
     """Why a rollout cannot stream; "" if it can."""
     if node.scope == "batch":
         return "it is one call for the whole batch"
+    if node.role is not None and graph.roles[node.role].keeps_state:
+        return f"'{node.role}' keeps state, so each of its calls comes after the one before"
+    asked = [argument.role for _, argument in node.arguments if isinstance(argument, RoleRef)]
+    if asked:
+        return f"it asks '{asked[0]}' on the way, and such calls are not served together"
     made = [ref.node for _, ref in node.inputs if graph[ref.node].kind is not NodeKind.SOURCE]
-    return f"its prompts are made in the step, by '{made[0]}'" if made else ""
+    return f"its rows are made in the step, by '{made[0]}', and not by a source" if made else ""
 
 
 def _train_why_not(graph: Graph, node: Node, sampled: list[str]) -> str:
-    """Why a train call cannot take groups one by one; "" if it can."""
+    """Why a train call cannot take parts one by one; "" if it can."""
+    if not node.learns:
+        return "it has no loss, whose gradients could be added up"
     if len(sampled) != 1:
         which = " and ".join(f"'{name}'" for name in sampled)
-        return f"it trains on rows of {which}" if sampled else "nothing that it trains on streams"
+        why = f"it trains on rows of {which}, and takes parts in the order of one rollout"
+        return why if sampled else "nothing that it trains on streams"
     barriers = [name for name in _before(graph, node) if graph[name].scope == "batch"]
     barriers = [name for name in barriers if graph[name].kind is not NodeKind.SOURCE]
     if barriers:
-        return f"'{barriers[0]}' needs the whole batch"
+        return f"'{barriers[0]}' needs the whole batch; use an op of row or group scope there"
     given = {name: a.value for name, a in node.arguments if isinstance(a, Constant)}
+    loss = next(value for value in given.values() if isinstance(value, Loss))
     for name in ("epochs", "num_minibatches"):
         if given.get(name, 1) != 1:
-            return f"{name} is {given[name]}, and every optimizer step needs its rows first; set 1"
-    loss = given.get("loss")
-    if not isinstance(loss, Loss):
-        return "it has no loss, whose parts could be added up"
+            return f"{name} is {given[name]}, and each optimizer step needs its rows first; set 1"
     if loss.divisor(torch.ones(_MOST_TOTALS, dtype=torch.float64)) is None:
-        return f"{type(loss).__name__} needs the totals of all rows before the first"
+        name = type(loss).__name__
+        return f"{name} needs sums over all rows before the first; use a loss with a `divisor`"
     return ""
 
 

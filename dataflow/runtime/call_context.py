@@ -46,8 +46,9 @@ class CallKey:
     ordinal: int
 
 
-Piece: TypeAlias = Literal["whole", "part", "last"]
-"""What a train call is given of its batch: all of it, some of its rows, or the last of them."""
+Piece: TypeAlias = Literal["whole", "part", "last", "none"]
+"""What a train call is given of its batch: all of it, some of its rows, the last of them, or none
+where a step has no rows at all."""
 
 
 @dataclass
@@ -106,6 +107,7 @@ def call_piece() -> Piece:
 
     Of a batch that comes in pieces, each call but the last only adds its rows' gradient, and
     returns no metrics; the last adds its own, takes the optimizer's step and returns those of all.
+    Of none there is nothing to learn: only schedules go on.
     """
     scope = _SCOPE.get()
     return "whole" if scope is None else scope.piece

@@ -124,6 +124,7 @@ def write_run_state(folder: Path, saved: SavedRun) -> None:
         "history_sha256": resume.history_sha256,
         "done": [[task.node, task.step, task.chunk] for task in sorted(resume.done, key=str)],
         "sizes": [[task.node, task.step, task.chunk, size] for task, size in resume.sizes],
+        "rows": [[output.node, output.step, output.chunk, n] for output, n in resume.rows],
         "live": [
             [output.node, output.step, output.chunk, file.name]
             for output, file in saved.part_files(folder)
@@ -157,5 +158,6 @@ def read_resume_point(store: CheckpointFolder, graph: Graph, seed: int) -> Resum
         (Output(node, step, chunk), folder / name) for node, step, chunk, name in state["live"]
     )
     sizes = tuple((NodeTask(*task), size) for *task, size in state.get("sizes", ()))
-    resume = ResumeState(state["step"], done, state["history_sha256"], sizes)
+    rows = tuple((Output(*output), n) for *output, n in state.get("rows", ()))
+    resume = ResumeState(state["step"], done, state["history_sha256"], sizes, rows)
     return ResumePoint(folder, resume, parts)

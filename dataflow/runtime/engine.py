@@ -6,12 +6,14 @@ It owns no policy: what runs when is the scheduler's, how it runs the executor's
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
 from ..graph.check import check_lag
 from ..graph.graph import Graph
 from ..graph.role import Role
+from ..graph.segments import check_segments
 from ..scheduler.schedule import Schedule
 from .checkpoint import CheckpointFolder, Pauses, Suspended
 from .dispatcher import Dispatcher
@@ -19,8 +21,9 @@ from .executor import Executor, Program, check_workers
 from .in_process import InProcess
 from .messages import CallMethodWork
 from .placement import Placement, flow_of
-from .run import Run, StepResult, Trained
+from .run import Run, Trained
 from .source import Source
+from .step_result import StepResult
 from .watch import WATCH, Watch
 from .worker_protocol import WorkerSpec
 
@@ -68,7 +71,9 @@ class Engine:
         watch: Watch | None = None,
     ) -> None:
         self.schedule = schedule or Schedule()
-        check_lag(graph, self.schedule.max_lag)
+        check_lag(graph, self.schedule.max_lag, self.schedule.segment_tokens)
+        if self.schedule.segment_tokens:
+            check_segments(graph)
         placement = placement.streamed(self.schedule.streaming)
         self.programs = {"main": Program(graph, placement), **(also or {})}
         self._watch = watch
@@ -180,6 +185,9 @@ class Engine:
         pauses: Pauses,
     ) -> Generator[StepResult]:
         self.start()
+        schedule = self.schedule
+        if program != "main":
+            schedule = replace(schedule, streaming=0, segment_tokens=0)
         suspended: Suspended | None = None
         ahead = pauses.steps
         while True:
@@ -187,7 +195,7 @@ class Engine:
                 self.programs[program],
                 program,
                 sources,
-                self.schedule,
+                schedule,
                 self.executor,
                 self._dispatcher,
                 self._trained,

@@ -79,9 +79,13 @@ class BeginStreamWork:
 
     Attributes:
         calls: One for each chunk, in the order of the chunks.
+        segment: How far each row may grow; None if calls are served to their end.
+        begun: What is unfinished of each chunk since the step before; None if nothing is.
     """
 
     calls: tuple[CallWork, ...]
+    segment: int | None = None
+    begun: tuple[Handle | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,7 @@ class Report:
         num_bytes: Bytes of the stored parts.
         answer: What a `CallMethodWork` returned.
         chunk: Which of the calls an `AnswerWork` has answered.
-        size: Tokens of its longest row.
+        size: Length of its longest row.
     """
 
     start_s: float

@@ -16,6 +16,7 @@ from ..graph.proxies import nearest
 from ..graph.streaming import Streaming, streaming
 from ..kinds import WeightRead
 from ..scheduler.flow import Flow, FlowNode
+from ..scheduler.schedule import Schedule
 from .remote_inference import remote_methods
 
 __all__ = [
@@ -304,20 +305,24 @@ def follow(graph: Graph, main: Graph, placement: Placement) -> Placement:
     return Placement(placement.groups, nodes, placement.num_chunks)
 
 
-def flow_of(graph: Graph, placement: Placement, *, streams: bool = False) -> Flow:
+def flow_of(graph: Graph, placement: Placement, schedule: Schedule | None = None) -> Flow:
     """The graph and its placement as the scheduler sees them.
 
     Args:
         graph: The step.
         placement: Where its nodes run.
-        streams: Whether what can stream does; see `Schedule.streaming`.
+        schedule: Whether what can stream does, and rollouts go on in later steps; synchronous by
+            default.
 
     Raises:
         PlanError: If a node has no group, a group is unknown, or one role trains in two groups.
     """
     check_placement(graph, placement)
     homes = {role: placement.home(graph, role) or "" for role in graph.trains_per_step}
-    able = streaming(graph) if streams else Streaming(frozenset(), {}, {})
+    schedule = schedule or Schedule()
+    able = streaming(graph) if schedule.streaming or schedule.segment_tokens else Streaming()
+    if not schedule.streaming:
+        able = replace(able, order_of={})
     return Flow(
         name=graph.name,
         nodes=tuple(_flow_node(graph, node, placement, able) for node in graph.nodes),

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ..errors import ConfigError, StateError, WorkerError
 from ..graph.graph import Node, NodeKind
-from ..graph.role import Metric, add_metrics
 from ..scheduler.events import (
     Abort,
     AdmitStep,
@@ -53,7 +52,7 @@ from .checkpoint import (
     write_run_state,
 )
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
-from .executor import Executor, Program, Restart, TaskSpan
+from .executor import Executor, Program, Restart
 from .messages import (
     AnswerWork,
     BeginStreamWork,
@@ -61,7 +60,6 @@ from .messages import (
     Handle,
     LoadPartWork,
     LoadStateWork,
-    Report,
     SavePartWork,
     SaveStateWork,
     SetServedVersionWork,
@@ -70,43 +68,16 @@ from .messages import (
 from .placement import flow_of
 from .publication import Publication
 from .source import Source, read_source
+from .step_result import Done, StepResult, step_result
 from .watch import WATCH, Watch
 
-__all__ = ["Run", "StepResult", "Trained"]
+__all__ = ["Run", "Trained"]
+
+_UNFINISHED = "/unfinished"
+"""After a node's name: what of its rows goes on in the next step. No node is named so."""
 
 Trained = dict[str, tuple[str, str]]
 """Role -> (program, group) where it was trained last: its newest weights."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one completed step reports.
-
-    Attributes:
-        step: Index of the step.
-        metrics: `node/name` -> value, merged over chunks and ranks.
-        spans: When and where each of its tasks ran.
-        lag: (versions behind, number of rollout tasks) pairs.
-        num_rows: Node -> rows it made.
-        controller_bytes: Bytes that passed through the controller since the step before.
-    """
-
-    step: int
-    metrics: Mapping[str, float]
-    spans: tuple[TaskSpan, ...]
-    lag: tuple[tuple[int, int], ...] = ()
-    num_rows: Mapping[str, int] = field(default_factory=dict[str, int])
-    controller_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class _Done:
-    """One rank's share of a finished task."""
-
-    task: NodeTask
-    rank: int
-    report: Report
-    versions: Versions
 
 
 class Run:
@@ -145,20 +116,19 @@ class Run:
         self.place: SaveCheckpoint | None = None
         self._saved: int | None = None
         self._graph, self._placement = program.graph, program.placement
-        self._flow = flow_of(program.graph, program.placement, streams=schedule.streaming > 0)
+        self._segment = schedule.segment_tokens or None
+        self._flow = flow_of(program.graph, program.placement, schedule)
         self._name = name
         self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
         self._sources = sources
         self._deadline_s = schedule.deadline_s
         self._executor, self._dispatcher, self._trained = executor, dispatcher, trained
-        self._seed = seed
-        self._checkpoints = checkpoints
-        self._stop = stop
-        self._watch = watch
+        self._seed, self._checkpoints = seed, checkpoints
+        self._stop, self._watch = stop, watch
         self._held: dict[int, list[Output]] = {}
         self._store: dict[Output, Handle] = dict(suspended.outputs) if suspended else {}
         self._snapshots: dict[tuple[str, int], Handle] = {}
-        self._done_by_step: dict[int, list[_Done]] = {}
+        self._done_by_step: dict[int, list[Done]] = {}
         self._versions: dict[NodeTask, Versions] = {}
         self._streams: dict[NodeTask, set[NodeTask]] = {}
         self._failed: tuple[Task, BaseException | None] | None = None
@@ -212,6 +182,7 @@ class Run:
                     self.place = instruction.place
                     return
                 elif isinstance(instruction, Finished):
+                    self._executor.release(list(self._store.values()))
                     return
                 else:
                     todo.extend(self._carry_out(instruction))
@@ -298,12 +269,21 @@ class Run:
     def _train_works(self, node: Node, instruction: RunTrain) -> dict[int, Work]:
         """What each rank is given: its share of all chunks, or one, to be added to those before."""
         task, ranks = instruction.task, instruction.ranks
-        if instruction.part is None:
-            shares = _shares(self._flow.num_chunks, len(ranks))
-            return {rank: self._call(node, task, shares[rank]) for rank in ranks}
-        piece: Piece = "last" if instruction.last else "part"
-        chunks = zip(ranks, instruction.chunks, strict=True)
-        return {rank: replace(self._call(node, task, [c]), piece=piece) for rank, c in chunks}
+        piece: Piece = "whole"
+        shares = _shares(self._flow.num_chunks, len(ranks))
+        if instruction.part is not None:
+            piece = "last" if instruction.last else "part"
+            shares = [[chunk] for chunk in instruction.chunks]
+        if instruction.last and self._segment and not self._has_rows(node, task.step):
+            piece = "none"
+        return {r: replace(self._call(node, task, shares[r]), piece=piece) for r in ranks}
+
+    def _has_rows(self, node: Node, step: int) -> bool:
+        """Whether anything that a node takes has a row in this step, as far as is known."""
+        rows, index = self.scheduler.steps[step].rows, self.scheduler.index
+        names = {ref.node for _, ref in node.inputs}
+        counts = [rows.get((index.index[name], c), 1) for name in names for c in index.chunks]
+        return any(counts)
 
     def _run_stream(self, instruction: RunStream) -> None:
         """Have a rank begin some chunks together, and ask for their answers, one after another.
@@ -317,7 +297,9 @@ class Run:
             self._versions[task] = instruction.versions
             self._streams[task] = left
         calls = tuple(self._call(node, task, [task.chunk or 0]) for task in tasks)
-        self._dispatcher.submit(None, self._name, group, {rank: BeginStreamWork(calls)})
+        begun = tuple(self._store.get(_unfinished(task, before=1)) for task in tasks)
+        work = BeginStreamWork(calls, self._segment, begun)
+        self._dispatcher.submit(None, self._name, group, {rank: work})
         for number, task in enumerate(tasks):
             self._submit(task, group, {rank: AnswerWork(node.name, task.step, number)})
 
@@ -395,6 +377,8 @@ class Run:
             self._keep(task, submission)
         report = submission.first.report
         rows, size = (report.num_rows, report.size) if report else ((), 0)
+        if report is not None and report.chunk is not None:
+            rows = rows[:1]  # without what is unfinished
         return self.scheduler.handle(TaskDone(task, now, rows or None, size))
 
     def _answered_task(self, asked: NodeTask, submission: Submission) -> NodeTask:
@@ -412,49 +396,26 @@ class Run:
         versions = self._versions.pop(task)
         for completion in submission.completions:
             if completion.report:
-                done.append(_Done(task, completion.rank, completion.report, versions))
-            for index, part in enumerate(completion.parts):
+                done.append(Done(task, completion.rank, completion.report, versions))
+            parts = completion.parts
+            if completion.report and completion.report.chunk is not None:
+                parts = self._keep_unfinished(task, parts)
+            for index, part in enumerate(parts):
                 self._store[Output(task.node, task.step, (task.chunk or 0) + index)] = part
+
+    def _keep_unfinished(self, task: NodeTask, parts: Sequence[Handle]) -> Sequence[Handle]:
+        """Keep what goes on in the next step, in place of what went on in this; the other parts."""
+        before = self._store.pop(_unfinished(task, before=1), None)
+        if before is not None:
+            self._executor.release([before])
+        self._store.update({_unfinished(task): part for part in parts[1:]})
+        return parts[:1]
 
     def _result(self, completed: StepCompleted) -> StepResult:
         done = self._done_by_step.pop(completed.step, [])
         passed = self._executor.controller_bytes - self._bytes_before
         self._bytes_before += passed
-        rows: dict[str, int] = {}
-        for one in done:
-            rows[one.task.node] = rows.get(one.task.node, 0) + sum(one.report.num_rows)
-        return StepResult(
-            completed.step,
-            {name: metric.value for name, metric in sorted(self._merged(done).items())},
-            tuple(self._span(one) for one in done),
-            completed.lag,
-            rows,
-            passed,
-        )
-
-    def _merged(self, done: Sequence[_Done]) -> dict[str, Metric]:
-        """Metrics added over chunks; a train call's are merged over ranks already."""
-        merged: dict[str, Metric] = {}
-        for one in done:
-            if one.rank and self._graph[one.task.node].kind is NodeKind.TRAIN:
-                continue
-            found = one.report.metrics.items()
-            add_metrics(merged, {f"{one.task.node}/{name}": metric for name, metric in found})
-        return merged
-
-    def _span(self, done: _Done) -> TaskSpan:
-        task, report = done.task, done.report
-        group = self._placement.nodes[task.node]
-        return TaskSpan(
-            task.node,
-            task.step,
-            task.chunk,
-            group,
-            done.rank,
-            report.start_s,
-            report.end_s,
-            done.versions,
-        )
+        return step_result(self._graph, self._placement, completed, done, passed)
 
     def _failure(self, abort: Abort) -> WorkerError:
         """The report, headed by the line of the step function that made the node."""
@@ -520,6 +481,8 @@ class Run:
         if self._checkpoints is None:
             return
         with self._checkpoints.write(instruction.step) as folder:
+            unfinished = (output for output in self._store if output.node.endswith(_UNFINISHED))
+            instruction = replace(instruction, live=(*instruction.live, *unfinished))
             saved = SavedRun(self._graph, self._seed, instruction)
             for role, group in self._state_homes.items():
                 (folder / role).mkdir()
@@ -541,6 +504,11 @@ class Run:
             work = LoadPartWork(output.node, str(file))
             done = self._now(self._group_of(output.node), {0: work})
             self._store[output] = done.first.parts[0]
+
+
+def _unfinished(task: NodeTask, before: int = 0) -> Output:
+    """What a task, or the same of a step before, leaves to the next step."""
+    return Output(f"{task.node}{_UNFINISHED}", task.step - before, task.chunk or 0)
 
 
 def _shares(num_chunks: int, num_ranks: int) -> list[list[int]]:

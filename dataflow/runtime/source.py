@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from ..errors import ConfigError, no_exit
 from ..graph.graph import Node
 from .call_context import DeadlineExceeded, deadline
-from .host import cut_table
+from .cuts import cut_table
 from .messages import Part
 from .ragged import lengths_of, pack
 

@@ -1,10 +1,10 @@
 """In which order a step's chunks are trained on, where each is as soon as it can be.
 
-Chunks are consumed by (size, chunk), the size being the length of the longest response. That is an
-order of lengths alone, so the result of a run does not depend on timing; and because short
-responses end first, hardly any chunk waits for another. A rank answers the chunks that it samples
-together in this order. So the next chunk of a rank sorts after the last one that it answered, and
-a chunk has its place as soon as no rank can still answer one that sorts before it.
+Chunks are consumed by (size, chunk), the size being the length of the longest row. That is an order
+of lengths alone, so the result of a run does not depend on timing; and because short rows end
+first, hardly any chunk waits for another. A rank answers the chunks that it samples together in
+this order. So the next chunk of a rank sorts after the last one that it answered, and a chunk has
+its place as soon as no rank can still answer one that sorts before it.
 """
 
 from __future__ import annotations

@@ -122,12 +122,14 @@ class ResumeState:
         history_sha256: `schedule_sha256` of the completed steps; carried so that a resumed run
             ends with the hash of one that was never stopped.
         sizes: Those of the finished tasks that have one; see `TaskDone`.
+        rows: How many rows outputs of later steps have, where the shell told.
     """
 
     step: int
     done: frozenset[NodeTask] = frozenset()
     history_sha256: str = ""
     sizes: tuple[tuple[NodeTask, int], ...] = ()
+    rows: tuple[tuple[Output, int], ...] = ()
 
 
 # --- events: the shell tells
@@ -146,7 +148,7 @@ class SourceReady:
 class TaskDone:
     """`task` finished on all its ranks; rows it made, one number per chunk made, if known.
 
-    `size` is the length in tokens of the longest response, of a task of a node that streams.
+    `size` is the length of the longest row, of a task of a node that streams.
     """
 
     task: Task

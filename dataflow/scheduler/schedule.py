@@ -27,9 +27,13 @@ class Schedule:
     """"step": which weights a call reads follows from its step alone, whatever the timing.
     "arrival": it reads whatever its device holds within the bound; not reproducible, a control."""
     streaming: int = 0
-    """Parts in which a step's groups flow on as they end: a part is scored, evaluated and trained
-    on while others are still sampled. At best as many as there are prompts in a step; 0: a step's
-    rows go on together."""
+    """Parts in which a step's rows go on as they end, so that one is scored and trained on while
+    others are still sampled; rounded up to a multiple of every group's ranks, and at most one
+    for each item of data that a step takes. 0: a step's rows go on together."""
+    segment_tokens: int = 0
+    """How far a row may grow in one step. One that is not done goes on in the next, under newer
+    weights, and its group counts for the step in which its last row ends. 0: every row is made in
+    one step."""
     deadline_s: float = 600.0
     """Longest time a single task, or a wait with nothing running, may take."""
 
@@ -41,6 +45,10 @@ class Schedule:
             )
         if self.streaming < 0:
             raise ValueError(f"Schedule.streaming must be at least 0 parts, got {self.streaming}")
+        if self.segment_tokens < 0:
+            raise ValueError(
+                f"Schedule.segment_tokens must be at least 0, got {self.segment_tokens}"
+            )
         if self.order not in ("step", "arrival"):
             raise ValueError(f"Schedule.order must be 'step' or 'arrival', got {self.order!r}")
         if not (self.deadline_s > 0 and math.isfinite(self.deadline_s)):

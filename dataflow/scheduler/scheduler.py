@@ -457,7 +457,8 @@ class Scheduler(SchedulerState):
         live = tuple(output for state in states for output in state.stored)
         done = frozenset(task for state in states for task in state.done)
         sizes = tuple(pair for state in states for pair in state.sizes())
-        return SaveCheckpoint(step, live, ResumeState(step, done, self._history, sizes))
+        rows = tuple(pair for state in states for pair in state.num_rows())
+        return SaveCheckpoint(step, live, ResumeState(step, done, self._history, sizes, rows))
 
     # --- small things
 

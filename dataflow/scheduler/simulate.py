@@ -90,7 +90,7 @@ def dry_run(
             how long after the one before it is answered.
         after_event: Called after every event, for checks.
         replace: May turn an event into another: a `TaskDone` into a `TaskFailed`.
-        size: Tokens of the longest response of a task of a node that streams.
+        size: Length of the longest row of a task of a node that streams.
 
     Raises:
         StateError: The scheduler waits for nothing and is not finished.

@@ -146,7 +146,7 @@ class StepState:
         return not self.has_source or self.missing[i][task.chunk or 0] > 0
 
     def finish(self, i: int, task: NodeTask, size: int = 0) -> tuple[list[NodeTask], list[Output]]:
-        """Mark `task` of node `i` done, whose longest response has `size` tokens.
+        """Mark `task` of node `i` done, whose longest row is `size` long.
 
         Returns:
             Tasks that now have all their inputs, and input parts nobody needs any more.
@@ -252,6 +252,11 @@ class StepState:
             for chunk, size in sorted(consumption.sizes.items())
         ]
 
+    def num_rows(self) -> list[tuple[Output, int]]:
+        """Every output of which it is known, with its rows."""
+        nodes = self._index.flow.nodes
+        return [(Output(nodes[i].name, self.step, chunk), n) for (i, chunk), n in self.rows.items()]
+
     def note_reads(self, task: NodeTask, rules: Sequence[ReadRule], versions: Versions) -> None:
         """`task` starts and reads `versions`, one for each of its rules."""
         self.reads[task] = versions
@@ -309,4 +314,7 @@ def restored_steps(
                 rules = rules_of[index.index[task.node]]
                 reads = tuple((rule.role, rule.lowest(step)) for rule in rules)
                 state.note_reads(task, rules, reads)
+    for output, num_rows in resume.rows:
+        if output.step in states and output.node in index.index:
+            states[output.step].rows[index.index[output.node], output.chunk] = num_rows
     return states

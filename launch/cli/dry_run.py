@@ -76,8 +76,24 @@ def _text(job: Job, cluster: ClusterSpec | None) -> str:
     lines = [f"{job.main.graph.name} can start; this was a dry run, and nothing was started"]
     lines += [f"cluster  {cluster_text(cluster)}"] if cluster is not None else []
     lines += [job.note] if job.note else []
+    lines += _streaming(job)
     found = seats(job.main.graph, placement, nodes)
     return "\n".join([*lines, *_table(found, plan.memory_bytes_per_device)])
+
+
+def _streaming(job: Job) -> list[str]:
+    """What streams, in every stage where something does."""
+    from ..placement.place import executor_kind
+    from ..stages.streaming import streaming_lines
+
+    kind = executor_kind(job.run.placement.executor.kind, "executor.kind")
+    return [
+        line
+        for stage in job.stages
+        for line in streaming_lines(
+            stage, stage.placement, job.run.schedule, in_processes=kind.has_processes
+        )
+    ]
 
 
 def _table(found: Sequence[Seat], memory: Mapping[int, int]) -> list[str]:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.graph import Graph
+from ...dataflow.graph.graph import Graph, NodeKind
+from ...dataflow.graph.streaming import streaming
 from ...dataflow.render.mermaid import to_mermaid
 from ...dataflow.render.svg import to_svg
 from .hydra_app import hydra_app, refuse_resume
@@ -14,8 +15,17 @@ from .plan import output_file, write_output
 
 __all__ = ["FORMATS", "graph_command"]
 
+
+def _text(graph: Graph) -> str:
+    """The graph, and what of it could stream if something is sampled."""
+    if not any(node.kind is NodeKind.ROLLOUT for node in graph.nodes):
+        return str(graph)
+    lines = [f"  {line}" for line in str(streaming(graph)).splitlines()]
+    return "\n".join([str(graph), "", "with schedule.streaming above 0", *lines])
+
+
 FORMATS: Mapping[str, Callable[[Graph], str]] = {
-    "text": str,
+    "text": _text,
     "mermaid": to_mermaid,
     "svg": to_svg,
     "json": Graph.to_json,

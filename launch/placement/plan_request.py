@@ -12,6 +12,7 @@ from ...configs.validate import validated
 from ...dataflow.errors import ConfigError, FlowError
 from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph
+from ...dataflow.scheduler.schedule import Schedule
 from ...planner.cost.constants import Constants, default_constants
 from ...planner.cost.engine_model import RoleEngines
 from ...planner.inputs.calls import calls_of
@@ -47,7 +48,8 @@ class PlanRequest:
         workload: How much one step computes.
         lags: Schedules to compare.
         refused_lags: Lag -> why the step cannot have it, of those that were to be compared.
-        notes: What to say of roles that are not planned for, and of rates that are not known.
+        notes: What to say of roles that are not planned for, of rates that are not known, and
+            of what a run would do that is not predicted.
         constants: Of the model of time.
         engines: What runs the calls.
         others: Role -> what runs its calls instead.
@@ -148,6 +150,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
             *inputs.left_out(models),
             *cluster.notes(model.dtype for model in models.values() if model is not None),
             *(calibration.notes_for(models.values()) if calibration is not None else ()),
+            *_not_predicted(found.schedule),
         ),
         constants=default_constants(cluster)
         if calibration is None
@@ -169,6 +172,12 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         tp_across_nodes=options.tp_across_nodes,
         max_cp=options.max_cp,
     )
+
+
+def _not_predicted(schedule: Schedule) -> tuple[str, ...]:
+    if schedule.streaming == 0:
+        return ()
+    return ("schedule.streaming is not predicted; steps are those of rows that go on together",)
 
 
 def _check_models(graph: Graph, models: Mapping[str, ModelShape | None]) -> None:

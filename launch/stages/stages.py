@@ -19,7 +19,7 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph
 from ...dataflow.graph.role import Role
-from ...dataflow.runtime.placement import Placement, flow_of
+from ...dataflow.runtime.placement import Placement
 from ...planner.plan.plan import Plan, one_group_plan
 from ...workers.rewards.mixture import TASK_REWARDS
 from ..inputs.compose import Resolved, check_model
@@ -30,6 +30,7 @@ from ..inputs.sizes import check_sizes
 from ..inputs.tables import check_tables
 from ..placement.place import followed, placement_of, written_plan
 from ..placement.worker_options import planned_options
+from .streaming import check_parts, check_streams, stage_flow
 
 __all__ = ["CONTRACTS", "MODEL", "RolePlan", "Stage", "stages_of"]
 
@@ -118,7 +119,9 @@ def stages_of(run: Resolved, plan: Plan | None = None) -> tuple[Stage, ...]:
     main = _stage(run, run.main, placement, earlier)
     main = replace(main, planned_options=planned_options(plan, run.main, run.engines))
     wanted = _wanted(main, earlier)
-    return (*(stage for stage in earlier if stage.name in wanted), main)
+    stages = (*(stage for stage in earlier if stage.name in wanted), main)
+    check_streams(stages, run.schedule)
+    return stages
 
 
 def _stage(run: Resolved, algorithm: Recorded, placement: Placement, earlier: list[Stage]) -> Stage:
@@ -130,10 +133,11 @@ def _stage(run: Resolved, algorithm: Recorded, placement: Placement, earlier: li
                 f"{nearest_key(given, graph.roles)}\n    its roles are: {', '.join(graph.roles)}"
             )
     roles = {role: _role(run.model, algorithm, role, earlier) for role in graph.roles}
-    flow_of(graph, placement)
-    check_lag(graph, run.schedule.max_lag)
+    stage_flow(graph, placement, run.schedule)
+    check_lag(graph, run.schedule.max_lag, run.schedule.segment_tokens)
     check_tables(graph, at)
     check_sizes(graph, placement, section.per_step, at)
+    check_parts(graph, placement, section.per_step, run.schedule, at)
     return Stage(algorithm.name, at, section, graph, algorithm.seed, placement, roles)
 
 

@@ -17,7 +17,6 @@ from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.checkpoint import read_resume_point
 from ...dataflow.runtime.engine import Engine, StepResult
-from ...dataflow.runtime.placement import flow_of
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.scheduler import Scheduler
 from ..placement.place import make_executor
@@ -37,6 +36,7 @@ from .job import Job
 from .measuring import Evaluates, Measuring
 from .samples import newest_sample, sample_watch
 from .stages import Stage
+from .streaming import stage_flow, stage_schedule
 from .worker_specs import Results, exporting_specs, worker_specs
 
 __all__ = ["MODELS", "Outcome", "check_stage_models", "run_stage", "steps_taken"]
@@ -190,7 +190,7 @@ def _engine(
         stage.graph,
         stage.placement,
         workers={**specs, **(evaluator.workers if evaluator else {}), **log},
-        schedule=job.run.schedule,
+        schedule=stage_schedule(stage.graph, job.run.schedule),
         seed=stage.seed,
         executor=make_executor(job.run.placement.executor),
         also=evaluator.programs if evaluator else None,
@@ -399,7 +399,7 @@ def steps_taken(job: Job, folder: RunFolder) -> int:
             f"algorithm.num_steps={num_steps}\n    give it at least {step}"
         )
     try:
-        flow = flow_of(main.graph, main.placement)
+        flow = stage_flow(main.graph, main.placement, job.run.schedule)
         Scheduler(flow, job.run.schedule, num_steps, resume=point.state)
     except ValueError as error:
         raise ConfigError(

@@ -23,6 +23,7 @@ def test_the_graph() -> None:
         "  -> mask bool[sample, token~]\n"
         "  -> behavior_logprob f32[sample, token~]\n"
         "  -> finished bool[sample]\n"
+        "  -> version i64[sample, token~]\n"
         "\n"
         "verifier.score  [forward, row]\n"
         "  tokens ~> actor.generate.tokens\n"

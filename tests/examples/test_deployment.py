@@ -212,6 +212,7 @@ def steps() -> list[str]:
     ]
 
 
+@pytest.mark.timeout(1200)  # an installation; a busy machine takes its time
 @pytest.mark.nightly
 def test_the_steps_of_the_image_run(tmp_path: Path) -> None:
     """In an environment of its own; without those that change the system: packages and a user."""

@@ -24,6 +24,8 @@ from .row_report import DataReport
 
 __all__ = ["InstructionTask", "InstructionTaskSpec"]
 
+_MOST_TRIES = 5000
+"""Draws in a row that may all be known already, before they count as all that there are."""
 _SENTENCE = {
     "id": "length_constraints:number_words",
     "kwargs": {"num_words": 5, "relation": "at least"},
@@ -135,14 +137,15 @@ def _problems(
     tries = 0
     while len(found) < count:
         tries += 1
-        if tries > 20 * count + 1000:
+        if tries > _MOST_TRIES:
             raise ConfigError(
                 f"task 'instructions' has only about {len(found)} different prompts of this part "
                 f"({part}), and {count} are asked for\n"
                 "    lower task.num_train, task.num_held_out or task.num_unseen"
             )
         problem = _problem(rng, kinds[len(found) % len(kinds)], rng.choice(topics))
-        found.setdefault(problem.prompt, problem)
+        if problem.prompt not in found:
+            found[problem.prompt], tries = problem, 0
     return list(found.values())
 
 

@@ -24,6 +24,7 @@ from ...algorithms.roles.language import (
     ScoreOutput,
     TopWords,
     TrainMetrics,
+    Unfinished,
     ValueModel,
     ValueOutput,
 )
@@ -33,7 +34,7 @@ from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import Streamed, WorkerContext
 from ..models.heads import Head
 from ..models.spec import ModelSpec
-from ..rollout.generate_calls import sample, sample_streamed
+from ..rollout.generate_calls import sample, sample_segment, sample_streamed
 from ..rollout.generation_engine import GenerationEngine
 from ..training.logprob_mismatch import MismatchLimits
 from ..training.model_worker import ModelWorker, check_columns
@@ -156,6 +157,8 @@ class PolicyRecipe(Recipe):
 class PolicyWorker(LanguageWorker, Policy):
     """See `PolicyRecipe`: evaluated, trained, and sampled from if its engine does that."""
 
+    unfinished: type = Unfinished
+
     def __init__(self, context: WorkerContext, recipe: PolicyRecipe) -> None:
         super().__init__(context, Head("lm_head"), recipe)
         self._mismatch = recipe.mismatch
@@ -177,6 +180,21 @@ class PolicyWorker(LanguageWorker, Policy):
             ConfigError: If the engine does not generate.
         """
         return sample_streamed(self._generating(), self.context, method, calls, self.metrics)
+
+    def stream_segment(
+        self,
+        method: str,
+        calls: Sequence[Mapping[str, Any]],
+        begun: Sequence[Unfinished | None],
+        length: int,
+    ) -> Iterator[Streamed]:
+        """See `Continues` and `sample_segment`.
+
+        Raises:
+            ConfigError: If the engine does not generate.
+        """
+        engine = self._generating()
+        return sample_segment(engine, self.context, method, calls, begun, length, self.metrics)
 
     def _generating(self) -> GenerationEngine:
         if self._generator is None:

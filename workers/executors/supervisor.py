@@ -276,7 +276,7 @@ class Supervisor:
         """Outputs that work may have."""
         match job.work:
             case AnswerWork():
-                return 1
+                return 2  # rows, and what goes on in the next step
             case CallWork():
                 num_chunks = self._programs[job.program].placement.num_chunks
                 return num_chunks if job.work.chunk is None else 1

@@ -78,7 +78,8 @@ class GenerationEngine(Protocol):
             streams: The random numbers of each of the P * num_samples responses.
             sampling: How responses are sampled.
             begun: What there is of them already; nothing by default. Token t of a response has the
-                same random number in whatever call it is sampled.
+                same random number in whatever call it is sampled, if the engine takes `uniforms`;
+                one with random numbers of its own begins them anew, at a seed of that length.
         """
         ...
 

@@ -21,13 +21,14 @@ from ...algorithms.roles.language import (
     Sampling,
     TopWords,
     TrainMetrics,
+    Unfinished,
 )
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Loss, Metric, Role, add_metrics
 from ...dataflow.runtime.worker_protocol import Streamed, WorkerContext, WorkerSpec
 from ...planner.resharding.sharding import Sharding, whole
 from ..weight_sync.weight_buffer import ReceivedWeights
-from .generate_calls import sample, sample_streamed
+from .generate_calls import sample, sample_segment, sample_streamed
 from .generation_engine import GenerationEngine
 
 __all__ = ["GeneratorPolicy", "SplitPolicySpec"]
@@ -49,7 +50,10 @@ class GeneratorPolicy(Policy):
 
     Attributes:
         metrics: Numbers about the last calls; see `drain_metrics`.
+        unfinished: See `Continues`.
     """
+
+    unfinished: type = Unfinished
 
     def __init__(self, context: WorkerContext, engine: GenerationEngine) -> None:
         self.context = context
@@ -74,6 +78,21 @@ class GeneratorPolicy(Policy):
         """
         self._weights.check()
         return sample_streamed(self.engine, self.context, method, calls, self.metrics)
+
+    def stream_segment(
+        self,
+        method: str,
+        calls: Sequence[Mapping[str, Any]],
+        begun: Sequence[Unfinished | None],
+        length: int,
+    ) -> Iterator[Streamed]:
+        """See `Continues` and `sample_segment`.
+
+        Raises:
+            WeightsError: If the weights are partial or not of the expected version.
+        """
+        self._weights.check()
+        return sample_segment(self.engine, self.context, method, calls, begun, length, self.metrics)
 
     # --- what is a training engine's
 

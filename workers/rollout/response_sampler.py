@@ -152,7 +152,7 @@ class ResponseSampler:
     def _barred(self, place: Tensor, vocab_size: int) -> Tensor | None:
         """bool[M, V]: the tokens that would end a response too early; None if none would."""
         early = place < self._sampling.min_new_tokens
-        if not bool(early.any()):
+        if not self._sampling.min_new_tokens or not bool(early.any()):
             return None
         ends = torch.zeros(vocab_size, dtype=torch.bool, device=place.device)
         ends[self._ends] = True

@@ -10,13 +10,14 @@ from torch import Tensor
 from ...algorithms.roles.language import Rollout, Sampling
 from ...dataflow.errors import WorkerError
 from ...dataflow.graph.role import Metric, add_metrics
-from ...dataflow.runtime.call_context import current_step
+from ...dataflow.runtime.call_context import call_lag, call_version, current_step
 
 __all__ = [
     "Responses",
     "check_logprobs",
     "check_prompts",
     "check_stop",
+    "report_lag",
     "report_responses",
     "to_rollout",
 ]
@@ -123,29 +124,54 @@ def check_logprobs(responses: Responses, role: str) -> None:
         )
 
 
-def report_responses(metrics: dict[str, Metric], responses: Responses) -> None:
-    """Add lengths and truncation to a worker's metrics."""
+def report_responses(metrics: dict[str, Metric], responses: Responses, new_tokens: int) -> None:
+    """Add lengths and truncation to a worker's metrics.
+
+    Args:
+        metrics: The worker's.
+        responses: Those that it returns.
+        new_tokens: How many tokens it has sampled, of these and others.
+    """
     rows = float(len(responses.length))
-    if not rows:
+    values: dict[str, Metric] = {}
+    if rows or new_tokens:
+        values["new_tokens"] = Metric.sum(float(new_tokens))
+    if rows:
+        values |= {
+            "response_length": Metric.mean(float(responses.length.sum()), rows),
+            "response_length_min": Metric(float(responses.length.min()), 1.0, "min"),
+            "response_length_max": Metric(float(responses.length.max()), 1.0, "max"),
+            "truncated": Metric.mean(rows - float(responses.finished.sum()), rows),
+        }
+    add_metrics(metrics, values)
+
+
+def report_lag(metrics: dict[str, Metric], roll: Rollout) -> None:
+    """Add by how many versions tokens are older than weights that had waited for nothing.
+
+    Those are the weights that are current at the call's own line of the step.
+    """
+    age = call_version() + call_lag() - roll.version[roll.mask]
+    if not len(age):
         return
-    total = float(responses.length.sum())
     values = {
-        "response_length": Metric.mean(total, rows),
-        "response_length_min": Metric(float(responses.length.min()), 1.0, "min"),
-        "response_length_max": Metric(float(responses.length.max()), 1.0, "max"),
-        "truncated": Metric.mean(rows - float(responses.finished.sum()), rows),
-        "new_tokens": Metric.sum(total),
+        "token_lag": Metric.mean(float(age.sum()), float(len(age))),
+        "token_lag_max": Metric(float(age.max()), 1.0, "max"),
     }
     add_metrics(metrics, values)
 
 
-def to_rollout(prompt: Tensor, prompt_id: Tensor, responses: Responses) -> Rollout:
+def to_rollout(
+    prompt: Tensor, prompt_id: Tensor, responses: Responses, version: Tensor | None = None
+) -> Rollout:
     """Prompts and responses as whole sequences, padded on the right.
 
     Args:
         prompt: i64[P, T], right padded with -1.
         prompt_id: i64[rows], a multiple of P; rows of one prompt are adjacent.
         responses: What was sampled for each row.
+        version: i64, as `responses.token`: of the weights that sampled each; by default of those
+            with which the call being served is made.
     """
     num_samples = len(prompt_id) // max(len(prompt), 1)
     before = (prompt >= 0).sum(1).repeat_interleave(num_samples)[:, None]
@@ -161,10 +187,13 @@ def to_rollout(prompt: Tensor, prompt_id: Tensor, responses: Responses) -> Rollo
     tokens[mask] = responses.token[sampled]
     logprob = torch.zeros(place.shape, dtype=torch.float32)
     logprob[mask] = responses.logprob[sampled]
+    of_token = torch.where(tokens >= 0, 0, -1)
+    of_token[mask] = call_version() if version is None else version[sampled]
     return Rollout(
         prompt_id=prompt_id.cpu(),
         tokens=tokens,
         mask=mask,
         behavior_logprob=logprob,
         finished=responses.finished,
+        version=of_token,
     )

@@ -275,6 +275,9 @@ class ModelWorker:
                 f"'{self.context.role}' is frozen and cannot train; give its spec an optimizer= "
                 "(OptimizerSpec)"
             )
+        if call_piece() == "none":
+            self._trainer.discard_pieces()
+            return self._trainer.skip()
         metrics = self._trainer.train(
             forward,
             loss,

@@ -217,7 +217,7 @@ def test_a_column_or_another_table_where_a_table_is_needed(refuses: Refuses) -> 
             return read_table(table)
         node 'read_table', input 'roll': expected a Rollout, got the whole table 'Prompts'
             'prompts' was declared at test_check.py:{0}
-            build a Rollout(prompt_id=..., tokens=..., mask=..., behavior_logprob=..., finished=...)
+            build a Rollout(prompt_id=..., tokens=..., mask=..., behavior_logprob=..., finished=..., version=...)
         """,
     )
 

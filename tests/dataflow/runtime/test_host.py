@@ -17,7 +17,8 @@ from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.role import Loss, Metric, Role, call
 from penstock.dataflow.graph.tracer import build, op
 from penstock.dataflow.runtime.call_context import call_key
-from penstock.dataflow.runtime.host import Host, cut_table, even_cuts
+from penstock.dataflow.runtime.cuts import cut_table, even_cuts
+from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.messages import (
     CallWork,
     ExportWork,

@@ -14,6 +14,8 @@ from penstock.dataflow.scheduler.schedule import Schedule
 PROMPTS = FlowNode("prompts", "source")
 GENERATE = FlowNode("generate", "rollout", True, "a", ("prompts",), (WeightRead("actor", 0, True),))
 TRAIN = FlowNode("train", "train", False, "a", ("generate",), trains="actor")
+STREAMED = replace(GENERATE, streams=True)
+ORDERED = replace(TRAIN, order_of="generate")
 FLOW = Flow("step", (PROMPTS, GENERATE, TRAIN), {"a": 1}, {"actor": "a"}, {"actor": 1}, 2)
 
 
@@ -90,6 +92,52 @@ FLOW = Flow("step", (PROMPTS, GENERATE, TRAIN), {"a": 1}, {"actor": "a"}, {"acto
             "node 'generate': kind must be one of source, op, rollout, forward, train, got "
             "'sample'",
         ),
+        (
+            {"nodes": (PROMPTS, GENERATE, replace(TRAIN, streams=True))},
+            "node 'train' streams; only a chunked rollout can",
+        ),
+        (
+            {"nodes": (PROMPTS, replace(GENERATE, chunked=False, streams=True), TRAIN)},
+            "node 'generate' streams; only a chunked rollout can",
+        ),
+        (
+            {
+                "nodes": (
+                    PROMPTS,
+                    FlowNode("asked", "op", True, "a", ("prompts",)),
+                    replace(GENERATE, inputs=("asked",), streams=True),
+                    TRAIN,
+                )
+            },
+            "node 'generate' streams; its inputs must all be sources",
+        ),
+        (
+            {"nodes": (PROMPTS, GENERATE, replace(TRAIN, order_of="generate"))},
+            "node 'train' has order_of='generate': it must be a train node, and that one a "
+            "streaming rollout before it",
+        ),
+        (
+            {"nodes": (PROMPTS, STREAMED, replace(TRAIN, order_of="nobody"))},
+            "node 'train' has order_of='nobody': it must be a train node, and that one a "
+            "streaming rollout before it",
+        ),
+        (
+            {
+                "nodes": (
+                    PROMPTS,
+                    STREAMED,
+                    FlowNode("score", "op", True, "a", ("generate",), order_of="generate"),
+                    TRAIN,
+                )
+            },
+            "node 'score' has order_of='generate': it must be a train node, and that one a "
+            "streaming rollout before it",
+        ),
+        (
+            {"groups": {"a": 3}, "nodes": (PROMPTS, STREAMED, ORDERED), "num_chunks": 4},
+            "node 'train' takes chunks one by one on 3 ranks; their number, 4, must be a multiple "
+            "of the ranks",
+        ),
     ],
 )
 def test_a_flow_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
@@ -105,6 +153,7 @@ def test_a_flow_that_does_not_fit_is_refused(change: dict[str, Any], message: st
             "Schedule.max_lag must be 0 to 1000, got -1; the samples of as many steps are kept at "
             "once",
         ),
+        ({"streaming": -1}, "Schedule.streaming must be at least 0 parts, got -1"),
         ({"order": "random"}, "Schedule.order must be 'step' or 'arrival', got 'random'"),
         (
             {"deadline_s": 0.0},

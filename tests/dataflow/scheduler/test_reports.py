@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock.dataflow.kinds import WeightRead
 from penstock.dataflow.scheduler.events import (
     Abort,
@@ -40,6 +42,20 @@ FLOW = Flow(
     {"actor": 1},
     num_chunks=4,
 )
+
+
+STREAMED = replace(
+    FLOW,
+    nodes=tuple(
+        replace(
+            node,
+            streams=node.kind == "rollout",
+            order_of="actor.generate" if node.trains else "",
+        )
+        for node in FLOW.nodes
+    ),
+)
+"""Each rank samples its two chunks together; the ranks that train take one each at a time."""
 
 
 def started(max_lag: int = 0) -> Scheduler:
@@ -215,3 +231,58 @@ def test_where_tasks_are_done_one_at_a_time_the_oldest_is_timed_from_the_last_ev
     assert "actor.generate of step 0 has run for 60.5 s" in report
     assert "on rollout[1]" in report
     assert report.count("has run for") == 1
+
+
+def streamed() -> Scheduler:
+    """Of its two chunks, rank 0 has answered 2 at 5 s and rank 1 has answered 3 at 9 s."""
+    scheduler = Scheduler(STREAMED, Schedule(streaming=4, deadline_s=60.0), 5)
+    scheduler.start(0.0)
+    scheduler.handle(SourceReady(0, 1.0, num_rows=(32, 32, 32, 16)))
+    scheduler.handle(TaskDone(NodeTask("actor.generate", 0, 2), 5.0, num_rows=(32,), size=7))
+    scheduler.handle(TaskDone(NodeTask("actor.generate", 0, 3), 9.0, num_rows=(16,), size=9))
+    scheduler.validate()
+    return scheduler
+
+
+def test_what_streams_is_described_chunk_by_chunk() -> None:
+    assert streamed().describe() == (
+        "flow 'grpo_step': 0 of 5 steps complete, 1 in flight, 2 task(s) running\n"
+        "    running actor.generate step 0 chunk 0 on rollout[0]\n"
+        "    running actor.generate step 0 chunk 1 on rollout[1]\n"
+        "    reward.score step 0: 2 task(s) waiting for 1 input part(s)\n"
+        "    reward.score step 0: 2 task(s) ready and waiting for ranks\n"
+        "    actor.train step 0: 2 task(s) waiting for its turn, or for its inputs\n"
+        "    actor on rollout  version 0, kept for actor.generate step 0\n"
+        "    actor on train (home)  version 0"
+    )
+
+
+def test_a_stream_is_timed_from_its_last_answer_and_names_what_is_left() -> None:
+    scheduler = streamed()
+    assert scheduler.handle(Tick(65.0)) == []  # 64 s after it began, 60 s after it answered
+    assert abort_text(scheduler.handle(Tick(65.5))).splitlines()[:6] == [
+        "no progress within 60 s (Schedule.deadline_s), at 65.5 s",
+        "    actor.generate of step 0 has run for 60.5 s",
+        "        on rollout[0]",
+        "        with weights actor@0, tokenizer",
+        "        working on 32 rows",
+        "        not done: chunk(s) 0, 1 of 4 (64 rows)",
+    ]
+
+
+def test_a_part_of_a_training_that_hangs_names_its_rows() -> None:
+    scheduler = streamed()
+    for chunk, size in ((0, 8), (1, 10)):
+        done = NodeTask("actor.generate", 0, chunk)
+        scheduler.handle(TaskDone(done, 10.0, num_rows=(32,), size=size))
+    for chunk in range(4):
+        scheduler.handle(TaskDone(NodeTask("reward.score", 0, chunk), 11.0))
+    lines = abort_text(scheduler.handle(Tick(100.0))).splitlines()
+    assert lines[:5] == [
+        "no progress within 60 s (Schedule.deadline_s), at 100.0 s",
+        "    actor.train of step 0 has run for 89.0 s",
+        "        on train[0], train[1]",
+        "        with weights actor@0",
+        "        working on 64 rows",
+    ]
+    assert "    actor.train step 0: 1 task(s) ready and waiting for ranks" in lines

@@ -64,6 +64,57 @@ def test_it_says_where_each_rank_would_go(penstock: Penstock, write: Write, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
 
 
+def test_what_streams_is_said(penstock: Penstock, write: Write) -> None:
+    write()
+    said = penstock(*RUN, "schedule=streaming", "schedule.streaming=7")
+    assert said.code == 0, said.err
+    assert said.out.splitlines()[2:6] == [
+        "streaming  grpo: a step's rows go on in 8 parts, for 7 and the ranks of all groups",
+        "  actor.generate streams: a part goes on when its last row has ended",
+        "  actor.train streams: it takes the parts of actor.generate one by one, by the length of "
+        "their longest rows",
+        "group    process  rank  node  device  memory  roles",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["algorithm=dpo"],
+            "'schedule.streaming' is 8, but nothing that this run samples can stream\n"
+            "    sft: it samples nothing\n"
+            "    dpo: it samples nothing\n"
+            "    leave it out\n",
+        ),
+        (
+            ["algorithm=env_ppo", "task=cartpole", "model=mlp"],
+            "'schedule.streaming' is 8, but nothing that this run samples can stream\n"
+            "    env_ppo: env.rollout cannot stream: 'env' keeps state, so each of its calls comes "
+            "after the one before\n"
+            "    leave it out\n",
+        ),
+        (
+            ["algorithm.per_step.prompts=6"],
+            "'schedule.streaming' is 8: a step's rows would go on in 8 parts, but grpo takes 6 "
+            "prompts per step\n"
+            "    lower it to at most 6, or raise algorithm.per_step.prompts to at least 8\n",
+        ),
+        (
+            ["schedule.streaming=-1"],
+            "'schedule': Schedule.streaming must be at least 0 parts, got -1\n",
+        ),
+    ],
+)
+@pytest.mark.parametrize("dry", [True, False])
+def test_streaming_that_cannot_be(
+    penstock: Penstock, words: list[str], message: str, dry: bool
+) -> None:
+    said = penstock("run", *(["--dry-run"] if dry else []), "schedule=streaming", *words)
+    assert (said.code, said.err) == (2, f"penstock: {message}")
+    assert list(Path().iterdir()) == []
+
+
 def test_without_a_cluster_it_is_the_plans(penstock: Penstock, write: Write) -> None:
     write()
     said = penstock(*RUN)

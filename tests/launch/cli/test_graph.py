@@ -29,6 +29,17 @@ def test_text_is_the_default(penstock: Penstock) -> None:
     )
 
 
+def test_text_says_what_could_stream(penstock: Penstock) -> None:
+    said = penstock("graph", "algorithm=ppo")
+    assert said.out.partition("\n\nwith schedule.streaming above 0\n")[2] == (
+        "  actor.generate streams: a part goes on when its last row has ended\n"
+        "  actor.train cannot stream: 'whiten' needs the whole batch; use an op of row or group "
+        "scope there\n"
+        "  critic.train cannot stream: ClippedValueLoss needs sums over all rows before the first; "
+        "use a loss with a `divisor`\n"
+    )
+
+
 def test_json_lists_roles_and_nodes(penstock: Penstock) -> None:
     graph = json.loads(penstock("graph", "algorithm=ppo", "format=json").out)
     assert list(graph["roles"]) == ["actor", "critic", "ref", "reward"]

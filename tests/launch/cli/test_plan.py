@@ -8,6 +8,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from penstock.launch.cli.hydra_app import compose
+from penstock.launch.cli.plan import OUTPUTS
+from penstock.launch.placement.plan_request import plan_request
 from penstock.launch.run_dir.trace import read_trace
 from penstock.planner.plan.plan import Plan
 
@@ -456,4 +459,18 @@ def test_a_step_without_language_models_is_not_planned(penstock: Penstock) -> No
         "penstock: 'env_ppo' has no role with a language model, and the planner knows the memory "
         "and time of no other\n    place its nodes by hand: placement=PLAN.json, or "
         "executor.groups and executor.nodes; or say what a role computes: plan.models.ROLE\n"
+    )
+
+
+def test_streaming_is_not_predicted_and_it_says_so() -> None:
+    words = ["algorithm=grpo", "model=tiny"]
+    plain, streamed = (
+        plan_request(
+            {k: v for k, v in compose("plan", given).items() if k not in ("resume", *OUTPUTS)}
+        ).notes
+        for given in (words, [*words, "schedule=streaming"])
+    )
+    assert streamed == (
+        *plain,
+        "schedule.streaming is not predicted; steps are those of rows that go on together",
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from dice_engine import DiceEngine
 from penstock.algorithms.roles import Policy, Rollout, Sampling
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.graph.role import Metric
@@ -21,85 +21,12 @@ from penstock.dataflow.runtime.worker_protocol import (
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.rollout.ended import Begun, Ended
 from penstock.workers.rollout.generator_policy import GeneratorPolicy
-from penstock.workers.rollout.responses import Responses
-from penstock.workers.rollout.sampling import SampleStreams
 from penstock.workers.weight_sync.version_tracker import WeightsError
-from torch import Tensor
-from torch_models import EOS, VOCAB, architecture, make_prompts
+from torch_models import EOS, architecture, make_prompts
 
 SAMPLING = Sampling(num_samples=3, max_new_tokens=12)
 CONTEXT = WorkerContext("actor", seed=7)
-
-
-class DiceEngine:
-    """A `GenerationEngine` without a model: random numbers are tokens, and say how many there are.
-
-    Args:
-        seed: Of the order in which responses end.
-        broken: What is wrong with what it gives, if anything.
-    """
-
-    name = "the dice engine"
-    dtype = "float32"
-    vocab_size = VOCAB
-    num_positions = 256
-    shapes: Mapping[str, torch.Size] = {"dice": torch.Size([1])}
-
-    def __init__(self, seed: int = 0, broken: str = "") -> None:
-        self.seed = seed
-        self.broken = broken
-        self.closed = False
-
-    def check(self, sampling: Sampling) -> None:
-        if sampling.top_k:
-            raise ValueError("dice know no top_k")
-
-    def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
-        uniform = streams.uniforms(sampling.max_new_tokens)
-        length = 1 + (uniform[:, 0] * sampling.max_new_tokens).long()
-        sampled = torch.arange(sampling.max_new_tokens) < length[:, None]
-        token = (uniform * VOCAB).long().where(sampled, -1)
-        logprob = uniform.log().float() * sampled
-        if self.broken == "not finite":
-            logprob[-1, 0] = torch.nan
-        return Responses(token, logprob, length, uniform[:, 0] < 0.8)
-
-    def stream(
-        self,
-        prompt: Tensor,
-        streams: SampleStreams,
-        sampling: Sampling,
-        begun: Begun | None = None,
-    ) -> Iterator[Ended]:
-        assert begun is None
-        every = self.generate(prompt, streams, sampling)
-        dice = random.Random(self.seed)
-        left = list(range(len(every.length)))
-        dice.shuffle(left)
-        try:
-            while len(left) > (self.broken == "stops"):
-                num = dice.randint(0, 3)
-                rows, left = torch.tensor(sorted(left[:num]), dtype=torch.int64), left[num:]
-                shortest = int(every.length[left].min()) if left else 0
-                some = (every.token, every.logprob, every.length, every.finished)
-                responses = Responses(*(column[rows] for column in some))
-                yield Ended(rows, responses, dice.randint(0, shortest))
-        finally:
-            self.closed = True
-
-    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """It has no weights."""
-
-    def sleep(self) -> int:
-        return 0
-
-    def wake(self) -> None:
-        """It never sleeps."""
-
-    def close(self) -> None:
-        """It holds nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

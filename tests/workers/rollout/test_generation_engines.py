@@ -16,6 +16,7 @@ import pytest
 import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.roles import Rollout, Sampling
+from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.device_sharing import Sleeper
 from penstock.dataflow.runtime.worker_protocol import Closable, Trainable
 from penstock.workers.engines.torch_engine.specs import TorchGeneratorSpec
@@ -350,6 +351,8 @@ def test_lengths_are_reported(case: Case):
         "response_length_max": float(lengths.max()),
         "truncated": pytest.approx(1 - float(roll.finished.float().mean())),
         "new_tokens": float(lengths.sum()),
+        "token_lag": 0.0,
+        "token_lag_max": 0.0,
     }
 
 
@@ -358,6 +361,33 @@ def test_no_prompts_make_no_rows(case: Case):
     roll = case.policy.generate(empty, torch.zeros(0, dtype=torch.int64), SAMPLING)
     assert roll.tokens.shape == (0, 0)
     assert roll.finished.shape == (0,)
+
+
+def test_responses_go_on_under_newer_weights(case: Case):
+    """A token's log-probability is that of the weights which sampled it."""
+    prompt, prompt_id = make_prompts(5)
+    call: dict[str, Any] = {"prompt": prompt, "prompt_id": prompt_id, "sampling": SAMPLING}
+    rolls: list[Rollout] = []
+    weights: list[dict[str, Tensor]] = []
+    left: Any = None
+    for step, length in enumerate((3, 4, 20)):
+        case.deliver(40 + step)
+        weights.append({name: tensor.clone() for name, tensor in case.module.state_dict().items()})
+        with call_scope(step, 0, version=step):
+            (answer,) = case.policy.stream_segment("generate", [call], [left], length)
+        rolls.append(answer.returned)
+        left = answer.unfinished
+        call |= {"prompt": prompt[:0], "prompt_id": prompt_id[:0]}
+    assert not len(left.ended)
+    returned = Counter(i for roll in rolls for i in roll.prompt_id.tolist())
+    assert returned == {i: SAMPLING.num_samples for i in prompt_id.tolist()}
+    assert rolls[-1].version[rolls[-1].mask].unique().tolist() == [0, 1, 2]
+    for version, theirs in enumerate(weights):
+        case.module.load_state_dict(theirs)
+        for roll in filter(lambda roll: len(roll.mask), rolls):
+            own = roll.mask & (roll.version == version)
+            expected = hugging_face_logprob(case.module, roll)[own]
+            torch.testing.assert_close(roll.behavior_logprob[own], expected, atol=1e-5, rtol=0)
 
 
 # --- weights

@@ -24,7 +24,7 @@ __all__ = ["MOST_SCORES", "attend_cache", "attend_packed"]
 
 MOST_SCORES = 1 << 20
 """Scores computed at once, which are 4 MiB: about what a core's cache holds."""
-_ADDED_AT_ONCE = {torch.float32: 128, torch.bfloat16: 1024, torch.float16: 1024}
+_ADDED_AT_ONCE, _ADDED_AT_ONCE_16_BITS = 128, 1024
 """Positions of a cache whose values one product on the CPU adds up. Of more, it adds up parts whose
 bounds depend on their number: a row's result would depend on how far the longest row goes."""
 _FEW_QUERIES = 3
@@ -242,8 +242,9 @@ def attend_cache(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale:
 def _added_up(weight: Tensor, value: Tensor) -> Tensor:
     """[n, g, E] of [n, g, S] and [n, S, E]; positions of no weight change no bit on the CPU."""
     _, queries, span = weight.shape
-    at_once = _ADDED_AT_ONCE[value.dtype]
-    few = queries <= _FEW_QUERIES and value.dtype == torch.float32
+    is_float32 = value.dtype == torch.float32
+    at_once = _ADDED_AT_ONCE if is_float32 else _ADDED_AT_ONCE_16_BITS
+    few = queries <= _FEW_QUERIES and is_float32
     if weight.device.type != "cpu" or few or span <= at_once:
         return torch.bmm(weight, value)
     parts = zip(weight.split(at_once, 2), value.split(at_once, 1), strict=True)

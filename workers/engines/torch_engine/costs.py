@@ -9,14 +9,15 @@ tensor alive at the peak of real calls on a CPU:
   head (large vocabularies), in the backward pass of one of the last two layers (small ones), or at
   the embedding's gradient (few tokens). Gradients are float32, whatever the weights are.
 - Attention is computed in pieces, and so are logits, of which only slices exist in float32.
-- Generation holds the cache of all rows of a wave at their greatest length. A row that ends leaves
-  the batch when a fifth of the rows has ended; the old and the smaller cache then exist together.
+- Generation holds the cache of all rows decoded at once at their greatest length. Where rows wait,
+  their texts are computed beside it. Once none does, rows that ended leave when a fifth has; one
+  layer's old and smaller cache then exist together.
 
 Not modeled: of architectures that run through the Hugging Face forward anything but a mixture's
 experts, buffers inside libraries, and devices other than CPUs where training's attention is a
 library's.
 
-Shapes: N packed tokens, U positions that are read, M rows of a wave.
+Shapes: N packed tokens, U positions that are read, M rows decoded at once.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 `LLMEngine` with its core in the process is chosen over `AsyncLLM`. Both run the same scheduler and
 model runner with continuous batching. `AsyncLLM` has its core in a further process, and which
 requests share a batch there depends on when messages arrive; a worker is given all prompts of a
-call at once, so waiting asynchronously would gain nothing, and the batches (and with them the last
-bits of log-probabilities) would vary from run to run. In this process weights are handed
-over by reference, an abort takes effect before the next forward pass, and whoever kills the worker
-kills the engine.
+call, or of all calls of a step, at once, so waiting asynchronously would gain nothing, and the
+batches (and with them the last bits of log-probabilities) would vary from run to run. In this
+process weights are handed over by reference, responses leave with the step that ends them, an abort
+takes effect before the next forward pass, and whoever kills the worker kills the engine.
 """
 
 from __future__ import annotations

@@ -102,8 +102,9 @@ class VllmPolicy(GeneratorPolicy):
         """Cut responses of the call being served short, before their next token. From any thread.
 
         Args:
-            rows: Rows of the rollout; each keeps what it has so far and counts as cut off. None for
-                the whole call, which then raises `GenerationAbortedError`.
+            rows: Rows of the rollout, numbered on through calls that are served together; each
+                keeps what it has so far and counts as cut off. None for all that is being served,
+                which then raises `GenerationAbortedError`.
         """
         self.vllm.abort(rows)
 

@@ -63,6 +63,28 @@ def test_outputs_and_gradients_are_those_of_torch(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 3, 4, 7])
+def test_a_row_does_not_see_how_long_the_cache_is(heads: int, dtype: torch.dtype) -> None:
+    """Bit for bit, wherever torch's own product would add up in other parts."""
+    random = torch.Generator().manual_seed(0)
+    query = torch.randn(16, 8 * heads, 64, generator=random).to(dtype)
+    cache = torch.randn(16, 8, 1424, 64, generator=random).to(dtype)
+    for length in (1, 120, 200, 300, 500, 1000):
+        least = -(-length // 16) * 16
+        seen: list[Tensor] = []
+        for span in (least, least + 16, least + 192, least + 400):
+            bias = torch.zeros(16, 1, span)
+            bias[:, :, length:] = -torch.inf
+            some = cache[:, :, :span]
+            seen.append(attention.attend_cache(query, some, some, bias, 0.125))
+        assert all(torch.equal(seen[0], other) for other in seen), length
+        grouped, inside = query.float().view(16, 8, heads, 64), cache[:, :, :length].float()
+        expected = ((grouped @ inside.mT * 0.125).softmax(-1) @ inside).view(16, -1)
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(seen[0].float(), expected, atol=tolerance, rtol=tolerance)
+
+
 def test_a_few_short_rows_are_not_padded_to_a_long_one() -> None:
     def widths(*lengths: int) -> list[tuple[int, int]]:
         tokens = torch.full((len(lengths), max(lengths)), -1)

@@ -75,16 +75,16 @@ def test_nor_through_the_hugging_face_forward(name: str, threads: int):
     assert module_of(policy).config._attn_implementation == "sdpa"
 
 
-def test_the_lengths_of_neighbors_and_waves_do_not_matter():
+def test_the_lengths_of_neighbors_and_who_waits_do_not_matter():
     policy = make_policy()
     prompt, prompt_id = make_prompts(12, longest=100, seed=1)
     short = (prompt >= 0).sum(1) < 20
     assert 0 < int(short.sum()) < 12
     whole = responses(generate(policy, prompt, prompt_id))
     only_short = responses(generate(policy, prompt[short][:, :20], prompt_id[short]))
-    waves = responses(generate(make_policy(max_decode_rows=6), prompt, prompt_id))
+    few = responses(generate(make_policy(max_decode_rows=6), prompt, prompt_id))
     assert only_short.items() <= whole.items()
-    assert waves == whole
+    assert few == whole
 
 
 def test_more_samples_extend_fewer_and_a_longer_limit_extends_a_shorter():
@@ -170,6 +170,8 @@ def test_lengths_are_reported():
         "response_length_max": float(lengths.max()),
         "truncated": pytest.approx(1 - float(roll.finished.float().mean())),
         "new_tokens": float(lengths.sum()),
+        "token_lag": 0.0,
+        "token_lag_max": 0.0,
     }
 
 

@@ -75,17 +75,19 @@ def test_a_protected_cluster(address: str, tmp_path: Path) -> None:
     assert join(address, RAY_AUTH_TOKEN_PATH=str(tmp_path / "token")) == "joined\n"
     fix = "    set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the token\n"
     asks = f"the Ray of RAY_ADDRESS={address} asks for its token, and was given "
-    assert join(address) == f"{asks}none\n{fix}"
-    assert join(address, RAY_AUTH_TOKEN=TOKEN[::-1]) == f"{asks}another one\n{fix}"
     home = str(tmp_path)  # where no token is
+    assert join(address, HOME=home) == f"{asks}none\n{fix}"
+    assert join(address, RAY_AUTH_TOKEN=TOKEN[::-1]) == f"{asks}another one\n{fix}"
     assert join(address, RAY_AUTH_MODE="token", HOME=home) == f"{asks}none\n{fix}"
 
 
 @pytest.mark.nightly
-def test_a_protected_cluster_is_not_measured_without_its_token(address: str) -> None:
+def test_a_protected_cluster_is_not_measured_without_its_token(
+    address: str, tmp_path: Path
+) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROFILE],
-        env={**os.environ, "RAY_ADDRESS": address},
+        env={**os.environ, "RAY_ADDRESS": address, "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=120,

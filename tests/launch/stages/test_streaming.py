@@ -1,0 +1,167 @@
+"""Streaming as the stages of a run take part in it: who does, what is refused, what is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from penstock.algorithms.dpo import DPO, dpo_step
+from penstock.algorithms.grpo import GRPO, grpo_step
+from penstock.algorithms.ppo import PPO, ppo_step
+from penstock.algorithms.sft import SFT, sft_step
+from penstock.configs.schema import AlgorithmConfig
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.graph.graph import Graph
+from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
+from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.launch.inputs.record import Recorded
+from penstock.launch.stages.streaming import (
+    check_parts,
+    check_streams,
+    stage_flow,
+    stage_schedule,
+    streaming_lines,
+)
+
+GRPO_GRAPH = build(grpo_step, cfg=GRPO(), name="grpo")
+SFT_GRAPH = build(sft_step, cfg=SFT(), name="sft")
+PARTS = Schedule(max_lag=1, streaming=8)
+
+
+def stage(graph: Graph) -> Recorded:
+    section = AlgorithmConfig(step="a:b", num_steps=1, per_step=dict.fromkeys(graph.sources, 8))
+    return Recorded(graph.name, "algorithm", section, graph, 0)
+
+
+def placed(
+    graph: Graph, ranks: tuple[int, int], *on_rollout: str, shared: bool = False
+) -> Placement:
+    """What generates, and what is named, on a group of its own."""
+    names = one_group(graph).nodes
+    devices = [tuple(range(count)) if shared else () for count in ranks]
+    groups = (
+        DeviceGroup("train", ranks[0], devices=devices[0]),
+        DeviceGroup("rollout", ranks[1], devices=devices[1]),
+    )
+    nodes = {n: "rollout" if n in ("actor.generate", *on_rollout) else "train" for n in names}
+    return Placement(groups, nodes, num_chunks=max(ranks))
+
+
+def test_a_stage_in_which_nothing_streams_keeps_its_rows_together() -> None:
+    assert stage_schedule(GRPO_GRAPH, PARTS) == PARTS
+    assert stage_schedule(SFT_GRAPH, PARTS) == replace(PARTS, streaming=0)
+    assert stage_schedule(SFT_GRAPH, Schedule()) == Schedule()
+    assert stage_flow(SFT_GRAPH, one_group(SFT_GRAPH), PARTS).num_chunks == 1
+
+
+@pytest.mark.parametrize(("ranks", "parts"), [((1, 1), 8), ((2, 1), 8), ((3, 1), 9), ((3, 2), 12)])
+def test_a_flow_has_equally_many_parts_for_every_rank(ranks: tuple[int, int], parts: int) -> None:
+    flow = stage_flow(GRPO_GRAPH, placed(GRPO_GRAPH, ranks), PARTS)
+    assert flow.num_chunks == parts
+    nodes = {node.name: node for node in flow.nodes}
+    assert nodes["actor.generate"].streams
+    assert nodes["actor.train"].order_of == "actor.generate"
+
+
+def test_more_parts_than_prompts_are_refused() -> None:
+    placement = placed(GRPO_GRAPH, (2, 1))
+    check_parts(GRPO_GRAPH, placement, {"prompts": 8}, PARTS, "algorithm")
+    check_parts(SFT_GRAPH, one_group(SFT_GRAPH), {"demos": 1}, PARTS, "algorithm")
+    check_parts(GRPO_GRAPH, placement, {"prompts": 1}, Schedule(), "algorithm")
+    with pytest.raises(ConfigError) as caught:
+        check_parts(GRPO_GRAPH, placement, {"prompts": 7}, PARTS, "algorithm")
+    assert str(caught.value) == (
+        "'schedule.streaming' is 8: a step's rows would go on in 8 parts, but grpo takes 7 prompts "
+        "per step\n"
+        "    lower it to at most 6, or raise algorithm.per_step.prompts to at least 8"
+    )
+
+
+def test_parts_that_the_ranks_round_up_are_said_so() -> None:
+    placement = placed(GRPO_GRAPH, (3, 2))
+    with pytest.raises(ConfigError) as caught:
+        check_parts(GRPO_GRAPH, placement, {"prompts": 5}, PARTS, "algorithm.before.grpo")
+    assert str(caught.value) == (
+        "'schedule.streaming' is 8: a step's rows would go on in 12 parts (a multiple of 6, for "
+        "the ranks), but grpo takes 5 prompts per step\n"
+        "    raise algorithm.before.grpo.per_step.prompts to at least 12"
+    )
+
+
+def test_a_run_in_which_nothing_streams_is_refused() -> None:
+    sft, dpo = stage(SFT_GRAPH), stage(build(dpo_step, cfg=DPO(), name="dpo"))
+    check_streams([sft, dpo], Schedule())
+    check_streams([sft, stage(GRPO_GRAPH)], PARTS)
+    with pytest.raises(ConfigError) as caught:
+        check_streams([sft, dpo], PARTS)
+    assert str(caught.value) == (
+        "'schedule.streaming' is 8, but nothing that this run samples can stream\n"
+        "    sft: it samples nothing\n"
+        "    dpo: it samples nothing\n"
+        "    leave it out"
+    )
+
+
+def test_a_run_in_which_nothing_is_sampled_has_no_segments() -> None:
+    schedule = Schedule(segment_tokens=4)
+    check_streams([stage(SFT_GRAPH), stage(GRPO_GRAPH)], schedule)
+    with pytest.raises(ConfigError) as caught:
+        check_streams([stage(SFT_GRAPH)], schedule)
+    assert str(caught.value) == (
+        "'schedule.segment_tokens' is 4, but this run samples nothing that could go on in a later "
+        "step\n    leave it out"
+    )
+
+
+STREAMS = [
+    "  actor.generate streams: a part goes on when its last row has ended",
+    "  actor.train streams: it takes the parts of actor.generate one by one, by the length of "
+    "their longest rows",
+]
+
+
+def said(graph: Graph, placement: Placement, *, in_processes: bool = True) -> list[str]:
+    return streaming_lines(stage(graph), placement, PARTS, in_processes=in_processes)
+
+
+def test_what_overlaps_has_no_notes() -> None:
+    assert said(GRPO_GRAPH, placed(GRPO_GRAPH, (1, 1))) == [
+        "streaming  grpo: a step's rows go on in 8 parts",
+        *STREAMS,
+    ]
+    assert said(GRPO_GRAPH, placed(GRPO_GRAPH, (3, 1)))[0] == (
+        "streaming  grpo: a step's rows go on in 9 parts, for 8 and the ranks of all groups"
+    )
+    assert said(SFT_GRAPH, one_group(SFT_GRAPH)) == []
+
+
+@pytest.mark.parametrize(
+    ("placement", "blocked", "group"),
+    [
+        (one_group(GRPO_GRAPH), "reward.score", "all"),
+        (placed(GRPO_GRAPH, (1, 1), "reward.score"), "reward.score", "rollout"),
+        (placed(GRPO_GRAPH, (1, 1), shared=True), "reward.score", "rollout"),
+        (placed(GRPO_GRAPH, (1, 1), "group_advantage"), "group_advantage", "rollout"),
+    ],
+)
+def test_what_must_wait_for_the_same_devices_is_named(
+    placement: Placement, blocked: str, group: str
+) -> None:
+    assert said(GRPO_GRAPH, placement)[3:] == [
+        f"  note: {blocked} could begin with a part, but must wait for the devices of "
+        f"actor.generate (group '{group}'); use another group"
+    ]
+
+
+def test_in_one_process_nothing_overlaps() -> None:
+    assert said(GRPO_GRAPH, placed(GRPO_GRAPH, (1, 1)), in_processes=False)[3:] == [
+        "  note: this executor does one thing at a time, so nothing overlaps"
+    ]
+
+
+def test_where_no_training_streams_it_is_said() -> None:
+    graph = build(ppo_step, cfg=PPO(), name="ppo")
+    assert said(graph, placed(graph, (1, 1)))[4:] == [
+        "  note: no train node streams: training begins when everything has been sampled"
+    ]

@@ -7,7 +7,7 @@ Rules:
 
 - Step s is admitted when `s <= completed + max_lag`; steps complete in index order.
 - A task starts when its inputs are stored, every copy of weights it reads holds the right version,
-  and its ranks are free. Ready tasks of one rank run by (step, node order, chunk).
+  and its ranks are free. Ready tasks of one rank run by (step, node order, chunk), parts of a training first.
 - A copy of weights leaves a version only when nobody in any step to come must still read it;
   `weight_versions.py` says how, and why nothing here can deadlock.
 - Before training goes past a checkpoint's step the checkpoint is saved; then nothing runs, and
@@ -321,7 +321,9 @@ class Scheduler(SchedulerState):
 
     def _push(self, i: int, task: NodeTask) -> None:
         node = self.flow.nodes[i]
-        priority: Priority = (task.step, i, task.chunk or 0)
+        # A part that can be trained on goes before what others still need: it is the longest work.
+        first = -1 if node.order_of else i
+        priority: Priority = (task.step, first, task.chunk or 0)
         rank = None if node.trains else (task.chunk or 0) % self.flow.groups[node.group]
         self.ranks.push(priority, task, node.group, rank)
 

@@ -46,9 +46,9 @@ class CallKey:
     ordinal: int
 
 
-Piece: TypeAlias = Literal["whole", "part", "last", "none"]
-"""What a train call is given of its batch: all of it, some of its rows, the last of them, or none
-where a step has no rows at all."""
+Piece: TypeAlias = Literal["whole", "first", "part", "last", "none"]
+"""What a train call is given of its batch: all of it, the first of its rows, more of them, the
+last, or none where a step has no rows at all."""
 
 
 @dataclass

@@ -41,8 +41,12 @@ class CallStream:
     _answers: Iterator[Streamed] | None = None
     _num_answered: int = 0
 
-    def answer(self, work: AnswerWork) -> Streamed:
+    def answer(self, work: AnswerWork, skipped: Callable[[], object]) -> Streamed:
         """The answer that comes after `work.number` others.
+
+        Args:
+            work: Which.
+            skipped: Called after each answer that was given before, by a process that died.
 
         Raises:
             StateError: If it has been given, or the calls are of another step.
@@ -64,7 +68,18 @@ class CallStream:
                 )
             self._num_answered += 1
             if self._num_answered > work.number:
-                return found
+                break
+            skipped()
+        if self._num_answered == len(self.calls):
+            self._end()
+        return found
+
+    def _end(self) -> None:
+        """Have the worker give back what it holds for the calls, now and not with the next."""
+        with self.scope():
+            if next(self._answers or iter(()), None) is not None:
+                raise StateError(f"more than the {len(self.calls)} calls were answered")
+        self._answers = iter(())
 
 
 def one_by_one(

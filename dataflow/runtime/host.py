@@ -20,7 +20,7 @@ from ..file_errors import writing
 from ..graph.graph import Argument, Constant, Graph, Node, NodeKind, Ref, RoleRef
 from ..graph.role import Metric, Role
 from .call_columns import CallColumns, empty_part, length_key, output_lengths, returned_columns
-from .call_context import call_scope
+from .call_context import Piece, call_scope
 from .call_stream import CallStream, one_by_one
 from .cuts import cut
 from .messages import (
@@ -190,7 +190,7 @@ class Host:
                 stored = self._store(node, columns, returned, work.chunk)
                 return stored, _reported(self.graph, node, stored)
             worker = self.roles[node.role or ""]
-            with self._changing(node, versions):
+            with self._changing(node, versions, work.piece):
                 returned = getattr(worker, node.method or "")(**arguments)
         metrics = drain_metrics(worker)
         if node.kind is NodeKind.TRAIN:
@@ -252,7 +252,7 @@ class Host:
     ) -> tuple[tuple[Part, ...], Mapping[str, Metric], int | None, int]:
         """The next answer: its part, metrics, chunk and size."""
         node, stream = self.graph[work.node], self._streams[work.node]
-        found = stream.answer(work)
+        found = stream.answer(work, lambda: drain_metrics(self.roles[node.role or ""]))
         call = stream.calls[found.call]
         stored = self._store(node, self._columns(call), found.returned, call.chunk)
         if found.unfinished is not None:
@@ -265,9 +265,11 @@ class Host:
     def _columns(self, work: CallWork) -> CallColumns:
         return CallColumns(self.graph, {n: self._parts(h) for n, h in work.inputs.items()})
 
-    def _changing(self, node: Node, versions: Mapping[str, int]) -> AbstractContextManager[None]:
-        """While a node trains, nobody is served what it changes."""
-        if node.kind is not NodeKind.TRAIN or node.role is None:
+    def _changing(
+        self, node: Node, versions: Mapping[str, int], piece: Piece
+    ) -> AbstractContextManager[None]:
+        """While a node trains, nobody is served what it changes; parts before the last do not."""
+        if node.kind is not NodeKind.TRAIN or node.role is None or piece in ("first", "part"):
             return nullcontext()
         return self._served_weights.changing(node.role, versions.get(node.role, 0) + 1)
 

@@ -273,6 +273,8 @@ class Run:
         shares = _shares(self._flow.num_chunks, len(ranks))
         if instruction.part is not None:
             piece = "last" if instruction.last else "part"
+            if instruction.part == 0:  # whatever another run has left is not of this batch
+                piece = "whole" if instruction.last else "first"
             shares = [[chunk] for chunk in instruction.chunks]
         if instruction.last and self._segment and not self._has_rows(node, task.step):
             piece = "none"
@@ -312,8 +314,11 @@ class Run:
         return CallWork(node.name, task.step, task.chunk, inputs, versions, staleness)
 
     def _staleness(self, node: Node, task: NodeTask) -> int | None:
-        """How many versions older a train call's rollouts are than what it trains."""
-        if node.kind is not NodeKind.TRAIN:
+        """How many versions older a train call's rollouts are than what it trains.
+
+        Nobody knows where rows were made by several versions.
+        """
+        if node.kind is not NodeKind.TRAIN or self._segment:
             return None
         read = [
             dict(done.versions).get(node.role or "")
@@ -481,7 +486,7 @@ class Run:
         if self._checkpoints is None:
             return
         with self._checkpoints.write(instruction.step) as folder:
-            unfinished = (output for output in self._store if output.node.endswith(_UNFINISHED))
+            unfinished = filter(_is_unfinished, self._store)
             instruction = replace(instruction, live=(*instruction.live, *unfinished))
             saved = SavedRun(self._graph, self._seed, instruction)
             for role, group in self._state_homes.items():
@@ -493,8 +498,23 @@ class Run:
             write_run_state(folder, saved)
         self._saved = instruction.step
 
+    def _check_unfinished(self, point: ResumePoint) -> None:
+        """Rows go on in the chunk in which they were begun: there must be as many as before.
+
+        Raises:
+            ConfigError: If there are others, or rows do not go on any more.
+        """
+        chunks = sorted(o.chunk for o, _ in point.parts if _is_unfinished(o))
+        if chunks and (not self._segment or chunks != list(range(self._flow.num_chunks))):
+            here = self._flow.num_chunks if self._segment else "none"
+            raise ConfigError(
+                f"{point.folder} holds unfinished rows in {len(chunks)} parts, and this run has "
+                f"{here}\n    resume with the same schedule and as many ranks, or start a new run"
+            )
+
     def _restore(self, point: ResumePoint) -> None:
         self._saved = point.state.step
+        self._check_unfinished(point)
         for role, home in self._state_homes.items():
             work = LoadStateWork(role, str(point.folder / role))
             self._now(home, self._on_all(home, work))
@@ -504,6 +524,10 @@ class Run:
             work = LoadPartWork(output.node, str(file))
             done = self._now(self._group_of(output.node), {0: work})
             self._store[output] = done.first.parts[0]
+
+
+def _is_unfinished(output: Output) -> bool:
+    return output.node.endswith(_UNFINISHED)
 
 
 def _unfinished(task: NodeTask, before: int = 0) -> Output:

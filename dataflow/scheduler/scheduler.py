@@ -7,7 +7,8 @@ Rules:
 
 - Step s is admitted when `s <= completed + max_lag`; steps complete in index order.
 - A task starts when its inputs are stored, every copy of weights it reads holds the right version,
-  and its ranks are free. Ready tasks of one rank run by (step, node order, chunk), parts of a training first.
+  and its ranks are free. Ready tasks of one rank run by (step, node order, chunk), but a part that
+  can be trained on goes first.
 - A copy of weights leaves a version only when nobody in any step to come must still read it;
   `weight_versions.py` says how, and why nothing here can deadlock.
 - Before training goes past a checkpoint's step the checkpoint is saved; then nothing runs, and

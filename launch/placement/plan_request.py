@@ -175,9 +175,14 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
 
 
 def _not_predicted(schedule: Schedule) -> tuple[str, ...]:
-    if schedule.streaming == 0:
-        return ()
-    return ("schedule.streaming is not predicted; steps are those of rows that go on together",)
+    notes: list[str] = []
+    if schedule.streaming:
+        notes.append(
+            "schedule.streaming is not predicted; steps are those of rows that go on together"
+        )
+    if schedule.segment_tokens:
+        notes.append("schedule.segment_tokens is not predicted; steps are those of whole responses")
+    return tuple(notes)
 
 
 def _check_models(graph: Graph, models: Mapping[str, ModelShape | None]) -> None:

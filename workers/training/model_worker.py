@@ -288,7 +288,7 @@ class ModelWorker:
             limits=limits,
             piece=call_piece(),
         )
-        if call_piece() != "part":  # the next one takes it again
+        if call_piece() not in ("first", "part"):  # the next one takes it again
             give_back_freed(self.device)
         return metrics
 

@@ -104,6 +104,8 @@ class Trainer(Generic[O]):
         limits = limits or MismatchLimits()
         if piece != "whole":
             one_step(self._context.role, epochs, num_minibatches)
+            if piece == "first":
+                self.discard_pieces()
             pieces = self._add_piece(forward, loss, batch, key, limits)
             if piece == "last":
                 return self._end_pieces(loss, pieces, limits)

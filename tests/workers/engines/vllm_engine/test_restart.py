@@ -50,13 +50,13 @@ class MortalSpec:
             print(os.getpid(), file=told)
         if self.kills and context.rank == 1 and not mark.exists():
             engine: Any = policy.vllm
-            core, step, generate = engine._engine, engine._engine.step, engine.generate
+            core, step, stream = engine._engine, engine._engine.step, engine.stream
             calls = tokens = 0
 
             def counted(*args: Any, **kwargs: Any) -> Any:
                 nonlocal calls, tokens
                 calls, tokens = calls + 1, 0
-                return generate(*args, **kwargs)
+                return stream(*args, **kwargs)
 
             def mortal() -> Any:
                 nonlocal tokens
@@ -67,7 +67,7 @@ class MortalSpec:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return outputs
 
-            engine.generate, core.step = counted, mortal
+            engine.stream, core.step = counted, mortal
         return policy
 
 

@@ -18,7 +18,7 @@ from ..graph.role import Role
 from .messages import AnswerWork, CallWork
 from .worker_protocol import Streamed, Streams
 
-__all__ = ["CallStream", "one_by_one"]
+__all__ = ["CallStream", "one_by_one", "overrides"]
 
 _Arguments = Mapping[str, Any]
 
@@ -88,14 +88,30 @@ def one_by_one(
     """The answers of a worker to calls, by (size, call).
 
     Args:
-        worker: One that streams serves them together, another one after the other.
+        worker: One that streams serves them together, another one after the other; and so does one
+            that `overrides` the method.
         method: Name of the method.
         calls: The arguments of each.
         size: The length of the longest row, of a call and what it returned.
     """
-    if isinstance(worker, Streams):
+    if isinstance(worker, Streams) and not overrides(worker, method, "stream"):
         return worker.stream(method, calls)
     return _in_turn(getattr(worker, method), calls, size)
+
+
+def overrides(worker: Role, method: str, together: str) -> bool:
+    """Whether a worker's own `method` would be passed by if its calls were served together.
+
+    So it is where a class inherits what serves calls together, and defines the method anew.
+
+    Args:
+        worker: The worker.
+        method: Name of the method.
+        together: Name of the one that serves calls of it together.
+    """
+    where = [vars(worker), *(vars(kind) for kind in type(worker).__mro__)]
+    first = next((own for own in where if method in own or together in own), {})
+    return method in first and together not in first
 
 
 def _in_turn(

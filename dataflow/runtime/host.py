@@ -21,7 +21,7 @@ from ..graph.graph import Argument, Constant, Graph, Node, NodeKind, Ref, RoleRe
 from ..graph.role import Metric, Role
 from .call_columns import CallColumns, empty_part, length_key, output_lengths, returned_columns
 from .call_context import Piece, call_scope
-from .call_stream import CallStream, one_by_one
+from .call_stream import CallStream, one_by_one, overrides
 from .cuts import cut
 from .messages import (
     AnswerWork,
@@ -47,7 +47,14 @@ from .messages import (
 from .ragged import pack
 from .remote_inference import ServedRole, ServedWeights
 from .table_parts import load_part, pack_table, save_part, unpack_table
-from .worker_protocol import Continues, Stateful, Streamed, Trainable, drain_metrics
+from .worker_protocol import (
+    Continues,
+    Stateful,
+    Streamed,
+    TakesPieces,
+    Trainable,
+    drain_metrics,
+)
 
 __all__ = ["Host"]
 
@@ -190,6 +197,7 @@ class Host:
                 stored = self._store(node, columns, returned, work.chunk)
                 return stored, _reported(self.graph, node, stored)
             worker = self.roles[node.role or ""]
+            _check_piece(node, worker, work.piece)
             with self._changing(node, versions, work.piece):
                 returned = getattr(worker, node.method or "")(**arguments)
         metrics = drain_metrics(worker)
@@ -233,6 +241,12 @@ class Host:
                     f"'{node.name}' is to go on in later steps (Schedule.segment_tokens), which "
                     f"{type(worker).__name__} cannot\n    set schedule.segment_tokens=0, or give "
                     f"'{node.role}' a worker with `stream_segment`"
+                )
+            if overrides(worker, method, "stream_segment"):
+                raise ConfigError(
+                    f"'{node.name}' is to go on in later steps (Schedule.segment_tokens), and "
+                    f"{type(worker).__name__} defines its own `{method}`, which would not be "
+                    "called\n    set schedule.segment_tokens=0, or define `stream_segment` too"
                 )
             begun = [
                 None if handle is None else unpack_table(worker.unfinished, self._fetch(handle))
@@ -313,6 +327,18 @@ class Host:
                     f"like its inputs from '{output.rows}', got {column.num_rows}; declare the op "
                     "with makes_rows=True if it changes rows"
                 )
+
+
+def _check_piece(node: Node, worker: Role, piece: Piece) -> None:
+    """A worker that reads no piece would take an optimizer step with each."""
+    if piece == "whole" or isinstance(worker, TakesPieces):
+        return
+    raise ConfigError(
+        f"'{node.name}' would be given a step's rows in pieces (Schedule.streaming or "
+        f"Schedule.segment_tokens), which {type(worker).__name__} does not take\n"
+        f"    leave both out, or give '{node.role}' a worker that reads `call_piece` and says "
+        "`takes_pieces = True`"
+    )
 
 
 def _makes_nothing(node: Node, columns: CallColumns) -> bool:

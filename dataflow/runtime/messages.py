@@ -97,11 +97,13 @@ class AnswerWork:
         step: The step.
         number: How many are answered before it. Which calls these are follows from the calls alone,
             so that a process that had to begin again gives the same.
+        versions: Which weight version of each role the calls read.
     """
 
     node: str
     step: int
     number: int
+    versions: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

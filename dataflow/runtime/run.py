@@ -303,7 +303,8 @@ class Run:
         work = BeginStreamWork(calls, self._segment, begun)
         self._dispatcher.submit(None, self._name, group, {rank: work})
         for number, task in enumerate(tasks):
-            self._submit(task, group, {rank: AnswerWork(node.name, task.step, number)})
+            answer = AnswerWork(node.name, task.step, number, instruction.versions)
+            self._submit(task, group, {rank: answer})
 
     def _call(self, node: Node, task: NodeTask, chunks: Sequence[int]) -> CallWork:
         inputs = {

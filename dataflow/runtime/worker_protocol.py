@@ -25,6 +25,7 @@ __all__ = [
     "Stateful",
     "Streamed",
     "Streams",
+    "TakesPieces",
     "Trainable",
     "WorkerContext",
     "WorkerSpec",
@@ -213,6 +214,17 @@ class Continues(Protocol):
             length: By how much a row may grow.
         """
         ...
+
+
+@runtime_checkable
+class TakesPieces(Protocol):
+    """A worker whose train calls may be given a batch piece by piece. Optional; see `call_piece`.
+
+    Attributes:
+        takes_pieces: True. Each piece adds to the gradient, and the optimizer steps with the last.
+    """
+
+    takes_pieces: bool
 
 
 @runtime_checkable

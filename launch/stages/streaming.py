@@ -122,7 +122,7 @@ def _cut(graph: Graph) -> list[str]:
 def streaming_lines(
     stage: Recorded, placement: Placement, schedule: Schedule, *, in_processes: bool
 ) -> list[str]:
-    """What streams in a stage, and where that can bring nothing.
+    """What streams or goes on in later steps in a stage, and where that can bring nothing.
 
     Args:
         stage: The stage.
@@ -130,12 +130,13 @@ def streaming_lines(
         schedule: The run's.
         in_processes: Whether the executor has processes that work at the same time.
     """
-    graph, parts = stage.graph, stage_schedule(stage.graph, schedule).streaming
-    if not parts:
-        return []
+    graph, own = stage.graph, stage_schedule(stage.graph, schedule)
+    lines = _segment_lines(graph, own)
+    if not (parts := own.streaming):
+        return lines
     able, needed = streaming(graph), placement.streamed(parts).num_chunks
     asked = "" if needed == parts else f", for {parts} and the ranks of all groups"
-    lines = [f"streaming  {graph.name}: a step's rows go on in {needed} parts{asked}"]
+    lines.append(f"streaming  {graph.name}: a step's rows go on in {needed} parts{asked}")
     notes = [_idle(graph, placement, able, rollout) for rollout in able.rollouts]
     if not in_processes:
         notes = ["this executor does one thing at a time, so nothing overlaps"]
@@ -143,6 +144,17 @@ def streaming_lines(
         notes.append("no train node streams: training begins when everything has been sampled")
     lines += [f"  {line}" for line in str(able).splitlines()]
     return lines + [f"  note: {note}" for note in notes if note]
+
+
+def _segment_lines(graph: Graph, schedule: Schedule) -> list[str]:
+    most = schedule.segment_tokens
+    if not most:
+        return []
+    tokens = "1 token" if most == 1 else f"{most} tokens"
+    return [
+        f"segments   {graph.name}: a response grows by at most {tokens} in a step, and goes on in "
+        "the next"
+    ]
 
 
 def _idle(graph: Graph, placement: Placement, able: Streaming, rollout: str) -> str:

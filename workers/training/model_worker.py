@@ -52,7 +52,10 @@ class ModelWorker:
     Attributes:
         device: Where the weights lie.
         metrics: Numbers about the last calls; see `drain_metrics`.
+        takes_pieces: See `TakesPieces`.
     """
+
+    takes_pieces = True
 
     def __init__(
         self,

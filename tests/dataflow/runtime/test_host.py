@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.dataflow.errors import WorkerError
+from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.graph.axes import Axis, GroupId, f32, i64
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.role import Loss, Metric, Role, call
@@ -20,6 +20,8 @@ from penstock.dataflow.runtime.call_context import call_key
 from penstock.dataflow.runtime.cuts import cut_table, even_cuts
 from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.messages import (
+    AnswerWork,
+    BeginStreamWork,
     CallWork,
     ExportWork,
     ImportWork,
@@ -31,6 +33,7 @@ from penstock.dataflow.runtime.messages import (
     SaveStateWork,
 )
 from penstock.dataflow.runtime.ragged import Packed, concatenate, lengths_of, pack, unpack
+from penstock.dataflow.runtime.worker_protocol import Streamed
 from torch import Tensor
 
 ROW = Axis("row")
@@ -315,6 +318,87 @@ def test_training_gets_the_whole_table_and_its_metrics_are_merged() -> None:
     }
     assert model.trained_on is not None
     assert model.trained_on.ids.shape == (5, 4)
+
+
+def test_a_worker_that_knows_of_no_pieces_is_given_none() -> None:
+    model = Doubler()
+    work = call_work("model.train", None, data=CHUNKS, center=values())
+    with pytest.raises(ConfigError) as caught:
+        host(model=model).perform(replace(work, piece="first"))
+    assert str(caught.value) == (
+        "'model.train' would be given a step's rows in pieces (Schedule.streaming or "
+        "Schedule.segment_tokens), which Doubler does not take\n"
+        "    leave both out, or give 'model' a worker that reads `call_piece` and says "
+        "`takes_pieces = True`"
+    )
+    assert model.trained_on is None
+
+
+class Together(Doubler):
+    """Serves calls together."""
+
+    unfinished = Data
+
+    def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed]:
+        for number, arguments in enumerate(calls):
+            yield Streamed(number, Doubler.extend(self, **arguments), number)
+
+    def stream_segment(
+        self,
+        method: str,
+        calls: Sequence[Mapping[str, Any]],
+        begun: Sequence[Any | None],
+        length: int,
+    ) -> Iterator[Streamed]:
+        raise NotImplementedError
+
+
+class Once(Together):
+    """Defines the method anew, and not how calls are served together."""
+
+    def extend(self, key: Key, ids: Ids, times: int) -> Data:
+        return super().extend(key, ids, 1)
+
+
+class Both(Once):
+    """Defines both."""
+
+    def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed]:
+        return super().stream(method, calls)
+
+
+def streamed_keys(model: Role) -> list[list[int]]:
+    graph = build(rollout_step)
+    rank = host(graph, model=model)
+    calls = tuple(call_work("model.extend", chunk, data=CHUNKS[chunk]) for chunk in range(2))
+    rank.perform(BeginStreamWork(calls))
+    answers = [rank.perform(AnswerWork("model.extend", 0, number)) for number in range(2)]
+    return [answer.parts[0][0].values.tolist() for answer in answers]
+
+
+def test_a_method_that_a_class_defines_anew_is_called_and_not_passed_by() -> None:
+    twice, once = [[4, 4, 4, 4], [7, 7, 7, 7, 7, 7]], [[4, 4], [7, 7, 7]]
+    assert streamed_keys(Doubler()) == streamed_keys(Together()) == twice
+    assert streamed_keys(Once()) == once
+    assert streamed_keys(Both()) == twice
+
+
+def test_an_object_s_own_method_is_called_and_not_passed_by() -> None:
+    model = Together()
+    model.extend = Once().extend
+    assert streamed_keys(model) == [[4, 4], [7, 7, 7]]
+
+
+def test_a_method_that_a_class_defines_anew_does_not_go_on_in_later_steps() -> None:
+    rank = host(build(rollout_step), model=Once())
+    rank.perform(BeginStreamWork((call_work("model.extend", 0, data=CHUNKS[0]),), 1, (None,)))
+    with pytest.raises(ConfigError) as caught:
+        rank.perform(AnswerWork("model.extend", 0, 0))
+    assert str(caught.value) == (
+        "'model.extend' is to go on in later steps (Schedule.segment_tokens), and Once defines its "
+        "own `extend`, which would not be called\n"
+        "    set schedule.segment_tokens=0, or define `stream_segment` too"
+    )
 
 
 def test_a_call_s_metrics_are_taken_once() -> None:

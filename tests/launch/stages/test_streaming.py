@@ -165,3 +165,21 @@ def test_where_no_training_streams_it_is_said() -> None:
     assert said(graph, placed(graph, (1, 1)))[4:] == [
         "  note: no train node streams: training begins when everything has been sampled"
     ]
+
+
+@pytest.mark.parametrize(("length", "tokens"), [(1, "1 token"), (32, "32 tokens")])
+def test_how_far_a_response_grows_in_a_step_is_said_with_and_without_streaming(
+    length: int, tokens: str
+) -> None:
+    line = (
+        f"segments   grpo: a response grows by at most {tokens} in a step, and goes on in the next"
+    )
+    for parts, more in ((0, 0), (8, 3)):
+        schedule = Schedule(max_lag=1, segment_tokens=length, streaming=parts)
+        placement = placed(GRPO_GRAPH, (1, 1))
+        lines = streaming_lines(stage(GRPO_GRAPH), placement, schedule, in_processes=True)
+        assert lines[0] == line
+        assert len(lines) == 1 + more
+    assert (
+        streaming_lines(stage(SFT_GRAPH), one_group(SFT_GRAPH), schedule, in_processes=True) == []
+    )

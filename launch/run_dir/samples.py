@@ -44,7 +44,8 @@ class Sample:
 
     Attributes:
         step: The step that it was trained in.
-        version: Of the weights that sampled it: how many train calls came before.
+        version: Of the weights that sampled it: how many train calls came before. Of its first
+            tokens if it went on in later steps.
         prompt: Its prompt as text, without special tokens.
         response: The response as text, without special tokens.
         length: Tokens of the response.
@@ -52,6 +53,7 @@ class Sample:
         reward: What it earned; None if nothing in the step is a score.
         advantage: Mean over its tokens; None if the step has no advantages.
         prompt_id: Which problem of the data it answers; None if the step does not say.
+        last_version: Of the weights that sampled its last tokens; None if all had the same.
         parts: Everything else that the step says of it in one number, by the node's name.
     """
 
@@ -64,6 +66,7 @@ class Sample:
     reward: float | None = None
     advantage: float | None = None
     prompt_id: int | None = None
+    last_version: int | None = None
     parts: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
 
@@ -146,4 +149,5 @@ def _headline(sample: Sample) -> str:
         said.append(f"advantage {sample.advantage:.4g}")
     said.append(f"{sample.length} tokens{', cut off' if sample.finished is False else ''}")
     which = "" if sample.prompt_id is None else f", prompt {sample.prompt_id}"
-    return f"step {sample.step}, version {sample.version}{which}: {', '.join(said)}"
+    last = "" if sample.last_version is None else f" to {sample.last_version}"
+    return f"step {sample.step}, version {sample.version}{last}{which}: {', '.join(said)}"

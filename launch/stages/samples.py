@@ -118,6 +118,8 @@ def sample_columns(graph: Graph, trained: Node) -> dict[str, Ref]:
                 found[node.name if node.output_table is None else str(ref)] = ref
                 if node.kind is NodeKind.FORWARD or output.name == "score":
                     found["reward"] = ref
+    if any(output.name == "version" for output in graph[rows].outputs):
+        found["version"] = Ref(rows, "version")
     advantage = _input(trained, _ADVANTAGE)
     if advantage is not None and graph[advantage.node].output(advantage.column).rows == rows:
         found = {name: ref for name, ref in found.items() if ref != advantage}

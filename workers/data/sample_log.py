@@ -88,7 +88,8 @@ class SampleLog(Role):
         Args:
             tokens: i64[rows, T], prompt and response, padded on the right with -1.
             mask: bool[rows, T], True on the response.
-            **columns: More of these rows, by the name they get; per token, their mean is kept.
+            **columns: More of these rows, by the name they get; per token, their mean is kept, and
+                of "version" (i64[rows, T], which weights sampled each token) the ends.
         """
         if not self._writes:
             return
@@ -112,7 +113,11 @@ class SampleLog(Role):
         """Write a step's file; what goes wrong is said once, and the run goes on."""
         try:
             version = step * self._spec.versions_per_step - staleness
-            rows = [{"step": step, "version": version, **row} for row in self._rows(columns)]
+            versions = _versions(columns.pop("version", None), columns["mask"], version)
+            rows = [
+                {"step": step, **versions[row], **kept}
+                for row, kept in enumerate(self._rows(columns))
+            ]
             text = "".join(f"{json.dumps(row)}\n" for row in rows)
             self._write(step, gzip.compress(text.encode(), compresslevel=6, mtime=0))
             self._thin_out()
@@ -196,3 +201,15 @@ class SampleLog(Role):
                 files[step].unlink(missing_ok=True)
                 del sizes[step]
             stride *= 2
+
+
+def _versions(column: Tensor | None, mask: Tensor, of_all: int) -> list[dict[str, int]]:
+    """Which weights sampled each response, and which its last tokens if those were others."""
+    if column is None:
+        return [{"version": of_all}] * len(mask)
+    own = [row[said] for row, said in zip(column, mask, strict=True)]
+    ends = [(int(row[0]), int(row[-1])) if len(row) else (of_all, of_all) for row in own]
+    return [
+        {"version": first} if first == last else {"version": first, "last_version": last}
+        for first, last in ends
+    ]

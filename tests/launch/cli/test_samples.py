@@ -75,7 +75,7 @@ def test_samples_are_chosen_and_sorted(penstock: Penstock, run: Path) -> None:
 def test_they_are_read_from_python(run: Path) -> None:
     found = read_samples(run)
     assert [sample.step for sample in found] == [0, 7, 7]
-    assert found[0] == Sample(0, 0, "1+1=", "3", 1, True, 0.0, -1.0, 5, {"rule.score": 0.0})
+    assert found[0] == Sample(0, 0, "1+1=", "3", 1, True, 0.0, -1.0, 5, parts={"rule.score": 0.0})
     assert read_samples(run, [0]) == found[:1]
     longest = sorted_samples(found, "length")[0]
     assert longest.length == 10

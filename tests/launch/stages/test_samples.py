@@ -10,9 +10,9 @@ from penstock.launch.stages.samples import sample_columns, sample_node
 
 ROWS, SCORE = "tokens mask prompt_id finished", "reward.score reward"
 COLUMNS = {
-    "grpo": f"{ROWS} {SCORE} group_advantage advantage",
-    "ppo": f"{ROWS} {SCORE} advantage",
-    "rloo": f"{ROWS} {SCORE} response_kl kl_penalized_score leave_one_out advantage",
+    "grpo": f"{ROWS} {SCORE} group_advantage version advantage",
+    "ppo": f"{ROWS} {SCORE} version advantage",
+    "rloo": f"{ROWS} {SCORE} response_kl kl_penalized_score leave_one_out version advantage",
     "online_dpo": "tokens mask prompt_id best_and_worst.score reward",
 }
 

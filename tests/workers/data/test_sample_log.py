@@ -62,6 +62,24 @@ def test_a_step_is_a_file_of_its_first_rows(tmp_path: Path) -> None:
     ]
 
 
+def test_a_response_that_went_on_says_which_weights_began_and_which_ended_it(
+    tmp_path: Path,
+) -> None:
+    log = log_in(tmp_path)
+    tokens = torch.tensor([[4, 5, 6, 7, 8], [4, 5, 6, -1, -1], [4, 5, -1, -1, -1]])
+    mask = (tokens >= 0) & (torch.arange(5) >= 2)
+    version = torch.tensor([[0, 0, 3, 4, 6], [0, 0, 4, -1, -1], [0, 0, -1, -1, -1]])
+    with call_scope(4, 0, None):
+        log.record(tokens, mask, version=version)
+    log.close()
+    rows = lines(tmp_path / "step-000004.jsonl.gz")
+    assert [(row["version"], row.get("last_version")) for row in rows] == [
+        (3, 6),
+        (4, None),
+        (8, None),  # nothing was sampled: the newest
+    ]
+
+
 def test_a_step_that_is_taken_again_replaces_its_own(tmp_path: Path) -> None:
     for tokens in ([4, 5, 6], [4, 5, 7]):
         log = log_in(tmp_path)

@@ -1,9 +1,9 @@
 """What a lag costs in reward: k = 0, 1, 4 and 16 on the task of `make run`, and on SmolLM2.
 
 GRPO, PPO and online DPO with `schedule.max_lag=k`, three seeds each, with their YAML's settings but
-for `TINY`: every step trains on 512 responses, and PPO's reward is the verifier. What a run learns
-depends on its seed and k, not on timing, so `--jobs` of them may run at once, and a run that
-`--runs` already holds is not made again.
+for `TINY`: every step trains on 512 responses, PPO's on 256, and PPO's reward is the verifier. What
+a run learns depends on its seed and k, not on timing, so `--jobs` of them may run at once, and a
+run that `--runs` already holds is not made again.
 
 For each are given the mean reward of the last tenth of the steps, the greedy accuracy on held-out
 problems, and how far the policy has moved: the Kullback-Leibler divergence from the policy before,
@@ -48,12 +48,12 @@ LAGS = (0, 1, 4, 16)
 NUM_STEPS = 100
 TINY: dict[str, Sequence[str]] = {
     "grpo": ("algorithm.per_step.prompts=32",),
+    "online_dpo": ("algorithm.per_step.prompts=64",),
     "ppo": (
-        "algorithm.per_step.prompts=64",
+        "algorithm.per_step.prompts=32",
         "algorithm.roles.reward.worker=rule",
         "~algorithm.before.reward_modelling",
     ),
-    "online_dpo": ("algorithm.per_step.prompts=64",),
 }
 """Algorithm -> what differs from its YAML."""
 IN_PROCESS = ("executor=in_process",)
@@ -120,20 +120,24 @@ def tiny(
         run = make(folder / f"sft-seed{seed}", ["algorithm=sft", f"seed={seed}", *IN_PROCESS])
         return run / "models" / "actor"
 
-    def one(algorithm: str, lag: int, seed: int) -> dict[str, Any]:
+    def one(algorithm: str, lag: int, seed: int) -> Path:
         words = [f"algorithm={algorithm}", f"seed={seed}", f"schedule.max_lag={lag}"]
         words += [f"algorithm.num_steps={num_steps}", *IN_PROCESS, *TINY[algorithm]]
         words += [f"model={starts[seed]}", "~algorithm.before.sft"]
         run = make(folder / f"{algorithm}-lag{lag}-seed{seed}", words)
-        found = {"algorithm": algorithm, "lag": lag, "seed": seed, **result_of(run)}
-        found["kl"] = divergence(run, starts[seed])
-        print(f"{algorithm}, k={lag}, seed {seed}: reward {found['reward']:.3f}", flush=True)
-        return found
+        print(f"{run.name}, k={lag}", flush=True)
+        return run
 
-    cases = [(a, lag, seed) for seed in seeds for a in TINY for lag in lags]
+    cases = [(a, lag, seed) for a in TINY for seed in seeds for lag in lags]
     with ThreadPoolExecutor(jobs) as pool:
         starts = dict(zip(seeds, pool.map(warm_up, seeds), strict=True))
-        return list(pool.map(one, *zip(*cases, strict=True)))
+        made = list(pool.map(one, *zip(*cases, strict=True)))
+    # One after another: models cannot be read in two threads at once.
+    return [
+        {"algorithm": algorithm, "lag": lag, "seed": seed, **result_of(run),
+         "kl": divergence(run, starts[seed])}
+        for (algorithm, lag, seed), run in zip(cases, made, strict=True)
+    ]  # fmt: skip
 
 
 def summed_up(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

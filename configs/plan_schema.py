@@ -100,7 +100,10 @@ class PlanOptions(Section):
     """Seconds after which the best plan so far is taken, with the gap that is left; null to wait
     for the proof."""
     lags: Annotated[list[Count], Field(min_length=1)] = [0, 1]
-    """What `schedule=auto` compares."""
+    """Values of `schedule.max_lag` that `schedule=auto` compares."""
+    segments: Annotated[list[Count], Field(min_length=1)] = [0]
+    """Values of `schedule.segment_tokens` that `schedule=auto` compares with each of these; 0 for
+    responses that end in the step that begins them."""
     calibration: str | None = None
     """A file that `penstock profile` wrote, for its constants and `cluster=measured`; or the folder
     of a run, for what it measured of its own plan. Analytic defaults without one."""

@@ -54,8 +54,8 @@ def _plan(composed: dict[str, Any]) -> None:
         raise
     for note in request.notes:
         print(f"penstock: note: {note}", file=sys.stderr)
-    for lag, why in request.refused_lags.items():
-        print(f"penstock: note: max_lag={lag} was not considered: {why}", file=sys.stderr)
+    for name, why in request.refused.items():
+        print(f"penstock: note: {name} was not considered: {why}", file=sys.stderr)
     _show(request, plan, comparisons, files)
 
 

@@ -192,6 +192,7 @@ class PlanInputs:
             samples_per_prompt=section.samples_per_prompt or self._samples(table),
             prompt=self._prompt(section),
             response=self._response(section),
+            segment_tokens=self._run.schedule.segment_tokens or None,
             updates_per_train=section.updates_per_train,
             passes_per_train=section.passes_per_train,
         )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from ...configs.plan_schema import PlanConfig
+from ...configs.plan_schema import PlanConfig, PlanOptions
 from ...configs.validate import validated
-from ...dataflow.errors import ConfigError, FlowError
+from ...dataflow.errors import ConfigError, FlowError, PlanError
 from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph
+from ...dataflow.graph.segments import check_segments
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.cost.constants import Constants, default_constants
 from ...planner.cost.engine_model import RoleEngines
@@ -21,6 +22,7 @@ from ...planner.inputs.model_shape import ModelShape
 from ...planner.inputs.workload import Workload
 from ...planner.plan.plan import Plan
 from ...planner.plan.planner import plan_step
+from ...planner.plan.prediction import OtherSchedule
 from ...planner.report.comparison import Alternative
 from ...planner.search.pins import Pins
 from ..inputs.compose import resolved
@@ -46,8 +48,10 @@ class PlanRequest:
         models: Role -> shape, or None for a role without a model.
         cluster: Where it is to run.
         workload: How much one step computes.
-        lags: Schedules to compare.
-        refused_lags: Lag -> why the step cannot have it, of those that were to be compared.
+        lags: How far generation may run ahead: what to compare.
+        segments: How far a response may grow in a step, 0 for to its end: what to compare.
+        refused: Key and value of a schedule -> why the step cannot have it, of those that were to
+            be compared.
         notes: What to say of roles that are not planned for, of rates that are not known, and
             of what a run would do that is not predicted.
         constants: Of the model of time.
@@ -62,6 +66,7 @@ class PlanRequest:
         sensitivity: Whether to plan for better hardware as well.
         tp_across_nodes: Allow tensor parallelism over the network.
         max_cp: Most ranks that share a sequence.
+        streaming: Parts in which a step's rows go on.
     """
 
     graph: Graph
@@ -69,7 +74,8 @@ class PlanRequest:
     cluster: ClusterSpec
     workload: Workload
     lags: tuple[int, ...]
-    refused_lags: Mapping[int, str]
+    segments: tuple[int, ...]
+    refused: Mapping[str, str]
     notes: tuple[str, ...]
     constants: Constants
     engines: RoleEngines
@@ -85,28 +91,72 @@ class PlanRequest:
     sensitivity: bool = False
     tp_across_nodes: bool = False
     max_cp: int = 1
+    streaming: int = 0
 
     def plan(self) -> Plan:
-        """Search.
+        """Search, in turn under each length of a segment.
 
         Raises:
             PlanError: If no plan fits.
         """
-        plan = plan_step(
+        found: list[Plan] = []
+        unfit: dict[int, PlanError] = {}
+        for segment in self.segments:
+            try:
+                found.append(self._plan(segment))
+            except PlanError as error:
+                unfit[segment] = error
+        if not found:
+            raise next(iter(unfit.values()))
+        return _fastest(found, unfit).model_copy(update={"num_steps": self.num_steps})
+
+    def _plan(self, segment_tokens: int) -> Plan:
+        """The best plan with responses that grow by so much in a step."""
+        deadline_s = self.deadline_s
+        return plan_step(
             self.graph,
             self.models,
             self.cluster,
-            self.workload,
+            self.workload.model_copy(update={"segment_tokens": segment_tokens or None}),
             max_lag=self.lags,
             constants=self.constants,
             engines=self.engines,
             others=self.others,
             pins=self.pins,
-            deadline_s=self.deadline_s,
+            deadline_s=None if deadline_s is None else deadline_s / len(self.segments),
             tp_across_nodes=self.tp_across_nodes,
             max_cp=self.max_cp,
+            streaming=self.streaming,
         )
-        return plan.model_copy(update={"num_steps": self.num_steps})
+
+
+def _fastest(plans: Sequence[Plan], unfit: Iterable[int]) -> Plan:
+    """The fastest of plans under several schedules, which says what the others would take.
+
+    Args:
+        plans: One for each length of a segment.
+        unfit: Lengths for which no plan fits.
+    """
+    schedules: list[tuple[float, Plan, OtherSchedule]] = []
+    for plan in plans:
+        own = plan.prediction
+        assert own is not None, "it was searched for"
+        best = OtherSchedule(
+            max_lag=plan.max_lag or 0,
+            segment_tokens=own.segment_tokens,
+            step_time_s=own.step_time_s,
+        )
+        schedules += [(one.step_time_s or 0.0, plan, one) for one in (best, *own.other_schedules)]
+    schedules.sort(key=lambda schedule: schedule[0])
+    _, plan, _ = schedules[0]
+    others = tuple(one for _, _, one in schedules[1:])
+    others += tuple(
+        OtherSchedule(max_lag=plan.max_lag or 0, segment_tokens=segment, step_time_s=None)
+        for segment in unfit
+    )
+    assert plan.prediction is not None, "it was searched for"
+    prediction = plan.prediction.model_copy(update={"other_schedules": others})
+    return plan.model_copy(update={"prediction": prediction})
 
 
 def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanRequest:
@@ -135,7 +185,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     _check_models(inputs.graph, models)
     _check_dtypes(models, options.models, cluster)
     workload = inputs.workload(asked.workload)
-    lags, refused = _lags(inputs.graph, found.schedule.max_lag, options.lags, composed)
+    lags, segments, refused = _schedules(inputs.graph, found.schedule, options, composed)
     found.engines.check_generates(inputs.graph)
     engines, others = found.engines.planned()
     calls = calls_of(inputs.graph, workload, models)
@@ -145,12 +195,12 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         cluster=cluster,
         workload=workload,
         lags=lags,
-        refused_lags=refused,
+        segments=segments,
+        refused=refused,
         notes=(
             *inputs.left_out(models),
             *cluster.notes(model.dtype for model in models.values() if model is not None),
             *(calibration.notes_for(models.values()) if calibration is not None else ()),
-            *_not_predicted(found.schedule),
         ),
         constants=default_constants(cluster)
         if calibration is None
@@ -171,18 +221,8 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         num_steps=found.main.config.num_steps,
         tp_across_nodes=options.tp_across_nodes,
         max_cp=options.max_cp,
+        streaming=found.schedule.streaming,
     )
-
-
-def _not_predicted(schedule: Schedule) -> tuple[str, ...]:
-    notes: list[str] = []
-    if schedule.streaming:
-        notes.append(
-            "schedule.streaming is not predicted; steps are those of rows that go on together"
-        )
-    if schedule.segment_tokens:
-        notes.append("schedule.segment_tokens is not predicted; steps are those of whole responses")
-    return tuple(notes)
 
 
 def _check_models(graph: Graph, models: Mapping[str, ModelShape | None]) -> None:
@@ -243,26 +283,41 @@ def _is_auto(composed: Mapping[str, Any]) -> bool:
     return isinstance(schedule, Mapping) and schedule.get("max_lag") == "auto"
 
 
-def _lags(
-    graph: Graph, configured: int, compared: list[int], composed: Mapping[str, Any]
-) -> tuple[tuple[int, ...], dict[int, str]]:
-    """The lags to plan for, and why not others: the one configured, or those to compare.
+def _schedules(
+    graph: Graph, configured: Schedule, options: PlanOptions, composed: Mapping[str, Any]
+) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, str]]:
+    """The lags and segments to plan for, and why not others: those configured, or to compare.
 
     Raises:
-        FlowError: If the step's losses cannot correct for the one.
+        FlowError: If the step cannot have the schedule that is configured.
     """
-    if _is_auto(composed):
-        return _allowed(graph, compared)
-    check_lag(graph, configured)
-    return (configured,), {}
+    segment = configured.segment_tokens
+    if not _is_auto(composed):
+        _check_schedule(graph, configured.max_lag, segment)
+        return (configured.max_lag,), (segment,), {}
+    refused: dict[str, str] = {}
+    lags: list[int] = []
+    segments: list[int] = []
+    for lag in dict.fromkeys(options.lags):
+        if _allowed(graph, lag, 0, f"max_lag={lag}", refused):
+            lags.append(lag)
+    for length in dict.fromkeys(options.segments):
+        if _allowed(graph, 0, length, f"segment_tokens={length}", refused):
+            segments.append(length)
+    return tuple(lags) or (0,), tuple(segments) or (0,), refused
 
 
-def _allowed(graph: Graph, lags: list[int]) -> tuple[tuple[int, ...], dict[int, str]]:
-    """The lags that the step's losses can correct for, and why not the others."""
-    refused: dict[int, str] = {}
-    for lag in lags:
-        try:
-            check_lag(graph, lag)
-        except FlowError as error:
-            refused[lag] = error.what
-    return tuple(lag for lag in dict.fromkeys(lags) if lag not in refused) or (0,), refused
+def _allowed(graph: Graph, lag: int, segment: int, name: str, refused: dict[str, str]) -> bool:
+    """Whether the step can have a schedule; why not is noted."""
+    try:
+        _check_schedule(graph, lag, segment)
+    except FlowError as error:
+        refused[name] = error.what
+        return False
+    return True
+
+
+def _check_schedule(graph: Graph, max_lag: int, segment_tokens: int) -> None:
+    check_lag(graph, max_lag, segment_tokens)
+    if segment_tokens:
+        check_segments(graph)

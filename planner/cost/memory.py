@@ -288,7 +288,7 @@ def _generating(call: Call, layout: Layout, rows: int) -> Parts:
 
 def rows_at_once(call: Call, layout: Layout) -> int:
     """Rows of one rank of a generation, if all run together."""
-    return -(-call.num_sequences // layout.dp)
+    return -(-call.rows_at_once // layout.dp)
 
 
 def kv_bytes(call: Call, layout: Layout, rows: int) -> int:
@@ -305,12 +305,6 @@ def kv_bytes(call: Call, layout: Layout, rows: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _held_tokens(call: Call) -> float:
-    """Most tokens held at one time, per row that was started."""
-    prompt, response = call.prompt, call.response
-    if len(response.tokens) == 1:
-        return prompt.mean + response.longest
-    most, steps = 0.0, 0
-    for count, share in response.survivors():
-        steps += count
-        most = max(most, share * (prompt.mean + steps))
-    return most
+    """Most tokens held at one time, per row that runs at the beginning."""
+    begin = call.stretches[0].rows
+    return max(s.rows / begin * (call.prompt.mean + s.before + s.end) for s in call.stretches)

@@ -151,7 +151,7 @@ class Work(NamedTuple):
     draws_minibatches: bool
     """Whether ranks have unequal numbers of an update's rows."""
     prompt: float
-    """Mean length of a prompt."""
+    """Mean length of a prompt, or of what is computed before the first new token."""
     prompt_square: float
     decode: tuple[tuple[float, float, float], ...]
     """`(steps, share of rows still running, mean context in these steps)`; the first token comes
@@ -190,9 +190,10 @@ class Work(NamedTuple):
         experts = model.expert_params * model.num_experts
         attended = model.num_heads * model.head_dim
         prompt, response = call.prompt, call.response
+        prefilled = _prefilled(call)
         return Work(
             kind=call.kind,
-            rows=call.num_sequences,
+            rows=call.rows_at_once,
             samples=call.samples_per_prompt,
             passes=call.passes,
             updates=call.updates,
@@ -209,8 +210,8 @@ class Work(NamedTuple):
             reads=response.mean + (0.0 if engine.reads_responses else share * prompt.mean),
             head_products=engine.head_products,
             draws_minibatches=engine.draws_minibatches,
-            prompt=prompt.mean,
-            prompt_square=prompt.mean_square,
+            prompt=prefilled[0],
+            prompt_square=prefilled[1],
             decode=_decode_bins(call),
             layer_flops=2.0 * model.active_layer_params,
             square_flops=2.0 * attended,
@@ -242,11 +243,27 @@ def _prompts_per_row(call: Call) -> float:
 
 def _decode_bins(call: Call) -> tuple[tuple[float, float, float], ...]:
     bins: list[tuple[float, float, float]] = []
-    begin = 1  # the first token comes from the prefill
-    end = 0
-    for steps, share in call.response.survivors():
-        end += steps
-        if end > begin:
-            bins.append((end - begin, share, call.prompt.mean + (begin + end) / 2))
-            begin = end
+    at_first = call.stretches[0].rows
+    for s in call.stretches:
+        begin = max(s.begin, 1)  # the first token comes from the prefill
+        if s.end > begin:
+            context = call.prompt.mean + s.before + (begin + s.end) / 2
+            bins.append((s.end - begin, s.rows / at_first, context))
     return tuple(bins)
+
+
+def _prefilled(call: Call) -> tuple[float, float]:
+    """Tokens of a prompt, and their square; a row that goes on counts with what it has.
+
+    Both are per `samples_per_prompt` of the rows that run, so that all rows together have what a
+    generation computes before the first new token.
+    """
+    prompt = call.prompt
+    if not call.begun_before:
+        return prompt.mean, prompt.mean_square
+    tokens, square = prompt.mean, prompt.mean_square
+    for begun in call.begun_before:
+        rows = call.samples_per_prompt * begun.rows
+        tokens += rows * (prompt.mean + begun.tokens)
+        square += rows * (prompt.mean_square + 2 * prompt.mean * begun.tokens + begun.tokens**2)
+    return tokens / call.stretches[0].rows, square / call.stretches[0].rows

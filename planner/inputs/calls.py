@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from ...dataflow.errors import PlanError
 from ...dataflow.graph.graph import Constant, Graph, Node, NodeKind
 from .model_shape import Head, ModelShape
+from .segments import Begun, Stretch, begun_before, stretches
 from .workload import Lengths, Workload
 
 __all__ = ["CALL_KINDS", "Call", "CallKind", "calls_of"]
@@ -42,6 +44,7 @@ class Call:
         passes: Times the rows are gone over.
         updates: Optimizer steps.
         leader: The role that this one follows, in whose layout and beside which it is held.
+        segment_tokens: How far a row grows in one step of a generation; None if to its end.
         after: Names of the calls whose outputs it needs, directly or through ops, in this step.
     """
 
@@ -58,6 +61,7 @@ class Call:
     passes: int = 1
     updates: int = 1
     leader: str = ""
+    segment_tokens: int | None = None
     after: tuple[str, ...] = ()
 
     @cached_property
@@ -69,6 +73,21 @@ class Call:
     def tokens_longest(self) -> int:
         """Longest row."""
         return self.prompt.longest + self.response.longest
+
+    @cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The decode steps of a generation."""
+        return stretches(self.response, self.segment_tokens)
+
+    @cached_property
+    def begun_before(self) -> tuple[Begun, ...]:
+        """What a generation goes on with."""
+        return begun_before(self.response, self.segment_tokens)
+
+    @cached_property
+    def rows_at_once(self) -> int:
+        """Rows of a generation, with those that it goes on with."""
+        return math.ceil(self.num_sequences * self.stretches[0].rows * (1.0 - 1e-12))
 
     @property
     def call_group(self) -> str:
@@ -138,6 +157,7 @@ def _call(
         prompt=workload.prompt,
         response=workload.response,
         samples_per_prompt=samples,
+        segment_tokens=workload.segment_tokens if node.kind is NodeKind.ROLLOUT else None,
         passes=workload.passes_per_train or passes,
         updates=workload.updates_per_train or updates,
         after=after,

@@ -62,15 +62,6 @@ class Lengths(BaseModel):
         """Expected square of the length; attention's work grows with it."""
         return sum(t * t * share for t, share in zip(self.tokens, self.shares, strict=True))
 
-    def survivors(self) -> tuple[tuple[int, float], ...]:
-        """`(number of decode steps, share of rows still running in them)`, in order."""
-        steps: list[tuple[int, float]] = []
-        begin, left = 0, 1.0
-        for tokens, share in zip(self.tokens, self.shares, strict=True):
-            steps.append((tokens - begin, left))
-            begin, left = tokens, left - share
-        return tuple(steps)
-
 
 class Workload(BaseModel):
     """One step of the algorithm, in rows and tokens."""
@@ -85,6 +76,9 @@ class Workload(BaseModel):
     """Prompt lengths."""
     response: Lengths
     """Response lengths."""
+    segment_tokens: AtLeastOne | None = None
+    """How far a response grows in one step; what has not ended goes on in the next. None: to its
+    end."""
     updates_per_train: AtLeastOne | None = None
     """Optimizer steps of one train call; by default the graph's `epochs * num_minibatches`."""
     passes_per_train: AtLeastOne | None = None

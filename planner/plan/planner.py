@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ...dataflow.errors import InfeasibleError, PlanError
 from ...dataflow.graph.graph import Graph
 from ..cost.constants import Constants
 from ..cost.engine_model import EngineModel, RoleEngines
 from ..cost.memory_ledger import Parts
+from ..cost.time_model import TimeModel
 from ..inputs.calls import Call, calls_of
 from ..inputs.cluster import ClusterSpec
 from ..inputs.layout import Layout, check_layout, pinned_layout
@@ -26,8 +28,10 @@ from ..search.search import search
 from .infeasible import refusal
 from .place_ops import place_ops
 from .plan import GroupPlan, Plan
-from .prediction import GroupMemory, NodePrediction, OtherSchedule, Prediction
+from .prediction import GroupMemory, NodePrediction, OtherSchedule, Prediction, StreamedStep
 from .runner_up import runner_up
+from .simulate import simulate
+from .streamed import part_times
 
 __all__ = ["plan_step"]
 
@@ -46,6 +50,7 @@ def plan_step(
     deadline_s: float | None = None,
     tp_across_nodes: bool = False,
     max_cp: int = 1,
+    streaming: int = 0,
 ) -> Plan:
     """The fastest plan of a step, with what it is expected to do and how sure that is.
 
@@ -62,6 +67,8 @@ def plan_step(
         deadline_s: Seconds after which the best plan known is returned.
         tp_across_nodes: Allow tensor parallelism over the network.
         max_cp: Most ranks that may share a sequence.
+        streaming: Parts in which a step's rows go on; the plan is the fastest without, and says
+            what they make of it.
 
     Raises:
         PlanError: If a pin, a size or a model makes no sense, an engine does not run a call at
@@ -86,7 +93,8 @@ def plan_step(
         found = search(nodes, table, cluster, max_lag=max_lag, pins=pins, deadline_s=deadline_s)
     except InfeasibleError as error:
         raise refusal(calls, table, cluster, error) from None
-    return _Writer(graph, calls, nodes, table, cluster, found).plan(workload, constants)
+    writer = _Writer(graph, calls, nodes, table, cluster, found)
+    return writer.plan(workload, constants, streaming)
 
 
 def _check_engines(calls: Sequence[Call], engines: Mapping[str, EngineModel]) -> None:
@@ -155,7 +163,7 @@ class _Writer:
     cluster: ClusterSpec
     found: SearchResult
 
-    def plan(self, workload: Workload, constants: Constants) -> Plan:
+    def plan(self, workload: Workload, constants: Constants, num_parts: int) -> Plan:
         best = self.found.best
         names = self._names(best)
         calls = {
@@ -190,8 +198,31 @@ class _Writer:
             },
             max_lag=best.max_lag,
             cluster=self.cluster,
-            prediction=self._prediction(names, workload, constants),
+            prediction=self._prediction(names, workload, constants).model_copy(
+                update={"streamed": self._streamed(nodes, constants, num_parts)}
+            ),
         )
+
+    def _streamed(
+        self, nodes: Mapping[str, str], constants: Constants, num_parts: int
+    ) -> StreamedStep | None:
+        """The plan played through with rows that go on in parts; None if they do not."""
+        if not num_parts:
+            return None
+        best = self.found.best
+        parts: dict[str, tuple[float, ...]] = {}
+        for group in best.groups:
+            layouts = {
+                n: lay for option in group.options.values() for n, lay in option.layouts.items()
+            }
+            for call in self.calls:
+                if call.name not in layouts:
+                    continue
+                model = TimeModel(constants, self.table.engine_of(call))
+                time = partial(model.call_time, layout=layouts[call.name], mesh=group.mesh)
+                parts |= part_times([call], best.durations_s, time, num_parts)
+        played = simulate(self.graph, nodes, best.durations_s, max_lag=best.max_lag, parts_s=parts)
+        return StreamedStep(num_parts=num_parts, step_time_s=played.step_time_s)
 
     def _names(self, assignment: Assignment) -> list[str]:
         """Groups are called after what they hold; a single one is "all"."""
@@ -219,7 +250,6 @@ class _Writer:
                                  if c.name in transient},
                 capacity_bytes=group.mesh.memory_bytes,
             )  # fmt: skip
-        other = min(found.other_lags, key=lambda result: result.step_time_s, default=None)
         return Prediction(
             step_time_s=found.step_time_s,
             lower_bound_s=min(found.lower_bound_s, found.step_time_s),
@@ -230,8 +260,14 @@ class _Writer:
             nodes={call.name: _node(times[call.name]) for call in self.calls},
             memory=memory,
             runner_up=runner_up(found.runner_up, found.best),
-            other_schedule=other
-            and OtherSchedule(max_lag=other.best.max_lag, step_time_s=other.step_time_s),
+            other_schedules=tuple(
+                OtherSchedule(
+                    max_lag=other.best.max_lag,
+                    segment_tokens=workload.segment_tokens or 0,
+                    step_time_s=other.step_time_s,
+                )
+                for other in sorted(found.other_lags, key=lambda other: other.step_time_s)
+            ),
             models={call.role: call.model.name for call in self.calls},
             workload=workload,
         )

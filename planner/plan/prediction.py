@@ -14,7 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..cost.constants import Constants
 from ..inputs.workload import Workload
 
-__all__ = ["GroupMemory", "NodePrediction", "OtherSchedule", "Prediction", "RunnerUp"]
+__all__ = [
+    "GroupMemory",
+    "NodePrediction",
+    "OtherSchedule",
+    "Prediction",
+    "RunnerUp",
+    "StreamedStep",
+]
 
 Seconds = Annotated[float, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]
@@ -77,13 +84,24 @@ class RunnerUp(_Data):
     """Why it lost, in one sentence."""
 
 
+class StreamedStep(_Data):
+    """The same plan where a step's rows go on in parts."""
+
+    num_parts: int = Field(ge=1)
+    """Parts."""
+    step_time_s: Annotated[float, Field(gt=0)]
+    """Seconds per step."""
+
+
 class OtherSchedule(_Data):
-    """The best plan under another bound on the lag."""
+    """The best plan under another schedule."""
 
     max_lag: int = Field(ge=0)
-    """The bound."""
-    step_time_s: Seconds
-    """What it would take."""
+    """How many steps generation may run ahead."""
+    segment_tokens: int = Field(default=0, ge=0)
+    """How far a response grows in one step; 0: to its end."""
+    step_time_s: Seconds | None
+    """What it would take; None if no plan fits."""
 
 
 class Prediction(_Data):
@@ -109,8 +127,10 @@ class Prediction(_Data):
     """Group -> memory of its fullest device."""
     runner_up: RunnerUp | None = None
     """The best plan with another placement, if one was met."""
-    other_schedule: OtherSchedule | None = None
-    """The other lag, where two were compared."""
+    other_schedules: tuple[OtherSchedule, ...] = ()
+    """The others, the fastest first, where several were compared."""
+    streamed: StreamedStep | None = None
+    """What `Schedule.streaming` makes of it, if that was asked."""
     models: Mapping[str, str] = Field(default_factory=dict[str, str])
     """Role -> name of its model's shape."""
     workload: Workload | None = None
@@ -120,6 +140,11 @@ class Prediction(_Data):
     def gap(self) -> float:
         """How much faster, as a share of `step_time_s`, a better plan could be at most."""
         return max(0.0, 1.0 - self.lower_bound_s / self.step_time_s)
+
+    @property
+    def segment_tokens(self) -> int:
+        """How far a response grows in one step; 0: to its end."""
+        return (self.workload.segment_tokens or 0) if self.workload is not None else 0
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -9,14 +9,14 @@ them take no time of their own.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...dataflow.errors import PlanError
 from ...dataflow.graph.graph import Graph
 from ...dataflow.runtime.executor import TaskSpan
 from ...dataflow.runtime.placement import DeviceGroup, Placement, flow_of
-from ...dataflow.scheduler.events import NodeTask, RunCall, RunTrain
+from ...dataflow.scheduler.events import NodeTask, RunCall, RunStream, RunTrain
 from ...dataflow.scheduler.schedule import Schedule
 from ...dataflow.scheduler.scheduler import Scheduler
 from ...dataflow.scheduler.simulate import Span, dry_run
@@ -104,6 +104,7 @@ def simulate(
     durations_s: Mapping[str, float],
     *,
     max_lag: int = 0,
+    parts_s: Mapping[str, Sequence[float]] | None = None,
     num_steps: int = 24,
 ) -> Simulation:
     """Play some steps through the scheduler.
@@ -113,6 +114,8 @@ def simulate(
         nodes: Group of every node that is not a source.
         durations_s: Seconds of every node that takes any.
         max_lag: How many steps generation may run ahead.
+        parts_s: Seconds of each part of every node that takes any, where a step's rows go on in
+            parts; see `part_times`. Each node has as many.
         num_steps: Steps to begin with; if they do not yet repeat, 4 and 16 times as many.
 
     Raises:
@@ -122,9 +125,13 @@ def simulate(
     if unknown:
         raise PlanError(f"there is a duration for '{unknown[0]}', which is no node of the step")
     names = dict.fromkeys(nodes.values())
-    placement = Placement(tuple(DeviceGroup(name) for name in names), nodes)
+    num_parts = max((len(parts) for parts in (parts_s or {}).values()), default=0)
+    schedule = Schedule(max_lag=max_lag, streaming=num_parts)
+    placement = Placement(tuple(DeviceGroup(name) for name in names), nodes).streamed(num_parts)
     for played in (num_steps, 4 * num_steps, 16 * num_steps):
-        spans, completed = _play(graph, placement, durations_s, max_lag, played)
+        spans, completed = _play(
+            graph, placement, _seconds(durations_s, parts_s or {}), schedule, played
+        )
         if completed[-1] <= 0:
             raise PlanError(f"no node of '{graph.name}' takes any time, so a step has no length")
         first, cycle_steps = _cycle(spans, completed)
@@ -151,22 +158,42 @@ def simulate(
     )
 
 
+def _seconds(
+    durations_s: Mapping[str, float], parts_s: Mapping[str, Sequence[float]]
+) -> Callable[[object], float]:
+    """How long a piece of work takes; the parts of a stream are asked for one after another."""
+    answered: dict[tuple[str, int], int] = {}
+
+    def seconds(work: object) -> float:
+        match work:
+            case RunStream():
+                at = work.node, work.step
+                part = answered[at] = answered.get(at, -1) + 1
+            case RunCall():
+                part = work.chunk
+            case RunTrain():
+                part = work.part
+            case _:
+                return 0.0
+        own = parts_s.get(work.node)
+        return durations_s.get(work.node, 0.0) if own is None or part is None else own[part]
+
+    return seconds
+
+
 def _play(
     graph: Graph,
     placement: Placement,
-    durations_s: Mapping[str, float],
-    max_lag: int,
+    seconds: Callable[[object], float],
+    schedule: Schedule,
     num_steps: int,
 ) -> tuple[list[Span], list[float]]:
     """All tasks in the order in which they ended, and when each of `num_steps` was complete."""
     # A run's last steps have the devices to themselves, so some more are played and not looked at.
-    played = num_steps + 2 * (max_lag + 1)
-    scheduler = Scheduler(flow_of(graph, placement), Schedule(max_lag=max_lag), played, max_log=1)
-
-    def duration_s(work: object) -> float:
-        return durations_s.get(work.node, 0.0) if isinstance(work, RunCall | RunTrain) else 0.0
-
-    spans = dry_run(scheduler, duration_s).spans
+    played = num_steps + 2 * (schedule.max_lag + 1)
+    flow = flow_of(graph, placement, schedule)
+    scheduler = Scheduler(flow, schedule, played, max_log=1)
+    spans = dry_run(scheduler, seconds, size=lambda task: task.chunk or 0).spans
     return spans, _completed(spans, played)[:num_steps]
 
 

@@ -19,7 +19,14 @@ from ..formatting import (
 from ..plan.plan import Plan
 from ..plan.prediction import GroupMemory, Prediction
 from ..plan.simulate import Simulation, simulate_plan
-from .plan_texts import cluster_text, cost_text, roles_by_group, workload_text
+from .plan_texts import (
+    cluster_text,
+    cost_text,
+    roles_by_group,
+    schedule_text,
+    segments_text,
+    workload_text,
+)
 
 __all__ = ["explain"]
 
@@ -53,7 +60,7 @@ def explain(graph: Graph, plan: Plan, simulation: Simulation | None = None) -> s
 
 
 def _title(graph: Graph, plan: Plan) -> str:
-    lag = "" if plan.max_lag is None else f", max_lag {plan.max_lag}"
+    lag = "" if plan.max_lag is None else f", {_schedule(plan)}"
     return f"plan of {graph.name} on {cluster_text(plan.cluster)}{lag}"
 
 
@@ -71,10 +78,17 @@ def _summary(plan: Plan, prediction: Prediction, simulation: Simulation) -> list
         lost = prediction.runner_up
         rows.append(["runner-up", f"{lost.description}: {_against(lost.step_time_s, step_s)}"])
         rows.append(["", lost.why])
-    if prediction.other_schedule is not None:
-        other = prediction.other_schedule
-        rows.append(["schedule", f"max_lag {plan.max_lag or 0} wins; max_lag {other.max_lag}: "
-                                 f"{_against(other.step_time_s, step_s)}"])  # fmt: skip
+    for number, other in enumerate(prediction.other_schedules):
+        wins = "" if number else f"{_schedule(plan)} wins; "
+        said = schedule_text(other.max_lag, other.segment_tokens)
+        text = f"{wins}{said}: {_against(other.step_time_s, step_s)}"
+        rows.append(["" if number else "schedule", text])
+    if prediction.streamed is not None:
+        streamed = prediction.streamed
+        rows.append(["streaming", f"in {streamed.num_parts} parts: "
+                                  f"{_against(streamed.step_time_s, step_s)}"])  # fmt: skip
+    if prediction.segment_tokens and prediction.workload is not None:
+        rows.append(["segments", segments_text(prediction.workload)])
     rows.append(["calibration", prediction.calibration])
     wide = max(len(name) for name, _ in rows)
     return [
@@ -82,6 +96,11 @@ def _summary(plan: Plan, prediction: Prediction, simulation: Simulation) -> list
         for name, text in rows
         for first, line in _wrapped(text)
     ]
+
+
+def _schedule(plan: Plan) -> str:
+    segment = plan.prediction.segment_tokens if plan.prediction is not None else 0
+    return schedule_text(plan.max_lag or 0, segment)
 
 
 def _wrapped(text: str) -> list[tuple[bool, str]]:
@@ -101,7 +120,9 @@ def _bound(prediction: Prediction) -> str:
     )
 
 
-def _against(other_s: float, step_s: float) -> str:
+def _against(other_s: float | None, step_s: float) -> str:
+    if other_s is None:
+        return "no plan fits"
     factor = other_s / step_s
     if factor >= 1:
         return f"{seconds_text(other_s)}, {factor:.2f} x as long"

@@ -14,7 +14,14 @@ from .comparison import Comparison
 from .comparison_page import comparison_sections
 from .gantt import gantt, role_colors
 from .memory_chart import memory_bars, memory_legend
-from .plan_texts import cluster_text, cost_text, placement_text, workload_text
+from .plan_texts import (
+    cluster_text,
+    cost_text,
+    placement_text,
+    schedule_text,
+    segments_text,
+    workload_text,
+)
 from .style import SCRIPT, STYLE
 
 __all__ = ["to_html"]
@@ -70,6 +77,8 @@ def _head(graph: Graph, plan: Plan, found: Prediction) -> str:
         lines.append(workload_text(found.workload))
     lag = plan.max_lag or 0
     lines.append("synchronous" if lag == 0 else f"generation up to {lag} step(s) ahead of training")
+    if found.segment_tokens and found.workload is not None:
+        lines.append(segments_text(found.workload))
     text = "".join(f'<p class="soft">{escape(line)}</p>' for line in lines)
     return f"<h1>Plan of {escape(graph.name)}</h1>{text}"
 
@@ -168,10 +177,9 @@ def _why(graph: Graph, plan: Plan, found: Prediction) -> str:
     if found.runner_up is not None:
         lost = found.runner_up
         rows.append(("Runner-up", lost.description, _against(lost.step_time_s, found), lost.why))
-    if found.other_schedule is not None:
-        other = found.other_schedule
-        rows.append(("Other schedule", f"max_lag {other.max_lag}",
-                     _against(other.step_time_s, found), ""))  # fmt: skip
+    for other in found.other_schedules:
+        said = schedule_text(other.max_lag, other.segment_tokens)
+        rows.append(("Other schedule", said, _against(other.step_time_s, found), ""))
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
     )
@@ -184,5 +192,7 @@ def _why(graph: Graph, plan: Plan, found: Prediction) -> str:
     )
 
 
-def _against(other_s: float, found: Prediction) -> str:
+def _against(other_s: float | None, found: Prediction) -> str:
+    if other_s is None:
+        return "no plan fits"
     return f"{seconds_text(other_s)} ({other_s / found.step_time_s:.2f} x)"

@@ -60,7 +60,8 @@ def to_json(
             for i in simulation.critical_path
         ],
         "runner_up": None if found.runner_up is None else found.runner_up.model_dump(mode="json"),
-        "other_schedule": _other_schedule(plan),
+        "segment_tokens": plan.prediction.segment_tokens if plan.prediction else 0,
+        "other_schedules": _other_schedules(plan),
         **{one.key: comparison_json(graph, one) for one in comparisons},
     }
 
@@ -130,10 +131,14 @@ def _nodes(graph: Graph, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _other_schedule(plan: Plan) -> dict[str, Any] | None:
+def _other_schedules(plan: Plan) -> list[dict[str, Any]]:
     found = plan.prediction
-    if found is None or found.other_schedule is None:
-        return None
-    other = found.other_schedule
-    factor = other.step_time_s / found.step_time_s
-    return {"max_lag": other.max_lag, "step_time_s": other.step_time_s, "factor": factor}
+    others = () if found is None else found.other_schedules
+    return [
+        {
+            **other.model_dump(mode="json"),
+            "factor": other.step_time_s and other.step_time_s / found.step_time_s,
+        }
+        for other in others
+        if found is not None
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...dataflow.graph.graph import Graph, NodeKind
 from ..formatting import hours_text
 from ..inputs.cluster import ClusterSpec
+from ..inputs.segments import begun_before
 from ..inputs.workload import Lengths, Workload
 from ..plan.plan import Plan
 
@@ -14,6 +15,8 @@ __all__ = [
     "lengths_text",
     "placement_text",
     "roles_by_group",
+    "schedule_text",
+    "segments_text",
     "workload_text",
 ]
 
@@ -33,6 +36,22 @@ def workload_text(workload: Workload) -> str:
     prompt, response = lengths_text(workload.prompt), lengths_text(workload.response)
     text = f"{rows}; prompt {prompt}, response {response}"
     return text + (f", {workload.updates_per_train} updates" if workload.updates_per_train else "")
+
+
+def schedule_text(max_lag: int, segment_tokens: int) -> str:
+    """A schedule as its keys: "max_lag 1, segment_tokens 512"."""
+    return f"max_lag {max_lag}" + (f", segment_tokens {segment_tokens}" if segment_tokens else "")
+
+
+def segments_text(workload: Workload) -> str:
+    """What goes on in later steps, once as many responses end in a step as begin."""
+    segment = workload.segment_tokens or workload.response.longest
+    rows = sum(begun.rows for begun in begun_before(workload.response, segment))
+    steps = -(-workload.response.longest // segment)
+    return (
+        f"a response grows by at most {segment:,} tokens in a step: {1 + rows:.2f} steps on "
+        f"average and {steps} at most, and {rows * workload.num_rows:,.0f} go on"
+    )
 
 
 def cluster_text(cluster: ClusterSpec | str) -> str:

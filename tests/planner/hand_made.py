@@ -115,7 +115,7 @@ def prediction() -> Prediction:
             step_time_s=34.5,
             why="its group 'all' is busy 34.5 s of 34.5 s",
         ),
-        other_schedule=OtherSchedule(max_lag=1, step_time_s=33.0),
+        other_schedules=(OtherSchedule(max_lag=1, step_time_s=33.0),),
         models=dict.fromkeys(("actor", "critic", "ref", "reward"), "llama-7b"),
         workload=Workload(
             num_prompts=1024,

@@ -8,9 +8,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from penstock.launch.cli.hydra_app import compose
-from penstock.launch.cli.plan import OUTPUTS
-from penstock.launch.placement.plan_request import plan_request
 from penstock.launch.run_dir.trace import read_trace
 from penstock.planner.plan.plan import Plan
 
@@ -123,7 +120,7 @@ def test_sizes_follow_from_the_run_where_nothing_else_is_said(penstock: Penstock
 @pytest.mark.slow
 def test_auto_says_which_lag_wins_and_by_how_much(penstock: Penstock) -> None:
     found = asked(penstock, "schedule=auto")
-    other = found["other_schedule"]
+    other = found["other_schedules"][0]
     assert {found["max_lag"], other["max_lag"]} == {0, 1}
     assert other["factor"] == pytest.approx(other["step_time_s"] / found["step_time_s"])
     assert other["factor"] >= 1
@@ -462,15 +459,24 @@ def test_a_step_without_language_models_is_not_planned(penstock: Penstock) -> No
     )
 
 
-def test_streaming_is_not_predicted_and_it_says_so() -> None:
-    words = ["algorithm=grpo", "model=tiny"]
-    plain, streamed = (
-        plan_request(
-            {k: v for k, v in compose("plan", given).items() if k not in ("resume", *OUTPUTS)}
-        ).notes
-        for given in (words, [*words, "schedule=streaming"])
-    )
-    assert streamed == (
-        *plain,
-        "schedule.streaming is not predicted; steps are those of rows that go on together",
-    )
+def test_streaming_is_predicted_for_the_plan_that_is_fastest_without(penstock: Penstock) -> None:
+    words = ("algorithm=grpo", "model=qwen2.5-0.5b", "plan.pins.apart=[[actor,actor.generate]]")
+    lengths = "workload.response={tokens: [8,64,512,1024], weights: [50,30,15,5]}"
+    said = penstock("plan", *words, lengths, "schedule.streaming=32")
+    assert said.code == 0, said.err
+    assert "  streaming    in 32 parts: " in said.out
+    assert "streaming" not in penstock("plan", *words, lengths).out
+
+
+def test_segments_are_chosen_with_the_lag(penstock: Penstock) -> None:
+    words = ("algorithm=grpo", "schedule=auto", "plan.segments=[0,512,16]", "plan.lags=[0]")
+    lengths = "workload.response={tokens: [64,128,4096], weights: [50,45,5]}"
+    found = asked(penstock, *words, lengths)
+    assert found["segment_tokens"] == 512
+    assert {other["segment_tokens"] for other in found["other_schedules"]} == {0, 16}
+    factors = {other["segment_tokens"]: other["factor"] for other in found["other_schedules"]}
+    assert factors[0] > 1
+    assert factors[16] is None, "too many responses go on for any memory"
+    said = penstock("plan", "algorithm=remax", *words[1:], lengths)
+    assert "penstock: note: segment_tokens=512 was not considered: " in said.err
+    assert said.code == 0, said.err

@@ -31,7 +31,9 @@ def test_what_is_promised_is_there() -> None:
     assert shown["memory_bytes_per_device"]["0"] == 66 * GB
     assert len(shown["memory_bytes_per_device"]) == 16
     assert shown["runner_up"]["step_time_s"] == 34.5
-    assert shown["other_schedule"] == {"max_lag": 1, "step_time_s": 33.0, "factor": 1.1}
+    assert shown["other_schedules"] == [
+        {"max_lag": 1, "segment_tokens": 0, "step_time_s": 33.0, "factor": 1.1}
+    ]
 
 
 def test_groups_say_who_shares_what() -> None:

@@ -182,6 +182,8 @@ def _not_predicted(schedule: Schedule) -> tuple[str, ...]:
         )
     if schedule.segment_tokens:
         notes.append("schedule.segment_tokens is not predicted; steps are those of whole responses")
+    if schedule.in_flight:
+        notes.append("schedule.in_flight is not predicted; weights come between two steps")
     return tuple(notes)
 
 

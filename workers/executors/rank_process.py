@@ -31,7 +31,7 @@ from ...dataflow.runtime.device_sharing import (
 from ...dataflow.runtime.executor import Program, build_role, methods_of
 from ...dataflow.runtime.host import Host
 from ...dataflow.runtime.messages import (
-    BeginStreamWork,
+    AnswerWork,
     CallWork,
     ExportSlicesWork,
     ImportSlicesWork,
@@ -316,12 +316,8 @@ class RankProcess:
                 packets = [packet for packet in found if packet is not None]
                 with self._served_weights.changing(work.role, work.version):
                     traffic.write(work.role, worker, work.source, packets, work.version)
-            case CallWork():
+            case CallWork() | AnswerWork():
                 for role, version in work.versions:
-                    traffic.check(role, version)
-                return host.perform(work)
-            case BeginStreamWork():
-                for role, version in work.calls[0].versions:
                     traffic.check(role, version)
                 return host.perform(work)
             case _:

@@ -1,4 +1,4 @@
-"""Newer weights for rollouts that are being sampled: who takes them, when, and within which bounds."""
+"""Newer weights for rollouts that are being sampled: who takes them, and within which bounds."""
 
 from __future__ import annotations
 

@@ -20,8 +20,9 @@ def streamed(
     load: Callable[[], object],
 ) -> Rollout:
     """The answer to one call in flight; after so many pauses weights of version 8 come, not 7."""
-    assert isinstance(policy, TakesWeights)
-    assert policy.takes_weights
+    able: object = policy
+    assert isinstance(able, TakesWeights)
+    assert able.takes_weights
     prompt, prompt_id = prompts
     call = {"prompt": prompt, "prompt_id": prompt_id, "sampling": sampling}
     steps: Any = policy.stream("generate", [call])

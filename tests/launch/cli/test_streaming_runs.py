@@ -68,7 +68,8 @@ def test_weights_in_flight_are_marked_wherever_the_run_is_shown(penstock: Pensto
     for file in ("run.json", "summary.json"):
         assert json.loads((folder / file).read_text())["not_reproducible"] == reason
     assert "not reproducible" in (folder / "curve.svg").read_text()
-    assert f"| not reproducible | {reason} |" in (folder / "models/actor/README.md").read_text()
+    assert penstock("export", f"run={folder}", "output=model").code == 0
+    assert f"| not reproducible | {reason} |" in Path("model/README.md").read_text()
     assert f"this run is not reproducible: {reason}" in penstock("samples", f"run={folder}").out
     shown = penstock("graph", "algorithm=grpo", "schedule=in_flight")
     assert f"not reproducible: {reason}" in shown.out

@@ -110,9 +110,7 @@ class StepState:
         ]
         nodes = list(enumerate(index.flow.nodes))
         self.consumption = {
-            i: Consumption(
-                num_chunks, index.flow.groups[node.group], by_arrival=index.in_flight
-            )
+            i: Consumption(num_chunks, index.flow.groups[node.group], by_arrival=index.in_flight)
             for i, node in nodes
             if node.streams
         }

@@ -268,13 +268,16 @@ def check_unused(graph: Graph) -> None:
             )
 
 
-def check_lag(graph: Graph, max_lag: int, segment_tokens: int = 0) -> None:
+def check_lag(
+    graph: Graph, max_lag: int, segment_tokens: int = 0, *, in_flight: bool = False
+) -> None:
     """Where rollouts may be of older weights, a loss on a role's own must read how they were made.
 
     Args:
         graph: The step.
         max_lag: See `Schedule.max_lag`.
         segment_tokens: See `Schedule.segment_tokens`.
+        in_flight: See `Schedule.in_flight`.
 
     Raises:
         FlowError: If a train call is fed by a rollout of the same role, its loss does not tolerate
@@ -285,7 +288,10 @@ def check_lag(graph: Graph, max_lag: int, segment_tokens: int = 0) -> None:
     old = f"up to {max_lag} optimizer step(s) old (Schedule.max_lag={max_lag})"
     if segment_tokens:
         old = f"begun under older weights (Schedule.segment_tokens={segment_tokens})"
-    key = "segment_tokens" if segment_tokens else "max_lag"
+    change = f"Schedule({'segment_tokens' if segment_tokens else 'max_lag'}=0)"
+    if in_flight:
+        old = "by several versions of the weights (Schedule.in_flight)"
+        change = "Schedule(in_flight=False, max_lag=0)"
     for node in graph.nodes:
         if node.kind is not NodeKind.TRAIN or _tolerates_lag(node):
             continue
@@ -299,7 +305,7 @@ def check_lag(graph: Graph, max_lag: int, segment_tokens: int = 0) -> None:
                 "cannot correct for it.",
                 where=node.where,
                 fix=f"Pass {name} from '{rollout.name}', annotated as Behavior() in every table "
-                f"it goes through, or set Schedule({key}=0).",
+                f"it goes through, or set {change}.",
             )
 
 

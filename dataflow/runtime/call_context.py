@@ -26,6 +26,7 @@ __all__ = [
     "CallKey",
     "DeadlineExceeded",
     "Piece",
+    "call_in_flight",
     "call_key",
     "call_lag",
     "call_piece",
@@ -59,6 +60,7 @@ class _Scope:
     piece: Piece = "whole"
     version: int = 0
     lag: int = 0
+    in_flight: bool = False
     counts: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
 
 
@@ -88,6 +90,7 @@ def call_scope(
     *,
     version: int = 0,
     lag: int = 0,
+    in_flight: bool = False,
 ) -> AbstractContextManager[None]:
     """Context manager: the one role call made inside is call number `ordinal` of `step`.
 
@@ -98,8 +101,9 @@ def call_scope(
         piece: See `call_piece`.
         version: See `call_version`.
         lag: See `call_lag`.
+        in_flight: See `call_in_flight`.
     """
-    return _entered(_Scope(step, ordinal, staleness, piece, version, lag))
+    return _entered(_Scope(step, ordinal, staleness, piece, version, lag, in_flight))
 
 
 def call_piece() -> Piece:
@@ -125,7 +129,8 @@ def call_staleness() -> int | None:
 def call_version() -> int:
     """The version of the role's own weights with which the call being served is made.
 
-    The first of a run is 0, and every train call makes the next; 0 outside of any step.
+    The first of a run is 0, and every train call makes the next; 0 outside of any step. It grows
+    while a call is served in flight.
     """
     scope = _SCOPE.get()
     return 0 if scope is None else scope.version
@@ -135,6 +140,15 @@ def call_lag() -> int:
     """How many versions older these weights are than those current at the call's own step."""
     scope = _SCOPE.get()
     return 0 if scope is None else scope.lag
+
+
+def call_in_flight() -> bool:
+    """Whether the call being served takes newer weights while it samples.
+
+    What samples for it then gives control back after every entry that it adds to its rows.
+    """
+    scope = _SCOPE.get()
+    return False if scope is None else scope.in_flight
 
 
 def current_step() -> int:

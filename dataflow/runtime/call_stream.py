@@ -2,7 +2,8 @@
 
 Which call is answered next is a function of the calls and the weights alone: the one whose longest
 row is the shortest, by number among equals. So whoever has to begin again can leave out what was
-answered before.
+answered before. Calls that take newer weights in flight are answered otherwise each time; there it
+is said which were.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import StateError
@@ -23,6 +24,10 @@ __all__ = ["CallStream", "one_by_one", "overrides"]
 _Arguments = Mapping[str, Any]
 
 
+PAUSE_AFTER = 16
+"""Pauses of a worker in flight after which newer weights may come. More make a message rarer."""
+
+
 @dataclass
 class CallStream:
     """What has become of calls that were begun.
@@ -30,19 +35,20 @@ class CallStream:
     Attributes:
         calls: The calls.
         scope: The scope in which the worker serves them; entered anew for each answer.
-        begin: Binds their arguments, and has the worker begin.
+        begin: Binds the arguments of some of them, given by their places, and has the worker begin.
         since_s: When the last answer was given, or the calls were begun; seconds since the epoch.
     """
 
     calls: tuple[CallWork, ...]
-    scope: Callable[[], AbstractContextManager[None]]
-    begin: Callable[[], Iterator[Streamed]]
+    scope: Callable[[AnswerWork], AbstractContextManager[None]]
+    begin: Callable[[AnswerWork, Sequence[int]], Iterator[Streamed | None]]
     since_s: float = field(default_factory=time.time)
-    _answers: Iterator[Streamed] | None = None
+    _answers: Iterator[Streamed | None] | None = None
     _num_answered: int = 0
+    _served: Sequence[int] = ()
 
-    def answer(self, work: AnswerWork, skipped: Callable[[], object]) -> Streamed:
-        """The answer that comes after `work.number` others.
+    def answer(self, work: AnswerWork, skipped: Callable[[], object]) -> Streamed | None:
+        """The answer that comes after `work.number` others; None if newer weights may come first.
 
         Args:
             work: Which.
@@ -56,35 +62,50 @@ class CallStream:
                 f"answer {work.number} of '{work.node}' of step {work.step} was asked for, but "
                 f"{self._num_answered} of step {self.calls[0].step} have been given"
             )
+        if self._answers is None and work.given is not None:
+            # Who has to begin again has other weights than before: what was given stays as it is.
+            self._num_answered = len(work.given)
         while True:
-            with self.scope():
-                if self._answers is None:
-                    self._answers = self.begin()
-                found = next(self._answers, None)
+            with self.scope(work):
+                found = self._next(work)
             if found is None:
-                raise StateError(
-                    f"'{work.node}' answered {self._num_answered} of the {len(self.calls)} calls "
-                    "that it was to serve together"
-                )
+                return None
             self._num_answered += 1
             if self._num_answered > work.number:
                 break
             skipped()
         if self._num_answered == len(self.calls):
-            self._end()
+            self._end(work)
         return found
 
-    def _end(self) -> None:
+    def _next(self, work: AnswerWork) -> Streamed | None:
+        """The next answer that the worker gives; None if it has paused often enough."""
+        if self._answers is None:
+            given = work.given or ()
+            places = range(len(self.calls))
+            self._served = [place for place in places if self.calls[place].chunk not in given]
+            self._answers = self.begin(work, self._served)
+        for num_paused, found in enumerate(self._answers, start=1):
+            if found is not None:
+                return replace(found, call=self._served[found.call])
+            if work.given is not None and num_paused >= PAUSE_AFTER:
+                return None
+        raise StateError(
+            f"'{work.node}' answered {self._num_answered} of the {len(self.calls)} calls that it "
+            "was to serve together"
+        )
+
+    def _end(self, work: AnswerWork) -> None:
         """Have the worker give back what it holds for the calls, now and not with the next."""
-        with self.scope():
-            if next(self._answers or iter(()), None) is not None:
+        with self.scope(work):
+            if any(found is not None for found in self._answers or ()):
                 raise StateError(f"more than the {len(self.calls)} calls were answered")
         self._answers = iter(())
 
 
 def one_by_one(
     worker: Role, method: str, calls: Sequence[_Arguments], size: Callable[[int, Any], int]
-) -> Iterator[Streamed]:
+) -> Iterator[Streamed | None]:
     """The answers of a worker to calls, by (size, call).
 
     Args:

@@ -18,6 +18,7 @@ from ..scheduler.schedule import Schedule
 from .checkpoint import CheckpointFolder, Pauses, Suspended
 from .dispatcher import Dispatcher
 from .executor import Executor, Program, check_workers
+from .in_flight import check_in_flight
 from .in_process import InProcess
 from .messages import CallMethodWork
 from .placement import Placement, flow_of
@@ -71,7 +72,12 @@ class Engine:
         watch: Watch | None = None,
     ) -> None:
         self.schedule = schedule or Schedule()
-        check_lag(graph, self.schedule.max_lag, self.schedule.segment_tokens)
+        check_lag(
+            graph,
+            self.schedule.max_lag,
+            self.schedule.segment_tokens,
+            in_flight=self.schedule.in_flight,
+        )
         if self.schedule.segment_tokens:
             check_segments(graph)
         placement = placement.streamed(self.schedule.streaming)
@@ -82,6 +88,8 @@ class Engine:
         for program in self.programs.values():
             check_workers(program.graph, workers)
             flow_of(program.graph, program.placement)
+        if self.schedule.in_flight:
+            check_in_flight(graph, placement)
         self.executor: Executor = executor or InProcess()
         self.seed = seed
         self._workers = workers
@@ -187,7 +195,7 @@ class Engine:
         self.start()
         schedule = self.schedule
         if program != "main":
-            schedule = replace(schedule, streaming=0, segment_tokens=0)
+            schedule = replace(schedule, streaming=0, segment_tokens=0, in_flight=False)
         suspended: Suspended | None = None
         ahead = pauses.steps
         while True:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from .worker_protocol import (
     Stateful,
     Streamed,
     TakesPieces,
+    TakesWeights,
     Trainable,
     drain_metrics,
 )
@@ -206,7 +208,9 @@ class Host:
         stored = self._store(node, columns, returned, work.chunk)
         return stored, {**metrics, **_reported(self.graph, node, stored)}
 
-    def _scope(self, node: Node, work: CallWork) -> AbstractContextManager[None]:
+    def _scope(
+        self, node: Node, work: CallWork, *, in_flight: bool = False
+    ) -> AbstractContextManager[None]:
         """What the worker may ask about the call while it serves it."""
         version = dict(work.versions).get(node.role or "", 0)
         own = [read.offset for read in node.reads if read.role == node.role]
@@ -219,16 +223,27 @@ class Host:
             work.piece,
             version=version,
             lag=current - version,
+            in_flight=in_flight,
         )
 
     def _begin_stream(self, work: BeginStreamWork) -> None:
         """Note calls that are served together; the worker begins with the first answer."""
         node = self.graph[work.calls[0].node]
-        self._streams[node.name] = CallStream(
-            work.calls, lambda: self._scope(node, work.calls[0]), lambda: self._serve(node, work)
-        )
 
-    def _serve(self, node: Node, work: BeginStreamWork) -> Iterator[Streamed]:
+        def scope(answer: AnswerWork) -> AbstractContextManager[None]:
+            now = replace(work.calls[0], versions=answer.versions)
+            return self._scope(node, now, in_flight=answer.given is not None)
+
+        def begin(answer: AnswerWork, places: Sequence[int]) -> Iterator[Streamed | None]:
+            if answer.given is not None:
+                _check_takes_weights(node, self.roles[node.role or ""])
+            begun = tuple(work.begun[place] for place in places) if work.begun else ()
+            calls = tuple(work.calls[place] for place in places)
+            return self._serve(node, BeginStreamWork(calls, work.segment, begun))
+
+        self._streams[node.name] = CallStream(work.calls, scope, begin)
+
+    def _serve(self, node: Node, work: BeginStreamWork) -> Iterator[Streamed | None]:
         columns = [self._columns(call) for call in work.calls]
         arguments = [
             {name: self._bind(arg, own, dict(call.versions)) for name, arg in node.arguments}
@@ -264,9 +279,11 @@ class Host:
     def _answer(
         self, work: AnswerWork
     ) -> tuple[tuple[Part, ...], Mapping[str, Metric], int | None, int]:
-        """The next answer: its part, metrics, chunk and size."""
+        """The next answer: its part, metrics, chunk and size; nothing if it has paused."""
         node, stream = self.graph[work.node], self._streams[work.node]
         found = stream.answer(work, lambda: drain_metrics(self.roles[node.role or ""]))
+        if found is None:
+            return (), {}, None, 0
         call = stream.calls[found.call]
         stored = self._store(node, self._columns(call), found.returned, call.chunk)
         if found.unfinished is not None:
@@ -338,6 +355,21 @@ def _check_piece(node: Node, worker: Role, piece: Piece) -> None:
         f"Schedule.segment_tokens), which {type(worker).__name__} does not take\n"
         f"    leave both out, or give '{node.role}' a worker that reads `call_piece` and says "
         "`takes_pieces = True`"
+    )
+
+
+def _check_takes_weights(node: Node, worker: Role) -> None:
+    """Require that a worker can be given newer weights while it samples.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
+    if isinstance(worker, TakesWeights) and worker.takes_weights:
+        return
+    raise ConfigError(
+        f"'{node.name}' is to take newer weights in flight (Schedule.in_flight), which "
+        f"{type(worker).__name__} cannot\n    set schedule.in_flight=false, or give "
+        f"'{node.role}' a worker with `takes_weights`"
     )
 
 

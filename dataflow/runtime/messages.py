@@ -97,13 +97,17 @@ class AnswerWork:
         step: The step.
         number: How many are answered before it. Which calls these are follows from the calls alone,
             so that a process that had to begin again gives the same.
-        versions: Which weight version of each role the calls read.
+        versions: Trained role -> version of its weights that is to be read from here on.
+        given: Of calls that take newer weights in flight, the chunks that were answered before: a
+            process that had to begin again leaves them out. Such work may end without an answer,
+            so that weights can come; it is asked for again then. None of other calls.
     """
 
     node: str
     step: int
     number: int
     versions: tuple[tuple[str, int], ...] = ()
+    given: tuple[int | None, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -260,7 +264,7 @@ class Report:
         num_rows: Rows in each stored part.
         num_bytes: Bytes of the stored parts.
         answer: What a `CallMethodWork` returned.
-        chunk: Which of the calls an `AnswerWork` has answered.
+        chunk: Which of the calls an `AnswerWork` has answered; None if it has paused.
         size: Length of its longest row.
     """
 

@@ -54,7 +54,6 @@ from .checkpoint import (
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
 from .executor import Executor, Program, Restart
 from .messages import (
-    AnswerWork,
     BeginStreamWork,
     CallWork,
     Handle,
@@ -65,6 +64,7 @@ from .messages import (
     SetServedVersionWork,
     Work,
 )
+from .open_streams import OpenStream, OpenStreams
 from .placement import flow_of
 from .publication import Publication
 from .source import Source, read_source
@@ -117,6 +117,7 @@ class Run:
         self._saved: int | None = None
         self._graph, self._placement = program.graph, program.placement
         self._segment = schedule.segment_tokens or None
+        self._mixes_versions = bool(schedule.segment_tokens or schedule.in_flight)
         self._flow = flow_of(program.graph, program.placement, schedule)
         self._name = name
         self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
@@ -130,7 +131,7 @@ class Run:
         self._snapshots: dict[tuple[str, int], Handle] = {}
         self._done_by_step: dict[int, list[Done]] = {}
         self._versions: dict[NodeTask, Versions] = {}
-        self._streams: dict[NodeTask, set[NodeTask]] = {}
+        self._streams = OpenStreams(in_flight=schedule.in_flight)
         self._failed: tuple[Task, BaseException | None] | None = None
         self._publication = Publication(
             dispatcher, moves_slices=executor.moves_slices, deadline_s=schedule.deadline_s
@@ -217,6 +218,7 @@ class Run:
                 home = self._flow.homes[role]
                 work = self._publication.take(role, home, group, weights, version)
                 self._submit(instruction, group, self._on_all(group, work))
+                self._streams.loads(instruction)
             case Release():
                 self._release(instruction.outputs)
             case DropSnapshot():
@@ -294,17 +296,16 @@ class Run:
         """
         node, tasks = self._graph[instruction.node], instruction.tasks
         group, rank = self._placement.nodes[node.name], instruction.rank
-        left = set(tasks)
-        for task in tasks:
-            self._versions[task] = instruction.versions
-            self._streams[task] = left
+        self._versions.update(dict.fromkeys(tasks, instruction.versions))
         calls = tuple(self._call(node, task, [task.chunk or 0]) for task in tasks)
         begun = tuple(self._store.get(_unfinished(task, before=1)) for task in tasks)
         work = BeginStreamWork(calls, self._segment, begun)
         self._dispatcher.submit(None, self._name, group, {rank: work})
-        for number, task in enumerate(tasks):
-            answer = AnswerWork(node.name, task.step, number, instruction.versions)
-            self._submit(task, group, {rank: answer})
+        self._ask(self._streams.begin(instruction, group))
+
+    def _ask(self, stream: OpenStream) -> None:
+        for task, work in stream.asked():
+            self._submit(task, stream.group, {stream.instruction.rank: work})
 
     def _call(self, node: Node, task: NodeTask, chunks: Sequence[int]) -> CallWork:
         inputs = {
@@ -319,7 +320,7 @@ class Run:
 
         Nobody knows where rows were made by several versions.
         """
-        if node.kind is not NodeKind.TRAIN or self._segment:
+        if node.kind is not NodeKind.TRAIN or self._mixes_versions:
             return None
         read = [
             dict(done.versions).get(node.role or "")
@@ -372,7 +373,11 @@ class Run:
         task = submission.task
         assert task is not None, "a dispatcher keeps other answers from its run"
         if isinstance(task, NodeTask) and task in self._streams:
-            task = self._answered_task(task, submission)
+            task, stream = self._streams.answered(task, submission)
+            if submission.failed is None and stream.in_flight:
+                self._ask(stream)
+            if task is None:
+                return ()
         if submission.failed is not None:
             self._failed = (task, submission.failed.error)
             text = describe(submission.failed)
@@ -386,16 +391,6 @@ class Run:
         if report is not None and report.chunk is not None:
             rows = rows[:1]  # without what is unfinished
         return self.scheduler.handle(TaskDone(task, now, rows or None, size))
-
-    def _answered_task(self, asked: NodeTask, submission: Submission) -> NodeTask:
-        """Of which task of a stream an answer is; a failure is of the first that is left."""
-        left = self._streams.pop(asked)
-        first = min(left, key=lambda task: task.chunk or 0)
-        if submission.failed is not None or submission.first.report is None:
-            return first
-        task = replace(asked, chunk=submission.first.report.chunk)
-        left.remove(task)
-        return task
 
     def _keep(self, task: NodeTask, submission: Submission) -> None:
         done = self._done_by_step.setdefault(task.step, [])

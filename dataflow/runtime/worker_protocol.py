@@ -26,6 +26,7 @@ __all__ = [
     "Streamed",
     "Streams",
     "TakesPieces",
+    "TakesWeights",
     "Trainable",
     "WorkerContext",
     "WorkerSpec",
@@ -170,11 +171,11 @@ class Streams(Protocol):
     Optional. Of one that cannot, the engine makes one call after another.
     """
 
-    def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed]:
+    def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed | None]:
         """Serve calls of one node in one step.
 
         What is answered, and in which order, is a function of the calls and the weights: in order
-        of (size, call), whatever the timing.
+        of (size, call), whatever the timing. None is no answer, but a pause; see `TakesWeights`.
 
         Args:
             method: Name of the method.
@@ -199,7 +200,7 @@ class Continues(Protocol):
         calls: Sequence[Mapping[str, Any]],
         begun: Sequence[Any | None],
         length: int,
-    ) -> Iterator[Streamed]:
+    ) -> Iterator[Streamed | None]:
         """Serve calls as `Streams.stream` does, each for a segment only.
 
         A call goes on with the groups that are unfinished, and begins its own. It returns the rows
@@ -225,6 +226,22 @@ class TakesPieces(Protocol):
     """
 
     takes_pieces: bool
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """A worker that streams, and can be given newer weights between two of its answers. Optional.
+
+    While it serves a call in flight (`call_in_flight`) its stream gives None after every entry that
+    it adds to its rows. When it is asked to go on, `call_version` may be newer: weights have come
+    by `load_weights`, or were written in place. What it adds from there on it samples from these,
+    and notes their version.
+
+    Attributes:
+        takes_weights: Whether it can.
+    """
+
+    takes_weights: bool
 
 
 @runtime_checkable

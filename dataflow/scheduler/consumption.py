@@ -5,6 +5,9 @@ of lengths alone, so the result of a run does not depend on timing; and because 
 first, hardly any chunk waits for another. A rank answers the chunks that it samples together in
 this order. So the next chunk of a rank sorts after the last one that it answered, and a chunk has
 its place as soon as no rank can still answer one that sorts before it.
+
+Where rows take newer weights in flight, lengths depend on timing, and chunks are consumed as they
+come.
 """
 
 from __future__ import annotations
@@ -25,13 +28,16 @@ class Consumption:
     Args:
         num_chunks: Chunks of the step.
         num_ranks: Ranks that sample them; rank r has chunks r, r + num_ranks, ...
+        by_arrival: Whether a chunk's place is that of its answer.
 
     Attributes:
         order: The chunks whose places are known, in order.
         sizes: Chunk -> its size, of every chunk answered.
+        by_arrival: See above.
     """
 
-    def __init__(self, num_chunks: int, num_ranks: int) -> None:
+    def __init__(self, num_chunks: int, num_ranks: int, *, by_arrival: bool = False) -> None:
+        self.by_arrival = by_arrival
         self.order: list[int] = []
         self.sizes: dict[int, int] = {}
         self._unplaced: list[_Key] = []
@@ -44,6 +50,10 @@ class Consumption:
         Raises:
             StateError: If its rank answered one before that sorts after it.
         """
+        if self.by_arrival:
+            self.sizes[chunk] = size
+            self.order.append(chunk)
+            return
         rank, key = chunk % len(self._last), (size, chunk)
         if key <= self._last[rank]:
             raise StateError(

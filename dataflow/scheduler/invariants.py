@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from .events import NodeTask, Output, Task
+from .events import Load, NodeTask, Output, Task
 from .state import SchedulerState
 from .steps import StepState
 
@@ -58,7 +58,13 @@ def _ranks_exclusive(scheduler: SchedulerState) -> Iterator[str]:
 
 
 def _together(scheduler: SchedulerState, tasks: list[Task]) -> bool:
-    """Whether tasks on one rank are all of one streaming node in one step."""
+    """Whether tasks on one rank are all of one streaming node in one step.
+
+    Weights may be loaded beside them if they are taken in flight.
+    """
+    loads = [task for task in tasks if isinstance(task, Load)]
+    if scheduler.schedule.in_flight and len(loads) == 1:
+        tasks = [task for task in tasks if task not in loads]
     first = tasks[0]
     if not isinstance(first, NodeTask):
         return False
@@ -122,7 +128,10 @@ def _parts(scheduler: SchedulerState, state: StepState, i: int) -> Iterator[str]
     index, name = scheduler.index, scheduler.flow.nodes[i].name
     consumption = state.consumption[index.order_of[i] or 0]
     sizes, order = consumption.sizes, consumption.order
-    if order != sorted(sizes, key=lambda chunk: (sizes[chunk], chunk))[: len(order)]:
+    expected = sorted(sizes, key=lambda chunk: (sizes[chunk], chunk))[: len(order)]
+    if (sorted(order) if consumption.by_arrival else order) != (
+        sorted(sizes) if consumption.by_arrival else expected
+    ):
         yield f"step {state.step}: {name} takes chunks {order}, whose sizes are {sizes}"
     if len(sizes) == len(index.chunks) and len(order) < len(sizes):
         yield f"step {state.step}: all chunks are sampled, but {name} knows the places of {order}"
@@ -212,8 +221,8 @@ def _queue_order(scheduler: SchedulerState) -> Iterator[str]:
             heap = group.single[rank]
             if not tasks and heap and not (group.whole and group.whole[0] < heap[0]):
                 yield f"{name}[{rank}] is idle while {heap[0][2]} is ready"
-        if group.whole and group.num_free == len(group.running):
-            yield f"group {name} is idle while {group.whole[0][2]} is ready"
+        if group.whole and scheduler.ranks.may_take(name, group.whole[0][2]):
+            yield f"group {name} could take {group.whole[0][2]}, which is ready"
 
 
 def _versions_of_running(scheduler: SchedulerState) -> Iterator[str]:
@@ -223,13 +232,20 @@ def _versions_of_running(scheduler: SchedulerState) -> Iterator[str]:
         rules = scheduler.weights.rules_of[scheduler.index.index[task.node]]
         for rule, (role, version) in zip(rules, run.versions, strict=True):
             holds = scheduler.weights.instances[rule.role, rule.group].holds
-            if role != rule.role or version != holds:
+            newest = rule.highest(task.step) if _in_flight(scheduler, task) else version
+            if role != rule.role or not version <= holds <= newest:
                 yield f"{task} reads {role}@{version}, but {rule.group} holds {rule.role}@{holds}"
             if not rule.lowest(task.step) <= version <= rule.highest(task.step):
                 yield f"{task} reads {role}@{version}, outside its bounds"
             lag = rule.current(task.step) - version
             if not 0 <= lag <= scheduler.schedule.max_lag * rule.per_step:
                 yield f"{task} reads {role}@{version}, {lag} versions old"
+
+
+def _in_flight(scheduler: SchedulerState, task: NodeTask) -> bool:
+    """Whether a task takes newer weights than those that it began with."""
+    node = scheduler.flow.nodes[scheduler.index.index[task.node]]
+    return node.streams and scheduler.schedule.in_flight
 
 
 def _instances(scheduler: SchedulerState) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Ranks and the tasks that wait for them: who runs next.
 
 A rank runs one task at a time, or all that it has of a node that streams. A task takes one rank of
-a group or, for SPMD work, all of them.
+a group or, for SPMD work, all of them. Weights are loaded beside what takes them in flight.
 Each rank serves its waiting tasks by priority; an SPMD task that is first in its group keeps the
 group's ranks from starting anything behind it, so it runs as soon as the running tasks end.
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from .events import NodeTask, Task, Versions
+from .events import Load, NodeTask, Task, Versions
 
 __all__ = ["Priority", "RankPool", "Running"]
 
@@ -52,6 +52,7 @@ class RankPool:
         groups: Group -> number of ranks.
         sharing: Group -> groups that have some of its devices.
         together: Nodes of which a rank runs all its tasks of a step together.
+        in_flight: Those of them beside whose tasks a rank may load weights.
 
     Attributes:
         groups: Group -> its ranks and queues.
@@ -63,12 +64,13 @@ class RankPool:
         groups: Mapping[str, int],
         sharing: Mapping[str, frozenset[str]] | None = None,
         together: frozenset[str] = frozenset(),
+        in_flight: frozenset[str] = frozenset(),
     ) -> None:
         self.groups = {
             name: _Group([[] for _ in range(n)], n, [[] for _ in range(n)])
             for name, n in groups.items()
         }
-        self._together = together
+        self._together, self._in_flight = together, in_flight
         self.held: list[tuple[Priority, Task, str, int | None]] = []
         self._sharing = sharing or {}
         self._in_turn: set[str] = set()
@@ -88,11 +90,12 @@ class RankPool:
     def free(self, task: Task, group: str, ranks: tuple[int, ...]) -> None:
         """`task`, running on `ranks`, has ended."""
         state = self.groups[group]
+        touched = self._touched.setdefault(group, set())
         for rank in ranks:
             state.running[rank].remove(task)
             if not state.running[rank]:
                 state.num_free += 1
-                self._touched.setdefault(group, set()).add(rank)
+                touched.add(rank)
 
     def reconsider(self) -> None:
         """What may start has changed: look at every rank again, at the tasks held back too."""
@@ -151,10 +154,19 @@ class RankPool:
             if own is not None and (whole is None or own < whole):
                 tasks = self._pop_with(state.single[rank])
                 started.append(self._occupy(state, tasks, (rank,)))
-        if whole is not None and state.num_free == len(state.running):
+        if whole is not None and self.may_take(name, whole[2]):
             heapq.heappop(state.whole)
-            started.append(self._occupy(state, [whole[2]], tuple(range(state.num_free))))
+            started.append(self._occupy(state, [whole[2]], tuple(range(len(state.running)))))
         return started
+
+    def may_take(self, group: str, task: Task) -> bool:
+        """Whether all ranks of a group could begin a task now: they are free, or it goes beside."""
+        beside = self._in_flight if isinstance(task, Load) else frozenset[str]()
+        return all(
+            isinstance(one, NodeTask) and one.node in beside
+            for running in self.groups[group].running
+            for one in running
+        )
 
     def _pop_with(self, heap: list[_Entry]) -> list[Task]:
         """The first task, and those that are to run with it."""
@@ -179,8 +191,8 @@ class RankPool:
         self, state: _Group, tasks: list[Task], ranks: tuple[int, ...]
     ) -> tuple[list[Task], tuple[int, ...]]:
         for rank in ranks:
-            state.running[rank] = list(tasks)
-        state.num_free -= len(ranks)
+            state.num_free -= not state.running[rank]
+            state.running[rank] += tasks
         return tasks, ranks
 
     def queued(self) -> list[Task]:

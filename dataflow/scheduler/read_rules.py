@@ -21,8 +21,9 @@ class ReadRule:
         per_step: Versions made per step.
         offset: Versions made in the step before the node.
         lag: Steps by which the read is behind; 0 for an exact read.
-        loose: True if any version up to the step's own will do (arrival order); of a copy on other
-            ranks it never will, because those may be given another while the node runs.
+        loose: True if any version up to the step's own will do (arrival order, or a rollout that
+            takes newer weights in flight); of a copy on other ranks it never will, because those
+            may be given another while the node runs.
         lagged: True if the read was declared lagged; such reads are counted in the lag histogram.
     """
 
@@ -81,7 +82,8 @@ def _node_rules(flow: Flow, schedule: Schedule, i: int, ahead: bool) -> tuple[Re
             continue
         lag = schedule.max_lag if read.lagged and ahead else 0
         # A copy elsewhere does not stay as it is merely because the node's own ranks are busy.
-        is_loose = schedule.order == "arrival" and lag > 0 and not read.at
+        by_timing = schedule.order == "arrival" or (schedule.in_flight and node.streams)
+        is_loose = by_timing and lag > 0 and not read.at
         rules.append(
             ReadRule(
                 node=i,

@@ -55,10 +55,11 @@ class SchedulerState:
             raise ValueError(f"cannot resume at step {resume.step} of a run of {num_steps} steps")
         self.flow, self.schedule, self.num_steps = flow, schedule, num_steps
         self.one_at_a_time = one_at_a_time
-        self.index = FlowIndex(flow)
+        self.index = FlowIndex(flow, in_flight=schedule.in_flight)
         self.weights = Weights(flow, schedule, num_steps, resume.step)
         together = frozenset(node.name for node in flow.nodes if node.streams)
-        self.ranks = RankPool(flow.groups, flow.sharing, together)
+        in_flight = together if schedule.in_flight else frozenset[str]()
+        self.ranks = RankPool(flow.groups, flow.sharing, together, in_flight)
         self.log = EventLog(flow.groups, max_log)
         self.checkpoints = Checkpoints(
             self.index, self.weights, schedule, num_steps, checkpoint_every, resume.step, pauses

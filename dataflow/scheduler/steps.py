@@ -17,8 +17,13 @@ __all__ = ["FlowIndex", "StepState", "restored_steps"]
 class FlowIndex:
     """A flow's edges by node index, computed once.
 
+    Args:
+        flow: The flow.
+        in_flight: Whether nodes that stream take newer weights meanwhile.
+
     Attributes:
         flow: The flow.
+        in_flight: See above.
         index: Node name -> index.
         inputs: Per node, the indices of its inputs.
         consumers: Per node, the indices of the nodes that take its output.
@@ -30,8 +35,8 @@ class FlowIndex:
         runnable: Names of the nodes that run on ranks: all but the sources.
     """
 
-    def __init__(self, flow: Flow) -> None:
-        self.flow = flow
+    def __init__(self, flow: Flow, *, in_flight: bool = False) -> None:
+        self.flow, self.in_flight = flow, in_flight
         self.index = {node.name: i for i, node in enumerate(flow.nodes)}
         self.inputs = tuple(tuple(self.index[n] for n in node.inputs) for node in flow.nodes)
         self.consumers = tuple(
@@ -105,7 +110,7 @@ class StepState:
         ]
         nodes = list(enumerate(index.flow.nodes))
         self.consumption = {
-            i: Consumption(num_chunks, index.flow.groups[node.group])
+            i: Consumption(num_chunks, index.flow.groups[node.group], by_arrival=index.in_flight)
             for i, node in nodes
             if node.streams
         }

@@ -45,8 +45,11 @@ def _show(composed: dict[str, Any]) -> None:
     refuse_resume(composed, "graph")
     if not isinstance(form, str) or form not in FORMATS:
         raise ConfigError(f"'format': expected one of {', '.join(FORMATS)}, got {form!r}")
-    graph = resolved(composed).main.graph
+    run = resolved(composed)
+    graph, unlike = run.main.graph, run.schedule.why_not_reproducible
     text = FORMATS[form](graph)
+    if unlike and form == "text":
+        text += f"\n\nnot reproducible: {unlike}"
     if output is None:
         print(text)
         return

@@ -64,7 +64,7 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
     from ..run_dir.origins import origins_of
     from ..run_dir.peak_memory import PeakMemory
     from ..run_dir.progress import LastingConsole
-    from ..run_dir.run_folder import code_version, create_run
+    from ..run_dir.run_folder import code_version, create_run, record_of
     from ..run_dir.trackers.registry import Trackers
     from ..run_dir.trackers.tracker import RunInfo
     from ..stages.job import prepare
@@ -93,6 +93,7 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
             origins=origins,
             plan=plan,
             code=code,
+            not_reproducible=job.not_reproducible,
         )
     else:
         folder = resumed.folder
@@ -111,7 +112,8 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
         paths = {name: home.path for name, home in homes.items()}
         if job.about_model:
             console.print(job.about_model, highlight=False, markup=False, soft_wrap=True)
-        trackers.start(RunInfo(folder.id, paths, plain, resumed is not None))
+        said = record_of(folder).not_reproducible
+        trackers.start(RunInfo(folder.id, paths, plain, resumed is not None, said))
         _stages(job, homes, code, memory, console, resumed is not None, trackers)
 
 
@@ -127,7 +129,13 @@ def _note_changes(resumed: Resumed, job: Job, config: str, plan: str) -> None:
     step = steps_taken(job, resumed.folder)
     if resumed.extended:
         resumed.folder.set_summary_aside()
-    change_config(resumed.folder, config, step=step, plan=plan if resumed.moved else None)
+    change_config(
+        resumed.folder,
+        config,
+        step=step,
+        plan=plan if resumed.moved else None,
+        not_reproducible=job.not_reproducible,
+    )
 
 
 def _check_unchanged(
@@ -163,9 +171,10 @@ def _check_unchanged(
 
 
 def _print_data(job: Job, console: Console) -> None:
-    """Where the run is placed, and what was left out of its data."""
-    if job.note:
-        console.print(job.note, highlight=False, markup=False, soft_wrap=True)
+    """Where the run is placed, whether it can be repeated, and what was left out of its data."""
+    for line in (job.note, job.not_reproducible and f"not reproducible: {job.not_reproducible}"):
+        if line:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     for report in job.reports:
         if report.num_bad:
             console.print(str(report), highlight=False, markup=False, soft_wrap=True)
@@ -201,6 +210,7 @@ def _stages(
         outcome = run_stage(job, stage, home, results, trackers)
     wall_time_s = time.monotonic() - started_s
     memory.sample()
+    record = record_of(folder)
     summary = summary_of(
         job,
         outcome,
@@ -208,7 +218,8 @@ def _stages(
         peak_memory_bytes=memory.peak_bytes,
         wall_time_s=wall_time_s,
         resumed=resumed,
-        changes=record_of(folder).changes,
+        changes=record.changes,
+        not_reproducible=record.not_reproducible,
     )
     write_report(job, folder, outcome, summary, console, trackers.place)
     folder.write_summary(summary)

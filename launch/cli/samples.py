@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ...dataflow.errors import ConfigError, nearest
-from ..run_dir.run_folder import open_run
+from ..run_dir.run_folder import open_run, record_of
 from ..run_dir.samples import SORTS, Sample, read_samples, sample_steps, shown, sorted_samples
 
 __all__ = ["samples_command"]
@@ -57,7 +57,7 @@ def samples_command(arguments: list[str]) -> int:
     found = [sample for sample in sorted_samples(found, sort) if wanted in sample.prompt]
     if not found:
         raise ConfigError(f"'prompt': no prompt of these samples holds {wanted!r}")
-    _print(found[: limit or None], len(found))
+    _print(found[: limit or None], len(found), record_of(folder).not_reproducible)
     return 0
 
 
@@ -93,8 +93,10 @@ def _steps(home: Path, text: str) -> list[int] | None:
     return there[-1:] if text == "last" else [_number("step", text)]
 
 
-def _print(samples: list[Sample], num_found: int) -> None:
+def _print(samples: list[Sample], num_found: int, not_reproducible: str) -> None:
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if not_reproducible:
+        console.print(Text(f"this run is not reproducible: {not_reproducible}", "dim"))
     for sample in samples:
         console.print(shown(sample))
     if len(samples) < num_found:

@@ -201,6 +201,11 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
             *inputs.left_out(models),
             *cluster.notes(model.dtype for model in models.values() if model is not None),
             *(calibration.notes_for(models.values()) if calibration is not None else ()),
+            *(
+                ("schedule.in_flight is not predicted; weights come between two steps",)
+                if found.schedule.in_flight
+                else ()
+            ),
         ),
         constants=default_constants(cluster)
         if calibration is None

@@ -2,7 +2,8 @@
 
     run.json         name, seed, start, code version, fingerprint of the data, hashes of the user's
                      own files and of the models it began with, the configuration and what was
-                     changed of it when; its presence makes the folder a run
+                     changed of it when, why it is not reproducible if it is not; its presence makes
+                     the folder a run
     config.yaml      the composed configuration, as it is run
     plan.json        where the main stage's nodes run
     metrics.jsonl    one line per step               (trackers/jsonl.py)
@@ -186,6 +187,7 @@ class RunRecord:
             `keys`, of each its value before and since.
         fault: Why its files cannot be read in full; None if they can.
         origins: What else it began with; empty in a run older than these.
+        not_reproducible: Why what came out does not follow from its seed, in words; "" if it does.
     """
 
     folder: RunFolder
@@ -199,6 +201,7 @@ class RunRecord:
     changes: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     fault: str | None = None
     origins: Origins = field(default_factory=Origins, hash=False)
+    not_reproducible: str = ""
 
 
 def create_run(
@@ -211,6 +214,7 @@ def create_run(
     origins: Origins | None = None,
     plan: str | None = None,
     code: CodeVersion | None = None,
+    not_reproducible: str = "",
     now: datetime | None = None,
 ) -> RunFolder:
     """Make the folder of a new run; no two processes ever get the same one.
@@ -224,6 +228,7 @@ def create_run(
         origins: What else it begins with; if that is to be kept.
         plan: Where the main stage's nodes run, as JSON; if that is to be kept.
         code: Which code runs; read now if it is not given.
+        not_reproducible: Why what comes out will not follow from the seed; "" if it will.
         now: When the run starts; for tests.
 
     Returns:
@@ -244,6 +249,7 @@ def create_run(
         **asdict(origins or Origins()),
         "config": plain(yaml.safe_load(config)),
         "changes": [],
+        "not_reproducible": not_reproducible or None,
     }
     try:
         write_text(folder.config, config)
@@ -262,6 +268,7 @@ def change_config(
     *,
     step: int,
     plan: str | None = None,
+    not_reproducible: str = "",
     now: datetime | None = None,
 ) -> None:
     """Go on with another configuration, and note what changed, when, and after how many steps.
@@ -274,6 +281,7 @@ def change_config(
         config: The configuration as YAML.
         step: Steps taken so far.
         plan: Where the main stage's nodes run from now on, as JSON; None if where they did.
+        not_reproducible: Why what comes out will not follow from the seed; it stays so.
         now: When that is; for tests.
     """
     about: dict[str, Any] = json.loads(folder.about.read_bytes())
@@ -284,6 +292,7 @@ def change_config(
     change = {"step": step, "at": at, "keys": {name: list(two) for name, two in keys.items()}}
     about["changes"] = [*about.get("changes", []), *([change] if keys else [])]
     about["config"] = recorded
+    about["not_reproducible"] = about.get("not_reproducible") or not_reproducible or None
     write_text(folder.config, config)
     if plan is not None:
         write_text(folder.plan, plan)
@@ -367,6 +376,7 @@ def record_of(folder: RunFolder) -> RunRecord:
             origins=Origins(
                 _mapping(about.get("files") or {}), _mapping(about.get("models") or {})
             ),
+            not_reproducible=str(about.get("not_reproducible") or ""),
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         fault = f"run.json cannot be read ({type(error).__name__}: {error})"

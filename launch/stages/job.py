@@ -71,6 +71,11 @@ class Job:
         return self.stages[-1]
 
     @property
+    def not_reproducible(self) -> str:
+        """Why what comes out does not follow from the seed alone, in words; "" if it does."""
+        return self.run.schedule.why_not_reproducible
+
+    @property
     def about_model(self) -> str:
         """Which language model in which precision, where, and who computes it; "" if none."""
         model, device = self.run.model, self.run.placement.executor.device

@@ -43,7 +43,7 @@ def write_card(
         step: Steps that were complete.
         weights_sha256: Hash of its weights, as in the run's summary.
     """
-    stage, model = job.main, job.run.model
+    stage, model, record = job.main, job.run.model, record_of(run)
     base = stage.roles[role].start
     named = model.folder if base == MODEL else base
     began = Path(named).name if named else model.architecture.get("model_type")
@@ -57,7 +57,8 @@ def write_card(
         "steps": f"{step} of {stage.config.num_steps}",
         "seed": job.run.seed,
         "run": run.id,
-        "code": record_of(run).code,
+        "code": record.code,
+        **({"not reproducible": record.not_reproducible} if record.not_reproducible else {}),
         "weights_sha256": weights_sha256,
     }
     lines = [

@@ -32,6 +32,7 @@ def summary_of(
     wall_time_s: float,
     resumed: bool,
     changes: Sequence[Mapping[str, Any]],
+    not_reproducible: str = "",
 ) -> dict[str, Any]:
     """The contents of summary.json. Times are of this process only, if the run was resumed.
 
@@ -43,6 +44,7 @@ def summary_of(
         wall_time_s: Of the stages.
         resumed: Whether an earlier process did some of it.
         changes: What was changed of its configuration on the way, as `RunRecord` has it.
+        not_reproducible: As `RunRecord` has it.
     """
     main, prediction = job.main, job.plan.prediction
     before, after = (found.get(WHOLE, _NOTHING) for found in (outcome.before, outcome.after))
@@ -55,6 +57,7 @@ def summary_of(
         "stopped": outcome.stopped or None,
         "weights_sha256": outcome.weights_sha256,
         "roles_sha256": outcome.roles_sha256,
+        "not_reproducible": not_reproducible or None,
         "accuracy_before_rl": before.accuracy,
         "accuracy_after_rl": after.accuracy,
         "num_held_out": job.held_out.num_prompts if job.held_out else 0,
@@ -135,6 +138,8 @@ def write_report(
     suites = _suites(job, outcome)
     stopped = [outcome.stopped] if outcome.stopped else []
     stopped += _best(job, folder)
+    if summary["not_reproducible"]:
+        changed.append(f"not reproducible: {summary['not_reproducible']}")
     said = (*compared, *_examples(outcome), *_unverified(outcome), *changed, *suites, *stopped)
     for line in said:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -158,6 +163,7 @@ def _draw(job: Job, folder: RunFolder, summary: dict[str, Any]) -> Path | None:
         return None
     points = [(row["step"], row[metric.name]) for row in rows if row.get(metric.name) is not None]
     title = f"{summary['graph']} on {summary['task']}, seed {summary['seed']}"
+    title += ", not reproducible" if summary["not_reproducible"] else ""
     path = folder.path / "curve.svg"
     write_text(path, draw_curve(points, title=title, label=metric.label))
     return path
@@ -264,6 +270,7 @@ def _changed(changes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _summary_line(folder: RunFolder, summary: dict[str, Any], env_unit: str) -> str:
     parts = [f"{folder.id}: {summary['num_steps']} steps"]
+    parts += ["not reproducible"] if summary["not_reproducible"] else []
     if summary["accuracy_before_rl"] is not None:
         before, after = summary["accuracy_before_rl"], summary["accuracy_after_rl"]
         parts.append(

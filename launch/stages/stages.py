@@ -30,7 +30,7 @@ from ..inputs.sizes import check_sizes
 from ..inputs.tables import check_tables
 from ..placement.place import followed, placement_of, written_plan
 from ..placement.worker_options import planned_options
-from .streaming import check_parts, check_streams, stage_flow
+from .streaming import check_parts, check_streams, stage_flow, stage_schedule
 
 __all__ = ["CONTRACTS", "MODEL", "RolePlan", "Stage", "stages_of"]
 
@@ -134,7 +134,8 @@ def _stage(run: Resolved, algorithm: Recorded, placement: Placement, earlier: li
             )
     roles = {role: _role(run.model, algorithm, role, earlier) for role in graph.roles}
     stage_flow(graph, placement, run.schedule)
-    check_lag(graph, run.schedule.max_lag, run.schedule.segment_tokens)
+    schedule = stage_schedule(graph, run.schedule)
+    check_lag(graph, schedule.max_lag, schedule.segment_tokens, in_flight=schedule.in_flight)
     check_tables(graph, at)
     check_sizes(graph, placement, section.per_step, at)
     check_parts(graph, placement, section.per_step, run.schedule, at)

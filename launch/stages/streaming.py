@@ -13,6 +13,7 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Graph, NodeKind
 from ...dataflow.graph.segments import check_segments
 from ...dataflow.graph.streaming import Streaming, streaming
+from ...dataflow.runtime.in_flight import check_in_flight, in_flight
 from ...dataflow.runtime.placement import Placement, flow_of, sharing
 from ...dataflow.scheduler.flow import Flow
 from ...dataflow.scheduler.schedule import Schedule
@@ -27,8 +28,9 @@ def stage_schedule(graph: Graph, schedule: Schedule) -> Schedule:
     """The run's schedule as it is for one stage: without what concerns rollouts if it has none."""
     if any(node.kind is NodeKind.ROLLOUT for node in graph.nodes):
         parts = schedule.streaming if streaming(graph).rollouts else 0
-        return replace(schedule, streaming=parts)
-    return replace(schedule, streaming=0, segment_tokens=0)
+        in_flight = schedule.in_flight and bool(parts or schedule.segment_tokens)
+        return replace(schedule, streaming=parts, in_flight=in_flight)
+    return replace(schedule, streaming=0, segment_tokens=0, in_flight=False)
 
 
 def stage_flow(graph: Graph, placement: Placement, schedule: Schedule) -> Flow:
@@ -41,11 +43,14 @@ def stage_flow(graph: Graph, placement: Placement, schedule: Schedule) -> Flow:
 
     Raises:
         FlowError: If rollouts are to go on in later steps, and cannot.
-        PlanError: If the placement does not fit the graph.
+        PlanError: If the placement does not fit the graph, or newer weights are to be taken in
+            flight where none can come.
     """
     schedule = stage_schedule(graph, schedule)
     if schedule.segment_tokens:
         check_segments(graph)
+    if schedule.in_flight:
+        check_in_flight(graph, placement)
     return flow_of(graph, placement.streamed(schedule.streaming), schedule)
 
 
@@ -130,20 +135,33 @@ def streaming_lines(
         schedule: The run's.
         in_processes: Whether the executor has processes that work at the same time.
     """
-    graph, own = stage.graph, stage_schedule(stage.graph, schedule)
-    lines = _segment_lines(graph, own)
-    if not (parts := own.streaming):
-        return lines
+    graph, schedule = stage.graph, stage_schedule(stage.graph, schedule)
+    first = _segment_lines(graph, schedule)
+    last, parts = _in_flight_lines(stage, placement, schedule), schedule.streaming
+    if not parts:
+        return [*first, *last]
     able, needed = streaming(graph), placement.streamed(parts).num_chunks
     asked = "" if needed == parts else f", for {parts} and the ranks of all groups"
-    lines.append(f"streaming  {graph.name}: a step's rows go on in {needed} parts{asked}")
+    head = f"streaming  {graph.name}: a step's rows go on in {needed} parts{asked}"
     notes = [_idle(graph, placement, able, rollout) for rollout in able.rollouts]
     if not in_processes:
         notes = ["this executor does one thing at a time, so nothing overlaps"]
     elif not able.order_of:
         notes.append("no train node streams: training begins when everything has been sampled")
-    lines += [f"  {line}" for line in str(able).splitlines()]
-    return lines + [f"  note: {note}" for note in notes if note]
+    about = [f"  {line}" for line in str(able).splitlines()]
+    return [*first, head, *about, *(f"  note: {note}" for note in notes if note), *last]
+
+
+def _in_flight_lines(stage: Recorded, placement: Placement, schedule: Schedule) -> list[str]:
+    """Which rollouts take newer weights while they are sampled."""
+    if not schedule.in_flight:
+        return []
+    return [
+        f"in flight  {name} takes newer weights between two tokens, and parts go on as they come"
+        if not reason
+        else f"in flight  {name} does not take newer weights: {reason}"
+        for name, reason in in_flight(stage.graph, placement).items()
+    ]
 
 
 def _segment_lines(graph: Graph, schedule: Schedule) -> list[str]:

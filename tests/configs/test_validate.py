@@ -65,7 +65,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 def test_an_unknown_key_is_refused_with_the_nearest_one() -> None:
     assert refusal(changed("schedule.max_lagg", 1)) == (
         "there is no key 'schedule.max_lagg'; did you mean 'schedule.max_lag'?\n"
-        "    schedule has: max_lag, order, streaming, segment_tokens, deadline_s"
+        "    schedule has: max_lag, order, streaming, segment_tokens, in_flight, deadline_s"
     )
 
 

@@ -29,6 +29,7 @@ class DiceEngine:
     dtype = "float32"
     vocab_size = VOCAB
     num_positions = 256
+    takes_weights = True
     shapes: Mapping[str, torch.Size] = {"dice": torch.Size([1])}
 
     def __init__(self, seed: int = 0, broken: str = "") -> None:

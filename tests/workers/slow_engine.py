@@ -39,6 +39,7 @@ class SlowEngine:
     """A `GenerationEngine`."""
 
     name = "the slow engine"
+    takes_weights = False
 
     def __init__(self, spec: SlowPolicySpec) -> None:
         model = spec.model

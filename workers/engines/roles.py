@@ -163,6 +163,7 @@ class PolicyWorker(LanguageWorker, Policy):
         super().__init__(context, Head("lm_head"), recipe)
         self._mismatch = recipe.mismatch
         self._generator = recipe.make_generator(self.network)
+        self.takes_weights = self._generator is not None and self._generator.takes_weights
 
     def generate(self, prompt: Tensor, prompt_id: Tensor, sampling: Sampling) -> Rollout:
         """See `Policy.generate` and `sample`.
@@ -173,7 +174,7 @@ class PolicyWorker(LanguageWorker, Policy):
         engine = self._generating()
         return sample(engine, self.context, prompt, prompt_id, sampling, self.metrics)
 
-    def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed]:
+    def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed | None]:
         """See `Streams` and `sample_streamed`.
 
         Raises:
@@ -187,7 +188,7 @@ class PolicyWorker(LanguageWorker, Policy):
         calls: Sequence[Mapping[str, Any]],
         begun: Sequence[Unfinished | None],
         length: int,
-    ) -> Iterator[Streamed]:
+    ) -> Iterator[Streamed | None]:
         """See `Continues` and `sample_segment`.
 
         Raises:

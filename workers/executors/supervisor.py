@@ -345,16 +345,9 @@ class Supervisor:
             self._pending.clear()
             return job.failed(f"{said}; it could not be started again: {error}")
         before = [a for (name, _, _), a in self._loaded.items() if name == job.group]
-        # A stream that was begun goes on from what was answered; one that is owed is begun anyway.
-        answers = {(a.rank, a.work.step) for a in owed if isinstance(a.work, AnswerWork)}
-        before += [
-            a
-            for (name, rank), a in self._begun.items()
-            if name == job.group
-            and isinstance(a.work, BeginStreamWork)
-            and (rank, a.work.calls[0].step) in answers
-            and a not in owed
-        ]
+        # A stream that was begun goes on from what was answered; nothing is done of one that ended.
+        begun = [a for (name, _), a in self._begun.items() if name == job.group and a not in owed]
+        before += begun
         for again in (*before, *owed):
             again.processes.clear()
             again.answers.clear()

@@ -31,6 +31,7 @@ class Ended:
         rows, new = self.rows, self.responses
         responses.token[rows], responses.logprob[rows] = new.token, new.logprob
         responses.length[rows], responses.finished[rows] = new.length, new.finished
+        responses.versions[rows] = new.versions
 
 
 def collected(steps: Iterable[Ended], num_rows: int, max_new: int) -> Responses:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...algorithms.roles.language import Rollout, Sampling, Unfinished
 from ...dataflow.graph.role import Metric, add_metrics
-from ...dataflow.runtime.call_context import call_key, call_version, current_step
+from ...dataflow.runtime.call_context import call_in_flight, call_key, current_step
 from ...dataflow.runtime.worker_protocol import Streamed, WorkerContext
 from .ended import Ended
 from .generation_engine import GenerationEngine
@@ -66,10 +66,11 @@ def sample_streamed(
     method: str,
     calls: Sequence[Mapping[str, Any]],
     metrics: dict[str, Metric],
-) -> Iterator[Streamed]:
+) -> Iterator[Streamed | None]:
     """Answer calls to `generate` of one step together, each as `sample` would; see `Streams`.
 
-    What an answer has to report is added to the metrics right before it is given.
+    What an answer has to report is added to the metrics right before it is given. In flight there
+    are pauses between answers; see `TakesWeights`.
 
     Args:
         engine: Samples the tokens.
@@ -89,7 +90,11 @@ def sample_streamed(
     sampling = _common_sampling(method, calls, context.role)
     groups = [_begun_now(call) for call in calls]
     with closing(_sampled(engine, context, groups, sampling, None)) as answers:
-        for size, call, responses in answers:
+        for found in answers:
+            if found is None:
+                yield None
+                continue
+            size, call, responses = found
             own = groups[call]
             answer = _answer(context, own.prompt, own.prompt_id, sampling, responses, metrics)
             yield Streamed(call, answer, size)
@@ -103,7 +108,7 @@ def sample_segment(
     begun: Sequence[Unfinished | None],
     length: int,
     metrics: dict[str, Metric],
-) -> Iterator[Streamed]:
+) -> Iterator[Streamed | None]:
     """Answer calls to `generate` of one step together, each for a segment; see `Continues`.
 
     A group is returned by the call that ends its last response. What is not is `Unfinished`, the
@@ -128,16 +133,19 @@ def sample_segment(
     if not calls:
         return
     sampling = _common_sampling(method, calls, context.role)
-    version = call_version()
     groups = [
         _begun_now(call) if old is None else joined([old, _begun_now(call)])
         for call, old in zip(calls, begun, strict=True)
     ]
     with closing(_sampled(engine, context, groups, sampling, length)) as answers:
-        for size, call, responses in answers:
+        for found in answers:
+            if found is None:
+                yield None
+                continue
+            size, call, responses = found
             check_logprobs(responses, context.role)
             new_tokens = int(responses.length.sum() - num_tokens(groups[call]).sum())
-            whole, left = parted(grown(groups[call], responses, version, sampling))
+            whole, left = parted(grown(groups[call], responses, sampling))
             roll, ended = as_rollout(whole)
             report_responses(metrics, ended, new_tokens)
             report_lag(metrics, roll)
@@ -157,8 +165,8 @@ def _sampled(
     groups: Sequence[Unfinished],
     sampling: Sampling,
     length: int | None,
-) -> Generator[tuple[int, int, Responses]]:
-    """Size, call and responses of each call, in the order of answers.
+) -> Generator[tuple[int, int, Responses] | None]:
+    """Size, call and responses of each call, in the order of answers; None where there is a pause.
 
     Args:
         engine: Samples the tokens.
@@ -186,8 +194,10 @@ def _completed(
     before: Unfinished,
     sampling: Sampling,
     engine: GenerationEngine,
-) -> Iterator[tuple[int, int, Responses]]:
+) -> Iterator[tuple[int, int, Responses] | None]:
     """Size, call and responses of each call, in the order of answers, as soon as that is known.
+
+    In flight there is None wherever nothing is to be answered though the engine told something.
 
     Args:
         steps: What the engine tells.
@@ -204,8 +214,11 @@ def _completed(
     for ended in chain([nothing], steps):
         ended.put_into(every)
         lengths = ended.responses.length.tolist()
-        for size, call in order.ended(ended.rows.tolist(), lengths, ended.at_least):
+        answers = order.ended(ended.rows.tolist(), lengths, ended.at_least)
+        for size, call in answers:
             yield size, call, _rows_of(every, *bounds[call])
+        if not answers and call_in_flight() and ended is not nothing:
+            yield None
     if order.num_missing:
         raise RuntimeError(
             f"{engine.name} stopped with {order.num_missing} of {sum(num_rows)} responses not "
@@ -221,6 +234,7 @@ def _rows_of(every: Responses, begin: int, end: int) -> Responses:
         every.logprob[own].clone(),
         every.length[own].clone(),
         every.finished[own].clone(),
+        every.versions[own].clone(),
     )
 
 

@@ -23,11 +23,15 @@ class GenerationEngine(Protocol):
         name: For messages: "vLLM".
         dtype: Data type of the weights: "float32" or "bfloat16".
         vocab_size: Tokens that the model knows.
+        takes_weights: Whether `load` may be called while a stream is open, between two of what it
+            gives. What there is of a response stays, with its keys and values; what is sampled from
+            there on is sampled from the new weights, and of `call_version`.
     """
 
     name: str
     dtype: str
     vocab_size: int
+    takes_weights: bool
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
@@ -71,7 +75,8 @@ class GenerationEngine(Protocol):
     ) -> Iterator[Ended]:
         """Sample responses, and give each as soon as it has ended; the rest as `generate`.
 
-        Every row is given once. Rows that are not given yet are given up if the caller stops.
+        Every row is given once. Rows that are not given yet are given up if the caller stops. In
+        flight (`call_in_flight`) something is given after every token, be it no row.
 
         Args:
             prompt: i64[P, T], right padded with -1, checked.

@@ -51,6 +51,7 @@ class GeneratorPolicy(Policy):
     Attributes:
         metrics: Numbers about the last calls; see `drain_metrics`.
         unfinished: See `Continues`.
+        takes_weights: See `TakesWeights`.
     """
 
     unfinished: type = Unfinished
@@ -58,6 +59,7 @@ class GeneratorPolicy(Policy):
     def __init__(self, context: WorkerContext, engine: GenerationEngine) -> None:
         self.context = context
         self.engine = engine
+        self.takes_weights = engine.takes_weights
         self.metrics: dict[str, Metric] = {}
         self._weights = ReceivedWeights(context.role, engine.shapes, context.process, engine.load)
 
@@ -70,7 +72,7 @@ class GeneratorPolicy(Policy):
         self._weights.check()
         return sample(self.engine, self.context, prompt, prompt_id, sampling, self.metrics)
 
-    def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed]:
+    def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed | None]:
         """See `Streams` and `sample_streamed`.
 
         Raises:
@@ -85,7 +87,7 @@ class GeneratorPolicy(Policy):
         calls: Sequence[Mapping[str, Any]],
         begun: Sequence[Unfinished | None],
         length: int,
-    ) -> Iterator[Streamed]:
+    ) -> Iterator[Streamed | None]:
         """See `Continues` and `sample_segment`.
 
         Raises:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...algorithms.roles.language import Sampling
+from ...dataflow.runtime.call_context import call_version
 from .ended import Begun, Ended
 from .filters import filtered_logits
 from .responses import Responses
@@ -72,6 +73,8 @@ class ResponseSampler:
         if sampling.stop:
             assert tokenizer is not None, "the engine refuses stop strings without a tokenizer"
             self._stops = StopStrings(tokenizer, sampling, prompt)
+        self._sampled_by = call_version()
+        self._version = torch.full_like(self._token, self._sampled_by)
         self.open = torch.ones(rows, dtype=torch.bool)
         if begun is not None:
             self._go_on(begun)
@@ -129,6 +132,7 @@ class ResponseSampler:
             The tokens, i64[M], and which rows are to go on, bool[M]: neither ended nor as long as
             they may be.
         """
+        self._note_version()
         place = self._length[row].clamp(max=self._max_new - 1)
         temperature, uniform = self._sampling.temperature, self._uniform[row, place]
         if self._filters:
@@ -148,6 +152,14 @@ class ResponseSampler:
             ended |= self._stopped(token, row, live & ~ended)
         self._finished[at] = ended[live]
         return token, live & ~ended & (self._limit[row] > place + 1)
+
+    def _note_version(self) -> None:
+        """Newer weights may have come: what is sampled from here on is theirs."""
+        version = call_version()
+        if version != self._sampled_by:
+            place = torch.arange(self._max_new, device=self._length.device)
+            self._version.masked_fill_(place >= self._length[:, None], version)
+            self._sampled_by = version
 
     def _barred(self, place: Tensor, vocab_size: int) -> Tensor | None:
         """bool[M, V]: the tokens that would end a response too early; None if none would."""
@@ -180,7 +192,9 @@ class ResponseSampler:
     def responses(self, rows: Tensor | slice = slice(None)) -> Responses:
         """What there is of some rows, on the CPU; of all by default."""
         parts = (self._token, self._logprob, self._length, self._finished)
-        return Responses(*(part[rows].cpu() for part in parts))
+        token, logprob, length, finished = (part[rows].cpu() for part in parts)
+        version = self._version[rows].cpu().masked_fill(token < 0, -1)
+        return Responses(token, logprob, length, finished, version)
 
 
 def _tokens_of(text: Tensor, vocab_size: int) -> Tensor:

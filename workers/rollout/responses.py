@@ -32,19 +32,30 @@ class Responses:
         logprob: f32[rows, max_new]; 0 after the end.
         length: i64[rows]; tokens sampled, the end-of-sequence token included.
         finished: bool[rows]; True if a token ended it as `Sampling` says.
+        version: i64[rows, max_new]; of the weights that sampled each token, -1 after the end. None
+            if all are of the weights with which the call being served is made.
     """
 
     token: Tensor
     logprob: Tensor
     length: Tensor
     finished: Tensor
+    version: Tensor | None = None
 
     @staticmethod
     def none_yet(num_rows: int, max_new: int) -> Responses:
         """Responses without any token, on the CPU."""
         length = torch.zeros(num_rows, dtype=torch.int64)
         token = torch.full((num_rows, max_new), -1, dtype=torch.int64)
-        return Responses(token, torch.zeros(num_rows, max_new), length, length.bool())
+        logprob = torch.zeros(num_rows, max_new)
+        return Responses(token, logprob, length, length.bool(), token.clone())
+
+    @property
+    def versions(self) -> Tensor:
+        """`version`, whether or not it is said: i64[rows, max_new]."""
+        if self.version is not None:
+            return self.version
+        return torch.where(self.token >= 0, call_version(), -1)
 
 
 def check_prompts(
@@ -161,17 +172,13 @@ def report_lag(metrics: dict[str, Metric], roll: Rollout) -> None:
     add_metrics(metrics, values)
 
 
-def to_rollout(
-    prompt: Tensor, prompt_id: Tensor, responses: Responses, version: Tensor | None = None
-) -> Rollout:
+def to_rollout(prompt: Tensor, prompt_id: Tensor, responses: Responses) -> Rollout:
     """Prompts and responses as whole sequences, padded on the right.
 
     Args:
         prompt: i64[P, T], right padded with -1.
         prompt_id: i64[rows], a multiple of P; rows of one prompt are adjacent.
         responses: What was sampled for each row.
-        version: i64, as `responses.token`: of the weights that sampled each; by default of those
-            with which the call being served is made.
     """
     num_samples = len(prompt_id) // max(len(prompt), 1)
     before = (prompt >= 0).sum(1).repeat_interleave(num_samples)[:, None]
@@ -188,7 +195,7 @@ def to_rollout(
     logprob = torch.zeros(place.shape, dtype=torch.float32)
     logprob[mask] = responses.logprob[sampled]
     of_token = torch.where(tokens >= 0, 0, -1)
-    of_token[mask] = call_version() if version is None else version[sampled]
+    of_token[mask] = responses.versions[sampled]
     return Rollout(
         prompt_id=prompt_id.cpu(),
         tokens=tokens,

@@ -88,13 +88,12 @@ def as_begun(groups: Unfinished, sampling: Sampling, length: int) -> Begun:
     )
 
 
-def grown(groups: Unfinished, responses: Responses, version: int, sampling: Sampling) -> Unfinished:
+def grown(groups: Unfinished, responses: Responses, sampling: Sampling) -> Unfinished:
     """The groups after a segment.
 
     Args:
         groups: Before it.
         responses: All that there is of each response after it.
-        version: Of the weights that have sampled the segment.
         sampling: How they are sampled.
     """
     limits = [sampling.longest_response(n) for n in (groups.prompt >= 0).sum(1).tolist()]
@@ -109,7 +108,7 @@ def grown(groups: Unfinished, responses: Responses, version: int, sampling: Samp
         began=groups.began,
         response=token,
         behavior_logprob=responses.logprob[:, :width],
-        version=before.masked_fill(is_new, version),
+        version=torch.where(is_new, responses.versions[:, :width], before),
         ended=groups.ended | responses.finished | (responses.length >= limit),
         finished=responses.finished,
     )
@@ -137,8 +136,12 @@ def _chosen(groups: Unfinished, kept: Tensor) -> Unfinished:
 def as_rollout(groups: Unfinished) -> tuple[Rollout, Responses]:
     """Groups that are whole as what `generate` returns, and their responses alone."""
     responses = Responses(
-        groups.response, groups.behavior_logprob, num_tokens(groups), groups.finished
+        groups.response,
+        groups.behavior_logprob,
+        num_tokens(groups),
+        groups.finished,
+        groups.version,
     )
     num_samples = len(groups.ended) // max(len(groups.prompt), 1)
     prompt_id = groups.prompt_id.repeat_interleave(num_samples)
-    return to_rollout(groups.prompt, prompt_id, responses, groups.version), responses
+    return to_rollout(groups.prompt, prompt_id, responses), responses

@@ -18,11 +18,16 @@ _FOLDER = "tensorboard"
 """Below a stage's folder; every start adds a file to it."""
 
 
+_STRING = 7
+"""`DT_STRING` of TensorBoard's `DataType`."""
+
+
 class TensorBoardTracker:
     """Writes `tensorboard/` into the folder of each stage; see `Tracker`."""
 
     def __init__(self) -> None:
         self._folders: Mapping[str, Path] = {}
+        self._not_reproducible = ""
         self._writer: Any = None
 
     def start(self, run: RunInfo) -> str:
@@ -32,6 +37,7 @@ class TensorBoardTracker:
             The command that shows all of them.
         """
         self._folders = run.folders
+        self._not_reproducible = run.not_reproducible
         return f"tensorboard --logdir {[*run.folders.values()][-1]}"
 
     def rewind(self, step: int, stage: str) -> None:
@@ -49,6 +55,10 @@ class TensorBoardTracker:
         # TensorBoard's own writer has a thread, which prints a traceback when the disk is full.
         self._writer = RecordWriter(self._path.open("xb"))
         self._write(0, file_version="brain.Event:2")
+        if self._not_reproducible:
+            self._write(
+                step, summary={"value": [_text("not reproducible", self._not_reproducible)]}
+            )
         if step:
             begin = self._messages.SessionLog(status=self._messages.SessionLog.START)
             self._write(step, session_log=begin)
@@ -72,6 +82,13 @@ class TensorBoardTracker:
         with writing(self._path):
             self._writer.write(event.SerializeToString())
             self._writer.flush()
+
+
+def _text(tag: str, text: str) -> dict[str, Any]:
+    """What TensorBoard shows among its texts."""
+    plugin = {"plugin_data": {"plugin_name": "text"}}
+    tensor = {"dtype": _STRING, "string_val": [text.encode()]}
+    return {"tag": tag, "metadata": plugin, "tensor": tensor}
 
 
 def _wait_for_a_later_name(folder: Path) -> None:

@@ -24,12 +24,15 @@ class RunInfo:
             stage, the last one, is the run's own.
         config: The configuration as plain data, every default spelled out.
         resumed: Whether an earlier process did some of the run.
+        not_reproducible: Why what comes out does not follow from the seed, in words; "" if it does.
+            A tracker that has tags or notes says it there.
     """
 
     id: str
     folders: Mapping[str, Path]
     config: Mapping[str, Any]
     resumed: bool
+    not_reproducible: str = ""
 
 
 @runtime_checkable

@@ -530,6 +530,14 @@ def test_lag_needs_the_behavior_log_probabilities() -> None:
     )
 
 
+def test_so_do_weights_that_come_in_flight() -> None:
+    with pytest.raises(FlowError) as caught:
+        check_lag(build(on_policy_step), 1, in_flight=True)
+    said = str(caught.value)
+    assert "samples by several versions of the weights (Schedule.in_flight)" in said
+    assert said.endswith("or set Schedule(in_flight=False, max_lag=0).")
+
+
 def test_lag_is_fine_where_they_are_read_or_the_loss_does_not_need_them() -> None:
     def corrected(prompts: Prompts, actor: Policy) -> TrainMetrics:
         roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)

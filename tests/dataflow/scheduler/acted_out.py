@@ -72,6 +72,8 @@ class Shell:
             for read in (*node.reads, *([WeightRead(node.trains)] if node.trains else []))
             if read.role in flow.homes
         }
+        self.answered: dict[tuple[str, int], list[int]] = {}
+        self.num_swaps = 0
         self.completed = first_step
         self.ended: list[Task] = []
 
@@ -95,8 +97,15 @@ class Shell:
             assert task not in self.ended
             self.runs[task] = work
         for rank in ranks:
-            assert not self.busy.get((group, rank))
-            self.busy[group, rank] = set(tasks)
+            busy = self.busy.setdefault((group, rank), set())
+            assert not busy or (isinstance(work, Load) and all(map(self.in_flight, busy)))
+            self.num_swaps += len(busy)
+            busy.update(tasks)
+
+    def in_flight(self, task: Task) -> bool:
+        """Whether a task takes newer weights than those that it began with."""
+        streams = isinstance(task, NodeTask) and self.nodes[task.node].streams
+        return streams and self.schedule.in_flight
 
     def on_AdmitStep(self, message: AdmitStep) -> None:
         assert message.step <= self.completed + self.schedule.max_lag
@@ -114,6 +123,15 @@ class Shell:
             for part in range(self.flow.num_chunks) if chunks is None else chunks:
                 assert Output(name, task.step, part) in self.stored
         self.check_held(node, versions)
+
+    def check_taken(self, task: NodeTask, versions: Versions) -> None:
+        """What a node has taken in flight is not older than at its begin, nor of its own step."""
+        node = self.nodes[task.node]
+        for read in node.reads:
+            if read.role in self.flow.homes:
+                current = task.step * self.flow.trains_per_step[read.role] + read.offset
+                holds = self.holds[read.role, read.at or node.group]
+                assert dict(versions)[read.role] <= holds <= current
 
     def check_held(self, node: FlowNode, versions: Versions) -> None:
         """What a node reads is there, when it begins and still when it ends."""
@@ -155,6 +173,8 @@ class Shell:
         step, num_ranks = message.step, self.flow.groups[node.group]
         every = range(self.flow.num_chunks)
         order = sorted(every, key=lambda c: (size(NodeTask(node.order_of, step, c)), c))
+        if self.schedule.in_flight:
+            order = self.answered.get((node.order_of, step), order)
         taken = self.trained.setdefault((node.name, step), [])
         assert message.part == len(taken) // num_ranks
         assert list(message.chunks) == order[len(taken) :][:num_ranks]
@@ -183,7 +203,13 @@ class Shell:
                 self.store(work.node, work.step, work.chunk)
             case RunStream():
                 assert isinstance(message.task, NodeTask)
-                self.check_held(self.nodes[work.node], work.versions)
+                assert message.task.chunk is not None
+                if self.schedule.in_flight:
+                    self.check_taken(message.task, work.versions)
+                    answered = self.answered.setdefault((work.node, work.step), [])
+                    answered.append(message.task.chunk)
+                else:
+                    self.check_held(self.nodes[work.node], work.versions)
                 self.store(work.node, work.step, message.task.chunk)
             case RunTrain() if not work.last:
                 self.check_held(self.nodes[work.node], work.versions)

@@ -49,3 +49,28 @@ def test_it_streams_in_order_of_arrival_too(penstock: Penstock) -> None:
     sampled = [span["versions"]["actor"] for span in spans(folder, "actor.generate")]
     assert len(sampled) == 2 * NUM_PARTS
     assert set(sampled) <= {0, 1}
+
+
+APART = ("executor.groups={train:1,rollout:1}", "executor.nodes={actor.generate:rollout}")
+
+
+def test_weights_in_flight_are_marked_wherever_the_run_is_shown(penstock: Penstock) -> None:
+    words = (*SMALL[:-1], *APART, "schedule=in_flight", f"schedule.streaming={NUM_PARTS}")
+    reason = "in_flight: when weights come while rows are sampled depends on timing"
+    dry = penstock("run", "--dry-run", *words)
+    assert f"not reproducible: {reason}" in dry.out
+    said = penstock("run", *words, "runs=flying")
+    assert said.code == 0, said.err
+    lines = said.err.splitlines()
+    assert lines.count(f"not reproducible: {reason}") == 2  # at the start and at the end
+    assert ", not reproducible, " in " ".join(lines[-3:])
+    (folder,) = Path("flying").iterdir()
+    for file in ("run.json", "summary.json"):
+        assert json.loads((folder / file).read_text())["not_reproducible"] == reason
+    assert "not reproducible" in (folder / "curve.svg").read_text()
+    assert penstock("export", f"run={folder}", "output=model").code == 0
+    assert f"| not reproducible | {reason} |" in Path("model/README.md").read_text()
+    assert f"this run is not reproducible: {reason}" in penstock("samples", f"run={folder}").out
+    shown = penstock("graph", "algorithm=grpo", "schedule=in_flight")
+    assert f"not reproducible: {reason}" in shown.out
+    assert "not reproducible" not in penstock("graph", "algorithm=grpo").out

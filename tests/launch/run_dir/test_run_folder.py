@@ -18,10 +18,12 @@ from penstock.dataflow.errors import ConfigError
 from penstock.launch.run_dir.run_folder import (
     CodeVersion,
     RunFolder,
+    change_config,
     code_version,
     create_run,
     list_runs,
     open_run,
+    record_of,
 )
 
 NOW = datetime(2026, 11, 21, 3, 14, 54, tzinfo=UTC)
@@ -193,3 +195,21 @@ def test_the_code_version_is_the_commit_of_exactly_that_tree(tmp_path: Path) -> 
     assert str(code_version(tmp_path)) == f"{__version__} ({commit[:12]}, changed)"
     (tmp_path / "installed").mkdir()
     assert code_version(tmp_path / "installed") == CodeVersion(__version__)
+
+
+def test_a_run_that_cannot_be_repeated_stays_one(tmp_path: Path) -> None:
+    assert record_of(_create(tmp_path)).not_reproducible == ""
+    marked = create_run(
+        tmp_path,
+        name="grpo",
+        seed=0,
+        config="seed: 0\n",
+        data="abc",
+        not_reproducible="in_flight: by timing",
+    )
+    assert record_of(marked).not_reproducible == "in_flight: by timing"
+    change_config(marked, "seed: 0\nnum_steps: 3\n", step=1)
+    assert record_of(marked).not_reproducible == "in_flight: by timing"
+    later = _create(tmp_path)
+    change_config(later, "seed: 0\nnum_steps: 3\n", step=1, not_reproducible="order: by timing")
+    assert record_of(later).not_reproducible == "order: by timing"

@@ -10,7 +10,7 @@ from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.algorithms.sft import SFT, sft_step
 from penstock.configs.schema import AlgorithmConfig
-from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
@@ -112,6 +112,53 @@ def test_a_run_in_which_nothing_is_sampled_has_no_segments() -> None:
         "'schedule.segment_tokens' is 4, but this run samples nothing that could go on in a later "
         "step\n    leave it out"
     )
+
+
+IN_FLIGHT = replace(PARTS, in_flight=True)
+
+
+def test_only_a_stage_that_streams_takes_weights_in_flight() -> None:
+    assert stage_schedule(GRPO_GRAPH, IN_FLIGHT).in_flight
+    assert not stage_schedule(SFT_GRAPH, IN_FLIGHT).in_flight
+    stage_flow(GRPO_GRAPH, placed(GRPO_GRAPH, (1, 1)), IN_FLIGHT)
+    stage_flow(SFT_GRAPH, one_group(SFT_GRAPH), IN_FLIGHT)
+
+
+@pytest.mark.parametrize(
+    ("placement", "reason"),
+    [
+        (
+            one_group(GRPO_GRAPH),
+            "it runs on group 'all', which trains 'actor'; give it a group of its own",
+        ),
+        (
+            placed(GRPO_GRAPH, (1, 1), shared=True),
+            "its group 'rollout' shares devices with 'train', which trains 'actor', and they work "
+            "in turn; give it devices of its own",
+        ),
+    ],
+)
+def test_weights_in_flight_are_refused_where_none_can_come(
+    placement: Placement, reason: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        stage_flow(GRPO_GRAPH, placement, IN_FLIGHT)
+    assert str(caught.value) == (
+        "grpo is to take newer weights in flight (Schedule.in_flight), and nothing that it samples "
+        f"can\n    actor.generate cannot: {reason}\n    or leave in_flight out"
+    )
+
+
+def test_who_takes_weights_in_flight_is_said() -> None:
+    placement = placed(GRPO_GRAPH, (1, 1))
+    lines = streaming_lines(stage(GRPO_GRAPH), placement, IN_FLIGHT, in_processes=True)
+    assert lines[-1] == (
+        "in flight  actor.generate takes newer weights between two tokens, and parts go on as they "
+        "come"
+    )
+    segments = replace(IN_FLIGHT, streaming=0, segment_tokens=8)
+    said = streaming_lines(stage(GRPO_GRAPH), placement, segments, in_processes=True)
+    assert said[1:] == lines[-1:]
 
 
 STREAMS = [

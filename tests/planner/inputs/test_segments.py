@@ -26,9 +26,7 @@ def followed(rows: list[int], segment: int) -> tuple[dict[int, int], list[list[i
         going = [(has, ends) for has, ends in going if has < ends]
         begun = {has: sum(1 for other, _ in going if other == has) for has, _ in going}
         going += [(0, ends) for ends in rows]
-        grown = [
-            [has for has, ends in going if has + token < ends] for token in range(segment)
-        ]
+        grown = [[has for has, ends in going if has + token < ends] for token in range(segment)]
         going = [(min(has + segment, ends), ends) for has, ends in going]
     return begun, grown
 

@@ -375,6 +375,7 @@ def test_responses_go_on_under_newer_weights(case: Case):
         weights.append({name: tensor.clone() for name, tensor in case.module.state_dict().items()})
         with call_scope(step, 0, version=step):
             (answer,) = case.policy.stream_segment("generate", [call], [left], length)
+        assert answer is not None, "it pauses in flight alone"
         rolls.append(answer.returned)
         left = answer.unfinished
         call |= {"prompt": prompt[:0], "prompt_id": prompt_id[:0]}

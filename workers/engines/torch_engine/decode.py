@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....dataflow.runtime.call_context import call_in_flight
 from ...rollout.response_sampler import ResponseSampler
 from .attention import attend_cache
 from .network import LeanNetwork
@@ -47,7 +48,8 @@ def decode(network: LeanNetwork, sampler: ResponseSampler, max_rows: int) -> Ite
         max_rows: Responses sampled at once.
 
     Yields:
-        The responses that have ended in a step, i64[n], ascending.
+        The responses that have ended in a step, i64[n], ascending. In flight it may be none, and
+        other weights may be there afterwards, from which the next tokens are sampled.
     """
     waiting = torch.nonzero(sampler.open)[:, 0]
     if not len(waiting):
@@ -61,7 +63,8 @@ def decode(network: LeanNetwork, sampler: ResponseSampler, max_rows: int) -> Ite
         ended = batch.row[batch.live & ~live]
         if len(ended):
             batch.end(live)
-            yield ended.sort().values
+        if len(ended) or call_in_flight():
+            yield ended.sort().values  # before anything is computed of the next tokens
         if batch.num_live:
             if not len(waiting):
                 sampled = batch.shrink(sampled)

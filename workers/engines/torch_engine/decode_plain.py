@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from ....dataflow.runtime.call_context import call_in_flight
 from ...models.architecture import quiet_transformers
 from ...rollout.response_sampler import ResponseSampler
 from .attention import attend_cache
@@ -67,12 +68,13 @@ def decode_plain(module: Any, sampler: ResponseSampler, max_rows: int) -> Iterat
     length = (texts >= 0).sum(1)[text]
     for size in length.unique().tolist():
         for rows in waiting[length == size].split(max_rows):
-            _sample(module, sampler, rows)
+            for _ in _sample(module, sampler, rows):
+                yield rows[:0]
             yield rows
 
 
-def _sample(module: Any, sampler: ResponseSampler, rows: Tensor) -> None:
-    """Sample responses whose texts have one length: i64[n], ascending."""
+def _sample(module: Any, sampler: ResponseSampler, rows: Tensor) -> Iterator[None]:
+    """Sample responses whose texts have one length: i64[n], ascending; pauses in flight."""
     texts, text = sampler.texts(rows)
     read = _read(module, texts)
     with _rows_alike(module) as unit:
@@ -82,6 +84,8 @@ def _sample(module: Any, sampler: ResponseSampler, rows: Tensor) -> None:
                 sampled, live = sampler.sample(logits, rows[place], live)
                 if not bool(live.any()):
                     break
+                if call_in_flight():
+                    yield
                 out = module(input_ids=sampled[:, None], past_key_values=cache, use_cache=True)
                 logits = out.logits[:, -1]
 

@@ -37,6 +37,7 @@ class TorchGenerator:
     """
 
     name = "the torch engine's generator"
+    takes_weights = True  # they lie where each token reads them
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ....algorithms.roles.language import Sampling
 from ....dataflow.errors import PenstockError
+from ....dataflow.runtime.call_context import call_in_flight
 from .requests import Progress, Request, RequestBatch, Sampled
 
 __all__ = [
@@ -103,7 +104,7 @@ class VllmEngine:
                 "the roles that use it on groups of their own (executor=ray)"
             )
         self._options = options
-        self._calls = 0
+        self._calls = self._loads = 0
         self._aborted: queue.SimpleQueue[frozenset[int] | None] = queue.SimpleQueue()
         self._asleep = False
         self._freed_bytes: list[int] = []
@@ -144,7 +145,13 @@ class VllmEngine:
         self._forget_aborts()
         self._calls += 1
         batch = RequestBatch(
-            self._engine, str(self._calls), requests, sampling, eos_token_id, completes
+            self._engine,
+            str(self._calls),
+            str(self._loads),
+            requests,
+            sampling,
+            eos_token_id,
+            completes,
         )
         known = 0
         try:
@@ -152,7 +159,7 @@ class VllmEngine:
                 ended = self._serve_aborts(batch)
                 if len(batch):
                     ended |= batch.step()
-                if ended or batch.at_least > known:
+                if ended or batch.at_least > known or call_in_flight():
                     known = batch.at_least
                     yield Progress(ended, known)
         finally:
@@ -188,9 +195,13 @@ class VllmEngine:
             )
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Replace all weights; caches of the old ones are emptied."""
+        """Replace all weights; no request that is made from now on finds what old ones computed.
+
+        A stream that is open goes on with the new ones, from the keys and values that it has.
+        """
         from .weights import load_whole_tensors
 
+        self._loads += 1
         load_whole_tensors(self._engine, tensors, version)
 
     @property

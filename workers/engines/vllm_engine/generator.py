@@ -132,6 +132,7 @@ class VllmGenerator:
     """
 
     name = "vLLM"
+    takes_weights = True
 
     def __init__(self, spec: VllmPolicySpec, context: WorkerContext) -> None:
         check_stages(context)

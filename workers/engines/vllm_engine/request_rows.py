@@ -64,7 +64,8 @@ def _before(
     found: list[Sampled] = []
     for row, (tokens, logprobs) in enumerate(zip(begun.token, begun.logprob, strict=True)):
         length = int((tokens >= 0).sum())
-        one = Sampled(tokens[:length].tolist(), logprobs[:length].tolist())
+        # Whose weights sampled them, who has begun them knows.
+        one = Sampled(tokens[:length].tolist(), logprobs[:length].tolist(), [-1] * length)
         for token in one.tokens:  # of which the last says whether it is finished
             one.finished = token in ends or bool(completes and completes(row, token))
         found.append(one)
@@ -80,6 +81,7 @@ def as_columns(step: Progress, sampling: Sampling) -> Ended:
         responses.token[place, :length] = torch.tensor(one.tokens, dtype=torch.int64)
         if sampling.temperature > 0:  # a likeliest token is certain
             responses.logprob[place, :length] = torch.tensor(one.logprobs)
+        responses.versions[place, :length] = torch.tensor(one.versions, dtype=torch.int64)
         responses.length[place] = length
         responses.finished[place] = one.finished
     return Ended(torch.tensor(rows, dtype=torch.int64), responses, step.at_least)

@@ -3,6 +3,10 @@
 A response that goes on is a request whose prompt ends with what there is of it: its keys and values
 are computed anew, at once, as those of any prompt. vLLM counts tokens of the prompt and of the
 response alike for the repetition penalty, so that one goes on as well.
+
+New weights may come between two steps of the engine. Keys and values of what there is of a response
+stay, and those of a prompt are shared among the requests of a batch, but with no batch that begins
+under other weights.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....algorithms.roles.language import Sampling
+from ....dataflow.runtime.call_context import call_version
 
 __all__ = ["Progress", "Request", "RequestBatch", "Sampled"]
 
@@ -23,12 +28,14 @@ class Sampled:
     Attributes:
         tokens: Sampled token ids, the one that ended it included.
         logprobs: Log-probability of each token, of the distribution it was sampled from.
+        versions: Of the weights that sampled each token.
         finished: Whether an end-of-sequence token or a stop string ended it.
         cached_tokens: Tokens of the prompt that were found in the prefix cache.
     """
 
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
     finished: bool = False
     cached_tokens: int = 0
 
@@ -69,6 +76,7 @@ class RequestBatch:
     Args:
         engine: An `LLMEngine`.
         call: A name that no other batch has.
+        loaded: A name of the weights that there are, which no other weights have.
         requests: By number.
         sampling: How responses are sampled.
         eos_token_id: Ends a response, as `sampling.stop_token_ids` do.
@@ -80,12 +88,15 @@ class RequestBatch:
         self,
         engine: Any,
         call: str,
+        loaded: str,
         requests: Mapping[int, Request],
         sampling: Sampling,
         eos_token_id: int,
         completes: Callable[[int, int], bool] | None = None,
     ) -> None:
         self._engine = engine
+        self._loaded = loaded
+        self._version, self._older = call_version(), list[object]()
         self._completes = completes
         self._open = {f"{call}/{number}": number for number in requests}
         self._names = {number: name for name, number in self._open.items()}
@@ -111,15 +122,22 @@ class RequestBatch:
     def step(self) -> dict[int, Sampled]:
         """Have the next tokens sampled; the requests that end with them."""
         ended: dict[int, Sampled] = {}
-        for output in self._engine.step():
+        if call_version() != self._version and not self._older:
+            self._older = _on_their_way(self._engine)
+        outputs = self._engine.step()
+        version = self._version if self._older else call_version()
+        for output in outputs:
             number = self._open[output.request_id]
             sampled = self._sampled[number]
-            new = _append(sampled, output)
+            new = _append(sampled, output, version)
             if self._completes and not sampled.finished:
                 self._end_where(self._completes, number, new)
             if output.finished or sampled.finished:
                 del self._open[output.request_id]
                 ended[number] = sampled
+        left = _on_their_way(self._engine) if self._older else []
+        self._older = [batch for batch in self._older if any(batch is one for one in left)]
+        self._version = version if self._older else call_version()
         return ended
 
     def cut(self, numbers: Iterable[int]) -> dict[int, Sampled]:
@@ -143,7 +161,8 @@ class RequestBatch:
         least = min_new_tokens - len(request.so_far.tokens)
         own.min_tokens = min(max(least, 0), request.max_new_tokens)
         ids = [*request.prompt, *request.so_far.tokens]
-        prompt = {"type": "token", "prompt_token_ids": ids}
+        # Keys and values that were cached under other weights must not be found.
+        prompt = {"type": "token", "prompt_token_ids": ids, "cache_salt": self._loaded}
         self._engine.add_request(self._names[number], prompt, own)
 
     def _end_where(
@@ -153,7 +172,7 @@ class RequestBatch:
         sampled = self._sampled[number]
         for place, token in enumerate(new, start=len(sampled.tokens) - len(new) + 1):
             if completes(number, token):
-                del sampled.tokens[place:], sampled.logprobs[place:]
+                del sampled.tokens[place:], sampled.logprobs[place:], sampled.versions[place:]
                 sampled.finished = True
                 self._engine.abort_request([self._names[number]])
                 return
@@ -177,10 +196,16 @@ def _sampling_params(sampling: Sampling, eos_token_id: int) -> Any:
     )
 
 
-def _append(sampled: Sampled, output: Any) -> Sequence[int]:
-    """Add what one step brought, and return the new tokens."""
+def _on_their_way(engine: Any) -> list[object]:
+    """Batches that are computed ahead of what `step` has given, as vLLM does on GPUs."""
+    return list(engine.engine_core.engine_core.batch_queue or ())
+
+
+def _append(sampled: Sampled, output: Any, version: int) -> Sequence[int]:
+    """Add what one step brought, sampled by weights of this version; returns the new tokens."""
     (part,) = output.outputs
     sampled.tokens += part.token_ids
+    sampled.versions += [version] * len(part.token_ids)
     sampled.logprobs += [
         entry[token].logprob for token, entry in zip(part.token_ids, part.logprobs, strict=True)
     ]

@@ -124,10 +124,11 @@ def weight_transfer_config() -> WeightTransferConfig:
 
 
 def load_whole_tensors(engine: Any, tensors: Mapping[str, Tensor], version: int) -> None:
-    """Replace all weights of an `LLMEngine` and void what it computed with the old ones.
+    """Replace all weights of an `LLMEngine`, and empty its prefix cache if no request runs.
 
     Args:
-        engine: Without unfinished requests.
+        engine: Between two steps. Requests that run keep their keys and values, and vLLM keeps its
+            prefix cache for them; other requests are told apart by a salt.
         tensors: All parameters.
         version: What `engine.get_weight_version` will say.
     """
@@ -135,6 +136,6 @@ def load_whole_tensors(engine: Any, tensors: Mapping[str, Tensor], version: int)
     engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": tensors}})
     engine.collective_rpc("finish_weight_update")
     # Keys and values of the old weights must not be found again.
-    if not engine.reset_prefix_cache():
-        raise RuntimeError("vLLM kept its prefix cache; requests are still running")
+    if not engine.reset_prefix_cache() and not engine.has_unfinished_requests():
+        raise RuntimeError("vLLM kept its prefix cache, though no request is running")
     engine.set_weight_version(str(version))

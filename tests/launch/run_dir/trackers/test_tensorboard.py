@@ -57,3 +57,18 @@ def test_what_a_resumed_run_does_again_is_forgotten(
         tracker.finish({})
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
     assert _scalars(tmp_path / "tensorboard") == {"reward": [(0, 0.0), (1, 1.0), (2, 22.0)]}
+
+
+def test_a_run_that_cannot_be_repeated_says_so_among_the_texts(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorBoardTracker()
+    tracker.start(RunInfo("run", {"grpo": tmp_path}, {}, False, "in_flight: by timing"))
+    tracker.rewind(0, "grpo")
+    tracker.log(0, "grpo", {"reward": 0.5})
+    tracker.finish(None)
+    events: Any = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (said,) = events.Tensors("not reproducible")
+    assert said.tensor_proto.string_val == [b"in_flight: by timing"]
+    assert _scalars(tmp_path / "tensorboard") == {"reward": [(0, 0.5)]}

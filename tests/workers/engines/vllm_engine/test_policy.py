@@ -125,7 +125,7 @@ def test_responses_leave_as_they_end(policy: VllmPolicy):
         for part in torch.arange(8).split([1, 2, 1, 3, 1])
     ]
     with call_scope(0, 0):
-        answers = list(policy.stream("generate", calls))
+        answers = [answer for answer in policy.stream("generate", calls) if answer is not None]
     assert [(a.size, a.call) for a in answers] == sorted((a.size, a.call) for a in answers)
     assert [a.call for a in answers] != list(range(5))
     expected = by_sample(whole, 3)

@@ -49,7 +49,7 @@ def test_a_response_goes_on_by_what_is_left_and_no_further_than_this_call_may():
     begun = so_far([4] * 4, [4] * 5, [], [4, 4], [4, EOS], [4] * 6, ended=(4,))
     asked, over, _ = requests(SAMPLING, begun)
     assert {row: one.max_new_tokens for row, one in asked.items()} == {0: 1, 2: 3, 3: 3}
-    assert asked[3].so_far == Sampled([4, 4], [-0.5, -0.5])
+    assert asked[3].so_far == Sampled([4, 4], [-0.5, -0.5], [-1, -1])
     # Rows 1 and 5 are as long as they may be, whoever did not notice.
     assert {row: (len(one.tokens), one.finished) for row, one in over.items()} == {
         1: (5, False),
@@ -76,7 +76,9 @@ def test_stop_strings_are_told_of_what_there_is():
 
 
 def test_columns_are_in_the_order_of_rows():
-    progress = Progress({4: Sampled([3, 2], [-1.0, -2.0], True), 1: Sampled([7], [-3.0])}, 2)
+    progress = Progress(
+        {4: Sampled([3, 2], [-1.0, -2.0], [8, 9], True), 1: Sampled([7], [-3.0], [9])}, 2
+    )
     ended = as_columns(progress, SAMPLING)
     assert (ended.rows.tolist(), ended.at_least) == ([1, 4], 2)
     assert ended.responses.token.tolist() == [[7, *[-1] * 5], [3, 2, *[-1] * 4]]

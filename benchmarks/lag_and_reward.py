@@ -225,6 +225,7 @@ def main() -> None:
     options.add_argument("--svg", type=Path, help="where to draw the figure")
     options.add_argument("--smollm2", action="store_true", help="the instruct model instead")
     args: argparse.Namespace = options.parse_args()
+    torch.set_num_threads(1)
     if args.smollm2:
         report({"smollm2": smollm2(args.runs, args.seeds[0], args.steps or 34)}, args.json)
         return

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ...dataflow.errors import PlanError
 from ...dataflow.graph.graph import Graph
@@ -24,6 +25,8 @@ from .critical_path import PathItem, critical_path
 from .plan import Plan
 
 __all__ = ["Simulation", "idle_of", "simulate", "simulate_plan"]
+
+_Begun: TypeAlias = tuple[str, int | None, int]
 
 _SAME = 1e-9
 """Two durations that differ by less than this share are equal: sums of floats in other orders."""
@@ -237,18 +240,16 @@ def _cycle(spans: list[Span], completed: list[float]) -> tuple[int, int]:
     return len(states) // 2, max(1, (len(states) - 1) // 2)
 
 
-def _state(begun: list[Span], step: int, now_s: float) -> dict[tuple[str, int], float]:
-    """Call and how many steps ahead -> seconds left, of all that had begun."""
+def _state(begun: list[Span], step: int, now_s: float) -> dict[_Begun, float]:
+    """Call, part and how many steps ahead -> seconds left, of all that had begun."""
     return {
-        (span.task.node, span.task.step - step): max(0.0, span.end_s - now_s)
+        (span.task.node, span.task.chunk, span.task.step - step): max(0.0, span.end_s - now_s)
         for span in begun
         if isinstance(span.task, NodeTask)
     }
 
 
-def _alike(
-    one: Mapping[tuple[str, int], float], other: Mapping[tuple[str, int], float], same_s: float
-) -> bool:
+def _alike(one: Mapping[_Begun, float], other: Mapping[_Begun, float], same_s: float) -> bool:
     return one.keys() == other.keys() and all(abs(one[k] - other[k]) <= same_s for k in one)
 
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from penstock.dataflow.kinds import WeightRead
 from penstock.dataflow.scheduler.events import NodeTask, Versions
 from penstock.dataflow.scheduler.flow import Flow, FlowKind, FlowNode
 from penstock.dataflow.scheduler.schedule import Schedule
+
+TIMES = int(os.environ.get("PENSTOCK_HISTORIES", "1"))
+"""How many times as many histories are drawn: `make test-all` draws over 20,000."""
+
+
+def histories(number: int) -> settings:
+    """So many random histories, or `TIMES` as many."""
+    return settings(max_examples=number * TIMES, deadline=None)
 
 
 @st.composite

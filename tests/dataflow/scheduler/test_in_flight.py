@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.kinds import WeightRead
 from penstock.dataflow.scheduler.events import (
@@ -23,7 +23,9 @@ from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.simulate import dry_run
 
 from .acted_out import Recorded, Shell, run
-from .random_flows import SEEDS, STEPS, expected_reads, flows, size, timing
+from .random_flows import SEEDS, STEPS, TIMES, expected_reads, flows, histories, size, timing
+
+pytestmark = pytest.mark.timeout(300 * TIMES)
 
 LAGS = st.integers(1, 3)
 IN_FLIGHT = Schedule(max_lag=1, streaming=1, in_flight=True)
@@ -43,7 +45,7 @@ def check_bounds(
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@histories(300)
 @given(flows(), LAGS, STEPS, SEEDS, st.sampled_from([None, 1, 2]), st.booleans())
 def test_every_task_runs_once_within_the_bounds(
     flow: Flow, max_lag: int, num_steps: int, seed: int, every: int | None, arrival: bool
@@ -63,7 +65,7 @@ def test_every_task_runs_once_within_the_bounds(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@histories(150)
 @given(flows(), LAGS, st.integers(1, 6), SEEDS, st.integers(1, 3), st.data())
 def test_a_resumed_run_does_what_is_left(
     flow: Flow, max_lag: int, num_steps: int, seed: int, every: int, data: st.DataObject

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.kinds import WeightRead
 from penstock.dataflow.scheduler.events import (
@@ -29,11 +29,13 @@ from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import dry_run
 
 from .acted_out import Recorded, Shell, assert_only_needed_weights_move, run
-from .random_flows import LAGS, SEEDS, STEPS, expected_reads, flows, size, timing
+from .random_flows import LAGS, SEEDS, STEPS, TIMES, expected_reads, flows, histories, size, timing
+
+pytestmark = pytest.mark.timeout(300 * TIMES)
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@histories(300)
 @given(flows(), LAGS, STEPS, SEEDS, st.sampled_from([None, 1, 2, 3]))
 def test_every_task_runs_once_with_versions_that_depend_on_its_step_alone(
     flow: Flow, max_lag: int, num_steps: int, seed: int, every: int | None
@@ -49,7 +51,7 @@ def test_every_task_runs_once_with_versions_that_depend_on_its_step_alone(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@histories(150)
 @given(flows(), LAGS, STEPS, SEEDS, st.sampled_from([None, 1, 2]))
 def test_arrival_order_stays_within_the_bound(
     flow: Flow, max_lag: int, num_steps: int, seed: int, every: int | None
@@ -67,7 +69,7 @@ def test_arrival_order_stays_within_the_bound(
 
 
 @pytest.mark.slow
-@settings(max_examples=250, deadline=None)
+@histories(250)
 @given(flows(), LAGS, st.integers(1, 6), SEEDS, st.integers(1, 3), st.booleans(), st.data())
 def test_a_resumed_run_does_exactly_what_is_left(
     flow: Flow,
@@ -114,7 +116,7 @@ class Interrupted(Recorded):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@histories(300)
 @given(flows(), LAGS, st.integers(1, 5), SEEDS, st.integers(1, 60), st.sampled_from([None, 1, 2]))
 def test_a_stopped_run_goes_on_to_the_same_end(
     flow: Flow, max_lag: int, num_steps: int, seed: int, nth: int, every: int | None
@@ -146,7 +148,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@histories(100)
 @given(flows(), LAGS, st.integers(1, 4), SEEDS, st.integers(0, 30))
 def test_a_failure_aborts_once_and_for_good(
     flow: Flow, max_lag: int, num_steps: int, seed: int, nth: int
@@ -173,7 +175,7 @@ def test_a_failure_aborts_once_and_for_good(
         assert scheduler.handle(CheckpointSaved(1, 1e9)) == []
 
 
-@settings(max_examples=100, deadline=None)
+@histories(100)
 @given(flows(), LAGS, st.integers(1, 4), SEEDS, st.integers(0, 30))
 def test_whatever_stops_answering_is_noticed(
     flow: Flow, max_lag: int, num_steps: int, seed: int, nth: int

@@ -147,7 +147,8 @@ def test_a_token_found_in_blocks_is_the_one_of_the_whole_sum(vocab_size: int, sp
     target = (word + 0.5) * 2.0**-32 * cumulative[:, -1]
     expected = torch.searchsorted(cumulative, target[:, None], right=True)
     assert torch.equal(token, expected[:, 0])
-    torch.testing.assert_close(logprob, every.gather(1, expected)[:, 0], atol=2e-6, rtol=0)
+    # Logits of up to 20 are exact to 1e-6, and processors add them up in different orders.
+    torch.testing.assert_close(logprob, every.gather(1, expected)[:, 0], atol=5e-6, rtol=0)
 
 
 def test_a_row_without_numbers_says_so_among_many_tokens():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, cast
 
 from ...configs.plan_schema import PlanConfig, PlanOptions
 from ...configs.validate import validated
-from ...dataflow.errors import ConfigError, FlowError, PlanError
+from ...dataflow.errors import ConfigError, FlowError, InfeasibleError
 from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph
 from ...dataflow.graph.segments import check_segments
@@ -100,11 +101,11 @@ class PlanRequest:
             PlanError: If no plan fits.
         """
         found: list[Plan] = []
-        unfit: dict[int, PlanError] = {}
+        unfit: dict[int, InfeasibleError] = {}
         for segment in self.segments:
             try:
                 found.append(self._plan(segment))
-            except PlanError as error:
+            except InfeasibleError as error:
                 unfit[segment] = error
         if not found:
             raise next(iter(unfit.values()))
@@ -137,26 +138,28 @@ def _fastest(plans: Sequence[Plan], unfit: Iterable[int]) -> Plan:
         plans: One for each length of a segment.
         unfit: Lengths for which no plan fits.
     """
-    schedules: list[tuple[float, Plan, OtherSchedule]] = []
-    for plan in plans:
-        own = plan.prediction
-        assert own is not None, "it was searched for"
-        best = OtherSchedule(
-            max_lag=plan.max_lag or 0,
-            segment_tokens=own.segment_tokens,
-            step_time_s=own.step_time_s,
-        )
-        schedules += [(one.step_time_s or 0.0, plan, one) for one in (best, *own.other_schedules)]
-    schedules.sort(key=lambda schedule: schedule[0])
-    _, plan, _ = schedules[0]
-    others = tuple(one for _, _, one in schedules[1:])
-    others += tuple(
-        OtherSchedule(max_lag=plan.max_lag or 0, segment_tokens=segment, step_time_s=None)
-        for segment in unfit
-    )
+    best = min(plans, key=_step_time_s)
+    others = [_as_other(plan) for plan in plans if plan is not best]
+    others += [one for plan in plans if plan.prediction for one in plan.prediction.other_schedules]
+    others.sort(key=lambda one: one.step_time_s or math.inf)
+    for segment in unfit:
+        others.append(OtherSchedule(max_lag=0, segment_tokens=segment, step_time_s=None))
+    assert best.prediction is not None, "it was searched for"
+    prediction = best.prediction.model_copy(update={"other_schedules": tuple(others)})
+    return best.model_copy(update={"prediction": prediction})
+
+
+def _as_other(plan: Plan) -> OtherSchedule:
     assert plan.prediction is not None, "it was searched for"
-    prediction = plan.prediction.model_copy(update={"other_schedules": others})
-    return plan.model_copy(update={"prediction": prediction})
+    return OtherSchedule(
+        max_lag=plan.max_lag or 0,
+        segment_tokens=plan.prediction.segment_tokens,
+        step_time_s=plan.prediction.step_time_s,
+    )
+
+
+def _step_time_s(plan: Plan) -> float:
+    return plan.prediction.step_time_s if plan.prediction is not None else math.inf
 
 
 def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanRequest:
@@ -201,11 +204,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
             *inputs.left_out(models),
             *cluster.notes(model.dtype for model in models.values() if model is not None),
             *(calibration.notes_for(models.values()) if calibration is not None else ()),
-            *(
-                ("schedule.in_flight is not predicted; weights come between two steps",)
-                if found.schedule.in_flight
-                else ()
-            ),
+            *_not_predicted(found.schedule, segments),
         ),
         constants=default_constants(cluster)
         if calibration is None
@@ -228,6 +227,15 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         max_cp=options.max_cp,
         streaming=found.schedule.streaming,
     )
+
+
+def _not_predicted(schedule: Schedule, segments: Sequence[int]) -> list[str]:
+    notes: list[str] = []
+    if schedule.streaming and any(segments):
+        notes.append("schedule.streaming is not predicted of responses that go on in later steps")
+    if schedule.in_flight:
+        notes.append("schedule.in_flight is not predicted; weights come between two steps")
+    return notes
 
 
 def _check_models(graph: Graph, models: Mapping[str, ModelShape | None]) -> None:

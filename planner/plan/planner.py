@@ -206,21 +206,20 @@ class _Writer:
     def _streamed(
         self, nodes: Mapping[str, str], constants: Constants, num_parts: int
     ) -> StreamedStep | None:
-        """The plan played through with rows that go on in parts; None if they do not."""
-        if not num_parts:
+        """The plan played through with rows that go on in parts; None if not, or with segments."""
+        if not num_parts or any(call.segment_tokens for call in self.calls):
             return None
         best = self.found.best
         parts: dict[str, tuple[float, ...]] = {}
         for group in best.groups:
-            layouts = {
-                n: lay for option in group.options.values() for n, lay in option.layouts.items()
-            }
+            layouts = {k: v for option in group.options.values() for k, v in option.layouts.items()}
             for call in self.calls:
                 if call.name not in layouts:
                     continue
                 model = TimeModel(constants, self.table.engine_of(call))
                 time = partial(model.call_time, layout=layouts[call.name], mesh=group.mesh)
-                parts |= part_times([call], best.durations_s, time, num_parts)
+                duration_s = best.durations_s[call.name]
+                parts[call.name] = part_times(call, duration_s, time, num_parts)
         played = simulate(self.graph, nodes, best.durations_s, max_lag=best.max_lag, parts_s=parts)
         return StreamedStep(num_parts=num_parts, step_time_s=played.step_time_s)
 

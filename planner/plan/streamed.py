@@ -10,7 +10,7 @@ same rows run as if nothing were ever longer, so that is how long it takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -48,36 +48,27 @@ def part_lengths(response: Lengths, num_rows: int, num_parts: int) -> tuple[Leng
 
 
 def part_times(
-    calls: Sequence[Call],
-    durations_s: Mapping[str, float],
-    time: Callable[[Call], CallTime],
-    num_parts: int,
-) -> dict[str, tuple[float, ...]]:
-    """Call -> seconds of each of its parts.
+    call: Call, duration_s: float, time: Callable[[Call], CallTime], num_parts: int
+) -> tuple[float, ...]:
+    """Seconds of each part of a call.
 
     Of a generation that is how long after the part before one is there. A train call sums gradients
     over ranks and takes the optimizer's step with its last part.
 
     Args:
-        calls: Of one step, which has at least as many prompts as parts.
-        durations_s: What each takes with all rows at once.
+        call: Of a step with at least as many prompts as parts, whose rows end in it.
+        duration_s: What it takes with all rows at once.
         time: What a call takes in the layout that the plan has for it.
         num_parts: Parts.
     """
-    found: dict[str, tuple[float, ...]] = {}
-    for call in calls:
-        num_rows = max(1, round(call.num_sequences / num_parts))
-        lengths = part_lengths(call.response, num_rows, num_parts)
-        if call.kind == "generate":
-            found[call.name] = _answers(call, durations_s[call.name], time, lengths)
-            continue
-        times = [time(replace(call, num_sequences=num_rows, response=own)) for own in lengths]
-        # What is done once: with a part's rows it would be counted for each.
-        once = durations_s[call.name] - sum(map(_each, [time(call)]))
-        parts = [_each(one) for one in times]
-        parts[-1] += max(0.0, once)
-        found[call.name] = tuple(parts)
-    return found
+    num_rows = max(1, round(call.num_sequences / num_parts))
+    lengths = part_lengths(call.response, num_rows, num_parts)
+    if call.kind == "generate":
+        return _answers(call, duration_s, time, lengths)
+    parts = [_each(time(replace(call, num_sequences=num_rows, response=own))) for own in lengths]
+    # What is done once, moving and loading weights too, comes with the last.
+    parts[-1] += max(0.0, duration_s - _each(time(call)))
+    return tuple(parts)
 
 
 def _each(time: CallTime) -> float:

@@ -58,7 +58,7 @@ def played(
     )
     calls = calls_of(GRAPH, workload, {"actor": SHAPE, "reward": None})
     durations_s = {call.name: time(call).total_s for call in calls}
-    parts_s = part_times(calls, durations_s, time, num_parts)
+    parts_s = {c.name: part_times(c, durations_s[c.name], time, num_parts) for c in calls}
     whole = simulate(GRAPH, nodes, durations_s, max_lag=max_lag)
     return whole, simulate(GRAPH, nodes, durations_s, max_lag=max_lag, parts_s=parts_s), durations_s
 

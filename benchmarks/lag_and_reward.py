@@ -70,7 +70,12 @@ def make(folder: Path, words: Sequence[str]) -> Path:
         entry += ["executor.num_threads=1", "tracker=none"]
         with (folder / "output.txt").open("w") as output:
             subprocess.run(
-                entry, check=True, stdout=output, stderr=subprocess.STDOUT, env=_one_thread()
+                entry,
+                check=True,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_one_thread(),
+                timeout=7200,
             )
         found = list(folder.glob("*/summary.json"))
     (file,) = found

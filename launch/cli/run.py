@@ -210,7 +210,6 @@ def _stages(
         outcome = run_stage(job, stage, home, results, trackers)
     wall_time_s = time.monotonic() - started_s
     memory.sample()
-    record = record_of(folder)
     summary = summary_of(
         job,
         outcome,
@@ -218,8 +217,7 @@ def _stages(
         peak_memory_bytes=memory.peak_bytes,
         wall_time_s=wall_time_s,
         resumed=resumed,
-        changes=record.changes,
-        not_reproducible=record.not_reproducible,
+        record=record_of(folder),
     )
     write_report(job, folder, outcome, summary, console, trackers.place)
     folder.write_summary(summary)

@@ -15,6 +15,7 @@ from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph
 from ...dataflow.graph.segments import check_segments
 from ...dataflow.scheduler.schedule import Schedule
+from ...planner.cost.calibration import Calibration
 from ...planner.cost.constants import Constants, default_constants
 from ...planner.cost.engine_model import RoleEngines
 from ...planner.inputs.calls import calls_of
@@ -181,8 +182,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     file = options.calibration
     calibration = None if file is None else read_calibration(Path(file))
     cluster = cluster_spec(asked.cluster, calibration and calibration.cluster)
-    model = local_model(found.model)
-    model = with_dtype(model, lambda: cluster.computes_faster("bfloat16"))
+    model = with_dtype(local_model(found.model), lambda: cluster.computes_faster("bfloat16"))
     inputs = PlanInputs(replace(found, model=model), model.hub or model_name)
     models = inputs.models(options.models)
     _check_models(inputs.graph, models)
@@ -202,8 +202,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         refused=refused,
         notes=(
             *inputs.left_out(models),
-            *cluster.notes(model.dtype for model in models.values() if model is not None),
-            *(calibration.notes_for(models.values()) if calibration is not None else ()),
+            *_notes(cluster, calibration, models),
             *_not_predicted(found.schedule, segments),
         ),
         constants=default_constants(cluster)
@@ -227,6 +226,17 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         max_cp=options.max_cp,
         streaming=found.schedule.streaming,
     )
+
+
+def _notes(
+    cluster: ClusterSpec,
+    calibration: Calibration | None,
+    models: Mapping[str, ModelShape | None],
+) -> list[str]:
+    """Which rates of the devices are not known."""
+    shapes = [model for model in models.values() if model is not None]
+    notes = list(cluster.notes(model.dtype for model in shapes))
+    return notes + list(calibration.notes_for(shapes) if calibration is not None else ())
 
 
 def _not_predicted(schedule: Schedule, segments: Sequence[int]) -> list[str]:

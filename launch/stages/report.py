@@ -13,7 +13,7 @@ from ..run_dir.atomic import write_text
 from ..run_dir.curve import draw_curve
 from ..run_dir.evaluations import WHOLE, Change, Evaluations, Measured, accuracy_interval
 from ..run_dir.progress import format_duration
-from ..run_dir.run_folder import CodeVersion, RunFolder
+from ..run_dir.run_folder import CodeVersion, RunFolder, RunRecord
 from ..run_dir.trackers.jsonl import read_metrics
 from .checks import comparison_text, nodes_summary
 from .headline import Headline
@@ -31,8 +31,7 @@ def summary_of(
     peak_memory_bytes: int,
     wall_time_s: float,
     resumed: bool,
-    changes: Sequence[Mapping[str, Any]],
-    not_reproducible: str = "",
+    record: RunRecord,
 ) -> dict[str, Any]:
     """The contents of summary.json. Times are of this process only, if the run was resumed.
 
@@ -43,8 +42,7 @@ def summary_of(
         peak_memory_bytes: Of this process and all below it.
         wall_time_s: Of the stages.
         resumed: Whether an earlier process did some of it.
-        changes: What was changed of its configuration on the way, as `RunRecord` has it.
-        not_reproducible: As `RunRecord` has it.
+        record: What the run's folder says of it.
     """
     main, prediction = job.main, job.plan.prediction
     before, after = (found.get(WHOLE, _NOTHING) for found in (outcome.before, outcome.after))
@@ -57,7 +55,7 @@ def summary_of(
         "stopped": outcome.stopped or None,
         "weights_sha256": outcome.weights_sha256,
         "roles_sha256": outcome.roles_sha256,
-        "not_reproducible": not_reproducible or None,
+        "not_reproducible": record.not_reproducible or None,
         "accuracy_before_rl": before.accuracy,
         "accuracy_after_rl": after.accuracy,
         "num_held_out": job.held_out.num_prompts if job.held_out else 0,
@@ -79,7 +77,7 @@ def summary_of(
         "main_stage_wall_time_s": outcome.wall_time_s,
         "resumed": resumed,
         "first_step": outcome.first_step,
-        "changes": list(changes),
+        "changes": list(record.changes),
         "code": str(code),
         "examples_before": _all_examples(outcome.before),
         "examples_after": _all_examples(outcome.after),

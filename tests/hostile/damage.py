@@ -46,12 +46,13 @@ def folder(name: str) -> Damage:
     return damage
 
 
-def cut(name: str) -> Damage:
-    """Keep its first half."""
+def cut(name: str, after: bytes = b"") -> Damage:
+    """Keep its first half, or what ends with `after`: halves of a file with paths in it differ."""
 
     def damage(top: Path) -> None:
         content = (top / name).read_bytes()
-        (top / name).write_bytes(content[: len(content) // 2])
+        size = content.index(after) + len(after) if after else len(content) // 2
+        (top / name).write_bytes(content[:size])
 
     return damage
 

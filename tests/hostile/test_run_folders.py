@@ -32,7 +32,7 @@ DAMAGES: dict[str, Damage] = {
     "run.json is cut": write("run.json", b'{"changes": [], "code":'),
     "no config.yaml": remove("config.yaml"),
     "config.yaml is a folder": folder("config.yaml"),
-    "config.yaml is cut": cut("config.yaml"),
+    "config.yaml is cut": cut("config.yaml", after=b"\nmodel:"),
     "config.yaml runs code": write("config.yaml", b"!!python/object/apply:os.system ['true']"),
     "plan.json is a folder": folder("plan.json"),
     "plan.json is cut": cut("plan.json"),

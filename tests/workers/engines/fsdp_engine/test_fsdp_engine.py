@@ -337,8 +337,9 @@ def test_bfloat16_weights_learn_through_a_float32_copy(folder: Path):
         moved = (weights[name].float() - before[name].float()).abs().mean()
         apart = (weights[name].float() - trained[name].float()).abs().mean()
         assert apart < 0.2 * moved, name
-    # In float32 this norm is 1.3725, after three steps; here it was 1.3728, under FSDP 1.4511.
-    assert float(metrics["grad_norm"]) == pytest.approx(1.3725, rel=0.02)
+    # In float32 this norm is 1.3725, after three steps. In bfloat16 it depends on the processor's
+    # kernels: 1.3728 and 1.4317 were seen on two, and 1.4511 under FSDP.
+    assert float(metrics["grad_norm"]) == pytest.approx(1.3725, rel=0.08)
     assert float(found["metric/grad_norm"]) == pytest.approx(1.3725, rel=0.08)
     saved = folder / f"half-{SHARDS}"
     state = read_whole(open_state(saved, read_state_json(saved), "optimizer"))

@@ -1,0 +1,119 @@
+"""What a policy talks with: environments of conversations, and the tasks that have them.
+
+An environment serves one conversation, from `reset` to `close`. What the policy is shown before it
+first speaks is the task's prompt, which is rendered with the schemas of its tools; from then on the
+environment answers each of its turns with messages, a reward, and whether that was the end.
+
+A method may be a coroutine function or a plain one. A plain one is called where the policy samples,
+so it must be quick; what waits for anything is a coroutine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from ..data.task import Message
+
+__all__ = ["BadCall", "Environment", "HasEnvironments", "Reply", "ToolCall", "TurnResult"]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that a model made.
+
+    Attributes:
+        name: Of the tool, be there one or not.
+        arguments: By name.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class BadCall:
+    """What looks like a call and is none.
+
+    Attributes:
+        text: What the model wrote.
+        why: What is wrong with it, as the model is told.
+    """
+
+    text: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One turn of the policy.
+
+    Attributes:
+        turn: Its number, from 0.
+        text: All that it said, without the token that ends a turn.
+        content: What of that is no call.
+        calls: What it called, in order; some of them may be none that can be made.
+        finished: Whether it ended its turn, and was not cut off.
+    """
+
+    turn: int
+    text: str
+    content: str
+    calls: tuple[ToolCall | BadCall, ...] = ()
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """What an environment answers.
+
+    Attributes:
+        messages: What the policy is shown next, by "tool" or "user"; none where it is over.
+        reward: For this turn.
+        done: Whether the conversation is over.
+        counts: What is to be counted of it, such as `{"tool_errors": 1}`.
+    """
+
+    messages: Sequence[Message] = ()
+    reward: float = 0.0
+    done: bool = False
+    counts: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class Environment(Protocol):
+    """The other side of one conversation. Each method may be a coroutine function."""
+
+    def reset(self, problem: int, seed: int) -> Awaitable[None] | None:
+        """Begin.
+
+        Args:
+            problem: Index into the task.
+            seed: 63 bits, all the randomness there is: the same for the same run, step, problem and
+                sample.
+        """
+        ...
+
+    def step(self, reply: Reply) -> Awaitable[TurnResult] | TurnResult:
+        """Answer a turn."""
+        ...
+
+    def close(self) -> Awaitable[None] | None:
+        """End; called once, whatever has happened, also where `reset` failed."""
+        ...
+
+
+@runtime_checkable
+class HasEnvironments(Protocol):
+    """A task whose problems are answered in conversation. It is a `Task` that `Converses` as well.
+
+    Attributes:
+        deterministic: Whether what an environment does is a function of the problem, the seed and
+            the turns alone.
+    """
+
+    deterministic: bool
+
+    def environment(self, problem: int) -> Environment:
+        """A new environment for one conversation about a problem."""
+        ...

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .roles import Observer, PerSample, Policy, Prompts, Reward, Sampling
+from .roles import Agent, Observer, PerSample, Policy, Prompts, Reward, Sampling
 
-__all__ = ["Evaluation", "Observer", "evaluate_step"]
+__all__ = ["Evaluation", "Observer", "agent_evaluate_step", "evaluate_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,8 @@ class Evaluation:
 
     sampling: Sampling = Sampling(temperature=0.0)
     """How responses are sampled; greedily by default."""
+    max_turns: int = 8
+    """Most turns of a conversation, where there are some."""
 
 
 def evaluate_step(
@@ -27,3 +29,13 @@ def evaluate_step(
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = verifier.score(roll.tokens, roll.mask, roll.prompt_id)
     return observer.observe(roll.tokens, roll.mask, roll.prompt_id, score=score)
+
+
+def agent_evaluate_step(
+    prompts: Prompts, actor: Policy, agent: Agent, observer: Observer, cfg: Evaluation
+) -> PerSample:
+    """One conversation about each problem (or `num_samples`), scored by who answers in it."""
+    held = actor.converse(
+        prompts.prompt, prompts.prompt_id, agent, cfg.sampling, max_turns=cfg.max_turns
+    )
+    return observer.observe(held.tokens, held.mask, held.prompt_id, score=held.score)

@@ -183,6 +183,11 @@ class TaskConfig(BaseModel):
     """Longer prompts are reported and left out."""
     max_response_tokens: AtLeastOne = 16
     """Longest response, end-of-sequence included: sampled, imitated or compared."""
+    max_turns: AtLeastOne = 8
+    """Most turns of the policy in a conversation, of a task that has some."""
+    max_total_tokens: Count = 0
+    """Longest conversation with its prompt, in tokens; 0 for tasks without conversations.
+    `max_response_tokens` is the longest turn."""
     chat: bool = False
     """Whether a prompt that is a text is rendered by the tokenizer's chat template, as one message
     of a user. Prompts that are conversations always are."""

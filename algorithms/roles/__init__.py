@@ -6,6 +6,7 @@ have modules of their own.
 
 from __future__ import annotations
 
+from .agents import Agent, Conversations
 from .language import (
     PROMPT,
     ROW,
@@ -61,7 +62,9 @@ from .language import (
 )
 
 __all__ = [
+    "Agent",
     "BehaviorLogprob",
+    "Conversations",
     "DemonstrationBatch",
     "Demonstrations",
     "DistillationBatch",

@@ -1,436 +1,116 @@
-"""Role contracts and tables of language-model RL: the words that algorithms are written in.
+"""Role contracts of language-model RL: the words that algorithms are written in.
 
-Conventions (they hold for every table here):
-
-- `tokens` is a row's whole sequence, prompt first, padded on the right with -1.
-- `mask` is True exactly on tokens that the policy sampled and that may be trained, the first
-  end-of-sequence token included; False on prompt, on tool output and on padding.
-- Per-token columns are indexed by action: entry t belongs to emitting `tokens[t]` given all before
-  it. A value at t is the critic's at the state *before* token t.
+Their tables and columns, and the conventions that hold for them, are in `language_tables`; they can
+be imported from here as well.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Protocol, TypeVar
-
-import torch
-from torch import Tensor
-
-from ...dataflow.graph.axes import Axis, Behavior, GroupId, boolean, f32, i64
-from ...dataflow.graph.proxies import standins_in
-from ...dataflow.graph.role import Loss, Metric, Role, call
-from ...dataflow.option_checks import check_range
-from ...dataflow.runtime.call_context import call_version
-
-PROMPT = Axis("prompt")
-SAMPLE = Axis("sample", within=PROMPT)
-TOKEN = Axis("token", ragged=True)
-ROW = Axis("row", free=True)
-"""Samples, or whatever else a column has rows of: what is written over it serves all of them."""
-STEP = Axis("step", free=True)
-"""Tokens of a sample, or whatever else a row has steps of."""
-WORD = Axis("word")
-"""Words of the vocabulary that might stand in a token's place, as many everywhere."""
-
-PromptTokenIds = Annotated[Tensor, i64(PROMPT, TOKEN)]
-"""Token ids of a prompt, padded on the right with -1."""
-PromptKey = Annotated[Tensor, i64(PROMPT), GroupId()]
-"""Which problem of the data a prompt is; unique within a step."""
-PromptId = Annotated[Tensor, i64(SAMPLE), GroupId()]
-"""The `PromptKey` a sample answers: the sample's group."""
-TokenIds = Annotated[Tensor, i64(SAMPLE, TOKEN)]
-"""Token ids of prompt and response, padded on the right with -1."""
-TokenMask = Annotated[Tensor, boolean(SAMPLE, TOKEN)]
-"""True on tokens the policy sampled."""
-PerToken = Annotated[Tensor, f32(SAMPLE, TOKEN)]
-"""One number per token; meaningful where the mask is True."""
-BehaviorLogprob = Annotated[Tensor, f32(SAMPLE, TOKEN), Behavior()]
-"""Log-probability of each sampled token under the weights and temperature that sampled it."""
-TokenVersion = Annotated[Tensor, i64(SAMPLE, TOKEN)]
-"""Version of the weights that sampled each token; 0 on other tokens of a row, -1 on padding."""
-WordIds = Annotated[Tensor, i64(SAMPLE, TOKEN, WORD)]
-"""Several words per token; -1 where the mask is False."""
-PerWord = Annotated[Tensor, f32(SAMPLE, TOKEN, WORD)]
-"""One number for each of several words per token; meaningful where the mask is True."""
-PerSample = Annotated[Tensor, f32(SAMPLE)]
-"""One number per sample."""
-StepMask = Annotated[Tensor, boolean(ROW, STEP)]
-"""True on steps that count, or that something is true of."""
-PerStep = Annotated[Tensor, f32(ROW, STEP)]
-"""One number per step of any rows."""
-PerRow = Annotated[Tensor, f32(ROW)]
-"""One number per row of any kind."""
-SampleFlag = Annotated[Tensor, boolean(SAMPLE)]
-"""One boolean per sample."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How responses are sampled; every engine that generates does the same with it.
-
-    The options apply in the order of vLLM: `min_new_tokens`, `repetition_penalty`, `temperature`,
-    `min_p`, `top_k`, `top_p`. A token's behavior log-probability is of the distribution that it was
-    sampled from, when all of them have been applied (vLLM's `processed_logprobs`).
-
-    A trainer's log-probabilities are of the whole vocabulary at the temperature. Where
-    `filtered_by` says that the two distributions differ, a train call that reads behavior
-    log-probabilities is refused when its step is recorded: the ratio of the two is not 1 on the
-    weights that sampled, and no weight makes up for tokens that are never sampled. TRL and verl
-    take the ratio between two passes of the trainer, and so leave the truncation uncorrected; with
-    `RolloutCorrection(mode="none")` a step here does the same.
-
-    A response ends with the end-of-sequence token, a token of `stop_token_ids`, or the token that
-    completes a string of `stop`. That token is kept, sampled and trained like the others.
-    """
-
-    num_samples: int = 1
-    """Responses per prompt."""
-    temperature: float = 1.0
-    """Logits are divided by it before the softmax; 0 takes the most likely token."""
-    max_new_tokens: int = 16
-    """Longest response in tokens, end-of-sequence included."""
-    max_total_tokens: int = 0
-    """Longest prompt and response together: after a long prompt the response is cut off earlier; 0
-    for no such limit."""
-    min_new_tokens: int = 0
-    """Tokens of a response before one that may end it."""
-    top_p: float = 1.0
-    """Sample among the likeliest tokens whose probabilities first add up to this; 1 for all."""
-    top_k: int = 0
-    """Sample among so many likeliest tokens; 0 for all."""
-    min_p: float = 0.0
-    """Sample among tokens at least this share as likely as the likeliest; 0 for all."""
-    repetition_penalty: float = 1.0
-    """Divides positive logits of tokens that are in the prompt or the response already, and
-    multiplies negative ones; 1 for none."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a response whose text comes to hold one."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, besides the end-of-sequence token."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "num_samples", "max_new_tokens", at_least=1)
-        check_range(self, "temperature", "top_k", "min_new_tokens", "stop_token_ids", at_least=0)
-        check_range(self, "max_total_tokens", at_least=0)
-        check_range(self, "top_p", above=0, at_most=1)
-        check_range(self, "min_p", at_least=0, at_most=1)
-        check_range(self, "repetition_penalty", above=0)
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens is {self.min_new_tokens} and max_new_tokens "
-                f"{self.max_new_tokens}; expected at most as many"
-            )
-        if isinstance(self.stop, str) or not all(self.stop):
-            raise ValueError(
-                f"stop is {self.stop!r}; expected strings of at least one character: "
-                'stop=("\\n\\n",)'
-            )
-
-    def longest_response(self, prompt_length: int) -> int:
-        """Tokens that a response to a prompt of this length may have."""
-        if not self.max_total_tokens:
-            return self.max_new_tokens
-        return min(self.max_new_tokens, self.max_total_tokens - prompt_length)
-
-    @property
-    def filtered_by(self) -> str:
-        """What makes the sampled distribution another than the softmax at the temperature.
-
-        Such as "top_p=0.9, min_p=0.05"; "" if nothing does.
-        """
-        values = {
-            "top_p": (self.top_p, 1.0),
-            "top_k": (self.top_k, 0),
-            "min_p": (self.min_p, 0.0),
-            "repetition_penalty": (self.repetition_penalty, 1.0),
-            "min_new_tokens": (self.min_new_tokens, 0),
-        }
-        return ", ".join(f"{name}={x:g}" for name, (x, none) in values.items() if x != none)
-
-    def check_explores(self) -> None:
-        """Require responses to be sampled at random, as learning from their scores does.
-
-        Raises:
-            ValueError: If the temperature is 0, or one token alone may be sampled.
-        """
-        if self.temperature == 0:
-            raise ValueError(
-                "sampling.temperature is 0, which always gives the likeliest response, so there "
-                "is nothing to learn from and no distribution to train; set it above 0, 1 is usual"
-            )
-        if self.top_k == 1:
-            raise ValueError(
-                "sampling.top_k is 1, which always gives the likeliest response, so there is "
-                "nothing to learn from; set it to 0, for all tokens"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """One step's prompts.
-
-    Example:
-        Two prompts of 3 and 2 tokens: `prompt = [[5, 6, 7], [5, 9, -1]]`, `prompt_id = [17, 4]`.
-    """
-
-    prompt: PromptTokenIds
-    prompt_id: PromptKey
-
-
-_OF_THE_CALL = torch.empty(0, dtype=torch.int64)
-"""Stands for a column that nobody gave."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """Sampled responses with the log-probabilities they were sampled with.
-
-    Example:
-        Prompt `[5, 6]`, response `[8, 2]` where 2 ends the sequence:
-        `tokens = [[5, 6, 8, 2]]`, `mask = [[F, F, T, T]]`, `finished = [T]`.
-    """
-
-    prompt_id: PromptId
-    tokens: TokenIds
-    mask: TokenMask
-    behavior_logprob: BehaviorLogprob
-    """Under the weights and the temperature that sampled each token."""
-    finished: SampleFlag
-    """True if the response ended with the end-of-sequence token, False if it was cut off."""
-    version: TokenVersion = _OF_THE_CALL
-    """By default that of the weights with which the call being served is made. An op, which is
-    served with none, passes on its input's."""
-
-    def __post_init__(self) -> None:
-        # While a step is recorded there is nothing to take it from, and it must be given.
-        if self.version is _OF_THE_CALL and next(standins_in(self.mask), None) is None:
-            version = torch.where(self.mask, call_version(), 0).where(self.tokens >= 0, -1)
-            object.__setattr__(self, "version", version)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unfinished:
-    """Groups with a response that goes on in a later step, and what there is of their responses.
-
-    Responses to a prompt are adjacent, in the order of the prompts, and as many to each. Their
-    columns are of the response alone, without the prompt.
-
-    Example:
-        A prompt of step 3, whose first response has ended; its second goes on:
-        `prompt = [[5, 6]]`, `began = [3]`, `response = [[8, 2, -1], [9, 4, 7]]`,
-        `version = [[3, 3, -1], [3, 3, 4]]`, `ended = [T, F]`, `finished = [T, F]`.
-    """
-
-    prompt: PromptTokenIds
-    prompt_id: PromptKey
-    began: Annotated[Tensor, i64(PROMPT)]
-    """The step whose prompt it is; its responses go on with that step's random numbers."""
-    response: Annotated[Tensor, i64(SAMPLE, TOKEN)]
-    """Tokens so far, padded on the right with -1; a row may have none yet."""
-    behavior_logprob: BehaviorLogprob
-    version: TokenVersion
-    ended: SampleFlag
-    """True where nothing more is sampled."""
-    finished: SampleFlag
-    """True if a token ended the response, False if it goes on or is as long as it may be."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Demonstrations:
-    """Prompts with a response to imitate; `mask` is True on the response and its end."""
-
-    tokens: TokenIds
-    mask: TokenMask
-
-
-@dataclass(frozen=True, kw_only=True)
-class TopWords:
-    """The likeliest words in the place of each token, most likely first.
-
-    Example:
-        Two words in the place of the response `[8, 2]` to the prompt `[5]`:
-        `words = [[[-1, -1], [8, 3], [2, 7]]]`, `logprob = [[[0, 0], [-0.2, -1.8], [-0.1, -2.6]]]`.
-    """
-
-    words: WordIds
-    logprob: PerWord
-    """Over the whole vocabulary."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferencePairs:
-    """Pairs of responses as two rows each, one with `chosen` True and one with `chosen` False."""
-
-    pair_id: PromptId
-    tokens: TokenIds
-    mask: TokenMask
-    chosen: SampleFlag
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoredPairs(PreferencePairs):
-    """Pairs whose responses the data scores: by ratings or labels, or by the task's verifier."""
-
-    score: PerSample
-
-
-class PolicyColumns(Protocol):
-    """What a policy-gradient loss reads of a batch, whatever its rows and steps are."""
-
-    @property
-    def mask(self) -> Tensor:
-        """bool[rows, T]."""
-        ...
-
-    @property
-    def behavior_logprob(self) -> Tensor:
-        """f32[rows, T]."""
-        ...
-
-    @property
-    def advantage(self) -> Tensor:
-        """f32[rows, T]."""
-        ...
-
-
-class ValueColumns(Protocol):
-    """What a value loss reads of a batch, whatever its rows and steps are."""
-
-    @property
-    def mask(self) -> Tensor:
-        """bool[rows, T]."""
-        ...
-
-    @property
-    def old_value(self) -> Tensor:
-        """f32[rows, T]."""
-        ...
-
-    @property
-    def value_target(self) -> Tensor:
-        """f32[rows, T]."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyBatch:
-    """What a policy-gradient loss reads."""
-
-    tokens: TokenIds
-    mask: TokenMask
-    behavior_logprob: PerToken
-    advantage: PerToken
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferencePolicyBatch(PolicyBatch):
-    """A `PolicyBatch` with reference log-probabilities, for a KL term inside the loss."""
-
-    ref_logprob: PerToken
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValueBatch:
-    """What a value loss reads; `old_value` is the critic's own prediction before the update."""
-
-    tokens: TokenIds
-    mask: TokenMask
-    old_value: PerToken
-    value_target: PerToken
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemonstrationBatch:
-    """What supervised fine-tuning reads."""
-
-    tokens: TokenIds
-    mask: TokenMask
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillationBatch:
-    """What distillation reads: some words in the place of each token, and a teacher's view of them.
-
-    `words` is what a policy is asked for by this name in any batch; see `PolicyOutput`.
-    """
-
-    tokens: TokenIds
-    mask: TokenMask
-    words: WordIds
-    teacher_logprob: PerWord
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairBatch:
-    """What a preference loss reads; the two rows of a pair share `pair_id`."""
-
-    pair_id: PromptId
-    tokens: TokenIds
-    mask: TokenMask
-    chosen: SampleFlag
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferencePairBatch(PairBatch):
-    """A `PairBatch` with reference log-probabilities, for direct preference optimization."""
-
-    ref_logprob: PerToken
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoredPairBatch(PairBatch):
-    """A `PairBatch` with the data's own scores, for margins and labels."""
-
-    score: PerSample
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeedbackBatch:
-    """Single responses that people liked or did not, and the reference point to judge them by."""
-
-    tokens: TokenIds
-    mask: TokenMask
-    desirable: SampleFlag
-    ref_logprob: PerToken
-    kl: PerSample
-
-
-@dataclass(frozen=True)
-class PolicyOutput:
-    """A policy's forward pass over some rows; zero where the mask is False.
-
-    Attributes:
-        logprob: f32[rows, T], differentiable, at the training temperature.
-        entropy: f32[rows, T] if the loss asked for it.
-        word_logprob: f32[rows, T, k], differentiable, of the batch's column `words` if it has one.
-    """
-
-    logprob: Tensor
-    entropy: Tensor | None = None
-    word_logprob: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class ValueOutput:
-    """A value model's forward pass: f32[rows, T], the value of the state before each token."""
-
-    value: Tensor
-
-
-@dataclass(frozen=True)
-class ScoreOutput:
-    """A reward model's forward pass: f32[rows], read at each row's last masked token."""
-
-    score: Tensor
-
-
-@dataclass(frozen=True)
-class TrainMetrics:
-    """What one train call reports, already merged over its minibatches and ranks."""
-
-    metrics: dict[str, Metric]
-
+from typing import TypeVar
+
+from ...dataflow.graph.role import Loss, Role, call
+from .agents import Agent, Conversations
+from .language_tables import (
+    PROMPT,
+    ROW,
+    SAMPLE,
+    STEP,
+    TOKEN,
+    WORD,
+    BehaviorLogprob,
+    DemonstrationBatch,
+    Demonstrations,
+    DistillationBatch,
+    FeedbackBatch,
+    PairBatch,
+    PerRow,
+    PerSample,
+    PerStep,
+    PerToken,
+    PerWord,
+    PolicyBatch,
+    PolicyColumns,
+    PolicyOutput,
+    PreferencePairs,
+    PromptId,
+    PromptKey,
+    Prompts,
+    PromptTokenIds,
+    ReferencePairBatch,
+    ReferencePolicyBatch,
+    Rollout,
+    SampleFlag,
+    Sampling,
+    ScoredPairBatch,
+    ScoredPairs,
+    ScoreOutput,
+    StepMask,
+    StepScores,
+    TokenIds,
+    TokenMask,
+    TokenVersion,
+    TopWords,
+    TrainMetrics,
+    Unfinished,
+    ValueBatch,
+    ValueColumns,
+    ValueOutput,
+    WordIds,
+)
+
+__all__ = [
+    "BehaviorLogprob",
+    "DemonstrationBatch",
+    "Demonstrations",
+    "DistillationBatch",
+    "FeedbackBatch",
+    "Observer",
+    "PROMPT",
+    "PairBatch",
+    "PerRow",
+    "PerSample",
+    "PerStep",
+    "PerToken",
+    "PerWord",
+    "Policy",
+    "PolicyBatch",
+    "PolicyColumns",
+    "PolicyOutput",
+    "PreferencePairs",
+    "ProcessReward",
+    "PromptId",
+    "PromptKey",
+    "PromptTokenIds",
+    "Prompts",
+    "ROW",
+    "ReferencePairBatch",
+    "ReferencePolicyBatch",
+    "Reward",
+    "RewardModel",
+    "Rollout",
+    "SAMPLE",
+    "STEP",
+    "SampleFlag",
+    "Sampling",
+    "ScoreOutput",
+    "ScoredPairBatch",
+    "ScoredPairs",
+    "StepMask",
+    "StepScores",
+    "TOKEN",
+    "TokenIds",
+    "TokenMask",
+    "TokenVersion",
+    "TopWords",
+    "TrainMetrics",
+    "Unfinished",
+    "ValueBatch",
+    "ValueColumns",
+    "ValueModel",
+    "ValueOutput",
+    "WORD",
+    "WordIds",
+]
 
 B = TypeVar("B")
 
@@ -443,6 +123,28 @@ class Policy(Role):
     @call("rollout")
     def generate(self, prompt: PromptTokenIds, prompt_id: PromptKey, sampling: Sampling) -> Rollout:
         """Sample `sampling.num_samples` responses per prompt, grouped by `prompt_id`."""
+        raise NotImplementedError
+
+    @call("rollout")
+    def converse(
+        self,
+        prompt: PromptTokenIds,
+        prompt_id: PromptKey,
+        agent: Agent,
+        sampling: Sampling,
+        *,
+        max_turns: int = 8,
+    ) -> Conversations:
+        """Hold `sampling.num_samples` conversations per prompt with what an agent answers.
+
+        Args:
+            prompt: i64[P, T], what the policy reads before it first speaks.
+            prompt_id: i64[P]; the agent finds the problem by it.
+            agent: Answers each turn.
+            sampling: How turns are sampled. `max_new_tokens` is the longest turn, and
+                `max_total_tokens`, which must be given, the longest conversation with its prompt.
+            max_turns: Most turns of the policy in a conversation.
+        """
         raise NotImplementedError
 
     @call("forward")
@@ -530,21 +232,6 @@ class RewardModel(Reward):
     ) -> TrainMetrics:
         """Take `epochs * num_minibatches` optimizer steps and make the next weight version."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepScores:
-    """What a process reward model says of the steps of responses.
-
-    Example:
-        A response of two steps, `[8, 3]` and `[9, 2]`, to the prompt `[5]`:
-        `step_end = [[F, F, T, F, T]]`, `step_score = [[0, 0, 0.9, 0, 0.4]]`.
-    """
-
-    step_score: PerToken
-    """The score of the step that ends at a token; 0 elsewhere."""
-    step_end: TokenMask
-    """True on the last token of every step."""
 
 
 class ProcessReward(Role):

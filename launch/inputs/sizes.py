@@ -18,18 +18,26 @@ from ...dataflow.graph.graph import Constant, Graph, Node, NodeKind
 from ...dataflow.graph.role import Loss
 from ...dataflow.runtime.placement import Placement
 
-__all__ = ["check_lengths", "check_sizes", "longest_sampled", "train_items"]
+__all__ = ["check_lengths", "check_sizes", "converses", "longest_sampled", "train_items"]
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a node's output: `items` of the data, each of `each` rows, longer by `new_tokens`."""
+    """Rows of a node's output: `items` of the data, each of `each` rows, longer by `new_tokens`.
+
+    Of conversations `most_tokens` says instead how long they may be, prompt included.
+    """
 
     source: str
     items: int
     each: int
     why: str
     new_tokens: int = 0
+    most_tokens: int = 0
+
+    def reach(self, prompt: int) -> int:
+        """Tokens of the longest row, after a prompt of so many."""
+        return self.most_tokens or prompt + self.new_tokens
 
 
 def check_sizes(graph: Graph, placement: Placement, per_step: Mapping[str, int], at: str) -> None:
@@ -109,13 +117,16 @@ def check_lengths(
         if limit is None or read is None or read.source not in longest:
             continue
         length, new = longest[read.source], read.new_tokens
-        if length + new <= limit:
+        if read.reach(length) <= limit:
             continue
         what = f"{read.source} of up to {length} tokens"
         leave_out = "leave long rows out: task.max_prompt_tokens, task.max_response_tokens"
         if new:
             what += f" with responses of up to {new}"
             leave_out = f"{shorten}, or leave long prompts out: task.max_prompt_tokens"
+        if read.most_tokens:
+            what = f"conversations of up to {read.most_tokens} tokens"
+            leave_out = "lower max_total_tokens: task.max_total_tokens"
         raise ConfigError(
             f"'{node.name}' has {what}, but the model of '{node.role}' has {limit} positions\n"
             f"    {leave_out}"
@@ -138,7 +149,7 @@ def longest_sampled(
             made = rows.get(node.name)
             if made is None or made.source not in longest:
                 return None
-            found.append(longest[made.source] + made.new_tokens)
+            found.append(made.reach(longest[made.source]))
     return max(found)
 
 
@@ -157,12 +168,18 @@ def _rows(graph: Graph, per_step: Mapping[str, int]) -> dict[str, _Rows]:
                     each=inputs[0].each * sampling.num_samples,
                     why="samples",
                     new_tokens=inputs[0].new_tokens + sampling.max_new_tokens,
+                    most_tokens=sampling.max_total_tokens if converses(node) else 0,
                 )
         else:
             kept = {output.rows for output in node.outputs} - {node.name}
             if len(kept) == 1 and (made := kept.pop()) in rows:
                 rows[node.name] = rows[made]
     return rows
+
+
+def converses(node: Node) -> bool:
+    """Whether a node holds conversations, so that its sampling is that of their turns."""
+    return node.method == "converse"
 
 
 def _constant(node: Node, kind: type) -> Any:

@@ -28,6 +28,7 @@ from ...workers.data.chat import BadPrompt
 from ..inputs.compose import Resolved
 from ..inputs.data import Data, load_data
 from ..inputs.own_workers import asked_for, is_own
+from ..inputs.sizes import converses
 from .settled import local_model
 
 __all__ = ["PlanInputs"]
@@ -218,6 +219,8 @@ class PlanInputs:
             return _lengths(section.response)
         sampling = self._sampling
         longest = self._run.task.max_response_tokens
+        if any(converses(node) for node in self.graph.nodes) and sampling is not None:
+            return Lengths.constant(sampling.max_total_tokens)
         return Lengths.constant(longest if sampling is None else sampling.max_new_tokens)
 
     def _prompt(self, section: WorkloadConfig) -> Lengths:

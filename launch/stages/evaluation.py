@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...algorithms.evaluate import Evaluation, evaluate_step
+from ...algorithms.evaluate import Evaluation, agent_evaluate_step, evaluate_step
 from ...algorithms.roles.language import Sampling
 from ...dataflow.graph.graph import Argument, Graph, Node, RoleRef
 from ...dataflow.graph.role import Role
@@ -22,21 +22,34 @@ from ...dataflow.runtime.executor import Program
 from ...dataflow.runtime.placement import Placement, follow, one_group
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.schedule import Schedule
+from ...workers.agents.environment import HasEnvironments
+from ...workers.agents.worker import TASK_AGENTS
 from ...workers.data.example_file import ExampleFileSpec
 from ...workers.rewards.kinds import RULES
 from ...workers.rewards.rule_reward import RuleRewardSpec
+from ..inputs.data import Data
 from ..run_dir.evaluations import SHARES, Measured
 from .stages import Stage
 from .suites import Suite
+from .worker_specs import agent_spec
 
 __all__ = ["Evaluator", "evaluate", "evaluation_graph", "renamed", "rule_of", "stage_evaluator"]
 
 _PROGRAM = "evaluate"
-_ACTOR, _VERIFIER, _OBSERVER = "actor", "verifier", "observer"
+_ACTOR, _VERIFIER, _AGENT, _OBSERVER = "actor", "verifier", "agent", "observer"
+_SCORED = ".converse/reward/"
 
 
-def evaluation_graph(sampling: Sampling) -> Graph:
-    """What an evaluation computes, its policy called 'actor'."""
+def evaluation_graph(sampling: Sampling, *, max_turns: int = 0) -> Graph:
+    """What an evaluation computes, its policy called 'actor'.
+
+    Args:
+        sampling: How it answers.
+        max_turns: Most turns of a conversation; 0 where problems are answered in one.
+    """
+    if max_turns:
+        cfg = Evaluation(sampling=sampling, max_turns=max_turns)
+        return build(agent_evaluate_step, name=_PROGRAM, cfg=cfg)
     return build(evaluate_step, name=_PROGRAM, cfg=Evaluation(sampling=sampling))
 
 
@@ -53,6 +66,7 @@ class Evaluator:
         actor: The policy's role.
         taken: Names of roles that are others'.
         rule: Makes the spec of what scores answers.
+        agent_options: Fields of the spec of what the policy talks with.
         placed: Where the nodes of such a graph run.
 
     Attributes:
@@ -69,6 +83,7 @@ class Evaluator:
         actor: str = _ACTOR,
         taken: Collection[str] = (),
         rule: Callable[..., RuleRewardSpec] = RuleRewardSpec,
+        agent_options: Mapping[str, Any] | None = None,
         placed: Callable[[Graph], Placement] = one_group,
     ) -> None:
         self._suites = suites
@@ -81,15 +96,14 @@ class Evaluator:
             data = suite.data
             of_task = tasks.setdefault(id(data), len(tasks))
             verifier, observer = (_role(r, taken, of_task) for r in (_VERIFIER, _OBSERVER))
-            makes = rule if suite.is_own else RuleRewardSpec
-            spec = makes(
-                task=data.spec, tokenizer=data.tokenizer_spec, task_fingerprint=data.fingerprint
-            )
-            # As the verifier says: a factor is for what learns of it.
-            self.workers[verifier] = replace(spec, scale=1.0)
-            self._thresholds.append(1.0 if spec.verifier else data.task.correct_score)
-            names = {_ACTOR: actor, _VERIFIER: verifier, _OBSERVER: observer}
-            graph = renamed(evaluation_graph(suite.sampling), names)
+            if isinstance(data.task, HasEnvironments):
+                judge, threshold = agent_spec(_AGENT, data, agent_options or {}), None
+            else:
+                judge, threshold = _judge(rule if suite.is_own else RuleRewardSpec, data)
+            self.workers[verifier] = judge
+            self._thresholds.append(data.task.correct_score if threshold is None else threshold)
+            names = {_ACTOR: actor, _VERIFIER: verifier, _AGENT: verifier, _OBSERVER: observer}
+            graph = renamed(evaluation_graph(suite.sampling, max_turns=suite.max_turns), names)
             self.programs[_program(number)] = Program(graph, placed(graph))
             shown = [
                 problem
@@ -116,7 +130,11 @@ class Evaluator:
     def _measured(self, engine: Engine, number: int) -> Measured:
         prompts = {"prompts": self._suites[number].prompts}
         (result,) = engine.run(prompts, 1, program=_program(number))
-        metrics = dict(result.metrics)
+        # What answered in conversations has scored them as well.
+        metrics = {
+            f"{SHARES}/{name.partition(_SCORED)[2]}" if _SCORED in name else name: value
+            for name, value in result.metrics.items()
+        }
         found: dict[str, Any] = {}
         if self._examples.is_file():
             found = json.loads(self._examples.read_text())
@@ -133,6 +151,13 @@ class Evaluator:
             scores=scores,
             correct=correct,
         )
+
+
+def _judge(makes: Callable[..., RuleRewardSpec], data: Data) -> tuple[RuleRewardSpec, float]:
+    """What scores answers, as the verifier says, and the score of a right one."""
+    spec = makes(task=data.spec, tokenizer=data.tokenizer_spec, task_fingerprint=data.fingerprint)
+    # A factor is for what learns of it.
+    return replace(spec, scale=1.0), 1.0 if spec.verifier else data.task.correct_score
 
 
 def _program(number: int) -> str:
@@ -165,6 +190,7 @@ def stage_evaluator(
         actor=stage.policy or _ACTOR,
         taken=stage.graph.roles,
         rule=rule_of(stage),
+        agent_options=agent_options(stage),
         placed=lambda graph: follow(graph, stage.graph, stage.placement),
     )
 
@@ -219,6 +245,13 @@ def rule_of(stage: Stage) -> Callable[..., RuleRewardSpec]:
     rules = (plan for plan in stage.roles.values() if plan.worker in RULES)
     plan = next(rules, None)
     return partial(RULES[plan.worker], **plan.config.options) if plan else RuleRewardSpec
+
+
+def agent_options(stage: Stage) -> Mapping[str, Any]:
+    """Options of the stage's first role that answers a policy in conversation."""
+    agents = (plan for plan in stage.roles.values() if plan.worker in TASK_AGENTS)
+    plan = next(agents, None)
+    return plan.config.options if plan else {}
 
 
 def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:

@@ -255,7 +255,7 @@ def check_suite_lengths(suite: Suite, num_positions: int) -> None:
     by_task = suite.sampling.max_new_tokens == suite.data.section.max_response_tokens
     key = f"{own}.max_response_tokens" if by_task else "max_new_tokens of evaluation.sampling"
     check_lengths(
-        evaluation_graph(suite.sampling),
+        evaluation_graph(suite.sampling, max_turns=suite.max_turns),
         {"prompts": suite.prompts.num_prompts},
         {"prompts": suite.prompts.longest},
         {"actor": num_positions},
@@ -273,7 +273,7 @@ def _longest_sampled(
         longest_sampled(stage.graph, stage.config.per_step, longest_rows(sources[stage.name]))
         for stage in stages
     ]
-    lengths += [suite.prompts.longest + suite.sampling.max_new_tokens for suite in suites]
+    lengths += [suite.longest for suite in suites]
     known = [length for length in lengths if length is not None]
     return max(known) if len(known) == len(lengths) else None
 

@@ -129,7 +129,7 @@ def _evaluation(work: _Work, suite: Suite) -> _Work:
         work.call, name=f"evaluation {suite.name}".rstrip(), kind="generate",
         num_sequences=suite.prompts.num_prompts * suite.sampling.num_samples,
         prompt=Lengths.constant(suite.prompts.longest),
-        response=Lengths.constant(suite.sampling.max_new_tokens),
+        response=Lengths.constant(suite.longest - suite.prompts.longest),
         samples_per_prompt=suite.sampling.num_samples,
     )  # fmt: skip
     return replace(work, call=_may_end_early(call))

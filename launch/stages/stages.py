@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ...algorithms.roles.agents import Agent
 from ...algorithms.roles.language import Policy, ProcessReward, Reward, RewardModel, ValueModel
 from ...configs.schema import AlgorithmConfig, ModelConfig, RoleConfig
 from ...configs.validate import nearest_key
@@ -21,6 +22,7 @@ from ...dataflow.graph.graph import Graph
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.placement import Placement
 from ...planner.plan.plan import Plan, one_group_plan
+from ...workers.agents.worker import TASK_AGENTS
 from ...workers.rewards.mixture import TASK_REWARDS
 from ..inputs.compose import Resolved, check_model
 from ..inputs.env_specs import ENV_CONTRACTS, NETWORKS
@@ -43,6 +45,7 @@ CONTRACTS: Mapping[str, type[Role]] = {
     "reward_model": RewardModel,
     **dict.fromkeys(TASK_REWARDS, Reward),
     "process_reward": ProcessReward,
+    **dict.fromkeys(TASK_AGENTS, Agent),
     **ENV_CONTRACTS,
 }
 """The workers that can be named, and the contract each fulfils."""
@@ -171,7 +174,7 @@ def _role(model: ModelConfig, algorithm: Recorded, role: str, earlier: list[Stag
     if worker in ENV_CONTRACTS:
         start = _env_start(at, worker, graph, role, algorithm.config, earlier)
         return replace(plan, start=start)
-    if worker in TASK_REWARDS:
+    if worker in TASK_REWARDS or worker in TASK_AGENTS:
         _check_weightless(at, worker, given)
         return plan
     return _started(model, at, plan, earlier)
@@ -182,7 +185,8 @@ def _check_weightless(at: str, worker: str, given: RoleConfig) -> None:
         if getattr(given, key):
             raise ConfigError(
                 f"'{at}.{key}' is set, but '{worker}' has no weights\n"
-                f"    leave it out, or set {at}.worker=reward_model"
+                "    leave it out"
+                + (f", or set {at}.worker=reward_model" if worker in TASK_REWARDS else "")
             )
 
 

@@ -15,6 +15,7 @@ from ...algorithms.roles.language import Prompts, Sampling
 from ...configs.schema import EvaluationConfig, SuiteConfig
 from ...configs.validate import validated
 from ...dataflow.errors import ConfigError, nearest, one_process
+from ...workers.agents.environment import HasEnvironments
 from ...workers.data.sources import PromptSource
 from ...workers.data.task import HasSuites
 from ..inputs.data import Data, task_spec_of
@@ -71,6 +72,18 @@ class Suite:
     prompts: HeldOut
     sampling: Sampling
     is_own: bool
+
+    @property
+    def max_turns(self) -> int:
+        """Most turns of a conversation about a problem; 0 where each is answered in one."""
+        return self.data.section.max_turns if isinstance(self.data.task, HasEnvironments) else 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with what follows it."""
+        if self.max_turns:
+            return self.sampling.max_total_tokens
+        return self.prompts.longest + self.sampling.max_new_tokens
 
 
 def suites_of(config: EvaluationConfig, data: Data) -> tuple[Suite, ...]:
@@ -161,6 +174,8 @@ def _source(data: Data) -> PromptSource:
 def _sampling(data: Data, given: Mapping[str, Mapping[str, Any]]) -> Sampling:
     """Greedy unless one of these sections says otherwise, each of which wins over those before."""
     fields = {"temperature": 0.0, "max_new_tokens": data.section.max_response_tokens}
+    if isinstance(data.task, HasEnvironments):
+        fields["max_total_tokens"] = data.section.max_total_tokens
     sampling = Sampling(**fields)  # pyright: ignore[reportArgumentType]
     for at, section in given.items():
         fields = {**fields, **section}

@@ -19,6 +19,7 @@ from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
+from ...workers.agents.worker import TASK_AGENTS
 from ...workers.engines.engine import Engine
 from ...workers.engines.registry import DEFAULT, ENGINES
 from ...workers.models.architecture import empty_model
@@ -39,6 +40,7 @@ from .stages import MODEL, RolePlan, Stage
 
 __all__ = [
     "Results",
+    "agent_spec",
     "check_options",
     "exporting_specs",
     "first_model",
@@ -71,8 +73,8 @@ _HEADS: Mapping[str, HeadName] = {
 }
 """Worker -> what its model ends in."""
 
-_OF_REWARDS = {"task", "tokenizer", "task_fingerprint"}
-"""The same of rewards that look at the task; a judge's `model` is the user's to name."""
+_OF_TASKS = {"task", "tokenizer", "task_fingerprint", "chat"}
+"""The same of what looks at the task; a judge's `model` is the user's to name."""
 
 
 def worker_specs(
@@ -135,8 +137,11 @@ def check_options(stage: Stage, run: Resolved) -> None:
                 _check_start(stage, role, plan, run)
             continue
         if plan.worker in TASK_REWARDS:
-            _check(TASK_REWARDS[plan.worker], plan.config.options, at, plan.worker, _OF_REWARDS)
+            _check(TASK_REWARDS[plan.worker], plan.config.options, at, plan.worker, _OF_TASKS)
             check_verifiers(plan.worker, plan.config.options)
+            continue
+        if plan.worker in TASK_AGENTS:
+            _check(TASK_AGENTS[plan.worker], plan.config.options, at, plan.worker, _OF_TASKS)
             continue
         kind = _spec_class(engines.trainer(role), plan.worker)
         _check(kind, plan.config.options, at, plan.worker)
@@ -232,6 +237,8 @@ def _spec(
             task_fingerprint=data.fingerprint,
             **options,
         )
+    if plan.worker in TASK_AGENTS:
+        return agent_spec(plan.worker, data, options)
     if plan.worker in ENV_SPECS:
         optimizer = _optimizer(stage, plan)
         start = _folder(plan.start, plan.contract, results) if plan.start else None
@@ -264,6 +271,17 @@ def _spec(
     if "tokenizer" in hints:
         options["tokenizer"] = data.tokenizer_spec
     return SplitPolicySpec(train=made, rollout=generator(**options))
+
+
+def agent_spec(worker: str, data: Data, options: Mapping[str, Any]) -> WorkerSpec:
+    """What answers a policy about the problems of a task."""
+    return TASK_AGENTS[worker](
+        task=data.spec,
+        tokenizer=data.tokenizer_spec,
+        task_fingerprint=data.fingerprint,
+        chat=data.chat,
+        **options,
+    )
 
 
 def _adapters(stage: Stage, role: str, run: Resolved, *, waits: bool) -> dict[str, Any]:

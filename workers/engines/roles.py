@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...algorithms.roles.agents import Agent, Conversations
 from ...algorithms.roles.language import (
     Policy,
     PolicyOutput,
@@ -34,6 +35,7 @@ from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import Streamed, WorkerContext
 from ..models.heads import Head
 from ..models.spec import ModelSpec
+from ..rollout.converse import converse
 from ..rollout.generate_calls import sample, sample_segment, sample_streamed
 from ..rollout.generation_engine import GenerationEngine
 from ..training.logprob_mismatch import MismatchLimits
@@ -173,6 +175,31 @@ class PolicyWorker(LanguageWorker, Policy):
         """
         engine = self._generating()
         return sample(engine, self.context, prompt, prompt_id, sampling, self.metrics)
+
+    def converse(
+        self,
+        prompt: Tensor,
+        prompt_id: Tensor,
+        agent: Agent,
+        sampling: Sampling,
+        *,
+        max_turns: int = 8,
+    ) -> Conversations:
+        """See `Policy.converse`, and the function of that name.
+
+        Raises:
+            ConfigError: If the engine does not generate.
+        """
+        return converse(
+            self._generating(),
+            self.context,
+            prompt,
+            prompt_id,
+            agent,
+            sampling,
+            max_turns,
+            self.metrics,
+        )
 
     def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed | None]:
         """See `Streams` and `sample_streamed`.

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...algorithms.roles.agents import Turns
 from ...algorithms.roles.language import Sampling
 from .ended import Begun, Ended
 from .responses import Responses
@@ -85,6 +86,14 @@ class GenerationEngine(Protocol):
             begun: What there is of them already; nothing by default. Token t of a response has the
                 same random number in whatever call it is sampled, if the engine takes `uniforms`;
                 one with random numbers of its own begins them anew, at a seed of that length.
+        """
+        ...
+
+    def turns(self, sampling: Sampling, num_rows: int) -> Turns:
+        """Begin to sample turns of so many conversations; checked, and closed by the caller.
+
+        Raises:
+            ConfigError: If it cannot, for this model.
         """
         ...
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from ...algorithms.roles.agents import Agent, Conversations
 from ...algorithms.roles.language import (
     Policy,
     PolicyOutput,
@@ -28,6 +29,7 @@ from ...dataflow.graph.role import Loss, Metric, Role, add_metrics
 from ...dataflow.runtime.worker_protocol import Streamed, WorkerContext, WorkerSpec
 from ...planner.resharding.sharding import Sharding, whole
 from ..weight_sync.weight_buffer import ReceivedWeights
+from .converse import converse
 from .generate_calls import sample, sample_segment, sample_streamed
 from .generation_engine import GenerationEngine
 
@@ -35,7 +37,7 @@ __all__ = ["GeneratorPolicy", "SplitPolicySpec"]
 
 B = TypeVar("B")
 
-_ROLLOUT = frozenset({"generate"})
+_ROLLOUT = frozenset({"generate", "converse"})
 
 
 class GeneratorPolicy(Policy):
@@ -71,6 +73,25 @@ class GeneratorPolicy(Policy):
         """
         self._weights.check()
         return sample(self.engine, self.context, prompt, prompt_id, sampling, self.metrics)
+
+    def converse(
+        self,
+        prompt: Tensor,
+        prompt_id: Tensor,
+        agent: Agent,
+        sampling: Sampling,
+        *,
+        max_turns: int = 8,
+    ) -> Conversations:
+        """See `Policy.converse`, and the function of that name.
+
+        Raises:
+            WeightsError: If the weights are partial or not of the expected version.
+        """
+        self._weights.check()
+        return converse(
+            self.engine, self.context, prompt, prompt_id, agent, sampling, max_turns, self.metrics
+        )
 
     def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed | None]:
         """See `Streams` and `sample_streamed`.
@@ -232,7 +253,7 @@ class SplitPolicySpec:
         """
         if not context.methods & _ROLLOUT:
             return self.train.build(context)
-        if context.methods != _ROLLOUT:
+        if context.methods - _ROLLOUT:
             others = ", ".join(sorted(context.methods - _ROLLOUT))
             raise ConfigError(
                 f"role '{context.role}' is to generate on the group that does its {others}, but "

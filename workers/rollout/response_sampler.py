@@ -17,7 +17,7 @@ from .responses import Responses
 from .sampling import sample_token
 from .stop_strings import StopStrings, TokenizerRecipe
 
-__all__ = ["ResponseSampler"]
+__all__ = ["ResponseSampler", "tokens_of"]
 
 
 class ResponseSampler:
@@ -68,7 +68,7 @@ class ResponseSampler:
         self._limit = limit.to(device)
         self._seen = None
         if sampling.repetition_penalty != 1:
-            self._seen = _tokens_of(prompt, vocab_size).repeat_interleave(self.num_samples, 0)
+            self._seen = tokens_of(prompt, vocab_size).repeat_interleave(self.num_samples, 0)
         self._stops = None
         if sampling.stop:
             assert tokenizer is not None, "the engine refuses stop strings without a tokenizer"
@@ -90,7 +90,7 @@ class ResponseSampler:
         last = self._token.gather(1, (self._length - 1).clamp(min=0)[:, None])
         self._finished = (last == self._ends).any(1)
         if self._seen is not None:
-            self._seen |= _tokens_of(self._token, self._vocab_size)
+            self._seen |= tokens_of(self._token, self._vocab_size)
         if self._stops is not None:
             for row, tokens in enumerate(begun.token.tolist()):
                 said = [self._stops.complete(row, token) for token in tokens if token >= 0]
@@ -197,7 +197,7 @@ class ResponseSampler:
         return Responses(token, logprob, length, finished, version)
 
 
-def _tokens_of(text: Tensor, vocab_size: int) -> Tensor:
+def tokens_of(text: Tensor, vocab_size: int) -> Tensor:
     """bool[n, V]: which tokens stand in each text, i64[n, T] padded with -1."""
     seen = torch.zeros(len(text), vocab_size + 1, dtype=torch.bool, device=text.device)
     return seen.scatter_(1, text.where(text >= 0, vocab_size), True)[:, :vocab_size]

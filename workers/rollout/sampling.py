@@ -20,7 +20,15 @@ from torch import Tensor
 
 from ...dataflow.runtime.call_context import CallKey
 
-__all__ = ["SampleStreams", "sample_token", "row_uniforms", "stream_generator", "stream_key"]
+__all__ = [
+    "SampleStreams",
+    "row_uniforms",
+    "sample_token",
+    "stream_generator",
+    "stream_key",
+    "turn_seed",
+    "turn_uniforms",
+]
 
 _U64 = (1 << 64) - 1
 _LARGE_VOCABULARY = 4096
@@ -29,6 +37,7 @@ _BLOCK = 64
 _IN_CACHE = 1 << 19
 """Logits that are made float32 at once: 2 MiB."""
 _PURPOSE = "generate"  # names the streams of responses
+_TURNS = "converse"  # and those of turns
 
 
 def stream_key(seed: int, role: str, purpose: str, key: CallKey, *more: int) -> NDArray[np.uint64]:
@@ -127,6 +136,22 @@ class SampleStreams:
 
     def _stream(self, key: CallKey, *more: int) -> NDArray[np.uint64]:
         return stream_key(self.seed, self.role, _PURPOSE, key, *more)
+
+
+def turn_uniforms(
+    seed: int, role: str, key: CallKey, prompt_id: int, sample: int, turn: int, count: int
+) -> Tensor:
+    """The random numbers of one turn of a conversation: f64[count]; see `row_uniforms`."""
+    stream = stream_key(seed, role, _TURNS, key, turn)
+    return row_uniforms(stream, np.array([prompt_id]), np.array([sample]), count)[0]
+
+
+def turn_seed(
+    seed: int, role: str, key: CallKey, prompt_id: int, sample: int, turn: int = -1
+) -> int:
+    """63 bits for one turn, or by default for what answers all turns of a conversation."""
+    stream = stream_key(seed, role, _TURNS, key, turn, prompt_id, sample)
+    return int(stream[0] >> np.uint64(1))
 
 
 def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

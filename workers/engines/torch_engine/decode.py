@@ -31,7 +31,7 @@ from .attention import attend_cache
 from .network import LeanNetwork
 from .packing import pack_rows
 
-__all__ = ["decode"]
+__all__ = ["Batch", "decode"]
 
 _ALIGN = 16  # rows and cache positions; see the module's docstring
 _SMALL_PRODUCT = 400  # torch uses another kernel for batched products below this many multiplies
@@ -54,7 +54,7 @@ def decode(network: LeanNetwork, sampler: ResponseSampler, max_rows: int) -> Ite
     waiting = torch.nonzero(sampler.open)[:, 0]
     if not len(waiting):
         return
-    batch = _Batch(network, sampler, min(len(waiting), max_rows))
+    batch = Batch(network, sampler, min(len(waiting), max_rows))
     while len(waiting) or batch.num_live:
         count = _entering(waiting, max_rows - batch.num_live, max_rows, sampler.num_samples)
         batch.enter(waiting[:count])
@@ -104,7 +104,7 @@ class _Computed(NamedTuple):
     """i64[n]; which of them follow a text."""
 
 
-class _Batch:
+class Batch:
     """The rows that are computed together. M rows, K key heads, S positions, E size.
 
     Args:
@@ -116,6 +116,7 @@ class _Batch:
         row: i64[M]; which response each row is of; any for those that are not live.
         live: bool[M].
         num_live: How many.
+        held: bool[M]; rows that keep their cache, live or not, until they are let go.
         logits: [M, V], of the next token; none while it is computed.
     """
 
@@ -127,22 +128,24 @@ class _Batch:
         self.row = torch.zeros(_padded(most), dtype=torch.int64, device=self._device)
         self.live = torch.zeros(len(self.row), dtype=torch.bool, device=self._device)
         self.num_live = 0
+        self.held = torch.zeros_like(self.live)
         self._position = torch.zeros_like(self.row)  # of the next token; 0 where none comes
         self._longest = 0  # position of a live row
+        self._farthest = 0  # of any
         self.logits = self._new(0)
         self._cache: list[tuple[Tensor, Tensor]] = []
         self._capacity = 0
 
     # --- rows that enter
 
-    def enter(self, row: Tensor) -> None:
-        """Compute the texts of responses, i64[n], and give each a row that is free."""
+    def enter(self, row: Tensor) -> Tensor:
+        """Compute the texts of responses, i64[n], and give each a row that is free: i64[n]."""
         if not len(row):
-            return
+            return row
         row = row.to(self._device)
         texts, text = self._sampler.texts(row)
         length = (texts >= 0).sum(1)
-        free = torch.nonzero(~self.live)[: len(row), 0]
+        free = torch.nonzero(~(self.live | self.held))[: len(row), 0]
         self.row[free] = row
         self.live[free] = True
         self._position[free] = length[text]
@@ -155,6 +158,26 @@ class _Batch:
             found = self._computed(texts[some], length[some])
             self._reserve(capacity)  # no earlier: computing texts takes memory as well
             self._fill(found, index, free[mine])
+        self._count()
+        return free
+
+    def hold(self, slot: int, *, held: bool) -> None:
+        """Whether a row is to keep its cache when it is not live."""
+        self.held[slot] = held
+        if not held and not self.live[slot]:
+            self._position[slot] = 0
+
+    def position(self, slot: int) -> int:
+        """Tokens in the cache of a row that is held."""
+        return int(self._position[slot])
+
+    def resume(self, slot: int, longest: int) -> None:
+        """Have a row that is held go on, up to so many tokens; its next one is given, not sampled.
+
+        It is one that `sampler` does not sample, as nothing has been computed of what precedes it.
+        """
+        self._reserve(self._span(longest - 1))
+        self.live[slot] = True
         self._count()
 
     def _computed(self, texts: Tensor, length: Tensor) -> _Computed:
@@ -211,7 +234,7 @@ class _Batch:
     def end(self, live: Tensor) -> None:
         """Rows of which no token comes any more are free, or leave with `shrink`."""
         self.live = live
-        self._position = self._position.where(live, 0)
+        self._position = self._position.where(live | self.held, 0)
         self._count()
 
     def shrink(self, sampled: Tensor) -> Tensor:
@@ -220,7 +243,7 @@ class _Batch:
         if size > _SHRINK * len(self.row):
             return sampled
         keep = torch.argsort((~self.live).to(torch.int8), stable=True)[:size]
-        self.row, self.live = self.row[keep], self.live[keep]
+        self.row, self.live, self.held = self.row[keep], self.live[keep], self.held[keep]
         self._position = self._position[keep]
         for layer, (key, value) in enumerate(self._cache):
             self._cache[layer] = key[keep], value[keep]
@@ -228,7 +251,8 @@ class _Batch:
 
     def _count(self) -> None:
         self.num_live = int(self.live.sum())
-        self._longest = int(self._position.max())
+        self._farthest = int(self._position.max())
+        self._longest = int(self._position.where(self.live, 0).max())
 
     # --- tokens
 
@@ -245,11 +269,12 @@ class _Batch:
         position = self._position
         self.logits = self._new(0)
         self._longest += 1
+        self._farthest = max(self._farthest, self._longest)
         span = self._span(self._longest)
         bias = torch.zeros(len(token), 1, span, device=token.device).masked_fill_(
             torch.arange(span, device=token.device) > position[:, None, None], -math.inf
         )
-        cos, sin = (table[position] for table in backbone.rope(self._longest))
+        cos, sin = (table[position] for table in backbone.rope(self._farthest + 1))
         heads = torch.arange(len(token) * backbone.num_key_heads, device=token.device)
         where = heads * self._capacity + position.repeat_interleave(backbone.num_key_heads)
         x = F.embedding(token, backbone.embedding)
@@ -261,6 +286,6 @@ class _Batch:
                 query, key_cache[:, :, :span], value_cache[:, :, :span], bias, backbone.scale
             )
             x = backbone.finish(x, mixed, layer)
-        self._position = torch.where(self.live, position + 1, 0)
+        self._position = torch.where(self.live, position + 1, position.where(self.held, 0))
         states = F.rms_norm(x, (x.shape[-1],), backbone.final_norm, backbone.eps)
         self.logits = self._network.head(states)

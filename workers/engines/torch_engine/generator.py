@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 
 from ....algorithms.roles.language import Sampling
+from ....dataflow.errors import ConfigError
 from ...models.tokenizer import TokenizerSpec
 from ...rollout.ended import Begun, Ended, collected
 from ...rollout.response_sampler import ResponseSampler
 from ...rollout.responses import Responses, check_stop
 from ...rollout.sampling import SampleStreams
+from ...rollout.turn_sampler import TurnSampler
 from ...training.host_memory import HostCopy, give_back_freed
 from .decode import decode
 from .decode_plain import decode_plain
 from .network import LeanNetwork, TorchNetwork
+from .turns import TorchTurns
 
 __all__ = ["TorchGenerator"]
 
@@ -102,6 +105,26 @@ class TorchGenerator:
         if isinstance(self.network, LeanNetwork):
             return decode(self.network, sampler, self._max_rows)
         return decode_plain(self._module, sampler, self._max_rows)
+
+    def turns(self, sampling: Sampling, num_rows: int) -> TorchTurns:
+        """See `GenerationEngine.turns`.
+
+        Raises:
+            ConfigError: If the model is decoded by its own forward.
+        """
+        if not isinstance(self.network, LeanNetwork):
+            raise ConfigError(
+                f"conversations need a model that {self.name} decodes itself (Llama, Qwen2 or "
+                f"Qwen3), and this is a {type(self._module).__name__}\n    set rollout=vllm"
+            )
+        sampler = TurnSampler(
+            num_rows,
+            sampling,
+            eos_token_id=self._eos_token_id,
+            vocab_size=self.vocab_size,
+            device=self.network.device,
+        )
+        return TorchTurns(self.network, sampler, num_rows, self._max_rows)
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """See `GenerationEngine.load`; nothing is kept of what was computed before."""

@@ -1,0 +1,80 @@
+"""PPO on conversations: what each turn earns, less the KL to a reference, and a critic's values.
+
+The losses and options of `ppo`. Advantages are estimated token by token over all turns, or turn by
+turn, each turn being one action, as in Zhou et al., "ArCHer", 2024, section 3, whose discount is
+per turn as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .ops.advantages import gae
+from .ops.macro_actions import macro_gae
+from .ops.turns import turn_rewards
+from .options.policy_updates import train_policy
+from .options.reference_kl import reference_logprob, reported_kl
+from .ppo import PPO, train_critic, whitened_advantage, whitened_reward
+from .roles import Agent, PerSample, Policy, Prompts, Sampling, TrainMetrics, ValueModel
+
+__all__ = ["AgentPPO", "agent_ppo_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentPPO(PPO):
+    """Options of PPO on conversations."""
+
+    sampling: Sampling = Sampling(max_new_tokens=256, max_total_tokens=2048)
+    """How turns are sampled; see `Policy.converse` for its lengths."""
+    max_turns: int = 8
+    """Most turns of the policy in a conversation."""
+    credit: Literal["token", "turn"] = "token"
+    """Whether each token has an advantage of its own, or each turn; `discount` and `gae_lambda`
+    count tokens or turns."""
+    no_eos: Literal["none"] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """What a turn earns says the environment, also of one that was cut off."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.score_clip is not None or self.score_slot != "last_token" or self.no_eos != "none":
+            raise ValueError(
+                "what a turn earns is added on its last token as the environment says; leave "
+                "score_clip, score_slot and no_eos out"
+            )
+        if self.credit == "turn" and (self.whiten_rewards or self.gae_masking != "transparent"):
+            raise ValueError(
+                "credit 'turn' adds up a turn's rewards as they are; leave whiten_rewards and "
+                "gae_masking out"
+            )
+
+
+def agent_ppo_step(
+    prompts: Prompts, actor: Policy, critic: ValueModel, ref: Policy, agent: Agent, cfg: AgentPPO
+) -> tuple[TrainMetrics, TrainMetrics, PerSample | None]:
+    """Hold conversations, estimate advantages, and train actor and critic; reports the KL too."""
+    held = actor.converse(
+        prompts.prompt, prompts.prompt_id, agent, cfg.sampling, max_turns=cfg.max_turns
+    )
+    value = critic.value(held.tokens, held.mask)
+    ref_logprob = reference_logprob(ref, held, cfg.kl_coef, cfg.sampling.temperature)
+    reward = turn_rewards(
+        held.mask,
+        held.reward,
+        logprob=held.behavior_logprob,
+        ref_logprob=held.behavior_logprob if ref_logprob is None else ref_logprob,
+        kl_coef=cfg.kl_coef,
+        kl_estimator=cfg.kl_estimator,
+    )
+    given = {"discount": cfg.discount, "lam": cfg.gae_lambda}
+    if cfg.credit == "turn":
+        target = macro_gae(held.mask, held.turn, reward=reward, value=value, **given)
+    else:
+        reward = whitened_reward(reward, held.mask, cfg)
+        target = gae(held.mask, reward=reward, value=value, masking=cfg.gae_masking, **given)
+    advantage = whitened_advantage(target.advantage, held.mask, cfg)
+    return (
+        train_policy(actor, held, advantage, cfg.policy_loss, cfg),
+        train_critic(critic, held, held.mask, cfg, value=value, target=target.value_target),
+        reported_kl(held, ref_logprob),
+    )

@@ -1,0 +1,202 @@
+"""One conversation: what is said in turn, and the row that comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...algorithms.roles.agents import ENDINGS, Conversations, Turn, TurnRequest
+from ...algorithms.roles.language import Sampling
+from ..data.task import Message
+from .environment import Environment, Reply, TurnResult
+
+__all__ = ["Conversation", "Exchange", "as_table"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a conversation needs of whoever holds it.
+
+    Attributes:
+        speak: Has a turn sampled.
+        reply_of: What the policy said in turn n, from its tokens and whether it ended it.
+        shown: Tokens between a turn and the next: of the messages before it, those after it, and
+            whether the turn was finished.
+        uniform: Random numbers of turn n of a prompt's sample: so many.
+        seed: 63 bits of a turn of a prompt's sample; of turn -1, those of the other side.
+        limit_s: Longest wait for one answer of the other side.
+    """
+
+    speak: Callable[[TurnRequest], Awaitable[Turn]]
+    reply_of: Callable[[int, Tensor, bool], Reply]
+    shown: Callable[[Sequence[Message], Sequence[Message], bool], list[int]]
+    uniform: Callable[[int, int, int, int], Tensor]
+    seed: Callable[[int, int, int], int]
+    limit_s: float
+
+
+@dataclass
+class Conversation:
+    """A row, and how it comes about.
+
+    Attributes:
+        row: Its number in the call.
+        problem: Index into the task.
+        sample: Which of the problem's conversations of this step.
+        tokens: Prompt, turns and what was shown.
+        messages: The same as messages.
+        turns: What was sampled, and at which place each turn begins.
+        rewards: Of each turn.
+        ending: One of `ENDINGS`.
+        counts: What the other side counted.
+        error: What broke; None if nothing did.
+    """
+
+    row: int
+    problem: int
+    sample: int
+    tokens: list[int]
+    messages: list[Message]
+    turns: list[tuple[int, Turn]] = field(default_factory=list[tuple[int, Turn]])
+    rewards: list[float] = field(default_factory=list[float])
+    ending: str = "last turn"
+    counts: dict[str, float] = field(default_factory=dict[str, float])
+    error: BaseException | None = None
+
+    async def hold(
+        self,
+        make: Callable[[int], Environment],
+        exchange: Exchange,
+        sampling: Sampling,
+        max_turns: int,
+    ) -> None:
+        """Go on to the end; whatever the other side does, there is one.
+
+        Args:
+            make: Makes the other side of a conversation about a problem.
+            exchange: What goes between the two.
+            sampling: How turns are sampled.
+            max_turns: Most turns.
+        """
+        environment: Environment | None = None
+        try:
+            environment = make(self.problem)
+            seed = exchange.seed(self.problem, self.sample, -1)
+            await _answered(environment.reset(self.problem, seed), exchange.limit_s)
+            for number in range(max_turns):
+                if await self._exchange(number, environment, exchange, sampling):
+                    break
+        except Exception as error:  # noqa: BLE001 - it may be anybody's code
+            self.ending, self.error = "failed", error
+        finally:
+            try:
+                if environment is not None:
+                    await _answered(environment.close(), exchange.limit_s)
+            except Exception as error:  # noqa: BLE001 - as above
+                self.error = self.error or error
+
+    async def _exchange(
+        self, number: int, environment: Environment, exchange: Exchange, sampling: Sampling
+    ) -> bool:
+        """A turn and its answer; whether that was the end."""
+        most = min(sampling.max_new_tokens, sampling.max_total_tokens - len(self.tokens))
+        asked = TurnRequest(
+            self.row,
+            tuple(self.tokens),
+            most,
+            exchange.uniform(self.problem, self.sample, number, most),
+            exchange.seed(self.problem, self.sample, number),
+        )
+        turn = await exchange.speak(asked)
+        self.turns.append((len(self.tokens), turn))
+        self.tokens += turn.token.tolist()
+        self.rewards.append(0.0)
+        reply = exchange.reply_of(number, turn.token, turn.finished)
+        before = [*self.messages]
+        self.messages.append({"role": "assistant", "content": reply.text})
+        result = _checked(await _answered(environment.step(reply), exchange.limit_s))
+        self.rewards[-1] = float(result.reward)
+        for name, count in result.counts.items():
+            self.counts[name] = self.counts.get(name, 0.0) + count
+        self.messages += result.messages
+        if result.done:
+            self.ending = "done"
+            return True
+        shown = exchange.shown(before, result.messages, turn.finished)
+        if len(self.tokens) + len(shown) >= sampling.max_total_tokens:
+            self.ending = "out of tokens"
+            return True
+        self.tokens += shown
+        return False
+
+
+async def _answered(given: Awaitable[T] | T, limit_s: float) -> T:
+    """What a method of either kind returns.
+
+    Raises:
+        TimeoutError: If it takes longer.
+    """
+    if not inspect.isawaitable(given):
+        return given
+    return await asyncio.wait_for(_awaited(given), limit_s)
+
+
+async def _awaited(given: Awaitable[T]) -> T:
+    return await given
+
+
+def _checked(result: Any) -> TurnResult:
+    """Require an answer.
+
+    Raises:
+        TypeError: If it is something else, or its reward is no finite number.
+    """
+    if not isinstance(result, TurnResult):
+        raise TypeError(f"the environment answered {result!r:.80}; expected a TurnResult")
+    if not torch.tensor(float(result.reward)).isfinite():
+        raise TypeError(f"the environment rewarded a turn with {result.reward}; expected a number")
+    return result
+
+
+def as_table(held: Sequence[Conversation], prompt_id: Tensor) -> Conversations:
+    """Conversations as rows, in their order.
+
+    Args:
+        held: They have ended.
+        prompt_id: i64[rows].
+    """
+    width = max((len(one.tokens) for one in held), default=0)
+    shape = (len(held), width)
+    tokens = torch.full(shape, -1, dtype=torch.int64)
+    turn = torch.full(shape, -1, dtype=torch.int64)
+    version = torch.full(shape, -1, dtype=torch.int64)
+    logprob, reward = torch.zeros(shape), torch.zeros(shape)
+    for row, one in enumerate(held):
+        tokens[row, : len(one.tokens)] = torch.tensor(one.tokens)
+        version[row, : len(one.tokens)] = 0
+        for number, (start, said) in enumerate(one.turns):
+            own = slice(start, start + len(said.token))
+            turn[row, own] = number
+            logprob[row, own], version[row, own] = said.logprob, said.version
+            reward[row, own.stop - 1] = one.rewards[number]
+    finished = [one.ending == "done" or (one.turns and one.turns[-1][1].finished) for one in held]
+    return Conversations(
+        prompt_id=prompt_id,
+        tokens=tokens,
+        mask=turn >= 0,
+        behavior_logprob=logprob,
+        finished=torch.tensor([bool(each) for each in finished], dtype=torch.bool),
+        version=version,
+        turn=turn,
+        reward=reward,
+        score=reward.sum(1),
+        ending=torch.tensor([ENDINGS.index(one.ending) for one in held], dtype=torch.int64),
+    )

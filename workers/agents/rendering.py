@@ -1,0 +1,92 @@
+"""What the other side says as tokens: the piece of the chat template that follows a turn.
+
+A conversation is never rendered again once the policy has spoken: to the tokens that were sampled,
+those are added that the template writes between the end of a turn and the beginning of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...dataflow.errors import ConfigError
+from ..data.task import Message
+from ..models.tokenizer import Tokenizer
+
+__all__ = ["TurnRenderer"]
+
+_PROBE = "penstock9turn"
+"""Stands for what a turn says; no template writes or changes it."""
+_THOUGHT = "penstock9thought"
+
+
+class TurnRenderer:
+    """Renders messages between two turns.
+
+    Args:
+        tokenizer: Holds the template.
+        variables: Further variables of the template.
+        keeps_history: Whether the policy is to read its turns as it said them though the template
+            would leave out parts of earlier ones.
+
+    Raises:
+        ConfigError: If there is no template, or it writes earlier turns in another way once the
+            conversation has gone on, and that is not to be passed over.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, variables: Mapping[str, Any], *, keeps_history: bool = False
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._variables = dict(variables)
+        if not tokenizer.has_template and "chat_template" not in self._variables:
+            raise ConfigError(
+                f"conversations need a chat template, and the tokenizer '{tokenizer.name}' has "
+                "none\n    take an instruct model, or give one: task.chat_template_kwargs="
+                "{chat_template: ...}"
+            )
+        if not keeps_history:
+            self._check_history()
+
+    def after(
+        self,
+        history: Sequence[Message],
+        shown: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        finished: bool,
+    ) -> list[int]:
+        """The tokens between a turn and the next one.
+
+        Args:
+            history: What was said before the turn.
+            shown: What follows it.
+            tools: Schemas that the prompt was rendered with.
+            finished: Whether the turn has ended with its end of sequence; it is written for it
+                otherwise.
+
+        Raises:
+            ChatTemplateError: If the template refuses the messages.
+        """
+        turn = {"role": "assistant", "content": _PROBE}
+        text = self._tokenizer.render([*history, turn, *shown], tools=tools, **self._variables)
+        rest = text[text.rindex(_PROBE) + len(_PROBE) :]
+        end = str(self._tokenizer.backend.eos_token)
+        if finished and rest.startswith(end):
+            rest = rest[len(end) :]
+        return self._tokenizer.encode(rest)
+
+    def _check_history(self) -> None:
+        """Refuse a template that leaves out of earlier turns what was said in them."""
+        said = f"<think>\n{_THOUGHT}\n</think>\n\n{_PROBE}"
+        first = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
+        more = [*first, {"role": "user", "content": "b"}]
+        variables = {**self._variables, "add_generation_prompt": False}
+        before, after = (self._tokenizer.render(each, **variables) for each in (first, more))
+        if _THOUGHT in before and _THOUGHT not in after:
+            raise ConfigError(
+                f"the chat template of '{self._tokenizer.name}' leaves out of earlier turns what "
+                "was thought in them, so a policy would be trained on texts that it never reads "
+                "again\n    let it read its turns as it said them: options.keeps_history=true of "
+                "the agent, and serve the model with such a template"
+            )

@@ -1,0 +1,293 @@
+"""The worker of an `Agent` role: many conversations at once, in the process that samples for them.
+
+Each is a coroutine that waits for the policy, a tool or an environment; while one waits, turns of
+the others are sampled. What a conversation comes to is a function of its problem, its random
+numbers and the weights: not of the others, nor of how long an answer took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from ...algorithms.roles.agents import (
+    ENDINGS,
+    Agent,
+    Conversations,
+    Turn,
+    TurnRequest,
+    Turns,
+)
+from ...algorithms.roles.language import Sampling
+from ...dataflow.errors import ConfigError, WorkerError, one_process
+from ...dataflow.graph.role import Metric, add_metrics
+from ...dataflow.option_checks import check_range
+from ...dataflow.runtime.call_context import CallKey, call_key
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ..data.chat import ChatOptions, PromptEncoder
+from ..data.task import Converses, Message, Task, TaskSpec
+from ..models.tokenizer import Tokenizer, TokenizerSpec
+from ..rewards.rule_reward import checked_problems, same_task
+from ..rollout.sampling import turn_seed, turn_uniforms
+from .conversation import Conversation, Exchange, as_table
+from .environment import Environment, HasEnvironments, Reply
+from .rendering import TurnRenderer
+from .tools.parsing import CallFormat, CallParser, FormatName, format_of
+
+__all__ = ["TASK_AGENTS", "AgentSpec", "AgentWorker"]
+
+_LOG = logging.getLogger("penstock.agents")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSpec:
+    """Recipe for an `AgentWorker`; a `WorkerSpec`."""
+
+    task: TaskSpec
+    """The problems, and the environments that go with them."""
+    tokenizer: TokenizerSpec
+    """The policy's tokenizer, whose chat template renders what is shown."""
+    task_fingerprint: str | None = None
+    """`fingerprint` of the task the prompts come from, to be sure that both are the same."""
+    chat: ChatOptions = ChatOptions()
+    """How conversations are rendered."""
+    calls: FormatName | Literal["auto"] = "auto"
+    """How calls of tools are written in a turn; `auto`: as the chat template has them, and where it
+    has none, what the environment makes of the text."""
+    answer_limit_s: float = 30.0
+    """Longest wait for one answer of an environment, in seconds; then its conversation ends."""
+    keeps_history: bool = False
+    """Whether the policy reads its turns as it said them though its chat template would leave out
+    parts of earlier ones; such a template is refused otherwise."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "answer_limit_s", above=0)
+
+    def build(self, context: WorkerContext) -> AgentWorker:
+        """Build the task again here.
+
+        Raises:
+            ConfigError: If the task has no environments, or the tokenizer no template that can be
+                used.
+            WorkerError: If the task came out different from the one the prompts come from.
+        """
+        return AgentWorker(self, context)
+
+
+class AgentWorker(Agent):
+    """See `AgentSpec`.
+
+    Attributes:
+        metrics: Of the last call: turns of a conversation, how many ended in which way, mean score
+            and share of right ones, and whatever the environments counted.
+        first_error: The first failure of an environment; logged once as a warning.
+    """
+
+    def __init__(self, spec: AgentSpec, context: WorkerContext) -> None:
+        self.spec = spec
+        self.context = context
+        self.metrics: dict[str, Metric] = {}
+        self.first_error: str | None = None
+        self._works = False
+        self._task: Task = same_task(spec.task, spec.task_fingerprint, context.role)
+        self._environments = _environments_of(self._task)
+        self._tokenizer: Tokenizer = spec.tokenizer.build()
+        self._prompts = PromptEncoder(self._task, self._tokenizer, spec.chat)
+        self._renderer = TurnRenderer(
+            self._tokenizer, spec.chat.template_kwargs, keeps_history=spec.keeps_history
+        )
+        self._parse = _parser(spec, self._tokenizer)
+        self._runner: asyncio.Runner | None = None
+
+    def hold(
+        self, turns: Turns, prompt: Tensor, prompt_id: Tensor, sampling: Sampling, max_turns: int
+    ) -> Conversations:
+        """See `Agent.hold`.
+
+        Raises:
+            WorkerError: If an index is not one of the task's.
+        """
+        problems = checked_problems(self._task, prompt_id)
+        key = call_key(self.context.role, "hold")
+        held = [
+            Conversation(
+                place * sampling.num_samples + sample,
+                problem,
+                sample,
+                [token for token in row if token >= 0],
+                [*(self._prompts.messages(problem) or ())],
+            )
+            for place, (row, problem) in enumerate(zip(prompt.tolist(), problems, strict=True))
+            for sample in range(sampling.num_samples)
+        ]
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        self._runner.run(self._hold_all(turns, held, key, sampling, max_turns))
+        self._report(held)
+        return as_table(held, prompt_id.repeat_interleave(sampling.num_samples))
+
+    def close(self) -> None:
+        """End what conversations have left running; may be called again."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
+
+    async def _hold_all(
+        self,
+        turns: Turns,
+        held: Sequence[Conversation],
+        key: CallKey,
+        sampling: Sampling,
+        max_turns: int,
+    ) -> None:
+        floor = _Floor(turns)
+
+        async def run(one: Conversation) -> None:
+            exchange = self._exchange(one, floor, key)
+            await one.hold(self._environments, exchange, sampling, max_turns)
+            turns.release(one.row)
+
+        running = {asyncio.create_task(run(one)) for one in held}
+        try:
+            await floor.serve(running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        for task in running:
+            task.result()  # what is at fault here, and not on the other side
+
+    def _exchange(self, one: Conversation, floor: _Floor, key: CallKey) -> Exchange:
+        seed, role, tools = self.context.seed, self.context.role, self._tools(one.problem)
+
+        def shown(before: Sequence[Message], after: Sequence[Message], finished: bool) -> list[int]:
+            return self._renderer.after(before, after, tools, finished=finished)
+
+        def uniform(problem: int, sample: int, turn: int, count: int) -> Tensor:
+            return turn_uniforms(seed, role, key, problem, sample, turn, count)
+
+        return Exchange(
+            speak=floor.speak,
+            reply_of=self._reply,
+            shown=shown,
+            uniform=uniform,
+            seed=lambda problem, sample, turn: turn_seed(seed, role, key, problem, sample, turn),
+            limit_s=self.spec.answer_limit_s,
+        )
+
+    def _tools(self, problem: int) -> list[Mapping[str, object]] | None:
+        tools = self._task.tools(problem) if isinstance(self._task, Converses) else None
+        return list(tools) if tools else None
+
+    def _reply(self, number: int, token: Tensor, finished: bool) -> Reply:
+        ids = token.tolist()
+        if ids and ids[-1] == self._tokenizer.eos_id:
+            ids.pop()
+        text = self._tokenizer.decode(ids)
+        content, calls = self._parse(text)
+        return Reply(number, text, content, calls, finished)
+
+    def _report(self, held: Sequence[Conversation]) -> None:
+        rows = float(len(held))
+        scores = [sum(one.rewards) for one in held]
+        right = sum(score >= self._task.correct_score for score in scores)
+        endings = [one.ending for one in held]
+        sums = {
+            "turns": float(sum(len(one.turns) for one in held)),
+            "reward/mean": sum(scores),
+            "reward/mean_square": sum(score * score for score in scores),
+            "reward/positive": float(sum(score > 0 for score in scores)),
+            "reward/correct": float(right),
+            **{f"ended/{e.replace(' ', '_')}": float(endings.count(e)) for e in ENDINGS},
+        }
+        for one in held:
+            for name, count in one.counts.items():
+                sums[name] = sums.get(name, 0.0) + count
+        add_metrics(self.metrics, {name: Metric.mean(sums[name], rows) for name in sums})
+        sampled = float(sum(len(turn.token) for one in held for _, turn in one.turns))
+        add_metrics(self.metrics, {"new_tokens": Metric.sum(sampled)})
+        self._show_first_error(held)
+
+    def _show_first_error(self, held: Sequence[Conversation]) -> None:
+        failed = next((one for one in held if one.error is not None), None)
+        self._works = self._works or any(one.ending != "failed" for one in held)
+        if failed is None or self.first_error is not None:
+            return
+        self.first_error = f"{type(failed.error).__name__}: {failed.error}"
+        _LOG.warning(
+            "an environment of task '%s' failed in a conversation about problem %d (%s); such "
+            "conversations end there and are counted in ended/failed. The first failure: %s",
+            self._task.task_id,
+            failed.problem,
+            self._task.where(failed.problem),
+            self.first_error,
+        )
+        if not self._works:
+            raise WorkerError(
+                f"all of the first {len(held)} conversations of '{self.context.role}' failed, and "
+                f"there is nothing to learn from them\n    the first failure: {self.first_error}"
+            )
+
+
+class _Floor:
+    """Gives conversations their turns to speak."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._speaking: dict[int, asyncio.Future[Turn]] = {}
+        self._asked = asyncio.Event()
+
+    async def speak(self, request: TurnRequest) -> Turn:
+        """Have a turn sampled."""
+        said = self._speaking[request.row] = asyncio.get_running_loop().create_future()
+        self._turns.ask(request)
+        self._asked.set()
+        return await said
+
+    async def serve(self, running: set[asyncio.Task[None]]) -> None:
+        """Sample until all conversations have ended; those that have are forgotten."""
+        while open_ := {task for task in running if not task.done()}:
+            if self._turns.num_open:
+                for turn in self._turns.step():
+                    self._speaking.pop(turn.row).set_result(turn)
+                await asyncio.sleep(0)  # whoever waits goes on as far as it can
+                continue
+            self._asked.clear()
+            asked = asyncio.create_task(self._asked.wait())
+            await asyncio.wait({*open_, asked}, return_when=asyncio.FIRST_COMPLETED)
+            asked.cancel()
+            with suppress(asyncio.CancelledError):
+                await asked
+
+
+def _parser(spec: AgentSpec, tokenizer: Tokenizer) -> CallParser:
+    """What reads calls out of a turn."""
+    template = spec.chat.template_kwargs.get("chat_template") or tokenizer.backend.chat_template
+    name = format_of(str(template)) if spec.calls == "auto" else spec.calls
+    if name is None:
+        return lambda text: (text, ())
+    return CallFormat(format=name).build(tokenizer)
+
+
+def _environments_of(task: Task) -> Callable[[int], Environment]:
+    """What makes the other side of a conversation about a problem.
+
+    Raises:
+        ConfigError: If the task has none.
+    """
+    if not isinstance(task, HasEnvironments):
+        raise ConfigError(
+            f"task '{task.task_id}' has no environments to talk with\n    choose one that has, "
+            "such as task=calculator, or give your task a method `environment`"
+        )
+    return one_process()(task.environment)
+
+
+TASK_AGENTS: Mapping[str, type[AgentSpec]] = {"agent": AgentSpec}
+"""Every agent that a configuration can name, with its spec."""

@@ -15,6 +15,7 @@ from ...configs.references import entry_or_own, option_file, options_of
 from ...configs.schema import ModelConfig, TaskConfig
 from ...configs.validate import check_finite, fields_of, nearest_key, validated
 from ...dataflow.errors import ConfigError, nearest, one_process
+from ...workers.agents.adapters.gymnasium_text import GymnasiumTextTaskSpec
 from ...workers.agents.tasks.calculator import CalculatorTaskSpec
 from ...workers.agents.tasks.maze import MazeTaskSpec
 from ...workers.agents.tasks.twenty_questions import TwentyQuestionsTaskSpec
@@ -43,6 +44,7 @@ TASKS: Mapping[str, Any] = {
     "calculator": CalculatorTaskSpec,
     "maze": MazeTaskSpec,
     "twenty_questions": TwentyQuestionsTaskSpec,
+    "gymnasium_text": GymnasiumTextTaskSpec,
     "mixture": MixtureTaskSpec,
     "gymnasium": EnvTaskSpec,
     "board_game": BoardTaskSpec,

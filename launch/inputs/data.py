@@ -15,6 +15,10 @@ from ...configs.references import entry_or_own, option_file, options_of
 from ...configs.schema import ModelConfig, TaskConfig
 from ...configs.validate import check_finite, fields_of, nearest_key, validated
 from ...dataflow.errors import ConfigError, nearest, one_process
+from ...workers.agents.adapters.gymnasium_text import GymnasiumTextTaskSpec
+from ...workers.agents.tasks.calculator import CalculatorTaskSpec
+from ...workers.agents.tasks.maze import MazeTaskSpec
+from ...workers.agents.tasks.twenty_questions import TwentyQuestionsTaskSpec
 from ...workers.data.chat import ChatOptions, PromptEncoder
 from ...workers.data.decontamination import contaminated
 from ...workers.data.file_task import FileTaskSpec
@@ -24,7 +28,7 @@ from ...workers.data.mixture_task import MixtureTaskSpec
 from ...workers.data.orders import Order
 from ...workers.data.reasoning_task import ReasoningTaskSpec
 from ...workers.data.row_report import DataReport
-from ...workers.data.task import Task, TaskSpec, fingerprint, task_alphabet
+from ...workers.data.task import HasTemplate, Task, TaskSpec, fingerprint, task_alphabet
 from ...workers.envs.games.task import BoardTaskSpec, LibraryGameTaskSpec
 from ...workers.envs.task import EnvTaskSpec
 from ...workers.models.tokenizer import Tokenizer, TokenizerSpec
@@ -37,6 +41,10 @@ TASKS: Mapping[str, Any] = {
     "file": FileTaskSpec,
     "hf": HfTaskSpec,
     "instructions": InstructionTaskSpec,
+    "calculator": CalculatorTaskSpec,
+    "maze": MazeTaskSpec,
+    "twenty_questions": TwentyQuestionsTaskSpec,
+    "gymnasium_text": GymnasiumTextTaskSpec,
     "mixture": MixtureTaskSpec,
     "gymnasium": EnvTaskSpec,
     "board_game": BoardTaskSpec,
@@ -180,6 +188,9 @@ def load_data(section: TaskConfig, model: ModelConfig) -> Data:
         tokenizer_spec = TokenizerSpec(kind="folder", folder=model.folder)
     else:
         tokenizer_spec = chosen
+    if tokenizer_spec.kind != "folder" and tokenizer_spec.chat_template is None:
+        template = task.chat_template if isinstance(task, HasTemplate) else None
+        tokenizer_spec = replace(tokenizer_spec, chat_template=template)
     return Data(section, spec, task, tokenizer_spec, tokenizer_spec.build())
 
 

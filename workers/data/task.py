@@ -25,6 +25,7 @@ __all__ = [
     "HasReplies",
     "HasShares",
     "HasSuites",
+    "HasTemplate",
     "Message",
     "ScoresPairs",
     "Task",
@@ -138,6 +139,22 @@ class HasReplies(Protocol):
 
 
 @runtime_checkable
+class HasTemplate(Protocol):
+    """A task whose conversations suit a tokenizer without a chat template. Optional.
+
+    Attributes:
+        chat_template: A template for such a tokenizer, in Jinja.
+    """
+
+    chat_template: str
+
+    @property
+    def further_characters(self) -> str:
+        """What its template, its policy and its environments may write beyond what it shows."""
+        ...
+
+
+@runtime_checkable
 class HasPassRates(Protocol):
     """A task that may know how often its problems are solved. Optional."""
 
@@ -181,9 +198,12 @@ class TaskSpec(Protocol):
 def task_alphabet(task: Task) -> str:
     """Every character of the task's prompts, answers and pairs, sorted: the smallest alphabet.
 
-    A policy can only write these characters, which is right where answers share an alphabet.
+    A policy can only write these characters, which is right where answers share an alphabet. A task
+    that `HasTemplate` says which others there are.
     """
     found: set[str] = set()
+    if isinstance(task, HasTemplate):
+        found.update(task.further_characters)
     for index in (*task.train, *task.held_out):
         with one_process():
             found.update(task.prompt_text(index), task.answer_text(index) or "")

@@ -20,10 +20,15 @@ from ...dataflow.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PRINTABLE", "ChatTemplateError", "Tokenizer", "TokenizerSpec", "pad_rows"]
+__all__ = ["END_MARK", "PRINTABLE", "ChatTemplateError", "Tokenizer", "TokenizerSpec", "pad_rows"]
 
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
 """The default alphabet: printable ASCII and the line feed."""
+
+END_MARK = "\ufdd0"
+"""What a chat template of one of our own tokenizers writes for the end of sequence, which no
+spelled name of a token stands for. It is no character of Unicode, so no text holds it; where a
+message does, it is taken out."""
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """What begins a part of a chat template that the assistant generates."""
@@ -68,9 +73,13 @@ class Tokenizer:
             pad = int(self.eos_id == 0)
         self.pad_id = pad
         self.vocab_size = len(backend)
+        self._marks_ends = bool(getattr(backend, "split_special_tokens", False))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without special tokens added; what cannot be expressed becomes unknown."""
+        """Ids of `text`, without special tokens added; what cannot be expressed becomes unknown.
+
+        With one of our own tokenizers `END_MARK` is the end of sequence.
+        """
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
@@ -81,6 +90,8 @@ class Tokenizer:
         """
         if not texts:
             return []
+        if self._marks_ends and any(END_MARK in text for text in texts):
+            return [self._encode_marked(text) for text in texts]
         try:
             return self.backend(list(texts), add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
         except Exception as error:  # the tokenizers library raises Exception itself
@@ -88,6 +99,11 @@ class Tokenizer:
                 f"the tokenizer '{self.backend.name_or_path}' cannot encode {texts[0][:40]!r}: "
                 f"{error}\n    give a folder that a tokenizer was saved to"
             ) from error
+
+    def _encode_marked(self, text: str) -> list[int]:
+        """`encode`, with the end of sequence for every mark."""
+        first, *others = (self.encode_many([part])[0] for part in text.split(END_MARK))
+        return [*first, *(token for part in others for token in (self.eos_id, *part))]
 
     @property
     def name(self) -> str:
@@ -121,6 +137,9 @@ class Tokenizer:
         """
         from jinja2 import TemplateSyntaxError
 
+        if self._marks_ends:
+            messages = [_unmarked(message) for message in messages]
+            variables = {"eos_token": END_MARK, **variables}
         try:
             text: Any = self.backend.apply_chat_template(
                 [dict(message) for message in messages],
@@ -148,11 +167,11 @@ class Tokenizer:
     ) -> list[bool] | None:
         """For each token of the conversation, whether the template marks it as generated.
 
-        None if the template has no such marks. It was rendered before, so it does not fail.
+        None if the template has no such marks, or the tokenizer is one of our own. It was rendered before, so it does not fail.
         """
         template = variables.get("chat_template") or self.backend.chat_template
-        if not isinstance(template, str) or not _MARKED.search(template):
-            return None
+        if self._marks_ends or not isinstance(template, str) or not _MARKED.search(template):
+            return None  # tokens of our own tokenizers are not those that its backend would make
         both: Any = self.backend.apply_chat_template(
             [dict(message) for message in messages],
             tools=list(tools) if tools else None,  # pyright: ignore[reportArgumentType]
@@ -215,6 +234,9 @@ class TokenizerSpec:
     order."""
     folder: str | None = None
     """For `folder`: where tokenizer.json lies. Nothing is downloaded."""
+    chat_template: str | None = None
+    """For `char` and `byte`: how conversations are rendered, in Jinja; `{{ eos_token }}` ends a
+    turn. A folder's tokenizer has its own."""
 
     def build(self) -> Tokenizer:
         """Make the tokenizer.
@@ -223,15 +245,15 @@ class TokenizerSpec:
             ConfigError: If the alphabet is empty, or the folder is missing or holds no tokenizer.
         """
         if self.kind == "char":
-            return _char_tokenizer(self.alphabet)
+            return _char_tokenizer(self.alphabet, self.chat_template)
         if self.kind == "byte":
-            return _byte_tokenizer()
+            return _byte_tokenizer(self.chat_template)
         if self.kind == "folder":
             return _folder_tokenizer(self.folder)
         raise ConfigError(f"tokenizer.kind is '{self.kind}'\n    use 'char', 'byte' or 'folder'")
 
 
-def _char_tokenizer(alphabet: str) -> Tokenizer:
+def _char_tokenizer(alphabet: str, chat_template: str | None) -> Tokenizer:
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
@@ -245,10 +267,10 @@ def _char_tokenizer(alphabet: str) -> Tokenizer:
     backend = Backend(models.WordLevel(vocabulary, unk_token=_SPECIAL["unk_token"]))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
-    return Tokenizer(_wrapped(backend), alphabet)
+    return Tokenizer(_wrapped(backend, chat_template), alphabet)
 
 
-def _byte_tokenizer() -> Tokenizer:
+def _byte_tokenizer(chat_template: str | None) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -256,19 +278,28 @@ def _byte_tokenizer() -> Tokenizer:
     backend = Backend(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    return Tokenizer(_wrapped(backend))
+    return Tokenizer(_wrapped(backend, chat_template))
 
 
-def _wrapped(backend: object) -> PreTrainedTokenizerBase:
+def _wrapped(backend: object, chat_template: str | None) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
 
     # split_special_tokens: a prompt that spells "<eos>" is five characters, never the token.
-    return PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,
         **_SPECIAL,
     )
+    wrapped.chat_template = chat_template
+    return wrapped
+
+
+def _unmarked(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str) or END_MARK not in content:
+        return message
+    return {**message, "content": content.replace(END_MARK, "")}
 
 
 def _folder_tokenizer(folder: str | None) -> Tokenizer:

@@ -1,0 +1,217 @@
+"""Arithmetic that a small model cannot do by itself, and a calculator that it may call.
+
+The prompt is an expression such as `83*47-1289`. A turn of `[83*47-1289]` calls the calculator,
+which answers with the value; a turn without a call is the final answer, and is worth 1 if its last
+number is the value. What the policy writes is data: expressions are read by `arithmetic`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ....dataflow.errors import ConfigError
+from ....dataflow.option_checks import check_range
+from ...data.task import Message
+from ..environment import BadCall, Reply, ToolCall, TurnResult
+from .arithmetic import LONGEST_EXPRESSION, BadExpression, evaluate
+from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
+
+__all__ = ["CalculatorEnvironment", "CalculatorTask", "CalculatorTaskSpec"]
+
+_TOOL = "calculator"
+
+_SCHEMA: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _TOOL,
+        "description": "Computes the value of an expression of integers with + - * // ( ).",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "expression": {"type": "string", "description": "For example 83*47-1289."}
+            },
+            "required": ["expression"],
+        },
+    },
+}
+
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_NUMBER = re.compile(r"-?[0-9]+", re.ASCII)
+
+_MOST_VALUE_DIGITS = 15
+"""Of a value on the way to an answer, as `arithmetic` allows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalculatorTaskSpec(GeneratedSpec):
+    """How many expressions, and how long they are."""
+
+    min_terms: int = 2
+    """Fewest numbers of an expression."""
+    max_terms: int = 3
+    """Most numbers of an expression."""
+    min_digits: int = 2
+    """Fewest digits of a number."""
+    max_digits: int = 3
+    """Most digits of a number."""
+    operators: str = "+-*"
+    """What stands between numbers, each as likely as the others."""
+    prompt_template: str = "{expression}"
+    """The prompt, with `{expression}` where the expression stands: a model that knows language
+    needs to be told what to do."""
+    max_turns: int = 4
+    """Turns after which a conversation without a final answer is over, and worth 0."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "min_terms", "min_digits", "max_turns", at_least=1)
+        check_range(self, "max_terms", at_least=self.min_terms)
+        check_range(self, "max_digits", at_least=self.min_digits)
+
+    def build(self) -> CalculatorTask:
+        """Make the expressions.
+
+        Raises:
+            ConfigError: If expressions would be too long for the calculator, an operator is
+                unknown, the template has no place for the expression, or there are too few
+                expressions.
+        """
+        _check(self)
+        return CalculatorTask(self)
+
+
+class CalculatorTask(GeneratedTask[str]):
+    """Expressions to compute; a problem is its expression. See `GeneratedTask`."""
+
+    def __init__(self, spec: CalculatorTaskSpec) -> None:
+        self.spec = spec
+        super().__init__("calculator", spec)
+
+    @property
+    def further_characters(self) -> str:
+        """What expressions, calls and errors are written with."""
+        return "0123456789+-*/()[]\n" + "".join(f"error: {text}" for text in _ERRORS)
+
+    def make(self, number: int, rng: random.Random) -> str:
+        """An expression."""
+        del number
+        spec = self.spec
+        count = rng.randint(spec.min_terms, spec.max_terms)
+        digits = [rng.randint(spec.min_digits, spec.max_digits) for _ in range(count)]
+        terms = [str(rng.randint(10 ** (most - 1), 10**most - 1)) for most in digits]
+        return terms[0] + "".join(rng.choice(spec.operators) + term for term in terms[1:])
+
+    def prompt_of(self, problem: str) -> str:
+        """The template filled with the expression."""
+        return self.spec.prompt_template.replace("{expression}", problem)
+
+    def begin(self, index: int) -> PlainEnvironment:
+        """A calculator, which knows the value."""
+        return CalculatorEnvironment(evaluate(self.problem(index)), self.spec.max_turns)
+
+    def turns(self, problem: str, rng: random.Random) -> list[str] | None:
+        """Call the calculator with the whole expression, and copy what it says."""
+        del rng
+        return [f"[{problem}]", str(evaluate(problem))]
+
+    def schemas(self) -> Sequence[Mapping[str, Any]] | None:
+        """The calculator."""
+        return [_SCHEMA]
+
+
+class CalculatorEnvironment:
+    """Computes what it is asked until it is told an answer.
+
+    Args:
+        value: The right answer.
+        max_turns: Turns that it answers at most.
+    """
+
+    def __init__(self, value: int, max_turns: int) -> None:
+        self._value, self._max_turns = value, max_turns
+
+    def reset(self, problem: int, seed: int) -> None:
+        """Begin; there is nothing to remember."""
+        del problem, seed
+
+    def step(self, reply: Reply) -> TurnResult:
+        """The values of what is called, or the end with a reward of 1 or 0."""
+        calls = _calls_of(reply)
+        if not calls or not reply.finished:
+            right = reply.finished and _last_number(reply.text) == self._value
+            return TurnResult(reward=float(right), done=True)
+        messages: list[Message] = []
+        counts = {"tool_calls": 0.0, "tool_errors": 0.0, "bad_calls": 0.0}
+        for call in calls:
+            text, counted = _answer(call)
+            messages.append({"role": "tool", "name": _TOOL, "content": text})
+            for name in counted:
+                counts[name] += 1.0
+        done = reply.turn + 1 >= self._max_turns
+        return TurnResult(messages=() if done else messages, done=done, counts=counts)
+
+    def close(self) -> None:
+        """End; nothing is held."""
+
+
+_ERRORS = (
+    *("empty", "too long", "bad character", "syntax", "division by zero", "bad operator"),
+    *("too large", "no such tool", "bad call"),
+)
+"""Everything that may follow "error: ", of the calculator's own."""
+
+
+def _calls_of(reply: Reply) -> tuple[ToolCall | BadCall, ...]:
+    """What the reply calls: as it was parsed, or else in brackets if that is all it says."""
+    if reply.calls:
+        return reply.calls
+    found = _BRACKETS.findall(reply.text)
+    if not found or _BRACKETS.sub("", reply.text).strip():
+        return ()
+    return tuple(ToolCall(_TOOL, {"expression": text}) for text in found)
+
+
+def _answer(call: ToolCall | BadCall) -> tuple[str, tuple[str, ...]]:
+    """What the calculator says, and what is counted of it."""
+    if isinstance(call, BadCall):
+        return f"error: {call.why or 'bad call'}", ("bad_calls",)
+    if call.name != _TOOL:
+        return "error: no such tool", ("bad_calls",)
+    expression = call.arguments.get("expression")
+    if not isinstance(expression, str) or len(call.arguments) != 1:
+        return "error: bad call", ("bad_calls",)
+    try:
+        return str(evaluate(expression)), ("tool_calls",)
+    except BadExpression as error:
+        return f"error: {error}", ("tool_calls", "tool_errors")
+
+
+def _last_number(text: str) -> int | None:
+    found = _NUMBER.findall(text)
+    # Longer ones are no answer, and Python refuses to read very long ones.
+    return int(found[-1]) if found and len(found[-1]) <= _MOST_VALUE_DIGITS + 1 else None
+
+
+def _check(spec: CalculatorTaskSpec) -> None:
+    if not spec.operators or set(spec.operators) - set("+-*"):
+        raise ConfigError(
+            f"'task.operators' is {spec.operators!r}\n    give some of the characters + - *"
+        )
+    if "{expression}" not in spec.prompt_template:
+        raise ConfigError(
+            f"'task.prompt_template' is {spec.prompt_template!r}, which has no place for the "
+            "expression\n    write {expression} where it stands"
+        )
+    longest = spec.max_terms * (spec.max_digits + 1) - 1
+    digits = spec.max_digits * spec.max_terms if "*" in spec.operators else spec.max_digits + 2
+    if longest > LONGEST_EXPRESSION or digits > _MOST_VALUE_DIGITS:
+        raise ConfigError(
+            f"task 'calculator' with {spec.max_terms} numbers of {spec.max_digits} digits has "
+            "expressions that the calculator refuses\n"
+            f"    lower task.max_terms or task.max_digits: at most {LONGEST_EXPRESSION} characters "
+            f"and values of {_MOST_VALUE_DIGITS} digits"
+        )

@@ -1,0 +1,202 @@
+"""A maze to walk through by words, after the maze of LMRL-Gym.
+
+The seed makes one maze; a problem is a start and a goal in it. The prompt says the goal, where the
+policy stands and which walls are around it: `4,0 at 1,3 walls ul`. Each turn is one move: u, d, l
+or r. Every step is worth -1, the one that reaches the goal 0, and a conversation of `max_steps`
+without it is over.
+
+As in LMRL-Gym (Abdulhai et al., 2023, arXiv:2311.18232, section 4), the maze may be partially
+observed: after the prompt only walls are told, so the policy must remember where it went. Unlike
+there, the prompt always says where the start is, because no prompt may stand both in training and
+held out.
+
+The expert takes the shortest path, except for a share of random moves: what it shows can be
+improved on.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from ....dataflow.option_checks import check_range
+from ...data.task import Message
+from ..environment import Reply, TurnResult
+from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
+from .maze_map import MOVES, Cell, Maze
+
+__all__ = ["MazeEnvironment", "MazeProblem", "MazeTask", "MazeTaskSpec"]
+
+_WORDS = {"u": "up", "d": "down", "l": "left", "r": "right"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MazeTaskSpec(GeneratedSpec):
+    """How large the maze is, and what is told of it."""
+
+    num_train: int = 400
+    """Training problems: pairs of a start and a goal."""
+    num_held_out: int = 100
+    """Held-out pairs of the same maze."""
+    size: int = 5
+    """Cells in a row, and rows. There are size^2 (size^2 - 1) pairs of start and goal."""
+    max_steps: int = 50
+    """Steps after which a conversation is over."""
+    observed: bool = True
+    """Whether every observation says where the policy stands, and not its walls alone."""
+    words: bool = False
+    """Whether to speak in sentences, for a model that knows language. Moves are `up` or `move up`
+    then, and letters are understood as well."""
+    random_share: float = 0.25
+    """How many of the expert's moves are random ones."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "size", at_least=2, at_most=100)
+        check_range(self, "max_steps", at_least=1)
+        check_range(self, "random_share", at_least=0, at_most=1)
+
+    def build(self) -> MazeTask:
+        """Make the maze.
+
+        Raises:
+            ConfigError: If it has too few pairs of a start and a goal.
+        """
+        return MazeTask(self)
+
+
+@dataclass(frozen=True)
+class MazeProblem:
+    """From where to where.
+
+    Attributes:
+        start: Where the policy stands first.
+        goal: Another cell.
+    """
+
+    start: Cell
+    goal: Cell
+
+
+class MazeTask(GeneratedTask[MazeProblem]):
+    """Pairs of a start and a goal; see `GeneratedTask`.
+
+    Attributes:
+        maze: The one that all problems are in.
+    """
+
+    def __init__(self, spec: MazeTaskSpec) -> None:
+        self.spec = spec
+        self.maze = Maze(spec.size, random.Random(f"maze/{spec.seed}/map"))
+        self.correct_score = 1.0 - spec.max_steps
+        self.unfinished_score = -float(spec.max_steps)
+        super().__init__("maze", spec)
+
+    @property
+    def further_characters(self) -> str:
+        """What observations and moves are written with."""
+        shown = [_observation(self.spec, self.maze, cell, None) for cell in self.maze.cells]
+        return "\n" + "".join([*MOVES, *_WORDS.values(), *shown, _bad(self.spec)])
+
+    def make(self, number: int, rng: random.Random) -> MazeProblem:
+        """Two different cells."""
+        del number
+        start, goal = rng.sample(self.maze.cells, 2)
+        return MazeProblem(start, goal)
+
+    def prompt_of(self, problem: MazeProblem) -> str:
+        """The goal, the start and the walls around it."""
+        return _observation(self.spec, self.maze, problem.start, problem.goal)
+
+    def begin(self, index: int) -> PlainEnvironment:
+        """A walk from the start."""
+        return MazeEnvironment(self.spec, self.maze, self.problem(index))
+
+    def turns(self, problem: MazeProblem, rng: random.Random) -> list[str] | None:
+        """The shortest path, with random moves between."""
+        cell = problem.start
+        moves: list[str] = []
+        while cell != problem.goal and len(moves) < self.spec.max_steps:
+            lost = rng.random() < self.spec.random_share
+            best = self.maze.shortest(cell, problem.goal)[0]
+            moves.append(rng.choice(list(MOVES)) if lost else best)
+            cell = self.maze.after(cell, moves[-1])
+        return [_WORDS[move] for move in moves] if self.spec.words else moves
+
+
+class MazeEnvironment:
+    """One walk.
+
+    Args:
+        spec: What is told.
+        maze: Where the walls are.
+        problem: Start and goal.
+    """
+
+    def __init__(self, spec: MazeTaskSpec, maze: Maze, problem: MazeProblem) -> None:
+        self._spec, self._maze, self._problem = spec, maze, problem
+        self._cell = problem.start
+        self._steps = 0
+
+    def reset(self, problem: int, seed: int) -> None:
+        """Stand at the start."""
+        del problem, seed
+        self._cell, self._steps = self._problem.start, 0
+
+    def step(self, reply: Reply) -> TurnResult:
+        """Move. A reply that is no move costs a step; one that was cut off, all that are left."""
+        move = _move_of(reply.text)
+        if not reply.finished:
+            return TurnResult(
+                reward=-float(self._spec.max_steps - self._steps),
+                done=True,
+                counts={"bad_replies": 1.0},
+            )
+        self._steps += 1
+        counts = {"steps": 1.0, "bad_replies": float(move is None)}
+        if move is not None:
+            self._cell = self._maze.after(self._cell, move)
+        if self._cell == self._problem.goal:
+            return TurnResult(reward=0.0, done=True, counts=counts)
+        if self._steps >= self._spec.max_steps:
+            return TurnResult(reward=-1.0, done=True, counts=counts)
+        told = _observation(self._spec, self._maze, self._cell, None)
+        said: Message = {"role": "user", "content": told if move else _bad(self._spec)}
+        return TurnResult(messages=[said], reward=-1.0, counts=counts)
+
+    def close(self) -> None:
+        """End; nothing is held."""
+
+
+def _move_of(text: str) -> str | None:
+    """The letter of the move that is meant; None if none is."""
+    word = text.strip().lower().removeprefix("move ").strip()
+    if word in MOVES:
+        return word
+    return next((letter for letter, name in _WORDS.items() if name == word), None)
+
+
+def _observation(spec: MazeTaskSpec, maze: Maze, cell: Cell, goal: Cell | None) -> str:
+    """What is told at a cell; with the goal it is the prompt."""
+    walls = maze.walls(cell)
+    where = goal is not None or spec.observed
+    if not spec.words:
+        aim = "" if goal is None else f"{goal[0]},{goal[1]} "
+        return aim + (f"{cell[0]},{cell[1]} " if where else "") + (walls or "-")
+    sentences = [] if goal is None else [_RULES, f"The goal is at {goal[0]}, {goal[1]}."]
+    sentences += [f"You are at {cell[0]}, {cell[1]}."] if where else []
+    if walls:
+        sentences.append(f"There are walls: {', '.join(_WORDS[wall] for wall in walls)}.")
+    else:
+        sentences.append("There are no walls around you.")
+    return " ".join(sentences)
+
+
+_RULES = (
+    "You are in a maze of square cells, numbered by column and row from 0, 0 at the upper left. "
+    "Answer with one move: up, down, left or right."
+)
+
+
+def _bad(spec: MazeTaskSpec) -> str:
+    return "That is no move: answer up, down, left or right." if spec.words else "?"

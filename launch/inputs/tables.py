@@ -65,7 +65,9 @@ def _texts(source: Any, wanted: _Wanted, data: Data) -> Source:
     if source is PromptSource:
         limits["order"] = data.order
     else:
-        limits["max_response_tokens"] = data.section.max_response_tokens
+        # What is imitated of a conversation is all that follows the prompt.
+        section = data.section
+        limits["max_response_tokens"] = section.max_total_tokens or section.max_response_tokens
     return source(data.task, data.tokenizer, batch_size=wanted.count, seed=wanted.seed, **limits)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class TurnSampler(ResponseSampler):
         super().__init__(
             text,
             torch.zeros(num_rows, sampling.max_new_tokens, dtype=torch.float64, device=device),
-            sampling,
+            replace(sampling, num_samples=1),  # each row has a text of its own
             eos_token_id=eos_token_id,
             vocab_size=vocab_size,
         )

@@ -47,8 +47,10 @@ class Tool(Protocol):
 
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """JSON schemas, `{"type": "function", "function": {"name", "description", "parameters"}}`,
-        as chat templates take them."""
+        """JSON schemas, as chat templates take them.
+
+        Each is `{"type": "function", "function": {"name", "description", "parameters"}}`.
+        """
         ...
 
     def open(self, seed: int) -> ToolSession:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Lines", "NotSaid"]
+__all__ = ["Lines", "NotSaid", "ready"]
 
 _PIECE = 1 << 16
 
@@ -81,7 +81,7 @@ class Lines:
             try:
                 unsent = unsent[os.write(self._writing, unsent) :]
             except BlockingIOError:
-                await _ready(self._writing, deadline, to_write=True)
+                await ready(self._writing, deadline, to_write=True)
             except OSError:  # it has died; what it has answered, if anything, says more
                 return
 
@@ -91,7 +91,7 @@ class Lines:
             try:
                 piece = os.read(self._reading, _PIECE)
             except BlockingIOError:
-                await _ready(self._reading, deadline, to_write=False)
+                await ready(self._reading, deadline)
                 continue
             if not piece:
                 raise NotSaid("its process ended")
@@ -106,8 +106,8 @@ class Lines:
         return line
 
 
-async def _ready(descriptor: int, deadline: float, *, to_write: bool) -> None:
-    """Wait until a pipe takes or has something.
+async def ready(descriptor: int, deadline: float, *, to_write: bool = False) -> None:
+    """Wait until a pipe has something, or takes something.
 
     Raises:
         NotSaid: If it does not by then.

@@ -22,18 +22,18 @@ _BEGINS = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _NAME = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _TOKENS = re.compile(
     r"(?P<space>\s+)"
-    r"|(?P<text>'''(?:[^'\\]|\\[\s\S]|'(?!''))*'''"
-    r'|"""(?:[^"\\]|\\[\s\S]|"(?!""))*"""'
-    r"|'(?:[^'\\\n]|\\[\s\S])*'"
-    r'|"(?:[^"\\\n]|\\[\s\S])*")'
+    r"|(?P<text>'''(?:[^'\\]++|\\[\s\S]|'(?!''))*'''"
+    r'|"""(?:[^"\\]++|\\[\s\S]|"(?!""))*"""'
+    r"|'(?:[^'\\\n]++|\\[\s\S])*'"
+    r'|"(?:[^"\\\n]++|\\[\s\S])*")'
     rf"|(?P<name>{_NAME})"
     r"|(?P<number>-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
     r"|(?P<open>[\[({])|(?P<close>[\])}])|(?P<mark>[,:=])",
     re.ASCII,
 )
 _VALUES = ("text", "name", "number")
-_LONGEST = 1 << 20
-"""Characters that are read."""
+_LONGEST = 1 << 17
+"""Characters that are read; Python's parser takes most of a second for as many small literals."""
 _DEEPEST = 40
 _LONGEST_NAME = 256
 

@@ -47,8 +47,12 @@ _HEAD, _TAIL = 1000, 3000
 """Characters of an error that are told. As JSON a character takes 12 bytes at most."""
 
 
-def main() -> None:
-    """Serve calls until the input closes."""
+def main(serve: Callable[[int, int], None]) -> None:
+    """Serve calls until the input closes.
+
+    Args:
+        serve: Run in the child; takes the descriptors of calls and of replies.
+    """
     lifeline = int(sys.argv[1])
     calls, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -64,7 +68,7 @@ def main() -> None:
     os.setsid()  # signals to its group are not for the supervisor
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() == supervisor:  # else it died before it was to be told of
-        _serve(calls, replies)
+        serve(calls, replies)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -186,4 +190,4 @@ def _described(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(_serve)

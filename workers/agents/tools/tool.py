@@ -47,9 +47,9 @@ class Tool(Protocol):
 
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """JSON schemas as chat templates take them.
+        """JSON schemas, as chat templates take them.
 
-        `{"type": "function", "function": {"name", "description", "parameters"}}`.
+        Each is `{"type": "function", "function": {"name", "description", "parameters"}}`.
         """
         ...
 

@@ -62,15 +62,19 @@ class SandboxKind:
             return "there is no program bwrap on the PATH"
         return None
 
-    def command(self, code: Path | None, descriptor: int) -> list[str]:
+    def command(
+        self, code: Path | None, descriptor: int, *, python_environment: bool = False
+    ) -> list[str]:
         """What to start, for a child (`child.py` in `code`) that is told on `descriptor` the rest.
 
-        -I -S: neither the environment nor installed packages have a say.
+        -I -S: neither the environment nor installed packages have a say. With `python_environment`
+        variables such as `PYTHONHASHSEED` count.
         """
         folder = str(code or _CODE)
         script = f"import sys; sys.path.insert(0, {folder!r}); import child; "
         script += f"child.main({descriptor})"
-        python = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", script]
+        isolated = ["-s", "-P"] if python_environment else ["-I"]
+        python = [os.path.realpath(sys.executable), *isolated, "-S", "-B", "-c", script]
         return [*_bubblewrap(folder, python[0]), *python] if self is BUBBLEWRAP else python
 
     def setup(self) -> dict[str, Any]:

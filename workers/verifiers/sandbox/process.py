@@ -28,12 +28,27 @@ from .child import CONFINED
 from .kernel import Unconfined
 from .kinds import SandboxKind
 
-__all__ = ["Limits", "Ran", "check_nothing_left", "run_in"]
+__all__ = [
+    "START_S",
+    "STOP_S",
+    "Limits",
+    "Pipe",
+    "Ran",
+    "bounds",
+    "check_nothing_left",
+    "fill",
+    "kill",
+    "members",
+    "num_threads",
+    "run_in",
+    "start",
+    "unnamed_file",
+]
 
 _POLL_S = 0.01
-_START_S = 30.0
+START_S = 30.0
 """Seconds until a process is confined; they do not count as the program's."""
-_STOP_S = 5.0
+STOP_S = 5.0
 """Seconds killed processes may take to vanish."""
 _RESULT_BYTES = 1 << 20
 """What is read of a program's results: in no time, whatever they are made of."""
@@ -108,20 +123,22 @@ def run_in(
     token = secrets.token_hex(16)
     work = {"program": program, "calls": list(calls), "asserts": list(asserts), "token": token}
     with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(_file(name)) for name in _STREAMS}
+        files = {name: stack.enter_context(unnamed_file(name)) for name in _STREAMS}
         # One end of each is the child's: it learns that this process is gone, and tells that it is
         # confined, where the program can write no more.
-        lifeline, verdict = stack.enter_context(_Pipe()), stack.enter_context(_Pipe())
+        lifeline, verdict = stack.enter_context(Pipe()), stack.enter_context(Pipe())
         descriptors = {
             "results": files["results"].fileno(),
             "lifeline": lifeline.reading,
             "verdict": verdict.writing,
         }
-        setup = {**kind.setup(), **descriptors, "limits": _bounds(limits)}
-        _fill(files["given"], json.dumps({"setup": setup, "work": work}))
-        _fill(files["stdin"], stdin)
+        setup = {**kind.setup(), **descriptors, "limits": bounds(limits)}
+        fill(files["given"], json.dumps({"setup": setup, "work": work}))
+        fill(files["stdin"], stdin)
+        streams = (files["stdin"].fileno(), files["stdout"].fileno(), files["stderr"].fileno())
+        command = kind.command(code, files["given"].fileno())
         passed = [files["given"].fileno(), *descriptors.values()]
-        process = _start(kind, code, files, passed)
+        process = start(command, kind.environment, streams, passed)
         told, timed_out = _finish(process, verdict, limits)
         stderr = _text(files["stderr"], limits.output_bytes)
         exit_code = process.returncode if process.returncode <= 128 else 128 - process.returncode
@@ -142,7 +159,7 @@ def run_in(
 _STREAMS = ("given", "stdin", "stdout", "stderr", "results")
 
 
-def _file(name: str) -> IO[bytes]:
+def unnamed_file(name: str) -> IO[bytes]:
     """A file without a name, in memory where the system has such."""
     try:
         return os.fdopen(os.memfd_create(f"penstock_{name}"), "w+b")
@@ -150,7 +167,7 @@ def _file(name: str) -> IO[bytes]:
         return tempfile.TemporaryFile()
 
 
-class _Pipe:
+class Pipe:
     """A pipe; an end closes with whoever holds it, however that ends."""
 
     def __init__(self) -> None:
@@ -163,7 +180,7 @@ class _Pipe:
             self._open.remove(end)
             os.close(end)
 
-    def __enter__(self) -> _Pipe:
+    def __enter__(self) -> Pipe:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -171,7 +188,8 @@ class _Pipe:
             self.close(end)
 
 
-def _fill(file: IO[bytes], text: str) -> None:
+def fill(file: IO[bytes], text: str) -> None:
+    """Write it, to be read from the beginning."""
     file.write(text.encode("utf-8", errors="replace"))
     file.seek(0)
 
@@ -194,7 +212,8 @@ def _results(file: IO[bytes], num_lines: int) -> list[Mapping[str, Any]]:
     return found
 
 
-def _bounds(limits: Limits) -> dict[str, int]:
+def bounds(limits: Limits) -> dict[str, int]:
+    """Those that the process sets itself."""
     return {
         "cpu_s": math.ceil(limits.time_s),
         "memory_bytes": limits.memory_mb << 20,
@@ -203,17 +222,27 @@ def _bounds(limits: Limits) -> dict[str, int]:
     }
 
 
-def _start(
-    kind: SandboxKind, code: Path | None, files: Mapping[str, IO[bytes]], passed: Sequence[int]
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    streams: tuple[int, int, int],
+    passed: Sequence[int],
 ) -> subprocess.Popen[bytes]:
-    """In a session and process group of its own, which no program can leave: calls for it fail."""
+    """In a session and process group of its own, which no program can leave: calls for it fail.
+
+    Args:
+        command: Of a kind of sandbox.
+        environment: All of it.
+        streams: Descriptors of standard input, output and error.
+        passed: Further ones that it needs.
+    """
     process = subprocess.Popen(
-        kind.command(code, files["given"].fileno()),
-        stdin=files["stdin"].fileno(),
-        stdout=files["stdout"].fileno(),
-        stderr=files["stderr"].fileno(),
+        command,
+        stdin=streams[0],
+        stdout=streams[1],
+        stderr=streams[2],
         pass_fds=passed,
-        env=kind.environment,
+        env=environment,
         cwd="/",
         start_new_session=True,
     )
@@ -222,22 +251,22 @@ def _start(
     return process
 
 
-def _finish(process: subprocess.Popen[bytes], verdict: _Pipe, limits: Limits) -> tuple[bytes, bool]:
+def _finish(process: subprocess.Popen[bytes], verdict: Pipe, limits: Limits) -> tuple[bytes, bool]:
     """What the process told of its confinement, and whether it was ended for the time it used."""
     timed_out = False
     try:
         verdict.close(verdict.writing)  # so that its end shows if the process ends without a word
-        told = f"it was not ready after {_START_S:g} s".encode()
-        if _readable(verdict.reading, _START_S):
+        told = f"it was not ready after {START_S:g} s".encode()
+        if _readable(verdict.reading, START_S):
             told = os.read(verdict.reading, 1000)
         deadline = time.monotonic() + limits.time_s
         while told == CONFINED and not _ended(process, min(_POLL_S, limits.time_s)):
             timed_out = time.monotonic() >= deadline
-            if timed_out or any(_threads(p) > limits.threads for p in _members(process.pid)):
+            if timed_out or any(num_threads(p) > limits.threads for p in members(process.pid)):
                 break
     finally:
-        _kill(process)
-        check_nothing_left(process.pid, _STOP_S)
+        kill(process)
+        check_nothing_left(process.pid, STOP_S)
     return told, timed_out
 
 
@@ -262,7 +291,7 @@ def _readable(descriptor: int, wait_s: float) -> bool:
     return bool(poll.poll(math.ceil(1000 * wait_s)))
 
 
-def _members(process_id: int) -> Iterable[int]:
+def members(process_id: int) -> Iterable[int]:
     """A process and the one it stands in front of, which is the first of its namespaces."""
     with contextlib.suppress(OSError):  # it has ended, or the system tells no children
         children = Path(f"/proc/{process_id}/task/{process_id}/children").read_text()
@@ -270,32 +299,33 @@ def _members(process_id: int) -> Iterable[int]:
     return [process_id]
 
 
-def _threads(process_id: int) -> int:
+def num_threads(process_id: int) -> int:
+    """How many it has now."""
     try:
         return os.stat(f"/proc/{process_id}/task").st_nlink - 2
     except OSError:  # it has ended, or the system does not tell
         return 0
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[bytes]) -> None:
     """Kill the process's whole group, and wait for the process itself.
 
     It is waited for last: until then nobody else can have its number, nor its group's.
     """
     if not _ended(process, 0):
-        first = [member for member in _members(process.pid) if member != process.pid]
+        first = [member for member in members(process.pid) if member != process.pid]
         for member in first:  # it takes all its namespace along
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member, signal.SIGKILL)
         # The one in front waits for it; else it would be left to whoever waits for orphans.
-        _ended(process, _STOP_S if first else 0)
+        _ended(process, STOP_S if first else 0)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     try:
-        process.wait(_STOP_S)
+        process.wait(STOP_S)
     except subprocess.TimeoutExpired as error:
         raise WorkerError(
-            f"process {process.pid}, which ran a model's program, is still there {_STOP_S:g} s "
+            f"process {process.pid}, which ran a model's program, is still there {STOP_S:g} s "
             "after it was killed"
         ) from error
 

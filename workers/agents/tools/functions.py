@@ -1,0 +1,282 @@
+"""Python functions as tools: described by their signature and docstring, and called with JSON.
+
+A function's schema is made by `transformers.utils.get_json_schema` from its type hints and its
+docstring, which says in an `Args:` section what each argument is. What a model calls it with is
+checked against the hints before it runs; it is given JSON values (a list also where a tuple is
+hinted at). A text that it returns is the result as it is, all else as JSON, or as `repr` shows it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from ....dataflow.errors import ConfigError
+from ....dataflow.option_checks import check_range
+from ...verifiers.child import USER_ERRORS
+from .function_child import called
+from .function_pool import FunctionPool
+from .tool import Tool, ToolSession, ToolText
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+__all__ = ["Function", "FunctionTools", "PooledFunctions", "QuickFunctions"]
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_SHOWN = 80
+"""Characters of a wrong argument that are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionTools:
+    """Functions that a model may call, by where they are.
+
+    Example:
+        `FunctionTools(functions=("tools.calendar:events", "tools.calendar:add"))`
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    functions: tuple[str, ...]
+    """`module:function` each; a process of ours imports them."""
+    quick: bool = False
+    """Whether they run in this process, where nothing bounds them: for pure functions of ours that
+    take no time. Else each call runs in a process that is killed, with all it has started, when it
+    overruns its time."""
+    time_limit_s: float = 5.0
+    """Seconds one call may take, from its turn on."""
+    start_limit_s: float = 120.0
+    """Seconds a process may take to start and import the functions."""
+    num_processes: int = 2
+    """Calls at once."""
+    max_bytes: int = 16_384
+    """Of a result, as UTF-8; of a longer one the beginning is told, and how much is missing."""
+    deterministic: bool = True
+    """Whether what they return depends on their arguments alone."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "time_limit_s", "start_limit_s", above=0, at_most=86_400)
+        check_range(self, "num_processes", at_least=1, at_most=256)
+        check_range(self, "max_bytes", at_least=1, at_most=1 << 26)
+
+    def build(self) -> Tool:
+        """Import the functions and describe them.
+
+        Raises:
+            ConfigError: If one cannot be imported, or its schema cannot be made.
+        """
+        if not self.functions:
+            raise ConfigError("no functions are given\n    name some, as module:function")
+        found = [Function(_imported(place)) for place in self.functions]
+        if self.quick:
+            return QuickFunctions(found, self.max_bytes, deterministic=self.deterministic)
+        names = _by_name(found)
+        pool = FunctionPool(
+            dict(zip(names, self.functions, strict=True)),
+            num_processes=self.num_processes,
+            time_limit_s=self.time_limit_s,
+            start_limit_s=self.start_limit_s,
+            max_bytes=self.max_bytes,
+        )
+        return PooledFunctions(found, pool, deterministic=self.deterministic)
+
+
+class Function:
+    """One function, its schema, and the check of what it is called with.
+
+    Args:
+        function: With type hints, a docstring, and arguments that can be named.
+
+    Attributes:
+        function: The same.
+        name: Of the tool.
+        schema: As `Tool.schemas` has them.
+
+    Raises:
+        ConfigError: If no schema can be made of it.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        from pydantic import TypeAdapter
+        from transformers.utils import get_json_schema
+
+        self.function = function
+        self.name: str = getattr(function, "__name__", "")
+        try:
+            parameters = inspect.signature(function).parameters
+            if inspect.iscoroutinefunction(function):
+                raise ValueError("it is a coroutine function")
+            if any(p.kind not in _BY_NAME for p in parameters.values()):
+                raise ValueError("it has arguments that cannot be named")
+            self.schema = _without_result(get_json_schema(function))
+            hints = get_type_hints(function)
+            self._adapters: dict[str, TypeAdapter[Any]] = {
+                name: TypeAdapter(hints[name]) for name in parameters
+            }
+        except Exception as error:  # of several libraries
+            raise ConfigError(
+                f"function '{self.name}' cannot be a tool: {error}\n"
+                "    write a plain function with type hints, and a docstring that describes each "
+                "argument below 'Args:'"
+            ) from error
+        empty = inspect.Parameter.empty
+        self._required = [name for name, p in parameters.items() if p.default is empty]
+
+    def wrong(self, arguments: Mapping[str, Any]) -> str | None:
+        """What is wrong with some arguments, or None."""
+        from pydantic import ValidationError
+
+        for name in arguments:
+            if name not in self._adapters:
+                known = ", ".join(self._adapters) or "none"
+                return f"{self.name} has no argument {name!r}; its arguments: {known}"
+        for name in self._required:
+            if name not in arguments:
+                return f"{self.name} needs the argument '{name}'"
+        for name, value in arguments.items():
+            try:
+                written = json.dumps(value)
+                self._adapters[name].validate_json(written, strict=True)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                place = "".join(f"[{part!r}]" for part in first["loc"])
+                shown = written if len(written) <= _SHOWN else f"{written[:_SHOWN]}..."
+                return f"argument '{name}'{place} of {self.name}: {first['msg']}; got {shown}"
+            except (TypeError, ValueError, RecursionError):
+                return f"argument '{name}' of {self.name} is no JSON value"
+        return None
+
+
+class QuickFunctions:
+    """Functions that run where they are called, in no time.
+
+    Args:
+        functions: What may be called.
+        max_bytes: Of a result.
+        deterministic: See `Tool`.
+
+    Raises:
+        ConfigError: If two have one name.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Function | Callable[..., Any]],
+        max_bytes: int = 16_384,
+        *,
+        deterministic: bool = True,
+    ) -> None:
+        made = [one if isinstance(one, Function) else Function(one) for one in functions]
+        self._functions = _by_name(made)
+        self._max_bytes = max_bytes
+        self.deterministic = deterministic
+
+    @property
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """Of each function."""
+        return tuple(one.schema for one in self._functions.values())
+
+    def open(self, seed: int) -> ToolSession:
+        """Begin a conversation, of which nothing is remembered."""
+        return _Calls(self._functions, self._call)
+
+    async def close(self) -> None:
+        """Nothing is shared."""
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
+        function = self._functions[name].function
+        text, error = called(function, dict(arguments), self._max_bytes, USER_ERRORS)
+        return ToolText(text, error=error)
+
+
+class PooledFunctions:
+    """Functions that run in processes of their own, which all conversations share.
+
+    Args:
+        functions: What may be called.
+        pool: What runs them.
+        deterministic: See `Tool`.
+
+    Raises:
+        ConfigError: If two have one name.
+    """
+
+    def __init__(
+        self, functions: Sequence[Function], pool: FunctionPool, *, deterministic: bool = True
+    ) -> None:
+        self._functions = _by_name(functions)
+        self._pool = pool
+        self.deterministic = deterministic
+
+    @property
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """Of each function."""
+        return tuple(one.schema for one in self._functions.values())
+
+    def open(self, seed: int) -> ToolSession:
+        """Begin a conversation, of which nothing is remembered."""
+        return _Calls(self._functions, self._pool.call)
+
+    async def close(self) -> None:
+        """Kill the processes."""
+        await self._pool.close()
+
+
+class _Calls:
+    """The calls of one conversation, checked before they are made."""
+
+    def __init__(
+        self,
+        functions: Mapping[str, Function],
+        call: Callable[[str, Mapping[str, Any]], Any],
+    ) -> None:
+        self._functions = functions
+        self._call = call
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
+        function = self._functions.get(name)
+        if function is None:
+            return ToolText(f"there is no tool {name!r}", error=True)
+        if (wrong := function.wrong(arguments)) is not None:
+            return ToolText(wrong, error=True)
+        return await self._call(name, arguments)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def _imported(place: str) -> Callable[..., Any]:
+    """The function at `module:function`.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    module, _, name = place.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except Exception as error:  # a module may fail in any way
+        raise ConfigError(
+            f"function '{place}' cannot be imported: {error}\n"
+            "    name it as module:function, with a module that this Python finds"
+        ) from error
+
+
+def _by_name(functions: Sequence[Function]) -> dict[str, Function]:
+    found: dict[str, Function] = {}
+    for one in functions:
+        if one.name in found:
+            raise ConfigError(f"two functions are called '{one.name}'\n    rename one of them")
+        found[one.name] = one
+    return found
+
+
+def _without_result(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema without what is returned, which chat templates do not show."""
+    schema["function"].pop("return", None)
+    return schema

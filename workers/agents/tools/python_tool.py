@@ -1,0 +1,247 @@
+"""A tool that runs Python, with an interpreter for each conversation that keeps what was defined.
+
+What a model wrote runs in the sandbox that programs are verified in: without network, files,
+further processes, and beyond its limits. The interpreter is a persistent one; a piece that overruns
+its time, fills its memory in a way that Python does not survive, or starts too many threads costs
+the state of its own conversation, and the text says so. Between two calls it is stopped.
+
+The same code gives the same text as long as it asks for nothing else: hashes of texts are fixed,
+and the module `random` begins with the conversation's seed. A model can ask for the time or random
+bytes of the system, though, so whether the tool counts as deterministic is yours to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ....dataflow.errors import ConfigError, WorkerError
+from ....dataflow.option_checks import check_range
+from ...verifiers.sandbox.interpreter import Interpreter
+from ...verifiers.sandbox.kernel import Unconfined
+from ...verifiers.sandbox.kinds import LANDLOCK, SandboxKind
+from ...verifiers.sandbox.process import START_S, Limits
+from ...verifiers.sandbox.sandbox import check_sandbox
+from .function_child import cut
+from .lines import Lines, NotSaid, ready
+from .tool import Tool, ToolSession, ToolText
+
+__all__ = ["PythonTool", "PythonTools"]
+
+_LOG = logging.getLogger("penstock.tools")
+_LOOK_S = 0.05
+"""Between two looks at how many threads there are."""
+_GONE = "the interpreter was ended, and all that it had defined is gone"
+_DESCRIPTION = (
+    "Run Python code and see what it prints and the value of its last expression. Names that are "
+    "defined stay defined in later calls. There is the standard library, no network and no files."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonTools:
+    """The tool `python(code)`.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    name: str = "python"
+    """What the model calls."""
+    time_limit_s: float = 5.0
+    """Seconds one piece of code may take, from its turn on."""
+    cpu_limit_s: float = 60.0
+    """Seconds of CPU time that all pieces of an interpreter may take."""
+    memory_mb: int = 512
+    """Address space of an interpreter, Python itself included."""
+    num_processes: int = 2
+    """Pieces at once; there may be more interpreters, which are stopped."""
+    max_bytes: int = 16_384
+    """Of a result, as UTF-8; of a longer one the beginning is told, and how much is missing."""
+    minimum: str = LANDLOCK.name
+    """The weakest kind of sandbox to run in."""
+    deterministic: bool = False
+    """Whether to count on code that asks for neither time nor the system's random bytes."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "time_limit_s", "cpu_limit_s", above=0, at_most=86_400)
+        check_range(self, "num_processes", at_least=1, at_most=256)
+        check_range(self, "max_bytes", at_least=1, at_most=1 << 26)
+        check_range(self, "memory_mb", at_least=64)
+
+    def build(self) -> Tool:
+        """Find the sandbox.
+
+        Raises:
+            ConfigError: If the name is no identifier, or the machine has no sandbox as strong.
+        """
+        if not self.name.isidentifier():
+            raise ConfigError(f"name '{self.name}' is no name\n    use letters, digits and _")
+        return PythonTool(self, check_sandbox(self.minimum))
+
+
+class PythonTool:
+    """Interpreters of conversations, and who of them may run.
+
+    Args:
+        options: Limits.
+        kind: The sandbox.
+    """
+
+    def __init__(self, options: PythonTools, kind: SandboxKind) -> None:
+        self.deterministic = options.deterministic
+        self._options, self._kind = options, kind
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._turns = asyncio.Semaphore(options.num_processes)
+        self._sessions: weakref.WeakSet[_Session] = weakref.WeakSet()
+
+    @property
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """Of the one function."""
+        code = {"type": "string", "description": "The code."}
+        parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
+        function = {
+            "name": self._options.name,
+            "description": _DESCRIPTION,
+            "parameters": parameters,
+        }
+        return ({"type": "function", "function": function},)
+
+    def open(self, seed: int) -> ToolSession:
+        """Begin a conversation; its interpreter starts with the first call."""
+        session = _Session(self, self._options, self._kind, seed)
+        self._sessions.add(session)
+        return session
+
+    async def close(self) -> None:
+        """End the interpreters of all conversations."""
+        for session in tuple(self._sessions):
+            await session.close()
+
+    def turn(self) -> asyncio.Semaphore:
+        """What to hold while a piece runs."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # a semaphore belongs to the loop that waits for it
+            self._loop = loop
+            self._turns = asyncio.Semaphore(self._options.num_processes)
+        return self._turns
+
+
+class _Session:
+    """The interpreter of one conversation."""
+
+    def __init__(
+        self, tool: PythonTool, options: PythonTools, kind: SandboxKind, seed: int
+    ) -> None:
+        self._tool, self._options, self._kind, self._seed = tool, options, kind, seed
+        self._running: tuple[Interpreter, Lines] | None = None
+        self._finalizer: Any = None
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
+        """Run a piece of code."""
+        if name != self._options.name:
+            return ToolText(f"there is no tool {name!r}", error=True)
+        code = arguments.get("code")
+        if len(arguments) != 1 or not isinstance(code, str):
+            text = f"{name} needs one argument, 'code', which is a text"
+            return ToolText(text, error=True)
+        async with self._tool.turn():
+            try:
+                interpreter, lines = self._running or await self._start()
+            except (NotSaid, Unconfined, OSError) as error:
+                return ToolText(f"no interpreter can be started: {error}", error=True)
+            try:
+                result = await self._ask(interpreter, lines, code)
+            except NotSaid as error:
+                return self._lost(error)
+            except BaseException:  # whoever waits for the call has given up
+                self._end()
+                raise
+            interpreter.pause()
+            return result
+
+    async def close(self) -> None:
+        """End the interpreter, if there is one."""
+        self._end()
+
+    async def _start(self) -> tuple[Interpreter, Lines]:
+        """A confined interpreter.
+
+        Raises:
+            NotSaid: If it takes too long.
+            Unconfined: If it cannot be confined.
+            OSError: If the system starts no more processes.
+        """
+        options = self._options
+        limits = Limits(time_s=options.cpu_limit_s, memory_mb=options.memory_mb)
+        interpreter = Interpreter(self._kind, self._seed, limits)
+        try:
+            deadline = asyncio.get_running_loop().time() + START_S
+            await ready(interpreter.verdict, deadline)
+            interpreter.check_confined()
+        except BaseException:
+            interpreter.kill()
+            raise
+        most = 12 * options.max_bytes + 1000
+        self._running = (interpreter, Lines(interpreter.writing, interpreter.reading, most))
+        # Also at garbage collection and at exit.
+        self._finalizer = weakref.finalize(self, interpreter.kill)
+        return self._running
+
+    async def _ask(self, interpreter: Interpreter, lines: Lines, code: str) -> ToolText:
+        """Run a piece, with an eye on its threads.
+
+        Raises:
+            NotSaid: If there is no answer.
+        """
+        nonce, most = secrets.token_hex(8), self._options.max_bytes
+        if not lines.quiet:
+            raise NotSaid("it ended or spoke between two calls")
+        interpreter.resume()
+        message = {"nonce": nonce, "code": code, "most_chars": most}
+        asked = asyncio.ensure_future(lines.ask(message, self._options.time_limit_s))
+        try:
+            while not (await asyncio.wait({asked}, timeout=_LOOK_S))[0]:
+                if interpreter.crowded:
+                    raise NotSaid("it started too many threads")
+            answer = asked.result()
+        finally:
+            asked.cancel()
+            with contextlib.suppress(asyncio.CancelledError, NotSaid):
+                await asked
+        text = answer.get("text")
+        if not isinstance(text, str):
+            raise NotSaid("what it said is no answer")
+        return ToolText(cut(text, most + 100), error=answer.get("error") is not False)
+
+    def _lost(self, error: NotSaid) -> ToolText:
+        """End an interpreter that did not answer, and say what has become of it."""
+        if error.timed_out:
+            self._end()
+            text = f"the code took longer than {self._options.time_limit_s:g} s; {_GONE}"
+            return ToolText(text, error=True, timed_out=True)
+        code = self._end()
+        if code == -signal.SIGXCPU:
+            text = f"the code took more than {self._options.cpu_limit_s:g} s of CPU time; {_GONE}"
+            return ToolText(text, error=True, timed_out=True)
+        return ToolText(f"{error}; {_GONE}", error=True)
+
+    def _end(self) -> int | None:
+        """Kill the interpreter, which takes no time worth waiting for; its exit code."""
+        if self._running is None:
+            return None
+        interpreter, _ = self._running
+        self._running = None
+        self._finalizer.detach()
+        try:
+            return interpreter.kill()
+        except WorkerError as error:  # a tool raises nothing
+            _LOG.warning("%s", error)
+            return None

@@ -64,6 +64,10 @@ class TurnSampler(ResponseSampler):
         if self._seen is not None:
             self._seen[row] = tokens_of(text[None], self._vocab_size)[0]
 
+    def longest(self, row: Tensor) -> int:
+        """See `ResponseSampler.longest`, with room for what is shown first after the turn."""
+        return super().longest(row) + 1
+
     def read(self, row: int, tokens: list[int]) -> None:
         """Have a row take these tokens, one with each step, before it samples its turn."""
         self._reads[row] = deque(tokens)

@@ -175,8 +175,10 @@ class Batch:
         """Have a row that is held go on, up to so many tokens; its next one is given, not sampled.
 
         It is one that `sampler` does not sample, as nothing has been computed of what precedes it.
+        A row that is held but not live is computed with the others, and what comes of it stands at
+        its next place, so there must be one more.
         """
-        self._reserve(self._span(longest - 1))
+        self._reserve(self._span(longest))
         self.live[slot] = True
         self._count()
 

@@ -14,6 +14,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
+
 from tests.workers.torch_models import EOS, FAMILIES, GPT2, VOCAB
 
 MAX_NEW, NUM_TURNS, ROWS = 7, 3, 20
@@ -91,7 +92,9 @@ def test_log_probabilities_are_those_of_the_whole_text(family: str):
     ("max_rows", "patience", "seed"), [(64, 0.0, 0), (64, 0.9, 1), (16, 0.5, 2), (3, 0.8, 3)]
 )
 def test_nothing_depends_on_when_a_turn_is_asked_for(max_rows: int, patience: float, seed: int):
-    expected = columns(conversations(policy("qwen2")._generator.turns(SAMPLING, ROWS), patience=0.5))
+    expected = columns(
+        conversations(policy("qwen2")._generator.turns(SAMPLING, ROWS), patience=0.5)
+    )
     turns = policy("qwen2", max_rows)._generator.turns(SAMPLING, ROWS)
     found = columns(conversations(turns, patience=patience, seed=seed))
     for one, other in zip(found, expected, strict=True):

@@ -98,7 +98,14 @@ class Turns(Protocol):
     """Samples turns of several conversations as they are asked for, all that are open at once.
 
     What is sampled depends on the request and the weights, not on the other rows.
+
+    Attributes:
+        num_read: Tokens of texts that were computed.
+        num_reused: Tokens of texts that were not, because they had been computed in earlier turns.
     """
+
+    num_read: int
+    num_reused: int
 
     @property
     def num_open(self) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,12 +14,15 @@ from torch import Tensor
 
 from ...algorithms.roles.agents import ENDINGS, Conversations, Turn, TurnRequest
 from ...algorithms.roles.language import Sampling
+from ...dataflow.errors import one_process
 from ..data.task import Message
 from .environment import Environment, Reply, TurnResult
 
 __all__ = ["Conversation", "Exchange", "as_table"]
 
 T = TypeVar("T")
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Conversation:
         try:
             environment = make(self.problem)
             seed = exchange.seed(self.problem, self.sample, -1)
-            await _answered(environment.reset(self.problem, seed), exchange.limit_s)
+            await _answered(partial(environment.reset, self.problem, seed), exchange.limit_s)
             for number in range(max_turns):
                 if await self._exchange(number, environment, exchange, sampling):
                     break
@@ -99,7 +103,7 @@ class Conversation:
         finally:
             try:
                 if environment is not None:
-                    await _answered(environment.close(), exchange.limit_s)
+                    await _answered(environment.close, exchange.limit_s)
             except Exception as error:  # noqa: BLE001 - as above
                 self.error = self.error or error
 
@@ -122,7 +126,7 @@ class Conversation:
         reply = exchange.reply_of(number, turn.token, turn.finished)
         before = [*self.messages]
         self.messages.append({"role": "assistant", "content": reply.text})
-        result = _checked(await _answered(environment.step(reply), exchange.limit_s))
+        result = _checked(await _answered(partial(environment.step, reply), exchange.limit_s))
         self.rewards[-1] = float(result.reward)
         for name, count in result.counts.items():
             self.counts[name] = self.counts.get(name, 0.0) + count
@@ -138,31 +142,54 @@ class Conversation:
         return False
 
 
-async def _answered(given: Awaitable[T] | T, limit_s: float) -> T:
+class BadAnswer(Exception):
+    """What the other side did wrong, in words."""
+
+
+async def _answered(call: Callable[[], Awaitable[T] | T], limit_s: float) -> T:
     """What a method of either kind returns.
 
     Raises:
-        TimeoutError: If it takes longer.
+        BadAnswer: If it takes longer, or raises what only Python itself should.
+        Exception: Whatever else it raises.
     """
-    if not inspect.isawaitable(given):
-        return given
-    return await asyncio.wait_for(_awaited(given), limit_s)
+    try:
+        return await asyncio.wait_for(_called(call), limit_s)
+    except TimeoutError as error:
+        raise BadAnswer(f"no answer in {limit_s:g} s") from error
 
 
-async def _awaited(given: Awaitable[T]) -> T:
-    return await given
+async def _called(call: Callable[[], Awaitable[T] | T]) -> T:
+    try:
+        with one_process():
+            given = call()
+            return await given if inspect.isawaitable(given) else given
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise BadAnswer("it says that it was cancelled") from None
+    except TimeoutError as error:  # its own, not ours
+        raise BadAnswer(f"TimeoutError: {error}") from error
+    except (SystemExit, GeneratorExit) as error:
+        raise BadAnswer(f"it raised {type(error).__name__}") from error
 
 
 def _checked(result: Any) -> TurnResult:
     """Require an answer.
 
     Raises:
-        TypeError: If it is something else, or its reward is no finite number.
+        BadAnswer: If it is something else, or a field of it has another type.
     """
     if not isinstance(result, TurnResult):
-        raise TypeError(f"the environment answered {result!r:.80}; expected a TurnResult")
-    if not torch.tensor(float(result.reward)).isfinite():
-        raise TypeError(f"the environment rewarded a turn with {result.reward}; expected a number")
+        raise BadAnswer(f"it answered {result!r:.80}; expected a TurnResult")
+    numbers = {"reward": result.reward, **result.counts}
+    for name, number in numbers.items():
+        if not isinstance(number, (int, float)) or not abs(number) <= _LARGEST:
+            raise BadAnswer(f"its {name} is {number!r:.80}; expected a number")
+    for message in result.messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            raise BadAnswer(f"it showed {message!r:.80}; expected a message with a text")
     return result
 
 

@@ -12,7 +12,7 @@ from ...dataflow.errors import ConfigError, WorkerError
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.runtime.call_context import current_step
 from ...dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
-from .generation_engine import GenerationEngine
+from .generation_engine import GenerationEngine, SamplesTurns
 from .responses import check_prompts, report_lag
 
 __all__ = ["converse"]
@@ -50,8 +50,17 @@ def converse(
         prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
     )
     engine.check(sampling)
+    if not isinstance(engine, SamplesTurns):
+        raise ConfigError(
+            f"'{context.role}.converse': {engine.name} samples whole responses, and no turns of "
+            "conversations\n    give the engine a method `turns`, or choose another: rollout=vllm"
+        )
     with closing(engine.turns(sampling, len(prompt) * sampling.num_samples)) as turns:
         roll = agent.hold(turns, prompt.cpu(), prompt_id.cpu(), sampling, max_turns)
+        shown = turns.num_reused + turns.num_read
+        if shown:
+            reused = Metric.mean(float(turns.num_reused), float(shown))
+            add_metrics(metrics, {"prefix_reused": reused})
     bad = ~roll.behavior_logprob.isfinite().all(1)
     if bool(bad.any()):
         raise WorkerError(

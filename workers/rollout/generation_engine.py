@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from .ended import Begun, Ended
 from .responses import Responses
 from .sampling import SampleStreams
 
-__all__ = ["GenerationEngine"]
+__all__ = ["GenerationEngine", "SamplesTurns"]
 
 
 class GenerationEngine(Protocol):
@@ -89,14 +89,6 @@ class GenerationEngine(Protocol):
         """
         ...
 
-    def turns(self, sampling: Sampling, num_rows: int) -> Turns:
-        """Begin to sample turns of so many conversations; checked, and closed by the caller.
-
-        Raises:
-            ConfigError: If it cannot, for this model.
-        """
-        ...
-
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Replace all weights; what was computed with the old ones is void."""
         ...
@@ -115,4 +107,17 @@ class GenerationEngine(Protocol):
 
     def close(self) -> None:
         """End the engine; nothing is asked of it afterwards."""
+        ...
+
+
+@runtime_checkable
+class SamplesTurns(Protocol):
+    """A `GenerationEngine` for conversations. Optional."""
+
+    def turns(self, sampling: Sampling, num_rows: int) -> Turns:
+        """Begin to sample turns of so many conversations; checked, and closed by the caller.
+
+        Raises:
+            ConfigError: If it cannot, for this model.
+        """
         ...

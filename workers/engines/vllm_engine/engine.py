@@ -139,20 +139,7 @@ class VllmEngine:
             GenerationAbortedError: If `abort` was called without naming requests.
             RuntimeError: If the engine sleeps, or another stream was not read to its end.
         """
-        if self._asleep:
-            raise RuntimeError("the vLLM engine sleeps; call wake() before generating")
-        self._require_idle("generate")
-        self._forget_aborts()
-        self._calls += 1
-        batch = RequestBatch(
-            self._engine,
-            str(self._calls),
-            str(self._loads),
-            requests,
-            sampling,
-            eos_token_id,
-            completes,
-        )
+        batch = self.begin(requests, sampling, eos_token_id=eos_token_id, completes=completes)
         known = 0
         try:
             while len(batch):
@@ -164,6 +151,27 @@ class VllmEngine:
                     yield Progress(ended, known)
         finally:
             batch.give_up()
+
+    def begin(
+        self,
+        requests: Mapping[int, Request],
+        sampling: Sampling,
+        *,
+        eos_token_id: int,
+        completes: Callable[[int, int], bool] | None = None,
+    ) -> RequestBatch:
+        """Begin to sample responses; see `stream`. The caller steps, and gives up what is left.
+
+        Raises:
+            RuntimeError: If the engine sleeps, or another batch was not read to its end.
+        """
+        if self._asleep:
+            raise RuntimeError("the vLLM engine sleeps; call wake() before generating")
+        self._require_idle("generate")
+        self._forget_aborts()
+        self._calls += 1
+        call, loaded = str(self._calls), str(self._loads)
+        return RequestBatch(self._engine, call, loaded, requests, sampling, eos_token_id, completes)
 
     def abort(self, requests: Iterable[int] | None = None) -> None:
         """Cut requests of the call being served short, before its next token. From any thread.

@@ -31,6 +31,7 @@ from .engine import EngineOptions, VllmEngine
 from .engine_cache import engine_key, keep, take
 from .request_rows import as_columns, as_requests
 from .requests import Progress
+from .turns import VllmTurns
 
 __all__ = [
     "VllmGenerator",
@@ -210,6 +211,11 @@ class VllmGenerator:
             requests, sampling, eos_token_id=eos_token_id, completes=completes
         ):
             yield as_columns(step, sampling)
+
+    def turns(self, sampling: Sampling, num_rows: int) -> VllmTurns:
+        """See `GenerationEngine.turns`."""
+        del num_rows
+        return VllmTurns(self.vllm, sampling, self._spec.eos_token_id)
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """See `GenerationEngine.load`."""

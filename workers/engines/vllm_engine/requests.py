@@ -98,13 +98,15 @@ class RequestBatch:
         self._loaded = loaded
         self._version, self._older = call_version(), list[object]()
         self._completes = completes
-        self._open = {f"{call}/{number}": number for number in requests}
-        self._names = {number: name for name, number in self._open.items()}
-        self._sampled = {number: request.so_far for number, request in requests.items()}
-        params = _sampling_params(sampling, eos_token_id)
+        self._call = call
+        self._open: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._sampled: dict[int, Sampled] = {}
+        self._params = _sampling_params(sampling, eos_token_id)
+        self._min_new_tokens = sampling.min_new_tokens
         try:
             for number, request in requests.items():
-                self._add(number, request, params, sampling.min_new_tokens)
+                self.add(number, request)
         except BaseException:
             self.give_up()
             raise
@@ -140,6 +142,21 @@ class RequestBatch:
         self._version = version if self._older else call_version()
         return ended
 
+    def add(self, number: int, request: Request) -> None:
+        """Sample one more, under a number that no other has had."""
+        self._names[number] = name = f"{self._call}/{number}"
+        self._open[name] = number
+        self._sampled[number] = request.so_far
+        own = self._params.clone()
+        own.seed = request.seed
+        own.max_tokens = request.max_new_tokens
+        least = self._min_new_tokens - len(request.so_far.tokens)
+        own.min_tokens = min(max(least, 0), request.max_new_tokens)
+        ids = [*request.prompt, *request.so_far.tokens]
+        # Keys and values that were cached under other weights must not be found.
+        prompt = {"type": "token", "prompt_token_ids": ids, "cache_salt": self._loaded}
+        self._engine.add_request(name, prompt, own)
+
     def cut(self, numbers: Iterable[int]) -> dict[int, Sampled]:
         """End some requests with what they have; those of them that had not ended."""
         wanted = set(numbers)
@@ -153,17 +170,6 @@ class RequestBatch:
         """End all requests."""
         self._engine.abort_request(list(self._open))
         self._open.clear()
-
-    def _add(self, number: int, request: Request, params: Any, min_new_tokens: int) -> None:
-        own = params.clone()
-        own.seed = request.seed
-        own.max_tokens = request.max_new_tokens
-        least = min_new_tokens - len(request.so_far.tokens)
-        own.min_tokens = min(max(least, 0), request.max_new_tokens)
-        ids = [*request.prompt, *request.so_far.tokens]
-        # Keys and values that were cached under other weights must not be found.
-        prompt = {"type": "token", "prompt_token_ids": ids, "cache_salt": self._loaded}
-        self._engine.add_request(self._names[number], prompt, own)
 
     def _end_where(
         self, completes: Callable[[int, int], bool], number: int, new: Sequence[int]

@@ -1,0 +1,188 @@
+"""Conversations held together come out as each would alone, and none harms another."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from penstock.algorithms.roles import Conversations, Prompts, Sampling
+from penstock.algorithms.roles.agents import ENDINGS
+from penstock.dataflow.errors import ConfigError, PenstockError, WorkerError
+from penstock.dataflow.runtime.call_context import step_scope
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.agents.worker import AgentSpec
+from penstock.workers.data.sources import PromptSource
+from penstock.workers.data.task import task_alphabet
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.tokenizer import TokenizerSpec
+
+from tests.workers.agents import echo_task
+from tests.workers.agents.echo_task import EchoSpec
+
+ARCHITECTURE: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+SAMPLING = Sampling(num_samples=2, max_new_tokens=6, max_total_tokens=48)
+
+
+class Talk:
+    """A policy, an agent and prompts."""
+
+    def __init__(self, bad: str = "", *, limit_s: float = 5.0, max_rows: int = 64) -> None:
+        spec = EchoSpec(bad=bad)
+        task = spec.build()
+        tokenizer = TokenizerSpec(
+            kind="char", alphabet=task_alphabet(task), chat_template=task.chat_template
+        )
+        made = tokenizer.build()
+        model = ModelSpec(architecture={**ARCHITECTURE, "vocab_size": made.vocab_size})
+        policy = TorchPolicySpec(model=model, eos_token_id=made.eos_id, max_decode_rows=max_rows)
+        self.policy: Any = policy.build(WorkerContext("actor"))
+        agent = AgentSpec(task=spec, tokenizer=tokenizer, answer_limit_s=limit_s)
+        self.agent = agent.build(WorkerContext("agent", seed=3))
+        self.tokenizer = made
+        self.prompts: Prompts = PromptSource(task, made, batch_size=8, seed=0).batch(0)
+
+    def hold(self, sampling: Sampling = SAMPLING, max_turns: int = 3) -> Conversations:
+        with step_scope(0):
+            return self.policy.converse(
+                self.prompts.prompt,
+                self.prompts.prompt_id,
+                self.agent,
+                sampling,
+                max_turns=max_turns,
+            )
+
+
+Talks = Callable[..., Talk]
+
+
+@pytest.fixture
+def talks() -> Iterator[Talks]:
+    made: list[Talk] = []
+
+    def make(bad: str = "", **options: Any) -> Talk:
+        made.append(Talk(bad, **options))
+        return made[-1]
+
+    yield make
+    for talk in made:
+        talk.agent.close()
+
+
+def same(one: Conversations, other: Conversations) -> bool:
+    return all(
+        torch.equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(one)
+    )
+
+
+def test_a_row_holds_turns_and_what_was_shown_between_them(talks: Talks):
+    talk = talks()
+    held = talk.hold()
+    assert bool((held.mask == (held.turn >= 0)).all())
+    for row in range(len(held.tokens)):
+        own = held.tokens[row][held.tokens[row] >= 0]
+        for number in range(int(held.turn[row].max()) + 1):
+            places = torch.nonzero(held.turn[row] == number)[:, 0]
+            assert places.tolist() == list(range(int(places[0]), int(places[-1]) + 1))
+            assert float(held.reward[row, places[-1]]) == 0.25 * number
+            assert not held.reward[row, places[:-1]].any()
+            if number and int(own[places[0] - 2]) != talk.tokenizer.eos_id:
+                assert talk.tokenizer.decode(own[places[0] - 3 : places[0]].tolist()).endswith("\n")
+    assert bool((held.score == held.reward.sum(1)).all())
+    assert {ENDINGS[ending] for ending in held.ending.tolist()} <= {"last turn", "out of tokens"}
+    found = talk.policy.logprob(held.tokens, held.mask)
+    torch.testing.assert_close(found, held.behavior_logprob, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_delays_and_room_change_nothing(talks: Talks, seed: int, monkeypatch: pytest.MonkeyPatch):
+    expected = talks().hold()
+    waits = random.Random(seed)
+    monkeypatch.setattr(echo_task, "WAIT", [lambda problem, turn: waits.choice([0.0, 0.01, 0.05])])
+    assert same(talks(max_rows=waits.choice([3, 16, 64])).hold(), expected)
+
+
+def test_a_conversation_is_the_same_without_the_others(talks: Talks):
+    together, talk = talks().hold(), talks()
+    keep = [5, 2]
+    talk.prompts = Prompts(prompt=talk.prompts.prompt[keep], prompt_id=talk.prompts.prompt_id[keep])
+    alone = talk.hold()
+    rows = torch.tensor([10, 11, 4, 5])
+    width = alone.tokens.shape[1]
+    assert torch.equal(alone.tokens, together.tokens[rows][:, :width])
+    assert torch.equal(alone.behavior_logprob, together.behavior_logprob[rows][:, :width])
+
+
+BAD = [
+    "cannot be made",
+    "fails on reset",
+    "hangs on reset",
+    "hangs",
+    "raises",
+    "exits",
+    "is cancelled",
+    "answers nothing",
+    "rewards with nan",
+    "rewards with a text",
+    "answers no messages",
+    "shows no text",
+    "counts badly",
+]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_who_behaves_badly_harms_its_own_conversation(talks: Talks, bad: str):
+    good, talk = talks().hold(), talks(bad, limit_s=0.3)
+    held = talk.hold()
+    odd = held.prompt_id % 2 == 1
+    failed = held.ending == ENDINGS.index("failed")
+    assert torch.equal(failed, odd)
+    assert talk.agent.first_error
+    width = min(held.tokens.shape[1], good.tokens.shape[1])
+    assert torch.equal(held.tokens[~odd][:, :width], good.tokens[~odd][:, :width])
+
+
+@pytest.mark.parametrize("bad", ["hangs on close", "fails on close", "shows too much"])
+def test_or_none_at_all(talks: Talks, bad: str):
+    held = talks(bad, limit_s=0.3).hold()
+    assert not (held.ending == ENDINGS.index("failed")).any()
+
+
+def test_where_all_fail_the_run_ends(talks: Talks):
+    talk = talks("raises")
+    odd = talk.prompts.prompt_id % 2 == 1
+    talk.prompts = Prompts(prompt=talk.prompts.prompt[odd], prompt_id=talk.prompts.prompt_id[odd])
+    with pytest.raises(WorkerError, match="RuntimeError: boom"):
+        talk.hold()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "says"),
+    [
+        (Sampling(), "max_total_tokens is 0"),
+        (Sampling(max_total_tokens=40, stop=("x",)), "sampling.stop is"),
+        (Sampling(max_total_tokens=4000, max_new_tokens=600), "positions"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(talks: Talks, sampling: Sampling, says: str):
+    with pytest.raises((PenstockError, ValueError), match=says):
+        talks().hold(sampling)
+
+
+def test_turns_are_limited(talks: Talks):
+    with pytest.raises(ConfigError, match="max_turns is 0"):
+        talks().hold(max_turns=0)
+    assert int(talks().hold(max_turns=1).turn.max()) == 0

@@ -102,6 +102,7 @@ class FunctionPool:
         except NotSaid as error:
             process.kill()
             how = await self._gone(process)
+            how = how if error.ended else ""
             if error.timed_out:
                 limit = f"{self._time_limit_s:g}"
                 text = f"{name} took longer than {limit} s and was stopped"

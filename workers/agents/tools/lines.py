@@ -22,11 +22,12 @@ class NotSaid(Exception):
 
     Attributes:
         timed_out: Whether it took too long.
+        ended: Whether the process closed its end, as one that ends does.
     """
 
-    def __init__(self, why: str, *, timed_out: bool = False) -> None:
+    def __init__(self, why: str, *, timed_out: bool = False, ended: bool = False) -> None:
         super().__init__(why)
-        self.timed_out = timed_out
+        self.timed_out, self.ended = timed_out, ended
 
 
 class Lines:
@@ -94,7 +95,7 @@ class Lines:
                 await ready(self._reading, deadline)
                 continue
             if not piece:
-                raise NotSaid("its process ended")
+                raise NotSaid("its process ended", ended=True)
             received += piece
             if b"\n" in piece:
                 break

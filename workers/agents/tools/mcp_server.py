@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ __all__ = ["McpAddress", "McpServer", "ServerLost", "connected", "why_not"]
 
 _CLOSE_S = 15.0
 """Seconds for a connection to close, which takes some 7 at most if a server does not want to."""
-_ANSWER_S = 5.0
+ANSWER_S = 5.0
 """Seconds in which a server that lives lists its tools."""
 _LOG = logging.getLogger("penstock.tools")
 
@@ -64,10 +65,13 @@ async def connected(address: McpAddress, log: IO[str]) -> AsyncGenerator[Client]
         first, *rest = address.command
         parameters = StdioServerParameters(command=first, args=rest, env=dict(address.env))
         client = Client(stdio_client(parameters, errlog=log), cache=None)  # pyright: ignore[reportArgumentType]
-    async with contextlib.AsyncExitStack() as stack:
-        with anyio.fail_after(address.start_limit_s):
-            await stack.enter_async_context(client)
-        yield client
+    # The deadline is around all of it, as what is inside may not outlive it, and lifted then.
+    with anyio.move_on_after(address.start_limit_s) as limit:
+        async with client:
+            limit.deadline = math.inf
+            yield client
+    if limit.cancelled_caught:
+        raise TimeoutError
 
 
 class McpServer:
@@ -153,7 +157,7 @@ class McpServer:
     async def _look_after(self, connection: _Connection, client: Client) -> None:
         """Give up a server that answers nothing any more."""
         try:
-            await _within(client.list_tools(), _ANSWER_S)
+            await _within(client.list_tools(), ANSWER_S)
         except Exception:  # whatever is wrong with it
             self._lose(connection)
 

@@ -165,7 +165,10 @@ class ToolEnvironment:
         limit_s = self._limits.call_limit_s
         try:
             async with asyncio.timeout(limit_s) as clock:
-                return await session.call(call.name, call.arguments)
+                result: object = await session.call(call.name, call.arguments)
+            if isinstance(result, ToolText):
+                return result
+            return ToolText(f"the tool failed: it answered {type(result).__name__}", error=True)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():  # it is we who are told to stop

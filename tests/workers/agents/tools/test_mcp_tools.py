@@ -1,0 +1,192 @@
+"""Tools of an MCP server that runs: its schemas, its answers, and what it may do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from penstock.dataflow.errors import ConfigError
+from penstock.workers.agents.tools import mcp_tools
+from penstock.workers.agents.tools.mcp_tools import McpTools
+from penstock.workers.agents.tools.tool import Tool, ToolText
+
+_FOLDER = Path(__file__).parents[2]
+GOOD = (sys.executable, "-P", str(_FOLDER / "tool_mcp_server.py"))
+BAD = (sys.executable, "-P", str(_FOLDER / "bad_mcp_server.py"))
+
+
+class Server:
+    """A tool, and the event loop in which its server is called."""
+
+    def __init__(self, options: McpTools) -> None:
+        self.tool: Tool = options.build()
+        self.runner = asyncio.Runner()
+
+    def call(self, name: str, **arguments: Any) -> ToolText:
+        return self.runner.run(self._call(name, arguments))
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolText:
+        session = self.tool.open(0)
+        try:
+            return await session.call(name, arguments)
+        finally:
+            await session.close()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(coroutine)
+
+    def close(self) -> None:
+        self.runner.run(self.tool.close())
+        self.runner.close()
+
+
+def test_a_server_made_with_the_package_is_called() -> None:
+    server = Server(McpTools(command=GOOD, time_limit_s=60, max_bytes=100))
+
+    schema = server.tool.schemas[0]["function"]
+    assert schema["name"] == "add"
+    assert schema["description"] == "Add two integers."
+    assert schema["parameters"]["required"] == ["a"]
+    assert schema["parameters"]["properties"]["b"]["type"] == "integer"
+
+    assert server.call("add", a=3) == ToolText("4")
+    assert server.call("long") == ToolText("x" * 100 + "... (999900 more characters)")
+    assert '"a": 1' in server.call("record").text
+    assert server.call("nothing") == ToolText("there is no tool 'nothing'", error=True)
+    for name, arguments in (("fail", {}), ("add", {"a": "three"}), ("add", {})):
+        result = server.call(name, **arguments)
+        assert result.error
+        assert not result.timed_out
+    assert server.call("add", a=3, b=4) == ToolText("7")
+
+    async def many() -> list[ToolText]:
+        calls = [_made(server.tool.open(i), "add", {"a": i}) for i in range(5)]
+        return await asyncio.gather(*calls)
+
+    assert server.run(many()) == [ToolText(str(i + 1)) for i in range(5)]
+    server.close()
+
+
+async def _made(session: Any, name: str, arguments: dict[str, Any]) -> ToolText:
+    return await session.call(name, arguments)
+
+
+def test_a_bad_answer_costs_its_call() -> None:
+    server = Server(McpTools(command=BAD, time_limit_s=60, max_restarts=0, max_bytes=20))
+
+    assert server.call("babble") == ToolText("babble")
+    assert server.call("refuse").text.startswith("refuse failed: this ")
+    assert server.call("odd").error
+    assert server.call("flood") == ToolText("x" * 20 + "... (4999980 more characters)")
+    server.close()
+
+
+def test_a_server_that_vanishes_costs_its_call_and_has_a_budget() -> None:
+    server = Server(McpTools(command=BAD, time_limit_s=60, max_restarts=1))
+    lost = ToolText("the tool's server ended during the call", error=True)
+
+    assert server.call("vanish") == lost
+    assert server.call("add", a=1) == ToolText("2")
+    assert server.call("vanish") == lost
+    assert server.call("add", a=1) == ToolText(
+        "the tool's server is gone, after 1 restarts of it", error=True
+    )
+    server.close()
+
+
+def test_a_call_that_takes_long_is_given_up_and_the_server_kept() -> None:
+    server = Server(McpTools(command=BAD, time_limit_s=1, max_restarts=0))
+
+    assert server.call("ignore") == ToolText(
+        "ignore took longer than 1 s", error=True, timed_out=True
+    )
+    assert server.call("add", a=1) == ToolText("2")
+    server.close()
+
+
+def test_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.workers.agents.tools import mcp_server
+
+    monkeypatch.setattr(mcp_server, "ANSWER_S", 0.2)
+    server = Server(McpTools(command=BAD, time_limit_s=1, max_restarts=1))
+
+    assert server.call("hang").timed_out
+    assert server.call("add", a=1) == ToolText("2")
+    server.close()
+
+
+def test_each_conversation_may_have_a_server_of_its_own() -> None:
+    server = Server(
+        McpTools(command=BAD, time_limit_s=60, per_conversation=True, allowed=("count",))
+    )
+
+    async def counted() -> list[str]:
+        first, second = server.tool.open(0), server.tool.open(1)
+        texts = [(await one.call("count", {})).text for one in (first, first, second)]
+        await first.close()
+        return texts
+
+    texts = server.run(counted())
+
+    assert texts == ["1", "2", "1"]
+    assert len(psutil.Process().children()) == 1
+    server.close()
+
+
+def test_an_event_loop_may_follow_another() -> None:
+    tool = McpTools(command=BAD, time_limit_s=60, max_restarts=0).build()
+
+    async def once() -> ToolText:
+        return await tool.open(0).call("add", {"a": 1})
+
+    assert asyncio.run(once()) == ToolText("2")
+    assert asyncio.run(once()) == ToolText("2")
+    assert psutil.Process().children() == []
+
+
+def test_a_server_that_never_answers_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        McpTools(command=(*BAD, "mute"), start_limit_s=0.5).build()
+
+    assert "does not tell its tools: it did not answer in time" in str(caught.value)
+
+
+def test_a_server_that_never_answers_again_costs_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed(self: McpTools) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": "add"}}]
+
+    monkeypatch.setattr(McpTools, "_listed", listed)
+    server = Server(McpTools(command=(*BAD, "mute"), start_limit_s=0.5, max_restarts=0))
+
+    assert server.call("add", a=1) == ToolText(
+        "the tool's server cannot be reached: it did not answer in time", error=True
+    )
+    assert server.call("add", a=1).text == "the tool's server is gone, after 0 restarts of it"
+    server.close()
+
+
+def test_a_server_that_ends_at_once_is_refused_with_what_it_said() -> None:
+    with pytest.raises(ConfigError) as caught:
+        McpTools(command=(*BAD, "dead")).build()
+
+    assert "it said: this server does not want to" in str(caught.value)
+
+
+def test_what_cannot_be_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="has either a command or a url"):
+        McpTools().build()
+    with pytest.raises(ConfigError, match="does not tell its tools"):
+        McpTools(command=("/no/such/program",)).build()
+    with pytest.raises(ConfigError, match="has no tool 'subtract'"):
+        McpTools(command=BAD, allowed=("subtract",)).build()
+    monkeypatch.setattr(mcp_tools, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError) as caught:
+        McpTools(command=BAD).build()
+    assert str(caught.value) == (
+        "MCP servers need the package mcp, which is not installed\n    pip install penstock-rl[mcp]"
+    )

@@ -1,0 +1,231 @@
+"""Python as a tool: what it remembers of a conversation, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from penstock.dataflow.errors import ConfigError
+from penstock.workers.agents.tools.python_tool import PythonTools
+from penstock.workers.agents.tools.tool import ToolSession, ToolText
+from penstock.workers.verifiers.sandbox.sandbox import best_kind
+
+GONE = "; the interpreter was ended, and all that it had defined is gone"
+
+
+class Conversation:
+    """An interpreter and the event loop for it."""
+
+    def __init__(self, options: PythonTools | None = None, seed: int = 0) -> None:
+        self._options = options or PythonTools(time_limit_s=60, minimum=best_kind().name)
+        self.runner = asyncio.Runner()
+        self.tool = self._options.build()
+        self.session: ToolSession = self.tool.open(seed)
+
+    def run(self, code: object) -> ToolText:
+        async def call() -> ToolText:
+            return await self.session.call("python", {"code": code})
+
+        return self.runner.run(call())
+
+    def close(self) -> None:
+        self.runner.run(self.tool.close())
+        self.runner.close()
+
+
+@pytest.fixture
+def conversation() -> Iterator[Conversation]:
+    made = Conversation()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Conversation]:
+    """One interpreter for what does not end it."""
+    made = Conversation()
+    yield made
+    made.close()
+
+
+def test_names_stay_defined_and_the_last_value_is_shown(conversation: Conversation) -> None:
+    assert conversation.run("x = 3\nprint('hi')\nx * 2") == ToolText("hi\n6\n")
+    assert conversation.run("def f(n): return n + x") == ToolText("")
+    assert conversation.run("f(4)") == ToolText("7\n")
+    assert conversation.run("None") == ToolText("")
+
+
+@pytest.mark.parametrize(
+    ("code", "last_line"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("(", "SyntaxError: '(' was never closed"),
+        ("import sys; sys.exit(2)", "SystemExit: 2"),
+        ("raise BaseException('all')", "BaseException: all"),
+        ("def g(): g()\ng()", "RecursionError: maximum recursion depth exceeded"),
+        ("import socket; socket.socket()", "PermissionError: [Errno 1] Operation not permitted"),
+        ("import os; os.fork()", "PermissionError: [Errno 1] Operation not permitted"),
+        ("import os; os.kill(os.getppid(), 9)", None),
+        ("open('/etc/passwd')", None),
+        ("import numpy", "ModuleNotFoundError: No module named 'numpy'"),
+        ("x = bytearray(1 << 40)", "MemoryError"),
+        ("class R:\n  def __repr__(self): raise ValueError('no')\nR()", "ValueError: no"),
+        ("class E(Exception):\n  def __str__(self): raise SystemExit\nraise E", None),
+    ],
+)
+def test_code_that_fails_says_so_and_the_interpreter_lives(
+    shared: Conversation, code: str, last_line: str | None
+) -> None:
+    shared.run("kept = 1")
+
+    result = shared.run(code)
+
+    assert result.error
+    assert not result.timed_out
+    assert last_line is None or result.text.rstrip().splitlines()[-1] == last_line
+    assert shared.run("kept") == ToolText("1\n")
+
+
+def test_a_traceback_shows_the_code_and_none_of_our_files(shared: Conversation) -> None:
+    text = shared.run("def f():\n    return 1 / 0\nf()").text
+
+    assert text.startswith("Traceback (most recent call last):\n")
+    assert "    return 1 / 0\n" in text
+    assert "pieces.py" not in text
+    assert "program.py" not in text
+
+
+def test_what_is_printed_is_cut_and_half_characters_are_replaced(shared: Conversation) -> None:
+    long = shared.run("print('a' * 100_000_000, end='')").text
+
+    assert long == "a" * 16_384 + "... (99983616 more characters)"
+    assert shared.run("print('half \\ud800', end='')") == ToolText("half ?")
+    assert shared.run("import sys; print('e', file=sys.stderr)") == ToolText("e\n")
+    assert shared.run("import os; os.write(1, b'raw')") == ToolText("3\n")
+
+
+def test_a_piece_without_end_costs_the_state() -> None:
+    made = Conversation(PythonTools(time_limit_s=0.5))
+    made.run("x = 1")
+
+    assert made.run("while True: pass") == ToolText(
+        f"the code took longer than 0.5 s{GONE}", error=True, timed_out=True
+    )
+    assert made.run("try: x\nexcept NameError: print('gone')") == ToolText("gone\n")
+    made.close()
+
+
+def test_cpu_time_is_limited_over_all_pieces() -> None:
+    made = Conversation(PythonTools(time_limit_s=60, cpu_limit_s=1))
+
+    result = made.run("while True: pass")
+
+    assert result.error
+    assert result.text.endswith(GONE)
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os._exit(3)",
+        "import os; os.kill(os.getpid(), 9)",
+        "import ctypes; ctypes.string_at(0)",
+        "import os; os.closerange(0, 64)",
+        "import sys; f = sys._getframe(2).f_locals['answers']; import os; os.write(f, b'x\\n')",
+    ],
+)
+def test_an_interpreter_that_dies_or_lies_is_replaced(
+    conversation: Conversation, code: str
+) -> None:
+    assert conversation.run(code).error
+    assert conversation.run("1 + 1") == ToolText("2\n")
+
+
+def test_too_many_threads_end_the_interpreter(conversation: Conversation) -> None:
+    result = conversation.run(
+        "import threading, time\nthreading.stack_size(65536)\n"
+        "for _ in range(100): threading.Thread(target=time.sleep, args=(50,)).start()\n"
+        "time.sleep(50)"
+    )
+
+    assert result == ToolText(f"it started too many threads{GONE}", error=True)
+
+
+def test_between_two_calls_an_interpreter_has_no_time(conversation: Conversation) -> None:
+    conversation.run(
+        "import threading\nn = 0\ndef count():\n  global n\n  while True: n += 1\n"
+        "threading.Thread(target=count, daemon=True).start()"
+    )
+    (front,) = psutil.Process().children()
+
+    states = {one.status() for one in (front, *front.children(recursive=True))}
+
+    assert states == {psutil.STATUS_STOPPED}
+    assert not conversation.run("n > 0").error
+
+
+def test_conversations_share_no_names_and_begin_with_their_seed() -> None:
+    made = Conversation()
+    code = "import random; (random.random(), hash('a'))"
+
+    async def calls() -> list[ToolText]:
+        results: list[ToolText] = []
+        for seed in (1, 1, 2):
+            session = made.tool.open(seed)
+            results.append(await session.call("python", {"code": code}))
+            results.append(await session.call("python", {"code": "dir()"}))
+            await session.close()
+        return results
+
+    first, names, again, _, other, _ = made.runner.run(calls())
+    assert first == again
+    assert first != other
+    assert names.text == "['__builtins__', '__name__', 'random']\n"
+    made.close()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"code": 3}, {"code": "1", "more": 2}, {"text": "1"}])
+def test_wrong_arguments_start_nothing(
+    conversation: Conversation, arguments: dict[str, object]
+) -> None:
+    async def call() -> ToolText:
+        return await conversation.session.call("python", arguments)
+
+    expected = ToolText("python needs one argument, 'code', which is a text", error=True)
+    assert conversation.runner.run(call()) == expected
+    assert psutil.Process().children() == []
+
+
+def test_a_cancelled_call_ends_the_interpreter(conversation: Conversation) -> None:
+    async def cancelled() -> None:
+        running = conversation.session.call("python", {"code": "import time; time.sleep(100)"})
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await running
+
+    conversation.runner.run(cancelled())
+
+    assert psutil.Process().children() == []
+
+
+def test_a_forgotten_conversation_takes_its_interpreter_along(conversation: Conversation) -> None:
+    conversation.run("1")
+    assert psutil.Process().children()
+
+    conversation.session = conversation.tool.open(1)
+    gc.collect()
+
+    assert psutil.Process().children() == []
+
+
+def test_a_machine_or_name_that_does_not_do_is_refused() -> None:
+    with pytest.raises(ConfigError, match="minimum=fort is no kind of sandbox"):
+        PythonTools(minimum="fort").build()
+    with pytest.raises(ConfigError, match="name 'my tool' is no name"):
+        PythonTools(name="my tool").build()
+    with pytest.raises(ValueError, match="memory_mb is 1; expected at least 64"):
+        PythonTools(memory_mb=1)

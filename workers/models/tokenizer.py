@@ -167,7 +167,8 @@ class Tokenizer:
     ) -> list[bool] | None:
         """For each token of the conversation, whether the template marks it as generated.
 
-        None if the template has no such marks, or the tokenizer is one of our own. It was rendered before, so it does not fail.
+        None if the template has no such marks, or the tokenizer is one of our own. It was rendered
+        before, so it does not fail.
         """
         template = variables.get("chat_template") or self.backend.chat_template
         if self._marks_ends or not isinstance(template, str) or not _MARKED.search(template):

@@ -1,4 +1,4 @@
-"""What generated conversation tasks share: problems by number, a prompt each, and a scripted expert.
+"""What generated conversation tasks share: problems by number, prompts, and a scripted expert.
 
 A problem is made from a generator seeded with the task's name, its seed and the problem's number
 alone, so it is the same in every process. Problems are taken in order and kept if their prompt is

@@ -76,7 +76,7 @@ class Maze:
 
     def _inside(self, cell: Cell) -> dict[str, Cell]:
         near = {move: (cell[0] + dx, cell[1] + dy) for move, (dx, dy) in MOVES.items()}
-        return {m: c for m, c in near.items() if 0 <= min(c) and max(c) < self.size}
+        return {m: c for m, c in near.items() if min(c) >= 0 and max(c) < self.size}
 
 
 _BACK: Mapping[str, str] = {"u": "d", "d": "u", "l": "r", "r": "l"}

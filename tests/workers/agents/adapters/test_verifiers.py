@@ -149,7 +149,7 @@ def test_a_single_turn() -> None:
 
 def test_tools_are_called() -> None:
     task = spec(kind="tools").build()
-    (schema,) = task.tools(0) or ()
+    (schema,) = task.tools(0) or [{}]
     assert schema["function"]["name"] == "add"
     assert set(schema["function"]["parameters"]["properties"]) == {"a", "b"}
     calls = (
@@ -209,9 +209,7 @@ def test_signals_stay_as_they_were() -> None:
             "    give an environment whose rubric scores each by itself",
         ),
         (
-            VerifiersTaskSpec(
-                env="guess-my-number", options={"held_out": False}, num_held_out=100
-            ),
+            VerifiersTaskSpec(env="guess-my-number", options={"held_out": False}, num_held_out=100),
             "task 'verifiers[guess-my-number]' has no row left to train on\n"
             "    lower task.num_held_out, or give the environment more rows: task.options",
         ),

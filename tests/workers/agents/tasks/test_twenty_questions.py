@@ -48,9 +48,7 @@ def test_the_prompt_lists_the_candidates() -> None:
     task = SPEC.build()
     for index in (*task.train, *task.held_out):
         problem = task.problem(index)
-        assert [int(number) for number in task.prompt_text(index).split()] == [
-            *problem.candidates
-        ]
+        assert [int(number) for number in task.prompt_text(index).split()] == [*problem.candidates]
         assert problem.hidden in problem.candidates
         assert len(problem.candidates) == 8
 

@@ -191,7 +191,9 @@ def load_data(section: TaskConfig, model: ModelConfig) -> Data:
     else:
         tokenizer_spec = chosen
     if tokenizer_spec.kind != "folder" and tokenizer_spec.chat_template is None:
-        template = task.chat_template if isinstance(task, HasTemplate) else None
+        template = section.chat_template_kwargs.get("chat_template")
+        if template is None and isinstance(task, HasTemplate):
+            template = task.chat_template
         tokenizer_spec = replace(tokenizer_spec, chat_template=template)
     return Data(section, spec, task, tokenizer_spec, tokenizer_spec.build())
 

@@ -16,6 +16,7 @@ from ...configs.schema import ModelConfig, TaskConfig
 from ...configs.validate import check_finite, fields_of, nearest_key, validated
 from ...dataflow.errors import ConfigError, nearest, one_process
 from ...workers.agents.adapters.gymnasium_text import GymnasiumTextTaskSpec
+from ...workers.agents.adapters.verifiers_task import VerifiersTaskSpec
 from ...workers.agents.tasks.calculator import CalculatorTaskSpec
 from ...workers.agents.tasks.maze import MazeTaskSpec
 from ...workers.agents.tasks.twenty_questions import TwentyQuestionsTaskSpec
@@ -45,6 +46,7 @@ TASKS: Mapping[str, Any] = {
     "maze": MazeTaskSpec,
     "twenty_questions": TwentyQuestionsTaskSpec,
     "gymnasium_text": GymnasiumTextTaskSpec,
+    "verifiers": VerifiersTaskSpec,
     "mixture": MixtureTaskSpec,
     "gymnasium": EnvTaskSpec,
     "board_game": BoardTaskSpec,
@@ -189,7 +191,9 @@ def load_data(section: TaskConfig, model: ModelConfig) -> Data:
     else:
         tokenizer_spec = chosen
     if tokenizer_spec.kind != "folder" and tokenizer_spec.chat_template is None:
-        template = task.chat_template if isinstance(task, HasTemplate) else None
+        template = section.chat_template_kwargs.get("chat_template")
+        if template is None and isinstance(task, HasTemplate):
+            template = task.chat_template
         tokenizer_spec = replace(tokenizer_spec, chat_template=template)
     return Data(section, spec, task, tokenizer_spec, tokenizer_spec.build())
 

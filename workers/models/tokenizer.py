@@ -73,12 +73,13 @@ class Tokenizer:
             pad = int(self.eos_id == 0)
         self.pad_id = pad
         self.vocab_size = len(backend)
-        self._marks_ends = bool(getattr(backend, "split_special_tokens", False))
+        split = bool(getattr(backend, "split_special_tokens", False))
+        self._marks_ends = split and self.has_template
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without special tokens added; what cannot be expressed becomes unknown.
 
-        With one of our own tokenizers `END_MARK` is the end of sequence.
+        With one of our own tokenizers that has a chat template, `END_MARK` is the end of sequence.
         """
         return self.encode_many([text])[0]
 

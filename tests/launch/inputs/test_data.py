@@ -44,8 +44,9 @@ def test_every_kind_is_one(kind: str) -> None:
 def test_what_is_no_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("reasoning_gim") == (
         "'task.kind': there is no task kind 'reasoning_gim'; did you mean 'reasoning_gym'?\n"
-        "    task kinds are: reasoning_gym, file, hf, instructions, mixture, gymnasium, "
-        "board_game, library_game, or module:name for your own"
+        "    task kinds are: reasoning_gym, file, hf, instructions, calculator, maze, "
+        "twenty_questions, gymnasium_text, verifiers, mixture, gymnasium, board_game, "
+        "library_game, or module:name for your own"
     )
     assert refusal("reasoning_gym", nam="gcd") == (
         "a 'reasoning_gym' task has no option 'nam'; did you mean 'name'?\n"
@@ -101,6 +102,38 @@ def test_conversations_are_trained_on_and_shown_as_such(penstock: Penstock, tmp_
     assert message["role"] == "user"
     assert f"user: {message['content']!r}\n    assistant before training: " in said.err
     assert "<|im_start|>" not in said.err.split("assistant before training: ")[0]
+
+
+@pytest.mark.parametrize("tokenizer", ["task", {"kind": "byte"}])
+def test_a_task_brings_a_chat_template_for_a_tokenizer_without_one(tokenizer: Any) -> None:
+    given = section("calculator", num_train=4, num_held_out=2)
+    data = load_data(given, ModelConfig.model_validate({"tokenizer": tokenizer}))
+    assert data.tokenizer.has_template
+    ids, other = data.prompts.encode([0, 1])
+    assert isinstance(ids, list)
+    assert isinstance(other, list)
+    assert data.tokenizer.decode(ids) == f"{data.task.prompt_text(0)}\n"
+
+
+def test_a_chat_template_of_ones_own_goes_before_that_of_the_task() -> None:
+    own = "{% for m in messages %}<{{ m.content }}>{{ eos_token }}{% endfor %}"
+    given = section(
+        "calculator", num_train=4, num_held_out=2, chat_template_kwargs={"chat_template": own}
+    )
+    data = load_data(given, ModelConfig.model_validate({"tokenizer": {"kind": "char"}}))
+    (ids,) = data.prompts.encode([0])
+    assert isinstance(ids, list)
+    assert data.tokenizer.decode(ids) == f"<{data.task.prompt_text(0)}><eos>"
+    assert ids[-1] == data.tokenizer.eos_id
+
+
+def test_a_tokenizer_of_a_folder_keeps_its_chat_template(tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "tokenizer", CHATML)
+    chosen = {"tokenizer": {"kind": "folder", "folder": str(folder)}}
+    data = load_data(section("calculator", num_train=4), ModelConfig.model_validate(chosen))
+    (ids,) = data.prompts.encode([0])
+    assert isinstance(ids, list)
+    assert "<|im_start|>user" in data.tokenizer.decode(ids)
 
 
 def test_keys_of_prompts_are_refused_for_environments() -> None:

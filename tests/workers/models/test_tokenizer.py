@@ -9,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.models.tokenizer import PRINTABLE, Tokenizer, TokenizerSpec, pad_rows
+from penstock.workers.models.tokenizer import (
+    END_MARK,
+    PRINTABLE,
+    Tokenizer,
+    TokenizerSpec,
+    pad_rows,
+)
 
 CHAR = TokenizerSpec().build()
 BYTE = TokenizerSpec(kind="byte").build()
@@ -43,6 +49,28 @@ def test_text_that_spells_a_special_token_is_not_one() -> None:
     assert len(ids) == 5
     assert CHAR.eos_id not in ids
     assert BYTE.eos_id not in BYTE.encode("<eos>")
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize("kind", ["char", "byte"])
+def test_a_chat_template_ends_turns_with_the_token(kind: str, tmp_path: Path) -> None:
+    spec = {"kind": kind, "chat_template": TEMPLATE}
+    built = TokenizerSpec(**spec).build()  # pyright: ignore[reportArgumentType] - both are kinds
+    built.save(tmp_path)
+    for tokenizer in (built, TokenizerSpec(kind="folder", folder=str(tmp_path)).build()):
+        said = ["<eos>", f"a{END_MARK}b", ""]
+        text = tokenizer.render([{"role": "user", "content": content} for content in said])
+        ids = tokenizer.encode(text)
+        assert ids.count(tokenizer.eos_id) == 3
+        assert tokenizer.decode(ids) == "<eos><eos>ab<eos><eos>"
+        assert tokenizer.encode_many(["ab", text, ""]) == [tokenizer.encode("ab"), ids, []]
+
+
+def test_without_a_chat_template_no_character_is_the_token() -> None:
+    assert BYTE.decode(BYTE.encode(END_MARK)) == END_MARK
+    assert CHAR.decode(CHAR.encode(END_MARK)) == "<unk>"
 
 
 def test_inexpressible_characters_are_named_and_become_unknown() -> None:

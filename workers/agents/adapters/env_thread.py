@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+from ....dataflow.errors import no_exit
 from ..environment import Reply, TurnResult
 from ..tasks.generated_task import PlainEnvironment
 
@@ -38,7 +39,8 @@ class _Job(Generic[T]):
         if not self.future.set_running_or_notify_cancel():
             return
         try:
-            result = self._function(*self._arguments)
+            with no_exit():
+                result = self._function(*self._arguments)
         except BaseException as error:  # the caller is told, whatever it is
             self.future.set_exception(error)
         else:

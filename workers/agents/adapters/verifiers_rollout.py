@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from ...data.task import Message
@@ -25,10 +26,12 @@ _log = logging.getLogger(__name__)
 class _Turns:
     """A client of the package whose model is whoever calls `say`.
 
-    The package asks for `get_response` alone, so this is a client by its shape.
+    The package calls `get_response` alone, so this is a client by its shape.
     """
 
     def __init__(self) -> None:
+        clients: Any = import_module("verifiers.clients")  # an extra
+        clients.Client.register(type(self))
         self.asked: asyncio.Queue[list[Any]] = asyncio.Queue()
         self._said: asyncio.Queue[Reply] = asyncio.Queue()
 
@@ -142,20 +145,19 @@ def _text(content: str | Sequence[Any]) -> str:
 
 def _response(reply: Reply, model: str) -> Any:
     """A turn as the package has it. What could not be read as a call is left to its tools."""
-    from verifiers.types import Response, ResponseMessage, ToolCall  # pyright: ignore[reportMissingImports] - an extra
-
+    types: Any = import_module("verifiers.types")  # an extra
     calls: list[Any] = []
     for number, call in enumerate(reply.calls):
         bad = isinstance(call, BadCall)
         name = "" if bad else call.name
         arguments = call.text if bad else json.dumps(dict(call.arguments))
-        made = ToolCall(id=f"call_{reply.turn}_{number}", name=name, arguments=arguments)
+        made = types.ToolCall(id=f"call_{reply.turn}_{number}", name=name, arguments=arguments)
         calls.append(made)
     why = "tool_calls" if calls else "stop"
-    message = ResponseMessage(
+    message = types.ResponseMessage(
         content=reply.content if calls else reply.text,
         tool_calls=calls or None,
         finish_reason=why if reply.finished else "length",
         is_truncated=not reply.finished,
     )
-    return Response(id=f"turn_{reply.turn}", created=0, model=model, message=message)
+    return types.Response(id=f"turn_{reply.turn}", created=0, model=model, message=message)

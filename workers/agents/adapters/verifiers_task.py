@@ -13,6 +13,7 @@ import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from ....dataflow.errors import ConfigError, one_process
@@ -176,10 +177,9 @@ def _distinct(rows: Any) -> dict[str, dict[str, Any]]:
 
 def _load(spec: VerifiersTaskSpec) -> Any:
     try:
-        import verifiers  # pyright: ignore[reportMissingImports] - an extra
-
+        package: Any = import_module("verifiers")  # an extra
         with _signals_kept():
-            env = verifiers.load_environment(spec.env, **spec.options)
+            env = package.load_environment(spec.env, **spec.options)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"'task.env': '{spec.env}' needs the module '{error.name}'\n"

@@ -149,7 +149,7 @@ def test_a_single_turn() -> None:
 
 def test_tools_are_called() -> None:
     task = spec(kind="tools").build()
-    (schema,) = task.tools(0) or ()
+    (schema,) = task.tools(0) or [{}]
     assert schema["function"]["name"] == "add"
     assert set(schema["function"]["parameters"]["properties"]) == {"a", "b"}
     calls = (

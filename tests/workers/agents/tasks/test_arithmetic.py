@@ -60,8 +60,6 @@ def test_what_is_refused(text: str, why: str) -> None:
 def test_any_text_has_a_value_or_a_reason(text: str) -> None:
     try:
         value = evaluate(text)
-    except BadExpression as error:
-        why = str(error)
-    else:
-        why = f"{value} is small enough" if abs(value) <= 10**15 else ""
-    assert why
+    except BadExpression:
+        return
+    assert abs(value) <= 10**15

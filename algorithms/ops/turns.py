@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 
 from ...dataflow.graph.tracer import op
-from ..roles.agents import TurnIndex
+from ..roles.agents import TurnIndex, TurnNumber
 from ..roles.language import PerSample, PerToken, TokenMask
 from .kl import KLEstimator, kl_estimate
 from .macro_actions import macro_mask
 from .reductions import check_token_columns, zero_where_masked_out
 
-__all__ = ["discounted_outcome", "turn_rewards"]
+__all__ = ["branch_turn", "discounted_outcome", "turn_rewards"]
 
 
 @op(scope="row")
@@ -74,3 +74,15 @@ def discounted_outcome(
     to_come = (last - turn).clamp(min=0)
     factor = torch.pow(torch.tensor(discount, dtype=torch.float64), to_come)
     return zero_where_masked_out(factor * score[:, None].double(), mask).to(torch.float32)
+
+
+@op(scope="row")
+def branch_turn(mask: TokenMask, turn: TurnIndex, branch: TurnNumber) -> TokenMask:
+    """The tokens of the turn in which a conversation parts from its partner: bool[rows, T].
+
+    Args:
+        mask: bool[rows, T].
+        turn: i64[rows, T].
+        branch: i64[rows], of `Conversations`.
+    """
+    return mask & (turn == branch[:, None])

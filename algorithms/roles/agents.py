@@ -26,7 +26,16 @@ from ...dataflow.graph.axes import i64
 from ...dataflow.graph.role import Role
 from .language_tables import SAMPLE, TOKEN, PerSample, PerToken, Rollout, Sampling
 
-__all__ = ["ENDINGS", "Agent", "Conversations", "Turn", "TurnIndex", "TurnRequest", "Turns"]
+__all__ = [
+    "ENDINGS",
+    "Agent",
+    "Conversations",
+    "Turn",
+    "TurnIndex",
+    "TurnNumber",
+    "TurnRequest",
+    "Turns",
+]
 
 ENDINGS = ("done", "last turn", "out of tokens", "failed")
 """Why a conversation ended: the other side said so, it had as many turns or tokens as it may have,
@@ -34,6 +43,9 @@ or the other side broke."""
 
 TurnIndex = Annotated[Tensor, i64(SAMPLE, TOKEN)]
 """Which of the policy's turns a token belongs to; -1 on all that it did not say."""
+
+TurnNumber = Annotated[Tensor, i64(SAMPLE)]
+"""A turn of each conversation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +66,8 @@ class Conversations(Rollout):
     """Sum of the row's rewards."""
     ending: Annotated[Tensor, i64(SAMPLE)]
     """Index into `ENDINGS`."""
+    branch: TurnNumber
+    """The turn up to which a row is the same as its partner's; 0 where rows have no partners."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +147,14 @@ class Agent(Role):
     """What a policy talks with: an environment, tools, or both."""
 
     def hold(
-        self, turns: Turns, prompt: Tensor, prompt_id: Tensor, sampling: Sampling, max_turns: int
+        self,
+        turns: Turns,
+        prompt: Tensor,
+        prompt_id: Tensor,
+        sampling: Sampling,
+        *,
+        max_turns: int,
+        branch: bool,
     ) -> Conversations:
         """Hold conversations; whoever samples for a policy calls it, never a step function.
 
@@ -143,6 +164,7 @@ class Agent(Role):
             prompt_id: i64[P].
             sampling: See `Policy.converse`, as for the rest.
             max_turns: Most turns of the policy in a conversation.
+            branch: Whether rows come in pairs that are the same up to a turn.
 
         Returns:
             Rows of one prompt are adjacent, in the order of the prompts.

@@ -134,6 +134,7 @@ class Policy(Role):
         sampling: Sampling,
         *,
         max_turns: int = 8,
+        branch: bool = False,
     ) -> Conversations:
         """Hold `sampling.num_samples` conversations per prompt with what an agent answers.
 
@@ -144,6 +145,9 @@ class Policy(Role):
             sampling: How turns are sampled. `max_new_tokens` is the longest turn, and
                 `max_total_tokens`, which must be given, the longest conversation with its prompt.
             max_turns: Most turns of the policy in a conversation.
+            branch: Whether samples 2n and 2n + 1 of a prompt are the same up to a turn, which is
+                chosen at random below `max_turns`, and go on from there each by itself. It asks for
+                an even number of samples and for an agent that answers the same to the same.
         """
         raise NotImplementedError
 

@@ -23,6 +23,7 @@ from .stop import visible
 __all__ = [
     "SAMPLES",
     "SORTS",
+    "SaidTurn",
     "Sample",
     "Sort",
     "read_samples",
@@ -36,6 +37,21 @@ SAMPLES = "samples"
 
 Sort = Literal["step", "reward", "advantage", "length"]
 SORTS: tuple[Sort, ...] = ("step", "reward", "advantage", "length")
+
+
+@dataclass(frozen=True)
+class SaidTurn:
+    """One turn of a policy in a conversation.
+
+    Attributes:
+        said: What it said, without special tokens.
+        reward: What that earned.
+        shown: What it was shown after it; empty where that was the end.
+    """
+
+    said: str
+    reward: float
+    shown: str
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,8 @@ class Sample:
         advantage: Mean over its tokens; None if the step has no advantages.
         prompt_id: Which problem of the data it answers; None if the step does not say.
         last_version: Of the weights that sampled its last tokens; None if all had the same.
+        turns: Of a conversation what was said in each turn, what that earned, and what was shown
+            after it; empty of a single response.
         parts: Everything else that the step says of it in one number, by the node's name.
     """
 
@@ -67,6 +85,7 @@ class Sample:
     advantage: float | None = None
     prompt_id: int | None = None
     last_version: int | None = None
+    turns: tuple[SaidTurn, ...] = ()
     parts: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
 
@@ -114,7 +133,9 @@ def _read(path: Path) -> list[Sample]:
 
 def _sample(row: dict[str, Any]) -> Sample:
     parts = {name: float(value) for name, value in row.items() if name not in _FIELDS}
-    return Sample(**{name: value for name, value in row.items() if name in _FIELDS}, parts=parts)
+    known = {name: value for name, value in row.items() if name in _FIELDS}
+    known["turns"] = tuple(SaidTurn(**turn) for turn in row.get("turns", ()))
+    return Sample(**known, parts=parts)
 
 
 def sorted_samples(samples: Iterable[Sample], sort: Sort) -> list[Sample]:
@@ -130,13 +151,24 @@ def sorted_samples(samples: Iterable[Sample], sort: Sort) -> list[Sample]:
 
 
 def shown(sample: Sample) -> Text:
-    """A block: a line about the sample, its prompt, and its response."""
+    """A block: a line about the sample, its prompt, and its response or its turns."""
     text = Text(_headline(sample) + "\n", "bold")
-    for said, style in ((sample.prompt, "cyan"), (sample.response, "")):
-        lines = visible(said).strip("\n").split("\n")
-        text.append("".join(f"  {line}\n" for line in lines), style)
-        text.append("  --\n" if said is sample.prompt else "", "dim")
+    text.append(_indented(sample.prompt), "cyan")
+    if not sample.turns:
+        text.append("  --\n", "dim")
+        text.append(_indented(sample.response))
+    for number, turn in enumerate(sample.turns):
+        earned = f", reward {turn.reward:.4g}" if turn.reward else ""
+        text.append(f"  -- turn {number}{earned}\n", "dim")
+        text.append(_indented(turn.said))
+        if turn.shown.strip():
+            text.append("  -- shown\n", "dim")
+            text.append(_indented(turn.shown), "cyan")
     return text
+
+
+def _indented(said: str) -> str:
+    return "".join(f"  {line}\n" for line in visible(said).strip("\n").split("\n"))
 
 
 def _headline(sample: Sample) -> str:

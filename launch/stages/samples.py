@@ -12,6 +12,7 @@ from pathlib import Path
 import networkx as nx
 from rich.text import Text
 
+from ...algorithms.roles.agents import Conversations
 from ...configs.schema import SamplesConfig
 from ...dataflow.graph.graph import Graph, Node, NodeKind, Ref
 from ...dataflow.graph.role import Role
@@ -120,6 +121,8 @@ def sample_columns(graph: Graph, trained: Node) -> dict[str, Ref]:
                     found["reward"] = ref
     if any(output.name == "version" for output in graph[rows].outputs):
         found["version"] = Ref(rows, "version")
+    if graph[rows].output_table is Conversations:
+        found |= {"turn": Ref(rows, "turn"), "turn_reward": Ref(rows, "reward")}
     advantage = _input(trained, _ADVANTAGE)
     if advantage is not None and graph[advantage.node].output(advantage.column).rows == rows:
         found = {name: ref for name, ref in found.items() if ref != advantage}

@@ -55,6 +55,8 @@ class Conversation:
         row: Its number in the call.
         problem: Index into the task.
         sample: Which of the problem's conversations of this step.
+        branch: The turn from which it goes on with random numbers of its own; before, with those of
+            the even sample of its pair. None if it has no partner.
         tokens: Prompt, turns and what was shown.
         messages: The same as messages.
         turns: What was sampled, and at which place each turn begins.
@@ -69,6 +71,7 @@ class Conversation:
     sample: int
     tokens: list[int]
     messages: list[Message]
+    branch: int | None = None
     turns: list[tuple[int, Turn]] = field(default_factory=list[tuple[int, Turn]])
     rewards: list[float] = field(default_factory=list[float])
     ending: str = "last turn"
@@ -93,7 +96,8 @@ class Conversation:
         environment: Environment | None = None
         try:
             environment = make(self.problem)
-            seed = exchange.seed(self.problem, self.sample, -1)
+            # What answers is the same for both of a pair.
+            seed = exchange.seed(self.problem, self._stream(-1), -1)
             await _answered(partial(environment.reset, self.problem, seed), exchange.limit_s)
             for number in range(max_turns):
                 if await self._exchange(number, environment, exchange, sampling):
@@ -107,6 +111,12 @@ class Conversation:
             except Exception as error:  # noqa: BLE001 - as above
                 self.error = self.error or error
 
+    def _stream(self, turn: int) -> int:
+        """The sample whose random numbers a turn has."""
+        if self.branch is None or turn >= self.branch:
+            return self.sample
+        return self.sample - self.sample % 2
+
     async def _exchange(
         self, number: int, environment: Environment, exchange: Exchange, sampling: Sampling
     ) -> bool:
@@ -116,8 +126,8 @@ class Conversation:
             self.row,
             tuple(self.tokens),
             most,
-            exchange.uniform(self.problem, self.sample, number, most),
-            exchange.seed(self.problem, self.sample, number),
+            exchange.uniform(self.problem, self._stream(number), number, most),
+            exchange.seed(self.problem, self._stream(number), number),
         )
         turn = await exchange.speak(asked)
         self.turns.append((len(self.tokens), turn))
@@ -226,4 +236,5 @@ def as_table(held: Sequence[Conversation], prompt_id: Tensor) -> Conversations:
         reward=reward,
         score=reward.sum(1),
         ending=torch.tensor([ENDINGS.index(one.ending) for one in held], dtype=torch.int64),
+        branch=torch.tensor([one.branch or 0 for one in held], dtype=torch.int64),
     )

@@ -96,7 +96,7 @@ class AgentWorker(Agent):
         self.first_error: str | None = None
         self._works = False
         self._task: Task = same_task(spec.task, spec.task_fingerprint, context.role)
-        self._environments = _environments_of(self._task)
+        self._environments, self._deterministic = _environments_of(self._task)
         self._tokenizer: Tokenizer = spec.tokenizer.build()
         self._prompts = PromptEncoder(self._task, self._tokenizer, spec.chat)
         self._renderer = TurnRenderer(
@@ -106,13 +106,28 @@ class AgentWorker(Agent):
         self._runner: asyncio.Runner | None = None
 
     def hold(
-        self, turns: Turns, prompt: Tensor, prompt_id: Tensor, sampling: Sampling, max_turns: int
+        self,
+        turns: Turns,
+        prompt: Tensor,
+        prompt_id: Tensor,
+        sampling: Sampling,
+        *,
+        max_turns: int,
+        branch: bool,
     ) -> Conversations:
         """See `Agent.hold`.
 
         Raises:
-            WorkerError: If an index is not one of the task's.
+            ConfigError: If conversations are to branch, and the task does not promise that the same
+                is answered to the same.
+            WorkerError: If an index is not one of the task's, or all conversations fail.
         """
+        if branch and not self._deterministic:
+            raise ConfigError(
+                f"conversations of task '{self._task.task_id}' are to branch, and its environments "
+                "may answer the same in different ways\n    choose another algorithm, or a task "
+                "that says `deterministic = True`"
+            )
         problems = checked_problems(self._task, prompt_id)
         key = call_key(self.context.role, "hold")
         held = [
@@ -122,6 +137,7 @@ class AgentWorker(Agent):
                 sample,
                 [token for token in row if token >= 0],
                 [*(self._prompts.messages(problem) or ())],
+                self._branch(key, problem, sample, max_turns) if branch else None,
             )
             for place, (row, problem) in enumerate(zip(prompt.tolist(), problems, strict=True))
             for sample in range(sampling.num_samples)
@@ -131,6 +147,11 @@ class AgentWorker(Agent):
         self._runner.run(self._hold_all(turns, held, key, sampling, max_turns))
         self._report(held)
         return as_table(held, prompt_id.repeat_interleave(sampling.num_samples))
+
+    def _branch(self, key: CallKey, problem: int, sample: int, max_turns: int) -> int:
+        """The turn in which a pair of conversations parts."""
+        pair = sample - sample % 2
+        return turn_seed(self.context.seed, self.context.role, key, problem, pair) % max_turns
 
     def close(self) -> None:
         """End what conversations have left running; may be called again."""
@@ -275,8 +296,8 @@ def _parser(spec: AgentSpec, tokenizer: Tokenizer) -> CallParser:
     return CallFormat(format=name).build(tokenizer)
 
 
-def _environments_of(task: Task) -> Callable[[int], Environment]:
-    """What makes the other side of a conversation about a problem.
+def _environments_of(task: Task) -> tuple[Callable[[int], Environment], bool]:
+    """What makes the other side of a conversation about a problem, and whether it is repeatable.
 
     Raises:
         ConfigError: If the task has none.
@@ -286,7 +307,7 @@ def _environments_of(task: Task) -> Callable[[int], Environment]:
             f"task '{task.task_id}' has no environments to talk with\n    choose one that has, "
             "such as task=calculator, or give your task a method `environment`"
         )
-    return one_process()(task.environment)
+    return one_process()(task.environment), task.deterministic
 
 
 TASK_AGENTS: Mapping[str, type[AgentSpec]] = {"agent": AgentSpec}

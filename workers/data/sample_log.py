@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...dataflow.errors import one_process
@@ -89,7 +90,9 @@ class SampleLog(Role):
             tokens: i64[rows, T], prompt and response, padded on the right with -1.
             mask: bool[rows, T], True on the response.
             **columns: More of these rows, by the name they get; per token, their mean is kept, and
-                of "version" (i64[rows, T], which weights sampled each token) the ends.
+                of "version" (i64[rows, T], which weights sampled each token) the ends. Of
+                conversations "turn" (i64[rows, T], -1 outside turns) and "turn_reward" (f32[rows,
+                T]) tell what was said in turn.
         """
         if not self._writes:
             return
@@ -134,6 +137,7 @@ class SampleLog(Role):
 
     def _rows(self, columns: dict[str, Tensor]) -> list[dict[str, Any]]:
         tokens, mask = columns.pop("tokens"), columns.pop("mask")
+        turn, earned = columns.pop("turn", None), columns.pop("turn_reward", None)
         length = mask.sum(1)
         numbers = {
             name: column if column.ndim == 1 else (column * mask).sum(1) / length.clamp(min=1)
@@ -148,9 +152,31 @@ class SampleLog(Role):
                 "prompt": self._conversation(problems[row] if problems else None)
                 or self._text(tokens[row][(tokens[row] >= 0) & (mask[row].cumsum(0) == 0)]),
                 "response": self._text(tokens[row][mask[row]]),
+                **(
+                    {"turns": self._turns(tokens[row], turn[row], earned[row])}
+                    if turn is not None and earned is not None
+                    else {}
+                ),
             }
             for row in range(len(tokens))
         ]
+
+    def _turns(self, tokens: Tensor, turn: Tensor, earned: Tensor) -> list[dict[str, Any]]:
+        """What was said in each turn, what it earned, and what was shown after it."""
+        ends = [int(torch.nonzero(turn == k)[-1]) for k in range(int(turn.max()) + 1)]
+        known = int((tokens >= 0).sum())
+        found: list[dict[str, Any]] = []
+        for number, end in enumerate(ends):
+            own = turn == number
+            after = int(torch.nonzero(turn == number + 1)[0]) if end != ends[-1] else known
+            found.append(
+                {
+                    "said": self._text(tokens[own]),
+                    "reward": float(earned[own].sum()),
+                    "shown": self._text(tokens[end + 1 : after]),
+                }
+            )
+        return found
 
     def _conversation(self, problem: int | None) -> str | None:
         """What was said before the response, a turn after another; None of a plain prompt."""

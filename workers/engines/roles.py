@@ -184,22 +184,15 @@ class PolicyWorker(LanguageWorker, Policy):
         sampling: Sampling,
         *,
         max_turns: int = 8,
+        branch: bool = False,
     ) -> Conversations:
         """See `Policy.converse`, and the function of that name.
 
         Raises:
             ConfigError: If the engine does not generate.
         """
-        return converse(
-            self._generating(),
-            self.context,
-            prompt,
-            prompt_id,
-            agent,
-            sampling,
-            max_turns,
-            self.metrics,
-        )
+        engine, given = self._generating(), (agent, sampling, max_turns, branch)
+        return converse(engine, self.context, prompt, prompt_id, *given, self.metrics)
 
     def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed | None]:
         """See `Streams` and `sample_streamed`.

@@ -26,6 +26,7 @@ def converse(
     agent: Agent,
     sampling: Sampling,
     max_turns: int,
+    branch: bool,
     metrics: dict[str, Metric],
 ) -> Conversations:
     """Answer a role's call to `converse`.
@@ -38,6 +39,7 @@ def converse(
         agent: Holds the conversations.
         sampling: See `Policy.converse`.
         max_turns: Most turns of a conversation.
+        branch: See `Policy.converse`.
         metrics: What the agent reports is added to it, and how old the tokens' weights are.
 
     Raises:
@@ -45,7 +47,7 @@ def converse(
         ValueError: If a prompt cannot be answered.
         WorkerError: If the model's logits are not finite.
     """
-    _check(context, sampling, max_turns)
+    _check(context, sampling, max_turns, branch=branch)
     check_prompts(
         prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
     )
@@ -56,7 +58,9 @@ def converse(
             "conversations\n    give the engine a method `turns`, or choose another: rollout=vllm"
         )
     with closing(engine.turns(sampling, len(prompt) * sampling.num_samples)) as turns:
-        roll = agent.hold(turns, prompt.cpu(), prompt_id.cpu(), sampling, max_turns)
+        roll = agent.hold(
+            turns, prompt.cpu(), prompt_id.cpu(), sampling, max_turns=max_turns, branch=branch
+        )
         shown = turns.num_reused + turns.num_read
         if shown:
             reused = Metric.mean(float(turns.num_reused), float(shown))
@@ -73,7 +77,7 @@ def converse(
     return roll
 
 
-def _check(context: WorkerContext, sampling: Sampling, max_turns: int) -> None:
+def _check(context: WorkerContext, sampling: Sampling, max_turns: int, *, branch: bool) -> None:
     at = f"'{context.role}.converse'"
     if not sampling.max_total_tokens:
         raise ConfigError(
@@ -89,6 +93,11 @@ def _check(context: WorkerContext, sampling: Sampling, max_turns: int) -> None:
         raise ConfigError(
             f"{at}: {context.tensor_parallel} processes share the model, and the other side of a "
             "conversation answers in one\n    set tensor_parallel=1 for its group"
+        )
+    if branch and sampling.num_samples % 2:
+        raise ConfigError(
+            f"{at}: sampling.num_samples is {sampling.num_samples}, and conversations that branch "
+            "come in pairs\n    make it even"
         )
     if max_turns < 1:
         raise ConfigError(f"{at}: max_turns is {max_turns}\n    set it to 1 or more")

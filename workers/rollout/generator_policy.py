@@ -82,6 +82,7 @@ class GeneratorPolicy(Policy):
         sampling: Sampling,
         *,
         max_turns: int = 8,
+        branch: bool = False,
     ) -> Conversations:
         """See `Policy.converse`, and the function of that name.
 
@@ -89,9 +90,8 @@ class GeneratorPolicy(Policy):
             WeightsError: If the weights are partial or not of the expected version.
         """
         self._weights.check()
-        return converse(
-            self.engine, self.context, prompt, prompt_id, agent, sampling, max_turns, self.metrics
-        )
+        given = (agent, sampling, max_turns, branch)
+        return converse(self.engine, self.context, prompt, prompt_id, *given, self.metrics)
 
     def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed | None]:
         """See `Streams` and `sample_streamed`.

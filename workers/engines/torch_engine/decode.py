@@ -66,9 +66,8 @@ def decode(network: LeanNetwork, sampler: ResponseSampler, max_rows: int) -> Ite
         if len(ended) or call_in_flight():
             yield ended.sort().values  # before anything is computed of the next tokens
         if batch.num_live:
-            if not len(waiting):
-                sampled = batch.shrink(sampled)
-            batch.step(sampled)
+            keep = None if len(waiting) else batch.shrink()
+            batch.step(sampled if keep is None else sampled[keep])
 
 
 def _entering(waiting: Tensor, room: int, max_rows: int, num_samples: int) -> int:
@@ -239,17 +238,18 @@ class Batch:
         self._position = self._position.where(live | self.held, 0)
         self._count()
 
-    def shrink(self, sampled: Tensor) -> Tensor:
-        """Have free rows leave if enough of them do; `sampled`, i64[M], of those that stay."""
-        size = _padded(self.num_live)
+    def shrink(self) -> Tensor | None:
+        """Have free rows leave if enough of them do; which stay, i64[M], None if all do."""
+        free = ~(self.live | self.held)
+        size = _padded(len(free) - int(free.sum()))
         if size > _SHRINK * len(self.row):
-            return sampled
-        keep = torch.argsort((~self.live).to(torch.int8), stable=True)[:size]
+            return None
+        keep = torch.argsort(free.to(torch.int8), stable=True)[:size]
         self.row, self.live, self.held = self.row[keep], self.live[keep], self.held[keep]
         self._position = self._position[keep]
         for layer, (key, value) in enumerate(self._cache):
             self._cache[layer] = key[keep], value[keep]
-        return sampled[keep]
+        return keep
 
     def _count(self) -> None:
         self.num_live = int(self.live.sum())

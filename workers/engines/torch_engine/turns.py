@@ -13,6 +13,7 @@ from itertools import takewhile
 from operator import eq
 
 import torch
+from torch import Tensor
 
 from ....algorithms.roles.agents import Turn, TurnRequest
 from ...rollout.turn_sampler import TurnSampler
@@ -42,6 +43,7 @@ class TorchTurns:
         self._sampler = sampler
         self._batch = Batch(network, sampler, min(num_rows, max_rows))
         self._most = min(num_rows, max_rows)
+        self._num_to_come = num_rows
         self._waiting: deque[TurnRequest] = deque()
         self._slots: dict[int, int] = {}
         self._held: dict[int, list[int]] = {}
@@ -69,7 +71,8 @@ class TorchTurns:
             batch.end(live)
         turns = [self._ended(row) for row in sorted(ended)]
         if batch.num_live:
-            batch.step(sampled)
+            keep = self._shrink()
+            batch.step(sampled if keep is None else sampled[keep])
         return turns
 
     def release(self, row: int) -> None:
@@ -91,6 +94,7 @@ class TorchTurns:
                 continue
             self._waiting.remove(request)
             self._sampler.begin(request)
+            self._num_to_come -= held is None
             if held is None or not self._goes_on(request, held):
                 self.release(request.row)
                 new.append(request)
@@ -103,6 +107,14 @@ class TorchTurns:
             self._batch.hold(self._slots[request.row], held=True)
             self._held[request.row] = [*request.text]
             self.num_read += len(request.text)
+
+    def _shrink(self) -> Tensor | None:
+        """Have rows of conversations that are over leave, once all others have theirs."""
+        keep = None if self._num_to_come else self._batch.shrink()
+        if keep is not None:
+            place = {slot: new for new, slot in enumerate(keep.tolist())}
+            self._slots = {row: place[slot] for row, slot in self._slots.items()}
+        return keep
 
     def _goes_on(self, request: TurnRequest, held: list[int]) -> bool:
         """Whether a row goes on from what it holds, and if so, have it read the rest."""

@@ -1,0 +1,73 @@
+"""REFUEL: regress the difference of two futures on the log-ratios of the turn in which they part.
+
+Gao et al., "Regressing the Relative Future: Efficient Policy Optimization for Multi-turn RLHF",
+2024, algorithm 1. Two conversations are the same up to a turn that is chosen at random, and go on
+from there to their ends, each by itself: what either earns from there on is an unbiased sample of
+the turn's value, and nothing is compared that was said after different histories. The loss is
+`rebel`'s over the tokens of that turn alone. A pair that ended before its turn came teaches
+nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..dataflow.option_checks import check_range
+from .losses import RebelLoss
+from .losses.sequence import ComparedPairBatch
+from .ops.turns import branch_turn
+from .options.policy_updates import check_updates
+from .roles import Agent, Policy, Prompts, Sampling, TrainMetrics
+
+__all__ = ["Refuel", "refuel_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refuel:
+    """Options of REFUEL."""
+
+    sampling: Sampling = Sampling(num_samples=2, max_new_tokens=256, max_total_tokens=2048)
+    """How turns are sampled; two conversations make a pair."""
+    max_turns: int = 8
+    """Most turns of the policy in a conversation; the one in which a pair parts is below it."""
+    loss: RebelLoss = RebelLoss(report_entropy=True)
+    """The regression and its step size."""
+    epochs: int = 4
+    """Passes over each step's pairs; with one update nothing but its gradient is regressed."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass."""
+
+    def __post_init__(self) -> None:
+        check_updates(self)
+        check_range(self, "max_turns", at_least=1)
+        if self.sampling.num_samples != 2:
+            raise ValueError(
+                f"sampling.num_samples is {self.sampling.num_samples}, but Refuel compares exactly "
+                "two conversations about a prompt; set it to 2"
+            )
+
+
+def refuel_step(prompts: Prompts, actor: Policy, agent: Agent, cfg: Refuel) -> TrainMetrics:
+    """Hold pairs of conversations that part in one turn, and regress the difference."""
+    held = actor.converse(
+        prompts.prompt,
+        prompts.prompt_id,
+        agent,
+        cfg.sampling,
+        max_turns=cfg.max_turns,
+        branch=True,
+    )
+    batch = ComparedPairBatch(
+        prompt_id=held.prompt_id,
+        tokens=held.tokens,
+        mask=branch_turn(held.mask, held.turn, held.branch),
+        behavior_logprob=held.behavior_logprob,
+        score=held.score,
+    )
+    return actor.train(
+        cfg.loss,
+        batch,
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+        temperature=cfg.sampling.temperature,
+    )

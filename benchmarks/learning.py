@@ -30,7 +30,8 @@ def smoothed(values: list[float], share: float = 0.1) -> list[float]:
 def rewards(run: Path) -> list[float]:
     """Mean reward of every step."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["reward.score/reward/mean"] for line in lines]
+    scored = ("reward.score/reward/mean", "actor.converse/reward/mean")
+    return [next(line[name] for name in scored if name in line) for line in lines]
 
 
 def draw(runs: list[tuple[Path, dict[str, Any]]], title: str, file: Path) -> None:
@@ -57,11 +58,12 @@ def main() -> None:
     options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options.add_argument("--runs", type=Path, help="folder of finished runs, or where to put them")
     options.add_argument("--svg", type=Path, help="where to draw the curves")
+    options.add_argument("--words", nargs="*", default=[], help="further ones: task=calculator")
     args = options.parse_args()
     folder = args.runs or Path("runs") / f"learning-{args.algorithm}"
     for seed in args.seeds:
         if not list(folder.glob(f"*-{args.algorithm}-seed{seed}/summary.json")):
-            words = [f"algorithm={args.algorithm}", f"seed={seed}", f"runs={folder}"]
+            words = [f"algorithm={args.algorithm}", f"seed={seed}", f"runs={folder}", *args.words]
             entry = [sys.executable, "-m", "penstock.launch.main", "run", *words]
             subprocess.run(entry, check=True, timeout=3600)
     found = sorted(folder.glob(f"*-{args.algorithm}-seed*/summary.json"))
@@ -79,8 +81,15 @@ def main() -> None:
     if args.svg:
         draw(runs, f"penstock run algorithm={args.algorithm}", args.svg)
     gained = [s["accuracy_after_rl"] - s["accuracy_before_rl"] for s in seeds]
-    report({"algorithm": args.algorithm, "least_points_gained": 100 * min(gained),
-            "seeds": seeds}, args.json)  # fmt: skip
+    report(
+        {
+            "algorithm": args.algorithm,
+            "words": args.words,
+            "least_points_gained": 100 * min(gained),
+            "seeds": seeds,
+        },
+        args.json,
+    )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Literal
 
@@ -144,7 +145,9 @@ class AgentWorker(Agent):
         ]
         if self._runner is None:
             self._runner = asyncio.Runner()
-        self._runner.run(self._hold_all(turns, held, key, sampling, max_turns))
+        # The runner would keep the context of its first run, and with it the step and the weights.
+        talk = self._hold_all(turns, held, key, sampling, max_turns)
+        self._runner.run(talk, context=copy_context())
         self._report(held)
         return as_table(held, prompt_id.repeat_interleave(sampling.num_samples))
 

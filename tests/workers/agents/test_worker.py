@@ -12,7 +12,7 @@ import torch
 from penstock.algorithms.roles import Conversations, Prompts, Sampling
 from penstock.algorithms.roles.agents import ENDINGS
 from penstock.dataflow.errors import ConfigError, PenstockError, WorkerError
-from penstock.dataflow.runtime.call_context import step_scope
+from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.agents.worker import AgentSpec
 from penstock.workers.data.sources import PromptSource
@@ -55,8 +55,10 @@ class Talk:
         self.tokenizer = made
         self.prompts: Prompts = PromptSource(task, made, batch_size=8, seed=0).batch(0)
 
-    def hold(self, sampling: Sampling = SAMPLING, max_turns: int = 3) -> Conversations:
-        with step_scope(0):
+    def hold(
+        self, sampling: Sampling = SAMPLING, max_turns: int = 3, *, version: int = 0
+    ) -> Conversations:
+        with call_scope(version, 0, version=version):
             return self.policy.converse(
                 self.prompts.prompt,
                 self.prompts.prompt_id,
@@ -180,6 +182,13 @@ def test_where_all_fail_the_run_ends(talks: Talks):
 def test_what_cannot_be_sampled_is_refused(talks: Talks, sampling: Sampling, says: str):
     with pytest.raises((PenstockError, ValueError), match=says):
         talks().hold(sampling)
+
+
+def test_tokens_say_which_weights_sampled_them(talks: Talks):
+    talk = talks()
+    for version in (0, 7):
+        held = talk.hold(version=version)
+        assert bool((held.version[held.mask] == version).all())
 
 
 def test_turns_are_limited(talks: Talks):

@@ -63,6 +63,9 @@ class CalculatorTaskSpec(GeneratedSpec):
     prompt_template: str = "{expression}"
     """The prompt, with `{expression}` where the expression stands: a model that knows language
     needs to be told what to do."""
+    expert_calls: float = 1.0
+    """Share of the demonstrations that call the calculator; in the others the expert knows the
+    value and says it at once."""
     max_turns: int = 4
     """Turns after which a conversation without a final answer is over, and worth 0."""
 
@@ -71,6 +74,7 @@ class CalculatorTaskSpec(GeneratedSpec):
         check_range(self, "min_terms", "min_digits", "max_turns", at_least=1)
         check_range(self, "max_terms", at_least=self.min_terms)
         check_range(self, "max_digits", at_least=self.min_digits)
+        check_range(self, "expert_calls", at_least=0, at_most=1)
 
     def build(self) -> CalculatorTask:
         """Make the expressions.
@@ -114,8 +118,9 @@ class CalculatorTask(GeneratedTask[str]):
         return CalculatorEnvironment(evaluate(self.problem(index)), self.spec.max_turns)
 
     def turns(self, problem: str, rng: random.Random) -> list[str] | None:
-        """Call the calculator with the whole expression, and copy what it says."""
-        del rng
+        """Call the calculator with the whole expression, and copy what it says; or know it."""
+        if rng.random() >= self.spec.expert_calls:
+            return [str(evaluate(problem))]
         return [f"[{problem}]", str(evaluate(problem))]
 
     def schemas(self) -> Sequence[Mapping[str, Any]] | None:

@@ -7,6 +7,7 @@ environment's own.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -66,6 +67,8 @@ class GymnasiumTextTaskSpec(GeneratedSpec):
     """Conversations with at least this sum of rewards count as right."""
     unfinished_score: float = 0.0
     """The score of a response that ends before the environment does."""
+    deterministic: bool = True
+    """Whether what it does is a function of its seed and the turns alone; only its author knows."""
     characters: str = ""
     """Characters that the environment or the policy may write beyond those of the prompts, for a
     tokenizer whose alphabet is the task's."""
@@ -116,6 +119,7 @@ class GymnasiumTextTask(GeneratedTask[_Seeded]):
     def __init__(self, spec: GymnasiumTextTaskSpec) -> None:
         self.spec = spec
         self.correct_score, self.unfinished_score = spec.correct_score, spec.unfinished_score
+        self.deterministic = spec.deterministic
         self._thread = OwnThread(f"prompts of {spec.env}")
         env: TextEnvironment | None = None
         try:
@@ -189,12 +193,15 @@ class TextEpisode:
         Raises:
             Exception: What the environment raises.
             TypeError: If it answers with something else than a text.
+            ValueError: If a reward is not finite.
         """
         if self._env is None:
             raise RuntimeError("step() before reset()")
         if not reply.finished:
             return TurnResult(done=True, counts={"bad_replies": 1.0})
         observation, reward, over, cut_off, _ = self._env.step(reply.text)
+        if not math.isfinite(reward):
+            raise ValueError(f"a reward is {reward}")
         done = bool(over or cut_off) or reply.turn + 1 >= self._spec.max_steps
         said: Message = {"role": "user", "content": _text(observation)}
         return TurnResult(

@@ -20,7 +20,8 @@ from penstock.workers.agents.environment import (
 )
 from penstock.workers.data.task import Converses, Task, fingerprint
 
-pytest.importorskip("verifiers", reason="an extra: penstock-rl[verifiers]")
+# Not "verifiers": pytest takes the folder of tests of that name for it.
+pytest.importorskip("verifiers.envs", reason="an extra: penstock-rl[verifiers]")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 MODULE = '''

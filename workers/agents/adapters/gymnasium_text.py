@@ -24,7 +24,13 @@ from ..environment import Environment, Reply, TurnResult
 from ..tasks.generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
 from .env_thread import OwnThread, ThreadedEnvironment
 
-__all__ = ["GymnasiumTextTask", "GymnasiumTextTaskSpec", "TextEnvironment", "TextEpisode"]
+__all__ = [
+    "GymnasiumTextTask",
+    "GymnasiumTextTaskSpec",
+    "Seeded",
+    "TextEnvironment",
+    "TextEpisode",
+]
 
 T = TypeVar("T")
 
@@ -108,12 +114,19 @@ class GymnasiumTextTaskSpec(GeneratedSpec):
 
 
 @dataclass(frozen=True)
-class _Seeded:
+class Seeded:
+    """One problem.
+
+    Attributes:
+        seed: The environment is reset with it.
+        prompt: Its first observation.
+    """
+
     seed: int
     prompt: str
 
 
-class GymnasiumTextTask(GeneratedTask[_Seeded]):
+class GymnasiumTextTask(GeneratedTask[Seeded]):
     """Seeds of an environment; see `GeneratedTask`. It knows no expert."""
 
     def __init__(self, spec: GymnasiumTextTaskSpec) -> None:
@@ -135,14 +148,14 @@ class GymnasiumTextTask(GeneratedTask[_Seeded]):
         """The option `characters`, and the line feed that ends an observation."""
         return "\n" + self.spec.characters
 
-    def make(self, number: int, rng: random.Random) -> _Seeded:
+    def make(self, number: int, rng: random.Random) -> Seeded:
         """Reset with a seed of 31 bits, which every environment takes."""
         del number
         seed = rng.getrandbits(31)
         prompt = self._limited(self._thread.submit(_first_observation, self._env, seed))
-        return _Seeded(seed, prompt)
+        return Seeded(seed, prompt)
 
-    def prompt_of(self, problem: _Seeded) -> str:
+    def prompt_of(self, problem: Seeded) -> str:
         """The first observation."""
         return problem.prompt
 

@@ -16,6 +16,7 @@ from ...configs.schema import ModelConfig, TaskConfig
 from ...configs.validate import check_finite, fields_of, nearest_key, validated
 from ...dataflow.errors import ConfigError, nearest, one_process
 from ...workers.agents.adapters.gymnasium_text import GymnasiumTextTaskSpec
+from ...workers.agents.adapters.openenv_text import OpenEnvTaskSpec
 from ...workers.agents.adapters.verifiers_task import VerifiersTaskSpec
 from ...workers.agents.tasks.calculator import CalculatorTaskSpec
 from ...workers.agents.tasks.maze import MazeTaskSpec
@@ -47,6 +48,7 @@ TASKS: Mapping[str, Any] = {
     "twenty_questions": TwentyQuestionsTaskSpec,
     "gymnasium_text": GymnasiumTextTaskSpec,
     "verifiers": VerifiersTaskSpec,
+    "openenv": OpenEnvTaskSpec,
     "mixture": MixtureTaskSpec,
     "gymnasium": EnvTaskSpec,
     "board_game": BoardTaskSpec,

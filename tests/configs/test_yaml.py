@@ -69,6 +69,7 @@ def extra(option: Path, tmp_path: Path) -> list[str]:
         "task/envpool_game": ["algorithm=self_play", "model=mlp", "task.id=Hex-v1"],
         "task/pettingzoo_game": ["algorithm=self_play", "model=mlp", "task.id=tictactoe_v3"],
         "task/gymnasium_text": ["task.env=penstock:Nothing"],
+        "task/openenv": ["task.url=http://localhost:8000"],
         "task/verifiers": ["task.env=nothing"],
         "executor/ray_split": ["schedule=one_step_off"],
         "schedule/in_flight": ["executor=ray_split"],

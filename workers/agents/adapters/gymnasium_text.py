@@ -7,6 +7,7 @@ environment's own.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -23,7 +24,13 @@ from ..environment import Environment, Reply, TurnResult
 from ..tasks.generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
 from .env_thread import OwnThread, ThreadedEnvironment
 
-__all__ = ["GymnasiumTextTask", "GymnasiumTextTaskSpec", "TextEnvironment", "TextEpisode"]
+__all__ = [
+    "GymnasiumTextTask",
+    "GymnasiumTextTaskSpec",
+    "Seeded",
+    "TextEnvironment",
+    "TextEpisode",
+]
 
 T = TypeVar("T")
 
@@ -66,6 +73,8 @@ class GymnasiumTextTaskSpec(GeneratedSpec):
     """Conversations with at least this sum of rewards count as right."""
     unfinished_score: float = 0.0
     """The score of a response that ends before the environment does."""
+    deterministic: bool = True
+    """Whether what it does is a function of its seed and the turns alone; only its author knows."""
     characters: str = ""
     """Characters that the environment or the policy may write beyond those of the prompts, for a
     tokenizer whose alphabet is the task's."""
@@ -105,17 +114,25 @@ class GymnasiumTextTaskSpec(GeneratedSpec):
 
 
 @dataclass(frozen=True)
-class _Seeded:
+class Seeded:
+    """One problem.
+
+    Attributes:
+        seed: The environment is reset with it.
+        prompt: Its first observation.
+    """
+
     seed: int
     prompt: str
 
 
-class GymnasiumTextTask(GeneratedTask[_Seeded]):
+class GymnasiumTextTask(GeneratedTask[Seeded]):
     """Seeds of an environment; see `GeneratedTask`. It knows no expert."""
 
     def __init__(self, spec: GymnasiumTextTaskSpec) -> None:
         self.spec = spec
         self.correct_score, self.unfinished_score = spec.correct_score, spec.unfinished_score
+        self.deterministic = spec.deterministic
         self._thread = OwnThread(f"prompts of {spec.env}")
         env: TextEnvironment | None = None
         try:
@@ -131,14 +148,14 @@ class GymnasiumTextTask(GeneratedTask[_Seeded]):
         """The option `characters`, and the line feed that ends an observation."""
         return "\n" + self.spec.characters
 
-    def make(self, number: int, rng: random.Random) -> _Seeded:
+    def make(self, number: int, rng: random.Random) -> Seeded:
         """Reset with a seed of 31 bits, which every environment takes."""
         del number
         seed = rng.getrandbits(31)
         prompt = self._limited(self._thread.submit(_first_observation, self._env, seed))
-        return _Seeded(seed, prompt)
+        return Seeded(seed, prompt)
 
-    def prompt_of(self, problem: _Seeded) -> str:
+    def prompt_of(self, problem: Seeded) -> str:
         """The first observation."""
         return problem.prompt
 
@@ -189,12 +206,15 @@ class TextEpisode:
         Raises:
             Exception: What the environment raises.
             TypeError: If it answers with something else than a text.
+            ValueError: If a reward is not finite.
         """
         if self._env is None:
             raise RuntimeError("step() before reset()")
         if not reply.finished:
             return TurnResult(done=True, counts={"bad_replies": 1.0})
         observation, reward, over, cut_off, _ = self._env.step(reply.text)
+        if not math.isfinite(reward):
+            raise ValueError(f"a reward is {reward}")
         done = bool(over or cut_off) or reply.turn + 1 >= self._spec.max_steps
         said: Message = {"role": "user", "content": _text(observation)}
         return TurnResult(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -88,6 +89,8 @@ class VerifiersEnvironment:
             return
         self._rollout.cancel()
         await asyncio.wait([self._rollout], timeout=self._step_limit_s)
+        if self._rollout.done() and not self._rollout.cancelled():
+            self._rollout.exception()  # looked at, or asyncio says that nobody did
 
     async def _run(self) -> Any:
         state = await self._env.rollout(dict(self._row), self._turns, "policy", {})
@@ -119,12 +122,16 @@ class VerifiersEnvironment:
             _log.warning("an environment failed: %r", error)
             return FAILED
         state = rollout.result()
+        reward = float(state["reward"] or 0.0)
+        if not math.isfinite(reward):
+            _log.warning("an environment failed: its reward is %s", reward)
+            return FAILED
         counts = {
             name: float(value)
             for name, value in (state.get("metrics") or {}).items()
             if isinstance(value, int | float)
         }
-        return TurnResult(reward=float(state["reward"] or 0.0), done=True, counts=counts)
+        return TurnResult(reward=reward, done=True, counts=counts)
 
 
 def plain_message(message: Any) -> Message:

@@ -52,6 +52,8 @@ class Echo(gym.Env[str, str]):
         if self._fault == "hangs":
             RELEASE.wait(20)
         right = action == self._word[::-1]
+        if self._fault == "nan":
+            return "", float("nan"), False, False, {}
         return f"not {action}", float(right), right, False, {}
 
 
@@ -131,7 +133,7 @@ def test_a_conversation_ends_after_so_many_steps() -> None:
     assert [result.done for result in converse(task.environment(0), "x", "y")] == [False, True]
 
 
-@pytest.mark.parametrize("fault", ["raises", "exits", "hangs", "number", "hangs at once"])
+@pytest.mark.parametrize("fault", ["raises", "exits", "hangs", "nan", "number", "hangs at once"])
 def test_an_environment_that_goes_wrong_ends_its_conversation(
     fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,6 +147,7 @@ def test_an_environment_that_goes_wrong_ends_its_conversation(
         "raises": "in step: ZeroDivisionError('on purpose')",
         "exits": "SystemExit(3) was raised",
         "hangs": "in step: took longer than 0.3 s",
+        "nan": "in step: ValueError('a reward is nan')",
         "number": "in reset: TypeError('an observation is a int, and not a text')",
         "hangs at once": "in reset: took longer than 0.3 s",
     }

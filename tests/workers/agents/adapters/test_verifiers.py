@@ -20,7 +20,8 @@ from penstock.workers.agents.environment import (
 )
 from penstock.workers.data.task import Converses, Task, fingerprint
 
-pytest.importorskip("verifiers", reason="an extra: penstock-rl[verifiers]")
+# Not "verifiers": pytest takes the folder of tests of that name for it.
+pytest.importorskip("verifiers.envs", reason="an extra: penstock-rl[verifiers]")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 MODULE = '''
@@ -55,6 +56,8 @@ class Guess(vf.MultiTurnEnv):
         return [vf.UserMessage(content=word)]
 
 def right(completion, answer):
+    if any(message.content == "nan" for message in completion):
+        return float("nan")
     return 1.0 if completion[-1].content == "right" else 0.25
 
 def add(a: int, b: int) -> int:
@@ -169,6 +172,11 @@ def test_an_environment_that_goes_wrong_ends_its_conversation(said: str) -> None
     task = VerifiersTaskSpec(env="guess-my-number", step_limit_s=1.0).build()
     (result,) = converse(task.environment(0), said)
     assert result == TurnResult(done=True, counts={"env_errors": 1.0})
+
+
+def test_a_reward_that_is_no_number_is_an_error() -> None:
+    results = converse(spec().build().environment(2), "nan", "3")
+    assert results[-1] == TurnResult(done=True, counts={"env_errors": 1.0})
 
 
 def test_a_conversation_may_be_left_in_the_middle() -> None:

@@ -52,6 +52,7 @@ FAMILIES: dict[str, list[str]] = {
         "sft", "dpo", "dpo_norm", "ipo", "kto", "online_dpo", "codpo", "reward_modelling",
         "margin_modelling", "cost_modelling", "distillation", "gkd", "sampled_distillation",
     ],
+    "Conversations": ["agent_grpo", "agent_ppo", "refuel"],
     "Environments": ["env_ppo", "a2c", "impala", "mappo", "self_play", "population", "dqn"],
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from ...workers.agents.adapters.openenv_text import OpenEnvTaskSpec
 from ...workers.agents.adapters.verifiers_task import VerifiersTaskSpec
 from ...workers.agents.tasks.calculator import CalculatorTaskSpec
 from ...workers.agents.tasks.maze import MazeTaskSpec
+from ...workers.agents.tasks.tool_task import ToolTaskSpec
 from ...workers.agents.tasks.twenty_questions import TwentyQuestionsTaskSpec
 from ...workers.data.chat import ChatOptions, PromptEncoder
 from ...workers.data.decontamination import contaminated
@@ -49,6 +50,7 @@ TASKS: Mapping[str, Any] = {
     "gymnasium_text": GymnasiumTextTaskSpec,
     "verifiers": VerifiersTaskSpec,
     "openenv": OpenEnvTaskSpec,
+    "tools": ToolTaskSpec,
     "mixture": MixtureTaskSpec,
     "gymnasium": EnvTaskSpec,
     "board_game": BoardTaskSpec,
@@ -141,18 +143,19 @@ def task_spec_of(section: TaskConfig) -> TaskSpec:
         spec: Any = validated(kind, options, "task")
     check_finite(options, "task")
     if isinstance(spec, MixtureTaskSpec):
-        return replace(spec, tasks={name: _part_of(name, spec) for name in spec.tasks})
+        parts = {name: _part(f"'task.tasks.{name}'", own) for name, own in spec.tasks.items()}
+        return replace(spec, tasks=parts)
+    if isinstance(spec, ToolTaskSpec):
+        return replace(spec, task=_part("'task.task'", spec.task))
     return spec
 
 
-def _part_of(name: str, mixture: MixtureTaskSpec) -> TaskSpec:
-    """One task of a mixture.
+def _part(at: str, given: Any) -> TaskSpec:
+    """A task within another, from its own section.
 
     Raises:
         ConfigError: If it is none, or one that has no problems.
     """
-    given = mixture.tasks[name]
-    at = f"'task.tasks.{name}'"
     if isinstance(given, str):
         if given not in options_of("task"):
             raise ConfigError(
@@ -171,7 +174,7 @@ def _part_of(name: str, mixture: MixtureTaskSpec) -> TaskSpec:
     except ConfigError as error:
         raise ConfigError(f"{at}: {error}") from error
     if acted_in(spec) is not None or isinstance(spec, MixtureTaskSpec):
-        raise ConfigError(f"{at} has no problems to mix\n    give a task with prompts")
+        raise ConfigError(f"{at} has no problems of its own\n    give a task with prompts")
     return spec
 
 

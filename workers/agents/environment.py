@@ -16,7 +16,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from ..data.task import Message
 
-__all__ = ["BadCall", "Environment", "HasEnvironments", "Reply", "ToolCall", "TurnResult"]
+__all__ = [
+    "BadCall",
+    "ClosesEnvironments",
+    "Environment",
+    "HasEnvironments",
+    "Reply",
+    "ToolCall",
+    "TurnResult",
+]
 
 
 @dataclass(frozen=True)
@@ -116,4 +124,13 @@ class HasEnvironments(Protocol):
 
     def environment(self, problem: int) -> Environment:
         """A new environment for one conversation about a problem."""
+        ...
+
+
+@runtime_checkable
+class ClosesEnvironments(Protocol):
+    """A task whose environments share something that is to be ended. Optional."""
+
+    async def close_environments(self) -> None:
+        """End what all conversations share; called where they are held, once they have ended."""
         ...

@@ -70,11 +70,8 @@ class TurnRenderer:
         """
         turn = {"role": "assistant", "content": _PROBE}
         text = self._tokenizer.render([*history, turn, *shown], tools=tools, **self._variables)
-        rest = text[text.rindex(_PROBE) + len(_PROBE) :]
-        end = str(self._tokenizer.backend.eos_token)
-        if finished and rest.startswith(end):
-            rest = rest[len(end) :]
-        return self._tokenizer.encode(rest)
+        ids = self._tokenizer.encode(text[text.rindex(_PROBE) + len(_PROBE) :])
+        return ids[1:] if finished and ids[:1] == [self._tokenizer.eos_id] else ids
 
     def _check_history(self) -> None:
         """Refuse a template that leaves out of earlier turns what was said in them."""

@@ -37,7 +37,7 @@ from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..rewards.rule_reward import checked_problems, same_task
 from ..rollout.sampling import turn_seed, turn_uniforms
 from .conversation import Conversation, Exchange, as_table
-from .environment import Environment, HasEnvironments, Reply
+from .environment import ClosesEnvironments, Environment, HasEnvironments, Reply
 from .rendering import TurnRenderer
 from .tools.parsing import CallFormat, CallParser, FormatName, format_of
 
@@ -159,7 +159,12 @@ class AgentWorker(Agent):
     def close(self) -> None:
         """End what conversations have left running; may be called again."""
         runner, self._runner = self._runner, None
-        if runner is not None:
+        if runner is None:
+            return
+        try:
+            if isinstance(self._task, ClosesEnvironments):
+                runner.run(self._task.close_environments())
+        finally:
             runner.close()
 
     async def _hold_all(

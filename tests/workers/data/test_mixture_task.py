@@ -118,7 +118,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"tasks": {"s": "cartpole"}},
-        "'task.tasks.s' has no problems to mix\n    give a task with prompts",
+        "'task.tasks.s' has no problems of its own\n    give a task with prompts",
     ),
 ]
 

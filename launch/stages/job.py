@@ -10,6 +10,7 @@ from ...configs.schema import SAME, ExecutorConfig, ModelConfig, model_spec
 from ...dataflow.errors import ConfigError
 from ...dataflow.runtime.engine import Source
 from ...planner.plan.plan import Plan
+from ...workers.agents.worker import TASK_AGENTS, environments_of
 from ...workers.data.row_report import DataReport
 from ...workers.engines.registry import DEFAULT
 from ...workers.models.architecture import empty_model
@@ -149,6 +150,8 @@ def prepare(run: Resolved, plan: Plan | None = None, *, dry: bool = False) -> Jo
         reports += left_out
     if any(plan.worker == "rule" for stage in stages for plan in stage.roles.values()):
         _check_rule(data)
+    if any(plan.worker in TASK_AGENTS for stage in stages for plan in stage.roles.values()):
+        environments_of(data.task)
     suites = _suites(run, stages[-1], data)
     check_memory(run, stages[-1], suites)
     if not dry:

@@ -41,7 +41,7 @@ from .environment import ClosesEnvironments, Environment, HasEnvironments, Reply
 from .rendering import TurnRenderer
 from .tools.parsing import CallFormat, CallParser, FormatName, format_of
 
-__all__ = ["TASK_AGENTS", "AgentSpec", "AgentWorker"]
+__all__ = ["TASK_AGENTS", "AgentSpec", "AgentWorker", "environments_of"]
 
 _LOG = logging.getLogger("penstock.agents")
 
@@ -97,7 +97,7 @@ class AgentWorker(Agent):
         self.first_error: str | None = None
         self._works = False
         self._task: Task = same_task(spec.task, spec.task_fingerprint, context.role)
-        self._environments, self._deterministic = _environments_of(self._task)
+        self._environments, self._deterministic = environments_of(self._task)
         self._tokenizer: Tokenizer = spec.tokenizer.build()
         self._prompts = PromptEncoder(self._task, self._tokenizer, spec.chat)
         self._renderer = TurnRenderer(
@@ -304,7 +304,7 @@ def _parser(spec: AgentSpec, tokenizer: Tokenizer) -> CallParser:
     return CallFormat(format=name).build(tokenizer)
 
 
-def _environments_of(task: Task) -> tuple[Callable[[int], Environment], bool]:
+def environments_of(task: Task) -> tuple[Callable[[int], Environment], bool]:
     """What makes the other side of a conversation about a problem, and whether it is repeatable.
 
     Raises:

@@ -66,12 +66,24 @@ def agent_ppo_step(
         kl_coef=cfg.kl_coef,
         kl_estimator=cfg.kl_estimator,
     )
-    given = {"discount": cfg.discount, "lam": cfg.gae_lambda}
     if cfg.credit == "turn":
-        target = macro_gae(held.mask, held.turn, reward=reward, value=value, **given)
+        target = macro_gae(
+            held.mask,
+            held.turn,
+            reward=reward,
+            value=value,
+            discount=cfg.discount,
+            lam=cfg.gae_lambda,
+        )
     else:
-        reward = whitened_reward(reward, held.mask, cfg)
-        target = gae(held.mask, reward=reward, value=value, masking=cfg.gae_masking, **given)
+        target = gae(
+            held.mask,
+            reward=whitened_reward(reward, held.mask, cfg),
+            value=value,
+            discount=cfg.discount,
+            lam=cfg.gae_lambda,
+            masking=cfg.gae_masking,
+        )
     advantage = whitened_advantage(target.advantage, held.mask, cfg)
     return (
         train_policy(actor, held, advantage, cfg.policy_loss, cfg),

@@ -1,6 +1,6 @@
 """A badly behaved MCP server of the standard library alone, which starts at once.
 
-Its argument says what is wrong with it from the beginning; its tools misbehave when they are called.
+Its argument says what is wrong with it from the beginning; its tools misbehave when called.
 """
 
 from __future__ import annotations

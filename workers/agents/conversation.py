@@ -172,7 +172,7 @@ async def _answered(call: Callable[[], Awaitable[T] | T], limit_s: float) -> T:
 async def _called(call: Callable[[], Awaitable[T] | T]) -> T:
     try:
         with one_process():
-            given = call()
+            given: Any = call()
             return await given if inspect.isawaitable(given) else given
     except asyncio.CancelledError:
         task = asyncio.current_task()
@@ -193,11 +193,12 @@ def _checked(result: Any) -> TurnResult:
     """
     if not isinstance(result, TurnResult):
         raise BadAnswer(f"it answered {result!r:.80}; expected a TurnResult")
-    numbers = {"reward": result.reward, **result.counts}
+    numbers: dict[str, Any] = {"reward": result.reward, **result.counts}
     for name, number in numbers.items():
         if not isinstance(number, (int, float)) or not abs(number) <= _LARGEST:
             raise BadAnswer(f"its {name} is {number!r:.80}; expected a number")
-    for message in result.messages:
+    messages: Any = result.messages
+    for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
             raise BadAnswer(f"it showed {message!r:.80}; expected a message with a text")
     return result

@@ -78,8 +78,10 @@ class TurnRenderer:
         said = f"<think>\n{_THOUGHT}\n</think>\n\n{_PROBE}"
         first = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
         more = [*first, {"role": "user", "content": "b"}]
-        variables = {**self._variables, "add_generation_prompt": False}
-        before, after = (self._tokenizer.render(each, **variables) for each in (first, more))
+        before, after = (
+            self._tokenizer.render(each, add_generation_prompt=False, **self._variables)
+            for each in (first, more)
+        )
         if _THOUGHT in before and _THOUGHT not in after:
             raise ConfigError(
                 f"the chat template of '{self._tokenizer.name}' leaves out of earlier turns what "

@@ -32,9 +32,8 @@ from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.call_context import CallKey, call_key
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.chat import ChatOptions, PromptEncoder
-from ..data.task import Converses, Message, Task, TaskSpec
+from ..data.task import Converses, Message, Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
-from ..rewards.rule_reward import checked_problems, same_task
 from ..rollout.sampling import turn_seed, turn_uniforms
 from .conversation import Conversation, Exchange, as_table
 from .environment import ClosesEnvironments, Environment, HasEnvironments, Reply

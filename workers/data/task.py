@@ -14,7 +14,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ...dataflow.errors import one_process
+from torch import Tensor
+
+from ...dataflow.errors import WorkerError, one_process
 from ..verifiers.pool import VerifierSpec
 from .row_report import DataReport
 
@@ -30,7 +32,9 @@ __all__ = [
     "ScoresPairs",
     "Task",
     "TaskSpec",
+    "checked_problems",
     "fingerprint",
+    "same_task",
     "task_alphabet",
 ]
 
@@ -236,3 +240,38 @@ def fingerprint(task: Task) -> str:
         digest.update(json.dumps(problem).encode() + b"\n")
     digest.update(f"{task.train} {task.held_out}".encode())
     return digest.hexdigest()[:16]
+
+
+def same_task(spec: TaskSpec, task_fingerprint: str | None, role: str) -> Task:
+    """The task built in this process, where its indices name the problems they name elsewhere.
+
+    Raises:
+        ConfigError: If it cannot be built.
+        WorkerError: If its fingerprint is another one; None asks for none.
+    """
+    with one_process():
+        task = spec.build()
+    if task_fingerprint not in (None, fingerprint(task)):
+        raise WorkerError(
+            f"role '{role}': task '{task.task_id}' has other problems in this process "
+            "than where its prompts come from, so answers would be scored against the wrong "
+            "ones\n    set PYTHONHASHSEED=0, and see that all machines read the same data"
+        )
+    return task
+
+
+def checked_problems(task: Task, prompt_id: Tensor) -> list[int]:
+    """The rows' problems, as indices into the task.
+
+    Raises:
+        WorkerError: If an index is not one of the task's.
+    """
+    problems = [int(index) for index in prompt_id.tolist()]
+    number = len(task.train) + len(task.held_out)
+    for index in problems:
+        if not 0 <= index < number:
+            raise WorkerError(
+                f"prompt_id {index} is not a problem of task '{task.task_id}', which has "
+                f"{number}\n    give prompts and reward the same task"
+            )
+    return problems

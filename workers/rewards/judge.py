@@ -25,11 +25,11 @@ from ...dataflow.errors import WorkerError, one_process
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
-from ..data.task import Task, TaskSpec
+from ..data.task import Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from .answered_task import reward_answer
 from .chat_client import ChatClient, ChatError, ChatOptions, ChatRefused, ChatTimeout
-from .rule_reward import LARGEST, checked_problems, same_task
+from .rule_reward import LARGEST
 
 __all__ = ["Judge", "JudgeSpec", "Verdict", "filled", "read_score"]
 

@@ -20,13 +20,13 @@ from ...dataflow.errors import WorkerError, one_process
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
-from ..data.task import Task, TaskSpec, fingerprint
+from ..data.task import Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..verifiers.child import verdict
 from ..verifiers.pool import LONGEST_S, MOST_PROCESSES, SHORTEST_S, Outcome, VerifierPool
 from .answered_task import AnsweredTask
 
-__all__ = ["LARGEST", "RuleReward", "RuleRewardSpec", "checked_problems", "same_task"]
+__all__ = ["LARGEST", "RuleReward", "RuleRewardSpec"]
 
 _LOG = logging.getLogger("penstock.reward")
 LARGEST = torch.finfo(torch.float32).max
@@ -80,41 +80,6 @@ class RuleRewardSpec:
             num_processes=self.num_processes,
             scale=self.scale,
         )
-
-
-def same_task(spec: TaskSpec, task_fingerprint: str | None, role: str) -> Task:
-    """The task built in this process, where its indices name the problems they name elsewhere.
-
-    Raises:
-        ConfigError: If it cannot be built.
-        WorkerError: If its fingerprint is another one; None asks for none.
-    """
-    with one_process():
-        task = spec.build()
-    if task_fingerprint not in (None, fingerprint(task)):
-        raise WorkerError(
-            f"role '{role}': task '{task.task_id}' has other problems in this process "
-            "than where its prompts come from, so answers would be scored against the wrong "
-            "ones\n    set PYTHONHASHSEED=0, and see that all machines read the same data"
-        )
-    return task
-
-
-def checked_problems(task: Task, prompt_id: Tensor) -> list[int]:
-    """The rows' problems, as indices into the task.
-
-    Raises:
-        WorkerError: If an index is not one of the task's.
-    """
-    problems = [int(index) for index in prompt_id.tolist()]
-    number = len(task.train) + len(task.held_out)
-    for index in problems:
-        if not 0 <= index < number:
-            raise WorkerError(
-                f"prompt_id {index} is not a problem of task '{task.task_id}', which has "
-                f"{number}\n    give prompts and reward the same task"
-            )
-    return problems
 
 
 _NEVER_WORKS = 64

@@ -31,7 +31,9 @@ class EchoSpec(GeneratedSpec):
 class EchoTask(GeneratedTask[str]):
     """Prompts of letters; the other side says again what it heard."""
 
-    further_characters = "abcdefgh.123456\n"
+    @property
+    def further_characters(self) -> str:
+        return "abcdefgh.123456\n"
 
     def __init__(self, spec: EchoSpec) -> None:
         self._bad = spec.bad
@@ -87,6 +89,8 @@ class Echo:
                 return TurnResult(messages=[{"role": "user", "content": "a" * 10_000}])
             case "counts badly":
                 return TurnResult(counts={"x": "y"}, done=True)  # pyright: ignore[reportArgumentType]
+            case _:
+                pass
         said = [{"role": "user", "content": f"{reply.text[:1:-1][:4]}.{1 + self._seed % 6}"}]
         return TurnResult(said, reward=0.25 * reply.turn, counts={"heard": len(reply.text)})
 

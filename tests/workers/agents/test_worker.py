@@ -113,7 +113,12 @@ def test_a_row_holds_turns_and_what_was_shown_between_them(talks: Talks):
 def test_delays_and_room_change_nothing(talks: Talks, seed: int, monkeypatch: pytest.MonkeyPatch):
     expected = talks().hold()
     waits = random.Random(seed)
-    monkeypatch.setattr(echo_task, "WAIT", [lambda problem, turn: waits.choice([0.0, 0.01, 0.05])])
+
+    def wait(problem: int, turn: int) -> float:
+        del problem, turn
+        return waits.choice([0.0, 0.01, 0.05])
+
+    monkeypatch.setattr(echo_task, "WAIT", [wait])
     assert same(talks(max_rows=waits.choice([3, 16, 64])).hold(), expected)
 
 

@@ -53,13 +53,14 @@ class ToolTaskSpec:
 
 def _toolbox(name: str, given: Any) -> Tool:
     at = f"'task.tools.{name}'"
-    kind = given.get("kind") if isinstance(given, Mapping) else None
+    section: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    kind = str(section.get("kind"))
     if kind not in TOOLBOXES:
         raise ConfigError(
-            f"{at} is of kind {kind!r}{nearest(str(kind), TOOLBOXES)}\n"
+            f"{at} is of kind '{kind}'{nearest(kind, TOOLBOXES)}\n"
             f"    give one of {', '.join(TOOLBOXES)}, such as {{kind: python}}"
         )
-    options = {key: _frozen(value) for key, value in given.items() if key != "kind"}
+    options = {key: _frozen(value) for key, value in section.items() if key != "kind"}
     known = TOOLBOXES[kind].__dataclass_fields__  # pyright: ignore[reportAttributeAccessIssue]
     for key in options:
         if key not in known:

@@ -104,7 +104,7 @@ class Function:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         from pydantic import TypeAdapter
-        from transformers.utils import get_json_schema
+        from transformers.utils.chat_template_utils import get_json_schema
 
         self.function = function
         self.name: str = getattr(function, "__name__", "")
@@ -140,6 +140,7 @@ class Function:
             if name not in arguments:
                 return f"{self.name} needs the argument '{name}'"
         for name, value in arguments.items():
+            written = ""
             try:
                 written = json.dumps(value)
                 self._adapters[name].validate_json(written, strict=True)

@@ -1,4 +1,4 @@
-"""Problems of any task, answered with tools that are called for real by a policy that is scripted."""
+"""Problems of any task, answered with tools that a scripted policy calls for real."""
 
 from __future__ import annotations
 

@@ -184,7 +184,11 @@ def test_what_cannot_be_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         McpTools(command=("/no/such/program",)).build()
     with pytest.raises(ConfigError, match="has no tool 'subtract'"):
         McpTools(command=BAD, allowed=("subtract",)).build()
-    monkeypatch.setattr(mcp_tools, "find_spec", lambda _: None)
+
+    def find_spec(name: str) -> None:
+        del name
+
+    monkeypatch.setattr(mcp_tools, "find_spec", find_spec)
     with pytest.raises(ConfigError) as caught:
         McpTools(command=BAD).build()
     assert str(caught.value) == (

@@ -59,6 +59,20 @@ _IN_ENVIRONMENTS = {
 """Algorithms whose task is an environment, and what makes one small."""
 
 
+_TALKING = (
+    *(word for word in _SMALL if not word.startswith("task.num_train")),
+    "task=own",
+    "task.kind=tests.workers.agents.echo_task:EchoSpec",
+    "+task.num_train=40",
+    "task.max_response_tokens=6",
+    "task.max_total_tokens=48",
+    "task.max_turns=3",
+)
+
+_IN_CONVERSATION = dict.fromkeys(("agent_grpo", "agent_ppo", "refuel"), _TALKING)
+"""Algorithms whose task has environments that answer in words."""
+
+
 class ParityReward(Reward):
     """1 for a response whose first token is even, else 0."""
 
@@ -86,7 +100,7 @@ class Configured:
 @cache
 def composed(name: str, *overrides: str) -> RunConfig:
     """The algorithm's configuration, made small."""
-    small = _IN_ENVIRONMENTS.get(name, _SMALL)
+    small = {**_IN_ENVIRONMENTS, **_IN_CONVERSATION}.get(name, _SMALL)
     data = compose("run", [f"algorithm={name}", *small, *overrides])
     data.pop("resume")
     algorithm = data["algorithm"]

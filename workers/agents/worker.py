@@ -147,6 +147,8 @@ class AgentWorker(Agent):
         # The runner would keep the context of its first run, and with it the step and the weights.
         talk = self._hold_all(turns, held, key, sampling, max_turns)
         self._runner.run(talk, context=copy_context())
+        if not isinstance(self._task, ClosesEnvironments):
+            self.close()  # nothing is shared with the next call
         self._report(held)
         return as_table(held, prompt_id.repeat_interleave(sampling.num_samples))
 

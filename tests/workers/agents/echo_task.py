@@ -52,6 +52,11 @@ class EchoTask(GeneratedTask[str]):
         return Echo(bad)
 
 
+def earned_by(turn: int, text: str) -> float:
+    """More in later turns, and for an even number of characters."""
+    return 0.25 * turn + 0.5 * (len(text) % 2 == 0)
+
+
 class Echo:
     def __init__(self, bad: str) -> None:
         self._bad = bad
@@ -92,7 +97,8 @@ class Echo:
             case _:
                 pass
         said = [{"role": "user", "content": f"{reply.text[:1:-1][:4]}.{1 + self._seed % 6}"}]
-        return TurnResult(said, reward=0.25 * reply.turn, counts={"heard": len(reply.text)})
+        earned = earned_by(reply.turn, reply.text)
+        return TurnResult(said, reward=earned, counts={"heard": len(reply.text)})
 
     async def close(self) -> None:
         if self._bad == "hangs on close":

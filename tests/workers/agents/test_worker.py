@@ -99,7 +99,9 @@ def test_a_row_holds_turns_and_what_was_shown_between_them(talks: Talks):
         for number in range(int(held.turn[row].max()) + 1):
             places = torch.nonzero(held.turn[row] == number)[:, 0]
             assert places.tolist() == list(range(int(places[0]), int(places[-1]) + 1))
-            assert float(held.reward[row, places[-1]]) == 0.25 * number
+            said = [t for t in held.tokens[row, places].tolist() if t != talk.tokenizer.eos_id]
+            earned = echo_task.earned_by(number, talk.tokenizer.decode(said))
+            assert float(held.reward[row, places[-1]]) == earned
             assert not held.reward[row, places[:-1]].any()
             if number and int(own[places[0] - 2]) != talk.tokenizer.eos_id:
                 assert talk.tokenizer.decode(own[places[0] - 3 : places[0]].tolist()).endswith("\n")

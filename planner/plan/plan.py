@@ -149,7 +149,8 @@ class Plan(BaseModel):
     def group_of(self, node: Node) -> str:
         """Name of the group that a node runs on."""
         default = self.default_group or self.groups[0].name
-        return self.nodes.get(node.name) or self.nodes.get(node.role or "") or default
+        names = (node.name, _generation(node), node.role or "")
+        return next((self.nodes[name] for name in names if name in self.nodes), default)
 
     def placement(self, graph: Graph) -> Placement:
         """What the engine needs of this plan for one graph.
@@ -159,16 +160,15 @@ class Plan(BaseModel):
                 trains a role twice over, or has a layout that leaves devices of its group unused.
         """
         self._check_graph(graph)
-        roles = {node.role for node in graph.nodes if node.role}
-        named = {node.name: node.role or "" for node in graph.nodes}
+        named = {
+            name for node in graph.nodes for name in (node.name, node.role or "", _generation(node))
+        }
         nodes = {
             node.name: self.group_of(node)
             for node in graph.nodes
             if node.kind is not NodeKind.SOURCE
         }
-        unknown = {
-            name: group for name, group in self.nodes.items() if name not in named.keys() | roles
-        }
+        unknown = {name: group for name, group in self.nodes.items() if name not in named}
         groups = tuple(self._on_nodes(group.device_group) for group in self.groups)
         num_chunks = self.chunks_per_rank * max(group.num_ranks for group in groups)
         placement = Placement(groups, {**nodes, **unknown}, num_chunks)
@@ -271,3 +271,8 @@ def _check_groups(plan: Plan) -> None:
 def one_group_plan(num_ranks: int = 1, device: str = "cpu") -> Plan:
     """Everything on one group."""
     return Plan(groups=(GroupPlan(name="all", num_ranks=num_ranks, device=device),))
+
+
+def _generation(node: Node) -> str:
+    """`actor.generate` for whatever samples with the role 'actor', be it called something else."""
+    return f"{node.role}.generate" if node.kind is NodeKind.ROLLOUT and node.role else node.name

@@ -49,7 +49,7 @@ def called(name: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
     elif name == "flood":
         text = "x" * 5_000_000
     elif name == "leave":
-        text = str(subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL).pid)
+        text = str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
     return {"content": [{"type": "text", "text": text}]}
 
 
@@ -64,7 +64,7 @@ def serve() -> None:
         reply: dict[str, Any] = {"jsonrpc": "2.0", "id": message["id"]}
         name = message.get("params", {}).get("name")
         if message["method"] in ("initialize", "tools/list", "tools/call") and name != "refuse":
-            result = answer(message["method"], message["params"])
+            result = answer(message["method"], message.get("params") or {})
             if result is None:
                 continue
             reply["result"] = result

@@ -33,7 +33,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-_DEATH_SIGNAL, _SUBREAPER = 1, 36
+DEATH_SIGNAL, SUBREAPER = 1, 36
 """PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of Linux's prctl."""
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
 """What user code may raise that counts as its failure. KeyboardInterrupt and other exceptions of
@@ -57,26 +57,27 @@ def main(serve: Callable[[int, int], None]) -> None:
     calls, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    _prctl(_SUBREAPER, 1)
+    prctl(SUBREAPER, 1)
     verifier = os.fork()
     if verifier:
         os.close(calls)
         os.close(replies)
-        _supervise(verifier, lifeline)
+        supervise(verifier, lifeline)
     supervisor = os.getppid()
     os.close(lifeline)
     os.setsid()  # signals to its group are not for the supervisor
-    _prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    prctl(DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() == supervisor:  # else it died before it was to be told of
         serve(calls, replies)
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
+    """Ask Linux for something; other systems have no such call."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _supervise(verifier: int, lifeline: int) -> NoReturn:
+def supervise(verifier: int, lifeline: int) -> NoReturn:
     """Wait for the verifier, end whatever it has started, and end in the same way."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the verifier has written one if it may
     threading.Thread(target=_end_with_pool, args=(lifeline, verifier), daemon=True).start()
@@ -86,7 +87,7 @@ def _supervise(verifier: int, lifeline: int) -> NoReturn:
             process, how = os.wait()
             status = how if process == verifier else status
             if status is not None:
-                _kill_children(verifier)
+                kill_children(verifier)
     code = 1 if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
@@ -97,10 +98,10 @@ def _supervise(verifier: int, lifeline: int) -> NoReturn:
 
 def _end_with_pool(lifeline: int, verifier: int) -> None:
     os.read(lifeline, 1)
-    _kill_children(verifier)
+    kill_children(verifier)
 
 
-def _kill_children(verifier: int) -> None:
+def kill_children(verifier: int) -> None:
     """Kill the processes right below this one; those below them take their place, to be found next.
 
     To look for all that are below takes longer than one that only starts another one and ends.

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 __all__ = ["called", "cut"]
@@ -110,16 +109,16 @@ def _serve(calls: int, replies: int) -> None:
             reply(call["nonce"], *called(function, call["arguments"], setup["max_bytes"]))
 
 
-def _supervisor() -> ModuleType:
-    """`verifiers/child.py` by its path: the package need not be importable here."""
-    path = Path(__file__).resolve().parents[2] / "verifiers" / "child.py"
-    spec = spec_from_file_location("_penstock_supervisor", path)
+def _main() -> None:
+    """Have `verifiers/child.py` do the rest; by its path, as the package need not be importable."""
+    path = Path(__file__).with_name("supervised.py")
+    spec = spec_from_file_location("_penstock_supervised", path)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    module.supervisor().main(_serve)
 
 
 if __name__ == "__main__":
-    _supervisor().main(_serve)
+    _main()

@@ -13,9 +13,11 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+from .supervised import supervised
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -27,7 +29,11 @@ _CLOSE_S = 15.0
 """Seconds for a connection to close, which takes some 7 at most if a server does not want to."""
 ANSWER_S = 5.0
 """Seconds in which a server that lives lists its tools."""
+_ENDED = "the tool's server ended during the call"
 _LOG = logging.getLogger("penstock.tools")
+
+
+_T = TypeVar("_T")
 
 
 class ServerLost(Exception):
@@ -62,8 +68,10 @@ async def connected(address: McpAddress, log: IO[str]) -> AsyncGenerator[Client]
     if address.url is not None:
         client = Client(address.url, cache=None)
     else:
-        first, *rest = address.command
-        parameters = StdioServerParameters(command=first, args=rest, env=dict(address.env))
+        first, *rest = supervised(address.command)
+        parameters = StdioServerParameters(
+            command=first, args=rest, env=dict(address.env), encoding_error_handler="replace"
+        )
         client = Client(stdio_client(parameters, errlog=log), cache=None)  # pyright: ignore[reportArgumentType]
     # The deadline is around all of it, as what is inside may not outlive it, and lifted then.
     with anyio.move_on_after(address.start_limit_s) as limit:
@@ -107,14 +115,17 @@ class McpServer:
         connection = self._connected()
         client = await self._client(connection)
         try:
-            return await _within(client.call_tool(name, dict(arguments)), limit_s)
+            return await connection.within(client.call_tool(name, dict(arguments)), limit_s)
         except TimeoutError:
             await self._look_after(connection, client)
+            raise
+        except ServerLost:
+            self._lose(connection)
             raise
         except MCPError as error:
             if error.error.code == CONNECTION_CLOSED:
                 self._lose(connection)
-                raise ServerLost("the tool's server ended during the call") from error
+                raise ServerLost(_ENDED) from error
             raise
 
     async def close(self) -> None:
@@ -134,6 +145,8 @@ class McpServer:
         loop = asyncio.get_running_loop()
         if self._connection is not None and self._connection.loop is not loop:
             self._connection = None  # it ended with its event loop; nobody is to blame
+        if self._connection is not None and self._connection.is_closed:
+            self._lose(self._connection)
         if self._connection is None:
             if self._num_restarts > self._max_restarts:
                 raise ServerLost(
@@ -157,7 +170,7 @@ class McpServer:
     async def _look_after(self, connection: _Connection, client: Client) -> None:
         """Give up a server that answers nothing any more."""
         try:
-            await _within(client.list_tools(), ANSWER_S)
+            await connection.within(client.list_tools(), ANSWER_S)
         except Exception:  # whatever is wrong with it
             self._lose(connection)
 
@@ -193,6 +206,26 @@ class _Connection:
         """
         return await asyncio.shield(self._made)
 
+    async def within(self, awaitable: Awaitable[_T], limit_s: float) -> _T:
+        """A result of the client's.
+
+        Raises:
+            TimeoutError: If there is none by then.
+            ServerLost: If the connection ends before.
+        """
+        asked = asyncio.ensure_future(awaitable)
+        try:
+            await asyncio.wait(
+                {asked, self._task}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if asked.done():
+                return asked.result()
+            if self._task.done():
+                raise ServerLost(_ENDED)
+            raise TimeoutError
+        finally:
+            asked.cancel()
+
     @property
     def is_closed(self) -> bool:
         """Whether its task has ended."""
@@ -227,12 +260,6 @@ class _Connection:
             if not self._made.done():
                 self._made.set_exception(ServerLost("its connection was closed"))
                 self._made.exception()
-
-
-async def _within(awaitable: Any, limit_s: float) -> Any:
-    """The result, or TimeoutError where the library's own limits are not enough."""
-    async with asyncio.timeout(limit_s):
-        return await awaitable
 
 
 def why_not(error: BaseException) -> str:

@@ -99,6 +99,16 @@ def test_a_server_that_vanishes_costs_its_call_and_has_a_budget() -> None:
     server.close()
 
 
+def test_what_a_server_has_started_ends_with_it() -> None:
+    server = Server(McpTools(command=BAD, time_limit_s=60))
+    left = int(server.call("leave").text)
+    assert psutil.pid_exists(left)
+
+    server.close()
+
+    assert not psutil.pid_exists(left)
+
+
 def test_a_call_that_takes_long_is_given_up_and_the_server_kept() -> None:
     server = Server(McpTools(command=BAD, time_limit_s=1, max_restarts=0))
 
@@ -180,7 +190,7 @@ def test_a_server_that_ends_at_once_is_refused_with_what_it_said() -> None:
 def test_what_cannot_be_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="has either a command or a url"):
         McpTools().build()
-    with pytest.raises(ConfigError, match="does not tell its tools"):
+    with pytest.raises(ConfigError, match="it said: /no/such/program cannot be started"):
         McpTools(command=("/no/such/program",)).build()
     with pytest.raises(ConfigError, match="has no tool 'subtract'"):
         McpTools(command=BAD, allowed=("subtract",)).build()

@@ -224,7 +224,7 @@ class ExecutorConfig(Section):
     """Worker group -> data-parallel ranks; the first one runs whatever `nodes` does not name. What
     is given here is used instead of `placement`."""
     nodes: dict[str, str] = Field(default_factory=dict[str, str])
-    """Role name or node name -> worker group."""
+    """Role name or node name -> worker group; `ROLE.generate` is whatever samples with a role."""
     tensor_parallel: dict[str, AtLeastOne] = Field(default_factory=dict[str, int])
     """Worker group -> processes that share every matrix of a data-parallel rank; 1 by default."""
     pipeline_parallel: dict[str, AtLeastOne] = Field(default_factory=dict[str, int])

@@ -61,7 +61,7 @@ def _of_run(
 ) -> tuple[str, int | None, dict[str, Measured], dict[str, Measured]]:
     """What is evaluated, its step, what was found before training, and what is found now."""
     from ..run_dir.evaluations import Evaluations
-    from ..stages.evaluation import evaluate, rule_of
+    from ..stages.evaluation import evaluate, options_of_agent, rule_of
     from ..stages.kept_run import kept_run
 
     words = [word for word in given_overrides() if word.partition("=")[0] not in _OWN]
@@ -80,6 +80,7 @@ def _of_run(
             job.suites,
             evaluation.num_examples,
             rule=rule_of(stage),
+            agent_options=options_of_agent(stage),
             device=job.run.placement.executor.device,
             seed=stage.seed,
             deadline_s=job.run.schedule.deadline_s,

@@ -33,7 +33,15 @@ from .stages import Stage
 from .suites import Suite
 from .worker_specs import agent_spec
 
-__all__ = ["Evaluator", "evaluate", "evaluation_graph", "renamed", "rule_of", "stage_evaluator"]
+__all__ = [
+    "Evaluator",
+    "evaluate",
+    "evaluation_graph",
+    "options_of_agent",
+    "renamed",
+    "rule_of",
+    "stage_evaluator",
+]
 
 _PROGRAM = "evaluate"
 _ACTOR, _VERIFIER, _AGENT, _OBSERVER = "actor", "verifier", "agent", "observer"
@@ -190,7 +198,7 @@ def stage_evaluator(
         actor=stage.policy or _ACTOR,
         taken=stage.graph.roles,
         rule=rule_of(stage),
-        agent_options=agent_options(stage),
+        agent_options=options_of_agent(stage),
         placed=lambda graph: follow(graph, stage.graph, stage.placement),
     )
 
@@ -201,6 +209,7 @@ def evaluate(
     num_examples: int,
     *,
     rule: Callable[..., RuleRewardSpec] = RuleRewardSpec,
+    agent_options: Mapping[str, Any] | None = None,
     device: str = "cpu",
     seed: int = 0,
     deadline_s: float = 600.0,
@@ -212,6 +221,7 @@ def evaluate(
         suites: The problems, at least one suite.
         num_examples: Responses of each suite that are kept.
         rule: Makes the spec of what scores answers to the run's own problems.
+        agent_options: Fields of the spec of what the policy talks with.
         device: Where the policy is.
         seed: Of what is sampled.
         deadline_s: Longest wait for the answers to one suite.
@@ -226,6 +236,7 @@ def evaluate(
             num_examples,
             Path(folder),
             rule=rule,
+            agent_options=agent_options,
             placed=lambda graph: one_group(graph, device=device),
         )
         main = evaluator.programs[_program(0)]
@@ -247,7 +258,7 @@ def rule_of(stage: Stage) -> Callable[..., RuleRewardSpec]:
     return partial(RULES[plan.worker], **plan.config.options) if plan else RuleRewardSpec
 
 
-def agent_options(stage: Stage) -> Mapping[str, Any]:
+def options_of_agent(stage: Stage) -> Mapping[str, Any]:
     """Options of the stage's first role that answers a policy in conversation."""
     agents = (plan for plan in stage.roles.values() if plan.worker in TASK_AGENTS)
     plan = next(agents, None)

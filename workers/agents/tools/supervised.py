@@ -11,7 +11,7 @@ import signal
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import NoReturn
 
 __all__ = ["supervised"]
@@ -37,7 +37,12 @@ def _main(command: list[str]) -> None:
     """Run the command below this process, and end as it does."""
     child = supervisor()
     lifeline, end = os.pipe()
-    signal.signal(signal.SIGTERM, lambda *_: os.write(end, b"x"))
+
+    def end_all(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        os.write(end, b"x")
+
+    signal.signal(signal.SIGTERM, end_all)
     child.prctl(child.DEATH_SIGNAL, signal.SIGTERM)
     child.prctl(child.SUBREAPER, 1)
     parent = os.getpid()

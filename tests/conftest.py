@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
@@ -150,8 +151,11 @@ def _end(left: dict[int, str]) -> None:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(family, timeout=GRACE_S)
-    for item in gc.get_objects():
-        if isinstance(item, subprocess.Popen) and item.pid in left:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some objects warn when they are looked at
+        popened = [item for item in gc.get_objects() if isinstance(item, subprocess.Popen)]
+    for item in popened:
+        if item.pid in left:
             # Else it says when it is collected, in a later test, that nobody waited for it.
             for pipe in (item.stdin, item.stdout, item.stderr):
                 with suppress(OSError):  # what it was still to be told

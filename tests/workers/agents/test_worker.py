@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
+import echo_task
 import pytest
 import torch
+from echo_task import EchoSpec
 from penstock.algorithms.roles import Conversations, Prompts, Sampling
 from penstock.algorithms.roles.agents import ENDINGS
 from penstock.dataflow.errors import ConfigError, PenstockError, WorkerError
@@ -20,9 +22,6 @@ from penstock.workers.data.task import task_alphabet
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
-
-from tests.workers.agents import echo_task
-from tests.workers.agents.echo_task import EchoSpec
 
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "qwen2",

@@ -14,8 +14,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
-
-from tests.workers.torch_models import EOS, FAMILIES, GPT2, VOCAB
+from torch_models import EOS, FAMILIES, GPT2, VOCAB
 
 MAX_NEW, NUM_TURNS, ROWS = 7, 3, 20
 SAMPLING = Sampling(num_samples=4, max_new_tokens=MAX_NEW, max_total_tokens=120)

@@ -104,7 +104,7 @@ class Function:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         from pydantic import TypeAdapter
-        from transformers.utils import get_json_schema
+        from transformers.utils.chat_template_utils import get_json_schema
 
         self.function = function
         self.name: str = getattr(function, "__name__", "")
@@ -142,14 +142,15 @@ class Function:
         for name, value in arguments.items():
             try:
                 written = json.dumps(value)
+            except (TypeError, ValueError, RecursionError):
+                return f"argument '{name}' of {self.name} is no JSON value"
+            try:
                 self._adapters[name].validate_json(written, strict=True)
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
                 place = "".join(f"[{part!r}]" for part in first["loc"])
                 shown = written if len(written) <= _SHOWN else f"{written[:_SHOWN]}..."
                 return f"argument '{name}'{place} of {self.name}: {first['msg']}; got {shown}"
-            except (TypeError, ValueError, RecursionError):
-                return f"argument '{name}' of {self.name} is no JSON value"
         return None
 
 

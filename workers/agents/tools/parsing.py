@@ -175,7 +175,8 @@ def _template_parser(
             "calls in format 'tokenizer' need a tokenizer with a response_template\n"
             f"    use one of {', '.join(FORMATS[:-1])}"
         )
-    backend, tools = tokenizer.backend, [dict(schema) for schema in schemas]
+    backend: Any = tokenizer.backend
+    tools = [dict(schema) for schema in schemas]
 
     def parse(text: str) -> tuple[str, tuple[ToolCall | BadCall, ...]]:
         if len(text) > _MOST_TEMPLATE_CHARS:

@@ -37,7 +37,12 @@ def _main(command: list[str]) -> None:
     """Run the command below this process, and end as it does."""
     child = supervisor()
     lifeline, end = os.pipe()
-    signal.signal(signal.SIGTERM, lambda *_: os.write(end, b"x"))
+
+    def stop(number: int, frame: object) -> None:
+        del number, frame
+        os.write(end, b"x")
+
+    signal.signal(signal.SIGTERM, stop)
     child.prctl(child.DEATH_SIGNAL, signal.SIGTERM)
     child.prctl(child.SUBREAPER, 1)
     parent = os.getpid()

@@ -163,9 +163,10 @@ class ToolEnvironment:
         if session is None:
             return ToolText("the tool could not begin this conversation", error=True)
         limit_s = self._limits.call_limit_s
+        clock = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(limit_s) as clock:
-                result: object = await session.call(call.name, call.arguments)
+            async with clock:
+                result: Any = await session.call(call.name, call.arguments)
             if isinstance(result, ToolText):
                 return result
             return ToolText(f"the tool failed: it answered {type(result).__name__}", error=True)

@@ -34,7 +34,7 @@ class _Printed:
         self.room, self.missing = most_chars, 0
         self.encoding, self.errors = "utf-8", "replace"
 
-    def write(self, text: str) -> int:
+    def write(self, text: Any) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         kept = text[: self.room]
@@ -84,9 +84,11 @@ def _run(code: str, file: str, names: dict[str, Any], printed: _Printed) -> bool
     linecache.cache[file] = (len(code), None, code.splitlines(True), file)
     try:
         tree = ast.parse(code, file)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        last = tree.body[-1] if tree.body else None
+        if isinstance(last, ast.Expr):
+            tree.body.pop()
         exec(compile(tree, file, "exec"), names)
-        if last is not None:
+        if isinstance(last, ast.Expr):
             value = eval(compile(ast.Expression(last.value), file, "eval"), names)
             if value is not None:
                 printed.write(f"{value!r}\n")

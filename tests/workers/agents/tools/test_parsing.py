@@ -285,7 +285,7 @@ def test_a_tokenizer_may_say_how_to_read_calls() -> None:
     vars(tokenizer.backend)["response_template"] = {
         "start_anchor": "<assistant>",
         "fields": {
-            "content": {},
+            "content": {"repeats": True, "join": ""},
             "tool_calls": {
                 "open": "<tool_call>",
                 "close": "</tool_call>",

@@ -103,6 +103,7 @@ def _rendered(calls: list[ToolCall], format: FormatName) -> str:
 
 @pytest.mark.parametrize("format", ["hermes", "llama", "pythonic"])
 @given(calls=_CALLS)
+@example(calls=[ToolCall("f", {"a": "</think>"})])
 def test_a_rendered_call_is_read_back(format: FormatName, calls: list[ToolCall]) -> None:
     content, read = parse_calls(_rendered(calls, format), format)
 

@@ -53,7 +53,7 @@ def read_json(text: str, start: int) -> tuple[Any, int] | str:
     try:
         return _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
-        if error.pos >= len(text.rstrip()):
+        if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
             return "the JSON is cut off"
         return f"this is not JSON: {error.msg} at character {error.pos - start}"
     except _Refused as error:

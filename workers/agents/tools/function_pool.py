@@ -29,6 +29,8 @@ __all__ = ["FunctionPool"]
 _CHILD = Path(__file__).with_name("function_child.py")
 _STOP_S = 5.0
 """Seconds a killed process may take to vanish."""
+_END_S = 0.5
+"""Between a process's closing its end and its own, so that how it ended can be told."""
 _POLL_S = 0.005
 
 
@@ -100,6 +102,8 @@ class FunctionPool:
             self._idle.append(process)
             return result
         except NotSaid as error:
+            if error.ended:
+                await _ends(process, _END_S)
             process.kill()
             how = await self._gone(process)
             how = how if error.ended else ""
@@ -143,9 +147,7 @@ class FunctionPool:
 
     async def _gone(self, process: _Process) -> str:
         """Wait for a killed process; how it ended by itself, for messages."""
-        deadline = time.monotonic() + _STOP_S
-        while process.popen.poll() is None and time.monotonic() < deadline:
-            await asyncio.sleep(_POLL_S)
+        await _ends(process, _STOP_S)
         process.let_go()
         self._all.discard(process)
         code = process.popen.returncode
@@ -210,6 +212,13 @@ class _Process:
         for pipe in (self.popen.stdin, self.popen.stdout):
             assert pipe is not None
             pipe.close()
+
+
+async def _ends(process: _Process, wait_s: float) -> None:
+    """Wait until a process ends, for so many seconds at most."""
+    deadline = time.monotonic() + wait_s
+    while process.popen.poll() is None and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_S)
 
 
 def _most_bytes(max_bytes: int) -> int:

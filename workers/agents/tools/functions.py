@@ -143,14 +143,15 @@ class Function:
             written = ""
             try:
                 written = json.dumps(value)
+            except (TypeError, ValueError, RecursionError):
+                return f"argument '{name}' of {self.name} is no JSON value"
+            try:
                 self._adapters[name].validate_json(written, strict=True)
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
                 place = "".join(f"[{part!r}]" for part in first["loc"])
                 shown = written if len(written) <= _SHOWN else f"{written[:_SHOWN]}..."
                 return f"argument '{name}'{place} of {self.name}: {first['msg']}; got {shown}"
-            except (TypeError, ValueError, RecursionError):
-                return f"argument '{name}' of {self.name} is no JSON value"
         return None
 
 

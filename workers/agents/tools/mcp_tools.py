@@ -109,8 +109,11 @@ class McpTools:
         with tempfile.TemporaryFile("w+", errors="replace") as log:
 
             async def listed() -> Sequence[Mapping[str, Any]]:
-                async with asyncio.timeout(2 * self.start_limit_s):
-                    async with connected(self.address, log) as client:
+                import anyio
+
+                # Not asyncio.timeout(), which would break into the closing of the connection.
+                async with connected(self.address, log) as client:
+                    with anyio.fail_after(self.start_limit_s):
                         return await _schemas(client)
 
             try:  # in a thread: there may be a running event loop in this one

@@ -120,6 +120,10 @@ def _after_thought(read: CallParser) -> CallParser:
 
     def parse(text: str) -> tuple[str, tuple[ToolCall | BadCall, ...]]:
         thought, mark, said = text.partition(_THOUGHT_END)
+        if mark and not text.lstrip().startswith(_THOUGHT):  # a prompt may have begun the thought
+            content, calls = read(text)
+            if mark not in content and all(isinstance(call, ToolCall) for call in calls):
+                return content, calls  # it stands in an argument
         if mark:
             content, calls = read(said)
             return f"{thought}{mark}{said if not calls else content}".strip(), calls

@@ -11,7 +11,7 @@ import signal
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import NoReturn
 
 __all__ = ["supervised"]
@@ -38,11 +38,11 @@ def _main(command: list[str]) -> None:
     child = supervisor()
     lifeline, end = os.pipe()
 
-    def end_all(number: int, frame: FrameType | None) -> None:
+    def stop(number: int, frame: object) -> None:
         del number, frame
         os.write(end, b"x")
 
-    signal.signal(signal.SIGTERM, end_all)
+    signal.signal(signal.SIGTERM, stop)
     child.prctl(child.DEATH_SIGNAL, signal.SIGTERM)
     child.prctl(child.SUBREAPER, 1)
     parent = os.getpid()

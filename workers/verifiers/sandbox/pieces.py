@@ -34,8 +34,8 @@ class _Printed:
         self.room, self.missing = most_chars, 0
         self.encoding, self.errors = "utf-8", "replace"
 
-    def write(self, text: str) -> int:
-        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] - anybody writes
+    def write(self, text: Any) -> int:
+        if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         kept = text[: self.room]
         self.room -= len(kept)

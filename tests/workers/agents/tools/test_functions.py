@@ -36,16 +36,16 @@ class Loop:
             await session.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pooled() -> Iterator[Loop]:
-    """Functions in one process, which is replaced as often as need be."""
+    """Functions in one process, which is replaced when need be."""
     loop = Loop(FunctionTools(functions=PLACES, num_processes=1, time_limit_s=30).build())
     yield loop
     loop.runner.run(loop.tool.close())
     loop.runner.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def hasty() -> Iterator[Loop]:
     """The same, with little time."""
     loop = Loop(FunctionTools(functions=PLACES, num_processes=1, time_limit_s=0.3).build())

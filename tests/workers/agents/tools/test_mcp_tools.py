@@ -15,6 +15,8 @@ from penstock.workers.agents.tools import mcp_tools
 from penstock.workers.agents.tools.mcp_tools import McpTools
 from penstock.workers.agents.tools.tool import Tool, ToolText
 
+pytestmark = pytest.mark.slow
+
 _FOLDER = Path(__file__).parents[2]
 GOOD = (sys.executable, "-P", str(_FOLDER / "tool_mcp_server.py"))
 BAD = (sys.executable, "-P", str(_FOLDER / "bad_mcp_server.py"))
@@ -195,10 +197,10 @@ def test_what_cannot_be_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="has no tool 'subtract'"):
         McpTools(command=BAD, allowed=("subtract",)).build()
 
-    def find_spec(name: str) -> None:
+    def found(name: str) -> None:
         del name
 
-    monkeypatch.setattr(mcp_tools, "find_spec", find_spec)
+    monkeypatch.setattr(mcp_tools, "find_spec", found)
     with pytest.raises(ConfigError) as caught:
         McpTools(command=BAD).build()
     assert str(caught.value) == (

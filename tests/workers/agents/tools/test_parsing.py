@@ -103,6 +103,7 @@ def _rendered(calls: list[ToolCall], format: FormatName) -> str:
 
 @pytest.mark.parametrize("format", ["hermes", "llama", "pythonic"])
 @given(calls=_CALLS)
+@example(calls=[ToolCall("f", {"a": "</think>"})])
 def test_a_rendered_call_is_read_back(format: FormatName, calls: list[ToolCall]) -> None:
     content, read = parse_calls(_rendered(calls, format), format)
 
@@ -285,7 +286,7 @@ def test_a_tokenizer_may_say_how_to_read_calls() -> None:
     vars(tokenizer.backend)["response_template"] = {
         "start_anchor": "<assistant>",
         "fields": {
-            "content": {},
+            "content": {"repeats": True, "join": ""},
             "tool_calls": {
                 "open": "<tool_call>",
                 "close": "</tool_call>",

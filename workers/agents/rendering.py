@@ -39,6 +39,8 @@ class TurnRenderer:
     ) -> None:
         self._tokenizer = tokenizer
         self._variables = dict(variables)
+        added = tokenizer.backend.added_tokens_decoder.values()
+        self._marks = [str(token) for token in added if token.special and len(str(token)) > 1]
         if not tokenizer.has_template and "chat_template" not in self._variables:
             raise ConfigError(
                 f"conversations need a chat template, and the tokenizer '{tokenizer.name}' has "
@@ -60,7 +62,7 @@ class TurnRenderer:
 
         Args:
             history: What was said before the turn.
-            shown: What follows it.
+            shown: What follows it; special tokens that are spelled in it are taken apart.
             tools: Schemas that the prompt was rendered with.
             finished: Whether the turn has ended with its end of sequence; it is written for it
                 otherwise.
@@ -69,9 +71,16 @@ class TurnRenderer:
             ChatTemplateError: If the template refuses the messages.
         """
         turn = {"role": "assistant", "content": _PROBE}
-        text = self._tokenizer.render([*history, turn, *shown], tools=tools, **self._variables)
+        plain = [{**message, "content": self._plain(message["content"])} for message in shown]
+        text = self._tokenizer.render([*history, turn, *plain], tools=tools, **self._variables)
         ids = self._tokenizer.encode(text[text.rindex(_PROBE) + len(_PROBE) :])
         return ids[1:] if finished and ids[:1] == [self._tokenizer.eos_id] else ids
+
+    def _plain(self, text: str) -> str:
+        """The text, with a space in what would become a special token: a result ends no turn."""
+        for mark in self._marks:
+            text = text.replace(mark, f"{mark[0]} {mark[1:]}")
+        return text
 
     def _check_history(self) -> None:
         """Refuse a template that leaves out of earlier turns what was said in them."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from penstock.algorithms.roles import Sampling
 from penstock.algorithms.roles.agents import Turn, TurnRequest, Turns
-from penstock.workers.engines.vllm_engine.generator import VllmPolicy
+from penstock.workers.engines.vllm_engine.generator import VllmGenerator
 from torch_models import VOCAB
 from vllm_models import model_spec, start
 
@@ -20,9 +20,10 @@ ROWS, NUM_TURNS = 6, 3
 
 
 @pytest.fixture(scope="module")
-def policy() -> Generator[VllmPolicy]:
+def engine() -> Generator[VllmGenerator]:
     made = start("qwen2-tied")
-    yield made
+    assert isinstance(made.engine, VllmGenerator)
+    yield made.engine
     made.close()
 
 
@@ -52,8 +53,8 @@ def texts(turns: Turns) -> list[tuple[list[int], list[tuple[int, Turn]]]]:
     return rows
 
 
-def test_turns_are_those_of_the_whole_text(policy: VllmPolicy) -> None:
-    turns = policy.engine.turns(SAMPLING, ROWS)
+def test_turns_are_those_of_the_whole_text(engine: VllmGenerator) -> None:
+    turns = engine.turns(SAMPLING, ROWS)
     module = model_spec("qwen2-tied").causal_lm("cpu")
     for text, said in texts(turns):
         with torch.no_grad():
@@ -69,12 +70,12 @@ def test_turns_are_those_of_the_whole_text(policy: VllmPolicy) -> None:
     turns.close()
 
 
-def test_the_engine_serves_others_afterwards(policy: VllmPolicy) -> None:
-    turns = policy.engine.turns(SAMPLING, 1)
+def test_the_engine_serves_others_afterwards(engine: VllmGenerator) -> None:
+    turns = engine.turns(SAMPLING, 1)
     turns.ask(TurnRequest(0, (3, 4, 5), 12, torch.zeros(12, dtype=torch.float64), 1))
     turns.step()
     with pytest.raises(RuntimeError, match="sampling for a stream"):
-        policy.engine.turns(SAMPLING, 1)
+        engine.turns(SAMPLING, 1)
     turns.close()
-    other = policy.engine.turns(SAMPLING, 1)
+    other = engine.turns(SAMPLING, 1)
     other.close()

@@ -62,7 +62,7 @@ _IN_ENVIRONMENTS = {
 _TALKING = (
     *(word for word in _SMALL if not word.startswith("task.num_train")),
     "task=own",
-    "task.kind=echo_task:EchoSpec",
+    "task.kind=tests.workers.echo_task:EchoSpec",
     "+task.num_train=40",
     "task.max_response_tokens=6",
     "task.max_total_tokens=48",

@@ -99,7 +99,17 @@ def test_effective_sample_size() -> None:
     assert float(effective_sample_size(torch.ones(2, 3), mask)) == 1
 
 
-WITHOUT = {"codpo", "crraft", "distillation", "gkd", "kimi", "online_dpo", "p3o", "rebel"}
+WITHOUT = {
+    "codpo",
+    "crraft",
+    "distillation",
+    "gkd",
+    "kimi",
+    "online_dpo",
+    "p3o",
+    "rebel",
+    "refuel",
+}
 """Algorithms that sample, and whose loss is not proportional to advantages of tokens."""
 
 _NO_KEY = "there is no key 'algorithm.cfg.correction'"

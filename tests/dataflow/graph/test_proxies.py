@@ -261,7 +261,7 @@ def test_calling_a_role_is_refused(refuses: Refuses) -> None:
         test_proxies.py:{1}
             return actor(prompts.prompt)  # pyright: ignore[reportCallIssue]
         the role 'actor' was called as if it were a function
-            call one of its methods: follow, generate, logprob, top_words, train
+            call one of its methods: converse, follow, generate, logprob, top_words, train
         """,
     )
 

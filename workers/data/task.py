@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ...dataflow.errors import WorkerError, one_process
 from ..verifiers.pool import VerifierSpec
 from .row_report import DataReport
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "PATIENCE",

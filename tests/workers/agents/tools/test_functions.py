@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from penstock.workers.agents.tools.tool import Tool, ToolText
 from tool_functions import WAYS, add, describe, misbehave
 
 PLACES = ("tool_functions:misbehave", "tool_functions:add", "tool_functions:describe")
+
+Children = Callable[[], list[psutil.Process]]
 
 
 class Loop:
@@ -210,11 +212,11 @@ def test_a_process_that_a_function_left_ends_with_the_tool() -> None:
     loop.runner.close()
 
 
-def test_a_cancelled_call_ends_its_process() -> None:
+def test_a_cancelled_call_ends_its_process(children: Children) -> None:
     async def cancelled() -> None:
         tool = FunctionTools(functions=PLACES, time_limit_s=60).build()
         calling = asyncio.ensure_future(_made(tool.open(0).call("misbehave", {"how": "hang"})))
-        while not psutil.Process().children():
+        while not children():
             await asyncio.sleep(0.01)
         calling.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -224,7 +226,7 @@ def test_a_cancelled_call_ends_its_process() -> None:
     asyncio.run(cancelled())
 
 
-def test_calls_share_processes_and_an_event_loop_may_follow_another() -> None:
+def test_calls_share_processes_and_an_event_loop_may_follow_another(children: Children) -> None:
     tool = FunctionTools(functions=PLACES, num_processes=2, time_limit_s=30).build()
 
     async def many() -> list[ToolText]:
@@ -235,7 +237,7 @@ def test_calls_share_processes_and_an_event_loop_may_follow_another() -> None:
 
     for _ in range(2):
         assert asyncio.run(many()) == [ToolText(str(i + 1)) for i in range(6)]
-        assert len(psutil.Process().children()) == 2
+        assert len(children()) == 2
     asyncio.run(tool.close())
 
 

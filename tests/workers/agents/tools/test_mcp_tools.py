@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow
 _FOLDER = Path(__file__).parents[2]
 GOOD = (sys.executable, "-P", str(_FOLDER / "tool_mcp_server.py"))
 BAD = (sys.executable, "-P", str(_FOLDER / "bad_mcp_server.py"))
+
+Children = Callable[[], list[psutil.Process]]
 
 
 class Server:
@@ -132,7 +134,7 @@ def test_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
     server.close()
 
 
-def test_each_conversation_may_have_a_server_of_its_own() -> None:
+def test_each_conversation_may_have_a_server_of_its_own(children: Children) -> None:
     server = Server(
         McpTools(command=BAD, time_limit_s=60, per_conversation=True, allowed=("count",))
     )
@@ -146,11 +148,11 @@ def test_each_conversation_may_have_a_server_of_its_own() -> None:
     texts = server.run(counted())
 
     assert texts == ["1", "2", "1"]
-    assert len(psutil.Process().children()) == 1
+    assert len(children()) == 1
     server.close()
 
 
-def test_an_event_loop_may_follow_another() -> None:
+def test_an_event_loop_may_follow_another(children: Children) -> None:
     tool = McpTools(command=BAD, time_limit_s=60, max_restarts=0).build()
 
     async def once() -> ToolText:
@@ -158,7 +160,7 @@ def test_an_event_loop_may_follow_another() -> None:
 
     assert asyncio.run(once()) == ToolText("2")
     assert asyncio.run(once()) == ToolText("2")
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
 def test_a_server_that_never_answers_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -15,6 +15,8 @@ from penstock.workers.agents.tools.tool import ToolSession, ToolText
 from penstock.workers.verifiers.sandbox.sandbox import best_kind
 
 GONE = "; the interpreter was ended, and all that it had defined is gone"
+
+Children = Callable[[], list[psutil.Process]]
 
 
 class Conversation:
@@ -150,12 +152,14 @@ def test_too_many_threads_end_the_interpreter(conversation: Conversation) -> Non
     assert result == ToolText(f"it started too many threads{GONE}", error=True)
 
 
-def test_between_two_calls_an_interpreter_has_no_time(conversation: Conversation) -> None:
+def test_between_two_calls_an_interpreter_has_no_time(
+    conversation: Conversation, children: Children
+) -> None:
     conversation.run(
         "import threading\nn = 0\ndef count():\n  global n\n  while True: n += 1\n"
         "threading.Thread(target=count, daemon=True).start()"
     )
-    (front,) = psutil.Process().children()
+    (front,) = children()
 
     def stopped() -> bool:
         family = (front, *front.children(recursive=True))
@@ -190,17 +194,19 @@ def test_conversations_share_no_names_and_begin_with_their_seed() -> None:
 
 @pytest.mark.parametrize("arguments", [{}, {"code": 3}, {"code": "1", "more": 2}, {"text": "1"}])
 def test_wrong_arguments_start_nothing(
-    conversation: Conversation, arguments: dict[str, object]
+    conversation: Conversation, arguments: dict[str, object], children: Children
 ) -> None:
     async def call() -> ToolText:
         return await conversation.session.call("python", arguments)
 
     expected = ToolText("python needs one argument, 'code', which is a text", error=True)
     assert conversation.runner.run(call()) == expected
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
-def test_a_cancelled_call_ends_the_interpreter(conversation: Conversation) -> None:
+def test_a_cancelled_call_ends_the_interpreter(
+    conversation: Conversation, children: Children
+) -> None:
     async def cancelled() -> None:
         running = conversation.session.call("python", {"code": "import time; time.sleep(100)"})
         with pytest.raises(TimeoutError):
@@ -209,17 +215,19 @@ def test_a_cancelled_call_ends_the_interpreter(conversation: Conversation) -> No
 
     conversation.runner.run(cancelled())
 
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
-def test_a_forgotten_conversation_takes_its_interpreter_along(conversation: Conversation) -> None:
+def test_a_forgotten_conversation_takes_its_interpreter_along(
+    conversation: Conversation, children: Children
+) -> None:
     conversation.run("1")
-    assert psutil.Process().children()
+    assert children()
 
     conversation.session = conversation.tool.open(1)
     gc.collect()
 
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
 def test_a_machine_or_name_that_does_not_do_is_refused() -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .grpo import GRPO, learn
+from .grpo import GRPO
+from .ops.advantages import broadcast_over_tokens
+from .ops.turns import conversation_advantage
+from .options.policy_updates import train_policy
 from .roles import Agent, Policy, Prompts, Sampling, TrainMetrics
 
 __all__ = ["AgentGRPO", "agent_grpo_step"]
@@ -30,4 +33,12 @@ def agent_grpo_step(prompts: Prompts, actor: Policy, agent: Agent, cfg: AgentGRP
     held = actor.converse(
         prompts.prompt, prompts.prompt_id, agent, cfg.sampling, max_turns=cfg.max_turns
     )
-    return learn(held, held.score, actor, cfg)
+    advantage = conversation_advantage(
+        held.score,
+        held.prompt_id,
+        held.piece,
+        divide_by_std=cfg.divide_by_std,
+        variance=cfg.std_variance,
+        eps=cfg.std_eps,
+    )
+    return train_policy(actor, held, broadcast_over_tokens(advantage, held.mask), cfg.loss, cfg)

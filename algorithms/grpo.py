@@ -15,9 +15,9 @@ from .ops.advantages import broadcast_over_tokens, group_advantage
 from .ops.reductions import Variance
 from .ops.rollout_correction import RolloutCorrection
 from .options.policy_updates import check_groups, check_updates, train_policy
-from .roles import PerSample, Policy, Prompts, Reward, Rollout, Sampling, TrainMetrics
+from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
-__all__ = ["GRPO", "grpo_step", "learn"]
+__all__ = ["GRPO", "grpo_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,6 @@ def grpo_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: GRPO) -> Tra
     """Sample groups of responses, score them, and train on how each compares with its group."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
-    return learn(roll, score, actor, cfg)
-
-
-def learn(roll: Rollout, score: PerSample, actor: Policy, cfg: GRPO) -> TrainMetrics:
-    """What GRPO does with scored rows, for steps that come by theirs in another way."""
     advantage = group_advantage(
         score,
         roll.prompt_id,

@@ -1,4 +1,4 @@
-"""What the turns of a conversation earn, as rewards of their tokens.
+"""What conversations and their turns earn, as advantages and as rewards of tokens.
 
 For advantages a conversation's turns are macro actions: `macro_gae(mask, turn, ...)` estimates one
 advantage per turn, `gae` one per token.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 
 from ...dataflow.graph.tracer import op
-from ..roles.agents import TurnIndex, TurnNumber
-from ..roles.language import PerSample, PerToken, TokenMask
+from ..roles.agents import PieceNumber, TurnIndex, TurnNumber
+from ..roles.language import PerSample, PerToken, PromptId, TokenMask
+from .advantages import group_advantage
 from .kl import KLEstimator, kl_estimate
 from .macro_actions import macro_mask
-from .reductions import check_token_columns, zero_where_masked_out
+from .reductions import Variance, check_token_columns, zero_where_masked_out
 
-__all__ = ["branch_turn", "discounted_outcome", "turn_rewards"]
+__all__ = ["branch_turn", "conversation_advantage", "discounted_outcome", "turn_rewards"]
 
 
 @op(scope="row")
@@ -74,6 +75,39 @@ def discounted_outcome(
     to_come = (last - turn).clamp(min=0)
     factor = torch.pow(torch.tensor(discount, dtype=torch.float64), to_come)
     return zero_where_masked_out(factor * score[:, None].double(), mask).to(torch.float32)
+
+
+@op(scope="group")
+def conversation_advantage(
+    score: PerSample,
+    prompt_id: PromptId,
+    piece: PieceNumber,
+    *,
+    divide_by_std: bool = True,
+    variance: Variance = "unbiased",
+    eps: float = 1e-6,
+) -> PerSample:
+    """`group_advantage` of conversations: each counts once in its group, however many rows it has.
+
+    Args:
+        score: f32[rows]; the rows of a conversation have the same.
+        prompt_id: i64[rows], the group of each row.
+        piece: i64[rows], of `Conversations`: a row with 0 begins a conversation.
+        divide_by_std: See `group_advantage`, as for the rest.
+        variance: As there.
+        eps: As there.
+
+    Returns:
+        f32[rows].
+
+    Raises:
+        ValueError: As `group_advantage`.
+    """
+    first = piece == 0
+    advantage = group_advantage(
+        score[first], prompt_id[first], divide_by_std=divide_by_std, variance=variance, eps=eps
+    )
+    return advantage[first.long().cumsum(0) - 1]
 
 
 @op(scope="row")

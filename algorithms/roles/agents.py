@@ -3,6 +3,7 @@
 Conventions (they hold for `Conversations`, beside those of `language_tables`):
 
 - A row is one conversation: the prompt, then turns of the policy and what it was shown after each.
+  One that branches, as a program's may, is several rows.
 - `mask` is True exactly on what the policy sampled, the token that ends a turn included, so it has
   holes. Tokens are those that were sampled, never the text of them encoded again.
 - `turn` numbers the policy's turns from 0; what follows a turn, and the prompt, has -1.
@@ -30,6 +31,7 @@ __all__ = [
     "ENDINGS",
     "Agent",
     "Conversations",
+    "PieceNumber",
     "Turn",
     "TurnIndex",
     "TurnNumber",
@@ -46,6 +48,9 @@ TurnIndex = Annotated[Tensor, i64(SAMPLE, TOKEN)]
 
 TurnNumber = Annotated[Tensor, i64(SAMPLE)]
 """A turn of each conversation."""
+
+PieceNumber = Annotated[Tensor, i64(SAMPLE)]
+"""Which of its conversation's rows each is, from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,9 @@ class Conversations(Rollout):
     """Index into `ENDINGS`."""
     branch: TurnNumber
     """The turn up to which a row is the same as its partner's; 0 where rows have no partners."""
+    piece: PieceNumber
+    """Which of its conversation's rows: what a program has asked for may be no single text, and
+    then its rows stand next to each other, each with the whole score."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +152,13 @@ class Turns(Protocol):
 
 
 class Agent(Role):
-    """What a policy talks with: an environment, tools, or both."""
+    """What a policy talks with: an environment, tools, or both.
+
+    Attributes:
+        max_pieces: Most rows of one conversation.
+    """
+
+    max_pieces: int = 1
 
     def hold(
         self,

@@ -20,6 +20,7 @@ from ...workers.agents.adapters.openenv_text import OpenEnvTaskSpec
 from ...workers.agents.adapters.verifiers_task import VerifiersTaskSpec
 from ...workers.agents.tasks.calculator import CalculatorTaskSpec
 from ...workers.agents.tasks.maze import MazeTaskSpec
+from ...workers.agents.tasks.program_task import ProgramTaskSpec
 from ...workers.agents.tasks.tool_task import ToolTaskSpec
 from ...workers.agents.tasks.twenty_questions import TwentyQuestionsTaskSpec
 from ...workers.data.chat import ChatOptions, PromptEncoder
@@ -51,6 +52,7 @@ TASKS: Mapping[str, Any] = {
     "verifiers": VerifiersTaskSpec,
     "openenv": OpenEnvTaskSpec,
     "tools": ToolTaskSpec,
+    "program": ProgramTaskSpec,
     "mixture": MixtureTaskSpec,
     "gymnasium": EnvTaskSpec,
     "board_game": BoardTaskSpec,
@@ -145,7 +147,7 @@ def task_spec_of(section: TaskConfig) -> TaskSpec:
     if isinstance(spec, MixtureTaskSpec):
         parts = {name: _part(f"'task.tasks.{name}'", own) for name, own in spec.tasks.items()}
         return replace(spec, tasks=parts)
-    if isinstance(spec, ToolTaskSpec):
+    if isinstance(spec, ToolTaskSpec | ProgramTaskSpec):
         return replace(spec, task=_part("'task.task'", spec.task))
     return spec
 

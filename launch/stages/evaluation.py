@@ -22,8 +22,7 @@ from ...dataflow.runtime.executor import Program
 from ...dataflow.runtime.placement import Placement, follow, one_group
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.schedule import Schedule
-from ...workers.agents.environment import HasEnvironments
-from ...workers.agents.worker import TASK_AGENTS
+from ...workers.agents.worker import TASK_AGENTS, has_other_side
 from ...workers.data.example_file import ExampleFileSpec
 from ...workers.rewards.kinds import RULES
 from ...workers.rewards.rule_reward import RuleRewardSpec
@@ -104,7 +103,7 @@ class Evaluator:
             data = suite.data
             of_task = tasks.setdefault(id(data), len(tasks))
             verifier, observer = (_role(r, taken, of_task) for r in (_VERIFIER, _OBSERVER))
-            if isinstance(data.task, HasEnvironments):
+            if has_other_side(data.task):
                 judge, threshold = agent_spec(_AGENT, data, agent_options or {}), None
             else:
                 judge, threshold = _judge(rule if suite.is_own else RuleRewardSpec, data)

@@ -10,7 +10,7 @@ from ...configs.schema import SAME, ExecutorConfig, ModelConfig, model_spec
 from ...dataflow.errors import ConfigError
 from ...dataflow.runtime.engine import Source
 from ...planner.plan.plan import Plan
-from ...workers.agents.worker import TASK_AGENTS, environments_of
+from ...workers.agents.worker import TASK_AGENTS, has_other_side, other_side
 from ...workers.data.row_report import DataReport
 from ...workers.engines.registry import DEFAULT
 from ...workers.models.architecture import empty_model
@@ -74,7 +74,11 @@ class Job:
     @property
     def not_reproducible(self) -> str:
         """Why what comes out does not follow from the seed alone, in words; "" if it does."""
-        return self.run.schedule.why_not_reproducible
+        reasons = [self.run.schedule.why_not_reproducible]
+        task = self.data.task
+        if has_other_side(task) and not other_side(task).deterministic:
+            reasons.append(f"what answers in '{task.task_id}' may answer the same otherwise")
+        return "; ".join(filter(None, reasons))
 
     @property
     def about_model(self) -> str:
@@ -151,7 +155,7 @@ def prepare(run: Resolved, plan: Plan | None = None, *, dry: bool = False) -> Jo
     if any(plan.worker == "rule" for stage in stages for plan in stage.roles.values()):
         _check_rule(data)
     if any(plan.worker in TASK_AGENTS for stage in stages for plan in stage.roles.values()):
-        environments_of(data.task)
+        other_side(data.task)
     suites = _suites(run, stages[-1], data)
     check_memory(run, stages[-1], suites)
     if not dry:

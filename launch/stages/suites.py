@@ -15,7 +15,7 @@ from ...algorithms.roles.language import Prompts, Sampling
 from ...configs.schema import EvaluationConfig, SuiteConfig
 from ...configs.validate import validated
 from ...dataflow.errors import ConfigError, nearest, one_process
-from ...workers.agents.environment import HasEnvironments
+from ...workers.agents.worker import has_other_side
 from ...workers.data.sources import PromptSource
 from ...workers.data.task import HasSuites
 from ..inputs.data import Data, task_spec_of
@@ -76,7 +76,7 @@ class Suite:
     @property
     def max_turns(self) -> int:
         """Most turns of a conversation about a problem; 0 where each is answered in one."""
-        return self.data.section.max_turns if isinstance(self.data.task, HasEnvironments) else 0
+        return self.data.section.max_turns if has_other_side(self.data.task) else 0
 
     @property
     def longest(self) -> int:
@@ -174,7 +174,7 @@ def _source(data: Data) -> PromptSource:
 def _sampling(data: Data, given: Mapping[str, Mapping[str, Any]]) -> Sampling:
     """Greedy unless one of these sections says otherwise, each of which wins over those before."""
     fields = {"temperature": 0.0, "max_new_tokens": data.section.max_response_tokens}
-    if isinstance(data.task, HasEnvironments):
+    if has_other_side(data.task):
         fields["max_total_tokens"] = data.section.max_total_tokens
     sampling = Sampling(**fields)  # pyright: ignore[reportArgumentType]
     for at, section in given.items():

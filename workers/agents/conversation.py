@@ -64,6 +64,7 @@ class Conversation:
         ending: One of `ENDINGS`.
         counts: What the other side counted.
         error: What broke; None if nothing did.
+        piece: Which of its conversation's rows; what was counted is with the first.
     """
 
     row: int
@@ -77,6 +78,7 @@ class Conversation:
     ending: str = "last turn"
     counts: dict[str, float] = field(default_factory=dict[str, float])
     error: BaseException | None = None
+    piece: int = 0
 
     async def hold(
         self,
@@ -204,13 +206,8 @@ def _checked(result: Any) -> TurnResult:
     return result
 
 
-def as_table(held: Sequence[Conversation], prompt_id: Tensor) -> Conversations:
-    """Conversations as rows, in their order.
-
-    Args:
-        held: They have ended.
-        prompt_id: i64[rows].
-    """
+def as_table(held: Sequence[Conversation]) -> Conversations:
+    """Conversations that have ended as rows, in their order."""
     width = max((len(one.tokens) for one in held), default=0)
     shape = (len(held), width)
     tokens = torch.full(shape, -1, dtype=torch.int64)
@@ -227,7 +224,7 @@ def as_table(held: Sequence[Conversation], prompt_id: Tensor) -> Conversations:
             reward[row, own.stop - 1] = one.rewards[number]
     finished = [one.ending == "done" or (one.turns and one.turns[-1][1].finished) for one in held]
     return Conversations(
-        prompt_id=prompt_id,
+        prompt_id=torch.tensor([one.problem for one in held], dtype=torch.int64),
         tokens=tokens,
         mask=turn >= 0,
         behavior_logprob=logprob,
@@ -238,4 +235,5 @@ def as_table(held: Sequence[Conversation], prompt_id: Tensor) -> Conversations:
         score=reward.sum(1),
         ending=torch.tensor([ENDINGS.index(one.ending) for one in held], dtype=torch.int64),
         branch=torch.tensor([one.branch or 0 for one in held], dtype=torch.int64),
+        piece=torch.tensor([one.piece for one in held], dtype=torch.int64),
     )

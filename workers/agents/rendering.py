@@ -11,7 +11,7 @@ from typing import Any
 
 from ...dataflow.errors import ConfigError
 from ..data.task import Message
-from ..models.tokenizer import Tokenizer
+from ..models.tokenizer import ChatTemplateError, Tokenizer
 
 __all__ = ["TurnRenderer"]
 
@@ -41,6 +41,7 @@ class TurnRenderer:
         self._variables = dict(variables)
         added = tokenizer.backend.added_tokens_decoder.values()
         self._marks = [str(token) for token in added if token.special and len(str(token)) > 1]
+        self._written: set[str] = set()
         if not tokenizer.has_template and "chat_template" not in self._variables:
             raise ConfigError(
                 f"conversations need a chat template, and the tokenizer '{tokenizer.name}' has "
@@ -49,6 +50,32 @@ class TurnRenderer:
             )
         if not keeps_history:
             self._check_history()
+
+    def before(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[int]:
+        """The tokens of a whole conversation, up to the turn that answers it.
+
+        Args:
+            messages: What was said; special tokens that are spelled in it are taken apart.
+            tools: Schemas of what may be called.
+
+        Raises:
+            ChatTemplateError: If the template refuses the messages, or leaves tools or a message
+                out.
+        """
+        plain = [{**message, "content": self._plain(message["content"])} for message in messages]
+        text = self._tokenizer.render(plain, tools=tools, **self._variables)
+        if tools and text == self._tokenizer.render(plain, **self._variables):
+            raise ChatTemplateError("it shows no tools")
+        for number, message in enumerate(plain):
+            if message["role"] in self._written or not message["content"]:
+                continue
+            probed = [*plain[:number], {**message, "content": _PROBE}, *plain[number + 1 :]]
+            if _PROBE not in self._tokenizer.render(probed, tools=tools, **self._variables):
+                raise ChatTemplateError(f"it leaves out what '{message['role']}' says")
+            self._written.add(message["role"])
+        return self._tokenizer.encode(text)
 
     def after(
         self,

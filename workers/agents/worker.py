@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Literal
@@ -21,12 +20,10 @@ from ...algorithms.roles.agents import (
     ENDINGS,
     Agent,
     Conversations,
-    Turn,
-    TurnRequest,
     Turns,
 )
 from ...algorithms.roles.language import Sampling
-from ...dataflow.errors import ConfigError, WorkerError, one_process
+from ...dataflow.errors import ConfigError, WorkerError
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.call_context import CallKey, call_key
@@ -36,11 +33,14 @@ from ..data.task import Converses, Message, Task, TaskSpec, checked_problems, sa
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..rollout.sampling import turn_seed, turn_uniforms
 from .conversation import Conversation, Exchange, as_table
-from .environment import ClosesEnvironments, Environment, HasEnvironments, Reply
+from .environment import ClosesEnvironments, HasEnvironments, Reply
+from .floor import Floor
+from .programs.holding import ProgramHolder
+from .programs.program import HasPrograms
 from .rendering import TurnRenderer
 from .tools.parsing import CallFormat, CallParser, FormatName, format_of
 
-__all__ = ["TASK_AGENTS", "AgentSpec", "AgentWorker", "environments_of"]
+__all__ = ["TASK_AGENTS", "AgentSpec", "AgentWorker", "has_other_side", "other_side"]
 
 _LOG = logging.getLogger("penstock.agents")
 
@@ -96,7 +96,8 @@ class AgentWorker(Agent):
         self.first_error: str | None = None
         self._works = False
         self._task: Task = same_task(spec.task, spec.task_fingerprint, context.role)
-        self._environments, self._deterministic = environments_of(self._task)
+        self._other_side = other_side(self._task)
+        self.max_pieces = getattr(self._other_side, "max_branches", 1)
         self._tokenizer: Tokenizer = spec.tokenizer.build()
         self._prompts = PromptEncoder(self._task, self._tokenizer, spec.chat)
         self._renderer = TurnRenderer(
@@ -118,19 +119,15 @@ class AgentWorker(Agent):
         """See `Agent.hold`.
 
         Raises:
-            ConfigError: If conversations are to branch, and the task does not promise that the same
-                is answered to the same.
+            ConfigError: If conversations are to branch, and what answers them is a program, or does
+                not promise that the same is answered to the same.
             WorkerError: If an index is not one of the task's, or all conversations fail.
         """
-        if branch and not self._deterministic:
-            raise ConfigError(
-                f"conversations of task '{self._task.task_id}' are to branch, and its environments "
-                "may answer the same in different ways\n    choose another algorithm, or a task "
-                "that says `deterministic = True`"
-            )
+        if branch:
+            self._check_branches()
         problems = checked_problems(self._task, prompt_id)
         key = call_key(self.context.role, "hold")
-        held = [
+        begun = [
             Conversation(
                 place * sampling.num_samples + sample,
                 problem,
@@ -145,12 +142,25 @@ class AgentWorker(Agent):
         if self._runner is None:
             self._runner = asyncio.Runner()
         # The runner would keep the context of its first run, and with it the step and the weights.
-        talk = self._hold_all(turns, held, key, sampling, max_turns)
-        self._runner.run(talk, context=copy_context())
+        talk = self._hold_all(turns, begun, key, sampling, max_turns)
+        held = self._runner.run(talk, context=copy_context())
         if not isinstance(self._task, ClosesEnvironments):
             self.close()  # nothing is shared with the next call
         self._report(held)
-        return as_table(held, prompt_id.repeat_interleave(sampling.num_samples))
+        return as_table(held)
+
+    def _check_branches(self) -> None:
+        if isinstance(self._other_side, HasEnvironments) and self._other_side.deterministic:
+            return
+        why = (
+            "its environments may answer the same in different ways"
+            if isinstance(self._other_side, HasEnvironments)
+            else "a program decides by itself where its own go on"
+        )
+        raise ConfigError(
+            f"conversations of task '{self._task.task_id}' are to branch, and {why}\n    choose "
+            "another algorithm, or a task whose environments say `deterministic = True`"
+        )
 
     def _branch(self, key: CallKey, problem: int, sample: int, max_turns: int) -> int:
         """The turn in which a pair of conversations parts."""
@@ -171,30 +181,29 @@ class AgentWorker(Agent):
     async def _hold_all(
         self,
         turns: Turns,
-        held: Sequence[Conversation],
+        begun: Sequence[Conversation],
         key: CallKey,
         sampling: Sampling,
         max_turns: int,
-    ) -> None:
-        floor = _Floor(turns)
+    ) -> Sequence[Conversation]:
+        """Go on until all have ended; the rows of each, next to each other."""
+        floor, other = Floor(turns), self._other_side
+        if not isinstance(other, HasEnvironments):
+            prompt_of, exchange = self._task.prompt_text, self._exchange(None, floor, key)
+            holder = ProgramHolder(other, prompt_of, self._tokenizer, self._renderer)
+            return await holder.hold(begun, floor, exchange, sampling, max_turns)
 
         async def run(one: Conversation) -> None:
-            exchange = self._exchange(one, floor, key)
-            await one.hold(self._environments, exchange, sampling, max_turns)
-            turns.release(one.row)
+            exchange = self._exchange(one.problem, floor, key)
+            await one.hold(other.environment, exchange, sampling, max_turns)
+            floor.release(one.row)
 
-        running = {asyncio.create_task(run(one)) for one in held}
-        try:
-            await floor.serve(running)
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-        for task in running:
-            task.result()  # what is at fault here, and not on the other side
+        await floor.serve({asyncio.create_task(run(one)) for one in begun})
+        return begun
 
-    def _exchange(self, one: Conversation, floor: _Floor, key: CallKey) -> Exchange:
-        seed, role, tools = self.context.seed, self.context.role, self._tools(one.problem)
+    def _exchange(self, problem: int | None, floor: Floor, key: CallKey) -> Exchange:
+        seed, role = self.context.seed, self.context.role
+        tools = None if problem is None else self._tools(problem)
 
         def shown(before: Sequence[Message], after: Sequence[Message], finished: bool) -> list[int]:
             return self._renderer.after(before, after, tools, finished=finished)
@@ -224,10 +233,11 @@ class AgentWorker(Agent):
         return Reply(number, text, content, calls, finished)
 
     def _report(self, held: Sequence[Conversation]) -> None:
-        rows = float(len(held))
-        scores = [sum(one.rewards) for one in held]
+        first = [one for one in held if not one.piece]
+        rows = float(len(first))
+        scores = [sum(one.rewards) for one in first]
         right = sum(score >= self._task.correct_score for score in scores)
-        endings = [one.ending for one in held]
+        endings = [one.ending for one in first]
         sums = {
             "turns": float(sum(len(one.turns) for one in held)),
             "reward/mean": sum(scores),
@@ -265,37 +275,6 @@ class AgentWorker(Agent):
             )
 
 
-class _Floor:
-    """Gives conversations their turns to speak."""
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-        self._speaking: dict[int, asyncio.Future[Turn]] = {}
-        self._asked = asyncio.Event()
-
-    async def speak(self, request: TurnRequest) -> Turn:
-        """Have a turn sampled."""
-        said = self._speaking[request.row] = asyncio.get_running_loop().create_future()
-        self._turns.ask(request)
-        self._asked.set()
-        return await said
-
-    async def serve(self, running: set[asyncio.Task[None]]) -> None:
-        """Sample until all conversations have ended; those that have are forgotten."""
-        while open_ := {task for task in running if not task.done()}:
-            if self._turns.num_open:
-                for turn in self._turns.step():
-                    self._speaking.pop(turn.row).set_result(turn)
-                await asyncio.sleep(0)  # whoever waits goes on as far as it can
-                continue
-            self._asked.clear()
-            asked = asyncio.create_task(self._asked.wait())
-            await asyncio.wait({*open_, asked}, return_when=asyncio.FIRST_COMPLETED)
-            asked.cancel()
-            with suppress(asyncio.CancelledError):
-                await asked
-
-
 def _parser(spec: AgentSpec, tokenizer: Tokenizer) -> CallParser:
     """What reads calls out of a turn."""
     template = spec.chat.template_kwargs.get("chat_template") or tokenizer.backend.chat_template
@@ -305,18 +284,23 @@ def _parser(spec: AgentSpec, tokenizer: Tokenizer) -> CallParser:
     return CallFormat(format=name).build(tokenizer)
 
 
-def environments_of(task: Task) -> tuple[Callable[[int], Environment], bool]:
-    """What makes the other side of a conversation about a problem, and whether it is repeatable.
+def has_other_side(task: Task) -> bool:
+    """Whether a task's problems are answered in conversation."""
+    return isinstance(task, HasEnvironments | HasPrograms)
+
+
+def other_side(task: Task) -> HasEnvironments | HasPrograms:
+    """What answers a policy in conversations about a task's problems: the task itself.
 
     Raises:
-        ConfigError: If the task has none.
+        ConfigError: If nothing does.
     """
-    if not isinstance(task, HasEnvironments):
-        raise ConfigError(
-            f"task '{task.task_id}' has no environments to talk with\n    choose one that has, "
-            "such as task=calculator, or give your task a method `environment`"
-        )
-    return one_process()(task.environment), task.deterministic
+    if isinstance(task, HasEnvironments | HasPrograms):
+        return task
+    raise ConfigError(
+        f"task '{task.task_id}' has no environments to talk with\n    choose one that has, "
+        "such as task=calculator, or give your task a method `environment`"
+    )
 
 
 TASK_AGENTS: Mapping[str, type[AgentSpec]] = {"agent": AgentSpec}

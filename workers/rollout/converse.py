@@ -57,7 +57,8 @@ def converse(
             f"'{context.role}.converse': {engine.name} samples whole responses, and no turns of "
             "conversations\n    give the engine a method `turns`, or choose another: rollout=vllm"
         )
-    with closing(engine.turns(sampling, len(prompt) * sampling.num_samples)) as turns:
+    num_rows = len(prompt) * sampling.num_samples * agent.max_pieces
+    with closing(engine.turns(sampling, num_rows)) as turns:
         roll = agent.hold(
             turns, prompt.cpu(), prompt_id.cpu(), sampling, max_turns=max_turns, branch=branch
         )

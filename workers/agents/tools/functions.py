@@ -25,7 +25,7 @@ from .tool import Tool, ToolSession, ToolText
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-__all__ = ["Function", "FunctionTools", "PooledFunctions", "QuickFunctions"]
+__all__ = ["Function", "FunctionTools", "PooledFunctions", "QuickFunctions", "imported"]
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _SHOWN = 80
@@ -73,7 +73,7 @@ class FunctionTools:
         """
         if not self.functions:
             raise ConfigError("no functions are given\n    name some, as module:function")
-        found = [Function(_imported(place)) for place in self.functions]
+        found = [Function(imported(place)) for place in self.functions]
         if self.quick:
             return QuickFunctions(found, self.max_bytes, deterministic=self.deterministic)
         names = _by_name(found)
@@ -253,7 +253,7 @@ class _Calls:
         """Nothing is open."""
 
 
-def _imported(place: str) -> Callable[..., Any]:
+def imported(place: str) -> Callable[..., Any]:
     """The function at `module:function`.
 
     Raises:

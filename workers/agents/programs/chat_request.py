@@ -1,0 +1,223 @@
+"""What a client of the chat completions API asks for, checked, as chat templates take it.
+
+Fields that say how to sample are the run's to decide: a policy is trained on what it samples, so
+those are noted and left aside. Whatever else would change the answer and cannot be done is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+from ...data.task import Message
+from ..environment import BadCall
+from ..tools.call_values import call_of, read_json
+
+__all__ = ["ChatRequest", "Refused", "message_key", "read_request"]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "logit_bias"),
+)
+"""How tokens are drawn: the run's to say."""
+_WITHOUT_EFFECT = frozenset(
+    (
+        *("model", "messages", "tools", "stream", "stream_options", "logprobs", "max_tokens"),
+        *("max_completion_tokens", "user", "metadata", "store", "service_tier", "reasoning_effort"),
+        *("safety_identifier", "prompt_cache_key", "verbosity", "prompt_cache_retention"),
+    )
+)
+"""Fields that are read below, or that ask for nothing that an answer would show."""
+_ONE_VALUE: Mapping[str, tuple[Any, ...]] = {
+    "n": (1, None),
+    "tool_choice": ("auto", "none", None),
+    "parallel_tool_calls": (True, None),
+    "response_format": ({"type": "text"}, None),
+    "top_logprobs": (0, None),
+    "stop": (None, "", []),
+    "modalities": (["text"], None),
+}
+"""Fields with what alone can be done; the first is what to give."""
+
+
+class Refused(Exception):
+    """Why a request is not answered.
+
+    Attributes:
+        status: Of the HTTP response.
+        code: As clients of the API know it.
+    """
+
+    def __init__(self, why: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(why)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A turn that a client asks for.
+
+    Attributes:
+        messages: The conversation so far.
+        keys: What of each message tells it from others, in the same order.
+        tools: Schemas of what the policy may call; none if it shall not.
+        max_tokens: Longest turn; None if the client does not say.
+        model: The name that the client gave; any will do.
+        stream: Whether the answer comes as events.
+        include_usage: Whether the last event counts tokens.
+        logprobs: Whether the answer has them.
+        overridden: Fields of sampling that the client gave.
+    """
+
+    messages: tuple[Message, ...]
+    keys: tuple[str, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    max_tokens: int | None = None
+    model: str = ""
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    overridden: tuple[str, ...] = ()
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """The request in a body.
+
+    Raises:
+        Refused: If there is none, or one that cannot be answered as it says.
+    """
+    given = _object(body)
+    for name, allowed in _ONE_VALUE.items():
+        if given.get(name) not in allowed:
+            _refuse(
+                f"'{name}' is {_shown(given[name])}; give {_shown(allowed[0])}, or leave it out"
+            )
+    known = {*_WITHOUT_EFFECT, *_ONE_VALUE, *_SAMPLING}
+    if unknown := sorted(given.keys() - known):
+        _refuse(f"'{unknown[0]}' is not known here; leave it out")
+    said = given.get("messages")
+    if not isinstance(said, list) or not said:
+        _refuse("'messages' is missing, or no list")
+    messages = tuple(_message(one, f"messages[{n}]") for n, one in enumerate(cast(Any, said)))
+    if messages[-1]["role"] == "assistant":
+        _refuse("the last message is the assistant's, not one to answer")
+    options = given.get("stream_options") or {}
+    return ChatRequest(
+        messages,
+        tuple(map(message_key, messages)),
+        () if given.get("tool_choice") == "none" else _tools(given.get("tools")),
+        _max_tokens(given),
+        str(given.get("model", "")),
+        stream=given.get("stream") is True,
+        include_usage=isinstance(options, dict) and bool(cast(Any, options).get("include_usage")),
+        logprobs=given.get("logprobs") is True,
+        overridden=tuple(name for name in _SAMPLING if given.get(name) is not None),
+    )
+
+
+def message_key(message: Message) -> str:
+    """What tells a message from others; clients may number calls anew, and strip texts."""
+    calls = [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls", ())
+    ]
+    return json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        text = body.decode().strip()
+    except UnicodeDecodeError:
+        _refuse("the body is no text in UTF-8")
+    found = read_json(text, 0)
+    if isinstance(found, str):
+        _refuse(f"the body is no JSON: {found}")
+    value, end = found
+    if text[end:].strip() or not isinstance(value, dict):
+        _refuse("the body is not one JSON object")
+    checked = call_of("", "request", cast(object, value))  # bounded depth, numbers, characters
+    if isinstance(checked, BadCall):
+        _refuse(checked.why.replace("arguments", "fields"))
+    return cast("dict[str, Any]", value)
+
+
+def _message(given: Any, at: str) -> Message:
+    """A message as chat templates take it."""
+    role = given.get("role") if isinstance(given, dict) else None
+    if role not in _ROLES:
+        _refuse(f"'{at}.role' is {_shown(role)}; one of {', '.join(_ROLES)} is expected")
+    message: dict[str, Any] = {
+        "role": "system" if role == "developer" else role,
+        "content": _text(given.get("content"), f"{at}.content"),
+    }
+    if role == "assistant" and given.get("tool_calls"):
+        message["tool_calls"] = [
+            _call(call, f"{at}.tool_calls[{n}]") for n, call in enumerate(given["tool_calls"])
+        ]
+    if role == "tool":
+        message["tool_call_id"] = str(given.get("tool_call_id", ""))
+    if isinstance(given.get("name"), str):
+        message["name"] = given["name"]
+    return message
+
+
+def _text(content: Any, at: str) -> str:
+    """A content, which may be in parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for part in cast("Sequence[Any]", content if isinstance(content, list) else [content]):
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or part.get("type") != "text":
+            _refuse(f"'{at}' has a part that is no text; the policy reads texts alone")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _call(given: Any, at: str) -> dict[str, Any]:
+    """A call that the assistant made, with its arguments as an object."""
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        _refuse(f"'{at}.function.name' is missing")
+    arguments = function.get("arguments") or "{}"
+    found = read_json(arguments, 0) if isinstance(arguments, str) else (arguments, 0)
+    if isinstance(found, str) or not isinstance(found[0], dict):
+        _refuse(f"'{at}.function.arguments' is no JSON object")
+    return {"type": "function", "function": {"name": function["name"], "arguments": found[0]}}
+
+
+def _tools(given: Any) -> tuple[Mapping[str, Any], ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, list):
+        _refuse("'tools' is no list")
+    for n, tool in enumerate(cast("list[Any]", given)):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            _refuse(f"'tools[{n}]' is no function with a name")
+    return tuple(given)
+
+
+def _max_tokens(given: Mapping[str, Any]) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = given.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            _refuse(f"'{name}' is {_shown(value)}; a number above 0 is expected")
+        return value
+    return None
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _refuse(why: str) -> NoReturn:
+    raise Refused(why)

@@ -43,7 +43,7 @@ def address() -> Iterator[str]:
         yield address
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_uses_what_both_nodes_measured(
     address: str, penstock: Penstock, tmp_path: Path
 ) -> None:

@@ -85,7 +85,9 @@ def learnt(
     return found
 
 
-@pytest.fixture(scope="module", params=["reference_grpo", "ppo"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("reference_grpo", marks=pytest.mark.nightly), "ppo"]
+)
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[runs.Run, dict[str, Tensor]]:

@@ -97,7 +97,7 @@ def _stop(said: str) -> None:
 
 
 @installed
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_at_once_replace_a_damaged_conversion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

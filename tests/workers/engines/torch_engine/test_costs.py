@@ -250,8 +250,10 @@ def test_activations_grow_with_the_micro_batch(kind: CallKind) -> None:
     "case",
     [
         "small",
-        "small, bfloat16, large vocabulary, checkpointing",
-        "small, bfloat16, large vocabulary, adapters",
+        *(
+            pytest.param(f"small, bfloat16, large vocabulary, {way}", marks=pytest.mark.nightly)
+            for way in ("checkpointing", "adapters")
+        ),
         "small, experts",
     ],
 )

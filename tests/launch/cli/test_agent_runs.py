@@ -74,3 +74,36 @@ def test_what_conversations_cannot_is_refused(penstock: Penstock, word: str) -> 
     said = penstock("run", *WORDS, word)
     assert said.code == 2
     assert "actor.converse" in said.err
+
+
+PROGRAM = """
+from openai import OpenAI
+
+
+def answer(base_url, api_key, prompt):
+    with OpenAI(base_url=base_url, api_key=api_key) as client:
+        said = [{"role": "user", "content": prompt}]
+        first = client.chat.completions.create(model="gpt-5", messages=said)
+        said.append({"role": "assistant", "content": first.choices[0].message.content})
+        said.append({"role": "user", "content": "So?"})
+        last = client.chat.completions.create(model="gpt-5", messages=said)
+        return last.choices[0].message.content
+"""
+
+
+def test_a_program_that_uses_the_openai_package_is_trained(
+    penstock: Penstock, tmp_path: Path
+) -> None:
+    pytest.importorskip("openai", reason="comes with the engines")
+    (tmp_path / "mine.py").write_text(PROGRAM)
+    sizes = [word for word in WORDS if word.startswith(("model.", "algorithm.", "executor.", "tr"))]
+    said = penstock(
+        *("run", "task=program", "task.task=chain_sum", "task.function=mine:answer"),
+        *("task.max_response_tokens=6", "task.max_total_tokens=64", "runs=programs"),
+        *("evaluation.num_prompts=4", "algorithm=agent_grpo", *sizes),
+    )
+    assert said.code == 0, said.err
+    (folder,) = (tmp_path / "programs").iterdir()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["actor.converse/requests"] for line in lines] == [2, 2, 2]
+    assert "not reproducible: what answers in 'chain_sum by a program'" in said.err + said.out

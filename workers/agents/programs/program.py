@@ -164,10 +164,9 @@ class Command:
             try:
                 return await self._answer(process, access)
             finally:
-                if process.returncode is None:
-                    with suppress(ProcessLookupError):
-                        process.terminate()  # whoever supervises it kills it and ends
-                    await process.wait()
+                with suppress(ProcessLookupError):
+                    process.terminate()  # whoever supervises it kills it and ends
+                await process.communicate()  # to the end, or its pipes stay open
 
     async def _answer(self, process: asyncio.subprocess.Process, access: Access) -> str:
         assert process.stdin is not None
@@ -177,7 +176,13 @@ class Command:
             process.stdin.write(access.prompt.encode())
             await process.stdin.drain()
         process.stdin.close()
-        said, complained = await asyncio.gather(_read(process.stdout), _read(process.stderr))
+        reads = [asyncio.create_task(_read(pipe)) for pipe in (process.stdout, process.stderr)]
+        try:
+            said, complained = await asyncio.gather(*reads)
+        finally:
+            for read in reads:
+                read.cancel()
+            await asyncio.gather(*reads, return_exceptions=True)
         code = await process.wait()
         if code:
             why = complained.decode(errors="replace").strip()[-_SHOWN:]

@@ -21,6 +21,7 @@ from ...workers.agents.adapters.verifiers_task import VerifiersTaskSpec
 from ...workers.agents.tasks.calculator import CalculatorTaskSpec
 from ...workers.agents.tasks.maze import MazeTaskSpec
 from ...workers.agents.tasks.program_task import ProgramTaskSpec
+from ...workers.agents.tasks.table_questions import TableQuestionsTaskSpec
 from ...workers.agents.tasks.tool_task import ToolTaskSpec
 from ...workers.agents.tasks.twenty_questions import TwentyQuestionsTaskSpec
 from ...workers.data.chat import ChatOptions, PromptEncoder
@@ -48,6 +49,7 @@ TASKS: Mapping[str, Any] = {
     "calculator": CalculatorTaskSpec,
     "maze": MazeTaskSpec,
     "twenty_questions": TwentyQuestionsTaskSpec,
+    "table_questions": TableQuestionsTaskSpec,
     "gymnasium_text": GymnasiumTextTaskSpec,
     "verifiers": VerifiersTaskSpec,
     "openenv": OpenEnvTaskSpec,

@@ -103,8 +103,7 @@ class LookUps:
         self._longest_s = longest_of(number) if longest_s is None else longest_s
 
     async def look_up(self, entry: str) -> str:
-        """
-        Look an entry up in the catalog, which may take a while.
+        """Look an entry up in the catalog, which may take a while.
 
         Args:
             entry: The letter of the entry, from a to h.

@@ -1,4 +1,4 @@
-"""What `agents.py` measures of one engine: conversations with and without waits, and what is reused.
+"""What `agents.py` measures of one engine: conversations with waits and without, what is reused.
 
 See there for `share_of_ideal` and `prefix_reused`.
 """
@@ -6,7 +6,7 @@ See there for `share_of_ideal` and `prefix_reused`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +100,10 @@ class Talk:
         self, engine: str, folder: Path, num_conversations: int, num_turns: int, longest_s: float
     ) -> None:
         self._engine, self._folder, self._num_turns = engine, folder, num_turns
-        self._longest_s, self._tokenizer = longest_s, TokenizerSpec(kind="folder", folder=str(folder))
+        self._longest_s, self._tokenizer = (
+            longest_s,
+            TokenizerSpec(kind="folder", folder=str(folder)),
+        )
         tokenizer = self._tokenizer.build()
         self._task = LookUpSpec(num_train=num_conversations, num_turns=num_turns)
         source = NumberedQuestions(self._task.build(), tokenizer, num_conversations)
@@ -187,7 +190,7 @@ def _known(held: Conversations) -> int:
 
 
 @contextmanager
-def talk_of(*given: Any) -> Iterator[Talk]:
+def talk_of(*given: Any) -> Generator[Talk]:
     """A `Talk` that is closed in the end."""
     talk = Talk(*given)
     try:

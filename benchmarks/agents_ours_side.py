@@ -74,9 +74,7 @@ def main() -> None:
                 tokens += metrics[f"{CONVERSE}/new_tokens"] / ROWS
                 turns += metrics[f"{CONVERSE}/turns"]
     timed = len(steps) - WARM_UP
-    write_side(
-        args.out, steps[WARM_UP:], tokens / timed, turns / timed, torch=torch.__version__
-    )
+    write_side(args.out, steps[WARM_UP:], tokens / timed, turns / timed, torch=torch.__version__)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from penstock.workers.agents.tasks.generated_task import GeneratedSpec, Generate
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import Tokenizer, pad_rows
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema
 
 __all__ = ["Answers", "LookUpSpec", "NumberedQuestions", "chain_folder"]
 

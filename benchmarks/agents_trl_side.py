@@ -1,4 +1,4 @@
-"""One process of `agents.py`: TRL's `GRPOTrainer` with an `environment_factory`, in its environment."""
+"""One process of `agents.py`: TRL's `GRPOTrainer` with an `environment_factory`."""
 # TRL is not installed where this project is checked.
 # pyright: reportMissingImports=false, reportUnknownParameterType=false
 # pyright: reportUntypedBaseClass=false

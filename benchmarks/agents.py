@@ -28,8 +28,8 @@ folder of weights and tokenizer, the same chat template, schema of the tool and 
 1, float32. An answer takes 0 to 100 ms (`ratio`), or, in every second update, no time
 (`ratio_no_waits`). TRL awaits the calls of one conversation after those of another, and begins the
 next turns when all are there; each turn it computes the whole text again. It generates with
-Hugging Face's dynamic cache: with a static one, or with continuous batching, three updates took
-more than twice as long. `step_ratio` and
+Hugging Face's dynamic cache, its default; with a static one, or with continuous batching, three
+updates on one thread had not ended after 150 s, tried once each. `step_ratio` and
 `step_ratio_no_waits` are of whole updates, training included; TRL trains on 16 rows at once. Each
 side is a process of its own, the two in turns; the first update is not counted, nor are imports
 and model building. What each samples is random, so mean lengths may differ by 10 %.

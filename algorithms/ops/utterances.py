@@ -61,6 +61,7 @@ def utterances(held: Conversations) -> Utterances:
         score=held.score,
         ending=held.ending,
         branch=held.branch,
+        piece=held.piece,
         states=_first(turn) | _after(turn),
     )
 

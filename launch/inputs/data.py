@@ -21,7 +21,8 @@ from ...workers.agents.adapters.verifiers_task import VerifiersTaskSpec
 from ...workers.agents.tasks.calculator import CalculatorTaskSpec
 from ...workers.agents.tasks.maze import MazeTaskSpec
 from ...workers.agents.tasks.program_task import ProgramTaskSpec
-from ...workers.agents.tasks.table_questions import TableQuestionsTaskSpec
+from ...workers.agents.tasks.search_task import SearchTaskSpec
+from ...workers.agents.tasks.table_questions import TableQuestionsSpec
 from ...workers.agents.tasks.tool_task import ToolTaskSpec
 from ...workers.agents.tasks.twenty_questions import TwentyQuestionsTaskSpec
 from ...workers.data.chat import ChatOptions, PromptEncoder
@@ -49,7 +50,8 @@ TASKS: Mapping[str, Any] = {
     "calculator": CalculatorTaskSpec,
     "maze": MazeTaskSpec,
     "twenty_questions": TwentyQuestionsTaskSpec,
-    "table_questions": TableQuestionsTaskSpec,
+    "search": SearchTaskSpec,
+    "table_questions": TableQuestionsSpec,
     "gymnasium_text": GymnasiumTextTaskSpec,
     "verifiers": VerifiersTaskSpec,
     "openenv": OpenEnvTaskSpec,

@@ -17,6 +17,7 @@ from ..environment import Environment
 from ..tools.functions import FunctionTools
 from ..tools.mcp_tools import McpTools
 from ..tools.python_tool import PythonTools
+from ..tools.search_tool import SearchTools
 from ..tools.tool import Tool, Toolbox
 from ..tools.tool_environment import ToolEnvironment, ToolLimits, check_names, schemas_of
 
@@ -26,6 +27,7 @@ TOOLBOXES: Mapping[str, type[Toolbox]] = {
     "functions": FunctionTools,
     "python": PythonTools,
     "mcp": McpTools,
+    "search": SearchTools,
 }
 """Kind of a toolbox, as configurations name it, and its recipe."""
 
@@ -38,7 +40,8 @@ class ToolTaskSpec:
     """The problems: an option of `task=`, or its keys, such as `{kind: file, path: p.jsonl}`."""
     tools: Mapping[str, Any]
     """Name of a toolbox -> its kind and options: `{kind: functions, functions:
-    ["my_module:lookup"]}`, `{kind: python}`, `{kind: mcp, command: [my-server]}`."""
+    ["my_module:lookup"]}`, `{kind: python}`, `{kind: mcp, command: [my-server]}`, `{kind: search,
+    path: texts.jsonl}`."""
     limits: ToolLimits = field(default_factory=ToolLimits)
     """How much a conversation may do."""
 

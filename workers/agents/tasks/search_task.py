@@ -1,0 +1,147 @@
+"""Questions about a made-up world, and a search tool that knows it.
+
+The prompt is a question such as `Who is the mayor of Velden?`. A turn of `[mayor Velden]` searches
+the sentences that are true of the world; a turn without a call is the answer, and is worth 1 if it
+ends with the right one. No town has two questions, so what is held out is about towns and people
+that no training question is about, and can only be found.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ....dataflow.errors import ConfigError
+from ....dataflow.option_checks import check_range
+from ..environment import ToolCall
+from ..tools.bm25 import words_of
+from ..tools.search_tool import SearchTool, SearchTools
+from .search_world import Town, facts_of, make_towns
+from .tool_questions import ToolQuestions, ToolQuestionsSpec, check_template
+
+__all__ = ["SearchQuestion", "SearchTask", "SearchTaskSpec"]
+
+_TOOL = "search"
+_CALL = re.compile(r"\[([^\[\]]*)\]")
+
+_ONE_HOP = (
+    ("Who is the mayor of {name}?", "mayor {name}", "{mayor}"),
+    ("What is the river of {name}?", "river {name}", "{river}"),
+    ("In which year was {name} founded?", "founded {name}", "{founded}"),
+)
+"""A question, what the expert searches for, and the answer."""
+_TWO_HOPS = (
+    ("In which year was the mayor of {name} born?", "born year {mayor}", "{born}"),
+    ("In which town was the mayor of {name} born?", "born town {mayor}", "{home}"),
+)
+"""The same, of the second search; the first is for the mayor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchTaskSpec(ToolQuestionsSpec):
+    """How large the world is, and how its questions are answered."""
+
+    num_towns: int = 2000
+    """Towns of the world, five sentences each; the questions are about some of them."""
+    two_hops: float = 0.0
+    """Share of the questions that take two searches, as the first finds whom to search for next."""
+    num_results: int = 1
+    """Sentences that a search shows, the best first."""
+    max_chars: int = 200
+    """Characters that are shown of each."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "num_towns", "num_results", "max_chars", at_least=1)
+        check_range(self, "two_hops", at_least=0, at_most=1)
+
+    def build(self) -> SearchTask:
+        """Make the world.
+
+        Raises:
+            ConfigError: If there are more questions than towns, more towns than names, or the
+                template has no place for the question.
+        """
+        check_template(self)
+        asked = self.num_train + self.num_held_out
+        if asked > self.num_towns:
+            raise ConfigError(
+                f"task 'search' has one question for each of {self.num_towns} towns, and {asked} "
+                "are asked for\n    lower task.num_train or task.num_held_out, or raise "
+                "task.num_towns"
+            )
+        return SearchTask(self)
+
+
+@dataclass(frozen=True)
+class SearchQuestion:
+    """One problem.
+
+    Attributes:
+        question: What is asked.
+        queries: What the expert searches for, in order.
+        answer: The right one.
+    """
+
+    question: str
+    queries: tuple[str, ...]
+    answer: str
+
+
+class SearchTask(ToolQuestions[SearchQuestion]):
+    """Questions to search for; see `GeneratedTask`.
+
+    Attributes:
+        towns: The world.
+    """
+
+    def __init__(self, spec: SearchTaskSpec) -> None:
+        self.spec = spec
+        self.towns: Sequence[Town] = make_towns(spec.num_towns, spec.seed)
+        facts = [fact for town in self.towns for fact in facts_of(town)]
+        limits = SearchTools(
+            texts=tuple(facts), name=_TOOL, num_results=spec.num_results, max_chars=spec.max_chars
+        )
+        self._search = SearchTool(limits, facts)
+        super().__init__("search", spec, self._search)
+
+    def make(self, number: int, rng: random.Random) -> SearchQuestion:
+        """A question about the town of this number."""
+        town = vars(self.towns[number])
+        two = rng.random() < self.spec.two_hops
+        question, query, answer = rng.choice(_TWO_HOPS if two else _ONE_HOP)
+        queries = (_ONE_HOP[0][1], query) if two else (query,)
+        return SearchQuestion(
+            question.format(**town),
+            tuple(query.format(**town) for query in queries),
+            answer.format(**town),
+        )
+
+    def question(self, problem: SearchQuestion) -> str:
+        """What is asked."""
+        return problem.question
+
+    def read(self, text: str) -> ToolCall | None:
+        """A query in brackets, if that is all that is said."""
+        found = _CALL.fullmatch(text.strip())
+        return None if found is None else ToolCall(_TOOL, {"query": found[1]})
+
+    def calls(self, problem: SearchQuestion) -> Sequence[str]:
+        """A search for each hop."""
+        return [f"[{query}]" for query in problem.queries]
+
+    def result(self, problem: SearchQuestion, call: ToolCall) -> str:
+        """What is found."""
+        del problem
+        return self._search.search(call.arguments["query"])
+
+    def answer(self, problem: SearchQuestion) -> str:
+        """The answer and nothing else."""
+        return problem.answer
+
+    def is_right(self, problem: SearchQuestion, said: str) -> bool:
+        """Whether the last words are the answer, whatever their case and what stands between."""
+        right = words_of(problem.answer)
+        return words_of(said)[-len(right) :] == right

@@ -28,7 +28,10 @@ _NUMBER = re.compile(r"-?[0-9]+", re.ASCII)
 _MOST_DIGITS = 18
 """Of a number that is read as an answer; Python refuses to read very long ones."""
 
-_ITEMS = "apple bag bell book box bread cake chair coat cup door fan fish hat key lamp map".split()
+_ITEMS = (
+    *("apple", "bag", "bell", "book", "box", "bread", "cake", "chair", "coat", "cup", "door"),
+    *("fan", "fish", "hat", "key", "lamp", "map"),
+)
 _COLUMNS = (
     ("price", "stock"),
     ("cost", "sold"),
@@ -41,8 +44,10 @@ Rows = Sequence[tuple[int, int]]
 
 
 class _Kind(NamedTuple):
-    """Fields may name the columns, `{one}` the one asked for, `{other}` the other, and `{limit}`;
-    in code `{x}` and `{y}` are these, and `{t}` is the table."""
+    """Texts name columns as `{one}`, which is asked for, and `{other}`, and `{limit}`.
+
+    Code calls the two columns `{x}` and `{y}`; `{t}` is the table, and `{n}` its rows.
+    """
 
     question: str
     code: str

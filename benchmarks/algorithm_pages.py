@@ -29,6 +29,7 @@ from penstock.algorithms.controllers.multiplier import Multiplier
 from penstock.algorithms.losses import preference
 from penstock.algorithms.ops.rollout_correction import RolloutCorrection
 from penstock.algorithms.roles.environment import ActorCritic
+from penstock.algorithms.roles.language import ValueModel
 from penstock.algorithms.roles.replay import QNetwork, Replay
 from penstock.configs.validate import fields_of, key_docs
 from penstock.dataflow.graph.axes import Spec
@@ -52,7 +53,7 @@ FAMILIES: dict[str, list[str]] = {
         "sft", "dpo", "dpo_norm", "ipo", "kto", "online_dpo", "codpo", "reward_modelling",
         "margin_modelling", "cost_modelling", "distillation", "gkd", "sampled_distillation",
     ],
-    "Conversations": ["agent_grpo", "agent_ppo", "refuel"],
+    "Conversations": ["agent_grpo", "agent_ppo", "archer", "refuel"],
     "Environments": ["env_ppo", "a2c", "impala", "mappo", "self_play", "population", "dqn"],
 }  # fmt: skip
 
@@ -62,6 +63,7 @@ _OF_CALLS: dict[tuple[type, str], list[str]] = {
     (ActorCritic, "inherit"): ["fitness", "replaced"],
     (QNetwork, "train"): ["epsilon"],
     (QNetwork, "follow"): ["followed"],
+    (ValueModel, "follow"): ["followed"],
     (Replay, "add"): ["stored"],
 }
 """What calls report beside their losses, by contract and method."""

@@ -215,6 +215,16 @@ class ValueModel(Role):
         """Take `epochs * num_minibatches` optimizer steps and make the next weight version."""
         raise NotImplementedError
 
+    @call("train")
+    def follow(self, leader: ValueModel, *, share: float = 1.0, every: int = 1) -> TrainMetrics:
+        """Move the weights towards another critic's: a slower copy; see `Policy.follow`.
+
+        Its metric:
+
+        - `followed`: 1 if the weights have been moved in this step, else 0.
+        """
+        raise NotImplementedError
+
 
 class Reward(Role):
     """Anything that scores whole responses: a rule, a reward model, a judge."""

@@ -69,7 +69,7 @@ _TALKING = (
     "task.max_turns=3",
 )
 
-_IN_CONVERSATION = dict.fromkeys(("agent_grpo", "agent_ppo", "refuel"), _TALKING)
+_IN_CONVERSATION = dict.fromkeys(("agent_grpo", "agent_ppo", "archer", "refuel"), _TALKING)
 """Algorithms whose task has environments that answer in words."""
 
 

@@ -110,7 +110,7 @@ def test_is_a_kind_of_toolbox() -> None:
     problems = CalculatorTaskSpec(num_train=2, num_held_out=1)
     kind = {"kind": "search", "texts": list(TEXTS)}
     task = ToolTaskSpec(task=problems, tools={"books": kind}).build()
-    (schema,) = task.tools(0) or ()
+    (schema,) = [*(task.tools(0) or [])]
     assert schema["function"]["name"] == "search"
     environment = task.environment(0)
     assert isinstance(environment, ToolEnvironment)

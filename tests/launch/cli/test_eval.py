@@ -179,8 +179,8 @@ def test_on_demand_a_run_is_measured_as_it_measured_itself(penstock: Penstock) -
             ["evaluation.suites.long.task.kind=cartpole"],
             "'evaluation.suites.long.task': 'task.kind': there is no task kind 'cartpole'\n"
             "    task kinds are: reasoning_gym, file, hf, instructions, calculator, maze, "
-            "twenty_questions, gymnasium_text, verifiers, openenv, tools, mixture, "
-            "gymnasium, board_game, library_game, or module:name for your own",
+            "twenty_questions, search, table_questions, gymnasium_text, verifiers, openenv, tools, "
+            "program, mixture, gymnasium, board_game, library_game, or module:name for your own",
         ),
         (
             ["+task@evaluation.suites.pole.task=cartpole"],

@@ -45,8 +45,8 @@ def test_what_is_no_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("reasoning_gim") == (
         "'task.kind': there is no task kind 'reasoning_gim'; did you mean 'reasoning_gym'?\n"
         "    task kinds are: reasoning_gym, file, hf, instructions, calculator, maze, "
-        "twenty_questions, gymnasium_text, verifiers, openenv, tools, mixture, gymnasium, "
-        "board_game, library_game, or module:name for your own"
+        "twenty_questions, search, table_questions, gymnasium_text, verifiers, openenv, tools, "
+        "program, mixture, gymnasium, board_game, library_game, or module:name for your own"
     )
     assert refusal("reasoning_gym", nam="gcd") == (
         "a 'reasoning_gym' task has no option 'nam'; did you mean 'name'?\n"

@@ -16,16 +16,23 @@ from ....dataflow.errors import ConfigError
 
 __all__ = ["MOST_TOWNS", "Town", "facts_of", "make_towns"]
 
-_BEGIN = "B Br D Dr F G Gl H K Kl L M N P R S St T V Z".split()
-_MIDDLE = "al am ar el em en ir ol on or ul un".split()
-_END = "bach berg den dorf feld gen ham hof kirch ling mark ow stad tal wick".split()
+_BEGIN = (
+    *("B", "Br", "D", "Dr", "F", "G", "Gl", "H", "K", "Kl", "L", "M", "N", "P", "R", "S", "St"),
+    *("T", "V", "Z"),
+)
+_MIDDLE = ("al", "am", "ar", "el", "em", "en", "ir", "ol", "on", "or", "ul", "un")
+_END = (
+    *("bach", "berg", "den", "dorf", "feld", "gen", "ham", "hof", "kirch", "ling", "mark", "ow"),
+    *("stad", "tal", "wick"),
+)
 _FIRST = (
-    "Ada Ana Bea Cora Dina Edda Emma Greta Hana Ida Jana Kira Lea Lena Mara Mia Nora Olga Rosa Tea "
-    "Adam Ben Carl David Emil Fritz Georg Hugo Ivan Jakob Karl Leo Max Nils Otto Paul Ralf Sven "
-    "Timo Udo"
-).split()
-_LAST = "ach ank eck eder ell ert ing itz ohn oss ott uber".split()
-_RIVER = "a ava e ena ina ira o ona ura usa".split()
+    *("Ada", "Ana", "Bea", "Cora", "Dina", "Edda", "Emma", "Greta", "Hana", "Ida", "Jana", "Kira"),
+    *("Lea", "Lena", "Mara", "Mia", "Nora", "Olga", "Rosa", "Tea", "Adam", "Ben", "Carl", "David"),
+    *("Emil", "Fritz", "Georg", "Hugo", "Ivan", "Jakob", "Karl", "Leo", "Max", "Nils", "Otto"),
+    *("Paul", "Ralf", "Sven", "Timo", "Udo"),
+)
+_LAST = ("ach", "ank", "eck", "eder", "ell", "ert", "ing", "itz", "ohn", "oss", "ott", "uber")
+_RIVER = ("a", "ava", "e", "ena", "ina", "ira", "o", "ona", "ura", "usa")
 
 MOST_TOWNS = 2000
 """Names of rivers that there are; of towns and people there are more."""

@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TypeAlias
 
 from ....dataflow.errors import ConfigError, nearest
 from ....dataflow.option_checks import check_range
@@ -28,7 +28,10 @@ _NUMBER = re.compile(r"-?[0-9]+", re.ASCII)
 _MOST_DIGITS = 18
 """Of a number that is read as an answer; Python refuses to read very long ones."""
 
-_ITEMS = "apple bag bell book box bread cake chair coat cup door fan fish hat key lamp map".split()
+_ITEMS = (
+    *("apple", "bag", "bell", "book", "box", "bread", "cake", "chair", "coat", "cup", "door"),
+    *("fan", "fish", "hat", "key", "lamp", "map"),
+)
 _COLUMNS = (
     ("price", "stock"),
     ("cost", "sold"),
@@ -37,23 +40,26 @@ _COLUMNS = (
     ("width", "height"),
 )
 
-Rows = Sequence[tuple[int, int]]
+_Rows: TypeAlias = Sequence[tuple[int, int]]
 
 
-class _Kind(NamedTuple):
-    """Fields may name the columns, `{one}` the one asked for, `{other}` the other, and `{limit}`;
-    in code `{x}` and `{y}` are these, and `{t}` is the table."""
+@dataclass(frozen=True)
+class _Kind:
+    """Texts name columns as `{one}`, which is asked for, and `{other}`, and `{limit}`.
+
+    Code calls the two columns `{x}` and `{y}`; `{t}` is the table, and `{n}` its rows.
+    """
 
     question: str
     code: str
-    value: Callable[[Rows, int], int]
+    value: Callable[[_Rows, int], int]
 
 
 KINDS: Mapping[str, _Kind] = {
     "total": _Kind(
         "What is the total {one}?",
         "sum({x} for a,b in {t})",
-        lambda rows, _: sum(x for x, _y in rows),
+        lambda rows, limit: sum(x for x, _ in rows),
     ),
     "where": _Kind(
         "What is the total {one} where {other} > {limit}?",
@@ -63,17 +69,17 @@ KINDS: Mapping[str, _Kind] = {
     "product": _Kind(
         "What is the total of {one} * {other}?",
         "sum({x}*{y} for a,b in {t})",
-        lambda rows, _: sum(x * y for x, y in rows),
+        lambda rows, limit: sum(x * y for x, y in rows),
     ),
     "largest": _Kind(
         "What is the largest {one} * {other}?",
         "max({x}*{y} for a,b in {t})",
-        lambda rows, _: max(x * y for x, y in rows),
+        lambda rows, limit: max(x * y for x, y in rows),
     ),
     "average": _Kind(
         "What is the average {one}, rounded down?",
         "sum({x} for a,b in {t})//{n}",
-        lambda rows, _: sum(x for x, _y in rows) // len(rows),
+        lambda rows, limit: sum(x for x, _ in rows) // len(rows),
     ),
 }
 """Name -> a kind of question. `value` is given rows of the column asked for and the other one."""

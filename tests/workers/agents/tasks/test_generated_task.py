@@ -20,7 +20,10 @@ from penstock.workers.agents.environment import (
 from penstock.workers.agents.tasks.calculator import CalculatorTaskSpec
 from penstock.workers.agents.tasks.generated_task import GeneratedTask, play
 from penstock.workers.agents.tasks.maze import MazeTaskSpec
+from penstock.workers.agents.tasks.search_task import SearchTaskSpec
+from penstock.workers.agents.tasks.table_questions import TableQuestionsSpec
 from penstock.workers.agents.tasks.twenty_questions import TwentyQuestionsTaskSpec
+from penstock.workers.agents.tools.python_tool import PythonTools
 from penstock.workers.data.task import (
     Converses,
     HasReplies,
@@ -30,14 +33,25 @@ from penstock.workers.data.task import (
     task_alphabet,
 )
 from penstock.workers.models.tokenizer import TokenizerSpec
+from penstock.workers.verifiers.sandbox.sandbox import best_kind
 
-Spec = CalculatorTaskSpec | MazeTaskSpec | TwentyQuestionsTaskSpec
+Spec = (
+    CalculatorTaskSpec
+    | MazeTaskSpec
+    | TwentyQuestionsTaskSpec
+    | SearchTaskSpec
+    | TableQuestionsSpec
+)
+
+PYTHON = PythonTools(deterministic=True, minimum=best_kind().name)
 
 SPECS: dict[str, Spec] = {
     "calculator": CalculatorTaskSpec(num_train=40, num_held_out=10),
     "maze": MazeTaskSpec(num_train=40, num_held_out=10),
     "maze by words": MazeTaskSpec(num_train=40, num_held_out=10, words=True, observed=False),
     "twenty questions": TwentyQuestionsTaskSpec(num_train=40, num_held_out=10),
+    "search": SearchTaskSpec(num_train=40, num_held_out=10, num_towns=60, two_hops=0.5),
+    "table questions": TableQuestionsSpec(num_train=40, num_held_out=10, python=PYTHON),
 }
 TASKS: dict[str, GeneratedTask[object]] = {name: spec.build() for name, spec in SPECS.items()}  # pyright: ignore[reportAssignmentType] - a task of one kind of problem is read only
 

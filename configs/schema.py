@@ -179,7 +179,8 @@ class TaskConfig(BaseModel):
     can be checked, `file` for a JSONL or Parquet file, `hf` for a data set of Hugging Face's,
     `mixture` for several of these; `calculator`, `maze`, `twenty_questions`, `search`,
     `table_questions`, `gymnasium_text`, `verifiers`, `openenv`, `tools` and `program` to converse
-    with; `gymnasium`, `board_game` and `library_game` to act in; or `module:Class` of a task of your own."""
+    with; `gymnasium`, `board_game` and `library_game` to act in; or `module:Class` of a task of
+    your own."""
     max_prompt_tokens: AtLeastOne | None = None
     """Longer prompts are reported and left out."""
     max_response_tokens: AtLeastOne = 16

@@ -18,7 +18,10 @@ from penstock.launch.stages.stages import stages_of
 
 CONFIGS = Path(str(penstock.configs.__file__)).parent
 OPTIONS = sorted(path.relative_to(CONFIGS).with_suffix("") for path in CONFIGS.glob("*/*.yaml"))
-FETCHED = [Path("model/hub"), Path("model/smollm2-135m"), Path("experiment/smollm2")]
+FETCHED = [
+    *(Path("model/hub"), Path("model/smollm2-135m")),
+    *(Path("experiment/smollm2"), Path("experiment/smollm2_agent")),
+]
 """Models that are not there before a run fetches or converts them; see `test_settled.py`."""
 FOR_PLANS = [
     option

@@ -37,7 +37,7 @@ class ArCHer:
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: int = 1
-    """Passes of the policy over each step's conversations; one update is REINFORCE, more are PPO."""
+    """Passes of the policy over each step's conversations; one update is REINFORCE, more PPO."""
     num_minibatches: int = 1
     """Optimizer steps per pass, of the policy and of the critic."""
     discount: float = 0.95

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from penstock.algorithms.ops.utterances import (
@@ -78,7 +80,7 @@ def test_where_nothing_is_shown_the_next_turn_is_the_state_after() -> None:
     longer = held([[-1, 0, 0, 1]], [[0, 0, -1, 2]])
     assert at(longer.states) == [[1, 3, 4]]
     value = torch.tensor([[NAN, 10, NAN, 30, 40]])
-    given = {"reward": longer.reward, "value": value, "discount": 0.5}
+    given: dict[str, Any] = {"reward": longer.reward, "value": value, "discount": 0.5}
     # Q of turn 0 is -1 + 30 / 2; slot 3 is asked for V of turn 1.
     assert bellman_targets(longer.turn, **given).tolist() == [[0, 14, 0, 40, 2]]
     assert utterance_advantage(longer.turn, **given).tolist() == [[0, 4, 4, 10, 0]]
@@ -87,8 +89,8 @@ def test_where_nothing_is_shown_the_next_turn_is_the_state_after() -> None:
 def test_more_padding_and_other_rows_change_nothing() -> None:
     longer = two_rows()
     alone = held([[-1, -1, 0]], [[0, 0, 3]])
-    columns = {"reward": alone.reward, "value": VALUE[1:, :4], "discount": 0.5}
-    both = {"reward": longer.reward, "value": VALUE, "discount": 0.5}
+    columns: dict[str, Any] = {"reward": alone.reward, "value": VALUE[1:, :4], "discount": 0.5}
+    both: dict[str, Any] = {"reward": longer.reward, "value": VALUE, "discount": 0.5}
     for formula in (bellman_targets, utterance_advantage):
         found, expected = formula(alone.turn, **columns), formula(longer.turn, **both)[1:]
         assert torch.equal(found, expected[:, :4])
@@ -97,7 +99,8 @@ def test_more_padding_and_other_rows_change_nothing() -> None:
 
 def test_conversations_in_which_nothing_was_said() -> None:
     longer = held([[-1, -1]], [[0, 0]])
-    nothing = {"reward": longer.reward, "value": torch.full((1, 3), NAN), "discount": 1.0}
+    unread = torch.full((1, 3), NAN)
+    nothing: dict[str, Any] = {"reward": longer.reward, "value": unread, "discount": 1.0}
     assert not longer.states.any()
     assert bellman_targets(longer.turn, **nothing).tolist() == [[0, 0, 0]]
     assert utterance_advantage(longer.turn, **nothing).tolist() == [[0, 0, 0]]

@@ -19,7 +19,13 @@ from ..dataflow.option_checks import check_range
 from .losses import ClippedPolicyLoss, ClippedValueLoss
 from .ops.advantages import whiten
 from .ops.rollout_correction import RolloutCorrection
-from .ops.utterances import Utterances, bellman_targets, utterance_advantage, utterances
+from .ops.utterances import (
+    ActionValue,
+    Utterances,
+    bellman_targets,
+    utterance_advantage,
+    utterances,
+)
 from .options.policy_updates import check_updates, train_policy
 from .roles import Agent, Policy, Prompts, Sampling, TrainMetrics, ValueBatch, ValueModel
 
@@ -37,7 +43,7 @@ class ArCHer:
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: int = 1
-    """The policy's passes over each step's conversations; one update is REINFORCE, more are PPO."""
+    """Passes of the policy over each step's conversations; one update is REINFORCE, more PPO."""
     num_minibatches: int = 1
     """Optimizer steps per pass, of the policy and of the critic."""
     discount: float = 0.95
@@ -48,6 +54,9 @@ class ArCHer:
     """Passes of the critic over the conversations in each round."""
     target_share: float = 0.5
     """How far the slower copy moves towards the critic in each round."""
+    action_value: ActionValue = "critic"
+    """What Q(s, a) is in advantages: the critic's, as in the paper, or the "backup" that it learns
+    from, which needs a good V alone and takes in what the environment answered."""
     whiten_advantages: bool = True
     """Shift advantages to mean 0 and scale them to variance 1 over the batch."""
     policy_loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
@@ -86,7 +95,11 @@ def archer_step(
         learned, followed = train_turn_critic(critic, target, held, cfg)
     value = critic.value(held.tokens, held.states)
     advantage = utterance_advantage(
-        held.turn, reward=held.reward, value=value, discount=cfg.discount
+        held.turn,
+        reward=held.reward,
+        value=value,
+        discount=cfg.discount,
+        action_value=cfg.action_value,
     )
     if cfg.whiten_advantages:
         advantage = whiten(advantage, held.mask, variance="biased")

@@ -46,11 +46,11 @@ class ArCHer:
     """Passes of the policy over each step's conversations; one update is REINFORCE, more PPO."""
     num_minibatches: int = 1
     """Optimizer steps per pass, of the policy and of the critic."""
-    discount: float = 0.95
+    discount: float = 0.9
     """gamma, per turn."""
     critic_rounds: int = 4
     """How often in a step targets are computed, the critic is trained and the slower copy moves."""
-    critic_epochs: int = 2
+    critic_epochs: int = 1
     """Passes of the critic over the conversations in each round."""
     target_share: float = 0.5
     """How far the slower copy moves towards the critic in each round."""

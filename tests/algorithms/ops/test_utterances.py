@@ -84,7 +84,7 @@ def test_what_the_critic_learns_from_may_stand_for_its_value_of_a_turn() -> None
     # r + V' / 2 - V: -1 + 15 - 10 and 2 - 30, and 3 - 5.
     assert found.tolist() == [[0, 4, 4, 0, -28, -28, 0], [0, 0, -2, 0, 0, 0, 0]]
     with pytest.raises(ValueError, match="action_value 'q' is unknown; choose 'critic' or 'backup"):
-        utterance_advantage(longer.turn, action_value="q", **given)
+        utterance_advantage(longer.turn, action_value="q", **given)  # pyright: ignore[reportArgumentType]
 
 
 def test_where_nothing_is_shown_the_next_turn_is_the_state_after() -> None:

@@ -5,10 +5,11 @@ Zhou et al., "ArCHer: Training Language Model Agents via Hierarchical Multi-Turn
 the policy learns each token of a turn with the turn's advantage, Q(s, a) - V(s). One model says
 both values, before and after a turn, as the authors' two heads share a backbone.
 
-One departure: the critic learns from the conversations of its own step, `critic_rounds` times over,
+Departures: the critic learns from the conversations of its own step, `critic_rounds` times over,
 and not from a buffer of earlier ones, as `Replay` keeps steps of environments and not texts. So the
-turn in the target of V is one that the policy has just said. Nor is there a second critic, of whose
-values the lower counts. However a conversation ends, nothing comes after.
+turn in the target of V is one that the policy has just said. There is no second critic, of whose
+values the lower counts. With `action_value="backup"`, which the shipped configuration sets, an
+advantage takes the target of Q for Q. However a conversation ends, nothing comes after.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from ..dataflow.option_checks import check_range
 from .losses import ClippedPolicyLoss, ClippedValueLoss
 from .ops.advantages import whiten
 from .ops.rollout_correction import RolloutCorrection
-from .ops.utterances import Utterances, bellman_targets, utterance_advantage, utterances
+from .ops.utterances import (
+    ActionValue,
+    Utterances,
+    bellman_targets,
+    utterance_advantage,
+    utterances,
+)
 from .options.policy_updates import check_updates, train_policy
 from .roles import Agent, Policy, Prompts, Sampling, TrainMetrics, ValueBatch, ValueModel
 
@@ -37,17 +44,20 @@ class ArCHer:
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: int = 1
-    """Passes of the policy over each step's conversations; one update is REINFORCE, more are PPO."""
+    """Passes of the policy over each step's conversations; one update is REINFORCE, more PPO."""
     num_minibatches: int = 1
     """Optimizer steps per pass, of the policy and of the critic."""
-    discount: float = 0.95
+    discount: float = 0.9
     """gamma, per turn."""
     critic_rounds: int = 4
     """How often in a step targets are computed, the critic is trained and the slower copy moves."""
-    critic_epochs: int = 2
+    critic_epochs: int = 1
     """Passes of the critic over the conversations in each round."""
     target_share: float = 0.5
     """How far the slower copy moves towards the critic in each round."""
+    action_value: ActionValue = "critic"
+    """What Q(s, a) is in advantages: the critic's, as in the paper, or the "backup" that it learns
+    from, which needs a good V alone and takes in what the environment answered."""
     whiten_advantages: bool = True
     """Shift advantages to mean 0 and scale them to variance 1 over the batch."""
     policy_loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
@@ -86,7 +96,11 @@ def archer_step(
         learned, followed = train_turn_critic(critic, target, held, cfg)
     value = critic.value(held.tokens, held.states)
     advantage = utterance_advantage(
-        held.turn, reward=held.reward, value=value, discount=cfg.discount
+        held.turn,
+        reward=held.reward,
+        value=value,
+        discount=cfg.discount,
+        action_value=cfg.action_value,
     )
     if cfg.whiten_advantages:
         advantage = whiten(advantage, held.mask, variance="biased")

@@ -178,8 +178,9 @@ class TaskConfig(BaseModel):
     """`reasoning_gym` for generated problems, `instructions` for requests with an instruction that
     can be checked, `file` for a JSONL or Parquet file, `hf` for a data set of Hugging Face's,
     `mixture` for several of these; `calculator`, `maze`, `twenty_questions`, `search`,
-    `table_questions`, `gymnasium_text`, `verifiers`, `openenv`, `tools` and `program` to converse with; `gymnasium`,
-    `board_game` and `library_game` to act in; or `module:Class` of a task of your own."""
+    `table_questions`, `gymnasium_text`, `verifiers`, `openenv`, `tools` and `program` to converse
+    with; `gymnasium`, `board_game` and `library_game` to act in; or `module:Class` of a task of
+    your own."""
     max_prompt_tokens: AtLeastOne | None = None
     """Longer prompts are reported and left out."""
     max_response_tokens: AtLeastOne = 16

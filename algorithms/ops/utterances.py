@@ -8,6 +8,7 @@ asked in the slot after the turn. One critic says both, because it has read wher
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +21,17 @@ from .final_state import with_final_state
 from .macro_actions import sum_over_macros
 from .reductions import check_token_columns, zero_where_masked_out
 
-__all__ = ["Utterances", "bellman_targets", "utterance_advantage", "utterances"]
+__all__ = [
+    "ActionValue",
+    "Utterances",
+    "bellman_targets",
+    "utterance_advantage",
+    "utterances",
+]
+
+ActionValue = Literal["critic", "backup"]
+"""What Q(s, a) is in an advantage: what the critic says of the turn, or the target that it learns
+this from, `r + discount * V(s')`, with what the environment answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,24 +107,32 @@ def bellman_targets(
 
 @op(scope="row")
 def utterance_advantage(
-    turn: TurnIndex, *, reward: PerToken, value: PerToken, discount: float
+    turn: TurnIndex,
+    *,
+    reward: PerToken,
+    value: PerToken,
+    discount: float,
+    action_value: ActionValue = "critic",
 ) -> PerToken:
     """`A(s, a) = Q(s, a) - V(s)` of each turn, for all of its tokens.
 
     Args:
         turn: i64[rows, T], of `Utterances`.
-        reward: f32[rows, T]; read where nothing was shown after a turn, see `bellman_targets`.
+        reward: f32[rows, T]; "critic" reads it only where nothing was shown after a turn.
         value: f32[rows, T], the critic's at `states`.
         discount: gamma, per turn.
+        action_value: What Q(s, a) is.
 
     Returns:
         f32[rows, T]; 0 outside turns.
 
     Raises:
-        ValueError: If shapes differ.
+        ValueError: If shapes differ or `action_value` is unknown.
     """
-    v, q, _ = _of_turns(turn, reward, value, discount)
-    return _over_tokens(q - v, turn)
+    if action_value not in ("critic", "backup"):
+        raise ValueError(f"action_value {action_value!r} is unknown; choose 'critic' or 'backup'")
+    v, q, backup = _of_turns(turn, reward, value, discount)
+    return _over_tokens((q if action_value == "critic" else backup) - v, turn)
 
 
 def _first(turn: Tensor) -> Tensor:

@@ -290,7 +290,9 @@ class _Logs:
         self._trackers.log(result.step, self._stage.name, values)
         shown = self._headline.shown(values)
         self._trace.write(result.spans)
-        self._trace.write_counters(result.step, time.time(), shown)
+        # What conversations wait for is apart from what they generate.
+        waits = {name: value for name, value in values.items() if name.endswith("/waiting_s")}
+        self._trace.write_counters(result.step, time.time(), {**shown, **waits})
         self._display.update(
             result.step,
             num_samples=env_steps or samples,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -138,10 +139,13 @@ class Conversation:
         reply = exchange.reply_of(number, turn.token, turn.finished)
         before = [*self.messages]
         self.messages.append({"role": "assistant", "content": reply.text})
+        began = time.perf_counter()
         result = _checked(await _answered(partial(environment.step, reply), exchange.limit_s))
+        waited_s = self.counts.get("answer_s", 0.0) + time.perf_counter() - began
         self.rewards[-1] = float(result.reward)
         for name, count in result.counts.items():
             self.counts[name] = self.counts.get(name, 0.0) + count
+        self.counts["answer_s"] = waited_s
         self.messages += result.messages
         if result.done:
             self.ending = "done"

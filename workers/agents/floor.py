@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -16,10 +17,14 @@ class Floor:
 
     Args:
         turns: Samples them.
+
+    Attributes:
+        waiting_s: Seconds in which nothing was sampled, as all waited for their other sides.
     """
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
+        self.waiting_s = 0.0
         self._speaking: dict[int, asyncio.Future[Turn]] = {}
         self._idle: set[int] = set()
         self._asked = asyncio.Event()
@@ -68,9 +73,11 @@ class Floor:
                     self._speaking.pop(turn.row).set_result(turn)
                 await asyncio.sleep(0)  # whoever waits goes on as far as it can
                 continue
+            began = time.perf_counter()
             self._asked.clear()
             asked = asyncio.create_task(self._asked.wait())
             await asyncio.wait({*open_, asked}, return_when=asyncio.FIRST_COMPLETED)
             asked.cancel()
             with suppress(asyncio.CancelledError):
                 await asked
+            self.waiting_s += time.perf_counter() - began

@@ -85,7 +85,8 @@ class AgentWorker(Agent):
 
     Attributes:
         metrics: Of the last call: turns of a conversation, how many ended in which way, mean score
-            and share of right ones, and whatever the environments counted.
+            and share of right ones, whatever the environments counted, seconds in which all waited
+            for them (`waiting_s`), and those of a conversation (`answer_s`).
         first_error: The first failure of an environment; logged once as a warning.
     """
 
@@ -191,7 +192,9 @@ class AgentWorker(Agent):
         if not isinstance(other, HasEnvironments):
             prompt_of, exchange = self._task.prompt_text, self._exchange(None, floor, key)
             holder = ProgramHolder(other, prompt_of, self._tokenizer, self._renderer)
-            return await holder.hold(begun, floor, exchange, sampling, max_turns)
+            held = await holder.hold(begun, floor, exchange, sampling, max_turns)
+            self._report_waiting(floor)
+            return held
 
         async def run(one: Conversation) -> None:
             exchange = self._exchange(one.problem, floor, key)
@@ -199,7 +202,11 @@ class AgentWorker(Agent):
             floor.release(one.row)
 
         await floor.serve({asyncio.create_task(run(one)) for one in begun})
+        self._report_waiting(floor)
         return begun
+
+    def _report_waiting(self, floor: Floor) -> None:
+        add_metrics(self.metrics, {"waiting_s": Metric.sum(floor.waiting_s)})
 
     def _exchange(self, problem: int | None, floor: Floor, key: CallKey) -> Exchange:
         seed, role = self.context.seed, self.context.role

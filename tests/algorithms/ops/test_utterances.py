@@ -77,6 +77,16 @@ def test_all_tokens_of_a_turn_have_its_advantage() -> None:
     assert found.tolist() == [[0, 10, 10, 0, 10, 10, 0], [0, 0, 2, 0, 0, 0, 0]]
 
 
+def test_what_the_critic_learns_from_may_stand_for_its_value_of_a_turn() -> None:
+    longer = two_rows()
+    given: dict[str, Any] = {"reward": longer.reward, "value": VALUE, "discount": 0.5}
+    found = utterance_advantage(longer.turn, action_value="backup", **given)
+    # r + V' / 2 - V: -1 + 15 - 10 and 2 - 30, and 3 - 5.
+    assert found.tolist() == [[0, 4, 4, 0, -28, -28, 0], [0, 0, -2, 0, 0, 0, 0]]
+    with pytest.raises(ValueError, match="action_value 'q' is unknown; choose 'critic' or 'backup"):
+        utterance_advantage(longer.turn, action_value="q", **given)  # pyright: ignore[reportArgumentType]
+
+
 def test_where_nothing_is_shown_the_next_turn_is_the_state_after() -> None:
     longer = held([[-1, 0, 0, 1]], [[0, 0, -1, 2]])
     assert at(longer.states) == [[1, 3, 4]]
@@ -100,11 +110,8 @@ def test_more_padding_and_other_rows_change_nothing() -> None:
 
 def test_conversations_in_which_nothing_was_said() -> None:
     longer = held([[-1, -1]], [[0, 0]])
-    nothing: dict[str, Any] = {
-        "reward": longer.reward,
-        "value": torch.full((1, 3), NAN),
-        "discount": 1.0,
-    }
+    unread = torch.full((1, 3), NAN)
+    nothing: dict[str, Any] = {"reward": longer.reward, "value": unread, "discount": 1.0}
     assert not longer.states.any()
     assert bellman_targets(longer.turn, **nothing).tolist() == [[0, 0, 0]]
     assert utterance_advantage(longer.turn, **nothing).tolist() == [[0, 0, 0]]

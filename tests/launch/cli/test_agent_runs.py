@@ -123,3 +123,45 @@ def test_a_program_that_uses_the_openai_package_is_trained(
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["actor.converse/requests"] for line in lines] == [2, 2, 2]
     assert "not reproducible: what answers in 'chain_sum by a program'" in said.err + said.out
+
+
+def in_tokyo(hour: int, minute: int) -> dict[str, Any]:
+    """A question, and how an expert has a server that knows time zones answer it."""
+    zones = {"source_timezone": "UTC", "time": f"{hour:02}:{minute:02}"}
+    call = {"name": "convert_time", "arguments": {**zones, "target_timezone": "Asia/Tokyo"}}
+    answer = f"{(hour + 9) % 24:02}:{minute:02}"
+    response = [
+        {"role": "assistant", "content": f"<tool_call>{json.dumps(call)}</tool_call>"},
+        {"role": "tool", "content": f'"datetime": "{answer}"'},
+        {"role": "assistant", "content": answer},
+    ]
+    return {"prompt": f"{hour:02}:{minute:02}", "answer": answer, "response": response}
+
+
+def test_a_server_of_the_package_index_is_trained_with(penstock: Penstock, tmp_path: Path) -> None:
+    pytest.importorskip("mcp_server_time", reason="comes with the engines")
+    rows = [in_tokyo(hour, minute) for hour in range(24) for minute in range(0, 60, 5)]
+    for row in rows:
+        row["prompt"] = [{"role": "user", "content": row["prompt"]}]
+    (tmp_path / "times.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    clock = f"{{kind: mcp, command: [{sys.executable}, -m, mcp_server_time], deterministic: true}}"
+    said = penstock(
+        *("run", "task=tools", f"task.tools={{clock: {clock}}}", "runs=times"),
+        "task.task={kind: file, path: times.jsonl, response_field: response, num_held_out: 8}",
+        *("algorithm=agent_grpo", "algorithm.roles.agent.options.calls=hermes"),
+        *("task.max_response_tokens=160", "task.max_total_tokens=700", "task.max_turns=2"),
+        *("model.architecture.max_position_embeddings=704", "evaluation.num_prompts=2"),
+        *("model.architecture.hidden_size=64", "model.architecture.intermediate_size=128"),
+        *("model.architecture.num_hidden_layers=2", "model.architecture.num_attention_heads=2"),
+        *("model.architecture.num_key_value_heads=2", "executor.num_threads=1", "tracker=none"),
+        *("algorithm.before.sft.num_steps=60", "algorithm.before.sft.per_step.demos=16"),
+        *("algorithm.before.sft.optimizer.lr=5e-3", "algorithm.num_steps=2"),
+        *("algorithm.per_step.prompts=2", "algorithm.cfg.sampling.num_samples=4"),
+        "algorithm.cfg.sampling.temperature=0.3",
+    )
+    assert said.code == 0, said.err
+    (folder,) = (tmp_path / "times").iterdir()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line["actor.converse/tool_calls"] for line in lines) > 0.5
+    errors = sum(line.get("actor.converse/tool_errors", 0.0) for line in lines)
+    assert sum(line["actor.converse/tool_calls"] for line in lines) > errors

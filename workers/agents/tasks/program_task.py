@@ -9,19 +9,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import shutil
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
-from ...data.row_report import DataReport
-from ...data.task import Converses, Message, Task
-from ...models.tokenizer import PRINTABLE
+from ...data.task import Task
 from ..programs.endpoint import check_extra
 from ..programs.program import Access, Command, Function, Program
 from ..tools.functions import imported
-from .generated_task import TURNS
+from .answered_otherwise import AnsweredOtherwise
 
 __all__ = ["ProgramTask", "ProgramTaskSpec"]
 
@@ -67,28 +64,18 @@ class ProgramTaskSpec:
         return ProgramTask(self, self.task.build())
 
 
-class ProgramTask:
-    """See `ProgramTaskSpec`; a `Task` that `Converses` and `HasPrograms`.
+class ProgramTask(AnsweredOtherwise):
+    """See `ProgramTaskSpec`; a task that `HasPrograms`.
 
     Args:
         spec: What answers the problems.
         task: The problems.
-
-    Attributes:
-        chat_template: See `HasTemplate`.
     """
 
-    chat_template: str = TURNS
-
     def __init__(self, spec: ProgramTaskSpec, task: Task) -> None:
-        if task.verifier is not None:
-            raise ConfigError(
-                f"'task.task': task '{task.task_id}' scores in processes of its own, and a "
-                "program's answer is scored where it is held\n    choose a task whose score is "
-                "quick and safe"
-            )
+        super().__init__(task, "by a program")
         check_extra()
-        self._spec, self._task = spec, task
+        self._spec = spec
         self._program = None if spec.function is None else _function(spec.function)
         if spec.command and shutil.which(spec.command[0]) is None:
             raise ConfigError(
@@ -98,15 +85,6 @@ class ProgramTask:
         self._room: asyncio.Semaphore | None = None
         self.deterministic = spec.deterministic
         self.time_limit_s, self.max_branches = spec.time_limit_s, spec.max_branches
-        self.task_id = f"{task.task_id} by a program"
-        self.train, self.held_out = task.train, task.held_out
-        self.correct_score, self.verifier = task.correct_score, None
-        self.report: DataReport = task.report
-
-    @property
-    def further_characters(self) -> str:
-        """Printable ASCII: a program may show anything."""
-        return PRINTABLE
 
     def program(self, problem: int) -> Program:
         """The same for every problem; called in the event loop that it runs in."""
@@ -124,40 +102,6 @@ class ProgramTask:
     def outcome(self, problem: int, answer: str) -> float:
         """The other task's score."""
         return self._task.score(problem, answer)
-
-    def messages(self, index: int) -> Sequence[Message] | None:
-        """The other task's conversation, or its prompt as what a user says."""
-        found = self._task.messages(index) if isinstance(self._task, Converses) else None
-        return found or [{"role": "user", "content": self._task.prompt_text(index)}]
-
-    def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
-        """None: the program says what may be called."""
-        del index
-        return None
-
-    def prompt_text(self, index: int) -> str:
-        """What the user said last."""
-        return self._task.prompt_text(index)
-
-    def answer_text(self, index: int) -> str | None:
-        """A right answer."""
-        return self._task.answer_text(index)
-
-    def pair_texts(self, index: int) -> tuple[str, str] | None:
-        """A better and a worse answer, if the other task has them."""
-        return self._task.pair_texts(index)
-
-    def score(self, index: int, response: str) -> float:
-        """The other task's score of an answer."""
-        return self._task.score(index, response)
-
-    def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        """As the other task's."""
-        return self._task.verifier_call(index, response)
-
-    def where(self, index: int) -> str:
-        """Where the problem stands."""
-        return self._task.where(index)
 
 
 def _function(place: str) -> Function:

@@ -1,7 +1,7 @@
 """Problems of another task, answered with tools at hand.
 
 A turn that calls tools is answered by them; a turn that calls none is the answer, which the other
-task scores. Its demonstrations, if it has any, call nothing.
+task scores. Its demonstrations call tools where they are messages that do.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....dataflow.errors import ConfigError, nearest
-from ...data.row_report import DataReport
-from ...data.task import Converses, Message, Task
+from ...data.task import Task
 from ..environment import Environment
 from ..tools.functions import FunctionTools
 from ..tools.mcp_tools import McpTools
@@ -20,6 +19,7 @@ from ..tools.python_tool import PythonTools
 from ..tools.search_tool import SearchTools
 from ..tools.tool import Tool, Toolbox
 from ..tools.tool_environment import ToolEnvironment, ToolLimits, check_names, schemas_of
+from .answered_otherwise import AnsweredOtherwise
 
 __all__ = ["TOOLBOXES", "ToolTask", "ToolTaskSpec"]
 
@@ -80,8 +80,8 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-class ToolTask:
-    """See `ToolTaskSpec`; a `Task` that `Converses` and `HasEnvironments`.
+class ToolTask(AnsweredOtherwise):
+    """See `ToolTaskSpec`; a task that `HasEnvironments`.
 
     Args:
         spec: How much a conversation may do.
@@ -90,19 +90,10 @@ class ToolTask:
     """
 
     def __init__(self, spec: ToolTaskSpec, task: Task, tools: Sequence[Tool]) -> None:
-        if task.verifier is not None:
-            raise ConfigError(
-                f"'task.task': task '{task.task_id}' scores in processes of its own, and an answer "
-                "in a conversation is scored where it is held\n    choose a task whose score is "
-                "quick and safe"
-            )
+        super().__init__(task, "with tools")
         check_names(tools)
-        self._task, self._tools, self._limits = task, tuple(tools), spec.limits
+        self._tools, self._limits = tuple(tools), spec.limits
         self.deterministic = all(tool.deterministic for tool in tools)
-        self.task_id = f"{task.task_id} with tools"
-        self.train, self.held_out = task.train, task.held_out
-        self.correct_score, self.verifier = task.correct_score, None
-        self.report: DataReport = task.report
 
     def environment(self, problem: int) -> Environment:
         """The tools, and the task's score of the answer."""
@@ -115,36 +106,7 @@ class ToolTask:
         for tool in self._tools:
             await tool.close()
 
-    def messages(self, index: int) -> Sequence[Message] | None:
-        """The other task's conversation, or its prompt as what a user says."""
-        found = self._task.messages(index) if isinstance(self._task, Converses) else None
-        return found or [{"role": "user", "content": self._task.prompt_text(index)}]
-
     def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
         """Schemas of all tools."""
         del index
         return schemas_of(self._tools)
-
-    def prompt_text(self, index: int) -> str:
-        """What the user said last."""
-        return self._task.prompt_text(index)
-
-    def answer_text(self, index: int) -> str | None:
-        """A right answer, said without a call."""
-        return self._task.answer_text(index)
-
-    def pair_texts(self, index: int) -> tuple[str, str] | None:
-        """A better and a worse answer, if the other task has them."""
-        return self._task.pair_texts(index)
-
-    def score(self, index: int, response: str) -> float:
-        """The other task's score of an answer."""
-        return self._task.score(index, response)
-
-    def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        """As the other task's."""
-        return self._task.verifier_call(index, response)
-
-    def where(self, index: int) -> str:
-        """Where the problem stands."""
-        return self._task.where(index)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
+import penstock
 import pytest
+from omegaconf import OmegaConf
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import BadCall, Reply, ToolCall, TurnResult
 from penstock.workers.agents.tasks.search_task import SearchTask, SearchTaskSpec
@@ -43,6 +46,19 @@ def test_every_expert_finds_its_answer_with_the_tool_itself() -> None:
         assert shown == [m for m in script if m["role"] == "tool"]
         assert turns[-1] in shown[-1]["content"]
         assert len(turns) == 1 + len(TASK.problem(index).queries)
+
+
+def test_lengths_leave_room_for_the_searches_that_they_are_documented_for() -> None:
+    shipped: Any = OmegaConf.load(Path(penstock.__file__).parent / "configs/task/search.yaml")
+    most = {1: (shipped.max_response_tokens, shipped.max_total_tokens), 2: (28, 192)}
+    for index in (*TASK.train, *TASK.held_out):
+        problem = TASK.problem(index)
+        (script,) = TASK.replies(index) or [[]]
+        turn, total = most[len(problem.queries)]
+        # A character is a token, and so is what ends a message.
+        assert max(len(m["content"]) + 1 for m in script if m["role"] == "assistant") <= turn
+        said = [problem.question, *(m["content"] for m in script)]
+        assert sum(len(text) + 1 for text in said) <= total
 
 
 def test_questions_of_both_kinds_and_none_of_a_town_twice() -> None:

@@ -73,6 +73,7 @@ def extra(option: Path, tmp_path: Path) -> list[str]:
         "task/pettingzoo_game": ["algorithm=self_play", "model=mlp", "task.id=tictactoe_v3"],
         "task/gymnasium_text": ["task.env=penstock:Nothing"],
         "task/openenv": ["task.url=http://localhost:8000"],
+        "task/program": ["task.command=[python, agent.py]"],
         "task/verifiers": ["task.env=nothing"],
         "executor/ray_split": ["schedule=one_step_off"],
         "schedule/in_flight": ["executor=ray_split"],

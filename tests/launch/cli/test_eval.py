@@ -206,7 +206,7 @@ def wait_for_evaluation(run_parent: Path, step: int, *, deadline_s: float = 120.
     while time.monotonic() < until:
         for file in run_parent.glob("*/metrics.jsonl"):
             if any(row["step"] == step - 1 for row in read_metrics(file)):
-                time.sleep(0.1)
+                time.sleep(0.4)  # the checkpoint of that step is written first
                 return
         time.sleep(0.01)
     raise AssertionError(f"step {step} was not reached within {deadline_s} s")

@@ -30,6 +30,7 @@ from agents_case import (
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
+from trl_options import PLAIN_GRPO
 
 
 class Trainer(GRPOTrainer):
@@ -81,25 +82,9 @@ def config(updates: int, rows_at_once: int, out: Path, more: dict[str, Any]) -> 
         "num_generations": NUM_SAMPLES,
         "max_completion_length": MAX_TOTAL_TOKENS - 256,
         "max_tool_calling_iterations": NUM_TURNS - 1,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "beta": 0.0,
-        "num_iterations": 1,
-        "loss_type": "grpo",
-        "learning_rate": LEARNING_RATE,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 1.0,
-        "shuffle_dataset": False,
-        "gradient_checkpointing": False,
-        "disable_dropout": True,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_num_workers": 0,
-        "dataloader_pin_memory": False,
+        **PLAIN_GRPO,
         "model_init_kwargs": {"dtype": "float32"},
+        "learning_rate": LEARNING_RATE,
     }
     return GRPOConfig(**(options | more))
 

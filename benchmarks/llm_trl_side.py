@@ -37,6 +37,7 @@ from llm_case import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer
+from trl_options import PLAIN_GRPO
 from vs_trl_case import peak_rss_mib
 
 WEIGHTS: dict[str, dict[str, Any]] = {
@@ -126,24 +127,9 @@ def config(args: argparse.Namespace, num_updates: int) -> Any:
         "steps_per_generation": parts,
         "num_generations": NUM_SAMPLES,
         "max_completion_length": MAX_NEW_TOKENS,
+        **PLAIN_GRPO,
         "temperature": TEMPERATURE,
-        "top_k": 0,
-        "top_p": 1.0,
-        "beta": 0.0,
-        "num_iterations": 1,
-        "loss_type": "grpo",
         "learning_rate": args.lr,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 1.0,
-        "shuffle_dataset": False,
-        "gradient_checkpointing": False,
-        "disable_dropout": True,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_num_workers": 0,
-        "dataloader_pin_memory": False,
     }
     chosen = saving if args.save_every else {}
     return GRPOConfig(**(options | chosen | WEIGHTS[args.weights] | args.more))

@@ -16,6 +16,7 @@ import transformers
 import trl
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
+from trl_options import PLAIN_GRPO
 from vs_trl_case import (
     LEARNING_RATE,
     MAX_NEW_TOKENS,
@@ -62,25 +63,9 @@ def config(case: str, updates: int, rows_at_once: int, more: dict[str, Any]) -> 
         "steps_per_generation": parts,
         "num_generations": NUM_SAMPLES,
         "max_completion_length": MAX_NEW_TOKENS[case],
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "beta": 0.0,
-        "num_iterations": 1,
-        "loss_type": "grpo",
-        "learning_rate": LEARNING_RATE,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 1.0,
-        "shuffle_dataset": False,
-        "gradient_checkpointing": False,
-        "disable_dropout": True,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_num_workers": 0,
-        "dataloader_pin_memory": False,
+        **PLAIN_GRPO,
         "model_init_kwargs": {"dtype": "float32"},
+        "learning_rate": LEARNING_RATE,
     }
     return GRPOConfig(**(options | more))
 

@@ -52,6 +52,16 @@ async def branches(base_url: str, api_key: str, prompt: str, seed: int) -> str:
         return await ask(prompt, first, "a", left, alone[:2])
 
 
+def lasts(base_url: str, api_key: str, prompt: str) -> str:
+    """A turn, and a while: eight of them take longer than one may."""
+    RUNNING.append(prompt)
+    MOST[0] = max(MOST[0], len(RUNNING))
+    calls(base_url, api_key, prompt)
+    time.sleep(0.3)
+    RUNNING.remove(prompt)
+    return "done"
+
+
 def calls(base_url: str, api_key: str, prompt: str, **fields: Any) -> tuple[int, Any]:
     """A bare request: the status and what came."""
     body = {"messages": [{"role": "user", "content": prompt}], **fields}
@@ -120,3 +130,5 @@ def misbehave(base_url: str, api_key: str, prompt: str) -> Any:
 
 
 HOW = [""]
+RUNNING: list[str] = []
+MOST = [0]

@@ -98,7 +98,8 @@ class AgentWorker(Agent):
         self._works = False
         self._task: Task = same_task(spec.task, spec.task_fingerprint, context.role)
         self._other_side = other_side(self._task)
-        self.max_pieces = getattr(self._other_side, "max_branches", 1)
+        if isinstance(self._other_side, HasPrograms):
+            self.max_pieces = self._other_side.max_branches
         self._tokenizer: Tokenizer = spec.tokenizer.build()
         self._prompts = PromptEncoder(self._task, self._tokenizer, spec.chat)
         self._renderer = TurnRenderer(

@@ -14,57 +14,26 @@ from echo_task import EchoSpec
 from penstock.algorithms.roles import Conversations, Prompts, Sampling
 from penstock.algorithms.roles.agents import ENDINGS
 from penstock.dataflow.errors import ConfigError, PenstockError, WorkerError
-from penstock.dataflow.runtime.call_context import call_scope
-from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.agents.worker import AgentSpec
-from penstock.workers.data.sources import PromptSource
-from penstock.workers.data.task import task_alphabet
-from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
-from penstock.workers.models.spec import ModelSpec
-from penstock.workers.models.tokenizer import TokenizerSpec
+from talk import Conversing
 
-ARCHITECTURE: dict[str, Any] = {
-    "model_type": "qwen2",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
 SAMPLING = Sampling(num_samples=2, max_new_tokens=6, max_total_tokens=48)
 
 
-class Talk:
-    """A policy, an agent and prompts."""
+class Talk(Conversing):
+    """Conversations with somebody who says again what is said, or behaves badly."""
 
-    def __init__(self, bad: str = "", *, limit_s: float = 5.0, max_rows: int = 64) -> None:
-        spec = EchoSpec(bad=bad)
-        task = spec.build()
-        tokenizer = TokenizerSpec(
-            kind="char", alphabet=task_alphabet(task), chat_template=task.chat_template
-        )
-        made = tokenizer.build()
-        model = ModelSpec(architecture={**ARCHITECTURE, "vocab_size": made.vocab_size})
-        policy = TorchPolicySpec(model=model, eos_token_id=made.eos_id, max_decode_rows=max_rows)
-        self.policy: Any = policy.build(WorkerContext("actor"))
-        agent = AgentSpec(task=spec, tokenizer=tokenizer, answer_limit_s=limit_s)
-        self.agent = agent.build(WorkerContext("agent", seed=3))
-        self.tokenizer = made
-        self.prompts: Prompts = PromptSource(task, made, batch_size=8, seed=0).batch(0)
+    def __init__(self, bad: str = "", **options: Any) -> None:
+        super().__init__(EchoSpec(bad=bad), **options)
 
     def hold(
-        self, sampling: Sampling = SAMPLING, max_turns: int = 3, *, version: int = 0
+        self,
+        sampling: Sampling = SAMPLING,
+        max_turns: int = 3,
+        *,
+        version: int = 0,
+        branch: bool = False,
     ) -> Conversations:
-        with call_scope(version, 0, version=version):
-            return self.policy.converse(
-                self.prompts.prompt,
-                self.prompts.prompt_id,
-                self.agent,
-                sampling,
-                max_turns=max_turns,
-            )
+        return super().hold(sampling, max_turns, version=version, branch=branch)
 
 
 Talks = Callable[..., Talk]

@@ -104,6 +104,9 @@ def read_request(body: bytes) -> ChatRequest:
     messages = tuple(_message(one, f"messages[{n}]") for n, one in enumerate(cast(Any, said)))
     if messages[-1]["role"] == "assistant":
         _refuse("the last message is the assistant's, not one to answer")
+    for name in ("stream", "logprobs"):
+        if given.get(name) not in (None, True, False):
+            _refuse(f"'{name}' is {_shown(given[name])}; true or false is expected")
     options = given.get("stream_options") or {}
     return ChatRequest(
         messages,
@@ -153,9 +156,12 @@ def _message(given: Any, at: str) -> Message:
         "role": "system" if role == "developer" else role,
         "content": _text(given.get("content"), f"{at}.content"),
     }
-    if role == "assistant" and given.get("tool_calls"):
+    calls = given.get("tool_calls") or []
+    if not isinstance(calls, list):
+        _refuse(f"'{at}.tool_calls' is no list")
+    if role == "assistant" and calls:
         message["tool_calls"] = [
-            _call(call, f"{at}.tool_calls[{n}]") for n, call in enumerate(given["tool_calls"])
+            _call(call, f"{at}.tool_calls[{n}]") for n, call in enumerate(cast("list[Any]", calls))
         ]
     if role == "tool":
         message["tool_call_id"] = str(given.get("tool_call_id", ""))

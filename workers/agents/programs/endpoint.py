@@ -75,7 +75,6 @@ class Endpoint:
 
     async def chat(self, request: Request) -> Response:
         """`POST /c/{number}/v1/chat/completions`."""
-        responses = import_module("starlette.responses")
         sequences = None
         try:
             sequences = self._conversation(request)
@@ -86,31 +85,28 @@ class Endpoint:
                 self.refused[refused.status] += 1
             else:
                 sequences.counts["refused_requests"] += 1
-            return responses.JSONResponse(error_body(refused), refused.status)
+            return _json(error_body(refused), refused.status)
         if asked.stream:
-            return responses.StreamingResponse(
-                events(answer, asked), media_type="text/event-stream"
-            )
-        return responses.JSONResponse(completion(answer, asked))
+            streamed = import_module("starlette.responses").StreamingResponse
+            return streamed(events(answer, asked), media_type="text/event-stream")
+        return _json(completion(answer, asked))
 
     async def models(self, request: Request) -> Response:
         """`GET /c/{number}/v1/models`."""
-        responses = import_module("starlette.responses")
         try:
             self._conversation(request)
         except Refused as refused:
             self.refused[refused.status] += 1
-            return responses.JSONResponse(error_body(refused), refused.status)
+            return _json(error_body(refused), refused.status)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "penstock"}
-        return responses.JSONResponse({"object": "list", "data": [model]})
+        return _json({"object": "list", "data": [model]})
 
     async def unknown(self, request: Request, error: Exception) -> Response:
         """Any other address."""
         del error
         self.refused[404] += 1
         why = f"{request.method} {request.url.path} is not served; chat/completions and models are"
-        responses = import_module("starlette.responses")
-        return responses.JSONResponse(error_body(Refused(why, code="not_found")), 404)
+        return _json(error_body(Refused(why, code="not_found")), 404)
 
     def _conversation(self, request: Request) -> Sequences:
         """Whose key a request brings.
@@ -128,6 +124,10 @@ class Endpoint:
                 "this key opens no conversation that goes on", status=401, code="invalid_api_key"
             )
         return found.sequences
+
+
+def _json(body: Mapping[str, Any], status: int = 200) -> Response:
+    return import_module("starlette.responses").JSONResponse(body, status)
 
 
 async def _body(request: Request) -> bytes:

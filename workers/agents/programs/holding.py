@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -59,15 +61,18 @@ class ProgramHolder:
         """
         endpoint = Endpoint()
         made = [self._sequences(one, exchange, sampling, max_turns) for one in begun]
+        room = asyncio.Semaphore(self.task.max_running)
+
+        async def run(one: Conversation, sequences: Sequences) -> None:
+            async with room:  # the time limit begins with its turn to run
+                await self._run(one, sequences, endpoint, exchange)
+            for row in sequences.rows():
+                floor.release(row.row)
+
         async with served(endpoint):
-            running = {
-                asyncio.create_task(self._run(one, sequences, endpoint, exchange))
-                for one, sequences in zip(begun, made, strict=True)
-            }
+            running = {asyncio.create_task(run(*each)) for each in zip(begun, made, strict=True)}
             await floor.serve(running, frees=True)
         rows = [row for sequences in made for row in sequences.rows()]
-        for row in rows:
-            floor.release(row.row)
         if endpoint.refused:
             wrong = sum(endpoint.refused.values())
             rows[0].counts["stray_requests"] = float(wrong)
@@ -102,7 +107,7 @@ class ProgramHolder:
                     program = self.task.program(one.problem)
                     async with limit:
                         answer = await program(access)
-                    earned = self.task.outcome(one.problem, answer)
+                    earned = _finite(self.task.outcome(one.problem, answer))
             except TimeoutError as error:
                 late = f"no answer in {self.task.time_limit_s:g} s"
                 failure = ProgramFailed(late if limit.expired() else f"TimeoutError: {error}")
@@ -117,3 +122,14 @@ class ProgramHolder:
             if row.rewards:
                 row.rewards[-1] += earned
         rows[0].error = failure if ending == "failed" else None
+
+
+def _finite(earned: Any) -> float:
+    """What an answer earns, if it is a number.
+
+    Raises:
+        ProgramFailed: If it is none, or one that nothing can be learned from.
+    """
+    if not isinstance(earned, (int, float)) or not math.isfinite(earned):
+        raise ProgramFailed(f"its answer earned {earned!r:.80}; expected a number")
+    return float(earned)

@@ -24,6 +24,8 @@ __all__ = ["Access", "Command", "Function", "HasPrograms", "Program", "ProgramFa
 
 _MOST_BYTES = 1 << 20
 """Of what a command prints."""
+_END_S = 30.0
+"""For whoever supervises a command to kill what it has started."""
 _SHOWN = 500
 """Characters of what a command complained of."""
 
@@ -71,11 +73,13 @@ class HasPrograms(Protocol):
         deterministic: Whether what the program does is a function of the problem, the seed and the
             policy's turns alone.
         time_limit_s: Longest time that it may take for one problem.
+        max_running: Programs that run at once; the others begin when one ends.
         max_branches: Most sequences of tokens of one conversation.
     """
 
     deterministic: bool
     time_limit_s: float
+    max_running: int
     max_branches: int
 
     def program(self, problem: int) -> Program:
@@ -144,29 +148,29 @@ class Command:
 
     Attributes:
         command: With its arguments.
-        room: How many may run at once.
     """
 
     command: tuple[str, ...]
-    room: asyncio.Semaphore
 
     async def __call__(self, access: Access) -> str:
         """See `Program`."""
-        async with self.room:
-            pipe = asyncio.subprocess.PIPE
-            process = await asyncio.create_subprocess_exec(
-                *supervised(self.command),
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-                env=_variables(access),
-            )
-            try:
-                return await self._answer(process, access)
-            finally:
-                with suppress(ProcessLookupError):
-                    process.terminate()  # whoever supervises it kills it and ends
-                await process.communicate()  # to the end, or its pipes stay open
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *supervised(self.command),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            env=_variables(access),
+        )
+        try:
+            return await self._answer(process, access)
+        finally:
+            with suppress(ProcessLookupError):
+                process.terminate()  # whoever supervises it kills it and ends
+            try:  # to the end, or its pipes stay open
+                await asyncio.wait_for(process.communicate(), _END_S)
+            except TimeoutError:
+                process.kill()
 
     async def _answer(self, process: asyncio.subprocess.Process, access: Access) -> str:
         assert process.stdin is not None

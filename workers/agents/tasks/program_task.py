@@ -6,7 +6,6 @@ server is, and knows nothing of training. What it answers is scored by the other
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import shutil
 from dataclasses import dataclass, fields
@@ -38,8 +37,8 @@ class ProgramTaskSpec:
     command: tuple[str, ...] = ()
     """A command, for each problem in a process of its own with `OPENAI_BASE_URL` and
     `OPENAI_API_KEY` in its environment; it reads the prompt, and prints the answer."""
-    num_processes: int = 8
-    """Commands that run at once."""
+    max_running: int = 16
+    """Programs that run at once; the others begin when one ends."""
     time_limit_s: float = 300.0
     """Longest time for one problem."""
     max_branches: int = 16
@@ -49,7 +48,7 @@ class ProgramTaskSpec:
     alone; only its author knows."""
 
     def __post_init__(self) -> None:
-        check_range(self, "num_processes", at_least=1)
+        check_range(self, "max_running", at_least=1)
         check_range(self, "time_limit_s", above=0)
         check_range(self, "max_branches", at_least=1)
         if (self.function is None) == (not self.command):
@@ -76,28 +75,20 @@ class ProgramTask(AnsweredOtherwise):
         super().__init__(task, "by a program")
         check_extra()
         self._spec = spec
-        self._program = None if spec.function is None else _function(spec.function)
         if spec.command and shutil.which(spec.command[0]) is None:
             raise ConfigError(
                 f"'task.command': there is no program '{spec.command[0]}'\n    give the path of "
                 "one that may be run here"
             )
-        self._room: asyncio.Semaphore | None = None
+        self._program = Command(spec.command) if spec.function is None else _function(spec.function)
         self.deterministic = spec.deterministic
-        self.time_limit_s, self.max_branches = spec.time_limit_s, spec.max_branches
+        self.time_limit_s, self.max_running = spec.time_limit_s, spec.max_running
+        self.max_branches = spec.max_branches
 
     def program(self, problem: int) -> Program:
-        """The same for every problem; called in the event loop that it runs in."""
+        """The same for every problem."""
         del problem
-        if self._program is not None:
-            return self._program
-        if self._room is None:
-            self._room = asyncio.Semaphore(self._spec.num_processes)
-        return Command(self._spec.command, self._room)
-
-    async def close_environments(self) -> None:
-        """Nothing is left running; the next event loop gets room of its own."""
-        self._room = None
+        return self._program
 
     def outcome(self, problem: int, answer: str) -> float:
         """The other task's score."""

@@ -14,32 +14,16 @@ import pytest
 import torch
 from echo_task import EchoSpec, EchoTask
 from penstock.algorithms.ops.turns import conversation_advantage
-from penstock.algorithms.roles import Conversations, Prompts, Sampling
+from penstock.algorithms.roles import Conversations, Sampling
 from penstock.algorithms.roles.agents import ENDINGS
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.runtime.call_context import call_scope
-from penstock.dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
+from penstock.dataflow.runtime.worker_protocol import drain_metrics
 from penstock.workers.agents.tasks.program_task import ProgramTaskSpec
-from penstock.workers.agents.worker import AgentSpec
-from penstock.workers.data.sources import PromptSource
-from penstock.workers.data.task import task_alphabet
-from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
-from penstock.workers.models.spec import ModelSpec
-from penstock.workers.models.tokenizer import TokenizerSpec
+from talk import Conversing
 
 pytest.importorskip("openai", reason="comes with the engines")
 pytestmark = pytest.mark.slow
 
-ARCHITECTURE: dict[str, Any] = {
-    "model_type": "qwen2",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
 SAMPLING = Sampling(num_samples=2, max_new_tokens=6, max_total_tokens=64)
 
 
@@ -56,32 +40,22 @@ class WordsSpec(EchoSpec):
         return Words(self)
 
 
-class Talk:
-    """A policy, an agent and prompts."""
+class Talk(Conversing):
+    """Conversations of a program."""
 
     def __init__(self, *, max_rows: int = 64, **options: Any) -> None:
         spec = ProgramTaskSpec(task=WordsSpec(), **options)
-        task = spec.build()
-        alphabet = task_alphabet(WordsSpec().build())
-        tokenizer = TokenizerSpec(kind="char", alphabet=alphabet, chat_template=task.chat_template)
-        self.tokenizer = tokenizer.build()
-        vocab_size, eos = self.tokenizer.vocab_size, self.tokenizer.eos_id
-        model = ModelSpec(architecture={**ARCHITECTURE, "vocab_size": vocab_size})
-        policy = TorchPolicySpec(model=model, eos_token_id=eos, max_decode_rows=max_rows)
-        self.policy: Any = policy.build(WorkerContext("actor"))
-        self.agent = AgentSpec(task=spec, tokenizer=tokenizer).build(WorkerContext("agent", seed=3))
-        self.prompts: Prompts = PromptSource(task, self.tokenizer, batch_size=4, seed=0).batch(0)
+        super().__init__(spec, WordsSpec(), batch_size=4, max_rows=max_rows)
 
-    def hold(self, *, branch: bool = False, max_turns: int = 8) -> Conversations:
-        with call_scope(0, 0, version=0):
-            return self.policy.converse(
-                self.prompts.prompt,
-                self.prompts.prompt_id,
-                self.agent,
-                SAMPLING,
-                max_turns=max_turns,
-                branch=branch,
-            )
+    def hold(
+        self,
+        sampling: Sampling = SAMPLING,
+        max_turns: int = 8,
+        *,
+        version: int = 0,
+        branch: bool = False,
+    ) -> Conversations:
+        return super().hold(sampling, max_turns, version=version, branch=branch)
 
     def metric(self, name: str) -> float:
         return drain_metrics(self.policy)[name].total
@@ -176,7 +150,7 @@ def test_a_script_that_knows_nothing_of_training(talks: Talks, tmp_path: Path) -
         'answer = client.chat.completions.create(model="gpt-5", messages=said, temperature=0)\n'
         "print(answer.choices[0].message.content)\n"
     )
-    talk = talks(command=(sys.executable, str(script)), num_processes=2)
+    talk = talks(command=(sys.executable, str(script)), max_running=2)
     held = talk.hold()
     assert held.turn.amax(1).tolist() == [0] * 8
     assert (held.score > 0).all()
@@ -245,6 +219,27 @@ def test_bad_behavior_costs_its_own_conversation(talks: Talks, how: str) -> None
 def test_a_program_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=said):
         ProgramTaskSpec(task=WordsSpec(), **options).build()
+
+
+def test_a_score_that_is_no_number_costs_its_conversation(
+    talks: Talks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = talks("turns")
+    scores: Iterator[Any] = iter([float("nan"), "much", *(1.0,) * 6])
+
+    def outcome(problem: int, answer: str) -> Any:
+        return next(scores)
+
+    monkeypatch.setattr(talk.agent._other_side, "outcome", outcome)  # pyright: ignore[reportPrivateUsage]
+    held = talk.hold()
+    assert sorted(ENDINGS[ending] for ending in held.ending.tolist()).count("failed") == 2
+    assert bool(held.score.isfinite().all())
+
+
+def test_few_run_at_once_and_none_waits_within_its_time(talks: Talks) -> None:
+    talk = talks("lasts", max_running=2, time_limit_s=1.0)
+    assert {ENDINGS[ending] for ending in talk.hold().ending.tolist()} == {"done"}
+    assert program_agents.MOST[0] == 2
 
 
 def test_conversations_of_programs_do_not_branch_for_pairs(talks: Talks) -> None:

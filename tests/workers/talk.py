@@ -1,0 +1,74 @@
+"""A small policy, an agent and prompts, for tests of conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.algorithms.roles import Conversations, Prompts, Sampling
+from penstock.dataflow.runtime.call_context import call_scope
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.agents.worker import AgentSpec
+from penstock.workers.data.sources import PromptSource
+from penstock.workers.data.task import TaskSpec, task_alphabet
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.tokenizer import TokenizerSpec
+
+ARCHITECTURE: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+
+
+class Conversing:
+    """A policy, an agent and prompts.
+
+    Args:
+        spec: The task.
+        problems: A task with the characters that are written, if not the same one.
+        batch_size: Prompts.
+        limit_s: Longest wait for an answer.
+        max_rows: Rows that the policy decodes at once.
+    """
+
+    def __init__(
+        self,
+        spec: TaskSpec,
+        problems: TaskSpec | None = None,
+        *,
+        batch_size: int = 8,
+        limit_s: float = 5.0,
+        max_rows: int = 64,
+    ) -> None:
+        task: Any = spec.build()
+        alphabet = task_alphabet((problems or spec).build())
+        tokenizer = TokenizerSpec(kind="char", alphabet=alphabet, chat_template=task.chat_template)
+        self.tokenizer = tokenizer.build()
+        vocab_size, eos = self.tokenizer.vocab_size, self.tokenizer.eos_id
+        model = ModelSpec(architecture={**ARCHITECTURE, "vocab_size": vocab_size})
+        policy = TorchPolicySpec(model=model, eos_token_id=eos, max_decode_rows=max_rows)
+        self.policy: Any = policy.build(WorkerContext("actor"))
+        agent = AgentSpec(task=spec, tokenizer=tokenizer, answer_limit_s=limit_s)
+        self.agent = agent.build(WorkerContext("agent", seed=3))
+        source = PromptSource(task, self.tokenizer, batch_size=batch_size, seed=0)
+        self.prompts: Prompts = source.batch(0)
+
+    def hold(
+        self, sampling: Sampling, max_turns: int, *, version: int = 0, branch: bool = False
+    ) -> Conversations:
+        """All conversations about the prompts."""
+        with call_scope(version, 0, version=version):
+            return self.policy.converse(
+                self.prompts.prompt,
+                self.prompts.prompt_id,
+                self.agent,
+                sampling,
+                max_turns=max_turns,
+                branch=branch,
+            )

@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, str] = {
     "export": "write a run's model at a checkpoint as a Hugging Face folder, or upload it",
     "profile": "measure this machine or a cluster, for plans and for runs that are planned",
     "samples": "show what a run sampled, and what it earned",
+    "runs": "list runs, and say in what two of them differ",
     "doctor": "say what is installed and what this machine has, for a report of a fault",
 }
 
@@ -131,6 +132,10 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from .cli.doctor import doctor_command
 
         return doctor_command
+    if name == "runs":
+        from .cli.runs import runs_command
+
+        return runs_command
     if name == "samples":
         from .cli.samples import samples_command
 

@@ -59,7 +59,7 @@ def complete(words: list[str], commands: Iterable[str]) -> int:
         print("complete -r penstock; unset -f _penstock_complete")
     elif words[0] == "doctor":  # no Hydra application: it has nothing to compose
         print(" ".join(OPTIONS))
-    elif words[0] in commands and words[0] != "samples":  # which is no composition of Hydra's
+    elif words[0] in commands and words[0] not in ("samples", "runs"):  # which compose nothing
         _query(words[0])
     return 0
 

@@ -64,6 +64,7 @@ def completions(line: str, commands: Path) -> list[str]:
                     "export",
                     "profile",
                     "samples",
+                    "runs",
                     "doctor",
                     "--help",
                     "--version",

@@ -1,0 +1,178 @@
+"""`penstock runs`: which runs a listing has, in what order, and in what two runs differ."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from penstock.launch.run_dir.origins import Origins
+from penstock.launch.run_dir.run_folder import CodeVersion, RunFolder, create_run
+
+from ..conftest import Penstock
+
+NOW = datetime(2026, 11, 21, 3, 14, 54, tzinfo=UTC)
+
+
+def made(runs: Path, seed: int, lr: str, summary: dict[str, Any] | None) -> RunFolder:
+    folder = create_run(
+        runs,
+        name="grpo",
+        seed=seed,
+        config=f"optimizer:\n  lr: {lr}\nresume: null\n",
+        data="0123456789abcdef",
+        origins=Origins({"reward.py": f"{seed}" * 64}, {}),
+        code=CodeVersion("0.1.0"),
+        now=NOW + timedelta(hours=seed),
+    )
+    if summary is not None:
+        folder.write_summary(summary)
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[RunFolder]:
+    """A finished run, one that was stopped and is better, one that goes on, and a damaged one."""
+    home = tmp_path / "runs"
+    folders = [
+        made(home, 0, "1.0e-05", {"num_steps": 200, "accuracy_after_rl": 0.5, "stopped": None}),
+        made(home, 1, "1.0e-04", {"num_steps": 9, "accuracy_after_rl": 0.75, "stopped": "asked"}),
+        made(home, 2, "1.0e-05", None),
+        made(home, 3, "1.0e-05", {}),
+    ]
+    folders[3].summary.write_text("{")
+    return folders
+
+
+def listed(said: str) -> list[int]:
+    """The seeds of the listed runs, in order."""
+    rows = [line.split()[0] for line in said.splitlines()[1:]]
+    return [int(name[-1]) for name in rows if name[-1] != ":"]
+
+
+def test_a_line_per_run_and_a_word_on_what_is_damaged(
+    penstock: Penstock, runs: list[RunFolder]
+) -> None:
+    said = penstock("runs", "list")
+    assert (said.code, said.err) == (0, "")
+    assert said.out == (
+        "run                         state       num_steps  accuracy_after_rl\n"
+        "20261121-031454-grpo-seed0  finished    200        0.5\n"
+        "20261121-041454-grpo-seed1  stopped     9          0.75\n"
+        "20261121-051454-grpo-seed2  unfinished  -          -\n"
+        "20261121-061454-grpo-seed3  damaged     -          -\n"
+        "20261121-061454-grpo-seed3: summary.json cannot be read (JSONDecodeError: Expecting "
+        "property name enclosed in double quotes: line 1 column 2 (char 1))\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "seeds"),
+    [
+        (["sort=accuracy_after_rl"], [1, 0, 2, 3]),
+        (["sort=created", "limit=2"], [3, 2]),
+        (["optimizer.lr=0.00001"], [0, 2, 3]),
+        (["optimizer.lr=1e-4"], [1]),
+        (["optimizer.lr=small"], []),
+        (["seed=2"], [2]),
+        (["state=finished", "name=grpo"], [0]),
+    ],
+)
+def test_runs_are_chosen_and_sorted_by_any_key(
+    penstock: Penstock, runs: list[RunFolder], words: list[str], seeds: list[int]
+) -> None:
+    said = penstock("runs", "list", "show=seed", *words)
+    assert said.code == 0, said.err
+    assert listed(said.out) == seeds
+
+
+def test_control_characters_of_a_name_only_show(penstock: Penstock, tmp_path: Path) -> None:
+    folder = made(tmp_path / "runs", 0, "1", {"task": "a\x1b[31m\nb" + "c" * 80})
+    said = penstock("runs", "list", "show=task")
+    row = said.out.splitlines()[1]
+    assert row == f"{folder.id}  a\\x1b[31m\\nb{'c' * 45}..."
+
+
+def test_two_runs_differ_in_files_configuration_and_result(
+    penstock: Penstock, runs: list[RunFolder]
+) -> None:
+    said = penstock("runs", "diff", "20261121-031454-grpo-seed0", str(runs[1].path))
+    assert (said.code, said.err) == (0, "")
+    assert said.out == (
+        "20261121-031454-grpo-seed0 and 20261121-041454-grpo-seed1\n"
+        "\n"
+        "files and models\n"
+        f"  files.reward.py  {'0' * 57}...  {'1' * 57}...\n"
+        "\n"
+        "configuration\n"
+        "  optimizer.lr  1e-05  0.0001\n"
+        "\n"
+        "what came out\n"
+        "  accuracy_after_rl  0.5  0.75\n"
+        "  num_steps          200  9\n"
+        "  stopped            -    asked\n"
+    )
+
+
+def test_a_run_does_not_differ_from_itself(penstock: Penstock, runs: list[RunFolder]) -> None:
+    said = penstock("runs", "diff", runs[0].id, runs[0].id)
+    assert said.out.splitlines()[1:] == [
+        "are the same in code, data, models, configuration and what came out"
+    ]
+
+
+def test_a_number_and_a_truth_are_different(penstock: Penstock, tmp_path: Path) -> None:
+    made(tmp_path / "runs", 0, "true", None)
+    assert listed(penstock("runs", "list", "optimizer.lr=1").out) == []
+    assert listed(penstock("runs", "list", "optimizer.lr=true").out) == [0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["lst"],
+            "penstock runs: expected list or diff, got 'lst'; did you mean 'list'?\n"
+            "    penstock runs --help says what each takes\n",
+        ),
+        (["list", "grpo"], "penstock runs list: expected KEY=VALUE, got 'grpo'\n"),
+        (
+            ["list", "optimizer.rl=1"],
+            "penstock runs: no run here has a key 'optimizer.rl'; did you mean 'optimizer.lr'?\n",
+        ),
+        (
+            ["list", "sort=sead"],
+            "penstock runs: no run here has a key 'sead'; did you mean 'seed'?\n",
+        ),
+        (["list", "show=sead"], "'show': no run here has a key 'sead'; did you mean 'seed'?\n"),
+        (["list", "limit=-1"], "'limit': expected a whole number of at least 0, got '-1'\n"),
+        (
+            ["list", "runs=none"],
+            "'none' is no folder of runs\n    give runs=FOLDER, which `penstock run` writes to\n",
+        ),
+        (["diff", "one"], "penstock runs diff: expected two runs, got 1\n"),
+        (
+            ["diff", "one", "two"],
+            "'one' is not the folder of a run: it has no run.json\n"
+            "    give a folder that `penstock run` made, such as runs/20261121-031454-grpo-seed0\n",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(
+    penstock: Penstock, runs: list[RunFolder], words: list[str], message: str
+) -> None:
+    said = penstock("runs", *words)
+    assert (said.code, said.out, said.err) == (2, "", f"penstock: {message}")
+
+
+def test_a_damaged_run_is_not_compared(penstock: Penstock, runs: list[RunFolder]) -> None:
+    said = penstock("runs", "diff", runs[0].id, runs[3].id)
+    assert said.code == 2
+    assert said.err.startswith(f"penstock: run '{runs[3].id}': summary.json cannot be read")
+
+
+def test_no_runs_are_an_empty_table(penstock: Penstock, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    assert penstock("runs", "list", "seed=1", "sort=seed").out == "run\n"
+    assert penstock("runs", "--help").out.startswith("usage: penstock runs list")

@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, str] = {
     "export": "write a run's model at a checkpoint as a Hugging Face folder, or upload it",
     "profile": "measure this machine or a cluster, for plans and for runs that are planned",
     "samples": "show what a run sampled, and what it earned",
-    "runs": "list runs, and say in what two of them differ",
+    "runs": "list, compare, plot, check, reproduce and send runs",
     "doctor": "say what is installed and what this machine has, for a report of a fault",
 }
 
@@ -133,7 +133,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
 
         return doctor_command
     if name == "runs":
-        from .cli.runs import runs_command
+        from .cli.runs.command import runs_command
 
         return runs_command
     if name == "samples":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError, WorkerError
+from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError, WorkerError, no_exit
 from ..inputs.failures import in_our_words
 from ..run_dir.stop import Terminated, say
 from .hydra_app import given_overrides, hydra_app
@@ -20,14 +20,15 @@ from .hydra_app import given_overrides, hydra_app
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..run_dir.environment import Environment
     from ..run_dir.origins import Origins
-    from ..run_dir.peak_memory import PeakMemory
+    from ..run_dir.process_usage import ProcessUsage
     from ..run_dir.resume import Resumed
     from ..run_dir.run_folder import CodeVersion, RunFolder
     from ..run_dir.trackers.registry import Trackers
     from ..stages.job import Job
 
-__all__ = ["DRY_RUN", "run_command"]
+__all__ = ["DRY_RUN", "carry_out_again", "run_command"]
 
 DRY_RUN = "--dry-run"
 """As an option of `penstock run`: check everything, and start nothing."""
@@ -56,13 +57,38 @@ def _run(composed: dict[str, Any]) -> None:
         _carry_out(composed, resumed)
 
 
-def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
+def carry_out_again(config: dict[str, Any], plan: Path, data: str | None) -> RunFolder:
+    """Run what another run was.
+
+    Args:
+        config: Its configuration.
+        plan: Where its nodes ran; left out if the file is not there.
+        data: Fingerprint of its problems; None if it is not known.
+
+    Returns:
+        The new run's folder.
+
+    Raises:
+        ConfigError: If the configuration cannot be run here, or makes other problems.
+    """
+    with _plain_warnings(), no_exit(ConfigError):
+        return _carry_out(config, None, plan, data)
+
+
+def _carry_out(
+    composed: dict[str, Any],
+    resumed: Resumed | None,
+    plan_file: Path | None = None,
+    data: str | None = None,
+) -> RunFolder:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
     from ...planner.plan.plan import Plan
     from ...workers.executors.process_setup import threads_within
     from ..inputs.compose import dumped, resolve, run_config
+    from ..placement.machine import machine_name
+    from ..run_dir.environment import environment_now
     from ..run_dir.origins import origins_of
-    from ..run_dir.peak_memory import PeakMemory
+    from ..run_dir.process_usage import ProcessUsage
     from ..run_dir.progress import LastingConsole
     from ..run_dir.run_folder import code_version, create_run, record_of
     from ..run_dir.trackers.registry import Trackers
@@ -70,14 +96,19 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
     from ..stages.job import prepare
 
     code = code_version()
-    file = None if resumed is None or resumed.moved else resumed.folder.plan
+    file = plan_file if resumed is None or resumed.moved else resumed.folder.plan
     placed = Plan.read(file) if file is not None and file.exists() else None
     config = run_config(composed)
     trackers = Trackers(config.tracker)
     job = prepare(resolve(config), placed)
     console = LastingConsole(stderr=True)
     _print_data(job, console)
-    origins = origins_of(job.model_folders)
+    if data not in (None, job.data.fingerprint):
+        raise ConfigError(
+            f"the data is not that of the run: its fingerprint was {data} and is "
+            f"{job.data.fingerprint} now\n    bring the data back as it was"
+        )
+    origins, environment = origins_of(job.model_folders), environment_now(machine_name())
     plain = dumped(config, job.run)
     written = yaml.safe_dump(plain, sort_keys=False)
     plan = job.plan.model_dump_json(indent=2, exclude_defaults=True)
@@ -94,14 +125,15 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
             plan=plan,
             code=code,
             not_reproducible=job.not_reproducible,
+            environment=environment,
         )
     else:
         folder = resumed.folder
-        _check_unchanged(folder, job.data.fingerprint, origins, code, console)
+        _check_unchanged(folder, job.data.fingerprint, origins, code, environment, console)
     with (
         _ended_early(folder, resumed is None, had_runs, trackers),
         folder.locked(),
-        PeakMemory() as memory,
+        ProcessUsage() as usage,
         trackers,
         threads_within(job.run.placement.executor.num_threads),
     ):
@@ -114,7 +146,8 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
             console.print(job.about_model, highlight=False, markup=False, soft_wrap=True)
         said = record_of(folder).not_reproducible
         trackers.start(RunInfo(folder.id, paths, plain, resumed is not None, said))
-        _stages(job, homes, code, memory, console, resumed is not None, trackers)
+        _stages(job, homes, code, usage, console, resumed is not None, trackers)
+    return folder
 
 
 def _note_changes(resumed: Resumed, job: Job, config: str, plan: str) -> None:
@@ -139,13 +172,19 @@ def _note_changes(resumed: Resumed, job: Job, config: str, plan: str) -> None:
 
 
 def _check_unchanged(
-    folder: RunFolder, data: str, origins: Origins, code: CodeVersion, console: Console
+    folder: RunFolder,
+    data: str,
+    origins: Origins,
+    code: CodeVersion,
+    environment: Environment,
+    console: Console,
 ) -> None:
     """Refuse to go on with other problems or models than the run began with; mention other code.
 
     Raises:
         ConfigError: If the data or a model differs.
     """
+    from ..run_dir.environment import changed_versions, versions_text
     from ..run_dir.origins import changed_files, check_models
     from ..run_dir.run_folder import record_of
 
@@ -160,6 +199,9 @@ def _check_unchanged(
     others = [f"with another {path}" for path in changed_files(record.origins, origins)]
     if record.code != code:
         others.append(f"by penstock {record.code} and goes on with {code}")
+    versions = changed_versions(record.environment.versions, environment.versions)
+    if versions:
+        others.append(f"with other versions of packages ({versions_text(versions)})")
     for other in others:
         console.print(
             f"penstock: warning: run '{folder.id}' was started {other}; what comes out may differ "
@@ -184,7 +226,7 @@ def _stages(
     job: Job,
     homes: Mapping[str, RunFolder],
     code: CodeVersion,
-    memory: PeakMemory,
+    usage: ProcessUsage,
     console: Console,
     resumed: bool,
     trackers: Trackers,
@@ -209,12 +251,13 @@ def _stages(
                 continue
         outcome = run_stage(job, stage, home, results, trackers)
     wall_time_s = time.monotonic() - started_s
-    memory.sample()
+    usage.sample()
     summary = summary_of(
         job,
         outcome,
         code=code,
-        peak_memory_bytes=memory.peak_bytes,
+        peak_memory_bytes=usage.peak_bytes,
+        cpu_s=usage.cpu_s,
         wall_time_s=wall_time_s,
         resumed=resumed,
         record=record_of(folder),

@@ -1,15 +1,16 @@
 """`runs/<id>/`: everything one run leaves behind, in plain files.
 
     run.json         name, seed, start, code version, fingerprint of the data, hashes of the user's
-                     own files and of the models it began with, the configuration and what was
-                     changed of it when, why it is not reproducible if it is not; its presence makes
-                     the folder a run
+                     own files and of the models it began with, every package's version and the
+                     machine, the configuration and what was changed of it when, why it is not
+                     reproducible if it is not; its presence makes the folder a run
     config.yaml      the composed configuration, as it is run
     plan.json        where the main stage's nodes run
     metrics.jsonl    one line per step               (trackers/jsonl.py)
     trace.json       the timeline of every task      (trace.py)
     checkpoints/     the newest usable ones          (checkpoint.py)
     stages/          of each stage before the main one, a folder like this
+    tags.json        words that somebody gave it, if any
     summary.json     written at the end; its presence means that the run finished
 
 Trackers write theirs beside these (`trackers/`). No service is needed to list or compare runs:
@@ -37,6 +38,7 @@ from ... import __version__
 from ...dataflow.errors import ConfigError
 from ...dataflow.file_errors import writing
 from .atomic import write_json, write_text
+from .environment import Environment
 from .origins import Origins
 from .trackers.jsonl import METRICS, finite_or_none
 
@@ -124,6 +126,11 @@ class RunFolder:
         return RunFolder(self.path / "stages" / name)
 
     @property
+    def tags(self) -> Path:
+        """Words that somebody gave the run, as a JSON list; it need not be there."""
+        return self.path / "tags.json"
+
+    @property
     def summary(self) -> Path:
         """What came out, as JSON."""
         return self.path / "summary.json"
@@ -188,6 +195,8 @@ class RunRecord:
         fault: Why its files cannot be read in full; None if they can.
         origins: What else it began with; empty in a run older than these.
         not_reproducible: Why what came out does not follow from its seed, in words; "" if it does.
+        environment: What it was run with; empty in a run older than these.
+        tags: Words that somebody gave it, in order.
     """
 
     folder: RunFolder
@@ -202,6 +211,8 @@ class RunRecord:
     fault: str | None = None
     origins: Origins = field(default_factory=Origins, hash=False)
     not_reproducible: str = ""
+    environment: Environment = field(default_factory=Environment, hash=False)
+    tags: tuple[str, ...] = ()
 
 
 def create_run(
@@ -215,6 +226,7 @@ def create_run(
     plan: str | None = None,
     code: CodeVersion | None = None,
     not_reproducible: str = "",
+    environment: Environment | None = None,
     now: datetime | None = None,
 ) -> RunFolder:
     """Make the folder of a new run; no two processes ever get the same one.
@@ -229,6 +241,7 @@ def create_run(
         plan: Where the main stage's nodes run, as JSON; if that is to be kept.
         code: Which code runs; read now if it is not given.
         not_reproducible: Why what comes out will not follow from the seed; "" if it will.
+        environment: What it is run with; if that is to be kept.
         now: When the run starts; for tests.
 
     Returns:
@@ -247,6 +260,7 @@ def create_run(
         "code": asdict(code or code_version()),
         "data": data,
         **asdict(origins or Origins()),
+        **asdict(environment or Environment()),
         "config": plain(yaml.safe_load(config)),
         "changes": [],
         "not_reproducible": not_reproducible or None,
@@ -377,18 +391,26 @@ def record_of(folder: RunFolder) -> RunRecord:
                 _mapping(about.get("files") or {}), _mapping(about.get("models") or {})
             ),
             not_reproducible=str(about.get("not_reproducible") or ""),
+            environment=Environment(
+                _mapping(about.get("versions") or {}), _mapping(about.get("hardware") or {})
+            ),
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         fault = f"run.json cannot be read ({type(error).__name__}: {error})"
         unknown = datetime.fromtimestamp(0, UTC)
         return RunRecord(folder, folder.id, 0, unknown, CodeVersion("unknown"), fault=fault)
-    try:
-        text = folder.summary.read_bytes() if folder.summary.exists() else b"null"
-        summary: Any = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        fault = f"summary.json cannot be read ({type(error).__name__}: {error})"
-        return replace(record, fault=fault)
-    return replace(record, summary=summary)
+    read: dict[Path, Any] = {}
+    for path in (folder.summary, folder.tags):
+        try:
+            read[path] = json.loads(path.read_bytes()) if path.exists() else None
+        except (OSError, ValueError, RecursionError) as error:
+            fault = f"{path.name} cannot be read ({type(error).__name__}: {error})"
+            return replace(record, fault=fault)
+    tags = read[folder.tags] or []
+    if not isinstance(tags, list):
+        return replace(record, fault=f"tags.json holds {tags!r:.40}, and no list")
+    tags = tuple(str(tag) for tag in cast(list[Any], tags))
+    return replace(record, summary=read[folder.summary], tags=tags)
 
 
 def _mapping(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..placement.machine import num_cores
 from ..run_dir.atomic import write_text
 from ..run_dir.curve import draw_curve
 from ..run_dir.evaluations import WHOLE, Change, Evaluations, Measured, accuracy_interval
@@ -29,6 +30,7 @@ def summary_of(
     *,
     code: CodeVersion,
     peak_memory_bytes: int,
+    cpu_s: float,
     wall_time_s: float,
     resumed: bool,
     record: RunRecord,
@@ -40,6 +42,7 @@ def summary_of(
         outcome: Of the main stage.
         code: As it was when this process began, since somebody may edit it meanwhile.
         peak_memory_bytes: Of this process and all below it.
+        cpu_s: Processor seconds of the same processes.
         wall_time_s: Of the stages.
         resumed: Whether an earlier process did some of it.
         record: What the run's folder says of it.
@@ -73,6 +76,7 @@ def summary_of(
         "calibration": prediction.calibration if prediction else None,
         "nodes": nodes_summary(main.graph, job.plan, outcome.node_times_s),
         "peak_memory_bytes": peak_memory_bytes,
+        "cpu_utilization": cpu_s / (wall_time_s * num_cores()) if wall_time_s else None,
         "wall_time_s": wall_time_s,
         "main_stage_wall_time_s": outcome.wall_time_s,
         "resumed": resumed,

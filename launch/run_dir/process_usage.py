@@ -1,4 +1,4 @@
-"""How much memory a run's processes hold at most: sampled, because processes come and go."""
+"""The memory and processor time of a run's processes: sampled, because processes come and go."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import psutil
 
 from ...dataflow.runtime.worker_protocol import CLOSE_S
 
-__all__ = ["PeakMemory"]
+__all__ = ["ProcessUsage"]
 
 _LOG = logging.getLogger("penstock.launch")
 
 
-class PeakMemory:
+class ProcessUsage:
     """Watches this process and all below it, while entered.
 
     The sum of resident memory counts pages that processes share once for each of them.
@@ -23,15 +23,17 @@ class PeakMemory:
         every_s: Seconds between samples; a shorter peak may be missed.
 
     Attributes:
-        peak_bytes: The largest sum seen.
+        peak_bytes: The largest sum of resident memory seen.
     """
 
     def __init__(self, every_s: float = 0.5) -> None:
         self.peak_bytes = 0
         self._every_s = every_s
         self._root = psutil.Process()
+        self._cpu_s: dict[psutil.Process, float] = {}
+        self._cpu_s_before = _cpu_s(self._root)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="process-usage", daemon=True)
 
     def sample(self) -> int:
         """Resident bytes of the process tree now."""
@@ -39,16 +41,22 @@ class PeakMemory:
         for process in (self._root, *self._root.children(recursive=True)):
             try:
                 total += process.memory_info().rss
+                self._cpu_s[process] = _cpu_s(process)
             except psutil.NoSuchProcess:  # it ended between being listed and being asked
                 continue
         self.peak_bytes = max(self.peak_bytes, total)
         return total
 
+    @property
+    def cpu_s(self) -> float:
+        """Processor seconds since this was made, of every process as far as it was last seen."""
+        return sum(self._cpu_s.values()) - self._cpu_s_before
+
     def _watch(self) -> None:
         while not self._stop.wait(self._every_s):
             self.sample()
 
-    def __enter__(self) -> PeakMemory:
+    def __enter__(self) -> ProcessUsage:
         self.sample()
         self._thread.start()
         return self
@@ -62,3 +70,8 @@ class PeakMemory:
             )
             return
         self.sample()
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system

@@ -10,14 +10,23 @@ from rich.text import Text
 
 from ...dataflow.errors import ConfigError, nearest
 from ..run_dir.run_folder import open_run, record_of
-from ..run_dir.samples import SORTS, Sample, read_samples, sample_steps, shown, sorted_samples
+from ..run_dir.samples import (
+    ORDERS,
+    SORTS,
+    Sample,
+    read_samples,
+    sample_steps,
+    shown,
+    sorted_samples,
+)
 
 __all__ = ["samples_command"]
 
 _KEYS: Mapping[str, str] = {
     "run": "the folder of a run",
     "step": "a step, counted from 0; `last` (the default) or `all`",
-    "sort": f"the highest first: {', '.join(SORTS)}",
+    "sort": f"by: {', '.join(SORTS)}",
+    "order": "highest (the default) or lowest first, of what `sort` names",
     "limit": "samples to show, 10 by default; 0 for all",
     "prompt": "only prompts that hold this text",
     "stage": "an earlier stage of the run",
@@ -54,7 +63,10 @@ def samples_command(arguments: list[str]) -> int:
         raise ConfigError(f"'sort': expected one of {', '.join(SORTS)}, got '{sort}'")
     wanted, limit = given.get("prompt", ""), _number("limit", given.get("limit", "10"))
     found = read_samples(home, _steps(home, given.get("step", "last")))
-    found = [sample for sample in sorted_samples(found, sort) if wanted in sample.prompt]
+    order = given.get("order", ORDERS[0])
+    if order not in ORDERS:
+        raise ConfigError(f"'order': expected one of {', '.join(ORDERS)}, got '{order:.40}'")
+    found = [sample for sample in sorted_samples(found, sort, order) if wanted in sample.prompt]
     if not found:
         raise ConfigError(f"'prompt': no prompt of these samples holds {wanted!r}")
     _print(found[: limit or None], len(found), record_of(folder).not_reproducible)

@@ -21,8 +21,10 @@ from ...workers.data.sample_log import step_files
 from .stop import visible
 
 __all__ = [
+    "ORDERS",
     "SAMPLES",
     "SORTS",
+    "Order",
     "SaidTurn",
     "Sample",
     "Sort",
@@ -37,6 +39,9 @@ SAMPLES = "samples"
 
 Sort = Literal["step", "reward", "advantage", "length"]
 SORTS: tuple[Sort, ...] = ("step", "reward", "advantage", "length")
+
+Order = Literal["highest", "lowest"]
+ORDERS: tuple[Order, ...] = ("highest", "lowest")
 
 
 @dataclass(frozen=True)
@@ -138,14 +143,18 @@ def _sample(row: dict[str, Any]) -> Sample:
     return Sample(**known, parts=parts)
 
 
-def sorted_samples(samples: Iterable[Sample], sort: Sort) -> list[Sample]:
-    """The highest first; in the order of steps as they are. What has no such number comes last."""
+def sorted_samples(samples: Iterable[Sample], sort: Sort, order: Order = "highest") -> list[Sample]:
+    """The highest or the lowest first; in the order of steps as they are.
+
+    What has no such number comes last.
+    """
+    sign = -1.0 if order == "highest" else 1.0
     if sort == "step":
         return list(samples)
 
     def key(sample: Sample) -> float:
         value: float | None = getattr(sample, sort)
-        return math.inf if value is None or math.isnan(value) else -value
+        return math.inf if value is None or math.isnan(value) else sign * value
 
     return sorted(samples, key=key)
 

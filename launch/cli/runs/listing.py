@@ -96,7 +96,8 @@ def _about(record: RunRecord) -> dict[str, Any]:
 def _section(title: str, values: Mapping[str, Any]) -> None:
     if values:
         print(f"\n{title}")
-        print_table([[f"  {key}", value_text(value)] for key, value in values.items()])
+        rows = [[f"  {key}", value_text(value)] for key, value in values.items()]
+        print_table(rows, whole=True)
 
 
 def diff_runs(arguments: Sequence[str]) -> int:

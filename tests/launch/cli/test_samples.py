@@ -68,6 +68,8 @@ def test_samples_are_chosen_and_sorted(penstock: Penstock, run: Path) -> None:
     assert said.out.endswith("2 of 3 samples; limit=0 shows all\n")
     said = penstock("samples", "run=runs/one", "step=all", "sort=advantage", "limit=0")
     assert rewards(said.out) == ["0.25 (rule.score 0.25", "1", "0"]
+    said = penstock("samples", "run=runs/one", "step=all", "sort=reward", "order=lowest")
+    assert rewards(said.out) == ["0", "0.25 (rule.score 0.25", "1"]
     said = penstock("samples", "run=runs/one", "step=all", "prompt=1+")
     assert rewards(said.out) == ["0", "1"]
 
@@ -90,7 +92,11 @@ def test_they_are_read_from_python(run: Path) -> None:
         (
             ["run=runs/one", "srt=reward"],
             "penstock samples: there is no key 'srt'; did you mean 'sort'?\n"
-            "    keys are: run, step, sort, limit, prompt, stage",
+            "    keys are: run, step, sort, order, limit, prompt, stage",
+        ),
+        (
+            ["run=runs/one", "order=worst"],
+            "'order': expected one of highest, lowest, got 'worst'",
         ),
         (
             ["run=runs/one", "sort=best"],

@@ -1,48 +1,15 @@
-"""`penstock runs`: which runs a listing has, in what order, and in what two runs differ."""
+"""`penstock runs list`, `show` and `diff`: which runs a listing has, and in what two differ."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
-from penstock.launch.run_dir.origins import Origins
-from penstock.launch.run_dir.run_folder import CodeVersion, RunFolder, create_run
+from penstock.launch.run_dir.environment import Environment
+from penstock.launch.run_dir.run_folder import RunFolder
 
-from ..conftest import Penstock
-
-NOW = datetime(2026, 11, 21, 3, 14, 54, tzinfo=UTC)
-
-
-def made(runs: Path, seed: int, lr: str, summary: dict[str, Any] | None) -> RunFolder:
-    folder = create_run(
-        runs,
-        name="grpo",
-        seed=seed,
-        config=f"optimizer:\n  lr: {lr}\nresume: null\n",
-        data="0123456789abcdef",
-        origins=Origins({"reward.py": f"{seed}" * 64}, {}),
-        code=CodeVersion("0.1.0"),
-        now=NOW + timedelta(hours=seed),
-    )
-    if summary is not None:
-        folder.write_summary(summary)
-    return folder
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> list[RunFolder]:
-    """A finished run, one that was stopped and is better, one that goes on, and a damaged one."""
-    home = tmp_path / "runs"
-    folders = [
-        made(home, 0, "1.0e-05", {"num_steps": 200, "accuracy_after_rl": 0.5, "stopped": None}),
-        made(home, 1, "1.0e-04", {"num_steps": 9, "accuracy_after_rl": 0.75, "stopped": "asked"}),
-        made(home, 2, "1.0e-05", None),
-        made(home, 3, "1.0e-05", {}),
-    ]
-    folders[3].summary.write_text("{")
-    return folders
+from ...conftest import Penstock
+from .conftest import Make, made
 
 
 def listed(said: str) -> list[int]:
@@ -91,7 +58,7 @@ def test_control_characters_of_a_name_only_show(penstock: Penstock, tmp_path: Pa
     folder = made(tmp_path / "runs", 0, "1", {"task": "a\x1b[31m\nb" + "c" * 80})
     said = penstock("runs", "list", "show=task")
     row = said.out.splitlines()[1]
-    assert row == f"{folder.id}  a\\x1b[31m\\nb{'c' * 45}..."
+    assert row == f"{folder.id}  a\\x1b[31m\\nb{'c' * 49}..."
 
 
 def test_two_runs_differ_in_files_configuration_and_result(
@@ -103,7 +70,7 @@ def test_two_runs_differ_in_files_configuration_and_result(
         "20261121-031454-grpo-seed0 and 20261121-041454-grpo-seed1\n"
         "\n"
         "files and models\n"
-        f"  files.reward.py  {'0' * 57}...  {'1' * 57}...\n"
+        f"  files.reward.py  {'0' * 64}  {'1' * 64}\n"
         "\n"
         "configuration\n"
         "  optimizer.lr  1e-05  0.0001\n"
@@ -118,7 +85,7 @@ def test_two_runs_differ_in_files_configuration_and_result(
 def test_a_run_does_not_differ_from_itself(penstock: Penstock, runs: list[RunFolder]) -> None:
     said = penstock("runs", "diff", runs[0].id, runs[0].id)
     assert said.out.splitlines()[1:] == [
-        "are the same in code, data, models, configuration and what came out"
+        "are the same in code, data, models, packages, machine, configuration and what came out"
     ]
 
 
@@ -133,7 +100,8 @@ def test_a_number_and_a_truth_are_different(penstock: Penstock, tmp_path: Path) 
     [
         (
             ["lst"],
-            "penstock runs: expected list or diff, got 'lst'; did you mean 'list'?\n"
+            "penstock runs: expected one of list, show, diff, plot, compare, regress, reproduce, "
+            "export, import, tag, archive, delete, got 'lst'; did you mean 'list'?\n"
             "    penstock runs --help says what each takes\n",
         ),
         (["list", "grpo"], "penstock runs list: expected KEY=VALUE, got 'grpo'\n"),
@@ -175,4 +143,55 @@ def test_a_damaged_run_is_not_compared(penstock: Penstock, runs: list[RunFolder]
 def test_no_runs_are_an_empty_table(penstock: Penstock, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     assert penstock("runs", "list", "seed=1", "sort=seed").out == "run\n"
-    assert penstock("runs", "--help").out.startswith("usage: penstock runs list")
+    assert penstock("runs", "--help").out.startswith("usage: penstock runs ACTION")
+
+
+def test_a_run_is_shown_with_its_packages_and_curves(penstock: Penstock, make: Make) -> None:
+    make(0, "1e-5", {"num_steps": 3, "nodes": {"a": 1.0}, "none": None}, [4.0, 2.0, 1.0])
+    said = penstock("runs", "show", "20261121-031454-grpo-seed0")
+    assert (said.code, said.err) == (0, "")
+    assert said.out == (
+        "runs/20261121-031454-grpo-seed0\n"
+        "\n"
+        "the run\n"
+        "  state     finished\n"
+        "  created   2026-11-21T03:14:54+00:00\n"
+        "  seed      0\n"
+        "  code      0.1.0\n"
+        "  data      0123456789abcdef\n"
+        "  packages  python 3.12.1, torch 2.13.0\n"
+        "  machine   num_cores 2, processor one\n"
+        "\n"
+        "what came out\n"
+        "  num_steps  3\n"
+        "\n"
+        "metric               first  last\n"
+        "  a.train/loss       4      1     █▃▁\n"
+        "  a.train/tokens     7      7     ▁▁▁\n"
+        "  run/samples_per_s  32     32    ▁▁▁\n"
+        "  run/step_time_s    0.5    0.5   ▁▁▁\n"
+    )
+
+
+def test_other_packages_and_machines_are_a_difference(penstock: Penstock, make: Make) -> None:
+    one = make(0, "1e-5", None)
+    other = make(0, "1e-5", None, environment=Environment({"torch": "2.12.0"}, {"num_cores": 4}))
+    said = penstock("runs", "diff", one.id, other.id).out
+    assert "packages\n  python  3.12.1  -\n  torch   2.13.0  2.12.0\n" in said
+    assert "machine\n  num_cores  2    4\n  processor  one  -\n" in said
+
+
+def test_runs_are_listed_by_a_tag(penstock: Penstock, runs: list[RunFolder]) -> None:
+    said = penstock("runs", "tag", f"{runs[0].id},{runs[2].id}", "add=good,quick", "remove=quick")
+    assert said.out == f"{runs[0].id}: good\n{runs[2].id}: good\n"
+    assert listed(penstock("runs", "list", "tags=good").out) == [0, 2]
+    penstock("runs", "tag", runs[0].id, "remove=good", "add=kept,best")
+    assert penstock("runs", "list", "seed=0", "show=tags").out.splitlines()[1:] == [
+        f"{runs[0].id}  kept, best"
+    ]
+
+
+@pytest.mark.parametrize("content", ["{", "5"])
+def test_damaged_tags_are_a_fault(penstock: Penstock, runs: list[RunFolder], content: str) -> None:
+    runs[0].tags.write_text(content)
+    assert penstock("runs", "list").out.splitlines()[-2].startswith(f"{runs[0].id}: tags.json ")

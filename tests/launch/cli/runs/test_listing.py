@@ -167,9 +167,9 @@ def test_a_run_is_shown_with_its_packages_and_curves(penstock: Penstock, make: M
         "\n"
         "metric               first  last\n"
         "  a.train/loss       4      1     █▃▁\n"
-        "  a.train/tokens     7      7     ▁▁▁\n"
-        "  run/samples_per_s  32     32    ▁▁▁\n"
         "  run/step_time_s    0.5    0.5   ▁▁▁\n"
+        "  run/samples_per_s  32     32    ▁▁▁\n"
+        "  a.train/tokens     7      7     ▁▁▁\n"
     )
 
 

@@ -1,0 +1,116 @@
+"""`penstock runs plot`, `compare` and `report`: how sets of runs went, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from ....dataflow.errors import ConfigError, nearest
+from ...run_dir.atomic import write_text
+from ...run_dir.stop import visible
+from ...runs.comparison import Comparison, compared, comparison_markdown
+from ...runs.drawing import draw, joined
+from ...runs.series import OVER, History, Over, Series
+from ...runs.sparkline import sparkline
+from ...runs.values import RunValues, sets_by, value_text
+from .table import print_table
+from .words import Words, chosen, split_words
+
+__all__ = ["compare_runs", "plot_runs"]
+
+_KEY = "accuracy_after_rl"
+_SETS = ("by", "stage")
+
+
+def plot_runs(arguments: Sequence[str]) -> int:
+    """Curves of sets of runs: into a file, or one line each on the terminal."""
+    words = split_words("plot", arguments, (*_SETS, "metric", "over", "file"), where=True)
+    if "metric" not in words.options:
+        raise ConfigError(
+            "penstock runs plot: which metric?\n    give metric=NAME; penstock runs show RUN lists "
+            "those that a run has"
+        )
+    over = cast(Over, chosen("over", words.option("over", "steps"), OVER))
+    curves = _curves(words, words.option("metric").split(","), over)
+    rows = [["metric", "set", "runs", over, "first", "last", ""]]
+    for metric, sets in curves.items():
+        for label, runs in sets.items():
+            xs, means, _, _ = joined(runs)
+            ends = [value_text(float(y)) for y in (xs[-1], means[0], means[-1])]
+            rows.append([metric, label, str(len(runs)), *ends, sparkline(means.tolist())])
+    print_table(rows)
+    if "file" in words.options:
+        draw(Path(words.option("file")), curves, over)
+        print(visible(f"drawn in {words.option('file')}"))
+    return 0
+
+
+def _curves(words: Words, metrics: Sequence[str], over: Over) -> dict[str, dict[str, list[Series]]]:
+    """Metric -> label -> a series of each run."""
+    sets = sets_by(words.names, words.where, words.option("by"), words.home)
+    curves: dict[str, dict[str, list[Series]]] = {metric: {} for metric in metrics}
+    for label, runs in sets.items():
+        for record, _ in runs:
+            stage = words.option("stage")
+            folder = record.folder.stage(stage).path if stage else record.folder.path
+            if not folder.is_dir():
+                raise ConfigError(f"'stage': run '{record.folder.id}' has no stage '{stage}'")
+            history = History(folder)
+            for metric in metrics:
+                curves[metric].setdefault(label, []).append(history.series(metric, over))
+    return curves
+
+
+def compare_runs(arguments: Sequence[str]) -> int:
+    """How much better one set of runs came out than another, and how sure that is."""
+    words = split_words("compare", arguments, ("by", "key", "report"), where=True)
+    sets = sets_by(words.names, words.where, words.option("by"), words.home)
+    if len(sets) != 2:
+        labels = ", ".join(sets)
+        raise ConfigError(
+            f"penstock runs compare: expected two sets of runs, got {len(sets)}: {labels:.200}\n"
+            "    name two, such as 'A*' 'B*', or give by=KEY, of which the runs have two values"
+        )
+    found = [_compared(sets, key) for key in words.option("key", _KEY).split(",")]
+    for number, one in enumerate(found):
+        if number:
+            print()
+        print_table(one.rows())
+        for line in one.remarks():
+            print(visible(line))
+    if "report" in words.options:
+        path = Path(words.option("report"))
+        write_text(path, comparison_markdown(found, sets))
+        print(visible(f"reported in {path}"))
+    return 0
+
+
+def _compared(sets: Mapping[str, Sequence[RunValues]], key: str) -> Comparison:
+    return compared(key, {label: _numbers(runs, key) for label, runs in sets.items()})
+
+
+def _numbers(runs: Sequence[RunValues], key: str) -> dict[str, float]:
+    """Run -> its value: of a key, or of a metric over the last tenth of its steps.
+
+    Raises:
+        ConfigError: If one has neither.
+    """
+    found: dict[str, float] = {}
+    for record, values in runs:
+        value: Any = values.get(key)
+        if value is None:
+            history = History(record.folder.path)
+            if key not in history.metrics:
+                known = {name for name, other in values.items() if isinstance(other, int | float)}
+                raise ConfigError(
+                    f"run '{record.folder.id}' has no key and no metric '{key}'"
+                    f"{nearest(key, [*known, *history.metrics])}"
+                )
+            value = history.series(key).end
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(
+                f"'{key}' of run '{record.folder.id}': expected a number, got {value!r:.60}"
+            )
+        found[record.folder.id] = float(value)
+    return found

@@ -1,0 +1,74 @@
+"""`penstock runs regress`: whether runs are worse than a stored reference, as an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ....dataflow.errors import ConfigError
+from ...run_dir.stop import visible
+from ...runs.reference import RULES, Finding, Reference, Rule
+from ...runs.values import RunValues, sets_by, value_text
+from .table import print_table
+from .words import Words, split_words
+
+__all__ = ["regress_runs"]
+
+_DIRECTIONS = ("not_lower", "not_higher", "same")
+
+
+def regress_runs(arguments: Sequence[str]) -> int:
+    """Hold runs against a reference, or write one; 1 if a run is worse."""
+    options = ("reference", "write", *_DIRECTIONS)
+    words = split_words("regress", arguments, options, where=True)
+    if ("reference" in words.options) == ("write" in words.options):
+        raise ConfigError(
+            "penstock runs regress: give reference=FILE to hold runs against, or write=FILE to "
+            "make one of them"
+        )
+    sets = sets_by(words.names, words.where, "", words.home)
+    runs = [run for found in sets.values() for run in found]
+    if "write" in words.options:
+        return _write(runs, words)
+    findings = Reference.read(Path(words.option("reference"))).held_against(runs)
+    print_table([["figure", "reference", "now", "allowed", ""], *map(_row, findings)])
+    worse = [finding.key for finding in findings if finding.worse]
+    print(visible(f"worse: {', '.join(worse)}" if worse else "no worse than the reference"))
+    return 1 if worse else 0
+
+
+def _write(runs: Sequence[RunValues], words: Words) -> int:
+    path = Path(words.option("write"))
+    reference = Reference.of(runs, _rules(words))
+    reference.write(path)
+    num = len(reference.runs)
+    print(visible(f"written to {path}: {num} {'run' if num == 1 else 'runs'}"))
+    return 0
+
+
+def _rules(words: Words) -> Mapping[str, Rule]:
+    """The default rules, but for keys that are given: `not_lower=KEY:TOLERANCE,KEY`."""
+    given: dict[str, Rule] = {}
+    for direction in _DIRECTIONS:
+        for one in filter(None, words.option(direction).split(",")):
+            key, _, tolerance = one.partition(":")
+            given[key] = Rule(direction, *_tolerance(key, tolerance))
+    return {**RULES, **given}
+
+
+def _tolerance(key: str, text: str) -> tuple[float, bool]:
+    """`0.02`, or `5%` of the reference's value."""
+    relative = text.endswith("%")
+    try:
+        tolerance = float(text.removesuffix("%") or 0)
+    except ValueError:
+        tolerance = -1.0
+    if not 0 <= tolerance < float("inf"):
+        raise ConfigError(f"'{key}': expected a tolerance such as 0.02 or 5%, got '{text:.40}'")
+    return (tolerance / 100, True) if relative else (tolerance, False)
+
+
+def _row(finding: Finding) -> list[str]:
+    allowed = "" if finding.allowed is None else value_text(finding.allowed)
+    said = finding.note or ("worse" if finding.worse else "")
+    return [finding.key, value_text(finding.reference), value_text(finding.value), allowed, said]

@@ -1,0 +1,96 @@
+"""Curves of several sets of runs in one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...dataflow.errors import ConfigError
+from ...dataflow.file_errors import writing
+from .intervals import mean_curve
+from .series import Series
+
+__all__ = ["FORMATS", "draw", "joined"]
+
+FORMATS = (".svg", ".png")
+_MOST_POINTS = 400
+"""Of a curve: more are not seen, and make a large file."""
+
+Curve = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
+"""Where, the mean there, and its interval's ends."""
+
+
+def joined(runs: Sequence[Series]) -> Curve:
+    """One curve of several runs: their interquartile mean with its 95 % interval.
+
+    It reaches as far as every run does. Runs are read where any of them has points, and between
+    two points of its own a run is taken to be on the line between them.
+
+    Args:
+        runs: At least one; each has a point.
+    """
+    first, last = max(run.xs[0] for run in runs), min(run.xs[-1] for run in runs)
+    xs = np.unique(np.concatenate([np.asarray(run.xs) for run in runs]))
+    xs = xs[(xs >= first) & (xs <= last)]
+    if not len(xs):
+        raise ConfigError("these runs have no steps in common\n    plot them in sets of their own")
+    if len(xs) > _MOST_POINTS:
+        xs = xs[np.linspace(0, len(xs) - 1, _MOST_POINTS).round().astype(int)]
+    means = [np.interp(xs, run.xs, run.ys) for run in runs]
+    return (xs, *mean_curve(np.stack(means)))
+
+
+def draw(
+    path: Path, sets: Mapping[str, Mapping[str, Sequence[Series]]], over: str, title: str = ""
+) -> None:
+    """Draw a chart for each metric, with one curve for each set of runs, and a band around it.
+
+    Args:
+        path: `.svg` or `.png`; the same runs give the same bytes.
+        sets: Metric -> label of a set -> its runs.
+        over: What is counted from left to right.
+        title: Written above.
+
+    Raises:
+        ConfigError: If runs of a set have no steps in common, or the file is neither of the two.
+    """
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"'{path}': expected a name that ends in {' or '.join(FORMATS)}")
+    # Imported here: it takes most of a second, and only a picture needs it.
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with rc_context({"svg.hashsalt": "penstock", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(6.4, 3.6 * len(sets)), layout="constrained")
+        FigureCanvasAgg(figure)
+        for place, (metric, curves) in zip(
+            figure.subplots(len(sets), squeeze=False).flat, sets.items(), strict=True
+        ):
+            _chart(place, metric, curves, over)
+        if title:
+            figure.suptitle(_plain(title))
+        with writing(path):
+            figure.savefig(path, dpi=144, metadata={"Date": None} if path.suffix == ".svg" else {})
+
+
+def _chart(place: Any, metric: str, curves: Mapping[str, Sequence[Series]], over: str) -> None:
+    for label, runs in curves.items():
+        xs, means, lows, highs = joined(runs)
+        num = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
+        (line,) = place.plot(xs, means, label=_plain(f"{label} ({num})"), linewidth=1.5)
+        if len(runs) > 1:
+            place.fill_between(xs, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)
+    place.set_xlabel(over)
+    place.set_ylabel(_plain(metric))
+    place.grid(visible=True, color="#ddd")
+    place.legend(frameon=False, fontsize="small")
+
+
+def _plain(text: str) -> str:
+    """A text that matplotlib does not take for a formula."""
+    return text.replace("$", r"\$")

@@ -1,0 +1,222 @@
+"""A stored reference that later runs are held against: what they may not lose, and by how much.
+
+A figure is worse if the mean over the runs is beyond the reference's by more than is allowed, which
+is the larger of a tolerance and of what the reference's own runs vary by: half of the 95 % interval
+in which the mean of so many further runs falls (Student's t, of the reference's variance). Hashes
+must be the same wherever the machine and the packages are those of the reference, since another
+processor rounds otherwise; elsewhere that they are not compared is said.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ...dataflow.errors import ConfigError
+from ..run_dir.atomic import write_json
+from ..run_dir.environment import Environment, changed_versions, versions_text
+from .series import History
+from .values import RunValues, value_text
+
+__all__ = ["RULES", "Finding", "Reference", "Rule"]
+
+Direction = Literal["not_lower", "not_higher", "same"]
+
+_FORMAT = 1
+_COUNTS = ("/new_tokens", "/tokens", "/controller_bytes")
+"""Ends of the metrics whose sum over all steps is a count of operations."""
+
+_MAY_DIFFER = ("memory_bytes", "system")
+"""Of a machine, without any effect on what is computed."""
+
+_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Quantiles of Student's t for 1 to 10 degrees of freedom; above, those of the last are used."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a figure may not do.
+
+    Attributes:
+        direction: What it must be, beside the reference.
+        tolerance: By how much it may be otherwise.
+        relative: Whether that is a share of the reference's value.
+    """
+
+    direction: Direction
+    tolerance: float = 0.0
+    relative: bool = False
+
+
+RULES: Mapping[str, Rule] = {
+    "accuracy_after_rl": Rule("not_lower", 0.01),
+    "peak_memory_bytes": Rule("not_higher", 0.1, relative=True),
+    "weights_sha256": Rule("same"),
+    "counts": Rule("same"),
+}
+"""What is checked by default, of what a run has; `counts` stands for all of its counts."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one figure.
+
+    Attributes:
+        key: Which.
+        reference: Its value in the reference.
+        value: Its value in the runs.
+        allowed: The difference that is allowed; None of what must be the same.
+        worse: Whether it is beyond that.
+        note: Why it was not compared; "" if it was.
+    """
+
+    key: str
+    reference: Any
+    value: Any
+    allowed: float | None
+    worse: bool
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Figures of some runs, to hold others against.
+
+    Attributes:
+        rules: Key -> what it may not do.
+        values: Key -> its value in each run; a text of every run in the order of seeds.
+        runs: What the runs are called.
+        environment: What they were run with.
+    """
+
+    rules: Mapping[str, Rule]
+    values: Mapping[str, Sequence[Any]]
+    runs: Sequence[str] = ()
+    environment: Environment = field(default_factory=Environment)
+
+    @classmethod
+    def of(cls, runs: Sequence[RunValues], rules: Mapping[str, Rule]) -> Reference:
+        """Made of runs that are good.
+
+        Raises:
+            ConfigError: If one lacks what a rule asks for.
+        """
+        known = _rules_there(runs, rules)
+        values = {key: _of_all(runs, key) for key in known}
+        return cls(known, values, [record.folder.id for record, _ in runs], runs[0][0].environment)
+
+    def held_against(self, runs: Sequence[RunValues]) -> list[Finding]:
+        """What was found of each figure.
+
+        Args:
+            runs: Later runs, at least one.
+
+        Raises:
+            ConfigError: If one lacks what the reference has.
+        """
+        other = self._elsewhere(runs[0][0].environment)
+        return [
+            self._finding(key, rule, _of_all(runs, key), other) for key, rule in self.rules.items()
+        ]
+
+    def _finding(self, key: str, rule: Rule, values: Sequence[Any], other: str) -> Finding:
+        before = self.values[key]
+        if rule.direction == "same":
+            skipped = other if isinstance(before[0], str) else ""
+            worse = not skipped and {*values} != {*before}
+            return Finding(key, _one(before), _one(values), None, worse, skipped)
+        mean, now = statistics.fmean(before), statistics.fmean(values)
+        allowed = rule.tolerance * (abs(mean) if rule.relative else 1.0)
+        allowed = max(allowed, _half_width(before, len(values)))
+        loss = mean - now if rule.direction == "not_lower" else now - mean
+        # Not `loss > allowed`, which is false of NaN.
+        return Finding(key, mean, now, allowed, not loss <= allowed)
+
+    def _elsewhere(self, now: Environment) -> str:
+        """Why hashes are not compared; "" if they are."""
+        before = self.environment
+        if not before.versions or not now.versions:
+            return "not compared: the packages' versions are not recorded"
+        hardware = {k: v for k, v in before.hardware.items() if k not in _MAY_DIFFER}
+        if any(now.hardware.get(key) != value for key, value in hardware.items()):
+            return "not compared: another machine"
+        versions = changed_versions(before.versions, now.versions)
+        return f"not compared: {versions_text(versions)}" if versions else ""
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON."""
+        write_json(path, {"format": _FORMAT, **asdict(self)})
+
+    @classmethod
+    def read(cls, path: Path) -> Reference:
+        """What `write` has written.
+
+        Raises:
+            ConfigError: If it cannot be read, or is something else.
+        """
+        try:
+            found: Any = json.loads(path.read_bytes())
+            if found.pop("format") != _FORMAT:
+                raise ValueError(f"not of format {_FORMAT}")
+            rules = {key: Rule(**rule) for key, rule in found["rules"].items()}
+            environment = Environment(**found["environment"])
+            values = {key: [*found["values"][key]] for key in rules}
+            if not all(values.values()):
+                raise ValueError("a figure without a value")
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f"'{path}' is no reference ({type(error).__name__}: {error})\n"
+                "    make one of good runs: penstock runs regress RUN... write=FILE"
+            ) from error
+        return cls(rules, values, found["runs"], environment)
+
+
+def _rules_there(runs: Sequence[RunValues], rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """The rules without those of `RULES` that the runs have nothing of, and with every count."""
+    found: dict[str, Rule] = {}
+    for key, rule in rules.items():
+        if key == "counts":
+            found |= dict.fromkeys(_counts(runs[0]), rule)
+        elif RULES.get(key) != rule or runs[0][1].get(key) is not None:
+            found[key] = rule
+    return found
+
+
+def _counts(run: RunValues) -> list[str]:
+    names = History(run[0].folder.path).metrics
+    return ["num_steps", *(f"sum of {name}" for name in names if name.endswith(_COUNTS))]
+
+
+def _of_all(runs: Sequence[RunValues], key: str) -> list[Any]:
+    ordered = sorted(runs, key=lambda run: (run[0].seed, run[0].created))
+    return [_of(run, key) for run in ordered]
+
+
+def _of(run: RunValues, key: str) -> Any:
+    record, values = run
+    if key.startswith("sum of "):
+        return math.fsum(History(record.folder.path).series(key.removeprefix("sum of ")).ys)
+    value = values.get(key)
+    if value is None or isinstance(value, list | bool):
+        raise ConfigError(
+            f"run '{record.folder.id}' has no figure '{key}': it is {value_text(value)}\n"
+            "    a run that has not finished is held against no reference"
+        )
+    return value
+
+
+def _half_width(values: Sequence[float], num_further: int) -> float:
+    if len(values) < 2:
+        return 0.0
+    t = _T_975[min(len(values) - 1, len(_T_975)) - 1]
+    return t * statistics.stdev(values) * math.sqrt(1 / num_further + 1 / len(values))
+
+
+def _one(values: Sequence[Any]) -> Any:
+    """The value, if all are the same."""
+    return values[0] if len({*values}) == 1 else ", ".join(value_text(value) for value in values)

@@ -19,7 +19,7 @@ import tarfile
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
 
 from ...dataflow.errors import ConfigError
@@ -74,7 +74,7 @@ def export_run(record: RunRecord, path: Path, *, checkpoints: bool = False) -> i
         and not file.is_symlink()
         and not {*file.relative_to(folder.path).parts} & {*left_out}
     }
-    files |= dict(_own_files(record))
+    files = dict(sorted({**files, **dict(_own_files(record))}.items()))
     try:
         with (
             writing(path),
@@ -196,15 +196,9 @@ def _manifest(tar: tarfile.TarFile, path: Path) -> tuple[str, list[_Member]]:
 
 def _check_name(name: str, run: str) -> None:
     """Of a file: below the run's folder, whose name is one part."""
-    parts = PurePosixPath(name).parts
-    hidden = run.startswith(".") or "\\" in name or "\0" in name
-    if (
-        hidden
-        or "/" in run
-        or len(parts) < 2
-        or parts[0] != run
-        or {".", ".."} & {*name.split("/")}
-    ):
+    parts = name.split("/")
+    strange = "/" in run or run.startswith(".") or "\\" in name or "\0" in name
+    if strange or len(parts) < 2 or parts[0] != run or {"", ".", ".."} & {*parts}:
         raise ValueError(f"{name!r:.100} is no name of a file of run {run!r:.60}")
 
 

@@ -10,7 +10,7 @@ from ...run_dir.stop import visible
 __all__ = ["print_table"]
 
 _MOST_CHARACTERS = 64
-"""Of a value in a table: an example's response may be as long as a page. A SHA-256 is shown whole."""
+"""Of a value: an example's response may be as long as a page; a SHA-256 is shown whole."""
 
 
 def print_table(rows: Sequence[Sequence[str]], *, whole: bool = False) -> None:

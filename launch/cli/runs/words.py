@@ -1,4 +1,4 @@
-"""The words of a `penstock runs` command: names of runs, options, and values that runs must have."""
+"""The words of a `penstock runs` command: names of runs, options, and values that runs have."""
 
 from __future__ import annotations
 

@@ -1,0 +1,215 @@
+"""A run's archive: what was exported comes back, and nothing that was tampered with does."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from penstock.dataflow.errors import ConfigError
+from penstock.launch.run_dir.origins import Origins
+from penstock.launch.run_dir.run_folder import RunFolder, RunRecord, create_run, record_of
+from penstock.launch.runs.archive import export_run, import_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunRecord:
+    """A finished run with a checkpoint, and a module of the user's that it imported."""
+    own = tmp_path / "mine.py"
+    own.write_text("x = 1\n")
+    origins = Origins({str(own): hashlib.sha256(own.read_bytes()).hexdigest()})
+    folder = create_run(
+        tmp_path / "runs", name="it", seed=0, config="a: 1\n", data="", origins=origins
+    )
+    (folder.path / "models" / "actor").mkdir(parents=True)
+    (folder.path / "models" / "actor" / "weights").write_bytes(bytes(range(256)) * 9000)
+    folder.checkpoints.mkdir()
+    (folder.checkpoints / "step").write_text("large")
+    folder.write_summary({"num_steps": 3})
+    return record_of(folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def test_what_was_exported_comes_back_without_checkpoints(run: RunRecord, tmp_path: Path) -> None:
+    size_bytes = export_run(run, tmp_path / "it.run")
+    assert size_bytes == (tmp_path / "it.run").stat().st_size
+    back = import_run(tmp_path / "it.run", tmp_path / "there" / "runs")
+    assert back.path == tmp_path / "there" / "runs" / run.folder.id
+    found, before = contents(back.path), contents(run.folder.path)
+    (own,) = (name for name in found if name.startswith("own-files/"))
+    assert found.pop(own) == b"x = 1\n"
+    assert before.pop("checkpoints/step") == b"large"
+    assert found == before
+    assert [path.name for path in back.path.parent.iterdir()] == [run.folder.id]
+
+
+def test_the_same_run_has_the_same_archive(run: RunRecord, tmp_path: Path) -> None:
+    export_run(run, tmp_path / "one")
+    os.utime(run.folder.config, (0, 0))
+    export_run(run, tmp_path / "other")
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
+    back = record_of(import_run(tmp_path / "one", tmp_path / "there"))
+    (tmp_path / "mine.py").unlink()  # what was imported with it goes on with it
+    export_run(back, tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "one").read_bytes()
+
+
+def test_with_checkpoints_it_can_be_resumed(run: RunRecord, tmp_path: Path) -> None:
+    export_run(run, tmp_path / "it.run", checkpoints=True)
+    assert (import_run(tmp_path / "it.run", tmp_path / "r").checkpoints / "step").is_file()
+
+
+def test_a_file_of_the_users_that_has_changed_is_left_out(run: RunRecord, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("x = 2\n")
+    export_run(run, tmp_path / "it.run")
+    back = import_run(tmp_path / "it.run", tmp_path / "there")
+    assert not (back.path / "own-files").exists()
+
+
+def test_nothing_is_overwritten(run: RunRecord, tmp_path: Path) -> None:
+    export_run(run, tmp_path / "it.run")
+    with pytest.raises(ConfigError, match="is there\n    give another name"):
+        export_run(run, tmp_path / "it.run")
+    with pytest.raises(ConfigError, match="is there\n    remove it, or give runs=FOLDER"):
+        import_run(tmp_path / "it.run", tmp_path / "runs")
+
+
+def test_a_run_that_goes_on_is_not_exported(run: RunRecord, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from penstock.launch.run_dir.run_folder import RunFolder\n"
+        "with RunFolder(Path(sys.argv[1])).locked():\n"
+        "    print('held', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(run.folder.path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match=f"is being run by process {holder.pid}"):
+            export_run(run, tmp_path / "it.run")
+        holder.communicate(timeout=60)
+    assert not [*tmp_path.glob("*it.run*")]
+
+
+@pytest.mark.parametrize("at", [0, 400, 600, 5_000, 100_000, 2_000_000])
+def test_a_changed_byte_is_noticed(run: RunRecord, tmp_path: Path, at: int) -> None:
+    path = tmp_path / "it.run"
+    export_run(run, path)
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x21
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="damaged|no archive|cannot be read"):
+        import_run(path, tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("kept", [0, 1, 511, 4_000, 1_000_000])
+def test_an_archive_that_was_cut_off_is_noticed(run: RunRecord, tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "it.run"
+    export_run(run, path)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ConfigError):
+        import_run(path, tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
+def written(path: Path, about: Any, files: Mapping[str, bytes], **header: Any) -> Path:
+    """An archive that somebody else made."""
+    with tarfile.open(path, "w") as tar:
+        for name, content in {"penstock-run.json": json.dumps(about).encode(), **files}.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            if name in files:
+                for field, value in header.items():
+                    setattr(info, field, value)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def listed(run: str, files: Mapping[str, bytes]) -> dict[str, Any]:
+    members = [
+        {"name": name, "size_bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()}
+        for name, c in files.items()
+    ]
+    return {"format": 1, "run": run, "files": members}
+
+
+@pytest.mark.parametrize(
+    ("run_name", "name"),
+    [
+        ("it", "it/../../evil"),
+        ("it", "/etc/evil"),
+        ("it", "it//evil"),
+        ("it", "it/./evil"),
+        ("it", "other/evil"),
+        ("it", "it"),
+        ("..", "../evil"),
+        (".hidden", ".hidden/evil"),
+        ("a/b", "a/b/evil"),
+        ("", "/evil"),
+        ("it", "it/a\\b"),
+        ("it", "it/a\0b"),
+    ],
+)
+def test_no_name_leads_out_of_the_folder(tmp_path: Path, run_name: str, name: str) -> None:
+    about = listed(run_name, {name: b"", f"{run_name}/run.json": b"{}"})
+    path = written(tmp_path / "it.run", about, {})
+    with pytest.raises(ConfigError, match="its list of files cannot be read: .* is no name of a"):
+        import_run(path, tmp_path / "there")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["it.run"]
+
+
+@pytest.mark.parametrize(
+    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE]
+)
+def test_only_regular_files_are_unpacked(tmp_path: Path, kind: bytes) -> None:
+    files = {"it/run.json": b""}
+    header = {"type": kind, "linkname": "/etc/passwd"}
+    path = written(tmp_path / "it.run", listed("it", files), files, **header)
+    with pytest.raises(ConfigError, match="is damaged at it/run.json"):
+        import_run(path, tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
+def test_what_is_not_listed_is_not_unpacked(tmp_path: Path) -> None:
+    files = {"it/run.json": b"{}", "it/more": b"1"}
+    about = listed("it", {"it/run.json": b"{}"})
+    with pytest.raises(ConfigError, match="holds more than it lists"):
+        import_run(written(tmp_path / "it.run", about, files), tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize(
+    "about", [None, [], {}, {"format": 2}, {"format": 1, "run": "it", "files": [{"name": "x"}]}]
+)
+def test_another_list_is_refused(tmp_path: Path, about: Any) -> None:
+    with pytest.raises(ConfigError, match="its list of files cannot be read"):
+        import_run(written(tmp_path / "it.run", about, {}), tmp_path / "there")
+
+
+def test_an_import_that_was_killed_is_begun_anew(run: RunRecord, tmp_path: Path) -> None:
+    export_run(run, tmp_path / "it.run")
+    draft = tmp_path / "there" / f".{run.folder.id}.importing"
+    draft.mkdir(parents=True)
+    (draft / "rest").write_text("of before")
+    folder: RunFolder = import_run(tmp_path / "it.run", tmp_path / "there")
+    assert [path for path in folder.path.parent.iterdir()] == [folder.path]
+    assert not (folder.path / "rest").exists()

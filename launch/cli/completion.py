@@ -59,7 +59,11 @@ def complete(words: list[str], commands: Iterable[str]) -> int:
         print("complete -r penstock; unset -f _penstock_complete")
     elif words[0] == "doctor":  # no Hydra application: it has nothing to compose
         print(" ".join(OPTIONS))
-    elif words[0] in commands and words[0] not in ("samples", "runs"):  # which compose nothing
+    elif words[0] == "runs":
+        from .runs.command import ACTIONS  # here: what it needs takes half a second
+
+        print(" ".join(ACTIONS))
+    elif words[0] in commands and words[0] != "samples":  # which composes nothing
         _query(words[0])
     return 0
 

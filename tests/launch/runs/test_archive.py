@@ -99,8 +99,8 @@ def test_a_run_that_goes_on_is_not_exported(run: RunRecord, tmp_path: Path) -> N
         "    sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", code, str(run.folder.path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes) as holder:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(ConfigError, match=f"is being run by process {holder.pid}"):

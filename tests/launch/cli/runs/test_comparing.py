@@ -44,7 +44,7 @@ def test_two_sets_by_a_key(penstock: Penstock, sets: None) -> None:
         "      0.25 0.265625 0.28125\n"
         "optimizer.lr=1e-05                               3     0.0625 [0.04688, 0.07812]"
         "  0.046875 0.0625 0.078125\n"
-        "optimizer.lr=1e-05: higher by                          -0.2031 [-0.2292, -0.1771]\n"
+        "optimizer.lr=1e-05: higher by                          -0.2031 [-0.224, -0.1823]\n"
         "optimizer.lr=1e-05: probability of a higher run        0 [0, 0]\n"
         "the difference is beyond what these runs vary by\n"
         "a set has 3 runs: intervals of fewer than 5 runs are narrower than 95 %\n"

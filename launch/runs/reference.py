@@ -1,10 +1,12 @@
 """A stored reference that later runs are held against: what they may not lose, and by how much.
 
 A figure is worse if the mean over the runs is beyond the reference's by more than is allowed, which
-is the larger of a tolerance and of what the reference's own runs vary by: half of the 95 % interval
-in which the mean of so many further runs falls (Student's t, of the reference's variance). Hashes
-must be the same wherever the machine and the packages are those of the reference, since another
-processor rounds otherwise; elsewhere that they are not compared is said.
+is the larger of a tolerance and of the noise, half of a 95 % interval by Student's t. Runs with the
+reference's seeds are compared seed by seed, and the noise is that of the mean of their differences:
+a seed that comes out as before has none. Other runs are taken for further draws, and the noise is
+that of the mean of so many of them, as the reference's own runs vary. Hashes must be the same
+wherever the machine and the packages are those of the reference, since another processor rounds
+otherwise; elsewhere that they are not compared is said.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any, Literal
 from ...dataflow.errors import ConfigError
 from ..run_dir.atomic import write_json
 from ..run_dir.environment import Environment, changed_versions, versions_text
-from .series import History
+from .figures import counts_of, figure_of, number_of
 from .values import RunValues, value_text
 
 __all__ = ["RULES", "Finding", "Reference", "Rule"]
@@ -28,9 +30,6 @@ __all__ = ["RULES", "Finding", "Reference", "Rule"]
 Direction = Literal["not_lower", "not_higher", "same"]
 
 _FORMAT = 1
-_COUNTS = ("/new_tokens", "/tokens", "/controller_bytes")
-"""Ends of the metrics whose sum over all steps is a count of operations."""
-
 _MAY_DIFFER = ("memory_bytes", "system")
 """Of a machine, without any effect on what is computed."""
 
@@ -91,12 +90,14 @@ class Reference:
         rules: Key -> what it may not do.
         values: Key -> its value in each run; a text of every run in the order of seeds.
         runs: What the runs are called.
+        seeds: Of each, in order.
         environment: What they were run with.
     """
 
     rules: Mapping[str, Rule]
     values: Mapping[str, Sequence[Any]]
     runs: Sequence[str] = ()
+    seeds: Sequence[int] = ()
     environment: Environment = field(default_factory=Environment)
 
     @classmethod
@@ -107,8 +108,9 @@ class Reference:
             ConfigError: If one lacks what a rule asks for.
         """
         known = _rules_there(runs, rules)
-        values = {key: _of_all(runs, key) for key in known}
-        return cls(known, values, [record.folder.id for record, _ in runs], runs[0][0].environment)
+        values = {key: _of_all(runs, key, rule) for key, rule in known.items()}
+        names = [record.folder.id for record, _ in _ordered(runs)]
+        return cls(known, values, names, _seeds(runs), runs[0][0].environment)
 
     def held_against(self, runs: Sequence[RunValues]) -> list[Finding]:
         """What was found of each figure.
@@ -120,11 +122,15 @@ class Reference:
             ConfigError: If one lacks what the reference has.
         """
         other = self._elsewhere(runs[0][0].environment)
+        paired = _seeds(runs) == [*self.seeds]
         return [
-            self._finding(key, rule, _of_all(runs, key), other) for key, rule in self.rules.items()
+            self._finding(key, rule, _of_all(runs, key, rule), paired, other)
+            for key, rule in self.rules.items()
         ]
 
-    def _finding(self, key: str, rule: Rule, values: Sequence[Any], other: str) -> Finding:
+    def _finding(
+        self, key: str, rule: Rule, values: Sequence[Any], paired: bool, other: str
+    ) -> Finding:
         before = self.values[key]
         if rule.direction == "same":
             skipped = other if isinstance(before[0], str) else ""
@@ -132,7 +138,11 @@ class Reference:
             return Finding(key, _one(before), _one(values), None, worse, skipped)
         mean, now = statistics.fmean(before), statistics.fmean(values)
         allowed = rule.tolerance * (abs(mean) if rule.relative else 1.0)
-        allowed = max(allowed, _half_width(before, len(values)))
+        if paired:
+            changes = [b - a for a, b in zip(before, values, strict=True)]
+            allowed = max(allowed, _half_width(changes))
+        else:
+            allowed = max(allowed, _half_width(before, len(values)))
         loss = mean - now if rule.direction == "not_lower" else now - mean
         # Not `loss > allowed`, which is false of NaN.
         return Finding(key, mean, now, allowed, not loss <= allowed)
@@ -168,12 +178,15 @@ class Reference:
             values = {key: [*found["values"][key]] for key in rules}
             if not all(values.values()):
                 raise ValueError("a figure without a value")
+            for key, rule in rules.items():
+                if rule.direction != "same":
+                    values[key] = [float(value) for value in values[key]]
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
                 f"'{path}' is no reference ({type(error).__name__}: {error})\n"
                 "    make one of good runs: penstock runs regress RUN... write=FILE"
             ) from error
-        return cls(rules, values, found["runs"], environment)
+        return cls(rules, values, found["runs"], found["seeds"], environment)
 
 
 def _rules_there(runs: Sequence[RunValues], rules: Mapping[str, Rule]) -> dict[str, Rule]:
@@ -181,40 +194,32 @@ def _rules_there(runs: Sequence[RunValues], rules: Mapping[str, Rule]) -> dict[s
     found: dict[str, Rule] = {}
     for key, rule in rules.items():
         if key == "counts":
-            found |= dict.fromkeys(_counts(runs[0]), rule)
+            found |= dict.fromkeys(counts_of(runs[0]), rule)
         elif RULES.get(key) != rule or runs[0][1].get(key) is not None:
             found[key] = rule
     return found
 
 
-def _counts(run: RunValues) -> list[str]:
-    names = History(run[0].folder.path).metrics
-    return ["num_steps", *(f"sum of {name}" for name in names if name.endswith(_COUNTS))]
+def _ordered(runs: Sequence[RunValues]) -> list[RunValues]:
+    return sorted(runs, key=lambda run: (run[0].seed, run[0].created))
 
 
-def _of_all(runs: Sequence[RunValues], key: str) -> list[Any]:
-    ordered = sorted(runs, key=lambda run: (run[0].seed, run[0].created))
-    return [_of(run, key) for run in ordered]
+def _seeds(runs: Sequence[RunValues]) -> list[int]:
+    return [record.seed for record, _ in _ordered(runs)]
 
 
-def _of(run: RunValues, key: str) -> Any:
-    record, values = run
-    if key.startswith("sum of "):
-        return math.fsum(History(record.folder.path).series(key.removeprefix("sum of ")).ys)
-    value = values.get(key)
-    if value is None or isinstance(value, list | bool):
-        raise ConfigError(
-            f"run '{record.folder.id}' has no figure '{key}': it is {value_text(value)}\n"
-            "    a run that has not finished is held against no reference"
-        )
-    return value
+def _of_all(runs: Sequence[RunValues], key: str, rule: Rule) -> list[Any]:
+    read = figure_of if rule.direction == "same" else number_of
+    return [read(run, key) for run in _ordered(runs)]
 
 
-def _half_width(values: Sequence[float], num_further: int) -> float:
+def _half_width(values: Sequence[float], num_further: int | None = None) -> float:
+    """Half of the 95 % interval of the values' mean, or beside it of so many further values'."""
     if len(values) < 2:
         return 0.0
     t = _T_975[min(len(values) - 1, len(_T_975)) - 1]
-    return t * statistics.stdev(values) * math.sqrt(1 / num_further + 1 / len(values))
+    variance = 1 / len(values) + (1 / num_further if num_further else 0.0)
+    return t * statistics.stdev(values) * math.sqrt(variance)
 
 
 def _one(values: Sequence[Any]) -> Any:

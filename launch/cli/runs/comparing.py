@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from ....dataflow.errors import ConfigError, nearest
+from ....dataflow.errors import ConfigError
 from ...run_dir.atomic import write_text
 from ...run_dir.stop import visible
 from ...runs.comparison import Comparison, compared, comparison_markdown
 from ...runs.drawing import draw, joined
+from ...runs.figures import number_of
 from ...runs.series import OVER, History, Over, Series
 from ...runs.sparkline import sparkline
 from ...runs.values import RunValues, sets_by, value_text
@@ -87,30 +88,10 @@ def compare_runs(arguments: Sequence[str]) -> int:
 
 
 def _compared(sets: Mapping[str, Sequence[RunValues]], key: str) -> Comparison:
-    return compared(key, {label: _numbers(runs, key) for label, runs in sets.items()})
-
-
-def _numbers(runs: Sequence[RunValues], key: str) -> dict[str, float]:
-    """Run -> its value: of a key, or of a metric over the last tenth of its steps.
-
-    Raises:
-        ConfigError: If one has neither.
-    """
-    found: dict[str, float] = {}
-    for record, values in runs:
-        value: Any = values.get(key)
-        if value is None:
-            history = History(record.folder.path)
-            if key not in history.metrics:
-                known = {name for name, other in values.items() if isinstance(other, int | float)}
-                raise ConfigError(
-                    f"run '{record.folder.id}' has no key and no metric '{key}'"
-                    f"{nearest(key, [*known, *history.metrics])}"
-                )
-            value = history.series(key).end
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(
-                f"'{key}' of run '{record.folder.id}': expected a number, got {value!r:.60}"
-            )
-        found[record.folder.id] = float(value)
-    return found
+    return compared(
+        key,
+        {
+            label: {run[0].folder.id: number_of(run, key) for run in runs}
+            for label, runs in sets.items()
+        },
+    )

@@ -85,16 +85,29 @@ def test_three_points_are_found_and_noise_is_not(tmp_path: Path, seed: int) -> N
     rng = np.random.default_rng(seed)
     drawn = rng.normal(0.5, 0.0075, size=(2, 6))
     before, now = (
-        [finished(tmp_path / f"{at}", i, accuracy_after_rl=float(x)) for i, x in enumerate(values)]
-        for at, values in enumerate(drawn)
+        [finished(tmp_path / "r", 6 * at + i, accuracy_after_rl=x) for i, x in enumerate(values)]
+        for at, values in enumerate(drawn.tolist())
     )
     after = [
-        finished(tmp_path / "2", i, accuracy_after_rl=float(x) - 0.03)
-        for i, x in enumerate(drawn[1])
+        finished(tmp_path / "r", 6 + i, accuracy_after_rl=x - 0.03)
+        for i, x in enumerate(drawn[1].tolist())
     ]
     reference = Reference.of(before, {"accuracy_after_rl": Rule("not_lower", 0.0)})
     assert worse(reference, *now) == []
     assert worse(reference, *after) == ["accuracy_after_rl"]
+
+
+@pytest.mark.parametrize(("loss", "found"), [(0.0, []), (0.03, ["accuracy_after_rl"])])
+def test_the_same_seeds_are_compared_one_by_one(
+    tmp_path: Path, loss: float, found: list[str]
+) -> None:
+    """Seeds differ by forty points, and each of them is three points worse than it was."""
+    accuracies = [0.3, 0.7, 0.5]
+    before = [finished(tmp_path, i, accuracy_after_rl=x) for i, x in enumerate(accuracies)]
+    now = [finished(tmp_path, i, accuracy_after_rl=x - loss) for i, x in enumerate(accuracies)]
+    reference = Reference.of(before, RULES)
+    assert worse(reference, *reversed(now)) == found
+    assert worse(reference, *now[:2]) == []
 
 
 @pytest.mark.parametrize(
@@ -141,6 +154,7 @@ def test_it_is_written_and_read(tmp_path: Path) -> None:
         {"rules": {"a": {"direction": "same", "other": 1}}},
         {"values": {}},
         {"values": {"accuracy_after_rl": []}},
+        {"values": {key: ["a"] for key in [*RULES, "num_steps", "sum of a.train/tokens"]}},
         {"environment": {"a": 1}},
     ],
 )
@@ -155,5 +169,5 @@ def test_another_file_is_no_reference(tmp_path: Path, change: dict[str, Any]) ->
 def test_a_run_without_the_figure_is_not_held_against_it(tmp_path: Path) -> None:
     reference = Reference.of([finished(tmp_path)], RULES)
     run = finished(tmp_path, accuracy_after_rl=None)
-    with pytest.raises(ConfigError, match="has no figure 'accuracy_after_rl': it is -"):
+    with pytest.raises(ConfigError, match="has no key and no metric 'accuracy_after_rl'"):
         reference.held_against([run])

@@ -89,7 +89,7 @@ def test_runs_are_held_against_a_reference(penstock: Penstock, run: RunFolder, m
         ),
         (
             ["regress", "RUN", "write=r", "not_lower=a"],
-            "run 'RUN' has no figure 'a': it is -\n",
+            "run 'RUN' has no key and no metric 'a'",
         ),
         (["reproduce"], "penstock runs reproduce: expected one run, got 0\n"),
     ],

@@ -370,8 +370,8 @@ class TrackerConfig(Section):
     """Where metrics go besides metrics.jsonl, which is always written."""
 
     kind: str | None = "tensorboard"
-    """`tensorboard`: event files in the run's folder. Or `module:factory` of a tracker of your own;
-    null for nowhere."""
+    """`tensorboard`: event files in the run's folder. `wandb`: files there for `wandb sync`, unless
+    its mode says otherwise. Or `module:factory` of a tracker of your own; null for nowhere."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Keyword arguments of what makes the tracker."""
 

@@ -17,11 +17,13 @@ from ....dataflow.errors import ConfigError, PenstockError, one_process, users_l
 from .jsonl import JsonlTracker
 from .tensorboard import TensorBoardTracker
 from .tracker import RunInfo, Tracker
+from .weights_and_biases import WandbTracker
 
 __all__ = ["TRACKERS", "Trackers"]
 
 TRACKERS: Mapping[str, Callable[..., Tracker]] = {
     "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
 }
 """Kind -> what makes it of `tracker.options`."""
 

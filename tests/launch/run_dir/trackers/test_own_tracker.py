@@ -88,7 +88,7 @@ def test_what_makes_no_tracker_is_refused_before_the_run(
 ) -> None:
     assert refusal(TrackerConfig(kind="tensorbord")) == (
         "'tracker.kind': there is no tracker 'tensorbord'; did you mean 'tensorboard'?\n"
-        "    trackers are: tensorboard, or module:name for your own"
+        "    trackers are: tensorboard, wandb, or module:name for your own"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

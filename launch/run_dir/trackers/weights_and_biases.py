@@ -1,0 +1,148 @@
+"""Metrics in Weights & Biases: written into the run's folder, or sent as the run goes on.
+
+By default nothing is sent and nobody is asked to log in: `wandb/` in the run's folder takes every
+metric, and `wandb sync` sends it whenever somebody wants that. A run that is resumed goes on under
+the same name, with a file of its own; the steps that come again stand in both.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from ....dataflow.errors import ConfigError
+from .tracker import RunInfo
+
+__all__ = ["WandbTracker"]
+
+_PACKAGE = "wandb"
+_FOLDER = "wandb"
+"""What the package itself makes below the folder that it is given."""
+
+_STEP = "step"
+_DEADLINE_S = 60.0
+"""For the package's own process to start, to answer, and to send what is left at the end."""
+
+Mode = Literal["offline", "online"]
+
+
+class WandbTracker:
+    """Writes to Weights & Biases; see `Tracker`.
+
+    The main stage's metrics have their names, with `step` as their axis; those of a stage before it
+    have `stage/` in front, also of their step.
+
+    Args:
+        project: Where the run stands.
+        mode: Whether metrics are sent (`online`, which needs `wandb login` once) or only written.
+        entity: Whose project; the user's own by default.
+        group: Of runs, such as the seeds of one experiment.
+        tags: Of the run.
+
+    Raises:
+        ConfigError: If the package is not installed, or there is no such mode.
+    """
+
+    def __init__(
+        self,
+        project: str = "penstock",
+        mode: Mode = "offline",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise ConfigError(
+                f"'tracker.options.mode': expected one of {', '.join(get_args(Mode))}, got {mode!r}"
+            )
+        if importlib.util.find_spec(_PACKAGE) is None:
+            raise ConfigError(
+                "'tracker.kind': wandb needs a package that is not installed\n"
+                "    pip install 'penstock-rl[wandb]'"
+            )
+        self._mode = mode
+        self._where: dict[str, Any] = {
+            "project": project,
+            "entity": entity,
+            "group": group,
+            "tags": [*tags],
+        }
+        self._main = ""
+        self._run: Any = None
+
+    def start(self, run: RunInfo) -> str:
+        """Begin the run, or go on with it under the same name.
+
+        Returns:
+            The run's address, or the command that sends it.
+        """
+        # Reports of the package's own errors would leave the machine in both modes.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb  # here: it takes half a second, and most runs do without
+
+        self._main, home = [*run.folders.items()][-1]
+        settings = wandb.Settings(
+            silent=True,
+            console="off",  # what a run prints is its own
+            disable_git=True,
+            save_code=False,
+            init_timeout=_DEADLINE_S,
+            finish_timeout=_DEADLINE_S,
+            finish_timeout_raises=True,
+            x_service_wait=_DEADLINE_S,
+        )
+        self._run = wandb.init(
+            **self._where,
+            id=run.id,
+            name=run.id,
+            dir=str(home),
+            config=dict(run.config),
+            notes=f"not reproducible: {run.not_reproducible}" if run.not_reproducible else None,
+            mode=cast(Any, self._mode),
+            resume="allow" if self._mode == "online" else None,
+            settings=settings,
+        )
+        for stage in run.folders:
+            axis = self._name(stage, _STEP)
+            # Of several patterns the longest counts, so a stage's own axis goes before the main's.
+            self._run.define_metric(self._name(stage, "*"), step_metric=axis)
+        written = Path(home, _FOLDER)
+        return self._run.url if self._mode == "online" else f"wandb sync {written}/offline-run-*"
+
+    def rewind(self, step: int, stage: str) -> None:
+        """Nothing is taken back: what comes again stands at the same step of the stage's axis."""
+
+    def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
+        """Write a row with the step beside the metrics."""
+        row = {self._name(stage, name): value for name, value in metrics.items()}
+        self._run.log({**row, self._name(stage, _STEP): step})
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Write what came out, and end the package's own process."""
+        import wandb  # as above
+
+        run, self._run = self._run, None
+        if run is None:
+            return
+        try:
+            run.summary.update(_flat(summary or {}))
+            run.finish(exit_code=0 if summary is not None else 1)
+        finally:
+            wandb.teardown()
+
+    def _name(self, stage: str, name: str) -> str:
+        return name if stage == self._main else f"{stage}/{name}"
+
+
+def _flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """Of a summary its numbers and texts, `section.key` each; conversations stay in the folder."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(cast(Mapping[str, Any], value), f"{at}{key}.")
+        elif value is not None and not isinstance(value, list | tuple):
+            found[f"{at}{key}"] = value
+    return found

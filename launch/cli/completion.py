@@ -34,6 +34,9 @@ complete -o nospace -o default -F _penstock_complete penstock
 """
 
 
+_COMPOSE_NOTHING = ("samples", "runs", "watch")
+
+
 def complete(words: list[str], commands: Iterable[str]) -> int:
     """Answer `[COMMAND] -sc install=SHELL | uninstall=SHELL | query=SHELL`.
 
@@ -59,7 +62,7 @@ def complete(words: list[str], commands: Iterable[str]) -> int:
         print("complete -r penstock; unset -f _penstock_complete")
     elif words[0] == "doctor":  # no Hydra application: it has nothing to compose
         print(" ".join(OPTIONS))
-    elif words[0] in commands and words[0] not in ("samples", "runs"):  # which compose nothing
+    elif words[0] in commands and words[0] not in _COMPOSE_NOTHING:
         _query(words[0])
     return 0
 

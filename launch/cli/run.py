@@ -58,6 +58,7 @@ def _run(composed: dict[str, Any]) -> None:
 
 def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
+    from ...dataflow.render.svg import to_svg
     from ...planner.plan.plan import Plan
     from ...workers.executors.process_setup import threads_within
     from ..inputs.compose import dumped, resolve, run_config
@@ -92,6 +93,7 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
             data=job.data.fingerprint,
             origins=origins,
             plan=plan,
+            graph=to_svg(job.main.graph),
             code=code,
             not_reproducible=job.not_reproducible,
         )

@@ -228,7 +228,8 @@ def _points(
     _, first = _readable_from(file, 0)
     begun_s = 0.0 if first is None else first.wall_time_s
     columns = {
-        name: [_number(point.values.get(name)) for point in points] for name in dict.fromkeys(metrics)
+        name: [_number(point.values.get(name)) for point in points]
+        for name in dict.fromkeys(metrics)
     }
     return Points(
         steps=[point.step for point in points],

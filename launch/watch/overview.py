@@ -16,10 +16,7 @@ from ..run_dir.run_folder import RunFolder, RunRecord
 from .curve_points import last_values
 from .known_runs import load_object, state_of
 
-__all__ = ["GRAPH", "memory", "overview"]
-
-GRAPH = "graph.svg"
-"""The graph of the main stage's step, in the run's folder."""
+__all__ = ["memory", "overview"]
 
 _MOST_EVALUATIONS = 50
 _EVALUATED = re.compile(r"step-(\d{1,18})\.json")

@@ -27,7 +27,7 @@ from .conversations import (
 )
 from .curve_points import Points, appended, metric_names, sampled
 from .known_runs import Gone, KnownRuns, home_of
-from .overview import GRAPH, overview
+from .overview import overview
 from .regular_file import opened
 from .server import Answer
 from .timeline import node_times, predicted_step_s, timeline
@@ -215,14 +215,14 @@ class Pages:
             return {**shown, "nodes": {}}
         record = self._runs.record(folder)
         nodes = node_times(folder, record, shown)
-        has_graph = (folder.path / GRAPH).is_file()
+        has_graph = folder.graph.is_file()
         predicted_s = predicted_step_s(folder)
         return {**shown, "nodes": nodes, "has_graph": has_graph, "predicted_step_s": predicted_s}
 
     def _graph(self, query: str) -> Answer | None:
         """The picture of a run's graph; its policy lets nothing in it run or load."""
         try:
-            with opened(self._run(Query(query)).path / GRAPH) as file:
+            with opened(self._run(Query(query)).graph) as file:
                 body = file.read(0, _MOST_SVG_BYTES)
         except (ConfigError, OSError, ValueError):
             return None

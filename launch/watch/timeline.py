@@ -52,9 +52,7 @@ def timeline(home: Path, num_steps: int) -> dict[str, Any]:
     begun_us = min((event["ts"] for event in slices), default=0)
     tracks = sorted({(event["pid"], event["tid"]) for event in slices})
     return {
-        "tracks": [
-            {"group": names.get(pid, f"group {pid}"), "rank": tid} for pid, tid in tracks
-        ],
+        "tracks": [{"group": names.get(pid, f"group {pid}"), "rank": tid} for pid, tid in tracks],
         "slices": [_slice(event, tracks, begun_us) for event in slices],
         "steps": steps,
         "begun_s": begun_us / 1e6,
@@ -164,9 +162,7 @@ def _event(line: Line) -> dict[str, Any] | None:
     return {"step": -1, **known}
 
 
-def _slice(
-    event: dict[str, Any], tracks: list[tuple[int, int]], begun_us: int
-) -> dict[str, Any]:
+def _slice(event: dict[str, Any], tracks: list[tuple[int, int]], begun_us: int) -> dict[str, Any]:
     return {
         "node": str(event.get("name", "?")),
         "track": tracks.index((event["pid"], event["tid"])),

@@ -145,8 +145,7 @@ export class Conversations {
       }
       choose(other, found.others.map((row) => [String(row.number),
         `sample ${row.number}, reward ${number(row.reward)}`]), String(found.right.number));
-      fill(said, `only step ${found.left.step}`, el("del", {}, "struck out"), ", only step ",
-        `${found.right.step} `, el("ins", {}, "underlined"));
+      fill(said, `only step ${found.left.step} `, el("del", {}, "struck out"), `, only step ${found.right.step} `, el("ins", {}, "underlined"));
       fill(text, found.segments.map(([who, piece]) => ({
         both: () => el("span", {}, piece), left: () => el("del", {}, piece),
         right: () => el("ins", {}, piece),

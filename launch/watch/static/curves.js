@@ -196,6 +196,7 @@ export class Curves {
       width: Math.max(320, this.home.clientWidth - 24),
       height: 280,
       scales: { x: { time: false } },
+      axes: [{}, { size: 80, values: (_, ticks) => ticks.map((tick) => number(tick, 4)) }],
       series: [{ label: this.axis.value }, ...series],
       cursor: { drag: { x: true, y: false, setScale: false } },
       hooks: {

@@ -94,8 +94,9 @@ class Browser:
 
     def value(self, expression: str) -> Any:
         """What an expression is in the page; of a promise, what it gives."""
-        given = {"returnByValue": True, "awaitPromise": True}
-        found = self.send("Runtime.evaluate", expression=expression, **given)
+        found = self.send(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 

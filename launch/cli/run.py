@@ -82,8 +82,7 @@ def _carry_out(composed: dict[str, Any], resumed: Resumed | None) -> None:
     plain = dumped(config, job.run)
     written = yaml.safe_dump(plain, sort_keys=False)
     plan = job.plan.model_dump_json(indent=2, exclude_defaults=True)
-    runs = Path(config.runs)
-    had_runs = runs.exists()
+    had_runs = (runs := Path(config.runs)).exists()
     if resumed is None:
         folder = create_run(
             runs,

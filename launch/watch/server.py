@@ -14,8 +14,10 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -77,6 +79,7 @@ class PageServer(ThreadingHTTPServer):
         self.answer = answer
         self.token = secrets.token_urlsafe(32)
         self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._open: set[socket.socket] = set()
         super().__init__(("127.0.0.1", port), _Handler)
 
     @property
@@ -96,6 +99,7 @@ class PageServer(ThreadingHTTPServer):
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
+        self._open.add(request)
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -103,12 +107,18 @@ class PageServer(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self._open.discard(request)
             self._free.release()
+
+    def server_close(self) -> None:
+        """Listen no more, and let go of whoever is connected: browsers connect ahead of asking."""
+        super().server_close()
+        for connection in tuple(self._open):
+            with suppress(OSError):  # it has ended meanwhile
+                connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a browser that left while it was answered; all else is a fault of ours."""
-        import sys
-
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 

@@ -108,6 +108,29 @@ class Browser:
             assert time.monotonic() < deadline, f"never true: {expression}\n{said}"
             time.sleep(0.05)
 
+    def drag(self, start: float, stop: float, height: float) -> None:
+        """Drag the mouse from left to right, as a person does."""
+        for kind, x in (("Moved", start), ("Pressed", start), ("Moved", stop), ("Released", stop)):
+            self.send(
+                "Input.dispatchMouseEvent",
+                type=f"mouse{kind}",
+                x=x,
+                y=height,
+                button="left",
+                buttons=1,
+                clickCount=1,
+            )
+
+    def resize(self, width: int, height: int) -> None:
+        """Make the page as large, in pixels."""
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+
     def picture(self) -> bytes:
         """The page as PNG."""
         return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])

@@ -19,11 +19,11 @@ def write_trace(path: Path, num_steps: int, *, close: bool = True) -> None:
     for step in range(num_steps):
         at = BEGUN_S + step
         spans = [
-            TaskSpan("actor.generate", step, chunk, "rollout", rank, at, at + 0.25 + rank / 4, {})
+            TaskSpan("actor.generate", step, chunk, "rollout", rank, at, at + 0.25 + rank / 4, ())
             for rank in (0, 1)
             for chunk in (0,)
         ]
-        spans.append(TaskSpan("actor.train", step, None, "train", 0, at + 0.5, at + 1.0, {}))
+        spans.append(TaskSpan("actor.train", step, None, "train", 0, at + 0.5, at + 1.0, ()))
         log.write(spans)
         log.write_counters(step, at, {"reward": 0.5})
     if close:

@@ -6,6 +6,7 @@ import http.client
 import json
 import threading
 from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -25,9 +26,9 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-@pytest.fixture
-def server(runs: Path) -> Generator[PageServer]:
-    """A server of all runs there."""
+@contextmanager
+def served(runs: Path) -> Generator[PageServer]:
+    """A server of all runs of a folder, as long as the block is in progress."""
     with PageServer(Pages(KnownRuns([], runs)).answer) as made:
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
@@ -36,6 +37,13 @@ def server(runs: Path) -> Generator[PageServer]:
         finally:
             made.shutdown()
             thread.join()
+
+
+@pytest.fixture
+def server(runs: Path) -> Generator[PageServer]:
+    """A server of all runs there."""
+    with served(runs) as made:
+        yield made
 
 
 def requested(

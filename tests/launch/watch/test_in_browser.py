@@ -1,12 +1,12 @@
 """The page in a real browser: what it draws, what it never runs, whom it asks, what it survives.
 
-`PENSTOCK_WATCH_PICTURE=docs/watch.png` writes the picture of the documentation.
+`PENSTOCK_WATCH_PICTURE=docs/watch.png PENSTOCK_WATCH_RUNS=runs` writes the picture of the
+documentation, of the runs in that folder.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -21,7 +21,8 @@ from penstock.launch.run_dir.trackers.jsonl import MetricsLog
 from penstock.launch.watch.server import PageServer
 
 from .browser import Browser, started
-from .folders import BEGUN_S, add_samples, add_steps, new_run, row, write_many_steps
+from .conftest import served
+from .folders import add_samples, add_steps, new_run, row, write_many_steps
 from .test_timeline import write_trace
 
 pytestmark = pytest.mark.nightly
@@ -226,20 +227,17 @@ def test_the_page_says_when_its_server_has_ended(
     browser.until(said("was penstock watch ended?"))
 
 
-def test_the_picture_of_the_documentation(browser: Browser, server: PageServer, runs: Path) -> None:
-    for seed in range(3):
-        run = new_run(runs, f"grpo-{seed}")
-        with MetricsLog(run.metrics) as log:
-            for step in range(200):
-                noise = math.sin(step / (seed + 5)) / 40
-                reward = 0.35 + 0.3 * (1 - math.exp(-step / 60)) + 0.03 * seed + noise
-                values = {"reward.score/reward/mean": reward, "actor.train/loss": noise / 3}
-                log.write(step, values, BEGUN_S + step)
-        run.write_summary({"num_steps": 200})
+def test_the_picture_of_the_documentation(browser: Browser, runs: Path) -> None:
+    shown = Path(os.environ.get("PENSTOCK_WATCH_RUNS", runs))
+    if shown == runs:
+        for seed in range(2):
+            add_steps(new_run(runs, f"grpo-{seed}").path, range(50))
     browser.resize(1100, 640)
-    browser.open(server.url)
-    browser.until(f"({STATUS}.match(/last step 199 /g) ?? []).length === 3")
-    picture = browser.picture()
+    with served(shown) as server:
+        browser.open(server.url)
+        browser.until("document.querySelectorAll('canvas').length >= 2")
+        browser.until(f"({STATUS}.match(/last step/g) ?? []).length >= 2")
+        picture = browser.picture()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) < 200_000
     if target := os.environ.get("PENSTOCK_WATCH_PICTURE"):

@@ -38,6 +38,7 @@ COMMANDS: Mapping[str, str] = {
     "profile": "measure this machine or a cluster, for plans and for runs that are planned",
     "samples": "show what a run sampled, and what it earned",
     "runs": "list, compare, plot, check, reproduce and send runs",
+    "watch": "show runs in the browser while they go on: curves, samples, timelines",
     "doctor": "say what is installed and what this machine has, for a report of a fault",
 }
 
@@ -140,6 +141,10 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from .cli.samples import samples_command
 
         return samples_command
+    if name == "watch":
+        from .cli.watch import watch_command
+
+        return watch_command
     if name == "eval":
         from .cli.evaluate import eval_command
 

@@ -34,6 +34,9 @@ complete -o nospace -o default -F _penstock_complete penstock
 """
 
 
+_COMPOSE_NOTHING = ("samples", "runs", "watch")
+
+
 def complete(words: list[str], commands: Iterable[str]) -> int:
     """Answer `[COMMAND] -sc install=SHELL | uninstall=SHELL | query=SHELL`.
 
@@ -63,7 +66,7 @@ def complete(words: list[str], commands: Iterable[str]) -> int:
         from .runs.command import ACTIONS  # here: what it needs takes half a second
 
         print(" ".join(ACTIONS))
-    elif words[0] in commands and words[0] != "samples":  # which composes nothing
+    elif words[0] in commands and words[0] not in _COMPOSE_NOTHING:
         _query(words[0])
     return 0
 

@@ -82,6 +82,7 @@ def _carry_out(
     data: str | None = None,
 ) -> RunFolder:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
+    from ...dataflow.render.svg import to_svg
     from ...planner.plan.plan import Plan
     from ...workers.executors.process_setup import threads_within
     from ..inputs.compose import dumped, resolve, run_config
@@ -112,8 +113,7 @@ def _carry_out(
     plain = dumped(config, job.run)
     written = yaml.safe_dump(plain, sort_keys=False)
     plan = job.plan.model_dump_json(indent=2, exclude_defaults=True)
-    runs = Path(config.runs)
-    had_runs = runs.exists()
+    had_runs = (runs := Path(config.runs)).exists()
     if resumed is None:
         folder = create_run(
             runs,
@@ -123,6 +123,7 @@ def _carry_out(
             data=job.data.fingerprint,
             origins=origins,
             plan=plan,
+            graph=to_svg(job.main.graph),
             code=code,
             not_reproducible=job.not_reproducible,
             environment=environment,

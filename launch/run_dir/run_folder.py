@@ -6,6 +6,7 @@
                      reproducible if it is not; its presence makes the folder a run
     config.yaml      the composed configuration, as it is run
     plan.json        where the main stage's nodes run
+    graph.svg        the graph of the main stage's step
     metrics.jsonl    one line per step               (trackers/jsonl.py)
     trace.json       the timeline of every task      (trace.py)
     checkpoints/     the newest usable ones          (checkpoint.py)
@@ -105,6 +106,11 @@ class RunFolder:
     def plan(self) -> Path:
         """Where the main stage's nodes run, as JSON; a resumed run goes on there."""
         return self.path / "plan.json"
+
+    @property
+    def graph(self) -> Path:
+        """The graph of the main stage's step, as a picture."""
+        return self.path / "graph.svg"
 
     @property
     def metrics(self) -> Path:
@@ -224,6 +230,7 @@ def create_run(
     data: str,
     origins: Origins | None = None,
     plan: str | None = None,
+    graph: str | None = None,
     code: CodeVersion | None = None,
     not_reproducible: str = "",
     environment: Environment | None = None,
@@ -239,6 +246,7 @@ def create_run(
         data: Fingerprint of the problems; a resumed run must have the same.
         origins: What else it begins with; if that is to be kept.
         plan: Where the main stage's nodes run, as JSON; if that is to be kept.
+        graph: The graph of the main stage's step as SVG; if that is to be kept.
         code: Which code runs; read now if it is not given.
         not_reproducible: Why what comes out will not follow from the seed; "" if it will.
         environment: What it is run with; if that is to be kept.
@@ -269,6 +277,8 @@ def create_run(
         write_text(folder.config, config)
         if plan is not None:
             write_text(folder.plan, plan)
+        if graph is not None:
+            write_text(folder.graph, graph)
         write_json(folder.about, about)
     except BaseException:
         shutil.rmtree(folder.path, ignore_errors=True)  # without run.json it is no run

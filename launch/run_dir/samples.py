@@ -17,7 +17,7 @@ from typing import Any, Literal
 from rich.text import Text
 
 from ...dataflow.errors import ConfigError
-from ...workers.data.sample_log import step_files
+from ...workers.data.sample_files import step_files
 from .stop import visible
 
 __all__ = [

@@ -11,7 +11,6 @@ import gzip
 import json
 import logging
 import os
-import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,22 +25,14 @@ from ...dataflow.runtime.call_context import call_staleness, current_step
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from .chat import ChatOptions, PromptEncoder
+from .sample_files import step_files
 from .task import TaskSpec
 
-__all__ = ["SampleLog", "SampleLogSpec", "step_files"]
+__all__ = ["SampleLog", "SampleLogSpec"]
 
 _LOG = logging.getLogger("penstock.samples")
-_NAME = re.compile(r"step-(\d+)\.jsonl\.gz")
 _MOST_WAITING = 2
 """Steps whose text is not written yet; a worker that is further ahead waits."""
-
-
-def step_files(folder: Path) -> dict[int, Path]:
-    """Step -> its file, in order; none if there is no folder."""
-    if not folder.is_dir():
-        return {}
-    found = {int(m[1]): path for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))}
-    return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, kw_only=True)

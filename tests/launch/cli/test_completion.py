@@ -65,6 +65,7 @@ def completions(line: str, commands: Path) -> list[str]:
                     "profile",
                     "samples",
                     "runs",
+                    "watch",
                     "doctor",
                     "--help",
                     "--version",

@@ -13,7 +13,8 @@ import pytest
 import torch
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import Closable, WorkerContext
-from penstock.workers.data.sample_log import SampleLog, SampleLogSpec, step_files
+from penstock.workers.data.sample_files import step_files
+from penstock.workers.data.sample_log import SampleLog, SampleLogSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
 
 TOKENIZER = TokenizerSpec(kind="char", alphabet="abcdefgh")  # ids 4 to 11; <eos> is 2

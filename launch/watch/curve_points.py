@@ -1,0 +1,270 @@
+"""Points of curves out of `metrics.jsonl`, without reading all of it.
+
+Of a file with 100,000 lines about a thousand are read, at evenly spaced offsets, and both ends. A
+range of steps is found by bisection, since each line's step is higher than the one before. While
+the run goes on, only what was written since the last look is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ..run_dir.trackers.jsonl import METRICS
+from .regular_file import Line, RegularFile, opened
+
+__all__ = ["Points", "appended", "last_values", "metric_names", "sampled"]
+
+NUM_POINTS = 1000
+"""Of a curve, about: as many as a wide screen has room for."""
+
+EVALUATION = "evaluation/"
+"""Begins the names of what is measured now and then, whose lines are looked up one by one."""
+
+_WHOLE_BYTES = 1 << 20
+"""Up to so many bytes every line is read."""
+_MOST_APPENDED_BYTES = 4 << 20
+_MOST_EVALUATIONS = 500
+_MOST_DAMAGED_IN_A_ROW = 16
+_EVALUATED = re.compile(r"step-(\d{1,18})\.json")
+
+
+@dataclass(frozen=True)
+class _Point:
+    step: int
+    wall_time_s: float
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Points:
+    """Points of some curves of one stage; each is a line that stands in the file.
+
+    Attributes:
+        steps: The step of each.
+        seconds: Since the stage's first line, by the clock: pauses of a resumed run count.
+        columns: Metric -> its value at each, None where the line has none.
+        offset: Up to which byte the file has been seen.
+        mark: Of the bytes before; see `RegularFile.mark`.
+        is_whole: Whether every line of the range is among them.
+        num_damaged: Lines met that no run has written.
+    """
+
+    steps: list[int]
+    seconds: list[float]
+    columns: dict[str, list[float | None]]
+    offset: int
+    mark: str
+    is_whole: bool
+    num_damaged: int
+
+
+def sampled(
+    home: Path,
+    metrics: Sequence[str],
+    *,
+    num_points: int = NUM_POINTS,
+    first_step: int | None = None,
+    last_step: int | None = None,
+) -> Points:
+    """About so many points of a stage's curves, evenly spaced in the file, with both ends.
+
+    Args:
+        home: The stage's folder.
+        metrics: Which curves.
+        num_points: At least 2; more are read where the file is small or a metric is rare.
+        first_step: From this step on, if not from the first.
+        last_step: Up to this step, if not to the last.
+
+    Raises:
+        Gone: If there is no metrics.jsonl.
+    """
+    with opened(home / METRICS) as file:
+        low = 0 if first_step is None else _offset_of(file, first_step)
+        high = file.end if last_step is None else _offset_of(file, last_step + 1)
+        lines, is_whole = _spread(file, low, high, num_points)
+        if any(name.startswith(EVALUATION) for name in metrics) and not is_whole:
+            lines |= _evaluated(file, home, low, high)
+        ordered = [lines[start] for start in sorted(lines)]
+        return _points(file, ordered, metrics, file.end, is_whole=is_whole)
+
+
+def appended(home: Path, metrics: Sequence[str], offset: int, mark: str) -> Points | None:
+    """What was written behind an offset.
+
+    Returns:
+        The points; None if the file is no longer the one that was seen up to there, or has grown so
+        much since that it is better sampled again.
+
+    Raises:
+        Gone: If there is no metrics.jsonl.
+    """
+    with opened(home / METRICS) as file:
+        if offset > file.end or file.mark(offset) != mark:
+            return None
+        if file.end - offset > _MOST_APPENDED_BYTES:
+            return None
+        return _points(file, file.lines(offset, file.end), metrics, file.end, is_whole=True)
+
+
+def metric_names(home: Path) -> list[str]:
+    """The metrics of a stage: those of its first line, its last ones, and its last evaluation's.
+
+    Raises:
+        Gone: If there is no metrics.jsonl.
+    """
+    with opened(home / METRICS) as file:
+        found = [file.line_from(0), *_last_lines(file, 16)]
+        found += list(_evaluated(file, home, 0, file.end, most=1).values())
+        points = [_parsed(line) for line in found if line is not None]
+        return sorted({name for point in points if point for name in point.values})
+
+
+def last_values(home: Path) -> tuple[int, dict[str, float]] | None:
+    """The last complete step of a stage and its numbers; None before the first.
+
+    Raises:
+        Gone: If there is no metrics.jsonl.
+    """
+    with opened(home / METRICS) as file:
+        for line in _last_lines(file, 2):
+            point = _parsed(line)
+            if point is not None:
+                numbers = {name: _number(value) for name, value in point.values.items()}
+                return point.step, {k: v for k, v in numbers.items() if v is not None}
+    return None
+
+
+def _spread(
+    file: RegularFile, low: int, high: int, num_points: int
+) -> tuple[dict[int, Line], bool]:
+    """Lines of a range by their offset, and whether these are all of it."""
+    num_points = max(2, num_points)
+    if high - low <= _WHOLE_BYTES:
+        every = list(file.lines(low, high))
+        if len(every) <= 2 * num_points:
+            return {line.start: line for line in every}, True
+        chosen = {round(i * (len(every) - 1) / (num_points - 1)) for i in range(num_points)}
+        return {every[i].start: every[i] for i in chosen}, False
+    lines: dict[int, Line] = {}
+    for index in range(num_points - 1):
+        line = file.line_from(low + index * (high - low) // (num_points - 1))
+        if line is not None and line.start < high:
+            lines[line.start] = line
+    last = file.line_before(high)
+    if last is not None:
+        lines[last.start] = last
+    return lines, False
+
+
+def _evaluated(
+    file: RegularFile, home: Path, low: int, high: int, most: int = _MOST_EVALUATIONS
+) -> dict[int, Line]:
+    """The lines of the newest steps after which an evaluation was made."""
+    folder = home / "evaluations"
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    steps = sorted({int(m[1]) for name in names if (m := _EVALUATED.fullmatch(name))})
+    lines: dict[int, Line] = {}
+    for step in steps[-most:]:
+        line = file.line_from(_offset_of(file, step))
+        if line is not None and low <= line.start < high:
+            lines[line.start] = line
+    return lines
+
+
+def _offset_of(file: RegularFile, step: int) -> int:
+    """Where the first line of a step at or after this one begins; the end if there is none."""
+    low, high = 0, file.end
+    while low < high:
+        middle = (low + high) // 2
+        line, point = _readable_from(file, middle)
+        if line is None or point is None or point.step >= step:
+            high = middle
+        else:
+            low = line.stop
+    line = file.line_from(low)
+    return file.end if line is None else line.start
+
+
+def _readable_from(file: RegularFile, offset: int) -> tuple[Line | None, _Point | None]:
+    """The first line at or after an offset that a run has written."""
+    line: Line | None = None
+    for _ in range(_MOST_DAMAGED_IN_A_ROW):
+        line = file.line_from(offset)
+        if line is None:
+            return None, None
+        point = _parsed(line)
+        if point is not None:
+            return line, point
+        offset = line.stop
+    return line, None
+
+
+def _last_lines(file: RegularFile, most: int) -> list[Line]:
+    """The last complete lines, the last one first."""
+    lines: list[Line] = []
+    line = file.line_before(file.end)
+    while line is not None and len(lines) < most:
+        lines.append(line)
+        line = file.line_before(line.start)
+    return lines
+
+
+def _points(
+    file: RegularFile,
+    lines: Iterable[Line],
+    metrics: Sequence[str],
+    offset: int,
+    *,
+    is_whole: bool,
+) -> Points:
+    parsed = [_parsed(line) for line in lines]
+    points = [point for point in parsed if point is not None]
+    _, first = _readable_from(file, 0)
+    begun_s = 0.0 if first is None else first.wall_time_s
+    columns = {
+        name: [_number(point.values.get(name)) for point in points]
+        for name in dict.fromkeys(metrics)
+    }
+    return Points(
+        steps=[point.step for point in points],
+        seconds=[point.wall_time_s - begun_s for point in points],
+        columns=columns,
+        offset=offset,
+        mark=file.mark(offset),
+        is_whole=is_whole,
+        num_damaged=len(parsed) - len(points),
+    )
+
+
+def _parsed(line: Line) -> _Point | None:
+    """The step on a line; None if no run has written it."""
+    try:
+        content: Any = json.loads(line.text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(content, dict):
+        return None
+    values = cast(dict[str, Any], content)
+    step, wall_time_s = values.pop("step", None), _number(values.pop("wall_time_s", None))
+    if not isinstance(step, int) or isinstance(step, bool) or wall_time_s is None:
+        return None
+    if abs(step) > 1 << 53:  # a browser could not tell it from its neighbors
+        return None
+    return _Point(step, wall_time_s, values)
+
+
+def _number(value: Any) -> float | None:
+    """The value if it is a finite number."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,171 @@
+"""The server of the page: on the loopback device, for whoever has its address, to read only.
+
+- It listens on 127.0.0.1 and nowhere else; the kernel chooses the port unless one is given.
+- The first part of every path is a token of 32 random bytes, new each time. Whatever does not begin
+  with it, names another host, is neither GET nor HEAD, or asks for nothing that is there, gets 404
+  and not a byte more: nobody learns that there is a page.
+- The name of the host that a browser asks for must be the loopback device's. A page of somebody
+  else, whose name is made to lead here, cannot read anything.
+- No part of a path is a path of a file: `pages.Pages` looks names up in what it knows.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+__all__ = ["Answer", "PageServer"]
+
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "X-Frame-Options": "DENY",
+}
+_LOOPBACK = ("127.0.0.1", "localhost")
+_REQUEST_DEADLINE_S = 10.0
+_MOST_CONNECTIONS = 64
+_MOST_TARGET_CHARACTERS = 8192
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request gets.
+
+    Attributes:
+        body: The bytes.
+        content_type: What they are.
+        status: Of HTTP.
+        policy: Another Content-Security-Policy than the page's; "" for that.
+    """
+
+    body: bytes
+    content_type: str
+    status: int = 200
+    policy: str = ""
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves one page until it is closed.
+
+    Args:
+        answer: Gives what stands at a target behind the token, such as `api/runs?x=1`; None if
+            there is nothing.
+        port: On which it listens; 0 for any that is free.
+
+    Raises:
+        OSError: If the port is taken.
+    """
+
+    daemon_threads = True
+    request_queue_size = 32
+    allow_reuse_address = True
+
+    def __init__(self, answer: Callable[[str], Answer | None], port: int = 0) -> None:
+        self.answer = answer
+        self.token = secrets.token_urlsafe(32)
+        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._open: set[socket.socket] = set()
+        super().__init__(("127.0.0.1", port), _Handler)
+
+    @property
+    def url(self) -> str:
+        """The page's address."""
+        return f"http://127.0.0.1:{self.server_port}/{self.token}/"
+
+    def server_bind(self) -> None:
+        """Bind without asking a name service for this machine's name, as the base class does."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = "127.0.0.1", self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread; more at a time than a page ever makes are turned away."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and leave room for the next one."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._open.discard(request)
+            self._free.release()
+
+    def server_close(self) -> None:
+        """Listen no more, and let go of whoever is connected: browsers connect ahead of asking."""
+        super().server_close()
+        for connection in tuple(self._open):
+            with suppress(OSError):  # it has ended meanwhile
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that left while it was answered; all else is a fault of ours."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer  # pyright: ignore[reportIncompatibleVariableOverride] - no other makes it
+    timeout = _REQUEST_DEADLINE_S
+    server_version, sys_version = "penstock", ""
+
+    def do_GET(self) -> None:
+        self._reply(self._found())
+
+    def do_HEAD(self) -> None:
+        self._reply(self._found())
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Whatever is wrong with a request, it gets what one without the token gets."""
+        del code, message, explain
+        self._reply(None)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged: their paths hold the token."""
+
+    def _found(self) -> Answer | None:
+        if not self._is_for_us():
+            return None
+        token, slash, target = self.path.removeprefix("/").partition("/")
+        if len(self.path) > _MOST_TARGET_CHARACTERS or not self.path.startswith("/"):
+            return None
+        if not slash or not hmac.compare_digest(token.encode(), self.server.token.encode()):
+            return None
+        return self.server.answer(target)
+
+    def _is_for_us(self) -> bool:
+        hosts = self.headers.get_all("Host", [])
+        return hosts in [[f"{name}:{self.server.server_port}"] for name in _LOOPBACK]
+
+    def _reply(self, answer: Answer | None) -> None:
+        self.close_connection = True
+        body = b"" if answer is None else answer.body
+        self.send_response(404 if answer is None else answer.status)
+        for name, value in _HEADERS.items():
+            special = answer is not None and answer.policy and name == "Content-Security-Policy"
+            self.send_header(name, answer.policy if special and answer else value)
+        if answer is not None:
+            self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)

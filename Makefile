@@ -12,6 +12,7 @@
 #   make lint          engines, then the linters alone
 #   make format        let ruff rewrite what it can
 #   make requirements  compile requirements.txt and requirements-engines.txt anew
+#   make release VERSION=0.2.0   cut the changelog, build and check the package, commit and tag it
 #   make clean         remove .venv, caches and build outputs; runs/ is kept
 
 PYTHON ?= python3
@@ -29,7 +30,7 @@ SOURCES := $(sort __init__.py $(shell find dataflow algorithms planner workers c
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run smollm2 models engines quick test test-all lint format requirements clean FORCE
+.PHONY: setup run smollm2 models engines quick test test-all lint format requirements release clean FORCE
 
 setup: .venv/.package
 
@@ -95,6 +96,9 @@ lint: engines
 format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+release: setup
+	$(BIN)/python .ci/release.py "$(VERSION)"
 
 # Versions already pinned stay unless pyproject.toml rules them out; delete a line to let it move.
 # torch is written without its build tag, so that each machine takes the build it has.

@@ -3,14 +3,14 @@
 The real server, and a real headless Chromium that opens the page:
 
 - `drawn_s`: from asking for the address until two charts of five runs are drawn. Each run has
-  100,000 lines of about 1.1 kB in its metrics.jsonl, which the system has read before.
+  100,000 lines of 1.6 kB in its metrics.jsonl, which the system has read before.
 - `updated_s`: from the moment a line is written until the page says its step. The page asks every
-  second, so about half a second of it is waiting.
+  second, and lines are written at evenly spread moments of that second.
 - `server_s`: what the server alone takes for one run's curves, for a zoom into 1,000 steps of
   them, and for one step of 1 GB of samples; asked directly, without a browser.
 - `whole_s`: reading and parsing all of one such metrics.jsonl, as a page would that did not sample.
 
-A dataset of this size is written to a temporary folder first: 0.6 GB, and 1 GB of samples.
+A dataset of this size is written to a temporary folder first: 0.8 GB, and 1 GB of samples.
 """
 
 from __future__ import annotations
@@ -120,8 +120,16 @@ def drawn_s(browser: Any, url: str) -> float:
     return time.perf_counter() - begin
 
 
-def updated_s(browser: Any, home: Path, step: int) -> float:
-    """Seconds from writing a step until the page says it."""
+def updated_s(browser: Any, home: Path, step: int, after_s: float) -> float:
+    """Seconds from writing a step until the page says it.
+
+    Args:
+        browser: In which the page is open.
+        home: The run's folder.
+        step: The one that is written.
+        after_s: So long after the step before was seen.
+    """
+    time.sleep(after_s)
     line = {"step": step, "wall_time_s": 1.8e9 + step, **dict.fromkeys(_METRICS, 0.5)}
     with (home / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
@@ -148,7 +156,10 @@ def measure(home: Path, repeats: int) -> dict[str, Any]:
     with PageServer(pages.answer) as server, started(home) as browser:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         drawn = [drawn_s(browser, server.url) for _ in range(repeats)]
-        updated = [updated_s(browser, folders[-1], NUM_STEPS + i) for i in range(repeats)]
+        updated = [
+            updated_s(browser, folders[-1], NUM_STEPS + i, after_s=1 + i / repeats)
+            for i in range(repeats)
+        ]
         server.shutdown()
     return {
         "num_runs": NUM_RUNS,

@@ -132,12 +132,14 @@ def last_values(home: Path) -> tuple[int, dict[str, float]] | None:
         Gone: If there is no metrics.jsonl.
     """
     with opened(home / METRICS) as file:
-        for line in _last_lines(file, 2):
-            point = _parsed(line)
-            if point is not None:
-                numbers = {name: _number(value) for name, value in point.values.items()}
-                return point.step, {k: v for k, v in numbers.items() if v is not None}
-    return None
+        points = [point for line in _last_lines(file, 2) if (point := _parsed(line)) is not None]
+    if not points:
+        return None
+    # What the last evaluation found has a line of its own behind that of the last step.
+    taken = [one for one in points if any(not name.startswith(EVALUATION) for name in one.values)]
+    point = (taken or points)[0]
+    numbers = {name: _number(value) for name, value in point.values.items()}
+    return point.step, {name: value for name, value in numbers.items() if value is not None}
 
 
 def _spread(

@@ -220,7 +220,9 @@ export class Curves {
       if (!known || !whole) return null;
       if (known.error) return el("p", {}, `${run.key}: ${known.error}`);
       const last = whole.steps.at(-1);
-      const values = this.metrics().map((name) => `${name} ${number(whole.columns[name]?.at(-1))}`);
+      // The newest value of each: what is measured now and then is not in every line.
+      const newest = (name) => whole.columns[name]?.findLast((value) => value !== null);
+      const values = this.metrics().map((name) => `${name} ${number(newest(name))}`);
       const said = [
         last === undefined ? "no step yet" : `last step ${last} at ${seconds(whole.seconds.at(-1))}`,
         ...values,

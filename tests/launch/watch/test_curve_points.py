@@ -226,3 +226,12 @@ def test_names_and_the_last_values(tmp_path: Path) -> None:
     assert metric_names(tmp_path) == ["reward/mean", "run/lag_max", "train/loss"]
     values = {"reward/mean": value_at(2), "train/loss": -2.0, "run/lag_max": 1.0}
     assert last_values(tmp_path) == (2, values)
+
+
+def test_the_line_of_the_last_evaluation_is_not_the_last_step(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write(0, {"evaluation/accuracy": 0.25})
+        assert last_values(tmp_path) == (0, {"evaluation/accuracy": 0.25})
+        log.write(1, {"reward/mean": 0.5, "evaluation/accuracy": 0.25})
+        log.write(2, {"evaluation/accuracy": 0.75})
+    assert last_values(tmp_path) == (1, {"reward/mean": 0.5, "evaluation/accuracy": 0.25})

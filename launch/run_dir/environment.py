@@ -26,8 +26,8 @@ class Environment:
 
     Attributes:
         versions: Package -> its version, `python` among them.
-        hardware: `processor`, `num_cores`, `memory_bytes`, `num_cuda_devices` and `system`, of the
-            machine on which the run was started.
+        hardware: `processor`, `instructions`, `num_cores`, `memory_bytes`, `num_cuda_devices` and
+            `system`, of the machine on which the run was started.
     """
 
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -46,6 +46,8 @@ def environment_now(processor: str) -> Environment:
         _versions(),
         {
             "processor": processor,
+            # Processors of one name may have others, and torch rounds by them.
+            "instructions": torch.backends.cpu.get_cpu_capability(),
             "num_cores": len(os.sched_getaffinity(0)),
             "memory_bytes": psutil.virtual_memory().total,
             # Counted without asking a device for anything, which would take memory of it.

@@ -44,7 +44,7 @@ ACTIONS: Mapping[str, _Action] = {
     ),
     "regress": _Action(
         regress_runs,
-        "SET ... reference=FILE | SET ... write=FILE [not_lower=KEY:0.02] [not_higher=KEY:5%]",
+        "SET ... reference=FILE | SET ... write=FILE [not_lower=KEY:0.02] [without=KEY]",
         "exit code 1 if runs are worse than a reference, or write one",
     ),
     "reproduce": _Action(

@@ -19,7 +19,7 @@ _DIRECTIONS = ("not_lower", "not_higher", "same")
 
 def regress_runs(arguments: Sequence[str]) -> int:
     """Hold runs against a reference, or write one; 1 if a run is worse."""
-    options = ("reference", "write", *_DIRECTIONS)
+    options = ("reference", "write", "without", *_DIRECTIONS)
     words = split_words("regress", arguments, options, where=True)
     if ("reference" in words.options) == ("write" in words.options):
         raise ConfigError(
@@ -47,13 +47,14 @@ def _write(runs: Sequence[RunValues], words: Words) -> int:
 
 
 def _rules(words: Words) -> Mapping[str, Rule]:
-    """The default rules, but for keys that are given: `not_lower=KEY:TOLERANCE,KEY`."""
+    """The default rules, without some, but for keys that are given: `not_lower=KEY:TOLERANCE`."""
     given: dict[str, Rule] = {}
     for direction in _DIRECTIONS:
         for one in filter(None, words.option(direction).split(",")):
             key, _, tolerance = one.partition(":")
             given[key] = Rule(direction, *_tolerance(key, tolerance))
-    return {**RULES, **given}
+    gone = words.option("without").split(",")
+    return {key: rule for key, rule in {**RULES, **given}.items() if key not in gone}
 
 
 def _tolerance(key: str, text: str) -> tuple[float, bool]:

@@ -25,7 +25,7 @@ from .conftest import served
 from .folders import add_samples, add_steps, new_run, row, write_many_steps
 from .test_timeline import write_trace
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.slow
 
 HTML = (
     "<script>window.ran = true</script><img src=x onerror='window.ran = true'>"

@@ -70,6 +70,9 @@ def test_runs_are_held_against_a_reference(penstock: Penstock, run: RunFolder, m
         "worse: accuracy_after_rl",
     )
     assert penstock("runs", "regress", run.id, "write=ref.json", words[1]).code == 2
+    penstock("runs", "regress", run.id, "write=less.json", "without=accuracy_after_rl,counts")
+    said = penstock("runs", "regress", other.id, "reference=less.json")
+    assert (said.code, said.out.splitlines()[1].split()[0]) == (0, "weights_sha256")
 
 
 @pytest.mark.parametrize(
